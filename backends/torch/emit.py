@@ -1,0 +1,235 @@
+"""Emits a schedule as straight-line Python: one statement for each computation, one `del` for each free."""
+
+from __future__ import annotations
+
+import keyword
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from ...ir import (
+    Argument,
+    Compute,
+    Free,
+    Graph,
+    InputRole,
+    Instruction,
+    Loss,
+    Node,
+    OutputRole,
+    Schedule,
+    Storage,
+    Symbol,
+    Value,
+)
+
+__all__ = ["emit_source"]
+
+_HEADER = '''"""One training step as straight-line Python, written by irc.
+
+forward(inputs) -> (outputs, saved); backward(inputs, saved, tangents) -> gradients.
+`inputs` are the parameters, buffers, inputs and constants below, in this order. `saved` is emptied
+by backward, so that what it holds is freed as backward goes.
+"""
+'''
+
+
+def emit_source(schedule: Schedule) -> str:
+    """Python source with `forward` and `backward`, which run `schedule` exactly.
+
+    `forward(inputs)` takes the static inputs in graph order and returns `(outputs, saved)`.
+    `backward(inputs, saved, tangents)` empties `saved` and returns the gradients in graph order, with
+    None where there is none. Views are derived where they are used. Both must run without gradients.
+    """
+    return _Emitter(schedule).source()
+
+
+@dataclass
+class _Emitter:
+    schedule: Schedule
+    names: dict[Value, str] = field(default_factory=dict)
+    taken: set[str] = field(default_factory=lambda: {"inputs", "saved", "tangents", "torch", "_"})
+    operations: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.makers = {value: node for node in self.graph.nodes for value in node.values}
+
+    @property
+    def graph(self) -> Graph:
+        return self.schedule.graph
+
+    def source(self) -> str:
+        statics = [i for i in self.graph.inputs if i.role is not InputRole.TANGENT]
+        tangents = [i.value for i in self.graph.inputs if i.role is InputRole.TANGENT]
+        split = next(i for i, ins in enumerate(self.schedule.instructions) if isinstance(ins, Loss))
+        before, after = self.schedule.instructions[:split], self.schedule.instructions[split + 1 :]
+        outputs = [o.value for o in self.graph.outputs if o.role is OutputRole.OUTPUT]
+        gradients = [o.value for o in self.graph.outputs if o.role is OutputRole.GRADIENT]
+        saved = self._saved(before, after)
+        forward = [
+            *self._unpack([i.value for i in statics], "inputs", before, outputs),
+            *self._body(before),
+            f"return [{self._list(outputs)}], [{self._saved_list(saved, outputs)}]",
+        ]
+        backward = [
+            *([f"{self._targets(saved)} = saved"] if saved else []),
+            "saved.clear()",
+            *self._unpack([i.value for i in statics], "inputs", after, gradients),
+            *self._unpack(tangents, "tangents", after, gradients),
+            *self._body(after),
+            f"return [{self._list(gradients)}]",
+        ]
+        operations = [f"{name} = torch.ops.{op}" for op, name in self.operations.items()]
+        table = [f"#   {self._name(i.value)}: {i.role.value} {i.target}" for i in statics]
+        return "\n".join(
+            [
+                _HEADER,
+                "import torch",
+                "",
+                *operations,
+                "",
+                "# inputs:",
+                *table,
+                "",
+                "",
+                "def forward(inputs):",
+                *(f"    {line}" for line in forward),
+                "",
+                "",
+                "def backward(inputs, saved, tangents):",
+                *(f"    {line}" for line in backward),
+                "",
+            ]
+        )
+
+    # ------------------------------------------------------------------ what is alive where
+
+    def _saved(self, before: Iterable[Instruction], after: Iterable[Instruction]) -> list[Value]:
+        """The values that forward hands to backward: alive at the loss, and read after it before they are made again."""
+        alive: dict[Storage, list[Value]] = {}
+        for instruction in before:
+            if isinstance(instruction, Compute):
+                for value in instruction.node.values:
+                    if value.storage in instruction.retained:
+                        alive.setdefault(value.storage, []).append(value)
+            elif isinstance(instruction, Free):
+                alive.pop(instruction.storage, None)
+        read: set[Storage] = set()
+        made: set[Storage] = set()
+        for instruction in after:
+            if isinstance(instruction, Compute):
+                read |= set(self.graph.reads(instruction.node)) - made
+                made |= instruction.retained
+        read |= {o.value.storage for o in self.graph.outputs if o.value and o.role is OutputRole.GRADIENT} - made
+        return [value for storage, values in alive.items() if storage in read for value in values]
+
+    def _unpack(
+        self, values: list[Value], source: str, body: Iterable[Instruction], results: Iterable[Value | None]
+    ) -> Iterator[str]:
+        """Names the inputs that a body reads; the others are not touched."""
+        read = {v for i in body if isinstance(i, Compute) for v in self._bases(i.node.operands)}
+        read |= set(self._bases(value for value in results if value is not None))
+        for index, value in enumerate(values):
+            if value in read:
+                yield f"{self._name(value)} = {source}[{index}]"
+
+    def _bases(self, values: Iterable[Value]) -> Iterator[Value]:
+        """The values that the variables hold: views are followed to what they are views of."""
+        for value in values:
+            maker = self.makers.get(value)
+            if maker is not None and maker.is_view:
+                yield from self._bases(maker.operands)
+            else:
+                yield value
+
+    # ------------------------------------------------------------------ statements
+
+    def _body(self, instructions: Iterable[Instruction]) -> Iterator[str]:
+        where = None
+        for instruction in instructions:
+            match instruction:
+                case Compute(node, retained):
+                    if node.at is not None and node.at != where:
+                        where = node.at
+                        yield f"# {where}"
+                    yield from self._compute(node, retained)
+                case Free(storage):
+                    made = dict.fromkeys(v for v in self.graph.producers[storage].values if v.storage is storage)
+                    yield f"del {', '.join(self._name(value) for value in made)}"
+                case Loss():
+                    raise AssertionError("the loss stands between the two bodies")
+
+    def _compute(self, node: Node, retained: frozenset[Storage]) -> Iterator[str]:
+        kept = [v if v is not None and v.storage in retained else None for v in node.results]
+        call = self._call(node)
+        if not any(kept):
+            yield call
+        elif not node.is_sequence:
+            assert kept[0] is not None
+            yield f"{self._name(kept[0])} = {call}"
+        else:
+            yield f"{self._targets(kept)} = {call}"
+            if None in kept:
+                yield "del _"
+
+    def _targets(self, values: Iterable[Value | None]) -> str:
+        names = ["_" if value is None else self._name(value) for value in values]
+        return f"({names[0]},)" if len(names) == 1 else ", ".join(names)
+
+    # ------------------------------------------------------------------ expressions
+
+    def _name(self, value: Value) -> str:
+        if value not in self.names:
+            plain = re.sub(r"\W", "_", value.name)
+            if not plain or plain[0].isdigit() or keyword.iskeyword(plain):
+                plain = f"v_{plain}"
+            name, count = plain, 1
+            while name in self.taken:
+                count += 1
+                name = f"{plain}_{count}"
+            self.taken.add(name)
+            self.names[value] = name
+        return self.names[value]
+
+    def _operation(self, op: str) -> str:
+        if op not in self.operations:
+            name = re.sub(r"\W", "_", op.removesuffix(".default"))
+            self.taken.add(name)
+            self.operations[op] = name
+        return self.operations[op]
+
+    def _expression(self, value: Value) -> str:
+        maker = self.makers.get(value)
+        if maker is None or not maker.is_view:
+            return self._name(value)
+        call = self._call(maker)
+        return f"{call}[{maker.results.index(value)}]" if maker.is_sequence else call
+
+    def _call(self, node: Node) -> str:
+        arguments = [self._argument(argument) for argument in node.arguments]
+        arguments += [f"{key}={self._argument(argument)}" for key, argument in node.keywords]
+        return f"{self._operation(node.op)}({', '.join(arguments)})"
+
+    def _argument(self, argument: Argument) -> str:
+        match argument:
+            case Value():
+                return self._expression(argument)
+            case tuple():
+                return f"[{', '.join(self._argument(item) for item in argument)}]"
+            case Symbol("device", name):
+                return f"torch.device({name!r})"
+            case Symbol(_, name):
+                return f"torch.{name}"
+            case float() if not math.isfinite(argument):
+                return f"float({str(argument)!r})"
+            case _:
+                return repr(argument)
+
+    def _list(self, values: Iterable[Value | None]) -> str:
+        return ", ".join("None" if value is None else self._expression(value) for value in values)
+
+    def _saved_list(self, saved: Iterable[Value], outputs: Iterable[Value | None]) -> str:
+        """The saved values; what is also an output goes in as an alias, or it would refer to itself."""
+        given = {base for value in outputs if value is not None for base in self._bases([value])}
+        return ", ".join(f"{self._name(v)}.detach()" if v in given else self._name(v) for v in saved)

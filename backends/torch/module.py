@@ -1,0 +1,298 @@
+"""An `nn.Module` that runs a schedule in one autograd node and shares the parameters of the user's module."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
+
+from ...ir import Input, InputRole, IrcError, Origin, OutputRole, Schedule, Signature, Slot, UsageError
+from .emit import emit_source
+
+__all__ = ["Program", "compile_program", "fit"]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A schedule, compiled; it holds no parameter and can be shared.
+
+    Args:
+        statics: The graph's inputs but the tangents, in order.
+        tangents: For each forward output, whether a gradient of it is taken.
+        gradients: For each static input, its place among the gradients, or None.
+        read_by_backward: Indices of the static inputs that backward reads.
+        forward: The emitted function.
+        backward: The emitted function.
+        constants: Values of the constant inputs.
+        source: The emitted source.
+    """
+
+    statics: tuple[Input, ...]
+    tangents: tuple[Input | None, ...]
+    gradients: tuple[int | None, ...]
+    read_by_backward: tuple[int, ...]
+    forward: Callable[[list[Tensor]], tuple[list[Tensor], list[Tensor]]]
+    backward: Callable[[list[Tensor], list[Tensor], list[Tensor]], list[Tensor | None]]
+    constants: Mapping[str, Tensor]
+    source: str = field(repr=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Program:
+        return self
+
+    def __call__(self, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+        """Runs forward; the outputs carry one autograd node that runs backward.
+
+        Args:
+            inputs: The static inputs, in order.
+        """
+        differentiable = [t for t, i in zip(inputs, self.statics, strict=True) if i.requires_grad]
+        return _Step.apply(self, inputs, *differentiable)
+
+
+def compile_program(schedule: Schedule, constants: Mapping[str, Tensor]) -> Program:
+    """Compiles the Python that `emit_source` writes for `schedule`.
+
+    Args:
+        schedule: A verified schedule.
+        constants: The tensors of the graph's constant inputs, by target.
+    """
+    source = emit_source(schedule)
+    filename = f"<irc program {id(schedule):x}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    namespace: dict[str, Any] = {}
+    exec(compile(source, filename, "exec"), namespace)
+    graph = schedule.graph
+    statics = tuple(i for i in graph.inputs if i.role is not InputRole.TANGENT)
+    tangents = {i.target: i for i in graph.inputs if i.role is InputRole.TANGENT}
+    outputs = [o for o in graph.outputs if o.role is OutputRole.OUTPUT]
+    gradients = {o.target: k for k, o in enumerate(o for o in graph.outputs if o.role is OutputRole.GRADIENT)}
+    read = {s for node in graph.nodes if node.region.value == "backward" for s in graph.reads(node)}
+    recomputed = {s for node in schedule.computed for s in graph.reads(node)}
+    return Program(
+        statics=statics,
+        tangents=tuple(tangents.get(str(index)) for index in range(len(outputs))),
+        gradients=tuple(gradients.get(f"{i.role.value}:{i.target}") for i in statics),
+        read_by_backward=tuple(
+            k
+            for k, i in enumerate(statics)
+            if i.role is not InputRole.BUFFER and i.value.storage in (read | recomputed)
+        ),
+        forward=namespace["forward"],
+        backward=namespace["backward"],
+        constants=constants,
+        source=source,
+    )
+
+
+class _Step(torch.autograd.Function):
+    """One autograd node for a whole training step."""
+
+    @staticmethod
+    def forward(ctx: Any, program: Program, inputs: list[Tensor], *differentiable: Tensor) -> tuple[Tensor, ...]:
+        with torch._C._DisableAutocast():
+            outputs, saved = program.forward(inputs)
+        ctx.program, ctx.inputs, ctx.saved = program, inputs, saved
+        ctx.versions = [(k, inputs[k]._version) for k in program.read_by_backward]
+        ctx.mark_non_differentiable(*(o for o, t in zip(outputs, program.tangents, strict=True) if t is None))
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        program: Program = ctx.program
+        inputs, saved = ctx.inputs, ctx.saved
+        if saved is None:
+            raise RuntimeError(
+                "Trying to backward through the graph a second time: the saved values were freed as backward "
+                "went. Specify retain_graph=True if you need to backward through the graph a second time."
+            )
+        _check_unchanged(program, inputs, ctx.versions)
+        if torch._C._autograd._get_current_graph_task_keep_graph():
+            saved = list(saved)
+        else:
+            ctx.saved = ctx.inputs = None
+        tangents = [
+            _in_layout(gradient, tangent)
+            for gradient, tangent in zip(gradients, program.tangents, strict=True)
+            if tangent is not None
+        ]
+        with torch._C._DisableAutocast():
+            results = program.backward(inputs, saved, tangents)
+        asked = (k for k, i in enumerate(program.statics) if i.requires_grad)
+        return (None, None, *(_pick(results, program.gradients[k]) for k in asked))
+
+
+def _pick(results: list[Tensor | None], index: int | None) -> Tensor | None:
+    return None if index is None else results[index]
+
+
+def _check_unchanged(program: Program, inputs: list[Tensor], versions: list[tuple[int, int]]) -> None:
+    for index, version in versions:
+        if inputs[index]._version != version:
+            changed = program.statics[index]
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{changed.role.value} {changed.target} is at version {inputs[index]._version}; "
+                f"expected version {version} instead"
+            )
+
+
+def _in_layout(gradient: Tensor, tangent: Input) -> Tensor:
+    """The gradient of an output in the layout that the backward was traced with."""
+    wanted = tangent.value.type
+    if tuple(gradient.stride()) == wanted.strides:
+        return gradient
+    return torch.empty_strided(wanted.shape, wanted.strides, dtype=gradient.dtype, device=gradient.device).copy_(
+        gradient
+    )
+
+
+# ---------------------------------------------------------------------- the drop-in module
+
+
+def fit(module: nn.Module, program: Program, signature: Signature) -> nn.Module:
+    """A module that trains by `program` and is in every other way `module`.
+
+    It is of a subclass of the module's class and shares its parameters, buffers, submodules and hooks.
+    With gradients enabled and in the captured modes it runs the program; in eval() or under no_grad it
+    runs the original forward.
+
+    Args:
+        module: What was captured.
+        program: What its schedule compiled to.
+        signature: How to call it.
+    """
+    original = type(module)
+    fitted_type = type(f"Fitted{original.__name__}", (_Fitted, original), {"__module__": original.__module__})
+    fitted = fitted_type.__new__(fitted_type)
+    fitted.__dict__.update(module.__dict__)
+    fitted.__dict__["_irc"] = _Binding.of(module, program, signature)
+    return fitted
+
+
+@dataclass
+class _Binding:
+    """Where a fitted module finds the program's inputs."""
+
+    program: Program
+    signature: Signature
+    slots: list[tuple[dict[str, Tensor | None], str] | Slot | Tensor]
+
+    @staticmethod
+    def of(module: nn.Module, program: Program, signature: Signature) -> _Binding:
+        slots: list[tuple[dict[str, Tensor | None], str] | Slot | Tensor] = []
+        for static in program.statics:
+            match static.role:
+                case InputRole.PARAMETER | InputRole.BUFFER:
+                    path, _, name = static.target.rpartition(".")
+                    owner = module.get_submodule(path)
+                    held: Any = owner._parameters if static.role is InputRole.PARAMETER else owner._buffers
+                    slots.append((held, name))
+                case InputRole.INPUT:
+                    slots.append(Slot(int(static.target)))
+                case _:
+                    slots.append(program.constants[static.target])
+        return _Binding(program, signature, slots)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Binding:
+        slots = [
+            (memo.get(id(slot[0]), slot[0]), slot[1]) if isinstance(slot, tuple) else slot for slot in self.slots
+        ]
+        return _Binding(self.program, self.signature, slots)
+
+    def tensor(self, index: int, leaves: list[Any]) -> Tensor:
+        """The tensor that the program's input `index` binds in this call."""
+        slot = self.slots[index]
+        tensor = leaves[slot.index] if isinstance(slot, Slot) else slot
+        if isinstance(slot, tuple):
+            tensor = slot[0][slot[1]]
+        static = self.program.statics[index]
+        if tensor.requires_grad != static.requires_grad:
+            raise IrcError(
+                "IRC503",
+                f"{static.role.value} {static.target} has requires_grad={tensor.requires_grad}, "
+                f"the plan was made for requires_grad={static.requires_grad}",
+                help="call irc.optimize again after freezing or unfreezing",
+            )
+        wanted = static.value.type
+        same = tuple(tensor.shape) == wanted.shape and tuple(tensor.stride()) == wanted.strides
+        if not same or str(tensor.dtype) != f"torch.{wanted.dtype.value}" or str(tensor.device) != wanted.device:
+            raise UsageError(
+                "IRC501",
+                f"{static.role.value} {static.target} is {_described(tensor)}; the plan was made for "
+                f"{wanted.dtype.value}{list(wanted.shape)} with strides {list(wanted.strides)} on {wanted.device}",
+                help="call irc.optimize with example arguments of this type, or pad to the planned shape",
+            )
+        return tensor
+
+
+def _described(tensor: Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype}{list(tensor.shape)} with strides {list(tensor.stride())} on {tensor.device}"
+
+
+class _Fitted(nn.Module):
+    """Runs the program where it applies, and the original forward elsewhere."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        binding: _Binding = self.__dict__["_irc"]
+        if not torch.is_grad_enabled() or not self._is_planned(binding.signature):
+            return super().forward(*args, **kwargs)
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        _check_call(binding.signature, leaves, tree)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        inputs = [binding.tensor(index, tensors) for index in range(len(binding.slots))]
+        outputs = binding.program(inputs)
+        return _deliver(binding.signature, inputs, outputs)
+
+    def _is_planned(self, signature: Signature) -> bool:
+        modes = dict(signature.modes)
+        if modes[""] != self.training and not self.training:
+            return False
+        changed = [name for name, child in self.named_modules() if child.training != modes.get(name, child.training)]
+        if not changed:
+            return True
+        if not self.training:
+            return False
+        raise IrcError(
+            "IRC502",
+            f"submodule {changed[0] or '(root)'!r} is in {'train' if not modes[changed[0]] else 'eval'}() mode; the "
+            f"plan was made for the other ({len(changed)} submodules differ)",
+            help="call irc.optimize with the modules in the modes that you train in",
+        )
+
+
+def _check_call(signature: Signature, leaves: list[Any], tree: Any) -> None:
+    if tree != signature.in_tree:
+        raise UsageError(
+            "IRC501",
+            f"the arguments nest as {tree}; the plan was made for {signature.in_tree}",
+            help="call the module as in the example arguments, or optimize it for this call",
+        )
+    for leaf, wanted in zip(leaves, signature.leaves, strict=True):
+        if not isinstance(wanted, Slot) and leaf != wanted:
+            raise UsageError(
+                "IRC501",
+                f"an argument is {leaf!r}; the plan was made for {wanted!r}",
+                help="constants are part of the plan: optimize the module for this value",
+            )
+
+
+def _deliver(signature: Signature, inputs: list[Tensor], outputs: tuple[Tensor, ...]) -> Any:
+    leaves: list[Any] = []
+    for delivery in signature.deliveries:
+        match delivery.origin:
+            case Origin.CONSTANT:
+                leaves.append(delivery.constant)
+            case Origin.COMPUTED:
+                leaves.append(outputs[delivery.index])
+            case Origin.INPUT | Origin.OUTPUT:
+                base = (inputs if delivery.origin is Origin.INPUT else outputs)[delivery.index]
+                leaves.append(base if delivery.view is None else base.as_strided(*delivery.view))
+    return pytree.tree_unflatten(leaves, signature.out_tree)

@@ -1,0 +1,37 @@
+"""ONNX files as trainable modules.
+
+    module = from_onnx("model.onnx", batch=32)
+    loss = module(*example_inputs(module)).sum()
+
+The graph is read with `onnx_ir`, and each node becomes torch operators by one table, versioned by operator set. What
+depends on constants and shapes alone is worked out at import; `weights` says which constants are trained.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+from .importer import from_model
+from .lowerings import operators
+from .module import OnnxModule, example_inputs
+from .reader import read
+
+__all__ = ["OnnxModule", "example_inputs", "from_model", "from_onnx", "operators"]
+
+
+def from_onnx(
+    path: str | os.PathLike[str], batch: int | None = None, inputs: Mapping[str, Sequence[int]] | None = None
+) -> OnnxModule:
+    """The model in an ONNX file as a trainable module, in train mode.
+
+    Args:
+        path: The file; weights stored beside it are found.
+        batch: Size of the leading axis of every input that leaves it open.
+        inputs: Whole shapes by input name, where the file leaves axes open.
+
+    Raises:
+        UsageError: IRC310 to IRC318: the file is missing or broken, or a shape is missing or contradicts it.
+        UnsupportedError: IRC301 to IRC304: an operator, an option, an operator set or a type is not covered.
+    """
+    return from_model(read(path), batch, inputs)

@@ -1,0 +1,148 @@
+"""Pooling over windows and over whole planes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .convolution import pad_spatial, padding_of
+from .table import Call, Result, lowering
+
+_MAX: dict[int, Callable[..., Any]] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+_MAX_INDICES: dict[int, Callable[..., Any]] = {
+    1: F.max_pool1d_with_indices,
+    2: F.max_pool2d_with_indices,
+    3: F.max_pool3d_with_indices,
+}
+_AVERAGE: dict[int, Callable[..., Tensor]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
+_CONV: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+@dataclass(frozen=True, slots=True)
+class _Windows:
+    """The windows of one pooling: `out` of them along each axis, the last ending `after` past the data."""
+
+    kernel: list[int]
+    stride: list[int]
+    dilation: list[int]
+    before: list[int]
+    after: list[int]
+    declared: list[int]
+    ceil: bool
+
+    @property
+    def native(self) -> bool:
+        """Whether torch's own padding says the same."""
+        half = all(2 * b <= k for b, k in zip(self.before, self.kernel, strict=True))
+        return half and self.before == self.declared
+
+
+def _windows(c: Call, x: Tensor) -> _Windows:
+    rank = x.ndim - 2
+    if rank not in _MAX:
+        c.refuse(f"over {rank} spatial axes")
+    kernel = c.ints_("kernel_shape") or []
+    stride = c.ints_("strides") or [1] * rank
+    dilation = c.ints_("dilations") or [1] * rank
+    ceil = bool(c.int_("ceil_mode", 0))
+    before, declared = padding_of(c, x.shape[2:], kernel, stride, dilation)
+    after: list[int] = []
+    for n, k, s, d, b, e in zip(x.shape[2:], kernel, stride, dilation, before, declared, strict=True):
+        reach = d * (k - 1) + 1
+        room = n + b + e - reach
+        out = (math.ceil(room / s) if ceil else room // s) + 1
+        if ceil and (out - 1) * s >= n + b:
+            out -= 1  # a window that would start past the data and its leading padding
+        after.append((out - 1) * s + reach - n - b)
+    return _Windows(kernel, stride, dilation, before, after, declared, ceil)
+
+
+@lowering("MaxPool")
+def max_pool(c: Call) -> Result:
+    """Padding counts as minus infinity."""
+    x = c[0]
+    w = _windows(c, x)
+    rank = x.ndim - 2
+    if c.wants(1):
+        return _max_pool_with_indices(c, x, w)
+    dtype = x.dtype
+    x = x if x.is_floating_point() else x.float()
+    if w.native:
+        return _MAX[rank](x, w.kernel, w.stride, w.before, w.dilation, ceil_mode=w.ceil).to(dtype)
+    x = pad_spatial(x, w.before, w.after, value=-math.inf)
+    return _MAX[rank](x, w.kernel, w.stride, 0, w.dilation).to(dtype)
+
+
+def _max_pool_with_indices(c: Call, x: Tensor, w: _Windows) -> Result:
+    if c.int_("storage_order", 0):
+        c.refuse("with storage_order=1 and indices")
+    if not w.native or not x.is_floating_point():
+        c.refuse("with indices and padding that differs before and after")
+    y, indices = _MAX_INDICES[x.ndim - 2](x, w.kernel, w.stride, w.before, w.dilation, ceil_mode=w.ceil)
+    planes, plane = math.prod(x.shape[:2]), math.prod(x.shape[2:])
+    first = torch.arange(planes, device=x.device) * plane
+    return y, indices + first.reshape(*x.shape[:2], *[1] * (x.ndim - 2))
+
+
+def _window_sum(x: Tensor, w: _Windows) -> Tensor:
+    rank = x.ndim - 2
+    x = pad_spatial(x, w.before, w.after)
+    if all(d == 1 for d in w.dilation):
+        return _AVERAGE[rank](x, w.kernel, w.stride) * math.prod(w.kernel)
+    ones = torch.ones(1, 1, *w.kernel, dtype=x.dtype, device=x.device)
+    flat = x.reshape(-1, 1, *x.shape[2:])
+    y = _CONV[rank](flat, ones, None, w.stride, 0, w.dilation)
+    return y.reshape(*x.shape[:2], *y.shape[2:])
+
+
+@lowering("AveragePool")
+def average_pool(c: Call) -> Result:
+    """Padding counts in the divisor only when asked."""
+    x = c[0]
+    w = _windows(c, x)
+    rank = x.ndim - 2
+    include = bool(c.int_("count_include_pad", 0))
+    if w.native and all(d == 1 for d in w.dilation):
+        return _AVERAGE[rank](x, w.kernel, w.stride, w.before, w.ceil, include)
+    return _window_sum(x, w) / c.literal(lambda: _window_counts(x.shape[2:], w, include, x.dtype))
+
+
+def _window_counts(size: Sequence[int], w: _Windows, include: bool, dtype: torch.dtype) -> Tensor:
+    """How many elements each window averages over."""
+    ones = torch.ones(1, 1, *size)
+    if include:
+        ones = pad_spatial(ones, w.before, w.declared, value=1.0)
+        over = [a - e for a, e in zip(w.after, w.declared, strict=True)]
+        w = _Windows(w.kernel, w.stride, w.dilation, [0] * len(over), over, w.declared, w.ceil)
+    return _window_sum(ones, w).to(dtype)
+
+
+@lowering("LpPool", since=2)
+def lp_pool(c: Call) -> Result:
+    """The p-norm of each window."""
+    x, p = c[0], c.int_("p", 2)
+    return _window_sum(x.abs() ** p, _windows(c, x)) ** (1.0 / p)
+
+
+@lowering("GlobalAveragePool")
+def global_average_pool(c: Call) -> Result:
+    """The mean of each plane."""
+    return c[0].mean(tuple(range(2, c[0].ndim)), keepdim=True)
+
+
+@lowering("GlobalMaxPool")
+def global_max_pool(c: Call) -> Result:
+    """The greatest of each plane."""
+    return c[0].amax(tuple(range(2, c[0].ndim)), keepdim=True)
+
+
+@lowering("GlobalLpPool", since=2)
+def global_lp_pool(c: Call) -> Result:
+    """The p-norm of each plane."""
+    return torch.linalg.vector_norm(c[0], c.int_("p", 2), tuple(range(2, c[0].ndim)), keepdim=True)

@@ -1,0 +1,69 @@
+"""Reductions over axes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .table import Call, Result, lowering
+
+_Axes = list[int]
+
+
+def _prod(x: Tensor, axes: _Axes, keep: bool) -> Tensor:
+    for axis in sorted(axes, reverse=True):
+        x = x.prod(axis, keepdim=keep, dtype=x.dtype)
+    return x
+
+
+def _sum(x: Tensor, axes: _Axes, keep: bool) -> Tensor:
+    return x.sum(axes, keepdim=keep, dtype=x.dtype)
+
+
+_REDUCE: dict[str, Callable[[Tensor, _Axes, bool], Tensor]] = {
+    "ReduceL1": lambda x, axes, keep: _sum(x.abs(), axes, keep),
+    "ReduceL2": lambda x, axes, keep: torch.linalg.vector_norm(x, 2, axes, keepdim=keep),
+    "ReduceLogSum": lambda x, axes, keep: _sum(x, axes, keep).log(),
+    "ReduceLogSumExp": lambda x, axes, keep: torch.logsumexp(x, axes, keepdim=keep),
+    "ReduceMax": lambda x, axes, keep: x.amax(axes, keepdim=keep),
+    "ReduceMean": lambda x, axes, keep: x.mean(axes, keepdim=keep),
+    "ReduceMin": lambda x, axes, keep: x.amin(axes, keepdim=keep),
+    "ReduceProd": _prod,
+    "ReduceSum": _sum,
+    "ReduceSumSquare": lambda x, axes, keep: _sum(x * x, axes, keep),
+}
+
+# What is left of an operator that reduces over no axis at all.
+_NOTHING: dict[str, Callable[[Tensor], Tensor]] = {
+    "ReduceL1": torch.abs,
+    "ReduceL2": torch.abs,
+    "ReduceLogSum": torch.log,
+    "ReduceSumSquare": torch.square,
+}
+
+
+@lowering(*_REDUCE)
+def reduce(c: Call) -> Result:
+    """Over the axes given; over all when none is, unless `noop_with_empty_axes`."""
+    x, op = c[0], c.node.op
+    axes = [axis % max(x.ndim, 1) for axis in c.axes() or []]
+    if not axes and (c.int_("noop_with_empty_axes", 0) or x.ndim == 0):
+        return _NOTHING.get(op, lambda x: x)(x)
+    axes = axes or list(range(x.ndim))
+    if x.numel() == 0 and op in ("ReduceMax", "ReduceMin", "ReduceMean"):
+        c.refuse("of no elements")
+    if not x.is_floating_point() and op in ("ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMean"):
+        c.refuse(f"of {x.dtype}")
+    return _REDUCE[op](x, axes, bool(c.int_("keepdims", 1)))
+
+
+@lowering("ArgMax", "ArgMin")
+def arg(c: Call) -> Result:
+    """The position of the greatest or least, the first or the last among equals."""
+    x, axis, keep = c[0], c.int_("axis", 0) % c[0].ndim, bool(c.int_("keepdims", 1))
+    find = torch.argmax if c.node.op == "ArgMax" else torch.argmin
+    if not c.int_("select_last_index", 0):
+        return find(x, axis, keep)
+    return x.shape[axis] - 1 - find(x.flip(axis), axis, keep)

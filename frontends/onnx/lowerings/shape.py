@@ -1,0 +1,256 @@
+"""Operators that move, repeat, join, cut or retype data, and those that make constants."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import onnx_ir as ir
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..tensors import torch_dtype
+from .table import Call, Result, lowering
+
+
+@lowering("Identity")
+def identity(c: Call) -> Result:
+    """The operand itself."""
+    return c[0]
+
+
+def _dtype(c: Call, code: int) -> torch.dtype:
+    dtype = torch_dtype(code)
+    if dtype is None:
+        c.refuse(f"to {ir.DataType(code).name}")
+    return dtype
+
+
+@lowering("Cast", since=6)
+def cast(c: Call) -> Result:
+    """To another element type."""
+    return c[0].to(_dtype(c, c.int_("to", 0)))
+
+
+@lowering("CastLike", since=15)
+def cast_like(c: Call) -> Result:
+    """To the element type of the other operand."""
+    return c[0].to(c[1].dtype)
+
+
+@lowering("Shape")
+def shape(c: Call) -> Result:
+    """The sizes, which are known once the inputs are bound."""
+    sizes = list(c[0].shape)
+    end = c.int_("end", len(sizes))
+    picked = sizes[c.int_("start", 0) : end]
+    return c.literal(lambda: torch.tensor(picked, dtype=torch.int64))
+
+
+@lowering("Size")
+def size(c: Call) -> Result:
+    """The number of elements."""
+    count = c[0].numel()
+    return c.literal(lambda: torch.tensor(count))
+
+
+@lowering("ConstantOfShape", since=9)
+def constant_of_shape(c: Call) -> Result:
+    """One value, repeated."""
+    given = c.attribute("value")
+    value = given if isinstance(given, Tensor) else torch.zeros(1)
+    sizes = c.integers(0, "shape")
+    return c.literal(lambda: value.reshape(()).expand(sizes).clone())
+
+
+@lowering("Range", since=11)
+def range_(c: Call) -> Result:
+    """Evenly spaced numbers, as many as the bounds say."""
+    start, limit, step = (c.number(i, name) for i, name in enumerate(("start", "limit", "delta")))
+    dtype = c[0].dtype
+    count = max(math.ceil((limit - start) / step), 0)
+    return c.literal(lambda: (torch.arange(count) * step + start).to(dtype))
+
+
+@lowering("EyeLike", since=9)
+def eye_like(c: Call) -> Result:
+    """Ones on one diagonal."""
+    x, k = c[0], c.int_("k", 0)
+    dtype = _dtype(c, c.int_("dtype", 0)) if c.given("dtype") else x.dtype
+    rows, columns = x.shape
+    return c.literal(lambda: torch.ones(rows, columns).triu(k).tril(k).to(dtype))
+
+
+@lowering("Reshape", since=5)
+def reshape(c: Call) -> Result:
+    """Zero keeps a size (unless `allowzero`), and minus one is what remains."""
+    return _reshape(c, c.integers(1, "shape"))
+
+
+@lowering("Reshape")
+def reshape_by_attribute(c: Call) -> Result:
+    """As before; the shape is an attribute."""
+    return _reshape(c, c.ints_("shape") or [])
+
+
+def _reshape(c: Call, target: Sequence[int]) -> Result:
+    x = c[0]
+    if not c.int_("allowzero", 0):
+        target = [x.shape[i] if n == 0 else n for i, n in enumerate(target)]
+    return x.reshape(*target) if target else x.reshape(())
+
+
+@lowering("Flatten")
+def flatten(c: Call) -> Result:
+    """To two axes, cut at `axis`."""
+    x, axis = c[0], c.int_("axis", 1)
+    axis += x.ndim if axis < 0 else 0
+    return x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:]))
+
+
+@lowering("Squeeze")
+def squeeze(c: Call) -> Result:
+    """Drop axes of size one."""
+    x, axes = c[0], c.axes()
+    if axes is None:
+        return x.squeeze()
+    if any(x.shape[axis] != 1 for axis in axes):
+        raise ValueError(f"cannot squeeze axes {axes} of shape {list(x.shape)}")
+    return x.squeeze([axis % x.ndim for axis in axes]) if axes else x
+
+
+@lowering("Unsqueeze")
+def unsqueeze(c: Call) -> Result:
+    """Insert axes of size one; they are counted in the result."""
+    x, axes = c[0], c.axes()
+    assert axes is not None
+    rank = x.ndim + len(axes)
+    for axis in sorted(axis % rank for axis in axes):
+        x = x.unsqueeze(axis)
+    return x
+
+
+@lowering("Transpose")
+def transpose(c: Call) -> Result:
+    """Permute the axes, or reverse them."""
+    return c[0].permute(c.ints_("perm") or list(range(c[0].ndim))[::-1])
+
+
+@lowering("Expand", since=8)
+def expand(c: Call) -> Result:
+    """Broadcast both ways."""
+    return c[0].expand(torch.broadcast_shapes(c[0].shape, c.integers(1, "shape")))
+
+
+@lowering("Tile", since=6)
+def tile(c: Call) -> Result:
+    """Repeat along each axis."""
+    return c[0].repeat(*c.integers(1, "list of repeats"))
+
+
+@lowering("Concat")
+def concat(c: Call) -> Result:
+    """Join along an axis, which the first version let be absent."""
+    return torch.cat(c.all(), c.int_("axis", 1))
+
+
+@lowering("Split")
+def split(c: Call) -> Result:
+    """By sizes, by a count of parts, or into as many equal parts as there are outputs."""
+    x, axis = c[0], c.int_("axis", 0)
+    sizes = c.ints_("split") or (c.integers(1, "list of sizes") if c.has(1) else None)
+    if sizes is None:
+        parts = c.int_("num_outputs", len(c.node.wanted))
+        each, total = math.ceil(x.shape[axis] / parts), x.shape[axis]
+        sizes = [max(min(each, total - i * each), 0) for i in range(parts)]
+    return torch.split(x, sizes, axis)
+
+
+@lowering("DepthToSpace")
+def depth_to_space(c: Call) -> Result:
+    """Blocks of channels become blocks of space."""
+    x, b = c[0], c.int_("blocksize", 1)
+    n, channels, h, w = x.shape
+    if c.str_("mode", "DCR") == "CRD":
+        return F.pixel_shuffle(x, b)
+    y = x.reshape(n, b, b, channels // (b * b), h, w).permute(0, 3, 4, 1, 5, 2)
+    return y.reshape(n, channels // (b * b), h * b, w * b)
+
+
+@lowering("SpaceToDepth")
+def space_to_depth(c: Call) -> Result:
+    """Blocks of space become blocks of channels."""
+    x, b = c[0], c.int_("blocksize", 1)
+    n, channels, h, w = x.shape
+    y = x.reshape(n, channels, h // b, b, w // b, b)
+    y = y.permute(0, 1, 3, 5, 2, 4) if c.str_("mode", "DCR") == "CRD" else y.permute(0, 3, 5, 1, 2, 4)
+    return y.reshape(n, channels * b * b, h // b, w // b)
+
+
+@lowering("Trilu", since=14)
+def trilu(c: Call) -> Result:
+    """The upper or the lower triangle."""
+    k = c.integer(1, "diagonal") if c.has(1) else 0
+    return torch.triu(c[0], k) if c.int_("upper", 1) else torch.tril(c[0], k)
+
+
+@lowering("Pad")
+def pad_by_attribute(c: Call) -> Result:
+    """Counts and value are attributes."""
+    pads = c.ints_("pads") or c.ints_("paddings") or []
+    return _pad(c, pads, list(range(c[0].ndim)), c.float_("value", 0.0))
+
+
+@lowering("Pad", since=11)
+def pad(c: Call) -> Result:
+    """Counts, value and axes are operands."""
+    axes = c.integers(3, "list of axes") if c.has(3) else list(range(c[0].ndim))
+    value = c.number(2, "value") if c.has(2) else 0
+    return _pad(c, c.integers(1, "list of pads"), axes, value)
+
+
+def _pad(c: Call, pads: Sequence[int], axes: Sequence[int], value: float) -> Result:
+    x, mode = c[0], c.str_("mode", "constant")
+    both = [(0, 0)] * x.ndim
+    for i, axis in enumerate(axes):
+        both[axis] = (pads[i], pads[len(axes) + i])
+    if mode == "constant":
+        last = max((i for i, counts in enumerate(both) if any(counts)), default=-1)
+        first = min((i for i, counts in enumerate(both) if any(counts)), default=0)
+        flat = [n for counts in reversed(both[first:]) for n in counts]
+        return x if last < 0 else F.pad(x, flat, value=value)
+    if mode not in ("reflect", "edge", "wrap"):
+        c.refuse(f"with mode={mode}")
+    return _pad_by_copy(c, x, both, mode)
+
+
+def _pad_by_copy(c: Call, x: Tensor, both: Sequence[tuple[int, int]], mode: str) -> Tensor:
+    moved = [i for i, counts in enumerate(both) if any(counts)]
+    spatial = 1 <= x.ndim - 2 <= 3 and all(i >= 2 for i in moved) and all(min(counts) >= 0 for counts in both)
+    small = all(max(both[i]) < x.shape[i] for i in moved)
+    if moved and spatial and x.is_floating_point() and (mode == "edge" or (mode == "reflect" and small)):
+        flat = [n for counts in reversed(both[2:]) for n in counts]
+        return F.pad(x, flat, mode="replicate" if mode == "edge" else mode)
+    for axis in moved:
+        indices = _source_indices(x.shape[axis], both[axis], mode)
+        x = x.index_select(axis, c.literal(lambda indices=indices: torch.tensor(indices)))
+    return x
+
+
+def _source_indices(n: int, counts: tuple[int, int], mode: str) -> list[int]:
+    """Where each element of a padded axis comes from; negative counts cut before the rest is copied."""
+    start, end = max(-counts[0], 0), n - max(-counts[1], 0)
+    n = end - start
+    indices: list[int] = []
+    for i in range(-max(counts[0], 0), n + max(counts[1], 0)):
+        if mode == "edge":
+            i = min(max(i, 0), n - 1)
+        elif mode == "wrap":
+            i %= n
+        else:
+            period = max(2 * (n - 1), 1)
+            i = i % period
+            i = i if i < n else period - i
+        indices.append(start + i)
+    return indices

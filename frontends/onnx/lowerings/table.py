@@ -1,0 +1,297 @@
+"""The one table of lowerings, and what a lowering is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ....ir.errors import Location, UnsupportedError
+from ..tensors import Static
+
+__all__ = ["Attribute", "Call", "Lowering", "NodeInfo", "Result", "find", "lowering", "newest_opset", "operators"]
+
+Attribute: TypeAlias = "int | float | str | tuple[int, ...] | tuple[float, ...] | tuple[str, ...] | Tensor"
+Result: TypeAlias = "Tensor | tuple[Tensor | None, ...]"
+Scalar: TypeAlias = "int | float | bool"
+
+# Attributes that no lowering needs: they repeat what shapes say, or they are about execution, or they only matter
+# beside another attribute, which is read where it is.
+_HARMLESS = frozenset(
+    {
+        "consumed_inputs",
+        "cubic_coeff_a",
+        "extrapolation_value",
+        "fmod",
+        "hidden_size",
+        "is_test",
+        "kernel_shape",
+        "nearest_mode",
+        "output_shape",
+        "pads",
+        "round_mode",
+        "saturate",
+        "seed",
+        "sorted",
+        "spatial",
+        "stash_type",
+        "storage_order",
+        "training_mode",
+        "value",
+    }
+)
+
+newest_opset = 28
+"""The newest version of the default operator set whose changes this table has been read against."""
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """What is fixed about a node when the graph is imported.
+
+    Args:
+        name: The node's name, or its first output's when it has none.
+        op: Operator type.
+        domain: Operator domain; empty for the default one.
+        version: Operator set version that the model imports for this domain.
+        attributes: The attributes that are given, as plain data.
+        wanted: For each output, whether anything reads it.
+    """
+
+    name: str
+    op: str
+    domain: str
+    version: int
+    attributes: Mapping[str, Attribute]
+    wanted: tuple[bool, ...]
+
+    @property
+    def title(self) -> str:
+        """Operator with domain and version, such as `ai.onnx::Conv (opset 17)`."""
+        return f"{self.domain or 'ai.onnx'}::{self.op} (opset {self.version})"
+
+
+@dataclass
+class Call:
+    """One execution of one node: its attributes and the values of its operands.
+
+    Indexing gives the operand as a tensor. Constants can also be read as plain numbers, which is what
+    shapes, axes and bounds are for: these reads never depend on traced data.
+
+    Args:
+        node: The node.
+        tensors: Operands as tensors; `None` where an optional one is absent.
+        statics: The same operands as plain data, where they are constants.
+        weights: Which operands are parameters or buffers.
+        training: Whether the module is in train mode.
+        make_literal: Turns what a lowering computes from shapes alone into a tensor that lives with the module.
+    """
+
+    node: NodeInfo
+    tensors: Sequence[Tensor | None]
+    statics: Sequence[Static | None]
+    weights: Sequence[bool]
+    training: bool
+    make_literal: Callable[[Callable[[], Tensor]], Tensor]
+    touched: set[int] = field(default_factory=set[int])
+    read: set[str] = field(default_factory=set[str])
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __getitem__(self, index: int) -> Tensor:
+        tensor = self.optional(index)
+        if tensor is None:
+            self.refuse(f"without its operand {index}")
+        return tensor
+
+    def refuse(self, what: str) -> NoReturn:
+        """Decline this node by name.
+
+        Raises:
+            UnsupportedError: IRC302, always.
+        """
+        raise UnsupportedError(
+            "IRC302",
+            f"{self.node.title} {what} is not supported",
+            at=Location(onnx_node=self.node.name),
+            help="export the model without this option, or replace the node",
+        )
+
+    # Operands
+
+    def has(self, index: int) -> bool:
+        """Whether the operand is given."""
+        return index < len(self.tensors) and (self.tensors[index] is not None or self.statics[index] is not None)
+
+    def optional(self, index: int) -> Tensor | None:
+        """The operand as a tensor, or `None` when it is absent."""
+        if not self.has(index):
+            return None
+        self.touched.add(index)
+        tensor = self.tensors[index]
+        assert tensor is not None, f"{self.node.title}: operand {index} was not read as a tensor at import"
+        return tensor
+
+    def all(self) -> list[Tensor]:
+        """Every operand as a tensor."""
+        return [self[i] for i in range(len(self.tensors)) if self.has(i)]
+
+    def static(self, index: int) -> Static | None:
+        """The operand as plain data, or `None` when it is absent or not a constant."""
+        return self.statics[index] if index < len(self.statics) else None
+
+    def constant(self, index: int, what: str) -> Static:
+        """The operand as plain data; refuses when it depends on the inputs or on weights.
+
+        Raises:
+            UnsupportedError: IRC302.
+        """
+        static = self.static(index)
+        if static is None:
+            self.refuse(f"with a {what} that is not a constant")
+        return static
+
+    def integers(self, index: int, what: str) -> list[int]:
+        """A constant operand as a flat list of integers."""
+        return [int(v) for v in self.constant(index, what).array.reshape(-1).tolist()]
+
+    def integer(self, index: int, what: str) -> int:
+        """A constant operand of one element as an integer."""
+        values = self.integers(index, what)
+        if len(values) != 1:
+            self.refuse(f"with a {what} of {len(values)} elements")
+        return values[0]
+
+    def number(self, index: int, what: str) -> Scalar:
+        """A constant operand of one element as a Python number."""
+        array = self.constant(index, what).array
+        if array.size != 1:
+            self.refuse(f"with a {what} of {array.size} elements")
+        return array.reshape(()).item()
+
+    def scalar_or_tensor(self, index: int, like: Tensor) -> Tensor | Scalar:
+        """The operand as a Python number where that computes the same as the tensor, else as a tensor.
+
+        That is so for a constant of one element whose rank and type cannot change those of `like`.
+        """
+        static = self.static(index)
+        if (
+            static is not None
+            and static.array.size == 1
+            and static.array.ndim <= like.ndim
+            and static.dtype is like.dtype
+            and like.dtype is not torch.bool
+        ):
+            return static.array.reshape(()).item()
+        return self[index]
+
+    def is_weight(self, index: int) -> bool:
+        """Whether the operand is a parameter or a buffer itself."""
+        return index < len(self.weights) and self.weights[index]
+
+    def literal(self, make: Callable[[], Tensor]) -> Tensor:
+        """A tensor that follows from shapes and attributes alone; made once, at import, and kept with the module."""
+        return self.make_literal(make)
+
+    def wants(self, index: int) -> bool:
+        """Whether anything reads this output."""
+        return index < len(self.node.wanted) and self.node.wanted[index]
+
+    # Attributes
+
+    def given(self, name: str) -> bool:
+        """Whether the attribute is present."""
+        return name in self.node.attributes
+
+    def attribute(self, name: str) -> Attribute | None:
+        """An attribute as it is, or `None` when it is absent."""
+        self.read.add(name)
+        return self.node.attributes.get(name)
+
+    def refuse_unread(self) -> None:
+        """Decline a node that gives an attribute which its lowering did not ask for.
+
+        Raises:
+            UnsupportedError: IRC302.
+        """
+        for name in sorted(self.node.attributes.keys() - self.read - _HARMLESS):
+            self.refuse(f"with {name}={self.node.attributes[name]}")
+
+    def int_(self, name: str, default: int) -> int:
+        """An integer attribute."""
+        given = self.attribute(name)
+        value = default if given is None else given
+        assert isinstance(value, int)
+        return value
+
+    def float_(self, name: str, default: float) -> float:
+        """A float attribute."""
+        given = self.attribute(name)
+        value = default if given is None else given
+        assert isinstance(value, float | int)
+        return float(value)
+
+    def str_(self, name: str, default: str) -> str:
+        """A string attribute."""
+        given = self.attribute(name)
+        value = default if given is None else given
+        assert isinstance(value, str)
+        return value
+
+    def ints_(self, name: str) -> list[int] | None:
+        """A list of integers, or `None` when the attribute is absent."""
+        value = self.attribute(name)
+        if value is None:
+            return None
+        assert isinstance(value, tuple)
+        return [int(v) for v in value]
+
+    def strs_(self, name: str) -> list[str] | None:
+        """A list of strings, or `None` when the attribute is absent."""
+        value = self.attribute(name)
+        if value is None:
+            return None
+        assert isinstance(value, tuple)
+        return [str(v) for v in value]
+
+    def axes(self, index: int = 1) -> list[int] | None:
+        """The axes, from the attribute (older versions) or from the operand (newer ones)."""
+        if self.given("axes"):
+            return self.ints_("axes")
+        return self.integers(index, "list of axes") if self.has(index) else None
+
+
+Lowering: TypeAlias = "Callable[[Call], Result]"
+_TABLE: dict[tuple[str, str], dict[int, Lowering]] = {}
+
+
+def lowering(*ops: str, since: int = 1, domain: str = "") -> Callable[[Lowering], Lowering]:
+    """Enter a function in the table as the meaning of `ops` from version `since` on.
+
+    The function comes back as it is, so that it can be pickled by name.
+    """
+
+    def enter(function: Lowering) -> Lowering:
+        for op in ops:
+            versions = _TABLE.setdefault((domain, op), {})
+            assert since not in versions, f"{op}-{since} entered twice"
+            versions[since] = function
+        return function
+
+    return enter
+
+
+def find(domain: str, op: str, version: int) -> Lowering | None:
+    """The lowering of an operator at an operator set version, or `None` when it is not covered."""
+    versions = _TABLE.get((domain, op), {})
+    known = [since for since in versions if since <= version]
+    return versions[max(known)] if known else None
+
+
+def operators() -> dict[str, tuple[int, ...]]:
+    """Every covered operator, with the versions at which its lowering changes."""
+    return {f"{d}::{op}" if d else op: tuple(sorted(v)) for (d, op), v in sorted(_TABLE.items())}

@@ -1,0 +1,137 @@
+"""From a file to an ONNX graph that is whole, inlined and in order, or one clear error."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import onnx_ir as ir
+from onnx_ir.passes.common import InlinePass, RemoveUnusedNodesPass, TopologicalSortPass
+
+from ...ir.errors import Location, UnsupportedError, UsageError
+
+__all__ = ["node_name", "normalise", "read", "subgraphs"]
+
+_BROKEN = "IRC311"
+_BROKEN_HELP = "check that the file was copied or downloaded whole; `onnx.checker.check_model` says more"
+
+
+def node_name(node: ir.Node) -> str:
+    """The node's name, or its first output's when it has none."""
+    if node.name:
+        return node.name
+    return next((o.name for o in node.outputs if o.name), node.op_type)
+
+
+def subgraphs(node: ir.Node) -> Iterator[ir.Graph]:
+    """The graphs that a node carries as attributes."""
+    for attribute in node.attributes.values():
+        if attribute.type is ir.AttributeType.GRAPH:
+            yield attribute.as_graph()
+        elif attribute.type is ir.AttributeType.GRAPHS:
+            yield from attribute.as_graphs()
+
+
+def read(path: str | os.PathLike[str]) -> ir.Model:
+    """The model in a file; large external weights stay on disk until they are asked for.
+
+    Raises:
+        UsageError: IRC310 when there is no such file, IRC311 when it is not a whole ONNX model, IRC312 when a
+            file of external weights is missing or too short.
+    """
+    path = os.fspath(path)
+    if not os.path.exists(path):
+        raise UsageError("IRC310", f"no such file: {path}", help="give the path of an .onnx file")
+    if os.path.isdir(path):
+        raise UsageError("IRC310", f"a folder, not a file: {path}", help="give the path of an .onnx file inside it")
+    if os.path.getsize(path) == 0:
+        raise UsageError(_BROKEN, f"{path} is empty", help=_BROKEN_HELP)
+    try:
+        model = ir.load(path)
+    except Exception as error:
+        raise UsageError(
+            _BROKEN, f"{path} is not a whole ONNX model: {_first_line(error)}", help=_BROKEN_HELP
+        ) from error
+    _check(model, path)
+    _check_external(model)
+    return model
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__)[:200]
+
+
+def _check(model: ir.Model, path: str) -> None:
+    """What random bytes and cut-off files lack."""
+    graph = model.graph
+    if not model.ir_version or not (model.opset_imports or graph.opset_imports):
+        raise UsageError(_BROKEN, f"{path} is not an ONNX model: it names no operator set", help=_BROKEN_HELP)
+    if not graph.outputs:
+        raise UsageError(_BROKEN, f"{path} is not a whole ONNX model: its graph has no outputs", help=_BROKEN_HELP)
+    _check_wiring(graph, path, set())
+    for output in graph.outputs:
+        if output.producer() is None and not (output.is_graph_input() or output.is_initializer()):
+            raise UsageError(_BROKEN, f"{path}: nothing computes the output {output.name!r}", help=_BROKEN_HELP)
+
+
+def _check_wiring(graph: ir.Graph, path: str, outer: set[ir.Value]) -> None:
+    known = outer | set(graph.inputs) | set(graph.initializers.values())
+    known |= {output for node in graph for output in node.outputs}
+    for node in graph:
+        for value in node.inputs:
+            if value is not None and value.name and value not in known:
+                raise UsageError(
+                    _BROKEN,
+                    f"{path}: {node.op_type} reads {value.name!r}, which nothing computes",
+                    at=Location(onnx_node=node_name(node)),
+                    help=_BROKEN_HELP,
+                )
+        for inner in subgraphs(node):
+            _check_wiring(inner, path, known)
+
+
+def _check_external(model: ir.Model) -> None:
+    for value in model.graph.initializers.values():
+        tensor = value.const_value
+        if isinstance(tensor, ir.ExternalTensor):
+            needed = (tensor.offset or 0) + (tensor.length or tensor.nbytes)
+            present = os.path.getsize(tensor.path) if os.path.exists(tensor.path) else None
+            if present is None or present < needed:
+                state = "is missing" if present is None else f"has {present:,} B of the {needed:,} B needed"
+                raise UsageError(
+                    "IRC312",
+                    f"the weight {value.name!r} is stored in {os.fspath(tensor.path)}, which {state}",
+                    help="keep the model's external data beside it, under the same names",
+                )
+
+
+def normalise(model: ir.Model) -> None:
+    """Inline the model's own functions, put nodes in order, and drop what no output needs; in place.
+
+    Raises:
+        UnsupportedError: IRC304 on sparse weights or string tensors as inputs.
+    """
+    if model.functions:
+        InlinePass()(model)
+    if not _sorted(model.graph):
+        TopologicalSortPass()(model)
+    # The pass switches training_mode off where the running statistics are unread; this importer ignores it.
+    RemoveUnusedNodesPass()(model)
+    for value in model.graph.inputs:
+        if value.type is not None and not isinstance(value.type, ir.TensorType):
+            raise UnsupportedError(
+                "IRC304",
+                f"the input {value.name!r} is a {type(value.type).__name__}, not a tensor",
+                help="export the model with tensors as inputs",
+            )
+
+
+def _sorted(graph: ir.Graph) -> bool:
+    done: set[ir.Value] = set()
+    for node in graph:
+        for value in node.inputs:
+            if value is not None and value.producer() is not None and value.graph is graph and value not in done:
+                return False
+        done.update(node.outputs)
+    return True

@@ -1,0 +1,68 @@
+"""Element types and constant tensors: ONNX on one side, torch on the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+import torch
+
+__all__ = ["FLOATS", "Static", "torch_dtype", "torch_tensor"]
+
+_DTYPES: dict[ir.DataType, torch.dtype] = {
+    ir.DataType.FLOAT: torch.float32,
+    ir.DataType.DOUBLE: torch.float64,
+    ir.DataType.FLOAT16: torch.float16,
+    ir.DataType.BFLOAT16: torch.bfloat16,
+    ir.DataType.INT8: torch.int8,
+    ir.DataType.INT16: torch.int16,
+    ir.DataType.INT32: torch.int32,
+    ir.DataType.INT64: torch.int64,
+    ir.DataType.UINT8: torch.uint8,
+    ir.DataType.UINT16: torch.uint16,
+    ir.DataType.UINT32: torch.uint32,
+    ir.DataType.UINT64: torch.uint64,
+    ir.DataType.BOOL: torch.bool,
+    ir.DataType.COMPLEX64: torch.complex64,
+    ir.DataType.COMPLEX128: torch.complex128,
+}
+
+FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+"""Element types that a weight can have."""
+
+
+def torch_dtype(dtype: ir.DataType | int | None) -> torch.dtype | None:
+    """The torch element type of an ONNX one; `None` where torch has no ordinary equal (strings, 4 and 8 bit floats)."""
+    return None if dtype is None else _DTYPES.get(ir.DataType(dtype))
+
+
+def torch_tensor(tensor: ir.TensorProtocol) -> torch.Tensor | None:
+    """A copy of an ONNX tensor in torch's own memory; `None` where torch lacks the element type."""
+    dtype = torch_dtype(tensor.dtype)
+    if dtype is None:
+        return None
+    array = np.array(tensor.numpy(), order="C")
+    if dtype is torch.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+@dataclass(frozen=True, slots=True)
+class Static:
+    """A constant operand as plain data, readable while torch is tracing.
+
+    Args:
+        array: The values; bfloat16 widened to float32, which is exact.
+        dtype: The element type that the operand has in the graph.
+    """
+
+    array: npt.NDArray[np.generic]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Static:
+        """The plain data of a concrete tensor."""
+        wide = tensor.float() if tensor.dtype is torch.bfloat16 else tensor
+        return cls(wide.detach().cpu().numpy(), tensor.dtype)

@@ -1,0 +1,174 @@
+"""Captures an `nn.Module` as a functional joint forward and backward graph, through AOTAutograd."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._guards import TracingContext, tracing
+from torch._functorch._aot_autograd.schemas import JointWithDescriptors
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils import _pytree as pytree
+
+from ...ir import (
+    Delivery,
+    Graph,
+    IrcError,
+    Origin,
+    OutputRole,
+    Signature,
+    Slot,
+    UnsupportedError,
+    UsageError,
+)
+from .loss import Loss, loss_bytes
+from .provenance import recording
+from .translate import translate
+
+__all__ = ["Captured", "capture"]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A module turned into a training graph.
+
+    Args:
+        graph: One training step.
+        signature: How the module's arguments and result map to the graph's inputs and outputs.
+        constants: Tensors that the module's code creates from nothing, by `Input.target`.
+    """
+
+    graph: Graph
+    signature: Signature
+    constants: Mapping[str, Tensor]
+
+
+class _Flat(nn.Module):
+    """Calls a module with its tensor leaves alone, and returns the tensor leaves of its result."""
+
+    def __init__(self, module: nn.Module, tree: pytree.TreeSpec, leaves: list[Any]) -> None:
+        super().__init__()
+        self.module = module
+        self.tree = tree
+        self.leaves = leaves
+        self.result_leaves: list[Any] = []
+        self.result_tree: pytree.TreeSpec | None = None
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        given = iter(tensors)
+        leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.tree)
+        self.result_leaves, self.result_tree = pytree.tree_flatten(self.module(*args, **kwargs))
+        return tuple(leaf for leaf in self.result_leaves if isinstance(leaf, Tensor))
+
+
+def capture(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss: Loss | None = None,
+) -> Captured:
+    """The training graph of one call `module(*args, **kwargs)`, followed by a loss and its backward.
+
+    The module is traced once, on tensors without data: nothing is computed, no buffer changes and no
+    random number is drawn. Python control flow is followed as these arguments take it.
+
+    Args:
+        module: The model, in the modes (train, eval) that it will be trained in.
+        args: Example arguments; tensors may be nested in lists, tuples and dicts.
+        kwargs: Example keyword arguments.
+        loss: What the caller will do with the result, a function from it to a scalar; its memory is
+            counted. Without it only the gradients of the outputs are counted.
+
+    Raises:
+        UnsupportedError: IRC302 to IRC309, when something in the module has no place in the graph.
+        UsageError: IRC320, when nothing in the result depends on anything that asks for a gradient.
+    """
+    leaves, tree = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
+    flat = _Flat(module, tree, leaves)
+    tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+    with contextlib.ExitStack() as stack:
+        joint = _trace(stack, flat, module, tensors)
+        translation = translate(joint)
+    graph = translation.graph
+    if not any(o.value is not None and o.role is OutputRole.GRADIENT for o in graph.outputs):
+        raise _nothing_to_train()
+    deliveries = iter(translation.deliveries)
+    result = [next(deliveries) if isinstance(leaf, Tensor) else _constant(leaf) for leaf in flat.result_leaves]
+    if loss is not None:
+        graph = replace(graph, loss_bytes=loss_bytes(loss, flat.result_leaves, flat.result_tree))
+    slots = map(Slot, range(len(tensors)))
+    signature = Signature(
+        in_tree=tree,
+        out_tree=flat.result_tree,
+        leaves=tuple(next(slots) if isinstance(leaf, Tensor) else leaf for leaf in leaves),
+        deliveries=tuple(result),
+        modes=tuple((name, child.training) for name, child in module.named_modules()),
+    )
+    return Captured(graph, signature, translation.constants)
+
+
+def _constant(leaf: Any) -> Delivery:
+    return Delivery(Origin.CONSTANT, constant=leaf)
+
+
+def _nothing_to_train() -> UsageError:
+    return UsageError(
+        "IRC320",
+        "no output of the module depends on a parameter or an input that requires a gradient",
+        help="call requires_grad_() on what is to be trained, and return a float tensor that depends on it",
+    )
+
+
+def _trace(
+    stack: contextlib.ExitStack, flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...]
+) -> JointWithDescriptors:
+    """The joint graph of AOTAutograd, or the reason why there is none."""
+    stack.enter_context(torch.random.fork_rng(devices=[]))
+    stack.enter_context(torch.enable_grad())
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    stack.enter_context(tracing(TracingContext(fake_mode)))
+    stack.enter_context(recording(module))
+    stack.enter_context(warnings.catch_warnings())
+    warnings.simplefilter("ignore")
+    try:
+        return aot_export_joint_with_descriptors(stack, flat, tensors)
+    except IrcError:
+        raise
+    except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
+        raise UnsupportedError(
+            "IRC302",
+            f"the model's shapes or control flow depend on the values of its tensors ({_first_line(error)})",
+            help="replace the data-dependent branch, or move it out of the module",
+        ) from error
+    except RuntimeError as error:
+        if "does not require grad" in str(error) or "requires_grad" in str(error):
+            raise _nothing_to_train() from error
+        raise _untraceable(error) from error
+    except Exception as error:
+        raise _untraceable(error) from error
+
+
+def _untraceable(error: Exception) -> UnsupportedError:
+    return UnsupportedError(
+        "IRC303",
+        f"the module cannot be traced: {type(error).__name__}: {_first_line(error)}",
+        help="check that module(*args) runs with these example arguments; then simplify what is named here",
+    )
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__

@@ -1,0 +1,82 @@
+"""The memory that a caller's loss takes between forward and backward."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["Loss", "loss_bytes"]
+
+Loss = Callable[[Any], Tensor]
+
+
+class _Alive(TorchDispatchMode):
+    """Follows the bytes of the storages that operations create, as long as anything refers to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: dict[int, weakref.ref[Any]] = {}
+        self.alive_bytes = 0
+        self.peak_bytes = 0
+
+    def ignore(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self.known[storage._cdata] = weakref.ref(storage)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._follow(leaf.untyped_storage())
+        self.peak_bytes = max(self.peak_bytes, self.alive_bytes)
+        return result
+
+    def _follow(self, storage: Any) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key in self.known:
+            return
+
+        def died(_: object) -> None:
+            self.alive_bytes -= nbytes
+            self.known.pop(key, None)
+
+        self.known[key] = weakref.ref(storage, died)
+        self.alive_bytes += nbytes
+
+
+def loss_bytes(loss: Loss, result_leaves: list[Any], result_tree: Any) -> int:
+    """The most that `loss` and its backward have alive at once, beyond the outputs and their gradients, in bytes.
+
+    Args:
+        loss: A function from the module's result to a scalar.
+        result_leaves: The leaves of that result as traced; only the tensors' types are looked at.
+        result_tree: How the leaves nest.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad():
+        leaves = [_stand_in(leaf) if isinstance(leaf, Tensor) else leaf for leaf in result_leaves]
+        outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        trained = [leaf for leaf in outputs if leaf.requires_grad]
+        gc.collect()
+        alive = _Alive()
+        for output in outputs:
+            alive.ignore(output)
+        with alive:
+            scalar = loss(pytree.tree_unflatten(leaves, result_tree))
+            gradients = torch.autograd.grad(scalar, trained, allow_unused=True)
+        del mode
+        tangents = {g.untyped_storage()._cdata: g.untyped_storage().nbytes() for g in gradients if g is not None}
+        return max(alive.peak_bytes - sum(tangents.values()), 0)
+
+
+def _stand_in(leaf: Tensor) -> Tensor:
+    strides = tuple(leaf.stride())
+    stand_in = torch.empty_strided(tuple(leaf.shape), strides, dtype=leaf.dtype, device=leaf.device)
+    return stand_in.requires_grad_(leaf.dtype.is_floating_point)

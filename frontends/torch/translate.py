@@ -1,0 +1,492 @@
+"""Translates a traced joint graph (torch.fx) into the IR: storages, regions, effects, gradients."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    IntermediateBaseAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from torch._functorch._aot_autograd.schemas import JointWithDescriptors, OutputType
+
+from ...ir import (
+    Argument,
+    Delivery,
+    DType,
+    Graph,
+    Input,
+    InputRole,
+    Node,
+    Origin,
+    Output,
+    OutputRole,
+    Region,
+    Storage,
+    Symbol,
+    TensorType,
+    Trait,
+    UnsupportedError,
+    Value,
+    allocation_bytes,
+)
+from .provenance import location_of
+
+__all__ = ["Translation", "tensor_type", "translate"]
+
+_ROLES = {
+    ParamAOTInput: InputRole.PARAMETER,
+    BufferAOTInput: InputRole.BUFFER,
+    PlainAOTInput: InputRole.INPUT,
+    TangentAOTInput: InputRole.TANGENT,
+}
+_PREFIX = "module."
+
+
+@dataclass(frozen=True)
+class Translation:
+    """What a traced joint graph becomes.
+
+    Args:
+        graph: The training graph.
+        deliveries: How each tensor of the flat result is made.
+        constants: Tensors that the graph refers to and that are no parameter, buffer or input.
+    """
+
+    graph: Graph
+    deliveries: tuple[Delivery, ...]
+    constants: Mapping[str, Tensor]
+
+
+def tensor_type(tensor: Tensor) -> TensorType:
+    """The IR type of a (fake or real) tensor."""
+    return TensorType(
+        tuple(int(size) for size in tensor.shape),
+        DType(str(tensor.dtype).removeprefix("torch.")),
+        tuple(int(stride) for stride in tensor.stride()),
+        str(tensor.device),
+    )
+
+
+def translate(joint: JointWithDescriptors) -> Translation:
+    """The training graph of a joint graph that AOTAutograd traced from a flat module.
+
+    Raises:
+        UnsupportedError: IRC304 for a value that is no tensor, IRC305 for an operation outside the
+            operator library, IRC306 for a mutated input that asks for a gradient.
+    """
+    return _Translator(joint).run()
+
+
+@dataclass
+class _Translator:
+    joint: JointWithDescriptors
+    values: dict[fx.Node, Value] = field(default_factory=dict)
+    tuples: dict[fx.Node, tuple[Value | None, ...]] = field(default_factory=dict)
+    storages: dict[int, Storage] = field(default_factory=dict)
+    referenced: list[Any] = field(default_factory=list)
+    constants: dict[str, Tensor] = field(default_factory=dict)
+    inputs: list[Input] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
+
+    def run(self) -> Translation:
+        traced = list(self.joint.graph_module.graph.nodes)
+        results = _Results.of(traced[-1])
+        forward = _needed([node for node, _ in results.forward()])
+        wanted = forward | _needed([node for node, _ in results.gradients if node is not None])
+        for node in traced:
+            if node.op in ("placeholder", "get_attr") and (node.op == "placeholder" or node in wanted):
+                self._input(node)
+        calls = [node for node in traced if node.op == "call_function" and node in wanted]
+        for region in Region:
+            for node in calls:
+                if (node in forward) == (region is Region.FORWARD):
+                    self._call(node, region)
+            if region is Region.FORWARD:
+                self._write_back(results.mutations, calls, forward)
+        outputs, tangent_targets = self._outputs(results)
+        inputs = tuple(_with_target(i, tangent_targets) if i.role is InputRole.TANGENT else i for i in self.inputs)
+        graph = Graph(inputs, tuple(self.nodes), outputs)
+        _check_old_values(graph)
+        return Translation(graph, self._deliveries(results), self.constants)
+
+    # ------------------------------------------------------------------ values and storages
+
+    def _value(self, name: str, tensor: Tensor, node: fx.Node) -> Value:
+        if any(not isinstance(size, int) for size in tensor.shape):
+            raise UnsupportedError(
+                "IRC304", f"the shape of {node.name} ({node.target}) is not fixed", at=location_of(node)
+            )
+        handle = tensor.untyped_storage()
+        self.referenced.append(handle)  # keeps the id unique
+        device = str(tensor.device)
+        if handle._cdata not in self.storages:
+            nbytes = allocation_bytes(int(handle.nbytes()), device)
+            self.storages[handle._cdata] = Storage(f"s{len(self.storages)}", nbytes, device)
+        return Value(name, tensor_type(tensor), self.storages[handle._cdata])
+
+    def _input(self, node: fx.Node) -> None:
+        if node.op == "get_attr":
+            tensor = operator.attrgetter(str(node.target))(self.joint.graph_module)
+            self.constants[node.name] = tensor
+            value = self._value(node.name, node.meta.get("val", tensor), node)
+            self.inputs.append(Input(value, InputRole.CONSTANT, node.name))
+        else:
+            described = node.meta["desc"]
+            role = _ROLES.get(type(described))
+            if role is None or not isinstance(node.meta["val"], Tensor):
+                raise UnsupportedError("IRC304", f"the traced module has an input of an unknown kind: {described!r}")
+            value = self._value(node.name, node.meta["val"], node)
+            position = sum(i.role is not InputRole.CONSTANT for i in self.inputs)
+            info = self.joint._aot_state.fw_metadata.input_info
+            requires_grad = role is not InputRole.TANGENT and info[position].requires_grad
+            self.inputs.append(Input(value, role, _input_target(described), requires_grad))
+        self.values[node] = self.inputs[-1].value
+
+    # ------------------------------------------------------------------ operations
+
+    def _call(self, node: fx.Node, region: Region) -> None:
+        if node.target is operator.getitem:
+            source, index = node.args
+            assert isinstance(source, fx.Node) and isinstance(index, int)
+            element = self.tuples[source][index]
+            if element is not None:
+                self.values[node] = element
+            return
+        if not isinstance(node.target, torch._ops.OpOverload):
+            raise UnsupportedError(
+                "IRC305",
+                f"{node.target} is not an operation of the operator library",
+                at=location_of(node),
+                help="higher-order operations and symbolic arithmetic are not supported; rewrite the line",
+            )
+        results, is_sequence = self._results(node)
+        operands = _training_batch_norm_operands(node)
+        arguments = tuple(self._argument(argument, node) for argument in operands)
+        keywords = tuple((key, self._argument(value, node)) for key, value in node.kwargs.items())
+        made = Node(
+            name=node.name,
+            op=str(node.target),
+            arguments=arguments,
+            keywords=keywords,
+            results=results,
+            is_sequence=is_sequence,
+            region=region,
+            at=location_of(node),
+        )
+        self.nodes.append(replace(made, traits=_traits(made, node)))
+        if is_sequence:
+            self.tuples[node] = results
+        elif results[0] is not None:
+            self.values[node] = results[0]
+
+    def _results(self, node: fx.Node) -> tuple[tuple[Value | None, ...], bool]:
+        traced = node.meta.get("val")
+        if isinstance(traced, Tensor):
+            return (self._value(node.name, traced, node),), False
+        if isinstance(traced, (tuple, list)):
+            elements: list[Value | None] = []
+            for index, element in enumerate(traced):
+                if element is not None and not isinstance(element, Tensor):
+                    raise self._no_tensor(node, element)
+                name = f"{node.name}.{index}"
+                elements.append(None if element is None else self._value(name, element, node))
+            return tuple(elements), True
+        raise self._no_tensor(node, traced)
+
+    def _no_tensor(self, node: fx.Node, found: object) -> UnsupportedError:
+        return UnsupportedError(
+            "IRC304",
+            f"{node.target} returns {type(found).__name__}, not a tensor: the model reads a value while it runs",
+            at=location_of(node),
+            help="keep the computation in tensors (no .item(), no branch on data)",
+        )
+
+    def _argument(self, argument: Any, node: fx.Node) -> Argument:
+        match argument:
+            case fx.Node():
+                return self.values.get(argument)
+            case tuple() | list():
+                return tuple(self._argument(item, node) for item in argument)
+            case torch.dtype():
+                return Symbol("dtype", str(argument).removeprefix("torch."))
+            case torch.device():
+                return Symbol("device", str(argument))
+            case torch.layout():
+                return Symbol("layout", str(argument).removeprefix("torch."))
+            case torch.memory_format():
+                return Symbol("memory_format", str(argument).removeprefix("torch."))
+            case None | bool() | int() | float() | complex() | str():
+                return argument
+            case _:
+                raise UnsupportedError(
+                    "IRC304",
+                    f"{node.target} takes an argument of type {type(argument).__name__}, which has no place in a plan",
+                    at=location_of(node),
+                )
+
+    # ------------------------------------------------------------------ mutated inputs
+
+    def _write_back(
+        self, mutations: Iterable[tuple[fx.Node, Any]], calls: list[fx.Node], forward: set[fx.Node]
+    ) -> None:
+        """Writes new values into mutated buffers, each right after the last read of the old one.
+
+        Whatever reads the old value is pinned (it cannot be recomputed after the write), but for
+        BatchNorm in training, whose normalised result does not depend on the running statistics.
+        Backward gets a copy of an old value that it reads.
+        """
+        by_target = {(i.role, i.target): i for i in self.inputs}
+        placeholders = {value: node for node, value in self.values.items() if node.op == "placeholder"}
+        for new_node, described in mutations:
+            old = by_target[_ROLES[type(described)], _input_target(described)]
+            new = self.values[new_node]
+            if new is old.value:
+                continue
+            if old.requires_grad:
+                raise UnsupportedError(
+                    "IRC306",
+                    f"the module writes into {old.role.value} {old.target}, which requires a gradient",
+                    help="write into a copy (clone()) instead",
+                )
+            placeholder = placeholders[old.value]
+            if any(placeholder in n.all_input_nodes for n in calls if n not in forward):
+                self.values[placeholder] = self._copy_of(old.value)
+            last = -1
+            for index, reader in enumerate(self.nodes):
+                if any(v.storage is old.value.storage for v in reader.operands):
+                    last = index
+                    if not reader.is_view and not self._ignores_statistics(reader):
+                        self.nodes[index] = replace(reader, traits=reader.traits | {Trait.PINNED})
+                elif new in reader.values:
+                    last = index
+            write = Node(
+                name=f"write_{old.value.name}",
+                op="aten.copy_.default",
+                arguments=(old.value, new),
+                results=(),
+                traits=frozenset({Trait.EFFECT}),
+            )
+            self.nodes.insert(last + 1, write)
+
+    def _copy_of(self, value: Value) -> Value:
+        storage = self._new_storage(value.type)
+        copy = Value(f"{value.name}_old", value.type, storage)
+        self.nodes.insert(0, Node(copy.name, "aten.clone.default", (value,), (copy,)))
+        return copy
+
+    def _new_storage(self, type: TensorType) -> Storage:
+        storage = Storage(f"s{len(self.storages)}", allocation_bytes(type.nbytes, type.device), type.device)
+        self.storages[-len(self.storages)] = storage
+        return storage
+
+    def _ignores_statistics(self, node: Node) -> bool:
+        """Whether a node reads running statistics only to update them (BatchNorm in training)."""
+        if node.op not in _BATCH_NORM or node.arguments[_TRAINING["forward"]] is not True:
+            return False
+        updated = {node.results[index] for index in _STATISTICS}
+        return not any(updated & set(n.operands) for n in self.nodes if Trait.EFFECT not in n.traits)
+
+    # ------------------------------------------------------------------ results
+
+    def _outputs(self, results: _Results) -> tuple[tuple[Output, ...], dict[str, str]]:
+        outputs: list[Output] = []
+        tangent_targets: dict[str, str] = {}
+        for node, described in results.delivered(self.joint):
+            tangent_targets[repr(described)] = str(len(outputs))
+            outputs.append(Output(self.values[node], OutputRole.OUTPUT, str(len(outputs))))
+        by_target = {(i.role, i.target): i for i in self.inputs}
+        owned: set[Storage] = {i.value.storage for i in self.inputs} | {o.value.storage for o in outputs if o.value}
+        for node, described in results.gradients:
+            of = by_target[_ROLES[type(described.grad_of)], _input_target(described.grad_of)]
+            target = f"{of.role.value}:{of.target}"
+            value = None if node is None else self.values.get(node)
+            if value is not None:
+                if value.storage in owned or not _accumulates_in_place(value, of.value):
+                    value = self._own_gradient(value, of.value)
+                owned.add(value.storage)
+            outputs.append(Output(value, OutputRole.GRADIENT, target))
+        return tuple(outputs), tangent_targets
+
+    def _own_gradient(self, gradient: Value, of: Value) -> Value:
+        """A copy of a gradient that shares memory with something else, in the layout of what it belongs to.
+
+        The autograd engine would make the same copy, unseen, when it accumulates the gradient.
+        """
+        contiguous = TensorType.contiguous(gradient.type.shape, gradient.type.dtype, gradient.type.device)
+        channels_last = len(of.type.shape) == 4 and of.type.strides[1] == 1 and of.type != contiguous
+        own_type = replace(contiguous, strides=of.type.strides) if channels_last else contiguous
+        value = Value(f"{gradient.name}_own_{len(self.storages)}", own_type, self._new_storage(own_type))
+        memory_format = Symbol("memory_format", "channels_last" if channels_last else "contiguous_format")
+        clone = Node(
+            name=value.name,
+            op="aten.clone.default",
+            arguments=(gradient,),
+            keywords=(("memory_format", memory_format),),
+            results=(value,),
+            region=Region.BACKWARD,
+        )
+        produced = (index for index, node in enumerate(self.nodes) if gradient in node.values)
+        self.nodes.insert(next(produced, len(self.nodes) - 1) + 1, clone)
+        return value
+
+    def _deliveries(self, results: _Results) -> tuple[Delivery, ...]:
+        """How the flat result is put together: AOTAutograd's view of which outputs alias what."""
+        info = self.joint._aot_state.fw_metadata.output_info
+        delivered = [described for _, described in results.delivered(self.joint)]
+        bases = [described for _, described in results.bases]
+        deliveries: list[Delivery] = []
+        for (node, described), alias in zip(results.plain, info, strict=True):
+            tensor = node.meta["val"]
+            view = (tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
+            match alias.output_type:
+                case OutputType.is_input:
+                    deliveries.append(Delivery(Origin.INPUT, alias.base_idx))
+                case OutputType.alias_of_input:
+                    deliveries.append(Delivery(Origin.INPUT, alias.base_idx, view))
+                case OutputType.alias_of_intermediate_base_is_user_output:
+                    base = results.plain[alias.base_idx][1]
+                    deliveries.append(Delivery(Origin.OUTPUT, delivered.index(base), view))
+                case OutputType.alias_of_intermediate | OutputType.alias_of_intermediate_save_as_output:
+                    deliveries.append(Delivery(Origin.OUTPUT, delivered.index(bases[alias.base_idx]), view))
+                case _:
+                    deliveries.append(Delivery(Origin.COMPUTED, delivered.index(described)))
+        return tuple(deliveries)
+
+
+@dataclass(frozen=True)
+class _Results:
+    """The outputs of a traced joint graph, by kind; each with its descriptor."""
+
+    mutations: list[tuple[fx.Node, Any]]
+    plain: list[tuple[fx.Node, Any]]
+    bases: list[tuple[fx.Node, Any]]
+    gradients: list[tuple[fx.Node | None, Any]]
+
+    @staticmethod
+    def of(output: fx.Node) -> _Results:
+        found = _Results([], [], [], [])
+        results: Any = output.args[0]
+        for node, described in zip(results, output.meta["desc"], strict=True):
+            match described:
+                case InputMutationAOTOutput():
+                    found.mutations.append((node, described.mutated_input))
+                case PlainAOTOutput():
+                    found.plain.append((node, described))
+                case IntermediateBaseAOTOutput():
+                    found.bases.append((node, described))
+                case GradAOTOutput():
+                    found.gradients.append((node, described))
+                case None:
+                    pass
+                case _:
+                    raise UnsupportedError("IRC304", f"the traced module has an output of an unknown kind: {described!r}")
+        return found
+
+    def forward(self) -> list[tuple[fx.Node, Any]]:
+        return [*self.mutations, *self.plain, *self.bases]
+
+    def delivered(self, joint: JointWithDescriptors) -> list[tuple[fx.Node, Any]]:
+        """What the forward itself hands over: outputs that alias nothing the caller has, and view bases."""
+        computed = (OutputType.non_alias, OutputType.unsafe_view_alias, OutputType.custom_function_view)
+        info = joint._aot_state.fw_metadata.output_info
+        kept = [pair for pair, alias in zip(self.plain, info, strict=True) if alias.output_type in computed]
+        return [*kept, *self.bases]
+
+
+def _input_target(described: Any) -> str:
+    if isinstance(described, TangentAOTInput):
+        return repr(described.output)
+    if isinstance(described, PlainAOTInput):
+        return str(described.idx)
+    return str(described.target).removeprefix(_PREFIX)
+
+
+def _needed(results: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes that `results` depend on, themselves included."""
+    found: set[fx.Node] = set()
+    pending = [node for node in results if isinstance(node, fx.Node)]
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending.extend(node.all_input_nodes)
+    return found
+
+
+def _traits(node: Node, traced: fx.Node) -> frozenset[Trait]:
+    target = traced.target
+    assert isinstance(target, torch._ops.OpOverload)
+    operand_storages = {value.storage for value in node.operands}
+    if target._schema.is_mutable:
+        raise UnsupportedError("IRC305", f"{target} writes into its operand", at=node.at)
+    if node.values and all(value.storage in operand_storages for value in node.values):
+        return frozenset({Trait.VIEW})
+    if torch.Tag.nondeterministic_seeded in target.tags and not _draws_nothing(node):
+        return frozenset({Trait.RANDOM})
+    return frozenset()
+
+
+def _draws_nothing(node: Node) -> bool:
+    """Whether a node that is tagged as random draws nothing with these arguments (attention without dropout)."""
+    if "scaled_dot_product" not in node.op:
+        return False
+    dropout = [argument for argument in node.arguments if isinstance(argument, float)]
+    return all(rate == 0.0 for rate in dropout[:1])
+
+
+_BATCH_NORM = ("aten._native_batch_norm_legit_functional.default",)
+_BATCH_NORM_BACKWARD = ("aten.native_batch_norm_backward.default",)
+_STATISTICS = (3, 4)
+_TRAINING = {"forward": 5, "backward": 7}
+
+
+def _accumulates_in_place(gradient: Value, of: Value) -> bool:
+    """Whether the autograd engine can take `gradient` as `.grad` without a copy: same layout, whole storage."""
+    steps = zip(gradient.type.shape, gradient.type.strides, of.type.strides, strict=True)
+    same_layout = all(mine == its for size, mine, its in steps if size > 1)
+    return same_layout and gradient.storage.nbytes <= allocation_bytes(gradient.type.nbytes, gradient.type.device)
+
+
+def _with_target(tangent: Input, targets: Mapping[str, str]) -> Input:
+    """The tangent with the index of the forward output that it is the gradient of."""
+    if tangent.target not in targets:
+        raise UnsupportedError(
+            "IRC306",
+            f"a gradient flows into {tangent.target}, which is not an output of the module",
+            help="do not write into tensors that require a gradient",
+        )
+    return replace(tangent, target=targets[tangent.target])
+
+
+def _check_old_values(graph: Graph) -> None:
+    """Refuses a graph whose backward reads, through a view, a buffer that the forward has overwritten."""
+    written = {n.operands[0].storage: n for n in graph.nodes if Trait.EFFECT in n.traits}
+    for node in graph.nodes:
+        if node.region is Region.BACKWARD and not node.is_view:
+            overwritten = [v.storage for v in node.operands if v.storage in written]
+            if overwritten:
+                raise UnsupportedError(
+                    "IRC307",
+                    f"the gradient of {node.op} reads a view of a buffer that the forward overwrites",
+                    at=node.at,
+                    help="read from a copy of the buffer (buffer.clone()) before it is updated",
+                )
+
+
+def _training_batch_norm_operands(node: fx.Node) -> tuple[Any, ...]:
+    """The operands of a node; BatchNorm's backward in training does not look at the running statistics."""
+    if str(node.target) in _BATCH_NORM_BACKWARD and node.args[_TRAINING["backward"]] is True:
+        return tuple(None if i in _STATISTICS else argument for i, argument in enumerate(node.args))
+    return node.args

@@ -1,0 +1,114 @@
+"""The errors that users see: a code, a place, the numbers with units, and what to do next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+__all__ = [
+    "BudgetError",
+    "IrcError",
+    "Location",
+    "TimeLimitError",
+    "UnsupportedError",
+    "UsageError",
+    "VerificationError",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a node came from, as far as it is known.
+
+    Args:
+        module: Dotted path of the `nn.Module` that ran, such as `layer1.0.conv2`.
+        onnx_node: Name (or first output) of the ONNX node, such as `Conv_17`.
+        source: `file.py:line` of the user's code, and optionally ` in function`.
+    """
+
+    module: str | None = None
+    onnx_node: str | None = None
+    source: str | None = None
+
+    def __str__(self) -> str:
+        parts = [self.source, self.module and f"module {self.module}"]
+        parts.append(self.onnx_node and f"ONNX node {self.onnx_node}")
+        return ", ".join(part for part in parts if part)
+
+
+class IrcError(Exception):
+    """An error that a user can act on.
+
+    Args:
+        code: Stable code, such as `IRC204`.
+        message: What is wrong, with numbers and units.
+        at: Where, when one place is at fault.
+        help: What to do next.
+    """
+
+    exit_status: ClassVar[int] = 1
+
+    def __init__(self, code: str, message: str, *, at: Location | None = None, help: str | None = None) -> None:
+        super().__init__(code, message)
+        self.code = code
+        self.message = message
+        self.at = at
+        self.help = help
+
+    def __str__(self) -> str:
+        lines = [f"error[{self.code}]: {self.message}"]
+        if self.at is not None and str(self.at):
+            lines.append(f"  --> {self.at}")
+        if self.help is not None:
+            lines.append(f"  help: {self.help}")
+        return "\n".join(lines)
+
+
+class VerificationError(IrcError):
+    """A graph, a schedule or a measured step is not what it claims to be: a defect of irc."""
+
+    exit_status = 1
+
+
+class UsageError(IrcError):
+    """The command or the call is wrong: a missing file, a malformed budget, an unknown input."""
+
+    exit_status = 2
+
+
+class BudgetError(IrcError):
+    """The model cannot be trained in the budget.
+
+    Args:
+        code: Stable code.
+        message: What is wrong.
+        minimum_bytes: The smallest budget that is known to fit.
+        at: Where the peak is.
+        help: What to do next.
+    """
+
+    exit_status = 3
+
+    def __init__(
+        self,
+        code: str,
+        message: str,
+        *,
+        minimum_bytes: int,
+        at: Location | None = None,
+        help: str | None = None,
+    ) -> None:
+        super().__init__(code, message, at=at, help=help)
+        self.minimum_bytes = minimum_bytes
+
+
+class UnsupportedError(IrcError):
+    """The model uses something that irc does not support: refused by name, before anything runs."""
+
+    exit_status = 4
+
+
+class TimeLimitError(IrcError):
+    """The time limit ended before any plan was found."""
+
+    exit_status = 5

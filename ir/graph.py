@@ -1,0 +1,248 @@
+"""The training graph: forward and backward of one step, in static single assignment form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+from .errors import Location
+from .types import Storage, Value
+
+__all__ = [
+    "Argument",
+    "Graph",
+    "Input",
+    "InputRole",
+    "Node",
+    "Output",
+    "OutputRole",
+    "Region",
+    "Symbol",
+    "Trait",
+    "values_in",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """A named constant of the framework: kind is `dtype`, `device`, `layout` or `memory_format`."""
+
+    kind: str
+    name: str
+
+
+Argument = Value | Symbol | None | bool | int | float | complex | str | tuple["Argument", ...]
+
+
+def values_in(argument: Argument) -> Iterator[Value]:
+    """The values inside a (nested) argument, in order, repeated as often as they stand there."""
+    if isinstance(argument, Value):
+        yield argument
+    elif isinstance(argument, tuple):
+        for item in argument:
+            yield from values_in(item)
+
+
+class Region(Enum):
+    """The half of the training step that a node belongs to."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class Trait(Enum):
+    """What a pass must know of a node beyond its operands."""
+
+    VIEW = "view"
+    """Allocates nothing: its results alias an operand. Derived again at each use, for free."""
+    RANDOM = "random"
+    """Draws from the generator: runs exactly once, in the original order."""
+    EFFECT = "effect"
+    """Writes its first operand (a buffer): runs exactly once, in the original order."""
+    PINNED = "pinned"
+    """Reads a storage that an effect overwrites later: running it again would give other numbers."""
+
+
+@dataclass(eq=False, frozen=True, slots=True)
+class Node:
+    """One operation.
+
+    Args:
+        name: Unique in the graph.
+        op: Qualified name, such as `aten.convolution.default`.
+        arguments: Positional arguments; values may be nested in tuples.
+        keywords: Keyword arguments, in order.
+        results: One value per result; None where the operation returns nothing there.
+        is_sequence: The operation returns a tuple or list (even of one), not a single tensor.
+        region: Forward or backward.
+        traits: See `Trait`.
+        at: Where it came from.
+    """
+
+    name: str
+    op: str
+    arguments: tuple[Argument, ...]
+    results: tuple[Value | None, ...]
+    keywords: tuple[tuple[str, Argument], ...] = ()
+    is_sequence: bool = False
+    region: Region = Region.FORWARD
+    traits: frozenset[Trait] = frozenset()
+    at: Location | None = None
+
+    @property
+    def operands(self) -> tuple[Value, ...]:
+        """The values read, each once, in order of first appearance."""
+        found = dict.fromkeys(values_in(self.arguments))
+        for _, argument in self.keywords:
+            found.update(dict.fromkeys(values_in(argument)))
+        return tuple(found)
+
+    @property
+    def values(self) -> tuple[Value, ...]:
+        """The results that exist."""
+        return tuple(value for value in self.results if value is not None)
+
+    @property
+    def is_view(self) -> bool:
+        """Whether the node allocates nothing."""
+        return Trait.VIEW in self.traits
+
+    @property
+    def is_recomputable(self) -> bool:
+        """Whether running the node again gives the same numbers and changes nothing else."""
+        return not self.traits & {Trait.RANDOM, Trait.EFFECT, Trait.PINNED}
+
+    def __repr__(self) -> str:
+        return f"Node({self.name} = {self.op})"
+
+
+class InputRole(Enum):
+    """What a graph input is to the user."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    INPUT = "input"
+    CONSTANT = "constant"
+    TANGENT = "tangent"
+
+
+class OutputRole(Enum):
+    """What a graph output is to the user."""
+
+    OUTPUT = "output"
+    GRADIENT = "gradient"
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A graph input.
+
+    Args:
+        value: The value that it binds.
+        role: What it is. A tangent is the gradient of an output: it arrives after the loss.
+        target: Dotted name of the parameter or buffer, index of the input, index of the output (tangent).
+        requires_grad: Whether it asks for a gradient.
+    """
+
+    value: Value
+    role: InputRole
+    target: str
+    requires_grad: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A graph output.
+
+    Args:
+        value: The value delivered; None where no gradient flows.
+        role: An output of the forward, or a gradient.
+        target: Index of the output; for a gradient the target of the input it belongs to, prefixed by
+            the input's role, such as `parameter:conv1.weight`.
+    """
+
+    value: Value | None
+    role: OutputRole
+    target: str
+
+
+@dataclass(eq=False, frozen=True)
+class Graph:
+    """Forward and backward of one training step.
+
+    Args:
+        inputs: Parameters, buffers, inputs, constants and tangents.
+        nodes: In execution order: forward, then backward.
+        outputs: Outputs of the forward, then gradients.
+        loss_bytes: Bytes that the caller's loss takes between forward and backward, beyond the
+            outputs and the tangents.
+
+    All inputs but the tangents are static: they exist before the step and after it.
+    """
+
+    inputs: tuple[Input, ...]
+    nodes: tuple[Node, ...]
+    outputs: tuple[Output, ...]
+    loss_bytes: int = 0
+
+    @cached_property
+    def static_storages(self) -> frozenset[Storage]:
+        """Storages that exist before and after the step."""
+        return frozenset(i.value.storage for i in self.inputs if i.role is not InputRole.TANGENT)
+
+    @cached_property
+    def tangent_storages(self) -> frozenset[Storage]:
+        """Storages that arrive with the loss and that the caller holds until backward returns."""
+        tangents = (i.value.storage for i in self.inputs if i.role is InputRole.TANGENT)
+        return frozenset(tangents) - self.static_storages
+
+    @cached_property
+    def output_storages(self) -> frozenset[Storage]:
+        """Storages that belong to the caller once produced: outputs and gradients."""
+        found = {o.value.storage for o in self.outputs if o.value is not None}
+        return frozenset(found) - self.static_storages - self.tangent_storages
+
+    @cached_property
+    def static_bytes(self) -> int:
+        """Bytes of parameters, buffers, inputs and constants, each storage once."""
+        return sum(storage.nbytes for storage in self.static_storages)
+
+    @cached_property
+    def storages(self) -> tuple[Storage, ...]:
+        """Every storage, in order of appearance."""
+        found = dict.fromkeys(i.value.storage for i in self.inputs)
+        for node in self.nodes:
+            found.update(dict.fromkeys(value.storage for value in node.values))
+        return tuple(found)
+
+    @cached_property
+    def operations(self) -> tuple[Node, ...]:
+        """The nodes that a schedule runs: all but views, which are derived where they are used."""
+        return tuple(node for node in self.nodes if not node.is_view)
+
+    @cached_property
+    def producers(self) -> dict[Storage, Node]:
+        """The operation that allocates each storage; inputs have none."""
+        found: dict[Storage, Node] = {}
+        inputs = self.static_storages | self.tangent_storages
+        for node in self.operations:
+            for value in node.values:
+                if value.storage not in inputs:
+                    found.setdefault(value.storage, node)
+        return found
+
+    def reads(self, node: Node) -> tuple[Storage, ...]:
+        """The storages that running `node` reads, each once; views are seen through."""
+        return tuple(dict.fromkeys(value.storage for value in node.operands))
+
+    def allocates(self, node: Node) -> tuple[Storage, ...]:
+        """The storages that running `node` allocates, each once."""
+        storages = dict.fromkeys(value.storage for value in node.values)
+        return tuple(storage for storage in storages if self.producers.get(storage) is node)
+
+    def __str__(self) -> str:
+        from .text import print_graph
+
+        return print_graph(self)

@@ -1,0 +1,80 @@
+"""Bytes alive after each instruction: the one place that knows what memory a schedule takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .graph import Node
+from .schedule import Compute, Free, Instruction, Loss, Schedule
+from .types import Storage
+
+__all__ = ["Timeline", "liveness"]
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Memory of a schedule, instruction by instruction. Static bytes are included.
+
+    Args:
+        during_bytes: The most that is alive while the instruction runs, its workspace included.
+        after_bytes: What is alive once it has run.
+    """
+
+    during_bytes: tuple[int, ...]
+    after_bytes: tuple[int, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory alive at once, in bytes."""
+        return max(self.during_bytes, default=0)
+
+    @property
+    def peak_index(self) -> int:
+        """The instruction at which the peak is first reached."""
+        return self.during_bytes.index(self.peak_bytes)
+
+
+def liveness(schedule: Schedule, workspace_bytes: Mapping[Node, int]) -> Timeline:
+    """Bytes alive during and after each instruction of `schedule`.
+
+    Args:
+        schedule: Need not be valid: a storage that is freed twice is counted as freed once.
+        workspace_bytes: What each node takes from the allocator while it runs, beyond the storages of
+            its results; a missing node takes nothing.
+
+    Returns:
+        Bytes on the device, with static bytes, rounded as the device's allocator rounds.
+    """
+    graph = schedule.graph
+    resident: dict[Storage, int] = {}
+    alive = graph.static_bytes
+    during: list[int] = []
+    after: list[int] = []
+    for instruction in schedule.instructions:
+        extra, arriving = _demand(instruction, schedule, workspace_bytes)
+        during.append(alive + extra)
+        for storage in arriving:
+            if storage not in resident:
+                resident[storage] = storage.nbytes
+                alive += storage.nbytes
+        if isinstance(instruction, Free):
+            alive -= resident.pop(instruction.storage, 0)
+        after.append(alive)
+    return Timeline(tuple(during), tuple(after))
+
+
+def _demand(
+    instruction: Instruction, schedule: Schedule, workspace_bytes: Mapping[Node, int]
+) -> tuple[int, frozenset[Storage]]:
+    """Bytes that an instruction adds while it runs, and the storages that stay after it."""
+    graph = schedule.graph
+    match instruction:
+        case Compute(node, retained):
+            allocated = sum(storage.nbytes for storage in graph.allocates(node))
+            return allocated + workspace_bytes.get(node, 0), retained
+        case Loss():
+            tangents = graph.tangent_storages
+            return sum(storage.nbytes for storage in tangents) + graph.loss_bytes, tangents
+        case Free():
+            return 0, frozenset()

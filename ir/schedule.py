@@ -1,0 +1,96 @@
+"""A schedule: one straight line of instructions that carries out a training step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .graph import Graph, Node
+from .types import Storage
+
+__all__ = ["Compute", "Free", "Instruction", "Loss", "Schedule", "with_frees"]
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Run `node`; of the storages that it allocates, hold on to `retained` and drop the rest at once."""
+
+    node: Node
+    retained: frozenset[Storage]
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Give `storage` back to the allocator."""
+
+    storage: Storage
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Forward ends: the outputs leave, the caller computes its loss, the tangents arrive."""
+
+
+Instruction = Compute | Free | Loss
+
+
+@dataclass(eq=False, frozen=True)
+class Schedule:
+    """Instructions for one training step of `graph`."""
+
+    graph: Graph
+    instructions: tuple[Instruction, ...]
+
+    @property
+    def computed(self) -> tuple[Node, ...]:
+        """The nodes run, in order; a recomputed node stands there more than once."""
+        return tuple(i.node for i in self.instructions if isinstance(i, Compute))
+
+    def __str__(self) -> str:
+        from .text import print_schedule
+
+        return print_schedule(self)
+
+
+def with_frees(graph: Graph, forward: Sequence[Node], backward: Sequence[Node]) -> Schedule:
+    """The schedule that runs `forward`, the loss, `backward`, and frees each storage after its last read.
+
+    A read binds to the latest run of the node that allocates the storage, so a storage that is
+    computed again is freed after its last read before that. What is delivered to the caller (an output,
+    a gradient) is never freed, and later runs of its node drop their own copy.
+
+    Args:
+        graph: The graph that the nodes belong to.
+        forward: Operations to run before the loss.
+        backward: Operations to run after it: backward nodes, and forward nodes that are recomputed.
+    """
+    order = (*forward, *backward)
+    wanted_after = _wanted_after(graph, order)
+    permanent = graph.static_storages | graph.tangent_storages | graph.output_storages
+    instructions: list[Instruction] = []
+    delivered: set[Storage] = set()
+    for step, (node, wanted) in enumerate(zip(order, wanted_after, strict=True)):
+        if step == len(forward):
+            instructions.append(Loss())
+        allocated = graph.allocates(node)
+        new = {s for s in allocated if s in graph.output_storages} - delivered
+        delivered |= new
+        retained = frozenset(s for s in allocated if s in new or (s in wanted and s not in permanent))
+        instructions.append(Compute(node, retained))
+        frees = (s for s in graph.reads(node) if s not in wanted and s not in permanent)
+        instructions.extend(Free(storage) for storage in frees)
+    if len(forward) == len(order):
+        instructions.append(Loss())
+    return Schedule(graph, tuple(instructions))
+
+
+def _wanted_after(graph: Graph, order: Sequence[Node]) -> list[set[Storage]]:
+    """For each step, the storages that are read later, before they are allocated again."""
+    wanted: set[Storage] = set()
+    result: list[set[Storage]] = []
+    for node in reversed(order):
+        result.append(set(wanted))
+        wanted.difference_update(graph.allocates(node))
+        wanted.update(graph.reads(node))
+    result.reverse()
+    return result

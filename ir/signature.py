@@ -1,0 +1,65 @@
+"""How a graph is called: from the user's nested arguments to the graph's inputs, and back out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+__all__ = ["Delivery", "Origin", "Signature", "Slot"]
+
+
+class Origin(Enum):
+    """Where one output of the user's module comes from."""
+
+    COMPUTED = "computed"
+    """The forward delivers it."""
+    INPUT = "input"
+    """It is an input, a parameter or a buffer, or a view of one."""
+    OUTPUT = "output"
+    """It is a view of something that the forward delivers."""
+    CONSTANT = "constant"
+    """It is not a tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """How one leaf of the user's result is made.
+
+    Args:
+        origin: Where it comes from.
+        index: Position among the graph's static inputs (`INPUT`) or forward outputs (`COMPUTED`, `OUTPUT`).
+        view: Shape, strides and offset (in elements) of the view; None for the whole tensor.
+        constant: The value itself, for `CONSTANT`.
+    """
+
+    origin: Origin
+    index: int = 0
+    view: tuple[tuple[int, ...], tuple[int, ...], int] | None = None
+    constant: None | bool | int | float | str = None
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Stands for a tensor among the leaves of the arguments; `index` is its `Input.target`."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """The calling convention of a captured module.
+
+    Args:
+        in_tree: The framework's description of how `(args, kwargs)` nest (opaque here).
+        out_tree: The same for the result.
+        leaves: For each leaf of the arguments: a `Slot` where it is a tensor, or else the constant that
+            the graph was specialised to.
+        deliveries: How each leaf of the result is made.
+        modes: The `training` flag of every submodule at capture, by dotted path ("" is the root).
+    """
+
+    in_tree: object
+    out_tree: object
+    leaves: tuple[object, ...]
+    deliveries: tuple[Delivery, ...]
+    modes: tuple[tuple[str, bool], ...]

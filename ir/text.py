@@ -1,0 +1,612 @@
+"""The text form of graphs and schedules: one statement a line, printed and read back without loss.
+
+```
+graph loss_bytes=8 {
+  storage @s0 24 cpu
+  storage @s1 24 cpu
+  input %x: float32[2,3]{3,1} @s0 input "0"
+forward:
+  relu = aten.relu.default(%x) -> %relu: float32[2,3]{3,1} @s1 loc(module="act")
+  output %relu "0"
+}
+schedule {
+  compute relu keep(@s1)
+  loss
+}
+```
+
+A name that is not a plain identifier stands as a JSON string: `%"layer 1"`. `#` starts a comment.
+A single tensor follows `->` bare; the results of an operation that returns a list stand in parentheses.
+A tensor lives on the device of its storage, unless `on DEVICE` says otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import NoReturn, TypeVar
+
+from .errors import Location, UsageError
+from .graph import (
+    Argument,
+    Graph,
+    Input,
+    InputRole,
+    Node,
+    Output,
+    OutputRole,
+    Region,
+    Symbol,
+    Trait,
+)
+from .schedule import Compute, Free, Instruction, Loss, Schedule
+from .types import DType, Storage, TensorType, Value
+
+__all__ = [
+    "parse_graph",
+    "parse_program",
+    "print_graph",
+    "print_program",
+    "print_schedule",
+    "same_graph",
+    "same_schedule",
+]
+
+_T = TypeVar("_T")
+
+_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*(?::\d+)?", re.ASCII)
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.]*", re.ASCII)
+_STRING = r'"(?:[^"\\]|\\.)*"'
+_TOKEN = re.compile(
+    rf"[%@](?:{_NAME.pattern}|{_STRING})"
+    rf"|{_STRING}"
+    r"|-?\d+(?:\.\d*)?(?:e[+-]?\d+)?|-inf\b"
+    rf"|{_WORD.pattern}"
+    r"|->|#.*|\S",
+    re.ASCII,
+)
+_MAX_DEPTH = 64
+_LOCATION_FIELDS = (("module", "module"), ("onnx", "onnx_node"), ("source", "source"))
+
+
+# ---------------------------------------------------------------------------------------------- printing
+
+
+def print_graph(graph: Graph) -> str:
+    """The text of `graph`, which `parse_graph` reads back."""
+    return "\n".join(_graph_lines(graph)) + "\n"
+
+
+def print_schedule(schedule: Schedule) -> str:
+    """The text of the instructions alone; the nodes and storages are named, not described."""
+    return "\n".join(_schedule_lines(schedule)) + "\n"
+
+
+def print_program(schedule: Schedule) -> str:
+    """The text of a graph followed by its schedule, which `parse_program` reads back."""
+    return print_graph(schedule.graph) + print_schedule(schedule)
+
+
+def same_graph(a: Graph, b: Graph) -> bool:
+    """Whether two graphs are equal in structure and in every name, though their nodes are other objects."""
+    return print_graph(a) == print_graph(b)
+
+
+def same_schedule(a: Schedule, b: Schedule) -> bool:
+    """Whether two schedules have equal instructions over equal graphs."""
+    return print_program(a) == print_program(b)
+
+
+def _graph_lines(graph: Graph) -> Iterator[str]:
+    yield f"graph loss_bytes={graph.loss_bytes} {{"
+    for storage in graph.storages:
+        yield f"  storage {_sigil('@', storage.name)} {storage.nbytes} {_word(storage.device)}"
+    for entry in graph.inputs:
+        grad = " requires_grad" if entry.requires_grad else ""
+        yield f"  input {_result(entry.value)} {entry.role.value} {json.dumps(entry.target)}{grad}"
+    region: Region | None = None
+    for node in graph.nodes:
+        if node.region is not region:
+            region = node.region
+            yield f"{region.value}:"
+        yield f"  {_node(node)}"
+    for output in graph.outputs:
+        yield f"  {output.role.value} {_argument(output.value)} {json.dumps(output.target)}"
+    yield "}"
+
+
+def _schedule_lines(schedule: Schedule) -> Iterator[str]:
+    yield "schedule {"
+    for instruction in schedule.instructions:
+        match instruction:
+            case Compute(node, retained):
+                names = ", ".join(_sigil("@", name) for name in sorted(s.name for s in retained))
+                yield f"  compute {_word(node.name)} keep({names})"
+            case Free(storage):
+                yield f"  free {_sigil('@', storage.name)}"
+            case Loss():
+                yield "  loss"
+    yield "}"
+
+
+def _node(node: Node) -> str:
+    arguments = [_argument(argument) for argument in node.arguments]
+    arguments += [f"{_word(key)}={_argument(argument)}" for key, argument in node.keywords]
+    text = f"{_word(node.name)} = {_word(node.op)}({', '.join(arguments)})"
+    results = ", ".join("none" if value is None else _result(value) for value in node.results)
+    if node.is_sequence:
+        text += f" -> ({results})"
+    elif node.results:
+        text += f" -> {results}"
+    if node.traits:
+        text += f" traits({', '.join(sorted(trait.value for trait in node.traits))})"
+    if node.at is not None:
+        fields = ((key, getattr(node.at, field)) for key, field in _LOCATION_FIELDS)
+        text += f" loc({', '.join(f'{key}={json.dumps(part)}' for key, part in fields if part is not None)})"
+    return text
+
+
+def _result(value: Value) -> str:
+    shape, strides = (",".join(map(str, sizes)) for sizes in (value.type.shape, value.type.strides))
+    device = "" if value.type.device == value.storage.device else f" on {_word(value.type.device)}"
+    text = f"{value.type.dtype.value}[{shape}]{{{strides}}}{device}"
+    return f"{_sigil('%', value.name)}: {text} {_sigil('@', value.storage.name)}"
+
+
+def _argument(argument: Argument) -> str:
+    match argument:
+        case Value():
+            return _sigil("%", argument.name)
+        case None:
+            return "none"
+        case bool():
+            return "true" if argument else "false"
+        case complex():
+            return f"complex({argument.real!r}, {argument.imag!r})"
+        case str():
+            return json.dumps(argument)
+        case Symbol(kind, name):
+            shown = json.dumps(kind) if kind == "complex" else _word(kind)
+            return f"{shown}({_word(name)})"
+        case tuple():
+            items = ", ".join(_argument(item) for item in argument)
+            return f"({items},)" if len(argument) == 1 else f"({items})"
+        case _:
+            return repr(argument)
+
+
+def _word(name: str) -> str:
+    return name if _WORD.fullmatch(name) else json.dumps(name)
+
+
+def _sigil(sigil: str, name: str) -> str:
+    return sigil + (name if _NAME.fullmatch(name) else json.dumps(name))
+
+
+# ----------------------------------------------------------------------------------------------- parsing
+
+
+def parse_graph(text: str) -> Graph:
+    """The graph that `text` describes.
+
+    Args:
+        text: What `print_graph` printed, or the like written by hand.
+
+    Raises:
+        UsageError: IRC101 with the line number, what was expected and what was found.
+    """
+    parser = _Parser(text)
+    graph = parser.graph()
+    parser.end()
+    return graph
+
+
+def parse_program(text: str) -> Schedule:
+    """The schedule that `text` describes: a graph, then the instructions that run it.
+
+    Args:
+        text: What `print_program` printed, or the like written by hand.
+
+    Raises:
+        UsageError: IRC101 with the line number, what was expected and what was found.
+    """
+    parser = _Parser(text)
+    schedule = Schedule(graph := parser.graph(), parser.instructions(graph))
+    parser.end()
+    return schedule
+
+
+class _Parser:
+    """Recursive descent over the tokens of one line at a time."""
+
+    def __init__(self, text: str) -> None:
+        self.lines = text.split("\n")
+        self.line = 0
+        self.tokens: list[str] = [""]
+        self.position = 0
+        self.storages: dict[str, Storage] = {}
+        self.values: dict[str, Value] = {}
+
+    # Lines and tokens. The last token of a line is "", which no statement expects.
+
+    def next_line(self) -> bool:
+        while self.line < len(self.lines):
+            text = self.lines[self.line]
+            self.line += 1
+            tokens: list[str] = _TOKEN.findall(text)
+            if tokens and tokens[-1][0] == "#":
+                tokens.pop()
+            if tokens:
+                tokens.append("")
+                self.tokens, self.position = tokens, 0
+                return True
+        self.tokens, self.position = [""], 0
+        return False
+
+    def fail(self, expected: str, found: str | None = None) -> NoReturn:
+        found = self.tokens[self.position] if found is None else found
+        shown = f"`{found}`" if found else "the end of the line"
+        if self.tokens == [""]:
+            shown = "the end of the text"
+        raise UsageError("IRC101", f"line {self.line}: expected {expected}, found {shown}")
+
+    def take(self) -> str:
+        token = self.tokens[self.position]
+        self.position += 1
+        return token
+
+    def accept(self, token: str) -> bool:
+        if self.tokens[self.position] == token:
+            self.position += 1
+            return True
+        return False
+
+    def expect(self, token: str) -> None:
+        if not self.accept(token):
+            self.fail(f"`{token}`")
+
+    def end_of_line(self) -> None:
+        if self.tokens[self.position]:
+            self.fail("the end of the line")
+
+    def end(self) -> None:
+        if self.next_line():
+            self.fail("the end of the text")
+
+    def block(self, statement: Callable[[], None]) -> None:
+        """Statements, one a line, up to the closing brace."""
+        self.expect("{")
+        self.end_of_line()
+        while True:
+            if not self.next_line():
+                self.fail("a statement or `}`")
+            if self.accept("}"):
+                return self.end_of_line()
+            statement()
+            self.end_of_line()
+
+    # Small parts.
+
+    def string(self) -> str:
+        token = self.tokens[self.position]
+        if token[:1] != '"' or len(token) < 2:
+            self.fail("a string")
+        self.position += 1
+        return self.unquote(token)
+
+    def unquote(self, token: str) -> str:
+        try:
+            return json.loads(token)
+        except ValueError:
+            self.fail("a JSON string", token)
+
+    def word(self, what: str) -> str:
+        token = self.tokens[self.position]
+        if token[:1] == '"':
+            return self.string()
+        if not _WORD.fullmatch(token):
+            self.fail(what)
+        self.position += 1
+        return token
+
+    def name(self, sigil: str, what: str) -> str:
+        token = self.tokens[self.position]
+        if token[:1] != sigil or len(token) < 2:
+            self.fail(what)
+        self.position += 1
+        return self.unquote(token[1:]) if token[1] == '"' else token[1:]
+
+    def integer(self, what: str) -> int:
+        token = self.tokens[self.position]
+        try:
+            number = int(token)
+        except ValueError:
+            self.fail(what)
+        self.position += 1
+        return number
+
+    def number(self) -> int | float:
+        token = self.take()
+        try:
+            return int(token) if token.lstrip("-").isdigit() else float(token)
+        except ValueError:
+            self.position -= 1
+            self.fail("a number")
+
+    def integers(self, opening: str, closing: str, what: str) -> tuple[int, ...]:
+        self.expect(opening)
+        numbers: list[int] = []
+        if not self.accept(closing):
+            numbers.append(self.integer(what))
+            while self.accept(","):
+                numbers.append(self.integer(what))
+            self.expect(closing)
+        return tuple(numbers)
+
+    def listed(self, item: Callable[[], _T]) -> list[_T]:
+        """Items separated by commas, up to the closing parenthesis; the opening one is taken already."""
+        found: list[_T] = []
+        while not self.accept(")"):
+            found.append(item())
+            if not self.accept(","):
+                self.expect(")")
+                break
+        return found
+
+    def one_of(self, choices: dict[str, _T], what: str) -> _T:
+        token = self.tokens[self.position]
+        if token not in choices:
+            self.fail(f"{what} ({', '.join(sorted(choices))})")
+        self.position += 1
+        return choices[token]
+
+    # Names that are used.
+
+    def storage(self) -> Storage:
+        name = self.name("@", "a storage such as `@s0`")
+        if name not in self.storages:
+            self.position -= 1
+            self.fail("a storage declared above")
+        return self.storages[name]
+
+    def value(self) -> Value:
+        name = self.name("%", "a value such as `%x`")
+        if name not in self.values:
+            self.position -= 1
+            self.fail("a value written above")
+        return self.values[name]
+
+    # The graph.
+
+    def graph(self) -> Graph:
+        self.next_line()
+        self.expect("graph")
+        self.expect("loss_bytes")
+        self.expect("=")
+        loss_bytes = self.integer("bytes")
+        inputs: list[Input] = []
+        nodes: dict[str, Node] = {}
+        outputs: list[Output] = []
+        region: Region | None = None
+
+        def statement() -> None:
+            nonlocal region
+            token, following = self.tokens[0], self.tokens[1]
+            if following == "=":
+                self.node_statement(nodes, region)
+            elif following == ":":
+                region = self.one_of(_REGIONS, "a region")
+                self.expect(":")
+            elif token == "storage":
+                self.storage_statement()
+            elif token == "input":
+                inputs.append(self.input_statement())
+            elif token in _OUTPUT_ROLES:
+                outputs.append(self.output_statement())
+            else:
+                self.fail("a storage, an input, a region, a node, an output or `}`")
+
+        self.block(statement)
+        return Graph(tuple(inputs), tuple(nodes.values()), tuple(outputs), loss_bytes)
+
+    def storage_statement(self) -> None:
+        self.expect("storage")
+        start = self.position
+        name = self.name("@", "a storage such as `@s0`")
+        if name in self.storages:
+            self.position = start
+            self.fail("a storage that is not declared yet")
+        nbytes = self.integer("bytes")
+        self.storages[name] = Storage(name, nbytes, self.word("a device"))
+
+    def input_statement(self) -> Input:
+        self.expect("input")
+        value = self.result()
+        role = self.one_of(_INPUT_ROLES, "a role")
+        return Input(value, role, self.string(), self.accept("requires_grad"))
+
+    def output_statement(self) -> Output:
+        role = self.one_of(_OUTPUT_ROLES, "a role")
+        value = None if self.accept("none") else self.value()
+        return Output(value, role, self.string())
+
+    def node_statement(self, nodes: dict[str, Node], region: Region | None) -> None:
+        name = self.word("a node's name")
+        if name in nodes:
+            self.position -= 1
+            self.fail("a node's name that is not in use yet")
+        if region is None:
+            self.position -= 1
+            self.fail("`forward:` or `backward:` above the first node")
+        self.expect("=")
+        op = self.word("an operation")
+        self.expect("(")
+        arguments: list[Argument] = []
+        keywords: list[tuple[str, Argument]] = []
+        self.listed(lambda: self.call_argument(arguments, keywords))
+        is_sequence = False
+        results: list[Value | None] = []
+        if self.accept("->"):
+            is_sequence = self.accept("(")
+            if is_sequence:
+                results = self.listed(self.optional_result)
+            else:
+                results.append(self.optional_result())
+                while self.accept(","):
+                    results.append(self.optional_result())
+        traits = self.listed(lambda: self.one_of(_TRAITS, "a trait")) if self.accept_call("traits") else []
+        at = self.location() if self.accept_call("loc") else None
+        nodes[name] = Node(
+            name,
+            op,
+            tuple(arguments),
+            tuple(results),
+            tuple(keywords),
+            is_sequence,
+            region,
+            frozenset(traits),
+            at,
+        )
+
+    def accept_call(self, word: str) -> bool:
+        if self.accept(word):
+            self.expect("(")
+            return True
+        return False
+
+    def call_argument(self, arguments: list[Argument], keywords: list[tuple[str, Argument]]) -> None:
+        if self.tokens[self.position] and self.tokens[self.position + 1] == "=":
+            key = self.word("a keyword")
+            self.expect("=")
+            keywords.append((key, self.argument(0)))
+        elif keywords:
+            self.fail("a keyword and `=`")
+        else:
+            arguments.append(self.argument(0))
+
+    def location(self) -> Location:
+        fields: dict[str, str] = {}
+
+        def field() -> None:
+            key = self.one_of(dict(_LOCATION_FIELDS), "a part of a location")
+            self.expect("=")
+            fields[key] = self.string()
+
+        self.listed(field)
+        return Location(**fields)
+
+    def optional_result(self) -> Value | None:
+        return None if self.accept("none") else self.result()
+
+    def result(self) -> Value:
+        name = self.name("%", "a value such as `%x`, or none")
+        if name in self.values:
+            self.position -= 1
+            self.fail("a value that is not written yet")
+        self.expect(":")
+        dtype = self.one_of(_DTYPES, "an element type")
+        shape = self.integers("[", "]", "a size")
+        strides = self.integers("{", "}", "a stride")
+        device = self.word("a device") if self.accept("on") else None
+        storage = self.storage()
+        kind = TensorType(shape, dtype, strides, storage.device if device is None else device)
+        value = self.values[name] = Value(name, kind, storage)
+        return value
+
+    def argument(self, depth: int) -> Argument:
+        token = self.tokens[self.position]
+        first = token[:1]
+        if first == "%":
+            return self.value()
+        if token == "(":
+            return self.tuple(depth)
+        if first == '"' or first.isalpha() or first == "_":
+            return self.worded()
+        if first.isdigit() or first == "-":
+            return self.number()
+        self.fail("an argument")
+
+    def tuple(self, depth: int) -> Argument:
+        if depth == _MAX_DEPTH:
+            self.fail(f"tuples nested at most {_MAX_DEPTH} deep")
+        self.expect("(")
+        items: list[Argument] = []
+        while not self.accept(")"):
+            items.append(self.argument(depth + 1))
+            if self.accept(","):
+                continue
+            if len(items) == 1:
+                self.fail("`,` after the only item of a tuple")
+            self.expect(")")
+            break
+        return tuple(items)
+
+    def worded(self) -> Argument:
+        """A string, a symbol, a complex number, or a word that stands for a constant."""
+        if self.tokens[self.position + 1] == "(":
+            return self.symbol()
+        if self.tokens[self.position][0] == '"':
+            return self.string()
+        return self.one_of(_CONSTANTS, "an argument")
+
+    def symbol(self) -> Argument:
+        if self.accept("complex"):
+            self.expect("(")
+            real = self.real()
+            self.expect(",")
+            imaginary = self.real()
+            self.expect(")")
+            return complex(real, imaginary)
+        kind = self.word("a kind of symbol")
+        self.expect("(")
+        name = self.word("a symbol's name")
+        self.expect(")")
+        return Symbol(kind, name)
+
+    def real(self) -> float:
+        try:
+            return float(self.number())
+        except OverflowError:
+            self.position -= 1
+            self.fail("a number that fits a float")
+
+    # The schedule.
+
+    def instructions(self, graph: Graph) -> tuple[Instruction, ...]:
+        nodes = {node.name: node for node in graph.nodes}
+        found: list[Instruction] = []
+
+        def statement() -> None:
+            if self.accept("loss"):
+                found.append(Loss())
+            elif self.accept("free"):
+                found.append(Free(self.storage()))
+            elif self.accept("compute"):
+                name = self.word("a node's name")
+                if name not in nodes:
+                    self.position -= 1
+                    self.fail("a node of the graph")
+                retained = frozenset(self.listed(self.storage)) if self.accept_call("keep") else frozenset()
+                found.append(Compute(nodes[name], retained))
+            else:
+                self.fail("`compute`, `free`, `loss` or `}`")
+
+        self.next_line()
+        self.expect("schedule")
+        self.block(statement)
+        return tuple(found)
+
+
+_REGIONS = {region.value: region for region in Region}
+_TRAITS = {trait.value: trait for trait in Trait}
+_INPUT_ROLES = {role.value: role for role in InputRole}
+_OUTPUT_ROLES = {role.value: role for role in OutputRole}
+_DTYPES = {dtype.value: dtype for dtype in DType}
+_CONSTANTS: dict[str, Argument] = {
+    "none": None,
+    "true": True,
+    "false": False,
+    "inf": float("inf"),
+    "nan": float("nan"),
+}

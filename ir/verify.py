@@ -1,0 +1,403 @@
+"""Checks that a graph is well formed and that a schedule carries it out within its memory.
+
+The schedule's check keeps its own books, on purpose: it reuses neither `liveness` nor what `Graph` derives,
+and compares its peak with theirs. Each of the two functions reports the first fault in program order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+from .errors import VerificationError
+from .graph import Graph, InputRole, Node, Output, OutputRole, Region, Trait
+from .liveness import Timeline, liveness
+from .schedule import Compute, Free, Loss, Schedule
+from .types import Storage, Value
+
+__all__ = ["verify_graph", "verify_schedule"]
+
+
+def verify_graph(graph: Graph) -> None:
+    """Checks that `graph` is well formed.
+
+    Raises:
+        VerificationError: IRC110 a name is used twice; IRC111 a value is read before it is written, or never
+            written; IRC112 a value is written twice; IRC113 a value does not fit its storage; IRC114 forward
+            depends on backward; IRC115 a view allocates; IRC116 an operation that is no view returns an
+            alias; IRC117 an output is missing; IRC118 a gradient belongs to no input; IRC119 an effect does
+            not write a parameter, buffer, input or constant.
+    """
+    _GraphCheck(graph).run()
+
+
+class _GraphCheck:
+    """What is known of the graph up to the node that is looked at."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.names: dict[tuple[type, str], Storage | Value | Node] = {}
+        self.written: set[Value] = set()
+        self.written_later = {value for node in graph.nodes for value in node.values}
+        self.after_loss: set[Value] = set()
+        """Tangents, and what backward nodes write."""
+        self.allocated: set[Storage] = set()
+        self.static = {i.value.storage for i in graph.inputs if i.role is not InputRole.TANGENT}
+
+    def run(self) -> None:
+        for entry in self.graph.inputs:
+            self.write(entry.value, None)
+            self.allocated.add(entry.value.storage)
+            if entry.role is InputRole.TANGENT:
+                self.after_loss.add(entry.value)
+        backward: Node | None = None
+        for node in self.graph.nodes:
+            self.name(node, node)
+            for operand in node.operands:
+                self.read(operand, node)
+            if node.region is Region.BACKWARD:
+                backward = node
+            elif backward is not None:
+                _fail("IRC114", f"forward node {node.name} stands after backward node {backward.name}", node)
+            for value in node.values:
+                self.write(value, node)
+            self.aliases(node)
+            self.allocated.update(value.storage for value in node.values)
+        self.outputs()
+
+    def name(self, thing: Storage | Value | Node, node: Node | None) -> None:
+        known = self.names.setdefault((type(thing), thing.name), thing)
+        if known is not thing:
+            kind = type(thing).__name__.lower()
+            _fail("IRC110", f"two {kind}s are named {thing.name}", node)
+
+    def read(self, value: Value, node: Node) -> None:
+        if value not in self.written:
+            when = "before it is written" if value in self.written_later else "but never written"
+            _fail("IRC111", f"{value} is read by {node.name} {when}", node)
+        if node.region is Region.FORWARD and value in self.after_loss:
+            _fail("IRC114", f"forward node {node.name} reads {value}, which exists only in backward", node)
+
+    def write(self, value: Value, node: Node | None) -> None:
+        if value in self.written:
+            by = f" by {node.name}" if node else ""
+            _fail("IRC112", f"{value} is written again{by}", node)
+        self.name(value, node)
+        self.name(value.storage, node)
+        self.written.add(value)
+        if node is not None and node.region is Region.BACKWARD:
+            self.after_loss.add(value)
+        reach_bytes = _reach_bytes(value)
+        if reach_bytes is None:
+            rank, strides = len(value.type.shape), len(value.type.strides)
+            _fail("IRC113", f"{value} has {rank} dimensions and {strides} strides", node)
+        if reach_bytes > value.storage.nbytes:
+            storage = value.storage
+            message = f"{value} reaches {reach_bytes} B into storage {storage.name} of {storage.nbytes} B"
+            _fail("IRC113", message, node)
+
+    def aliases(self, node: Node) -> None:
+        if Trait.EFFECT in node.traits:
+            return self.effect(node)
+        read = {operand.storage for operand in node.operands}
+        for value in node.values:
+            if node.is_view and value.storage not in read:
+                message = f"view {node.name} returns {value} in storage {value.storage.name}"
+                _fail("IRC115", f"{message}, in which none of its operands lies", node)
+            if not node.is_view and value.storage in self.allocated:
+                message = f"{node.name} is no view but returns {value} in storage {value.storage.name}"
+                _fail("IRC116", f"{message}, which exists already", node)
+
+    def effect(self, node: Node) -> None:
+        operands = node.operands
+        if not operands or operands[0].storage not in self.static or node.is_view:
+            _fail("IRC119", f"effect {node.name} does not write a static storage by its first operand", node)
+        for value in node.values:
+            if value.storage is not operands[0].storage and value.storage in self.allocated:
+                message = f"effect {node.name} returns {value} in storage {value.storage.name}"
+                _fail("IRC116", f"{message}, which exists already and is not the one it writes", node)
+
+    def outputs(self) -> None:
+        if not any(output.role is OutputRole.OUTPUT for output in self.graph.outputs):
+            _fail("IRC117", "the graph has no output")
+        targets = {f"{i.role.value}:{i.target}" for i in self.graph.inputs if i.role is not InputRole.TANGENT}
+        delivered: set[tuple[OutputRole, str]] = set()
+        for output in self.graph.outputs:
+            what = _describe(output)
+            if (output.role, output.target) in delivered:
+                _fail("IRC110", f"{what} is delivered twice")
+            delivered.add((output.role, output.target))
+            if output.value is not None and output.value not in self.written:
+                _fail("IRC117", f"{what} is {output.value}, which is never written")
+            if output.role is OutputRole.GRADIENT:
+                if output.target not in targets:
+                    _fail("IRC118", f"{what} belongs to no input of the graph")
+            elif output.value is None:
+                _fail("IRC117", f"{what} has no value")
+            elif output.value in self.after_loss:
+                _fail("IRC117", f"{what} is {output.value}, which exists only in backward")
+
+
+def _reach_bytes(value: Value) -> int | None:
+    """Bytes from the first to the last element; 0 where strides are not known, None where they are wrong."""
+    shape, strides = value.type.shape, value.type.strides
+    if len(strides) != len(shape):
+        return None if strides else 0
+    if 0 in shape:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    return (last + 1) * value.type.dtype.itemsize
+
+
+def verify_schedule(
+    schedule: Schedule,
+    workspace_bytes: Mapping[Node, int],
+    *,
+    budget_bytes: int | None = None,
+    peak_bytes: int | None = None,
+) -> Timeline:
+    """Checks that `schedule` carries out its graph, and within its memory.
+
+    Args:
+        schedule: Over a graph that `verify_graph` accepts.
+        workspace_bytes: What each node takes while it runs, beyond its results; a missing node takes nothing.
+        budget_bytes: The most that may be alive at once, static bytes included.
+        peak_bytes: The peak that someone claims: it must be exact.
+
+    Returns:
+        The memory, instruction by instruction, as this check counts it: equal to `liveness` in every entry.
+
+    Raises:
+        VerificationError: IRC120 a storage is read while it is not resident; IRC121 a storage may not be
+            freed here; IRC122 a node may not retain a storage; IRC123 a node that cannot be recomputed does
+            not run exactly once; IRC124 random nodes, effects and their readers run out of order; IRC125 not
+            forward, one loss, backward, or a node that no schedule runs; IRC126 an output or gradient is
+            missing; IRC127 a storage is left over; IRC128 the peak is over the budget; IRC129 the peak is
+            not the one claimed.
+    """
+    check = _ScheduleCheck(schedule, workspace_bytes)
+    timeline = check.run()
+    counted = liveness(schedule, workspace_bytes)
+    if counted != timeline:
+        step = _first_difference(timeline, counted)
+        ours, theirs = (
+            f"{t.during_bytes[step]} B during, {t.after_bytes[step]} B after" for t in (timeline, counted)
+        )
+        message = f"instruction {step}: {ours} by this check; {theirs} by liveness"
+        _fail("IRC129", message, check.node_at(step))
+    peak, step = timeline.peak_bytes, timeline.peak_index
+    if peak_bytes is not None and peak != peak_bytes:
+        message = f"peak is {peak} B at instruction {step}, not the {peak_bytes} B claimed"
+        _fail("IRC129", message, check.node_at(step))
+    if budget_bytes is not None and peak > budget_bytes:
+        message = f"peak is {peak} B at instruction {step}, over the budget of {budget_bytes} B"
+        _fail("IRC128", message, check.node_at(step))
+    return timeline
+
+
+def _first_difference(a: Timeline, b: Timeline) -> int:
+    rows_a, rows_b = (list(zip(t.during_bytes, t.after_bytes, strict=True)) for t in (a, b))
+    return next(i for i, (row_a, row_b) in enumerate(zip(rows_a, rows_b, strict=True)) if row_a != row_b)
+
+
+class _ScheduleCheck:
+    """What is resident, what has run, and how much memory that takes."""
+
+    def __init__(self, schedule: Schedule, workspace_bytes: Mapping[Node, int]) -> None:
+        self.graph = schedule.graph
+        self.instructions = schedule.instructions
+        self.workspace_bytes = workspace_bytes
+        self.step = 0
+        self.describe_graph()
+        self.tangents -= self.static
+        self.delivered -= self.static | self.tangents
+        self.resident: set[Storage] = set(self.static)
+        self.alive_bytes = sum(storage.nbytes for storage in self.resident)
+        self.during_bytes: list[int] = []
+        self.after_bytes: list[int] = []
+        self.lost = False
+        self.ran: set[Node] = set()
+        self.in_order_done = 0
+
+    def describe_graph(self) -> None:
+        """Who allocates, who overwrites, what stays: derived here from the nodes alone."""
+        graph = self.graph
+        self.tangents = {i.value.storage for i in graph.inputs if i.role is InputRole.TANGENT}
+        self.static = {i.value.storage for i in graph.inputs if i.role is not InputRole.TANGENT}
+        self.delivered = {o.value.storage for o in graph.outputs if o.value is not None}
+        self.allocates: dict[Node, set[Storage]] = {}
+        self.producer: dict[Storage, Node] = {}
+        self.effects_behind: dict[Value, frozenset[Node]] = {}
+        """The effects that must have run before a value in a static storage holds its numbers."""
+        self.runs_before: dict[Node, list[Node]] = {}
+        """For each effect, the pinned nodes that read the storage before it is overwritten."""
+        pinned: list[Node] = []
+        for node in graph.nodes:
+            if node.is_view:
+                behind = self.effects_read(node)
+                self.effects_behind.update((value, behind) for value in node.values if behind)
+                continue
+            storages = {value.storage for value in node.values} - self.static - self.tangents
+            self.allocates[node] = {s for s in storages if self.producer.setdefault(s, node) is node}
+            if Trait.EFFECT in node.traits:
+                target = node.operands[0].storage
+                reading = (p for p in pinned if any(v.storage is target for v in p.operands))
+                self.runs_before[node] = list(reading)
+                self.effects_behind.update(
+                    (v, frozenset((node,))) for v in node.values if v.storage is target
+                )
+            if Trait.PINNED in node.traits:
+                pinned.append(node)
+        ordered = {Trait.RANDOM, Trait.EFFECT}
+        self.in_order = [node for node in self.allocates if node.traits & ordered]
+
+    def effects_read(self, node: Node) -> frozenset[Node]:
+        none: frozenset[Node] = frozenset()
+        return none.union(*(self.effects_behind.get(value, none) for value in node.operands))
+
+    def run(self) -> Timeline:
+        for step, instruction in enumerate(self.instructions):
+            self.step = step
+            match instruction:
+                case Compute(node, retained):
+                    self.compute(node, retained)
+                case Free(storage):
+                    self.free(storage)
+                case Loss():
+                    self.loss()
+            self.after_bytes.append(self.alive_bytes)
+        self.finish()
+        return Timeline(tuple(self.during_bytes), tuple(self.after_bytes))
+
+    def compute(self, node: Node, retained: frozenset[Storage]) -> None:
+        if node not in self.allocates:
+            why = "a view, which no schedule runs" if node.is_view else "no node of the graph"
+            self.fail("IRC125", f"{node.name} is {why}", node)
+        if node.region is Region.BACKWARD and not self.lost:
+            self.fail("IRC125", f"backward node {node.name} runs before the loss", node)
+        self.operands(node)
+        self.order(node)
+        allocated = self.allocates[node]
+        self.during_bytes.append(
+            self.alive_bytes + sum(s.nbytes for s in allocated) + self.workspace_bytes.get(node, 0)
+        )
+        for storage in _by_name(retained):
+            if storage not in allocated:
+                self.fail("IRC122", f"{node.name} retains {_show(storage)}, which it does not allocate", node)
+            if storage in self.resident:
+                self.fail("IRC122", f"{node.name} retains {_show(storage)}, which is resident already", node)
+            self.resident.add(storage)
+            self.alive_bytes += storage.nbytes
+        self.ran.add(node)
+
+    def operands(self, node: Node) -> None:
+        for value in node.operands:
+            if value.storage not in self.resident:
+                message = f"{node.name} reads {value} in {_show(value.storage)}, which is not resident"
+                self.fail("IRC120", message, node)
+        for effect in self.effects_read(node) - self.ran:
+            self.fail("IRC124", f"{node.name} reads what {effect.name} writes, which has not run yet", node)
+
+    def order(self, node: Node) -> None:
+        if node.is_recomputable:
+            return
+        if node in self.ran:
+            self.fail("IRC123", f"{node.name} {_why_once(node)} and runs a second time", node)
+        for reader in self.runs_before.get(node, ()):
+            if reader not in self.ran:
+                self.fail(
+                    "IRC124",
+                    f"effect {node.name} runs before {reader.name}, which reads the old values",
+                    node,
+                )
+        if Trait.RANDOM in node.traits or Trait.EFFECT in node.traits:
+            following = self.in_order[self.in_order_done]
+            if following is not node:
+                self.fail(
+                    "IRC124", f"{node.name} runs before {following.name}: not the order of the graph", node
+                )
+            self.in_order_done += 1
+
+    def free(self, storage: Storage) -> None:
+        producer = self.producer.get(storage)
+        for kept, why in (
+            (self.static, "exists before and after the step"),
+            (self.tangents, "is a tangent, held by the caller"),
+            (self.delivered, "is delivered to the caller"),
+        ):
+            if storage in kept:
+                self.fail("IRC121", f"{_show(storage)} is freed, but {why}", producer)
+        if storage not in self.resident:
+            self.fail("IRC121", f"{_show(storage)} is freed, but not resident", producer)
+        self.during_bytes.append(self.alive_bytes)
+        self.resident.remove(storage)
+        self.alive_bytes -= storage.nbytes
+
+    def loss(self) -> None:
+        if self.lost:
+            self.fail("IRC125", "the loss stands there twice")
+        self.deliver([o for o in self.graph.outputs if o.role is OutputRole.OUTPUT], "at the loss")
+        self.lost = True
+        arriving_bytes = sum(storage.nbytes for storage in self.tangents)
+        self.during_bytes.append(self.alive_bytes + arriving_bytes + self.graph.loss_bytes)
+        self.resident |= self.tangents
+        self.alive_bytes += arriving_bytes
+
+    def deliver(self, outputs: Sequence[Output], when: str) -> None:
+        for output in outputs:
+            if output.value is None:
+                continue
+            storage = output.value.storage
+            if storage not in self.resident:
+                message = f"{_describe(output)} in {_show(storage)} is not resident {when}"
+                self.fail("IRC126", message, self.producer.get(storage))
+            for effect in self.effects_behind.get(output.value, frozenset()) - self.ran:
+                self.fail(
+                    "IRC126",
+                    f"{_describe(output)} is written by {effect.name}, which has not run {when}",
+                    effect,
+                )
+
+    def finish(self) -> None:
+        self.step = len(self.instructions)
+        if not self.lost:
+            self.fail("IRC125", "there is no loss")
+        for node in self.allocates:
+            if not node.is_recomputable and node not in self.ran:
+                self.fail("IRC123", f"{node.name} {_why_once(node)} and does not run", node)
+        self.deliver(self.graph.outputs, "at the end")
+        left = self.resident - self.static - self.tangents - self.delivered
+        for storage in sorted(left, key=lambda s: (-s.nbytes, s.name)):
+            more = f", and {len(left) - 1} more" if len(left) > 1 else ""
+            self.fail("IRC127", f"{_show(storage)} is never freed{more}", self.producer.get(storage))
+
+    def node_at(self, step: int) -> Node | None:
+        instruction = self.instructions[step]
+        return instruction.node if isinstance(instruction, Compute) else None
+
+    def fail(self, code: str, message: str, node: Node | None = None) -> NoReturn:
+        where = (
+            f"instruction {self.step}" if self.step < len(self.instructions) else "after the last instruction"
+        )
+        _fail(code, f"{where}: {message}", node)
+
+
+def _fail(code: str, message: str, node: Node | None = None) -> NoReturn:
+    raise VerificationError(code, message, at=node.at if node is not None else None)
+
+
+def _by_name(storages: frozenset[Storage]) -> list[Storage]:
+    return sorted(storages, key=lambda storage: storage.name)
+
+
+def _show(storage: Storage) -> str:
+    return f"storage {storage.name} ({storage.nbytes} B)"
+
+
+def _describe(output: Output) -> str:
+    return f"gradient of {output.target}" if output.role is OutputRole.GRADIENT else f"output {output.target}"
+
+
+def _why_once(node: Node) -> str:
+    traits = ", ".join(sorted(t.value for t in node.traits & {Trait.RANDOM, Trait.EFFECT, Trait.PINNED}))
+    return f"must run exactly once ({traits})"

@@ -1,0 +1,156 @@
+"""What each operation costs: seconds, and bytes of workspace. Analytic, or taken from a profile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..ir import Argument, Graph, Node, TensorType, UsageError, Value
+
+__all__ = ["MACHINES", "Costs", "Machine", "analytic_costs", "signature"]
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds and workspace of every operation of a graph.
+
+    Args:
+        seconds: Time of one run.
+        workspace_bytes: What the allocator hands out while the operation runs, beyond its results.
+        source: `analytic:<machine>` or `profile:<device>`.
+    """
+
+    seconds: Mapping[Node, float]
+    workspace_bytes: Mapping[Node, int]
+    source: str
+
+    def step_seconds(self, graph: Graph) -> float:
+        """Time of one training step that runs every operation once."""
+        return sum(self.seconds[node] for node in graph.operations)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A device, as the roofline model sees it (Williams, Waterman, Patterson 2009).
+
+    Args:
+        name: How it is called on the command line.
+        flops: Sustained floating-point operations a second.
+        bandwidth_bytes: Sustained bytes a second between the device and its memory.
+        launch_seconds: Fixed time of an operation.
+    """
+
+    name: str
+    flops: float
+    bandwidth_bytes: float
+    launch_seconds: float
+
+    def seconds(self, flops: float, nbytes: int) -> float:
+        """Time of an operation that computes `flops` and moves `nbytes`."""
+        return self.launch_seconds + max(flops / self.flops, nbytes / self.bandwidth_bytes)
+
+
+MACHINES = {
+    machine.name: machine
+    for machine in (
+        Machine("cpu", flops=60e9, bandwidth_bytes=8e9, launch_seconds=5e-6),
+        Machine("a100", flops=15e12, bandwidth_bytes=1.3e12, launch_seconds=5e-6),
+        Machine("h100", flops=40e12, bandwidth_bytes=2.6e12, launch_seconds=4e-6),
+    )
+}
+"""Described machines: sustained float32 figures, about 0.8 of the data sheet for the accelerators."""
+
+
+def analytic_costs(graph: Graph, machine: Machine) -> Costs:
+    """Costs from FLOPs, bytes and a machine description, with an upper bound for the workspace.
+
+    An operation moves its operands and results once. FLOPs are those of torch's own formulas
+    (`torch.utils.flop_counter`); what has no formula there counts one for each element of its results.
+    The workspace bound is one reordered copy of each operand and each result, for the operations whose
+    kernels are known to reorder (convolutions, attention, matrix products); the others need none
+    beyond a small constant.
+    """
+    seconds: dict[Node, float] = {}
+    workspace: dict[Node, int] = {}
+    for node in graph.operations:
+        moved = sum(value.type.nbytes for value in (*node.operands, *node.values))
+        seconds[node] = machine.seconds(_flops(node), moved)
+        workspace[node] = _workspace_bound(node, moved)
+    return Costs(seconds, workspace, f"analytic:{machine.name}")
+
+
+_REORDERING = ("convolution", "mkldnn", "scaled_dot_product", "mm", "lstm", "rnn", "gru", "batch_norm", "embedding")
+_SCRATCH_BYTES = 1 << 16
+_CONVOLUTION_COPIES = 2
+
+
+def _workspace_bound(node: Node, moved_bytes: int) -> int:
+    if "convolution" in node.op:
+        return _CONVOLUTION_COPIES * moved_bytes + _SCRATCH_BYTES
+    if any(part in node.op for part in _REORDERING):
+        return moved_bytes + _SCRATCH_BYTES
+    largest = max((value.type.nbytes for value in (*node.operands, *node.values)), default=0)
+    return largest + _SCRATCH_BYTES
+
+
+def _flops(node: Node) -> float:
+    import torch
+    from torch.utils.flop_counter import flop_registry
+
+    namespace, name, _ = node.op.split(".", 2)
+    packet = getattr(getattr(torch.ops, namespace), name, None)
+    formula: Any = flop_registry.get(packet)
+    elements = float(sum(value.type.numel for value in node.values))
+    if formula is None:
+        return elements
+
+    def stand_in(argument: Argument) -> Any:
+        if isinstance(argument, Value):
+            dtype = getattr(torch, argument.type.dtype.value)
+            return torch.empty(argument.type.shape, dtype=dtype, device="meta")
+        if isinstance(argument, tuple):
+            return [stand_in(item) for item in argument]
+        return argument
+
+    results = tuple(None if value is None else stand_in(value) for value in node.results)
+    arguments = [stand_in(argument) for argument in node.arguments]
+    keywords = {key: stand_in(argument) for key, argument in node.keywords}
+    return float(formula(*arguments, **keywords, out_val=results if node.is_sequence else results[0]))
+
+
+def signature(node: Node) -> str:
+    """What an operation's cost depends on: its name, its constants, and the types of its operands.
+
+    Two operands that are the same value are marked as such; names do not matter.
+    """
+    order = {value: index for index, value in enumerate(node.operands)}
+    parts = [_describe(argument, order) for argument in node.arguments]
+    parts += [f"{key}={_describe(argument, order)}" for key, argument in node.keywords]
+    return f"{node.op}({', '.join(parts)})"
+
+
+def _describe(argument: Argument, order: Mapping[Value, int]) -> str:
+    if isinstance(argument, Value):
+        return f"${order[argument]}:{describe_type(argument.type)}"
+    if isinstance(argument, tuple):
+        return f"[{', '.join(_describe(item, order) for item in argument)}]"
+    return repr(argument)
+
+
+def describe_type(type: TensorType) -> str:
+    """A tensor type in one word, strides and device included."""
+    shape = "x".join(map(str, type.shape))
+    strides = "x".join(map(str, type.strides))
+    return f"{type.dtype.value}[{shape}]{{{strides}}}@{type.device}"
+
+
+def machine_named(name: str) -> Machine:
+    """The described machine of that name.
+
+    Raises:
+        UsageError: IRC410 when there is none.
+    """
+    if name not in MACHINES:
+        raise UsageError("IRC410", f"no machine is called {name!r}", help=f"choose one of {', '.join(MACHINES)}")
+    return MACHINES[name]

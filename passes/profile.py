@@ -1,0 +1,338 @@
+"""Measures operations on the device that they will run on: time, and workspace from allocator events."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ir import Argument, Graph, IrcError, Node, Storage, Symbol, TensorType, Value
+from .costs import Costs, signature
+
+__all__ = ["Measured", "ProfileStore", "profile_costs"]
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One measured operation.
+
+    Args:
+        seconds: Best time of several runs.
+        workspace_bytes: Allocator bytes at the operation's own peak, beyond its results.
+    """
+
+    seconds: float
+    workspace_bytes: int
+
+
+def profile_costs(
+    graph: Graph, *, store: ProfileStore | None = None, repeats: int = 5, progress: Progress | None = None
+) -> Costs:
+    """Costs measured on the devices that the graph's tensors live on.
+
+    Each distinct operation (name, constants, operand types) runs on made-up tensors: once to warm up and
+    to count its allocations, then up to `repeats` times for the time, of which the best counts.
+    The generator's state is as before.
+
+    Args:
+        graph: Whose operations to measure.
+        store: Where earlier measurements are kept; None measures everything anew.
+        repeats: Timed runs of an operation; long operations get fewer, but two at least.
+        progress: Called with (done, total) as distinct operations are measured.
+
+    Raises:
+        IrcError: IRC411 when an operation does not run by itself.
+    """
+    store = ProfileStore(None) if store is None else store
+    distinct = {signature(node): node for node in reversed(graph.operations)}
+    device = _device_of(graph)
+    known = store.load(device)
+    missing = [(key, node) for key, node in distinct.items() if key not in known]
+    measured = _measure([node for _, node in missing], repeats, progress)
+    fresh = dict(zip((key for key, _ in missing), measured, strict=True))
+    if fresh:
+        store.save(device, fresh)
+    table = {**known, **fresh}
+    found = {node: table[signature(node)] for node in graph.operations}
+    return Costs(
+        seconds={node: m.seconds for node, m in found.items()},
+        workspace_bytes={node: m.workspace_bytes for node, m in found.items()},
+        source=f"profile:{device}",
+    )
+
+
+class ProfileStore:
+    """Measurements on disk: one JSON file for each device, torch version and number of threads.
+
+    Args:
+        folder: Where the files are; None keeps nothing.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+
+    @staticmethod
+    def default() -> ProfileStore:
+        """The user's store: `$IRC_CACHE_DIR`, or `irc` in the user's cache folder."""
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        return ProfileStore(Path(os.environ.get("IRC_CACHE_DIR") or Path(cache) / "irc"))
+
+    def load(self, device: str) -> dict[str, Measured]:
+        """What is known for `device`; a file that cannot be read counts as empty."""
+        path = self._path(device)
+        if path is None or not path.is_file():
+            return {}
+        try:
+            rows = json.loads(path.read_text())["operations"]
+            return {key: Measured(float(seconds), int(workspace)) for key, (seconds, workspace) in rows.items()}
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}
+
+    def save(self, device: str, measured: dict[str, Measured]) -> None:
+        """Adds measurements; the file is replaced as a whole, so that a reader never sees half of it."""
+        path = self._path(device)
+        if path is None:
+            return
+        rows = {**self.load(device), **measured}
+        content = {"device": device, "operations": {k: [m.seconds, m.workspace_bytes] for k, m in rows.items()}}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, suffix=".tmp") as file:
+                json.dump(content, file, indent=0, sort_keys=True)
+            os.replace(file.name, path)
+        except OSError:
+            return  # a cache that cannot be written costs time, not the run
+
+    def _path(self, device: str) -> Path | None:
+        if self.folder is None:
+            return None
+        plain = "".join(c if c.isalnum() or c in ".-" else "-" for c in device)
+        return self.folder / f"profile-{plain}.json"
+
+
+def _device_of(graph: Graph) -> str:
+    devices = sorted({storage.device for storage in graph.storages})
+    names = [
+        torch.cuda.get_device_name(device) if device.startswith("cuda") else f"{_processor()}-{torch.get_num_threads()}-threads"
+        for device in devices
+    ]
+    return f"torch-{torch.__version__}-{'-'.join(names)}"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+# ---------------------------------------------------------------------- operations
+
+
+def _measure(nodes: Sequence[Node], repeats: int, progress: Progress | None) -> list[Measured]:
+    """Times and workspaces: one pass for the times, which also warms every kernel up, one for the allocations."""
+    seconds: list[float] = []
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        for done, node in enumerate(nodes):
+            if progress is not None:
+                progress(done, len(nodes))
+            with _explained(node):
+                seconds.append(_best_seconds(node, _runner(node), repeats))
+        workspaces = _workspaces(nodes)
+    if progress is not None and nodes:
+        progress(len(nodes), len(nodes))
+    return [Measured(*pair) for pair in zip(seconds, workspaces, strict=True)]
+
+
+@contextlib.contextmanager
+def _explained(node: Node) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        raise IrcError(
+            "IRC411",
+            f"{node.op} cannot be measured by itself: {str(error).splitlines()[0]}",
+            at=node.at,
+            help="plan with analytic costs (profile=False, --no-profile)",
+        ) from error
+
+
+def _runner(node: Node) -> Callable[[], Any]:
+    namespace, name, overload = node.op.split(".", 2)
+    operation = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    tensors = {value: _made_up(value.type) for value in node.operands}
+    arguments = [_materialize(argument, tensors) for argument in node.arguments]
+    keywords = {key: _materialize(argument, tensors) for key, argument in node.keywords}
+    return lambda: operation(*arguments, **keywords)
+
+
+def _made_up(type: TensorType) -> Tensor:
+    """A tensor of `type`: floats between 0.1 and 1, everything else zero (so that indices are in range)."""
+    dtype: torch.dtype = getattr(torch, type.dtype.value)
+    reach = 1 + sum((size - 1) * step for size, step in zip(type.shape, type.strides, strict=True))
+    flat = torch.zeros(reach if type.numel else 0, dtype=dtype, device=type.device)
+    if dtype.is_floating_point and dtype.itemsize > 1:
+        flat.uniform_(0.1, 1.0, generator=torch.Generator(type.device).manual_seed(0))
+    return flat.as_strided(type.shape, type.strides)
+
+
+def _materialize(argument: Argument, tensors: dict[Value, Tensor]) -> Any:
+    match argument:
+        case Value():
+            return tensors[argument]
+        case tuple():
+            return [_materialize(item, tensors) for item in argument]
+        case Symbol("device", name):
+            return torch.device(name)
+        case Symbol(_, name):
+            return getattr(torch, name)
+        case _:
+            return argument
+
+
+_LONG_SECONDS = 0.15
+
+
+def _best_seconds(node: Node, run: Callable[[], Any], repeats: int) -> float:
+    on_cuda = any(value.type.device.startswith("cuda") for value in (*node.operands, *node.values))
+    best = float("inf")
+    run()  # kernels are chosen and caches filled on the first run
+    for attempt in range(max(repeats, 2)):
+        seconds = _cuda_seconds(run) if on_cuda else _cpu_seconds(run)
+        best = min(best, seconds)
+        if attempt and seconds > _LONG_SECONDS:
+            break
+    return best
+
+
+def _cpu_seconds(run: Callable[[], Any]) -> float:
+    """Seconds of the processor where one thread computes (steadier on a shared machine), else of the clock."""
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    start = clock()
+    result = run()
+    seconds = clock() - start
+    del result
+    return seconds
+
+
+def _cuda_seconds(run: Callable[[], Any]) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    result = run()
+    end.record()
+    end.synchronize()
+    del result
+    return start.elapsed_time(end) / 1000
+
+
+def _workspaces(nodes: Sequence[Node]) -> list[int]:
+    """For each operation, the allocator's peak over one run, less what the graph says its results take, in bytes."""
+    expected = [_result_bytes(node) for node in nodes]
+    if any(storage.device.startswith("cuda") for node in nodes for storage in _storages(node)):
+        peaks = [_cuda_peak_bytes(_runner(node)) for node in nodes]
+    else:
+        peaks = _cpu_peaks(nodes)
+    return [max(peak - results, 0) for peak, results in zip(peaks, expected, strict=True)]
+
+
+def _storages(node: Node) -> set[Storage]:
+    return {value.storage for value in (*node.operands, *node.values)}
+
+
+def _result_bytes(node: Node) -> int:
+    allocated = {value.storage for value in node.values} - {value.storage for value in node.operands}
+    return sum(storage.nbytes for storage in allocated)
+
+
+def _cuda_peak_bytes(run: Callable[[], Any]) -> int:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = run()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    del result
+    return peak
+
+
+_MARK_BYTES = 1_000_003
+
+
+def _mark() -> None:
+    """An allocation of a size that no tensor has: it shows in the events where an operation begins and ends."""
+    torch.empty(_MARK_BYTES, dtype=torch.uint8)
+
+
+def _cpu_peaks(nodes: Sequence[Node]) -> list[int]:
+    def run_all() -> None:
+        for node in nodes:
+            run = _runner(node)
+            _mark()
+            result = run()
+            _mark()
+            del run, result
+
+    if not nodes:
+        return []
+    events = allocation_events(run_all)
+    marks = [index for index, nbytes in enumerate(events) if nbytes == _MARK_BYTES]
+    assert len(marks) == 2 * len(nodes), "every operation has a mark before and after it"
+    windows = (events[marks[2 * k] + 2 : marks[2 * k + 1]] for k in range(len(nodes)))
+    return [max(accumulate(window), default=0) for window in windows]
+
+
+def peak_bytes(run: Callable[[], Any]) -> int:
+    """The highest level that the CPU allocator reaches while `run` runs, above its level at the start, in bytes."""
+    return max(accumulate(allocation_events(run)), default=0)
+
+
+def allocation_events(run: Callable[[], Any]) -> list[int]:
+    """The CPU allocator's events while `run` runs, in order: bytes taken (positive) and given back (negative)."""
+    from torch.profiler import ProfilerActivity, profile
+
+    gc.collect()
+    session = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False)
+    with _quiet_stderr():
+        session.start()
+    try:
+        run()
+    finally:
+        with _quiet_stderr():
+            session.stop()
+    recorded: Iterable[Any] = session.profiler.kineto_results.events()
+    events = [
+        (event.start_ns(), index, event.nbytes())
+        for index, event in enumerate(recorded)
+        if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU
+    ]
+    return [nbytes for _, _, nbytes in sorted(events)]
+
+
+@contextlib.contextmanager
+def _quiet_stderr() -> Iterator[None]:
+    """Silences what the profiler's native code writes to the terminal when it starts and stops."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)

@@ -1,0 +1,228 @@
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from strategies import Sample, graphs
+
+from irc.ir import (
+    DType,
+    Graph,
+    Input,
+    InputRole,
+    Node,
+    Output,
+    OutputRole,
+    Storage,
+    TensorType,
+    Value,
+    VerificationError,
+    parse_graph,
+    verify_graph,
+)
+
+SOUND = """\
+graph loss_bytes=0 {
+  storage @x 32 cpu
+  storage @w 32 cpu
+  storage @b 8 cpu
+  storage @t 32 cpu
+  storage @y 32 cpu
+  storage @z 32 cpu
+  storage @g 32 cpu
+  input %x: float32[2,4]{4,1} @x input "0"
+  input %w: float32[8]{1} @w parameter "w" requires_grad
+  input %b: float32[2]{1} @b buffer "b"
+  input %t: float32[8]{1} @t tangent "0"
+forward:
+  y = op(%x, %w) -> %y: float32[8]{1} @y loc(source="m.py:1")
+  v = view(%y) -> %v: float32[4]{2} @y traits(view) loc(source="m.py:2")
+  z = op(%v) -> %z: float32[8]{1} @z loc(source="m.py:3")
+  e = write(%b, %z) -> %e: float32[2]{1} @b traits(effect) loc(source="m.py:4")
+backward:
+  g = op(%t, %z) -> %g: float32[8]{1} @g loc(source="m.py:5")
+  output %z "0"
+  gradient %g "parameter:w"
+  gradient none "input:0"
+}
+"""
+
+
+@given(graphs())
+def test_random_graphs_are_well_formed(sample: Sample) -> None:
+    verify_graph(sample.graph)
+
+
+def test_the_sound_graph_is_sound() -> None:
+    verify_graph(parse_graph(SOUND))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "code", "line", "message"),
+    [
+        # A type reaches past the end of its storage, or cannot be understood.
+        ("@y 32", "@y 31", "IRC113", 1, "%y reaches 32 B into storage y of 31 B"),
+        ("%v: float32[4]{2}", "%v: float32[4]{3}", "IRC113", 2, "%v reaches 40 B into storage y of 32 B"),
+        (
+            "%x: float32[2,4]{4,1}",
+            "%x: float32[2,4]{4,2}",
+            "IRC113",
+            None,
+            "%x reaches 44 B into storage x of 32 B",
+        ),
+        ("%x: float32[2,4]{4,1}", "%x: float32[2,4]{4}", "IRC113", None, "%x has 2 dimensions and 1 strides"),
+        # Forward depends on backward.
+        ("z = op(%v)", "z = op(%t)", "IRC114", 3, "forward node z reads %t, which exists only in backward"),
+        (
+            '  output %z "0"',
+            'forward:\n  late = op(%x) loc(source="m.py:6")\n  output %z "0"',
+            "IRC114",
+            6,
+            "forward node late stands after backward node g",
+        ),
+        # Views and aliases.
+        (
+            "%v: float32[4]{2} @y",
+            "%v: float32[4]{2} @z",
+            "IRC115",
+            2,
+            "view v returns %v in storage z, in which none of its operands lies",
+        ),
+        (
+            "{2} @y traits(view)",
+            "{2} @y",
+            "IRC116",
+            2,
+            "v is no view but returns %v in storage y, which exists already",
+        ),
+        (
+            "%g: float32[8]{1} @g",
+            "%g: float32[8]{1} @w",
+            "IRC116",
+            5,
+            "g is no view but returns %g in storage w, which exists already",
+        ),
+        (
+            "%e: float32[2]{1} @b",
+            "%e: float32[2]{1} @z",
+            "IRC116",
+            4,
+            "effect e returns %e in storage z, which exists already and is not the one it writes",
+        ),
+        # Outputs.
+        ('output %z "0"', "", "IRC117", None, "the graph has no output"),
+        ('output %z "0"', 'output none "0"', "IRC117", None, "output 0 has no value"),
+        ('output %z "0"', 'output %g "0"', "IRC117", None, "output 0 is %g, which exists only in backward"),
+        (
+            '"parameter:w"',
+            '"parameter:u"',
+            "IRC118",
+            None,
+            "gradient of parameter:u belongs to no input of the graph",
+        ),
+        (
+            '"parameter:w"',
+            '"tangent:0"',
+            "IRC118",
+            None,
+            "gradient of tangent:0 belongs to no input of the graph",
+        ),
+        ('"parameter:w"', '"input:0"', "IRC110", None, "gradient of input:0 is delivered twice"),
+        # Effects.
+        (
+            "write(%b, %z)",
+            "write(%z, %b)",
+            "IRC119",
+            4,
+            "effect e does not write a static storage by its first operand",
+        ),
+        (
+            "write(%b, %z)",
+            "write(3)",
+            "IRC119",
+            4,
+            "effect e does not write a static storage by its first operand",
+        ),
+        ("traits(effect)", "traits(effect, view)", "IRC119", 4, "effect e does not write a static storage"),
+    ],
+)
+def test_a_fault_in_the_text_is_named(old: str, new: str, code: str, line: int | None, message: str) -> None:
+    assert SOUND.count(old) == 1
+    with pytest.raises(VerificationError) as caught:
+        verify_graph(parse_graph(SOUND.replace(old, new)))
+    assert caught.value.code == code
+    assert caught.value.message.startswith(message)
+    assert (caught.value.at and caught.value.at.source) == (line and f"m.py:{line}")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("%x: float32[2,4]{4,1} @x", "%x: float32[2,4]{} @x"),  # Strides are not known.
+        ("%v: float32[4]{2} @y", "%v: float32[1000,0]{99,1} @y"),  # Nothing is in it.
+        ("%v: float32[4]{2} @y", "%v: float32[1000,8]{0,1} @y"),  # Expanded.
+        ("-> %e: float32[2]{1} @b ", ""),
+        ('parameter "w" requires_grad', 'parameter "w"'),
+    ],
+)
+def test_what_is_unusual_may_still_be_sound(old: str, new: str) -> None:
+    assert SOUND.count(old) == 1
+    verify_graph(parse_graph(SOUND.replace(old, new)))
+
+
+# What the text form cannot say.
+
+
+def value(name: str, storage: Storage | None = None) -> Value:
+    return Value(name, TensorType.contiguous((2,), DType.FLOAT32), storage or Storage(name, 8))
+
+
+def graph_of(x: Value, *nodes: Node) -> Graph:
+    return Graph((Input(x, InputRole.INPUT, "0"),), nodes, (Output(x, OutputRole.OUTPUT, "0"),))
+
+
+def refused(graph: Graph) -> tuple[str, str]:
+    with pytest.raises(VerificationError) as caught:
+        verify_graph(graph)
+    return caught.value.code, caught.value.message
+
+
+def test_names_are_unique() -> None:
+    x, y = value("x"), value("y")
+    assert refused(graph_of(x, Node("a", "op", (x,), ()), Node("a", "op", (x,), ()))) == (
+        "IRC110",
+        "two nodes are named a",
+    )
+    assert refused(graph_of(x, Node("a", "op", (x,), (value("x"),)))) == ("IRC110", "two values are named x")
+    assert refused(graph_of(x, Node("a", "op", (x,), (value("y", Storage("x", 8)),)))) == (
+        "IRC110",
+        "two storages are named x",
+    )
+    verify_graph(graph_of(x, Node("x", "op", (x,), (y,))))
+
+
+def test_a_value_is_written_before_it_is_read() -> None:
+    x, y = value("x"), value("y")
+    first, second = Node("a", "op", (x, (y,)), ()), Node("b", "op", (x,), (y,))
+    assert refused(graph_of(x, first, second)) == ("IRC111", "%y is read by a before it is written")
+    assert refused(graph_of(x, first)) == ("IRC111", "%y is read by a but never written")
+    assert refused(graph_of(x, Node("c", "op", (), (), (("key", y),)))) == (
+        "IRC111",
+        "%y is read by c but never written",
+    )
+
+
+def test_a_value_is_written_once() -> None:
+    x, y = value("x"), value("y")
+    a, b = Node("a", "op", (x,), (y,)), Node("b", "op", (x,), (y,))
+    assert refused(graph_of(x, a, b)) == ("IRC112", "%y is written again by b")
+    assert refused(graph_of(x, Node("a", "op", (x,), (x,)))) == ("IRC112", "%x is written again by a")
+    twice = Input(x, InputRole.CONSTANT, "1")
+    graph = graph_of(x)
+    assert refused(replace(graph, inputs=(*graph.inputs, twice))) == ("IRC112", "%x is written again")
+
+
+def test_outputs_are_written() -> None:
+    x, y = value("x"), value("y")
+    graph = graph_of(x)
+    missing = replace(graph, outputs=(Output(y, OutputRole.OUTPUT, "0"),))
+    assert refused(missing) == ("IRC117", "output 0 is %y, which is never written")

@@ -23,6 +23,7 @@ from .graph import (
     values_in,
 )
 from .liveness import Timeline, liveness
+from .plan import Decision, Plan
 from .schedule import Compute, Free, Instruction, Loss, Schedule, with_frees
 from .signature import Delivery, Origin, Signature, Slot
 from .text import (
@@ -35,17 +36,19 @@ from .text import (
     same_schedule,
 )
 from .types import DType, Storage, TensorType, Value, allocation_bytes
+from .units import format_bytes, parse_budget
 from .verify import verify_graph, verify_schedule
 
 __all__ = [
-    "Slot",
-    "Signature",
-    "Origin",
-    "Delivery",
+    "parse_budget",
+    "format_bytes",
+    "Plan",
+    "Decision",
     "Argument",
     "BudgetError",
     "Compute",
     "DType",
+    "Delivery",
     "Free",
     "Graph",
     "Input",
@@ -55,10 +58,13 @@ __all__ = [
     "Location",
     "Loss",
     "Node",
+    "Origin",
     "Output",
     "OutputRole",
     "Region",
     "Schedule",
+    "Signature",
+    "Slot",
     "Storage",
     "Symbol",
     "TensorType",

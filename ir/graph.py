@@ -233,14 +233,24 @@ class Graph:
                     found.setdefault(value.storage, node)
         return found
 
+    @cached_property
+    def _reads(self) -> dict[Node, tuple[Storage, ...]]:
+        return {node: tuple(dict.fromkeys(v.storage for v in node.operands)) for node in self.nodes}
+
+    @cached_property
+    def _allocates(self) -> dict[Node, tuple[Storage, ...]]:
+        made: dict[Node, list[Storage]] = {node: [] for node in self.nodes}
+        for storage, node in self.producers.items():
+            made[node].append(storage)
+        return {node: tuple(storages) for node, storages in made.items()}
+
     def reads(self, node: Node) -> tuple[Storage, ...]:
         """The storages that running `node` reads, each once; views are seen through."""
-        return tuple(dict.fromkeys(value.storage for value in node.operands))
+        return self._reads[node]
 
     def allocates(self, node: Node) -> tuple[Storage, ...]:
         """The storages that running `node` allocates, each once."""
-        storages = dict.fromkeys(value.storage for value in node.values)
-        return tuple(storage for storage in storages if self.producers.get(storage) is node)
+        return self._allocates[node]
 
     def __str__(self) -> str:
         from .text import print_graph

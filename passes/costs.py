@@ -80,7 +80,17 @@ def analytic_costs(graph: Graph, machine: Machine) -> Costs:
     return Costs(seconds, workspace, f"analytic:{machine.name}")
 
 
-_REORDERING = ("convolution", "mkldnn", "scaled_dot_product", "mm", "lstm", "rnn", "gru", "batch_norm", "embedding")
+_REORDERING = (
+    "convolution",
+    "mkldnn",
+    "scaled_dot_product",
+    "mm",
+    "lstm",
+    "rnn",
+    "gru",
+    "batch_norm",
+    "embedding",
+)
 _SCRATCH_BYTES = 1 << 16
 _CONVOLUTION_COPIES = 2
 
@@ -152,5 +162,7 @@ def machine_named(name: str) -> Machine:
         UsageError: IRC410 when there is none.
     """
     if name not in MACHINES:
-        raise UsageError("IRC410", f"no machine is called {name!r}", help=f"choose one of {', '.join(MACHINES)}")
+        raise UsageError(
+            "IRC410", f"no machine is called {name!r}", help=f"choose one of {', '.join(MACHINES)}"
+        )
     return MACHINES[name]

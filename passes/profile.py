@@ -10,7 +10,7 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -99,7 +99,9 @@ class ProfileStore:
             return {}
         try:
             rows = json.loads(path.read_text())["operations"]
-            return {key: Measured(float(seconds), int(workspace)) for key, (seconds, workspace) in rows.items()}
+            return {
+                key: Measured(float(seconds), int(workspace)) for key, (seconds, workspace) in rows.items()
+            }
         except (OSError, ValueError, KeyError, TypeError):
             return {}
 
@@ -109,7 +111,10 @@ class ProfileStore:
         if path is None:
             return
         rows = {**self.load(device), **measured}
-        content = {"device": device, "operations": {k: [m.seconds, m.workspace_bytes] for k, m in rows.items()}}
+        content = {
+            "device": device,
+            "operations": {k: [m.seconds, m.workspace_bytes] for k, m in rows.items()},
+        }
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, suffix=".tmp") as file:
@@ -128,7 +133,9 @@ class ProfileStore:
 def _device_of(graph: Graph) -> str:
     devices = sorted({storage.device for storage in graph.storages})
     names = [
-        torch.cuda.get_device_name(device) if device.startswith("cuda") else f"{_processor()}-{torch.get_num_threads()}-threads"
+        torch.cuda.get_device_name(device)
+        if device.startswith("cuda")
+        else f"{_processor()}-{torch.get_num_threads()}-threads"
         for device in devices
     ]
     return f"torch-{torch.__version__}-{'-'.join(names)}"
@@ -146,7 +153,7 @@ def _processor() -> str:
 
 
 def _measure(nodes: Sequence[Node], repeats: int, progress: Progress | None) -> list[Measured]:
-    """Times and workspaces: one pass for the times, which also warms every kernel up, one for the allocations."""
+    """Times and workspaces: one pass for the times, which also warms kernels up, one for the allocations."""
     seconds: list[float] = []
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         for done, node in enumerate(nodes):
@@ -161,7 +168,7 @@ def _measure(nodes: Sequence[Node], repeats: int, progress: Progress | None) -> 
 
 
 @contextlib.contextmanager
-def _explained(node: Node) -> Iterator[None]:
+def _explained(node: Node) -> Generator[None]:
     try:
         yield
     except (RuntimeError, IndexError, ValueError, TypeError) as error:
@@ -222,7 +229,7 @@ def _best_seconds(node: Node, run: Callable[[], Any], repeats: int) -> float:
 
 
 def _cpu_seconds(run: Callable[[], Any]) -> float:
-    """Seconds of the processor where one thread computes (steadier on a shared machine), else of the clock."""
+    """Seconds of the processor where one thread computes (steadier on a busy machine), else of the clock."""
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     start = clock()
     result = run()
@@ -242,7 +249,7 @@ def _cuda_seconds(run: Callable[[], Any]) -> float:
 
 
 def _workspaces(nodes: Sequence[Node]) -> list[int]:
-    """For each operation, the allocator's peak over one run, less what the graph says its results take, in bytes."""
+    """For each operation, the allocator's peak over one run less the bytes of its results."""
     expected = [_result_bytes(node) for node in nodes]
     if any(storage.device.startswith("cuda") for node in nodes for storage in _storages(node)):
         peaks = [_cuda_peak_bytes(_runner(node)) for node in nodes]
@@ -275,7 +282,7 @@ _MARK_BYTES = 1_000_003
 
 
 def _mark() -> None:
-    """An allocation of a size that no tensor has: it shows in the events where an operation begins and ends."""
+    """An allocation of a size that no tensor has: it marks where an operation begins and ends."""
     torch.empty(_MARK_BYTES, dtype=torch.uint8)
 
 
@@ -298,12 +305,12 @@ def _cpu_peaks(nodes: Sequence[Node]) -> list[int]:
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:
-    """The highest level that the CPU allocator reaches while `run` runs, above its level at the start, in bytes."""
+    """The highest level of the CPU allocator while `run` runs, above its level at the start, in bytes."""
     return max(accumulate(allocation_events(run)), default=0)
 
 
 def allocation_events(run: Callable[[], Any]) -> list[int]:
-    """The CPU allocator's events while `run` runs, in order: bytes taken (positive) and given back (negative)."""
+    """The CPU allocator's events while `run` runs, in order: bytes taken (positive) or given back."""
     from torch.profiler import ProfilerActivity, profile
 
     gc.collect()
@@ -315,7 +322,8 @@ def allocation_events(run: Callable[[], Any]) -> list[int]:
     finally:
         with _quiet_stderr():
             session.stop()
-    recorded: Iterable[Any] = session.profiler.kineto_results.events()
+    profiler: Any = session.profiler
+    recorded: Iterable[Any] = profiler.kineto_results.events()
     events = [
         (event.start_ns(), index, event.nbytes())
         for index, event in enumerate(recorded)
@@ -325,7 +333,7 @@ def allocation_events(run: Callable[[], Any]) -> list[int]:
 
 
 @contextlib.contextmanager
-def _quiet_stderr() -> Iterator[None]:
+def _quiet_stderr() -> Generator[None]:
     """Silences what the profiler's native code writes to the terminal when it starts and stops."""
     sys.stderr.flush()
     kept = os.dup(2)

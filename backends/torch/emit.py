@@ -106,7 +106,7 @@ class _Emitter:
     # ------------------------------------------------------------------ what is alive where
 
     def _saved(self, before: Iterable[Instruction], after: Iterable[Instruction]) -> list[Value]:
-        """The values that forward hands to backward: alive at the loss, and read after it before they are made again."""
+        """What forward hands to backward: alive at the loss, and read after it before it is made again."""
         alive: dict[Storage, list[Value]] = {}
         for instruction in before:
             if isinstance(instruction, Compute):
@@ -121,7 +121,9 @@ class _Emitter:
             if isinstance(instruction, Compute):
                 read |= set(self.graph.reads(instruction.node)) - made
                 made |= instruction.retained
-        read |= {o.value.storage for o in self.graph.outputs if o.value and o.role is OutputRole.GRADIENT} - made
+        read |= {
+            o.value.storage for o in self.graph.outputs if o.value and o.role is OutputRole.GRADIENT
+        } - made
         return [value for storage, values in alive.items() if storage in read for value in values]
 
     def _unpack(
@@ -155,7 +157,9 @@ class _Emitter:
                         yield f"# {where}"
                     yield from self._compute(node, retained)
                 case Free(storage):
-                    made = dict.fromkeys(v for v in self.graph.producers[storage].values if v.storage is storage)
+                    made = dict.fromkeys(
+                        v for v in self.graph.producers[storage].values if v.storage is storage
+                    )
                     yield f"del {', '.join(self._name(value) for value in made)}"
                 case Loss():
                     raise AssertionError("the loss stands between the two bodies")

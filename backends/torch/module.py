@@ -1,5 +1,8 @@
 """An `nn.Module` that runs a schedule in one autograd node and shares the parameters of the user's module."""
 
+# AOTAutograd and the autograd engine have no public door.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import linecache
@@ -12,7 +15,20 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
-from ...ir import Input, InputRole, IrcError, Origin, OutputRole, Schedule, Signature, Slot, UsageError
+from ...ir import (
+    Compute,
+    Input,
+    InputRole,
+    IrcError,
+    Loss,
+    Origin,
+    OutputRole,
+    Schedule,
+    Signature,
+    Slot,
+    Trait,
+    UsageError,
+)
 from .emit import emit_source
 
 __all__ = ["Program", "compile_program", "fit"]
@@ -26,7 +42,7 @@ class Program:
         statics: The graph's inputs but the tangents, in order.
         tangents: For each forward output, whether a gradient of it is taken.
         gradients: For each static input, its place among the gradients, or None.
-        read_by_backward: Indices of the static inputs that backward reads.
+        read_by_backward: Indices of the static inputs that backward reads and forward does not write.
         forward: The emitted function.
         backward: The emitted function.
         constants: Values of the constant inputs.
@@ -72,17 +88,15 @@ def compile_program(schedule: Schedule, constants: Mapping[str, Tensor]) -> Prog
     tangents = {i.target: i for i in graph.inputs if i.role is InputRole.TANGENT}
     outputs = [o for o in graph.outputs if o.role is OutputRole.OUTPUT]
     gradients = {o.target: k for k, o in enumerate(o for o in graph.outputs if o.role is OutputRole.GRADIENT)}
-    read = {s for node in graph.nodes if node.region.value == "backward" for s in graph.reads(node)}
-    recomputed = {s for node in schedule.computed for s in graph.reads(node)}
+    loss = next(k for k, i in enumerate(schedule.instructions) if isinstance(i, Loss))
+    after = [i.node for i in schedule.instructions[loss:] if isinstance(i, Compute)]
+    read = {storage for node in after for storage in graph.reads(node)}
+    written = {node.operands[0].storage for node in graph.nodes if Trait.EFFECT in node.traits}
     return Program(
         statics=statics,
         tangents=tuple(tangents.get(str(index)) for index in range(len(outputs))),
         gradients=tuple(gradients.get(f"{i.role.value}:{i.target}") for i in statics),
-        read_by_backward=tuple(
-            k
-            for k, i in enumerate(statics)
-            if i.role is not InputRole.BUFFER and i.value.storage in (read | recomputed)
-        ),
+        read_by_backward=tuple(k for k, i in enumerate(statics) if i.value.storage in read - written),
         forward=namespace["forward"],
         backward=namespace["backward"],
         constants=constants,
@@ -90,21 +104,30 @@ def compile_program(schedule: Schedule, constants: Mapping[str, Tensor]) -> Prog
     )
 
 
+_engine: Any = vars(torch._C)["_autograd"]
+_keeps_graph: Callable[[], bool] = _engine._get_current_graph_task_keep_graph
+
+
 class _Step(torch.autograd.Function):
     """One autograd node for a whole training step."""
 
     @staticmethod
-    def forward(ctx: Any, program: Program, inputs: list[Tensor], *differentiable: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, program: Program, inputs: list[Tensor], *differentiable: Tensor
+    ) -> tuple[Tensor, ...]:
         with torch._C._DisableAutocast():
             outputs, saved = program.forward(inputs)
         ctx.program, ctx.inputs, ctx.saved = program, inputs, saved
         ctx.versions = [(k, inputs[k]._version) for k in program.read_by_backward]
+        ctx.saved_versions = [tensor._version for tensor in saved]
         ctx.mark_non_differentiable(*(o for o, t in zip(outputs, program.tangents, strict=True) if t is None))
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Any, ...]:
         program: Program = ctx.program
         inputs, saved = ctx.inputs, ctx.saved
         if saved is None:
@@ -113,7 +136,8 @@ class _Step(torch.autograd.Function):
                 "went. Specify retain_graph=True if you need to backward through the graph a second time."
             )
         _check_unchanged(program, inputs, ctx.versions)
-        if torch._C._autograd._get_current_graph_task_keep_graph():
+        _check_outputs_unchanged(saved, ctx.saved_versions)
+        if _keeps_graph():
             saved = list(saved)
         else:
             ctx.saved = ctx.inputs = None
@@ -137,8 +161,19 @@ def _check_unchanged(program: Program, inputs: list[Tensor], versions: list[tupl
         if inputs[index]._version != version:
             changed = program.statics[index]
             raise RuntimeError(
-                f"one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{changed.role.value} {changed.target} is at version {inputs[index]._version}; "
+                f"one of the variables needed for gradient computation has been modified by an inplace "
+                f"operation: {changed.role.value} {changed.target} is at version {inputs[index]._version}; "
+                f"expected version {version} instead"
+            )
+
+
+def _check_outputs_unchanged(saved: list[Tensor], versions: list[int]) -> None:
+    """What is saved and is also an output shares its version with it; nobody else can write the others."""
+    for tensor, version in zip(saved, versions, strict=True):
+        if tensor._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace "
+                f"operation: an output of shape {list(tensor.shape)} is at version {tensor._version}; "
                 f"expected version {version} instead"
             )
 
@@ -148,9 +183,9 @@ def _in_layout(gradient: Tensor, tangent: Input) -> Tensor:
     wanted = tangent.value.type
     if tuple(gradient.stride()) == wanted.strides:
         return gradient
-    return torch.empty_strided(wanted.shape, wanted.strides, dtype=gradient.dtype, device=gradient.device).copy_(
-        gradient
-    )
+    return torch.empty_strided(
+        wanted.shape, wanted.strides, dtype=gradient.dtype, device=gradient.device
+    ).copy_(gradient)
 
 
 # ---------------------------------------------------------------------- the drop-in module
@@ -202,16 +237,22 @@ class _Binding:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Binding:
         slots = [
-            (memo.get(id(slot[0]), slot[0]), slot[1]) if isinstance(slot, tuple) else slot for slot in self.slots
+            (memo.get(id(slot[0]), slot[0]), slot[1]) if isinstance(slot, tuple) else slot
+            for slot in self.slots
         ]
         return _Binding(self.program, self.signature, slots)
 
     def tensor(self, index: int, leaves: list[Any]) -> Tensor:
         """The tensor that the program's input `index` binds in this call."""
         slot = self.slots[index]
-        tensor = leaves[slot.index] if isinstance(slot, Slot) else slot
-        if isinstance(slot, tuple):
-            tensor = slot[0][slot[1]]
+        match slot:
+            case Slot():
+                tensor = leaves[slot.index]
+            case Tensor():
+                tensor = slot
+            case (held, name):
+                tensor = held[name]
+        assert isinstance(tensor, Tensor)
         static = self.program.statics[index]
         if tensor.requires_grad != static.requires_grad:
             raise IrcError(
@@ -222,11 +263,16 @@ class _Binding:
             )
         wanted = static.value.type
         same = tuple(tensor.shape) == wanted.shape and tuple(tensor.stride()) == wanted.strides
-        if not same or str(tensor.dtype) != f"torch.{wanted.dtype.value}" or str(tensor.device) != wanted.device:
+        if (
+            not same
+            or str(tensor.dtype) != f"torch.{wanted.dtype.value}"
+            or str(tensor.device) != wanted.device
+        ):
             raise UsageError(
                 "IRC501",
                 f"{static.role.value} {static.target} is {_described(tensor)}; the plan was made for "
-                f"{wanted.dtype.value}{list(wanted.shape)} with strides {list(wanted.strides)} on {wanted.device}",
+                f"{wanted.dtype.value}{list(wanted.shape)} with strides {list(wanted.strides)} "
+                f"on {wanted.device}",
                 help="call irc.optimize with example arguments of this type, or pad to the planned shape",
             )
         return tensor
@@ -255,15 +301,17 @@ class _Fitted(nn.Module):
         modes = dict(signature.modes)
         if modes[""] != self.training and not self.training:
             return False
-        changed = [name for name, child in self.named_modules() if child.training != modes.get(name, child.training)]
+        changed = [
+            name for name, child in self.named_modules() if child.training != modes.get(name, child.training)
+        ]
         if not changed:
             return True
         if not self.training:
             return False
         raise IrcError(
             "IRC502",
-            f"submodule {changed[0] or '(root)'!r} is in {'train' if not modes[changed[0]] else 'eval'}() mode; the "
-            f"plan was made for the other ({len(changed)} submodules differ)",
+            f"submodule {changed[0] or '(root)'!r} is in {'eval' if modes[changed[0]] else 'train'}() mode; "
+            f"the plan was made for the other ({len(changed)} submodules differ)",
             help="call irc.optimize with the modules in the modes that you train in",
         )
 
@@ -295,4 +343,5 @@ def _deliver(signature: Signature, inputs: list[Tensor], outputs: tuple[Tensor, 
             case Origin.INPUT | Origin.OUTPUT:
                 base = (inputs if delivery.origin is Origin.INPUT else outputs)[delivery.index]
                 leaves.append(base if delivery.view is None else base.as_strided(*delivery.view))
-    return pytree.tree_unflatten(leaves, signature.out_tree)
+    tree: Any = signature.out_tree
+    return pytree.tree_unflatten(leaves, tree)

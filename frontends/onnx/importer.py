@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
@@ -21,7 +21,17 @@ from .weights import Kind, Leaf, leaf_of
 
 __all__ = ["from_model"]
 
-_LEAVES = ("Constant", "If")
+# Lists of tensors exist only at import: their lengths and positions are constants.
+_SEQUENCES = (
+    "ConcatFromSequence",
+    "SequenceAt",
+    "SequenceConstruct",
+    "SequenceEmpty",
+    "SequenceInsert",
+    "SequenceLength",
+    "SplitToSequence",
+)
+_STRUCTURE = ("Constant", "If", *_SEQUENCES)
 # The mode of the module decides what these do, so they never fold.
 _LIVE = ("Dropout", "BatchNormalization")
 # These read no element of their operands, only sizes and types.
@@ -79,7 +89,7 @@ def check_covered(model: ir.Model, graph: ir.Graph | None = None) -> None:
     missing = [
         node
         for node in graph or model.graph
-        if not (_domain(node) == "" and node.op_type in _LEAVES)
+        if not (_domain(node) == "" and node.op_type in _STRUCTURE)
         and find(_domain(node), node.op_type, _version(model, _domain(node))) is None
     ]
     if not missing:
@@ -120,6 +130,7 @@ class _Importer:
     constants: list[Tensor] = field(default_factory=list[Tensor])
     as_tensors: set[int] = field(default_factory=set[int])
     steps: list[Step] = field(default_factory=list[Step])
+    sequences: dict[ir.Value, list[ir.Value]] = field(default_factory=dict[ir.Value, list[ir.Value]])
     slots: int = 0
 
     def run(self, specs: Sequence[InputSpec], given: Mapping[str, Tensor]) -> OnnxModule:
@@ -197,6 +208,12 @@ class _Importer:
         return Operand("constant", len(self.constants) - 1)
 
     def output(self, value: ir.Value) -> Operand:
+        if value in self.sequences:
+            raise UnsupportedError(
+                "IRC304",
+                f"the output {value.name!r} is a list of tensors",
+                help="export the model with tensors as outputs",
+            )
         operand = self.as_operand(value)
         if operand.kind == "constant":
             self.as_tensors.add(operand.index)
@@ -209,6 +226,8 @@ class _Importer:
             domain = _domain(node)
             if domain == "" and node.op_type == "If":
                 self.branch(node)
+            elif domain == "" and node.op_type in _SEQUENCES:
+                self.sequence(node)
             elif domain == "" and node.op_type == "Constant":
                 if leaf_of(node.outputs[0]) is None:
                     raise UnsupportedError(
@@ -234,22 +253,87 @@ class _Importer:
         check_covered(self.model, taken)
         self.run_nodes(taken)
         for outer, inner in zip(node.outputs, taken.outputs, strict=True):
-            self.env[outer] = self.known(inner)
+            if inner in self.sequences:
+                self.sequences[outer] = self.sequences[inner]
+            else:
+                self.env[outer] = self.known(inner)
 
-    def node(self, node: ir.Node, domain: str) -> None:
+    def sequence(self, node: ir.Node) -> None:
+        """Operators on lists of tensors: a list is the values it holds, and only cutting and joining run."""
+        op, out = node.op_type, node.outputs[0]
+        values = [v for v in node.inputs if v is not None]
+        if op == "SplitToSequence":
+            self.split_to_sequence(node, values)
+        elif op == "SequenceConstruct":
+            self.sequences[out] = values
+        elif op == "SequenceEmpty":
+            self.sequences[out] = []
+        elif values[0] not in self.sequences:
+            raise UnsupportedError(
+                "IRC302",
+                f"{_title(self.model, node)} of a list whose length is not fixed is not supported",
+                at=Location(onnx_node=node_name(node)),
+                help="export the model without lists of tensors",
+            )
+        elif op == "SequenceLength":
+            self.env[out] = _Known(torch.tensor(len(self.sequences[values[0]])))
+        elif op == "SequenceAt":
+            self.env[out] = self.known(self.sequences[values[0]][self.position(node, values[1])])
+        elif op == "SequenceInsert":
+            items = list(self.sequences[values[0]])
+            at = self.position(node, values[2]) if len(values) > 2 else len(items)
+            items.insert(at, values[1])
+            self.sequences[out] = items
+        else:
+            self.node(node, "", inputs=self.sequences[values[0]])
+
+    def position(self, node: ir.Node, value: ir.Value) -> int:
+        known = self.known(value)
+        if not known.constant:
+            raise UnsupportedError(
+                "IRC302",
+                f"{_title(self.model, node)} with a position that is not a constant is not supported",
+                at=Location(onnx_node=node_name(node)),
+                help="export the model without lists of tensors",
+            )
+        return int(known.tensor.item())
+
+    def split_to_sequence(self, node: ir.Node, values: Sequence[ir.Value]) -> None:
+        attribute = node.attributes.get("axis")
+        axis, whole = 0 if attribute is None else attribute.as_int(), self.known(values[0]).tensor
+        size = whole.shape[axis]
+        if len(values) > 1 and self.known(values[1]).constant:
+            given = self.known(values[1]).tensor
+            count = given.numel() if given.ndim else -(-size // int(given.item()))
+        else:
+            count = size
+        outputs = [ir.Value(name=f"{node.outputs[0].name}_{i}") for i in range(count)]
+        self.node(node, "", outputs=outputs)
+        self.sequences[node.outputs[0]] = outputs
+
+    def node(
+        self,
+        node: ir.Node,
+        domain: str,
+        inputs: Sequence[ir.Value | None] | None = None,
+        outputs: Sequence[ir.Value] | None = None,
+    ) -> None:
+        """Fold or trace a node; the values of a list stand in for the list itself."""
         version = _version(self.model, domain)
         lowering = find(domain, node.op_type, version)
         assert lowering is not None
-        info = NodeInfo(node_name(node), node.op_type, domain, version, _attributes(node), _wanted(node))
-        inputs = list(node.inputs)
+        wanted = _wanted(node) if outputs is None else (True,) * len(outputs)
+        info = NodeInfo(node_name(node), node.op_type, domain, version, _attributes(node), wanted)
+        outputs = outputs or node.outputs
+        inputs = list(node.inputs if inputs is None else inputs)
         while inputs and (inputs[-1] is None or not inputs[-1].name):
             inputs.pop()
         values = [v if v is not None and v.name else None for v in inputs]
         known = [None if v is None else self.known(v) for v in values]
         if self.folds(info, known):
-            self.fold(node, info, lowering, known)
+            self.fold(outputs, info, lowering, known)
         else:
-            self.trace(node, info, lowering, values)
+            self.trace(outputs, info, lowering, values)
 
     def folds(self, info: NodeInfo, known: Sequence[_Known | None]) -> bool:
         if info.domain != "" or info.op in _LIVE:
@@ -259,7 +343,9 @@ class _Importer:
             return True
         return all(k is None or k.constant for k in known)
 
-    def fold(self, node: ir.Node, info: NodeInfo, lowering: Lowering, known: Sequence[_Known | None]) -> None:
+    def fold(
+        self, outputs: Sequence[ir.Value], info: NodeInfo, lowering: Lowering, known: Sequence[_Known | None]
+    ) -> None:
         call = Call(
             info,
             [None if k is None else k.tensor for k in known],
@@ -268,11 +354,13 @@ class _Importer:
             True,
             lambda make: make(),
         )
-        for value, tensor in zip(node.outputs, self.call(lowering, call), strict=False):
+        for value, tensor in zip(outputs, self.call(lowering, call), strict=False):
             if tensor is not None:
                 self.env[value] = _Known(tensor)
 
-    def trace(self, node: ir.Node, info: NodeInfo, lowering: Lowering, values: Sequence[ir.Value | None]) -> None:
+    def trace(
+        self, outputs: Sequence[ir.Value], info: NodeInfo, lowering: Lowering, values: Sequence[ir.Value | None]
+    ) -> None:
         operands = [self.as_operand(v) for v in values]
         literals: list[int] = []
 
@@ -300,7 +388,7 @@ class _Importer:
         self.as_tensors.update(o.index for i, o in enumerate(operands) if o.kind == "constant" and i in call.touched)
         self.as_tensors.update(literals)
         slots: list[int | None] = []
-        for value, tensor, wanted in zip(node.outputs, results, info.wanted, strict=False):
+        for value, tensor, wanted in zip(outputs, results, info.wanted, strict=False):
             if tensor is None or not wanted:
                 slots.append(None)
                 continue
@@ -365,9 +453,9 @@ def _materialise(leaf: Leaf) -> Tensor:
     return tensor if tuple(tensor.shape) == leaf.shape else tensor.reshape(()).expand(leaf.shape).clone()
 
 
-def _with_frees(steps: Sequence[Step], outputs: Sequence[Operand] | object) -> list[Step]:
+def _with_frees(steps: Sequence[Step], outputs: Iterable[Operand]) -> list[Step]:
     """Each step with the slots that it is the last to read, or that nothing reads."""
-    keep = {o.index for o in outputs if o.kind == "slot"}  # type: ignore[attr-defined]
+    keep = {o.index for o in outputs if o.kind == "slot"}
     seen, done = set(keep), list[Step]()
     for step in reversed(steps):
         touched = {o.index for o in step.operands if o.kind == "slot"} | {r for r in step.results if r is not None}

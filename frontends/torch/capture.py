@@ -1,18 +1,21 @@
 """Captures an `nn.Module` as a functional joint forward and backward graph, through AOTAutograd."""
 
+# AOTAutograd and the autograd engine have no public door.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._guards import TracingContext, tracing
 from torch._functorch._aot_autograd.schemas import JointWithDescriptors
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -33,7 +36,7 @@ from ...ir import (
     UsageError,
 )
 from .loss import Loss, loss_bytes
-from .provenance import recording
+from .provenance import raised_at, recording
 from .translate import translate
 
 __all__ = ["Captured", "capture"]
@@ -69,7 +72,8 @@ class _Flat(nn.Module):
         given = iter(tensors)
         leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.tree)
-        self.result_leaves, self.result_tree = pytree.tree_flatten(self.module(*args, **kwargs))
+        result = self.module.forward(*args, **kwargs)  # the module's own hooks run around the planned forward
+        self.result_leaves, self.result_tree = pytree.tree_flatten(result)
         return tuple(leaf for leaf in self.result_leaves if isinstance(leaf, Tensor))
 
 
@@ -93,7 +97,7 @@ def capture(
             counted. Without it only the gradients of the outputs are counted.
 
     Raises:
-        UnsupportedError: IRC302 to IRC309, when something in the module has no place in the graph.
+        UnsupportedError: IRC302 to IRC308, when something in the module has no place in the graph.
         UsageError: IRC320, when nothing in the result depends on anything that asks for a gradient.
     """
     leaves, tree = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
@@ -106,7 +110,9 @@ def capture(
     if not any(o.value is not None and o.role is OutputRole.GRADIENT for o in graph.outputs):
         raise _nothing_to_train()
     deliveries = iter(translation.deliveries)
-    result = [next(deliveries) if isinstance(leaf, Tensor) else _constant(leaf) for leaf in flat.result_leaves]
+    result = [
+        next(deliveries) if isinstance(leaf, Tensor) else _constant(leaf) for leaf in flat.result_leaves
+    ]
     if loss is not None:
         graph = replace(graph, loss_bytes=loss_bytes(loss, flat.result_leaves, flat.result_tree))
     slots = map(Slot, range(len(tensors)))
@@ -141,6 +147,7 @@ def _trace(
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     stack.enter_context(tracing(TracingContext(fake_mode)))
     stack.enter_context(recording(module))
+    stack.enter_context(_restored(module))
     stack.enter_context(warnings.catch_warnings())
     warnings.simplefilter("ignore")
     try:
@@ -151,8 +158,13 @@ def _trace(
         raise UnsupportedError(
             "IRC302",
             f"the model's shapes or control flow depend on the values of its tensors ({_first_line(error)})",
+            at=raised_at(error),
             help="replace the data-dependent branch, or move it out of the module",
         ) from error
+    except AssertionError as error:
+        if "entirely functional graph" in str(error):
+            raise _writes_constant() from error
+        raise _untraceable(error) from error
     except RuntimeError as error:
         if "does not require grad" in str(error) or "requires_grad" in str(error):
             raise _nothing_to_train() from error
@@ -161,10 +173,54 @@ def _trace(
         raise _untraceable(error) from error
 
 
+@contextlib.contextmanager
+def _restored(module: nn.Module) -> Generator[None]:
+    """Afterwards, every attribute of the module and its submodules is what it was before.
+
+    Raises:
+        UnsupportedError: IRC308 when the forward assigns a tensor to an attribute. A hook before the
+            forward may (pruning, weight norm): it computes the attribute from parameters in each call.
+    """
+    before = [(name, child, dict(vars(child))) for name, child in module.named_modules()]
+    assigned: list[str] = []
+    try:
+        yield
+        for name, child, attributes in before:
+            changed = (k for k, v in vars(child).items() if attributes.get(k, _ABSENT) is not v)
+            if not child._forward_pre_hooks:
+                assigned += [f"{name}.{k}".lstrip(".") for k in changed if _has_tensor(vars(child)[k])]
+    finally:
+        for _, child, attributes in before:
+            vars(child).clear()
+            vars(child).update(attributes)
+    if assigned:
+        raise UnsupportedError(
+            "IRC308",
+            f"the forward assigns a tensor to the attribute {assigned[0]} ({len(assigned)} such attributes)",
+            help="return the tensor, or register a buffer and write into it with copy_()",
+        )
+
+
+_ABSENT = object()
+
+
+def _has_tensor(attribute: object) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(attribute))
+
+
+def _writes_constant() -> UnsupportedError:
+    return UnsupportedError(
+        "IRC306",
+        "the module writes into a tensor that is no parameter, buffer or input of it",
+        help="register the tensor as a buffer",
+    )
+
+
 def _untraceable(error: Exception) -> UnsupportedError:
     return UnsupportedError(
         "IRC303",
         f"the module cannot be traced: {type(error).__name__}: {_first_line(error)}",
+        at=raised_at(error),
         help="check that module(*args) runs with these example arguments; then simplify what is named here",
     )
 

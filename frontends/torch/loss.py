@@ -1,5 +1,8 @@
 """The memory that a caller's loss takes between forward and backward."""
 
+# AOTAutograd and the autograd engine have no public door.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import gc
@@ -53,7 +56,7 @@ class _Alive(TorchDispatchMode):
 
 
 def loss_bytes(loss: Loss, result_leaves: list[Any], result_tree: Any) -> int:
-    """The most that `loss` and its backward have alive at once, beyond the outputs and their gradients, in bytes.
+    """The most that `loss` and its backward have alive at once, in bytes, outputs and their gradients aside.
 
     Args:
         loss: A function from the module's result to a scalar.
@@ -70,9 +73,10 @@ def loss_bytes(loss: Loss, result_leaves: list[Any], result_tree: Any) -> int:
             alive.ignore(output)
         with alive:
             scalar = loss(pytree.tree_unflatten(leaves, result_tree))
-            gradients = torch.autograd.grad(scalar, trained, allow_unused=True)
+            gradients: Any = torch.autograd.grad(scalar, trained, allow_unused=True)
         del mode
-        tangents = {g.untyped_storage()._cdata: g.untyped_storage().nbytes() for g in gradients if g is not None}
+        storages = [g.untyped_storage() for g in gradients if g is not None]
+        tangents = {storage._cdata: storage.nbytes() for storage in storages}
         return max(alive.peak_bytes - sum(tangents.values()), 0)
 
 

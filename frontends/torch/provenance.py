@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import sys
-from collections.abc import Iterator
+import inspect
+import os
+import traceback
+from collections.abc import Generator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,10 +22,16 @@ from torch.overrides import TorchFunctionMode
 
 from ...ir import Location
 
-__all__ = ["location_of", "recording"]
+__all__ = ["location_of", "raised_at", "recording"]
 
 _KEY = "irc.location"
-_LIBRARIES = tuple(str(Path(root).resolve()) for root in (Path(torch.__file__).parent, Path(__file__).parents[2]))
+_FRONTENDS = Path(__file__).parents[1]
+_LIBRARIES = tuple(
+    f"{spelled}{os.sep}"
+    for root in (Path(torch.__file__).parent, _FRONTENDS)
+    for spelled in (root, root.resolve())
+)
+_CAPTURE = str(Path(__file__).with_name("capture.py"))
 
 
 class _Annotate(TorchFunctionMode):
@@ -38,23 +46,40 @@ class _Annotate(TorchFunctionMode):
         where = Location(
             module=self.path[-1] if self.path and self.path[-1] else None,
             onnx_node=getattr(self.root, "current_node", None),
-            source=_user_line(sys._getframe(1)),
+            source=_user_line(inspect.currentframe()),
         )
         with fx_traceback.annotate({_KEY: where}):
             return func(*args, **(kwargs or {}))
 
 
 def _user_line(frame: FrameType | None) -> str | None:
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith((*_LIBRARIES, "<")) and "/torch/" not in name:
-            return f"{Path(name).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+    """The innermost line of the model's own code; None when only library code stands above the capture."""
+    while frame is not None and frame.f_code.co_filename != _CAPTURE:
+        if not _is_library(frame):
+            return _line(frame, frame.f_lineno)
         frame = frame.f_back
     return None
 
 
+def _is_library(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith((*_LIBRARIES, "<"))
+
+
+def _line(frame: FrameType, number: int) -> str:
+    return f"{Path(frame.f_code.co_filename).name}:{number} in {frame.f_code.co_name}"
+
+
+def raised_at(error: BaseException) -> Location | None:
+    """The innermost line of the model's own code that `error` passed through, below the capture."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    captures = [k for k, (frame, _) in enumerate(frames) if frame.f_code.co_filename == _CAPTURE]
+    below = frames[captures[-1] + 1 :] if captures else frames
+    lines = [_line(frame, number) for frame, number in below if not _is_library(frame)]
+    return Location(source=lines[-1]) if lines else None
+
+
 @contextlib.contextmanager
-def recording(root: nn.Module) -> Iterator[None]:
+def recording(root: nn.Module) -> Generator[None]:
     """While active, operations traced through `root` carry their location."""
     names = {id(module): name for name, module in root.named_modules()}
     path: list[str] = []

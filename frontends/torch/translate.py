@@ -1,5 +1,8 @@
 """Translates a traced joint graph (torch.fx) into the IR: storages, regions, effects, gradients."""
 
+# AOTAutograd and the autograd engine have no public door.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import operator
@@ -116,7 +119,9 @@ class _Translator:
             if region is Region.FORWARD:
                 self._write_back(results.mutations, calls, forward)
         outputs, tangent_targets = self._outputs(results)
-        inputs = tuple(_with_target(i, tangent_targets) if i.role is InputRole.TANGENT else i for i in self.inputs)
+        inputs = tuple(
+            _with_target(i, tangent_targets) if i.role is InputRole.TANGENT else i for i in self.inputs
+        )
         graph = Graph(inputs, tuple(self.nodes), outputs)
         _check_old_values(graph)
         return Translation(graph, self._deliveries(results), self.constants)
@@ -124,9 +129,14 @@ class _Translator:
     # ------------------------------------------------------------------ values and storages
 
     def _value(self, name: str, tensor: Tensor, node: fx.Node) -> Value:
-        if any(not isinstance(size, int) for size in tensor.shape):
+        sizes: list[Any] = list(tensor.shape)
+        if any(not isinstance(size, int) for size in sizes):
             raise UnsupportedError(
                 "IRC304", f"the shape of {node.name} ({node.target}) is not fixed", at=location_of(node)
+            )
+        if tensor.layout is not torch.strided:
+            raise UnsupportedError(
+                "IRC304", f"{node.target} makes a {tensor.layout} tensor", at=location_of(node)
             )
         handle = tensor.untyped_storage()
         self.referenced.append(handle)  # keeps the id unique
@@ -139,6 +149,7 @@ class _Translator:
     def _input(self, node: fx.Node) -> None:
         if node.op == "get_attr":
             tensor = operator.attrgetter(str(node.target))(self.joint.graph_module)
+            self._check_constant(node, tensor)
             self.constants[node.name] = tensor
             value = self._value(node.name, node.meta.get("val", tensor), node)
             self.inputs.append(Input(value, InputRole.CONSTANT, node.name))
@@ -146,13 +157,31 @@ class _Translator:
             described = node.meta["desc"]
             role = _ROLES.get(type(described))
             if role is None or not isinstance(node.meta["val"], Tensor):
-                raise UnsupportedError("IRC304", f"the traced module has an input of an unknown kind: {described!r}")
+                raise UnsupportedError(
+                    "IRC304", f"the traced module has an input of an unknown kind: {described!r}"
+                )
             value = self._value(node.name, node.meta["val"], node)
             position = sum(i.role is not InputRole.CONSTANT for i in self.inputs)
             info = self.joint._aot_state.fw_metadata.input_info
             requires_grad = role is not InputRole.TANGENT and info[position].requires_grad
             self.inputs.append(Input(value, role, _input_target(described), requires_grad))
         self.values[node] = self.inputs[-1].value
+
+    def _check_constant(self, node: fx.Node, found: object) -> None:
+        if isinstance(found, Tensor) and not found.requires_grad:
+            return
+        what = (
+            f"a tensor of shape {list(found.shape)} that requires a gradient"
+            if isinstance(found, Tensor)
+            else f"an object of type {type(found).__name__}"
+        )
+        users = [location_of(user) for user in node.users]
+        raise UnsupportedError(
+            "IRC304",
+            f"the module reads {what}, which is no parameter, buffer or input of it",
+            at=next(iter(users), None),
+            help="register it as a parameter, or pass it as an argument",
+        )
 
     # ------------------------------------------------------------------ operations
 
@@ -208,7 +237,8 @@ class _Translator:
     def _no_tensor(self, node: fx.Node, found: object) -> UnsupportedError:
         return UnsupportedError(
             "IRC304",
-            f"{node.target} returns {type(found).__name__}, not a tensor: the model reads a value while it runs",
+            f"{node.target} returns {type(found).__name__}, not a tensor: "
+            "the model reads a value while it runs",
             at=location_of(node),
             help="keep the computation in tensors (no .item(), no branch on data)",
         )
@@ -232,7 +262,8 @@ class _Translator:
             case _:
                 raise UnsupportedError(
                     "IRC304",
-                    f"{node.target} takes an argument of type {type(argument).__name__}, which has no place in a plan",
+                    f"{node.target} takes an argument of type {type(argument).__name__}, "
+                    "which has no place in a plan",
                     at=location_of(node),
                 )
 
@@ -307,7 +338,9 @@ class _Translator:
             tangent_targets[repr(described)] = str(len(outputs))
             outputs.append(Output(self.values[node], OutputRole.OUTPUT, str(len(outputs))))
         by_target = {(i.role, i.target): i for i in self.inputs}
-        owned: set[Storage] = {i.value.storage for i in self.inputs} | {o.value.storage for o in outputs if o.value}
+        owned: set[Storage] = {i.value.storage for i in self.inputs} | {
+            o.value.storage for o in outputs if o.value
+        }
         for node, described in results.gradients:
             of = by_target[_ROLES[type(described.grad_of)], _input_target(described.grad_of)]
             target = f"{of.role.value}:{of.target}"
@@ -350,16 +383,17 @@ class _Translator:
         for (node, described), alias in zip(results.plain, info, strict=True):
             tensor = node.meta["val"]
             view = (tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
+            index: Any = alias.base_idx
             match alias.output_type:
                 case OutputType.is_input:
-                    deliveries.append(Delivery(Origin.INPUT, alias.base_idx))
+                    deliveries.append(Delivery(Origin.INPUT, index))
                 case OutputType.alias_of_input:
-                    deliveries.append(Delivery(Origin.INPUT, alias.base_idx, view))
+                    deliveries.append(Delivery(Origin.INPUT, index, view))
                 case OutputType.alias_of_intermediate_base_is_user_output:
-                    base = results.plain[alias.base_idx][1]
+                    base = results.plain[index][1]
                     deliveries.append(Delivery(Origin.OUTPUT, delivered.index(base), view))
                 case OutputType.alias_of_intermediate | OutputType.alias_of_intermediate_save_as_output:
-                    deliveries.append(Delivery(Origin.OUTPUT, delivered.index(bases[alias.base_idx]), view))
+                    deliveries.append(Delivery(Origin.OUTPUT, delivered.index(bases[index]), view))
                 case _:
                     deliveries.append(Delivery(Origin.COMPUTED, delivered.index(described)))
         return tuple(deliveries)
@@ -391,7 +425,9 @@ class _Results:
                 case None:
                     pass
                 case _:
-                    raise UnsupportedError("IRC304", f"the traced module has an output of an unknown kind: {described!r}")
+                    raise UnsupportedError(
+                        "IRC304", f"the traced module has an output of an unknown kind: {described!r}"
+                    )
         return found
 
     def forward(self) -> list[tuple[fx.Node, Any]]:
@@ -413,7 +449,7 @@ def _input_target(described: Any) -> str:
     return str(described.target).removeprefix(_PREFIX)
 
 
-def _needed(results: Iterable[fx.Node]) -> set[fx.Node]:
+def _needed(results: Iterable[object]) -> set[fx.Node]:
     """The nodes that `results` depend on, themselves included."""
     found: set[fx.Node] = set()
     pending = [node for node in results if isinstance(node, fx.Node)]
@@ -439,7 +475,7 @@ def _traits(node: Node, traced: fx.Node) -> frozenset[Trait]:
 
 
 def _draws_nothing(node: Node) -> bool:
-    """Whether a node that is tagged as random draws nothing with these arguments (attention without dropout)."""
+    """Whether a node that is tagged as random draws nothing after all (attention without dropout)."""
     if "scaled_dot_product" not in node.op:
         return False
     dropout = [argument for argument in node.arguments if isinstance(argument, float)]
@@ -453,10 +489,12 @@ _TRAINING = {"forward": 5, "backward": 7}
 
 
 def _accumulates_in_place(gradient: Value, of: Value) -> bool:
-    """Whether the autograd engine can take `gradient` as `.grad` without a copy: same layout, whole storage."""
+    """Whether the engine takes `gradient` as `.grad` without a copy: same layout, whole storage."""
     steps = zip(gradient.type.shape, gradient.type.strides, of.type.strides, strict=True)
     same_layout = all(mine == its for size, mine, its in steps if size > 1)
-    return same_layout and gradient.storage.nbytes <= allocation_bytes(gradient.type.nbytes, gradient.type.device)
+    return same_layout and gradient.storage.nbytes <= allocation_bytes(
+        gradient.type.nbytes, gradient.type.device
+    )
 
 
 def _with_target(tangent: Input, targets: Mapping[str, str]) -> Input:

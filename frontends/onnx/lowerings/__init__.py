@@ -3,13 +3,16 @@
 from . import (
     activation,
     arithmetic,
+    attention,
     convolution,
     indexing,
+    loss,
     normalization,
     pooling,
     recurrent,
     reduction,
     resize,
+    sampling,
     shape,
 )
 from .table import Attribute, Call, Lowering, NodeInfo, find, newest_opset, operators
@@ -21,9 +24,11 @@ __all__ = [
     "NodeInfo",
     "activation",
     "arithmetic",
+    "attention",
     "convolution",
     "find",
     "indexing",
+    "loss",
     "newest_opset",
     "normalization",
     "operators",
@@ -31,5 +36,6 @@ __all__ = [
     "recurrent",
     "reduction",
     "resize",
+    "sampling",
     "shape",
 ]

@@ -67,11 +67,12 @@ def unary(c: Call) -> Result:
 
 def pair(c: Call) -> tuple[Any, Any]:
     """Both operands, broadcast as the version says; a constant of one element as a number."""
-    if c.static(0) is not None and c.static(1) is None:
+    older = c.node.version < 7 and bool(c.int_("broadcast", 0))
+    if c.static(0) is not None and c.static(1) is None and not older:
         b = c[1]
         return c.scalar_or_tensor(0, b), b
     a = c[0]
-    if c.node.version < 7 and c.int_("broadcast", 0):
+    if older:
         b = c[1]
         axis = c.int_("axis", a.ndim - b.ndim) % max(a.ndim, 1)
         return a, b.reshape(*b.shape, *[1] * (a.ndim - axis - b.ndim))
@@ -82,10 +83,8 @@ def pair(c: Call) -> tuple[Any, Any]:
 def binary(c: Call) -> Result:
     """Two operands that broadcast."""
     if c.node.op in ("And", "Or", "Xor") or c.node.op.startswith("Bitwise"):
-        a, b = c[0], c[1]
-        if c.node.version < 7 and c.int_("broadcast", 0):
-            a, b = pair(c)
-        return _BINARY[c.node.op](a, b)
+        older = c.node.version < 7 and bool(c.int_("broadcast", 0))
+        return _BINARY[c.node.op](*(pair(c) if older else (c[0], c[1])))
     return _BINARY[c.node.op](*pair(c))
 
 
@@ -219,6 +218,7 @@ def matmul(c: Call) -> Result:
 def gemm(c: Call) -> Result:
     """`alpha * A @ B + beta * C`, with A and B transposed as asked."""
     a, b = c[0], c[1]
+    c.int_("broadcast", 1)  # of older versions; the result's shape says as much
     alpha, beta = c.float_("alpha", 1.0), c.float_("beta", 1.0)
     a = a.t() if c.int_("transA", 0) else a
     bias = c.optional(2)

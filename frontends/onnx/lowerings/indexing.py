@@ -160,16 +160,19 @@ def top_k(c: Call) -> Result:
     return values.narrow(axis, 0, k), indices.narrow(axis, 0, k)
 
 
+@lowering("CumProd", since=26)
 @lowering("CumSum", since=11)
-def cum_sum(c: Call) -> Result:
-    """Running sums along an axis, from either end, with or without the element itself."""
-    x, axis = c[0], c.integer(1, "axis") % c[0].ndim
-    x = x.flip(axis) if c.int_("reverse", 0) else x
-    total = torch.cumsum(x, axis, dtype=x.dtype)
+def cumulate(c: Call) -> Result:
+    """Running sums or products along an axis, from either end, with or without the element itself."""
+    x, axis, reverse = c[0], c.integer(1, "axis") % c[0].ndim, bool(c.int_("reverse", 0))
+    x = x.flip(axis) if reverse else x
+    sums = c.node.op == "CumSum"
+    total = (torch.cumsum if sums else torch.cumprod)(x, axis, dtype=x.dtype)
     if c.int_("exclusive", 0):
-        n = x.shape[axis]
-        total = torch.cat([torch.zeros_like(x.narrow(axis, 0, 1)), total.narrow(axis, 0, n - 1)], axis)
-    return total.flip(axis) if c.int_("reverse", 0) else total
+        first = x.narrow(axis, 0, 1)
+        first = torch.zeros_like(first) if sums else torch.ones_like(first)
+        total = torch.cat([first, total.narrow(axis, 0, x.shape[axis] - 1)], axis)
+    return total.flip(axis) if reverse else total
 
 
 @lowering("NonZero", since=9)

@@ -22,14 +22,13 @@ def batch_normalization(c: Call) -> Result:
     momentum, eps = 1.0 - c.float_("momentum", 0.9), c.float_("epsilon", 1e-5)
     if c.node.version >= 14 and c.training and (c.wants(1) or c.wants(2)):
         return _with_running_outputs(x, scale, bias, mean, var, momentum, eps)
-    if any(c.wants(i) for i in range(1, 5)):
+    if c.node.version < 14 and any(c.wants(i) for i in range(1, 5)):
         c.refuse("with its statistics as outputs")
-    if c.training and not (c.is_weight(3) and c.is_weight(4)):
-        # Statistics that are themselves computed cannot be updated; they are used as they are.
-        return F.batch_norm(x, mean, var, scale, bias, False, momentum, eps)
     if x.dtype is not scale.dtype or x.dtype is not mean.dtype:
         c.refuse(f"of {x.dtype} data with {scale.dtype} scale and {mean.dtype} statistics")
-    return F.batch_norm(x, mean, var, scale, bias, c.training, momentum, eps)
+    # Statistics that are themselves computed cannot be updated; they are used as they are.
+    update = c.training and c.is_weight(3) and c.is_weight(4)
+    return F.batch_norm(x, mean, var, scale, bias, update, momentum, eps), mean, var
 
 
 def _with_running_outputs(

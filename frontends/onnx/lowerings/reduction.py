@@ -47,16 +47,16 @@ _NOTHING: dict[str, Callable[[Tensor], Tensor]] = {
 @lowering(*_REDUCE)
 def reduce(c: Call) -> Result:
     """Over the axes given; over all when none is, unless `noop_with_empty_axes`."""
-    x, op = c[0], c.node.op
+    x, op, keep, stay = c[0], c.node.op, bool(c.int_("keepdims", 1)), bool(c.int_("noop_with_empty_axes", 0))
     axes = [axis % max(x.ndim, 1) for axis in c.axes() or []]
-    if not axes and (c.int_("noop_with_empty_axes", 0) or x.ndim == 0):
+    if not axes and (stay or x.ndim == 0):
         return _NOTHING.get(op, lambda x: x)(x)
     axes = axes or list(range(x.ndim))
     if x.numel() == 0 and op in ("ReduceMax", "ReduceMin", "ReduceMean"):
         c.refuse("of no elements")
     if not x.is_floating_point() and op in ("ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMean"):
         c.refuse(f"of {x.dtype}")
-    return _REDUCE[op](x, axes, bool(c.int_("keepdims", 1)))
+    return _REDUCE[op](x, axes, keep)
 
 
 @lowering("ArgMax", "ArgMin")

@@ -64,12 +64,14 @@ def resize(c: Call) -> Result:
     transform = c.str_("coordinate_transformation_mode", "half_pixel")
     if transform not in _SOURCE:
         c.refuse(f"with coordinate_transformation_mode={transform}")
-    for name, plain in (("antialias", 0), ("exclude_outside", 0)):
-        if c.int_(name, plain) != plain:
+    for name in ("antialias", "exclude_outside"):
+        if c.int_(name, 0):
             c.refuse(f"with {name}=1")
     if c.str_("keep_aspect_ratio_policy", "stretch") != "stretch":
         c.refuse(f"with keep_aspect_ratio_policy={c.str_('keep_aspect_ratio_policy', '')}")
     axes = _axes_of(c, x)
+    if transform == "align_corners" and any(not float(a.scale * a.size).is_integer() for a in axes):
+        c.refuse("with align_corners by scales that leave a fraction")  # runtimes disagree on where the corner is
     if mode == "nearest":
         return _nearest(c, x, axes, transform, c.str_("nearest_mode", "round_prefer_floor"))
     if mode == "linear":

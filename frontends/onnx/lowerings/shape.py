@@ -167,6 +167,23 @@ def split(c: Call) -> Result:
     return torch.split(x, sizes, axis)
 
 
+@lowering("SplitToSequence", since=11)
+def split_to_sequence(c: Call) -> Result:
+    """The parts, of a size, of given sizes, or of one element each, which may lose the axis."""
+    x, axis, keep = c[0], c.int_("axis", 0), bool(c.int_("keepdims", 1))
+    if not c.has(1):
+        return tuple(torch.split(x, 1, axis) if keep else x.unbind(axis))
+    sizes = c.integers(1, "list of sizes")
+    scalar = c.constant(1, "list of sizes").array.ndim == 0
+    return tuple(torch.split(x, sizes[0] if scalar else sizes, axis))
+
+
+@lowering("ConcatFromSequence", since=11)
+def concat_from_sequence(c: Call) -> Result:
+    """Join along an axis, an old one or a new one."""
+    return (torch.stack if c.int_("new_axis", 0) else torch.cat)(c.all(), c.int_("axis", 0))
+
+
 @lowering("DepthToSpace")
 def depth_to_space(c: Call) -> Result:
     """Blocks of channels become blocks of space."""

@@ -1,0 +1,31 @@
+"""Losses, for graphs that carry their own."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from .table import Call, Result, lowering
+
+# What torch ignores when nothing is to be ignored: no class has this number.
+_NOTHING = -(2**31)
+
+
+def _loss(c: Call, log_probabilities: Tensor) -> Tensor:
+    weight = c.optional(2)
+    ignored = c.int_("ignore_index", _NOTHING)
+    reduction = c.str_("reduction", "mean")
+    return F.nll_loss(log_probabilities, c[1].long(), weight, ignore_index=ignored, reduction=reduction)
+
+
+@lowering("NegativeLogLikelihoodLoss", since=12)
+def negative_log_likelihood(c: Call) -> Result:
+    """Of log-probabilities, with classes on axis one."""
+    return _loss(c, c[0])
+
+
+@lowering("SoftmaxCrossEntropyLoss", since=12)
+def softmax_cross_entropy(c: Call) -> Result:
+    """Of scores, with classes on axis one; the log-probabilities are an output too."""
+    log_probabilities = F.log_softmax(c[0], 1)
+    return _loss(c, log_probabilities), log_probabilities

@@ -1,0 +1,154 @@
+"""A plan: what was asked, what was chosen, what it costs, and the proof of how good it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import UsageError
+from .units import format_bytes
+
+__all__ = ["Decision", "Plan"]
+
+_FORMAT = "irc-plan-1"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What happens to one forward storage, and why.
+
+    Args:
+        storage: Name of the storage in the program.
+        operation: The operation that makes it.
+        nbytes: Its size.
+        action: `keep`, `recompute` or `free` (backward does not need it).
+        runs_again: How many times its operation runs again.
+        seconds: Time of these runs.
+        reason: Why, in words.
+        location: Where the operation comes from, or "".
+    """
+
+    storage: str
+    operation: str
+    nbytes: int
+    action: str
+    runs_again: int
+    seconds: float
+    reason: str
+    location: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A schedule's certificate. All bytes are on one footing: static bytes included, one device.
+
+    Args:
+        budget_bytes: What was asked for.
+        peak_bytes: Predicted peak of a training step under the plan.
+        baseline_peak_bytes: The same where everything is kept, as in eager.
+        static_bytes: Parameters, buffers, inputs and constants.
+        minimum_budget_bytes: The smallest budget that a schedule was found for.
+        floor_bytes: No schedule with this order of backward fits into less.
+        step_seconds: Predicted time of the baseline's step.
+        overhead: Predicted extra time, as a fraction of the baseline's.
+        lower_bound_overhead: No schedule within the budget, with this order of backward, costs less.
+        proven_optimal: Whether the gap is closed (to 1e-4 of the step's time).
+        strategy: What found the schedule.
+        costs: Where seconds and workspaces come from.
+        decisions: One for each forward storage.
+        seconds_to_plan: How long planning took.
+    """
+
+    budget_bytes: int
+    peak_bytes: int
+    baseline_peak_bytes: int
+    static_bytes: int
+    minimum_budget_bytes: int
+    floor_bytes: int
+    step_seconds: float
+    overhead: float
+    lower_bound_overhead: float
+    proven_optimal: bool
+    strategy: str
+    costs: str
+    decisions: tuple[Decision, ...] = ()
+    seconds_to_plan: float = 0.0
+
+    @property
+    def gap(self) -> float:
+        """How far the plan's time may be from the best, as a fraction of the plan's time."""
+        return max(self.overhead - self.lower_bound_overhead, 0.0) / (1 + self.overhead)
+
+    def summary(self) -> str:
+        """The plan in a few lines."""
+        proof = "proved optimal" if self.proven_optimal else f"at most {self.gap:.2%} from optimal"
+        saved = self.peak_bytes / self.baseline_peak_bytes
+        rows = [
+            ("budget", f"{format_bytes(self.budget_bytes)} ({self.budget_bytes:,} bytes)"),
+            ("predicted peak", f"{format_bytes(self.peak_bytes)} ({self.peak_bytes:,} bytes, {saved:.1%} of baseline)"),
+            ("baseline peak", f"{format_bytes(self.baseline_peak_bytes)}"),
+            ("static", f"{format_bytes(self.static_bytes)} (parameters, buffers, inputs)"),
+            ("overhead", f"{self.overhead:.2%} of the step's time, bound {self.lower_bound_overhead:.2%}: {proof}"),
+            ("smallest budget", f"{format_bytes(self.minimum_budget_bytes)} ({self.minimum_budget_bytes:,} bytes)"),
+            ("strategy", f"{self.strategy}, costs {self.costs}, planned in {self.seconds_to_plan:.1f} s"),
+        ]
+        return "\n".join(f"{name:>16}  {text}" for name, text in rows)
+
+    def explain(self) -> str:
+        """A table of the storages that are not kept, largest first, each with the reason."""
+        changed = sorted((d for d in self.decisions if d.action != "keep"), key=lambda d: -d.nbytes)
+        rows = [
+            (d.storage, d.operation, format_bytes(d.nbytes), d.action, d.reason, d.location) for d in changed
+        ]
+        header = ("storage", "made by", "size", "action", "reason", "where")
+        widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [header, *rows]]
+        kept = [d for d in self.decisions if d.action == "keep"]
+        total = format_bytes(sum(d.nbytes for d in kept))
+        return "\n".join([*lines, f"{len(kept)} storages are kept until backward reads them ({total})"])
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as JSON-ready data, with the derived gap."""
+        return {"format": _FORMAT, **asdict(self), "gap": self.gap}
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Plan:
+        """The plan of `to_json`.
+
+        Raises:
+            UsageError: IRC402 when the data is no plan.
+        """
+        try:
+            if data["format"] != _FORMAT:
+                raise KeyError(data["format"])
+            fields = {key: value for key, value in data.items() if key not in ("format", "gap")}
+            fields["decisions"] = tuple(Decision(**row) for row in fields["decisions"])
+            return Plan(**fields)
+        except (KeyError, TypeError) as error:
+            raise UsageError("IRC402", f"this is no plan of irc: {error}", help=f"expected format {_FORMAT}") from error
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan as JSON; the file is there as a whole or not at all."""
+        target = Path(path)
+        with tempfile.NamedTemporaryFile("w", dir=target.parent, delete=False, suffix=".tmp") as file:
+            json.dump(self.to_json(), file, indent=1)
+        os.replace(file.name, target)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Plan:
+        """Reads what `save` wrote.
+
+        Raises:
+            UsageError: IRC402 when the file is missing or holds no plan.
+        """
+        try:
+            data = json.loads(Path(path).read_text())
+        except (OSError, ValueError) as error:
+            raise UsageError("IRC402", f"{path} cannot be read as a plan: {error}", help="give a plan.json of irc") from error
+        if not isinstance(data, dict):
+            raise UsageError("IRC402", f"{path} holds no plan", help="give a plan.json of irc")
+        return Plan.from_json(data)

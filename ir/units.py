@@ -1,0 +1,71 @@
+"""Amounts of memory as users write and read them."""
+
+from __future__ import annotations
+
+import re
+
+from .errors import UsageError
+
+__all__ = ["format_bytes", "parse_budget"]
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "kB": 10**3,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 1 << 10,
+    "MiB": 1 << 20,
+    "GiB": 1 << 30,
+    "TiB": 1 << 40,
+}
+_AMOUNT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+_PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
+_HELP = 'write bytes (1073741824), "4GiB" (4 x 2^30), "4GB" (4 x 10^9) or "60%" of the baseline peak'
+
+
+def parse_budget(budget: int | str, baseline_bytes: int | None = None) -> int:
+    """A budget in bytes.
+
+    Args:
+        budget: Bytes, or text such as `4GiB`, `1.5GB`, `60%`.
+        baseline_bytes: What `%` refers to; None where the unit alone is to be checked (a percentage then gives 0).
+
+    Raises:
+        UsageError: IRC401 when it is no positive amount of bytes; bits (`4Gb`) are refused.
+    """
+    if isinstance(budget, bool) or not isinstance(budget, int | str):
+        raise UsageError("IRC401", f"a budget is a number of bytes or a text, not {type(budget).__name__}", help=_HELP)
+    if isinstance(budget, int):
+        if budget <= 0:
+            raise UsageError("IRC401", f"the budget is {budget} bytes; it must be positive", help=_HELP)
+        return budget
+    if percent := _PERCENT.fullmatch(budget):
+        if float(percent[1]) <= 0:
+            raise UsageError("IRC401", f"the budget is {budget}; it must be positive", help=_HELP)
+        return int(float(percent[1]) / 100 * (baseline_bytes or 0))
+    amount = _AMOUNT.fullmatch(budget)
+    if amount is None:
+        raise UsageError("IRC401", f"{budget!r} is no amount of memory", help=_HELP)
+    number, unit = amount.groups()
+    if unit not in _UNITS:
+        reason = " (a small b is for bits)" if unit.endswith("b") else ""
+        raise UsageError("IRC401", f"{budget!r}: there is no unit {unit!r}{reason}", help=_HELP)
+    nbytes = int(float(number) * _UNITS[unit])
+    if nbytes <= 0:
+        raise UsageError("IRC401", f"the budget is {budget!r}; it must be positive", help=_HELP)
+    return nbytes
+
+
+def format_bytes(nbytes: float) -> str:
+    """Bytes with a binary unit, three digits or so: `4.00 GiB`, `381 MiB`, `12 B`."""
+    size, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024:
+            break
+        size, unit = size / 1024, larger
+    if unit == "B":
+        return f"{int(size)} B"
+    return f"{size:.3g} {unit}" if abs(size) < 1000 else f"{size:.0f} {unit}"

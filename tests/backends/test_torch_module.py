@@ -1,0 +1,698 @@
+"""The fitted module against the original: same numbers, same behaviour, and the memory that was predicted."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+
+from irc.backends.torch import compile_program, emit_source, fit
+from irc.frontends.torch import capture
+from irc.ir import (
+    Graph,
+    IrcError,
+    Node,
+    OutputRole,
+    Region,
+    Schedule,
+    Storage,
+    UsageError,
+    liveness,
+    verify_graph,
+    verify_schedule,
+    with_frees,
+)
+from irc.passes.profile import peak_bytes, profile_costs
+from irc.tools import models
+
+torch.set_num_threads(1)
+
+
+class Model(nn.Module):
+    """A module whose forward is a function of itself and the arguments."""
+
+    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
+
+
+# ---------------------------------------------------------------------- schedules
+
+
+def keep_all(graph: Graph) -> Schedule:
+    forward, backward = (
+        [n for n in graph.operations if n.region is r] for r in (Region.FORWARD, Region.BACKWARD)
+    )
+    return with_frees(graph, forward, backward)
+
+
+def recompute_some(graph: Graph, seed: int) -> Schedule:
+    """Drops a random part of what forward makes, and runs its nodes again where backward needs them.
+
+    Now and then what was computed again is dropped again, so that some nodes run three times and more.
+    """
+    draw = random.Random(seed)
+    rate = draw.choice((0.2, 0.5, 0.8, 1.0))
+    forward = [n for n in graph.operations if n.region is Region.FORWARD]
+    droppable = {n for n in forward if n.is_recomputable and not set(graph.allocates(n)) & graph.output_storages}
+    dropped = {s for n in forward if n in droppable and draw.random() < rate for s in graph.allocates(n)}
+    missing = set(dropped)
+    order: list[Node] = []
+
+    def provide(storages: Sequence[Storage]) -> None:
+        for storage in storages:
+            if storage in missing:
+                node = graph.producers[storage]
+                provide(graph.reads(node))
+                order.append(node)
+                missing.difference_update(graph.allocates(node))
+
+    for node in graph.operations:
+        if node.region is Region.BACKWARD:
+            provide(graph.reads(node))
+            order.append(node)
+            if draw.random() < 0.2:
+                missing |= dropped
+    return with_frees(graph, forward, order)
+
+
+def fitted(
+    module: nn.Module, *args: Any, schedule: Callable[[Graph], Schedule] = keep_all, **kwargs: Any
+) -> nn.Module:
+    captured = capture(module, args, kwargs)
+    verify_graph(captured.graph)
+    chosen = schedule(captured.graph)
+    verify_schedule(chosen, {})
+    return fit(module, compile_program(chosen, captured.constants), captured.signature)
+
+
+# ---------------------------------------------------------------------- same numbers
+
+
+@dataclass
+class Case:
+    """A model and a call of it, made anew on each use."""
+
+    module: Callable[[], nn.Module]
+    arguments: Callable[[], tuple[Any, ...]] = lambda: (torch.randn(3, 4),)
+    keywords: Callable[[], dict[str, Any]] = field(default=lambda: {})
+
+
+def _net() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3, padding=1),
+        nn.BatchNorm2d(6),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(6, 4, 3, stride=2, bias=False),
+        nn.BatchNorm2d(4, momentum=None),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Dropout(0.3),
+        nn.Linear(36, 5),
+    )
+
+
+def _image() -> tuple[Tensor]:
+    return (torch.randn(4, 3, 14, 14),)
+
+
+def _tied() -> nn.Module:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(11, 4)
+            self.head = nn.Linear(4, 11, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.head(torch.tanh(self.embedding(tokens)))
+
+    return Tied()
+
+
+def _frozen() -> nn.Module:
+    net = _net()
+    net[0].requires_grad_(False)  # pyright: ignore[reportIndexIssue]
+    return net
+
+
+def _frozen_statistics() -> nn.Module:
+    net: Any = _net()
+    net[1].eval()
+    return net
+
+
+def _writes_in_place(m: Any, x: Tensor) -> Tensor:
+    h = m.lin(x)
+    h = h.relu_()
+    h += x
+    h[1, :2] = 0.5
+    h[:, 3].mul_(2.0)
+    return functional.dropout(h.add_(1.0), 0.5, inplace=True)
+
+
+def _nested(m: Any, x: Tensor) -> Any:
+    h = m.lin(x)
+    return {"h": h, "nothing": None, "count": 3, "name": "net", "more": [(h.sum(), 2.5), True], "i": h.argmax(1)}
+
+
+def _views(m: Any, x: Tensor) -> Any:
+    h = m.lin(x)
+    return h, h.view(2, 6), h[1], h.t(), x, x[1:], x.view(-1), m.lin.weight, m.lin.weight.t()
+
+
+def _view_chain(m: Any, x: Tensor) -> Tensor:
+    h = m.lin(x).view(3, 2, 2).transpose(0, 1).reshape(2, 6)
+    parts = h.chunk(3, dim=1)
+    return torch.cat([parts[2], parts[0].flip(0)], 1).view(-1)[1:].unflatten(0, (7,)).expand(2, 7) * 2.0
+
+
+def _reused(m: Any, x: Tensor) -> Tensor:
+    h = torch.sigmoid(m.lin(x))
+    for _ in range(3):
+        h = h * torch.tanh(m.lin(h)) + h
+    return h.exp().sum() + (h * h).mean()
+
+
+def _pieces(m: Any, pair: tuple[Tensor, int], *, scale: float, more: dict[str, Tensor]) -> Tensor:
+    x, power = pair
+    return m.lin(x * scale) ** power + more["bias"] * more["gain"]
+
+
+def _counts(m: Any, x: Tensor) -> Tensor:
+    m.steps += 1
+    m.average.mul_(0.9).add_(x.mean(0), alpha=0.1)
+    return m.lin(x) * m.average.clone()
+
+
+_CONSTANT = torch.randn(4, generator=torch.Generator().manual_seed(3))
+
+
+def _linear(function: Callable[..., Any], **parts: Any) -> Callable[[], nn.Module]:
+    return lambda: Model(function, lin=nn.Linear(4, 4), **parts)
+
+
+def _with_buffers() -> nn.Module:
+    model = Model(_counts, lin=nn.Linear(4, 4))
+    model.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+    model.register_buffer("average", torch.zeros(4), persistent=False)
+    return model
+
+
+def _transformer() -> nn.Module:
+    return nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+
+
+CASES: dict[str, Case] = {
+    "batch-norm and dropout": Case(_net, _image),
+    "a frozen layer": Case(_frozen, _image),
+    "frozen statistics": Case(_frozen_statistics, _image),
+    "channels last": Case(
+        lambda: _net().to(memory_format=torch.channels_last),  # pyright: ignore[reportCallIssue]
+        lambda: (_image()[0].to(memory_format=torch.channels_last),),
+    ),
+    "tied weights": Case(_tied, lambda: (torch.randint(11, (3, 5)),)),
+    "in-place writes": Case(_linear(_writes_in_place)),
+    "buffers of the model's own": Case(_with_buffers),
+    "nested outputs": Case(_linear(_nested)),
+    "outputs that are views": Case(_linear(_views)),
+    "outputs that are views of an input with a gradient": Case(
+        _linear(_views), lambda: (torch.randn(3, 4, requires_grad=True),)
+    ),
+    "the same output twice": Case(_linear(lambda m, x: (m.lin(x),) * 2)),
+    "chains of views": Case(_linear(_view_chain)),
+    "an output that is a view": Case(_linear(lambda m, x: m.lin(x).view(2, 6))),
+    "values with many readers": Case(_linear(_reused)),
+    "nested inputs and keywords": Case(
+        _linear(_pieces),
+        lambda: ((torch.randn(3, 4), 2),),
+        lambda: {"scale": 0.5, "more": {"gain": torch.rand(4, requires_grad=True), "bias": torch.ones(3, 1)}},
+    ),
+    "an input with a gradient that is no leaf": Case(
+        _linear(lambda m, x: m.lin(x).cos()), lambda: (torch.randn(3, 4, requires_grad=True) * 2,)
+    ),
+    "a constant from outside": Case(_linear(lambda m, x: m.lin(x) * _CONSTANT + torch.tensor([1.0, 2, 3, 4]))),
+    "several random draws": Case(
+        _linear(lambda m, x: functional.dropout(m.lin(x + torch.randn_like(x)), 0.2) * torch.rand(4))
+    ),
+    "a parameter that is not used": Case(_linear(lambda m, x: m.lin(x), spare=nn.Linear(2, 2))),
+    "an output without a gradient": Case(_linear(lambda m, x: (m.lin(x), m.lin(x).detach() * 2, x + 1))),
+    "an input of strange strides": Case(_linear(lambda m, x: m.lin(x)), lambda: (torch.randn(4, 3).t(),)),
+    "half and integer types": Case(
+        _linear(lambda m, x, i: m.lin(x).to(torch.bfloat16)[i].sum()),
+        lambda: (torch.randn(3, 4), torch.tensor([0, 2, 2])),
+    ),
+    "no elements": Case(_linear(lambda m, x: m.lin(x)), lambda: (torch.randn(0, 4),)),
+    "transformer layer": Case(_transformer, lambda: (torch.randn(2, 5, 16),)),
+    "LSTM": Case(
+        lambda: nn.LSTM(4, 6, num_layers=2, dropout=0.4, bidirectional=True, batch_first=True),
+        lambda: (torch.randn(2, 5, 4),),
+    ),
+    "weight norm": Case(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))),
+    "spectral norm": Case(lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))),
+}
+
+
+def outcome(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
+    """One step with a random gradient for each output: everything that it leaves behind."""
+    torch.manual_seed(5)
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            leaf.retain_grad()
+            leaf.grad = None
+    result = module(*args, **kwargs)
+    outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+    trained = [output for output in outputs if output.requires_grad]
+    values = [output.detach().clone() for output in outputs]
+    state = torch.get_rng_state()
+    generator = torch.Generator().manual_seed(9)
+    noise = [torch.randn(o.shape, generator=generator).to(o.dtype) for o in trained]
+    torch.autograd.backward(trained, noise, inputs=None, retain_graph=_is_no_leaf(args))
+    inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    found: dict[str, Any] = {f"parameter {n}": p.grad for n, p in module.named_parameters()}
+    found |= {f"buffer {n}": b.clone() for n, b in module.named_buffers()}
+    found |= {f"input {i}": t.grad for i, t in enumerate(inputs) if t.requires_grad}
+    found |= {f"value of input {i}": t.detach().clone() for i, t in enumerate(inputs)}
+    found |= {f"output {i}": v for i, v in enumerate(values)}
+    found |= {f"output {i} requires grad": o.requires_grad for i, o in enumerate(outputs)}
+    found |= {f"output {i} strides": o.stride() for i, o in enumerate(outputs)}
+    found |= {"others": [leaf for leaf in pytree.tree_leaves(result) if not isinstance(leaf, Tensor)]}
+    found |= {"nesting": pytree.tree_structure(result), "generator": state}
+    found |= {"generator after backward": torch.get_rng_state()}
+    return found
+
+
+def _is_no_leaf(args: Any) -> bool:
+    return any(isinstance(leaf, Tensor) and not leaf.is_leaf for leaf in pytree.tree_leaves(args))
+
+
+def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert ours.keys() == theirs.keys()
+    for what, wanted in theirs.items():
+        if isinstance(wanted, Tensor):
+            assert isinstance(ours[what], Tensor), what
+            assert ours[what].dtype == wanted.dtype and torch.equal(ours[what], wanted), what
+        else:
+            assert ours[what] == wanted, what
+
+
+@pytest.mark.parametrize("schedule", [keep_all, *(lambda g, s=s: recompute_some(g, s) for s in range(3))])
+@pytest.mark.parametrize("name", CASES)
+def test_two_steps_leave_exactly_what_the_original_leaves(
+    name: str, schedule: Callable[[Graph], Schedule]
+) -> None:
+    torch.manual_seed(0)
+    case = CASES[name]
+    module, args, kwargs = case.module(), case.arguments(), case.keywords()
+    original = copy.deepcopy(module)
+    ours = fitted(module, *args, schedule=schedule, **kwargs)
+    for _ in range(2):
+        assert_same(outcome(ours, args, kwargs), outcome(original, args, kwargs))
+
+
+def test_aliases_among_the_outputs_are_aliases() -> None:
+    x = torch.randn(3, 4)
+    ours = fitted(Model(_views, lin=nn.Linear(4, 4)), x)
+    h, viewed, row, transposed, same, tail, flat, weight, weight_t = ours(x)
+    address = h.untyped_storage().data_ptr()
+    assert all(t.untyped_storage().data_ptr() == address for t in (viewed, row, transposed))
+    assert same is x and weight is ours.lin.weight
+    assert all(t.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for t in (tail, flat))
+    assert weight_t.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+    h.detach().fill_(7.0)
+    assert torch.equal(viewed, torch.full((2, 6), 7.0))
+
+
+def test_an_output_may_be_changed_in_place_as_the_original_s() -> None:
+    def results(m: Any, x: Tensor) -> Any:
+        h = m.lin(x)
+        return h, h.view(2, 6), m.lin(x * 2).view(2, 6)
+
+    module, x = Model(results, lin=nn.Linear(4, 4)), torch.randn(3, 4)
+    gradients: list[Tensor] = []
+    for model in (module, fitted(module, x)):
+        model.zero_grad()
+        a, b, c = model(x)
+        a.mul_(2.0)
+        (a.sum() + (b * b).sum() + c.relu_().sum()).backward()
+        gradients.append(model.lin.weight.grad.clone())
+    assert torch.equal(*gradients)
+
+
+def test_a_hook_of_the_module_itself_runs_once_and_on_real_values() -> None:
+    module, x = nn.Linear(4, 4), torch.randn(3, 4)
+    calls: list[bool] = []
+
+    def double(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        calls.append(True)
+        return output * 2
+
+    module.register_forward_hook(double)
+    ours = fitted(module, x)
+    assert not calls
+    assert torch.equal(ours(x), module(x))
+    assert len(calls) == 2
+
+
+# ---------------------------------------------------------------------- autograd's contract
+
+
+def _tanh() -> tuple[Any, Tensor, nn.Module]:
+    torch.manual_seed(0)
+    module, x = Model(lambda m, x: torch.tanh(m.lin(x)) * x, lin=nn.Linear(4, 4)), torch.randn(3, 4)
+    return module, x, fitted(module, x)
+
+
+def test_gradients_double_when_the_graph_is_retained() -> None:
+    module, x, ours = _tanh()
+    loss = ours(x).sum()
+    loss.backward(retain_graph=True)
+    once = module.lin.weight.grad.clone()
+    loss.backward()
+    assert torch.equal(module.lin.weight.grad, 2 * once)
+
+
+def test_a_second_backward_without_retain_graph_is_refused_as_in_eager() -> None:
+    module, x, ours = _tanh()
+    for model in (module, ours):
+        loss = model(x).sum()
+        loss.backward()
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            loss.backward()
+
+
+def test_a_graph_of_gradients_is_refused() -> None:
+    _, x, ours = _tanh()
+    parameter = next(ours.parameters())
+    (gradient,) = torch.autograd.grad(ours(x).sum(), parameter, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("what", ["weight", "input", "output", "statistics"])
+def test_a_value_that_changes_between_forward_and_backward_is_refused_as_in_eager(what: str) -> None:
+    torch.manual_seed(0)
+
+    def model(m: Any, x: Tensor) -> Tensor:
+        return torch.tanh(m.lin(m.norm(m.lin(x))))
+
+    module, x = Model(model, lin=nn.Linear(4, 4), norm=nn.BatchNorm1d(4).eval()), torch.randn(3, 4)
+    for ours in (module, fitted(module, x)):
+        y = ours(x)
+        changed = {"weight": ours.lin.weight, "input": x, "output": y, "statistics": ours.norm.running_var}
+        with torch.no_grad():
+            changed[what].mul_(2.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+def test_a_parameter_that_backward_does_not_read_may_change_before_it() -> None:
+    module, x, ours = _tanh()
+    loss = ours(x).sum()
+    with torch.no_grad():
+        module.lin.bias.add_(1.0)
+    loss.backward()
+    assert module.lin.bias.grad is not None
+
+
+def test_only_the_gradients_that_are_asked_for_arrive() -> None:
+    module, x, ours = _tanh()
+    (gradient,) = torch.autograd.grad(ours(x).sum(), [module.lin.bias])
+    (wanted,) = torch.autograd.grad(module(x).sum(), [module.lin.bias])
+    assert torch.equal(gradient, wanted) and module.lin.weight.grad is None
+
+
+def test_an_optimizer_trains_the_fitted_module_as_the_original() -> None:
+    torch.manual_seed(0)
+    module, args = _net(), _image()
+    original = copy.deepcopy(module)
+    losses: list[list[float]] = []
+    for model in (fitted(module, *args), original):
+        torch.manual_seed(1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        losses.append([])
+        for _ in range(4):
+            loss = model(*args).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+    assert losses[0] == losses[1]
+
+
+# ---------------------------------------------------------------------- a drop-in
+
+
+def test_the_fitted_module_is_the_module_in_every_other_way() -> None:
+    module, args = _net(), _image()
+    ours = fitted(module, *args)
+    assert isinstance(ours, type(module))
+    assert list(ours.state_dict()) == list(module.state_dict())
+    assert all(a is b for a, b in zip(ours.parameters(), module.parameters(), strict=True))
+    assert all(a is b for a, b in zip(ours.buffers(), module.buffers(), strict=True))
+    assert [n for n, _ in ours.named_modules()] == [n for n, _ in module.named_modules()]
+    ours.load_state_dict(_net().state_dict())
+
+
+@pytest.mark.parametrize("how", ["eval", "no_grad", "inference_mode"])
+def test_without_training_the_original_forward_runs_and_nothing_is_held(how: str) -> None:
+    module, (x,) = _net(), _image()
+    ours = fitted(module, x)
+    if how == "eval":
+        ours.eval()
+        assert torch.equal(ours(x[:1]), module.eval()(x[:1]))
+        return
+    with torch.no_grad() if how == "no_grad" else torch.inference_mode():
+        gc.collect()
+        held = _tensor_bytes()
+        y = ours(x[:2])  # another batch than planned
+    assert not y.requires_grad and y.grad_fn is None
+    assert _tensor_bytes() - held == y.untyped_storage().nbytes()
+
+
+def test_a_deep_copy_trains_its_own_parameters() -> None:
+    torch.manual_seed(0)
+    module, args = _net(), _image()
+    ours = fitted(module, *args)
+    twin = copy.deepcopy(ours)
+    before = copy.deepcopy(module.state_dict())
+    wanted = outcome(copy.deepcopy(module), args, {})
+    assert_same(outcome(twin, args, {}), wanted)
+    assert all(p.grad is None for p in module.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(module.state_dict().values(), before.values(), strict=True))
+    assert_same(outcome(ours, args, {}), wanted)
+
+
+def test_parameters_that_are_replaced_are_found() -> None:
+    module, x, ours = _tanh()
+    module.lin.weight = nn.Parameter(torch.zeros(4, 4))
+    assert torch.equal(ours(x), module(x))
+    ours.load_state_dict({k: torch.ones_like(v) for k, v in module.state_dict().items()}, assign=True)
+    assert torch.equal(ours(x), module(x))
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (torch.randn(2, 4),),
+        (torch.randn(3, 4, dtype=torch.float64),),
+        (torch.randn(4, 3).t(),),
+        (torch.randn(3, 4, device="meta"),),
+        (torch.randn(3, 4), 1),
+        ([torch.randn(3, 4)],),
+        (5,),
+    ],
+    ids=["shape", "dtype", "strides", "device", "more", "nested", "no tensor"],
+)
+def test_another_type_of_input_is_refused(arguments: tuple[Any, ...]) -> None:
+    _, _, ours = _tanh()
+    with pytest.raises(UsageError) as raised:
+        ours(*arguments)
+    assert raised.value.code == "IRC501" and raised.value.help is not None
+
+
+def test_another_constant_is_refused() -> None:
+    module, x = Model(lambda m, x, power: m.lin(x) ** power, lin=nn.Linear(4, 4)), torch.randn(3, 4)
+    ours = fitted(module, x, 2)
+    ours(x, 2)
+    with pytest.raises(UsageError, match="IRC501.*an argument is 3; the plan was made for 2"):
+        ours(x, 3)
+
+
+@pytest.mark.parametrize("what", ["parameter", "input"])
+def test_a_flip_of_requires_grad_is_refused(what: str) -> None:
+    module, x, ours = _tanh()
+    if what == "parameter":
+        module.lin.bias.requires_grad_(False)
+    else:
+        x.requires_grad_()
+    with pytest.raises(IrcError, match=f"IRC503.*{what}.*requires_grad"):
+        ours(x)
+
+
+@pytest.mark.parametrize("planned_eval", [False, True])
+def test_other_modes_than_planned_are_refused(planned_eval: bool) -> None:
+    module: Any = _net()
+    module[1].train(not planned_eval)
+    args = _image()
+    ours: Any = fitted(module, *args)
+    ours(*args)
+    ours[1].train(planned_eval)
+    now = "train" if planned_eval else "eval"
+    with pytest.raises(IrcError, match=f"IRC502.*submodule '1' is in {now}"):
+        ours(*args)
+
+
+def test_a_module_planned_in_eval_mode_trains_in_it() -> None:
+    torch.manual_seed(0)
+    module, args = _net().eval(), _image()
+    original = copy.deepcopy(module)
+    ours = fitted(module, *args)
+    assert_same(outcome(ours, args, {}), outcome(original, args, {}))
+    with pytest.raises(IrcError, match="IRC502"):
+        ours.train()(*args)
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def _training_models() -> dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]]:
+    return {
+        "unet": lambda: models.unet(size=32, base=4),
+        "gpt2": lambda: models.gpt2(batch=2, sequence=16, depth=2, width=32, heads=2),
+        "lstm": lambda: models.lstm(batch=2, sequence=6, vocabulary=50, embedding=8, hidden=8),
+        "conv": _conv,
+    }
+
+
+def _conv() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    torch.manual_seed(0)
+    return models.Classifier(_net()), (*_image(), torch.randint(5, (4,)))
+
+
+def step(module: nn.Module, args: Sequence[Tensor]) -> None:
+    torch.manual_seed(4)
+    module(*args).backward()
+
+
+@pytest.mark.parametrize("name", ["unet", "gpt2", "lstm", "conv"])
+def test_recomputing_schedules_give_the_same_bits_in_exactly_the_predicted_memory(name: str) -> None:
+    module, args = _training_models()[name]()
+    original = copy.deepcopy(module)
+    start = copy.deepcopy(module.state_dict())
+    step(original, args)
+    wanted = {n: p.grad for n, p in original.named_parameters()}, dict(original.named_buffers()), torch.get_rng_state()
+    captured = capture(module, args)
+    graph = captured.graph
+    costs = profile_costs(graph, repeats=1)
+    peaks: set[int] = set()
+    for seed in range(6):
+        schedule = recompute_some(graph, seed) if seed else keep_all(graph)
+        predicted = verify_schedule(schedule, costs.workspace_bytes).peak_bytes - graph.static_bytes
+        ours = fit(module, compile_program(schedule, captured.constants), captured.signature)
+        ours.load_state_dict(start)
+        ours.zero_grad()
+        step(ours, args)
+        found = {n: p.grad for n, p in ours.named_parameters()}, dict(ours.named_buffers()), torch.get_rng_state()
+        for mine, its in zip(pytree.tree_leaves(found), pytree.tree_leaves(wanted), strict=True):
+            assert torch.equal(mine, its)
+        ours.zero_grad()
+        assert peak_bytes(lambda ours=ours: step(ours, args)) == predicted
+        assert liveness(schedule, costs.workspace_bytes).peak_bytes == predicted + graph.static_bytes
+        peaks.add(predicted)
+    assert len(peaks) > 1
+
+
+def _tensor_bytes() -> int:
+    """Bytes of the storages that Python can reach."""
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in gc.get_objects()
+        if issubclass(type(t), Tensor) and t.device.type == "cpu"
+    }
+    return sum(storages.values())
+
+
+def test_nothing_leaks_without_the_garbage_collector() -> None:
+    module, args = _conv()
+    captured = capture(module, args)
+    ours = fit(module, compile_program(recompute_some(captured.graph, 1), captured.constants), captured.signature)
+    step(ours, args)
+    gc.collect()
+    gc.disable()
+    try:
+        held = _tensor_bytes()
+        for _ in range(5):
+            step(ours, args)
+            ours(*args)  # a forward whose backward never runs
+        assert _tensor_bytes() == held
+    finally:
+        gc.enable()
+
+
+def test_a_backward_that_fails_holds_nothing_and_the_next_step_is_right() -> None:
+    module, args = _conv()
+    module.requires_grad_()
+    original = copy.deepcopy(module)
+    ours: Any = fitted(module, *args)
+    step(ours, args)
+    ours.zero_grad()
+    start = copy.deepcopy(original.state_dict())
+    gc.collect()
+    held = _tensor_bytes()
+
+    def fail(gradient: Tensor) -> None:
+        raise ValueError("from a hook")
+
+    loss = ours(*args)
+    handle = loss.register_hook(fail)
+    with pytest.raises(ValueError, match="from a hook"):
+        loss.backward()
+    handle.remove()
+    del loss, handle
+    parameter = next(ours.parameters())
+    handle = parameter.register_hook(fail)
+    loss = ours(*args)
+    with pytest.raises(ValueError, match="from a hook"):
+        loss.backward()
+    handle.remove()
+    del loss, handle
+    ours.zero_grad()
+    gc.collect()
+    assert _tensor_bytes() == held
+    ours.load_state_dict(start)
+    step(ours, args)
+    step(original, args)
+    for mine, its in zip(ours.parameters(), original.parameters(), strict=True):
+        assert torch.equal(mine.grad, its.grad)
+
+
+# ---------------------------------------------------------------------- the source
+
+SOURCE = '''
+'''
+
+
+def test_the_source_reads_as_what_it_does() -> None:
+    module = nn.Sequential(nn.Linear(4, 3), nn.Sigmoid(), nn.Flatten(0))
+    graph = capture(module, (torch.randn(2, 4),)).graph
+    assert emit_source(keep_all(graph)).split('"""\n', 2)[2] == SOURCE
+    outputs = [o for o in graph.outputs if o.role is OutputRole.OUTPUT]
+    assert len(outputs) == 1

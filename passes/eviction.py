@@ -11,15 +11,19 @@ from .checkpointing import CheckpointProblem, Simulated
 __all__ = ["evict_greedily"]
 
 
-def evict_greedily(problem: CheckpointProblem, budget_bytes: int) -> Simulated | None:
+def evict_greedily(
+    problem: CheckpointProblem, budget_bytes: int, *, distance_weight: float = 1.0
+) -> Simulated | None:
     """A schedule within the budget, found by running the step and evicting when memory is short.
 
     The victim is the resident storage with the least recomputation time for each byte and each
-    operation until its next use. It is made again when it is read, as often as need be, in forward too.
+    operation until its next use (to the power `distance_weight`). It is made again when it is read, as
+    often as need be, in forward too.
 
     Args:
         problem: The recomputation problem.
         budget_bytes: The most that may be alive at once, static bytes included.
+        distance_weight: How much the distance to the next use counts; 0 ignores it.
 
     Returns:
         The schedule, or None where eviction does not reach the budget.
@@ -28,7 +32,7 @@ def evict_greedily(problem: CheckpointProblem, budget_bytes: int) -> Simulated |
         Kirisame et al., Dynamic Tensor Rematerialization (2021), with the known next use in the place of staleness.
     """
     try:
-        run = _Run(problem, budget_bytes)
+        run = _Run(problem, budget_bytes, distance_weight)
         forward, backward = run.step()
     except _OverBudgetError:
         return None
@@ -48,6 +52,7 @@ _RUNS_LIMIT = 20
 class _Run:
     problem: CheckpointProblem
     budget_bytes: int
+    distance_weight: float
     resident: dict[Storage, None] = field(default_factory=dict)
     trace: list[Node] = field(default_factory=list)
     now: int = 0
@@ -130,7 +135,7 @@ class _Run:
         """Seconds to make it again, with what is missing for that, for each byte and operation of distance."""
         next_use = self._next_use(storage)
         distance = len(self.order) if next_use is None else next_use - self.now + 1
-        return self._seconds(storage) / (storage.nbytes * distance)
+        return self._seconds(storage) / (storage.nbytes * distance**self.distance_weight)
 
     def _seconds(self, storage: Storage) -> float:
         problem = self.problem

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from ...ir import (
@@ -27,6 +26,7 @@ from ...ir import (
     Signature,
     Slot,
     Trait,
+    UnsupportedError,
     UsageError,
 )
 from .emit import emit_source
@@ -117,6 +117,8 @@ class _Step(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         with torch._C._DisableAutocast():
             outputs, saved = program.forward(inputs)
+        # autograd would refuse to let the caller write into a view that this function made
+        outputs = [output.detach() if output._is_view() else output for output in outputs]
         ctx.program, ctx.inputs, ctx.saved = program, inputs, saved
         ctx.versions = [(k, inputs[k]._version) for k in program.read_by_backward]
         ctx.saved_versions = [tensor._version for tensor in saved]
@@ -124,10 +126,15 @@ class _Step(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *gradients: Tensor
     ) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                "IRC504",
+                "the backward of a planned module cannot be differentiated again (create_graph=True)",
+                help="use the original module where gradients of gradients are needed",
+            )
         program: Program = ctx.program
         inputs, saved = ctx.inputs, ctx.saved
         if saved is None:
@@ -324,12 +331,20 @@ def _check_call(signature: Signature, leaves: list[Any], tree: Any) -> None:
             help="call the module as in the example arguments, or optimize it for this call",
         )
     for leaf, wanted in zip(leaves, signature.leaves, strict=True):
-        if not isinstance(wanted, Slot) and leaf != wanted:
+        if isinstance(wanted, Slot):
+            same = isinstance(leaf, Tensor)
+        else:
+            same = not isinstance(leaf, Tensor) and type(leaf) is type(wanted) and leaf == wanted
+        if not same:
             raise UsageError(
                 "IRC501",
-                f"an argument is {leaf!r}; the plan was made for {wanted!r}",
+                f"an argument is {_shown(leaf)}; the plan was made for {_shown(wanted)}",
                 help="constants are part of the plan: optimize the module for this value",
             )
+
+
+def _shown(leaf: object) -> str:
+    return "a tensor" if isinstance(leaf, (Tensor, Slot)) else repr(leaf)
 
 
 def _deliver(signature: Signature, inputs: list[Tensor], outputs: tuple[Tensor, ...]) -> Any:

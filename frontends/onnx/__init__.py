@@ -3,8 +3,13 @@
     module = from_onnx("model.onnx", batch=32)
     loss = module(*example_inputs(module)).sum()
 
-The graph is read with `onnx_ir`, and each node becomes torch operators by one table, versioned by operator set. What
-depends on constants and shapes alone is worked out at import; `weights` says which constants are trained.
+The graph is read with `onnx_ir`, and each node becomes torch operators by one table, versioned by operator
+set. What depends on constants and shapes alone is worked out at import; `weights` says which constants are
+trained.
+
+torch's exporter folds and shares weights unless told not to: equal tensors become one, transposed ones new
+ones, and BatchNorm disappears into convolutions. For training, export with `optimize=False` (or with
+`dynamo=False, training=TrainingMode.TRAINING, do_constant_folding=False`): then each weight keeps its name.
 """
 
 from __future__ import annotations

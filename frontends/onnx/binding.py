@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
+import torch
 
 from ...ir.errors import UnsupportedError, UsageError
 from .tensors import torch_dtype
 
 __all__ = ["InputSpec", "bind_inputs"]
-
-import torch
 
 InputSpec = tuple[str, tuple[int, ...], torch.dtype]
 
@@ -21,8 +20,8 @@ def bind_inputs(
 ) -> list[InputSpec]:
     """Name, shape and element type of each input, with nothing left open.
 
-    A symbol stands for one size: bound in one input, it is bound in all. Initializers that older files also list as
-    inputs are weights, not inputs.
+    A symbol stands for one size: bound in one input, it is bound in all. Initializers that older files also
+    list as inputs are weights, not inputs.
 
     Args:
         graph: The graph.
@@ -39,11 +38,13 @@ def bind_inputs(
     for name in inputs:
         if name not in names:
             raise UsageError(
-                "IRC314", f"the model has no input {name!r}", help=f"its inputs are {', '.join(map(repr, names))}"
+                "IRC314",
+                f"the model has no input {name!r}",
+                help=f"its inputs are {', '.join(map(repr, names))}",
             )
     symbols: dict[str, int] = {}
     for value in values:
-        if value.name in inputs:
+        if value.name is not None and value.name in inputs:
             _match(value, tuple(inputs[value.name]), symbols)
     if batch is not None:
         _bind_batch(values, batch, inputs, symbols)
@@ -54,7 +55,11 @@ def describe(value: ir.Value) -> str:
     """An input's shape as the graph gives it, such as `[batch, 3, ?]`."""
     if value.shape is None:
         return "of any rank"
-    return "[" + ", ".join(str(_size(d)) if _size(d) is not None else _symbol(d) or "?" for d in value.shape) + "]"
+    return (
+        "["
+        + ", ".join(str(_size(d)) if _size(d) is not None else _symbol(d) or "?" for d in value.shape)
+        + "]"
+    )
 
 
 def _size(dim: int | ir.SymbolicDim) -> int | None:
@@ -96,11 +101,12 @@ def _bind_batch(
     open_ = [(v, d) for v, d in leading if _size(d) is None]
     for value, dim in open_:
         symbol = _symbol(dim)
-        known = inputs[value.name][0] if value.name in inputs else symbols.get(symbol or "", batch)
+        name = value.name or ""
+        known = inputs[name][0] if name in inputs else symbols.get(symbol or "", batch)
         if known != batch:
             raise UsageError(
                 "IRC316",
-                f"a batch of {batch} contradicts the input {value.name!r}, whose leading axis is bound to {known}",
+                f"a batch of {batch} contradicts the input {value.name!r}, whose axis 0 is bound to {known}",
                 help="leave out one of the two",
             )
         if symbol is not None:
@@ -122,13 +128,17 @@ def _spec(
     if dtype is None:
         named = "no element type" if value.dtype is None else value.dtype.name
         raise UnsupportedError(
-            "IRC304", f"the input {name!r} has {named}, which torch has not", help="export the model with another type"
+            "IRC304",
+            f"the input {name!r} has {named}, which torch has not",
+            help="export the model with another type",
         )
     if name in inputs:
         return name, tuple(inputs[name]), dtype
     if value.shape is None:
         raise UsageError(
-            "IRC317", f"the input {name!r} has no shape in the file", help=f"give it one, as --input {name}=1,3,224,224"
+            "IRC317",
+            f"the input {name!r} has no shape in the file",
+            help=f"give it one, as --input {name}=1,3,224,224",
         )
     sizes: list[int] = []
     for axis, dim in enumerate(value.shape):
@@ -140,7 +150,8 @@ def _spec(
             raise UsageError(
                 "IRC317",
                 f"axis {axis} ({symbol or 'unnamed'}) of the input {name!r} {describe(value)} has no size",
-                help=("add --batch N, or " if axis == 0 else "") + f"bind it with --input {name}={_example(value)}",
+                help=("add --batch N, or " if axis == 0 else "")
+                + f"bind it with --input {name}={_example(value)}",
             )
         sizes.append(size)
     return name, tuple(sizes), dtype
@@ -148,4 +159,6 @@ def _spec(
 
 def _example(value: ir.Value) -> str:
     assert value.shape is not None
-    return ",".join(str(_size(d)) if _size(d) is not None else (_symbol(d) or "N").upper() for d in value.shape)
+    return ",".join(
+        str(_size(d)) if _size(d) is not None else (_symbol(d) or "N").upper() for d in value.shape
+    )

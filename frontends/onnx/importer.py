@@ -77,7 +77,7 @@ def check_covered(model: ir.Model, graph: ir.Graph | None = None) -> None:
     """Refuse the graph when an operator in it has no lowering.
 
     Raises:
-        UnsupportedError: IRC301 names the first such node and counts the others; IRC303 an operator set too new.
+        UnsupportedError: IRC301 names the first such node and counts the others; IRC303: the set is too new.
     """
     version = _version(model, "")
     if version > newest_opset:
@@ -99,7 +99,8 @@ def check_covered(model: ir.Model, graph: ir.Graph | None = None) -> None:
     counted = ", ".join(f"{op} x{n}" for op, n in more.most_common())
     raise UnsupportedError(
         "IRC301",
-        f"the operator {_title(model, first)} is not supported" + (f"; {len(others)} more: {counted}" if others else ""),
+        f"the operator {_title(model, first)} is not supported"
+        + (f"; {len(others)} more: {counted}" if others else ""),
         at=Location(onnx_node=node_name(first)),
         help="export the model without it; `irc.frontends.onnx.operators()` lists what is covered",
     )
@@ -146,7 +147,10 @@ class _Importer:
             statics = [Static.of(t) for t in self.constants]
             return OnnxModule(
                 input_specs=specs,
-                weights={name: (_materialise(leaf), leaf.kind is Kind.PARAMETER) for name, leaf in self.weights.items()},
+                weights={
+                    name: (_materialise(leaf), leaf.kind is Kind.PARAMETER)
+                    for name, leaf in self.weights.items()
+                },
                 constants=statics,
                 as_tensors={i: self.constants[i] for i in sorted(self.as_tensors)},
                 steps=_with_frees(self.steps, outputs.values()),
@@ -182,11 +186,13 @@ class _Importer:
             if tensor is None:
                 raise UnsupportedError(
                     "IRC304",
-                    f"the constant {leaf.value.name!r} has elements of {leaf.tensor.dtype.name}, which torch has not",
+                    f"the constant {leaf.value.name!r} is of {leaf.tensor.dtype.name}, which torch has not",
                     help="export the model with another element type",
                 )
             return _Known(tensor)
         name = leaf.value.name or f"weight_{len(self.weights)}"
+        while name in self.weights:  # a branch may name its own weight like one outside
+            name += "_"
         index = len(self.weights)
         self.weights[name] = leaf
         sample = torch_tensor(ir.tensor(leaf.tensor.numpy().reshape(-1)[:1], dtype=leaf.tensor.dtype))
@@ -359,21 +365,28 @@ class _Importer:
                 self.env[value] = _Known(tensor)
 
     def trace(
-        self, outputs: Sequence[ir.Value], info: NodeInfo, lowering: Lowering, values: Sequence[ir.Value | None]
+        self,
+        outputs: Sequence[ir.Value],
+        info: NodeInfo,
+        lowering: Lowering,
+        values: Sequence[ir.Value | None],
     ) -> None:
         operands = [self.as_operand(v) for v in values]
         literals: list[int] = []
 
         def make_literal(make: Callable[[], Tensor]) -> Tensor:
             with unset_fake_temporarily():
-                tensor = make()
-            literals.append(self.new_constant(tensor).index)
+                tensor = make().contiguous()
+                literals.append(self.new_constant(tensor).index)
             return self.fake.from_tensor(tensor)
 
         known = [None if v is None else self.known(v) for v in values]
         call = Call(
             info,
-            [None if k is None else self.fake.from_tensor(k.tensor) if k.constant else k.tensor for k in known],
+            [
+                None if k is None else self.fake.from_tensor(k.tensor) if k.constant else k.tensor
+                for k in known
+            ],
             [None if k is None or not k.constant else Static.of(k.tensor) for k in known],
             [o.kind == "weight" for o in operands],
             True,
@@ -385,7 +398,9 @@ class _Importer:
             # What only eval mode reads must be kept too.
             with self.fake:
                 self.call(lowering, replace(call, training=False))
-        self.as_tensors.update(o.index for i, o in enumerate(operands) if o.kind == "constant" and i in call.touched)
+        self.as_tensors.update(
+            o.index for i, o in enumerate(operands) if o.kind == "constant" and i in call.touched
+        )
         self.as_tensors.update(literals)
         slots: list[int | None] = []
         for value, tensor, wanted in zip(outputs, results, info.wanted, strict=False):
@@ -458,9 +473,9 @@ def _with_frees(steps: Sequence[Step], outputs: Iterable[Operand]) -> list[Step]
     keep = {o.index for o in outputs if o.kind == "slot"}
     seen, done = set(keep), list[Step]()
     for step in reversed(steps):
-        touched = {o.index for o in step.operands if o.kind == "slot"} | {r for r in step.results if r is not None}
+        touched = {o.index for o in step.operands if o.kind == "slot"} | {
+            r for r in step.results if r is not None
+        }
         done.append(replace(step, frees=tuple(sorted(touched - seen))))
         seen |= touched
     return done[::-1]
-
-

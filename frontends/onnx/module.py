@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,8 @@ from .tensors import Static
 __all__ = ["OnnxModule", "Operand", "Step", "example_inputs"]
 
 
-class Operand(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Operand:
     """Where a step reads a value: a slot that an earlier step filled, a weight, a constant, or nowhere."""
 
     kind: Literal["slot", "weight", "constant", "absent"]
@@ -51,8 +52,8 @@ class _Scope(nn.Module):
 def _place(root: nn.Module, name: str) -> tuple[nn.Module, str, str]:
     """The owner, attribute and state key for a name; creates the scopes on the way.
 
-    The key equals the name, unless a part of it is empty or already means something else there: then underscores
-    are added to that part until it is free.
+    The key equals the name, unless a part of it is empty or already means something else there: then
+    underscores are added to that part until it is free.
     """
     owner, keys = root, list[str]()
     *scopes, leaf = name.split(".")
@@ -73,8 +74,8 @@ def _place(root: nn.Module, name: str) -> tuple[nn.Module, str, str]:
 class OnnxModule(nn.Module):
     """An ONNX graph as a trainable module.
 
-    `forward` takes the inputs in the graph's order and returns its output, or a tuple of them. Parameters and buffers
-    have the names they have in the file, as far as torch can hold them (see `onnx_names`).
+    `forward` takes the inputs in the graph's order and returns its output, or a tuple of them. Parameters and
+    buffers have the names they have in the file, as far as torch can hold them (see `onnx_names`).
 
     Attributes:
         input_specs: Name, shape and element type of each input.

@@ -43,7 +43,9 @@ def read(path: str | os.PathLike[str]) -> ir.Model:
     if not os.path.exists(path):
         raise UsageError("IRC310", f"no such file: {path}", help="give the path of an .onnx file")
     if os.path.isdir(path):
-        raise UsageError("IRC310", f"a folder, not a file: {path}", help="give the path of an .onnx file inside it")
+        raise UsageError(
+            "IRC310", f"a folder, not a file: {path}", help="give the path of an .onnx file inside it"
+        )
     if os.path.getsize(path) == 0:
         raise UsageError(_BROKEN, f"{path} is empty", help=_BROKEN_HELP)
     try:
@@ -68,11 +70,15 @@ def _check(model: ir.Model, path: str) -> None:
     if not model.ir_version or not (model.opset_imports or graph.opset_imports):
         raise UsageError(_BROKEN, f"{path} is not an ONNX model: it names no operator set", help=_BROKEN_HELP)
     if not graph.outputs:
-        raise UsageError(_BROKEN, f"{path} is not a whole ONNX model: its graph has no outputs", help=_BROKEN_HELP)
+        raise UsageError(
+            _BROKEN, f"{path} is not a whole ONNX model: its graph has no outputs", help=_BROKEN_HELP
+        )
     _check_wiring(graph, path, set())
     for output in graph.outputs:
         if output.producer() is None and not (output.is_graph_input() or output.is_initializer()):
-            raise UsageError(_BROKEN, f"{path}: nothing computes the output {output.name!r}", help=_BROKEN_HELP)
+            raise UsageError(
+                _BROKEN, f"{path}: nothing computes the output {output.name!r}", help=_BROKEN_HELP
+            )
 
 
 def _check_wiring(graph: ir.Graph, path: str, outer: set[ir.Value]) -> None:
@@ -131,7 +137,12 @@ def _sorted(graph: ir.Graph) -> bool:
     done: set[ir.Value] = set()
     for node in graph:
         for value in node.inputs:
-            if value is not None and value.producer() is not None and value.graph is graph and value not in done:
+            if (
+                value is not None
+                and value.producer() is not None
+                and value.graph is graph
+                and value not in done
+            ):
                 return False
         done.update(node.outputs)
     return True

@@ -34,7 +34,7 @@ FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 def torch_dtype(dtype: ir.DataType | int | None) -> torch.dtype | None:
-    """The torch element type of an ONNX one; `None` where torch has no ordinary equal (strings, 4 and 8 bit floats)."""
+    """The torch element type of an ONNX one; `None` where torch has no ordinary equal, as for strings."""
     return None if dtype is None else _DTYPES.get(ir.DataType(dtype))
 
 

@@ -4,14 +4,15 @@ An ONNX file does not say which of its numbers are weights. The rule, for each i
 `ConstantOfShape` of a float type, by where its values arrive (through operators that only move them):
 
 1. Running statistics of a BatchNormalization are **buffers**, whatever else reads them.
-2. **Constants** are: what only sets bounds, shapes, scales, ratios or conditions; rank 0; masks, that is values
-   with an infinity or of a magnitude from 1e30, or only zeros and one fill of -1e4 or less; initial states of
-   recurrent layers that are all zero.
+2. **Constants** are: what only sets bounds, shapes, scales, ratios or conditions; rank 0; masks, that is
+   values with an infinity or of a magnitude from 1e30, or only zeros and one fill of -1e4 or less; initial
+   states of recurrent layers that are all zero.
 3. One element of rank 1 or more is a **parameter** where only a weight can stand (Conv, Gemm, MatMul,
    PRelu, a normalisation, a recurrent layer), or as an initializer with a name of the user's own in an
    arithmetic operator; exporters' names (`val_7`, `onnx::Mul_12`, ...) make it a constant.
-4. More elements are a **parameter** when they come from an initializer. From a `Constant`, or a `ConstantOfShape`
-   whose shape is written in the file, they are when they arrive at a weight's place or an arithmetic operator.
+4. More elements are a **parameter** when they come from an initializer. From a `Constant`, or a
+   `ConstantOfShape` whose shape is written in the file, they are when they arrive at a weight's place or an
+   arithmetic operator.
 
 Everything else is a constant. Tables that torch keeps as buffers (positions, input means) cannot be told from
 weights and count as parameters: freeze them with `requires_grad_(False)`.
@@ -80,7 +81,9 @@ _MOVES_FIRST_ONLY = _MOVES - {"Concat"}
 _COMPARE = ("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "And", "Or", "Xor", "Not")
 # Operands that set how an operator works and are not data; `None` stands for all of them.
 _SETTINGS: dict[str, set[int] | None] = {
-    **dict.fromkeys((*_COMPARE, "ConstantOfShape", "Range", "NonZero", "Shape", "Size", "ArgMax", "ArgMin"), None),
+    **dict.fromkeys(
+        (*_COMPARE, "ConstantOfShape", "Range", "NonZero", "Shape", "Size", "ArgMax", "ArgMin"), None
+    ),
     "CastLike": {1},
     "Clip": {1, 2},
     "CumSum": {1},
@@ -121,7 +124,9 @@ _WEIGHTS: dict[str, set[int]] = {
     "RNN": {1, 2, 3},
 }
 _ARITHMETIC = {"Add", "Div", "Mul", "Sub", "Sum", "Einsum"}
-_EXPORTERS_NAME = re.compile(r"\d+|val_\d+|onnx::.*|_?tensor_constant\d*|.*Constant(_\d+)?_output_\d+|.*const.*", re.I)
+_EXPORTERS_NAME = re.compile(
+    r"\d+|val_\d+|onnx::.*|_?tensor_constant\d*|.*Constant(_\d+)?_output_\d+|.*const.*", re.I
+)
 
 
 def _sinks(value: ir.Value) -> Iterator[tuple[str, int]]:
@@ -184,7 +189,7 @@ def leaf_of(value: ir.Value) -> Leaf | None:
     if node is None:
         if not value.is_initializer() or value.const_value is None:
             return None
-        shape = tuple(int(n) for n in value.const_value.shape)
+        shape = tuple(value.const_value.shape.numpy())
         return Leaf(value, value.const_value, shape, _classify(value, value.const_value, shape, named=True))
     if node.domain not in ("", "ai.onnx"):
         return None
@@ -192,7 +197,7 @@ def leaf_of(value: ir.Value) -> Leaf | None:
         tensor = _constant(node)
         if tensor is None:
             return None
-        shape = tuple(int(n) for n in tensor.shape)
+        shape = tuple(tensor.shape.numpy())
         return Leaf(value, tensor, shape, _classify(value, tensor, shape, named=False))
     if node.op_type == "ConstantOfShape" and node.inputs[0] is not None:
         return _repeated(value, node, node.inputs[0])
@@ -215,7 +220,7 @@ def _constant(node: ir.Node) -> ir.TensorProtocol | None:
 
 
 def _repeated(value: ir.Value, node: ir.Node, sizes: ir.Value) -> Leaf | None:
-    """A `ConstantOfShape` whose shape stands in the file, when it is a weight; else it folds like any other node."""
+    """A `ConstantOfShape` whose shape stands in the file, if it is a weight; else it folds like any node."""
     source = leaf_of(sizes)
     if source is None:
         return None

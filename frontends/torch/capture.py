@@ -19,8 +19,10 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
 )
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
@@ -178,7 +180,7 @@ def _restored(module: nn.Module) -> Generator[None]:
     """Afterwards, every attribute of the module and its submodules is what it was before.
 
     Raises:
-        UnsupportedError: IRC308 when the forward assigns a tensor to an attribute. A hook before the
+        UnsupportedError: IRC308 when the forward assigns what it computes to an attribute. A hook before the
             forward may (pruning, weight norm): it computes the attribute from parameters in each call.
     """
     before = [(name, child, dict(vars(child))) for name, child in module.named_modules()]
@@ -187,8 +189,9 @@ def _restored(module: nn.Module) -> Generator[None]:
         yield
         for name, child, attributes in before:
             changed = (k for k, v in vars(child).items() if attributes.get(k, _ABSENT) is not v)
-            if not child._forward_pre_hooks:
-                assigned += [f"{name}.{k}".lstrip(".") for k in changed if _has_tensor(vars(child)[k])]
+            own_cache = type(child).__module__.startswith("torch.")  # such as the flat weights of an LSTM
+            if not child._forward_pre_hooks and not own_cache:
+                assigned += [f"{name}.{k}".lstrip(".") for k in changed if _is_traced(vars(child)[k])]
     finally:
         for _, child, attributes in before:
             vars(child).clear()
@@ -204,8 +207,9 @@ def _restored(module: nn.Module) -> Generator[None]:
 _ABSENT = object()
 
 
-def _has_tensor(attribute: object) -> bool:
-    return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(attribute))
+def _is_traced(attribute: object) -> bool:
+    """Whether an attribute holds a tensor that exists only while a module is traced."""
+    return any(isinstance(leaf, (FakeTensor, FunctionalTensor)) for leaf in pytree.tree_leaves(attribute))
 
 
 def _writes_constant() -> UnsupportedError:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -136,13 +137,16 @@ class _Translator:
             )
         if tensor.layout is not torch.strided:
             raise UnsupportedError(
-                "IRC304", f"{node.target} makes a {tensor.layout} tensor", at=location_of(node)
+                "IRC304",
+                f"{node.target} makes a {tensor.layout} tensor",
+                at=location_of(node),
             )
         handle = tensor.untyped_storage()
         self.referenced.append(handle)  # keeps the id unique
         device = str(tensor.device)
         if handle._cdata not in self.storages:
-            nbytes = allocation_bytes(int(handle.nbytes()), device)
+            payload_bytes = max(int(handle.nbytes()), _kept_bytes(node, tensor))
+            nbytes = allocation_bytes(payload_bytes, device)
             self.storages[handle._cdata] = Storage(f"s{len(self.storages)}", nbytes, device)
         return Value(name, tensor_type(tensor), self.storages[handle._cdata])
 
@@ -439,6 +443,23 @@ class _Results:
         info = joint._aot_state.fw_metadata.output_info
         kept = [pair for pair, alias in zip(self.plain, info, strict=True) if alias.output_type in computed]
         return [*kept, *self.bases]
+
+
+_KEEP_THEIR_TERMS = (
+    "aten.mse_loss.default",
+    "aten.smooth_l1_loss.default",
+    "aten.soft_margin_loss.default",
+    "aten.binary_cross_entropy.default",
+)
+
+
+def _kept_bytes(node: fx.Node, result: Tensor) -> int:
+    """Bytes of the terms that a loss sums up: these kernels return their mean in the terms' own allocation."""
+    if str(node.target) not in _KEEP_THEIR_TERMS:
+        return 0
+    operands: list[Any] = [operand.meta["val"] for operand in node.all_input_nodes]
+    shape = torch.broadcast_shapes(*(tuple(operand.shape) for operand in operands))
+    return math.prod(shape) * result.element_size()
 
 
 def _input_target(described: Any) -> str:

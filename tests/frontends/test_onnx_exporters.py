@@ -1,4 +1,4 @@
-"""What torch's two exporters write comes back as the module it was: same numbers, same weights, gradients everywhere."""
+"""What torch's two exporters write comes back as it was: same numbers, same weights, gradients everywhere."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ class Residual(nn.Module):
 class ResNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 8, 7, 2, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 8, 7, 2, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
+        )
         self.layers = nn.Sequential(Residual(8, 8), Residual(8, 16, 2))
         self.fc = nn.Linear(16, 5)
 
@@ -52,12 +54,16 @@ class Block(nn.Module):
         self.heads = heads
         self.ln1, self.ln2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
+        )
         self.drop = nn.Dropout(0.1)
 
     def forward(self, x: Tensor) -> Tensor:
         b, t, d = x.shape
-        q, k, v = (part.view(b, t, self.heads, -1).transpose(1, 2) for part in self.qkv(self.ln1(x)).split(d, 2))
+        q, k, v = (
+            part.view(b, t, self.heads, -1).transpose(1, 2) for part in self.qkv(self.ln1(x)).split(d, 2)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, d)
         x = x + self.drop(self.proj(y))
         return x + self.drop(self.mlp(self.ln2(x)))
@@ -192,7 +198,7 @@ def onnxruntime(path: Path, name: str, x: Tensor) -> np.ndarray:
     options.intra_op_num_threads = 1
     options.log_severity_level = 3
     session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    return session.run(None, {name: x.numpy()})[0]
+    return np.asarray(session.run(None, {name: x.numpy()})[0])
 
 
 @pytest.mark.parametrize("exporter", EXPORTERS)
@@ -231,7 +237,9 @@ def test_parameters_keep_their_names_and_gradients(
 def test_training_updates_statistics_by_the_exported_momentum(export: Callable[[str, str], Exported]) -> None:
     case = export("resnet", "legacy-training")
     module, net = case.load(), copy.deepcopy(case.net).train()
-    module.load_state_dict({k: v for k, v in net.state_dict().items() if not k.endswith("num_batches_tracked")})
+    module.load_state_dict(
+        {k: v for k, v in net.state_dict().items() if not k.endswith("num_batches_tracked")}
+    )
     torch.testing.assert_close(module(case.x), net(case.x))
     for key, buffer in net.named_buffers():
         if not key.endswith("num_batches_tracked"):
@@ -289,4 +297,5 @@ def test_traces_to_a_joint_graph(export: Callable[[str, str], Exported]) -> None
     assert len(signature.backward_signature.gradients_to_parameters) == len(list(module.parameters()))
     statistics = module.state_dict().keys() - dict(module.named_parameters()).keys()
     assert set(signature.buffers_to_mutate.values()) == {f"net.{key}" for key in statistics}
+    assert isinstance(traced, torch.fx.GraphModule)
     assert not [n for n in traced.graph.nodes if n.op == "get_attr"]

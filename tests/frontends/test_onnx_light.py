@@ -23,7 +23,8 @@ def run_onnxruntime(path: Path, module: OnnxModule, inputs: tuple[torch.Tensor, 
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     names = [name for name, _, _ in module.input_specs]
-    return session.run(None, {n: x.numpy() for n, x in zip(names, inputs, strict=True)})
+    outputs = session.run(None, {n: x.numpy() for n, x in zip(names, inputs, strict=True)})
+    return [np.asarray(output) for output in outputs]
 
 
 def test_there_are_nine() -> None:

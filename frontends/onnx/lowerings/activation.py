@@ -63,7 +63,7 @@ def prelu(c: Call) -> Result:
     if c.node.version < 7 and slope.ndim == 1 and x.ndim > 1:
         slope = slope.reshape(-1, *[1] * (x.ndim - 2))
     per_channel = x.ndim >= 2 and slope.ndim == x.ndim - 1 and slope.numel() == slope.shape[0] == x.shape[1]
-    if slope.numel() == 1 and slope.ndim <= x.ndim or per_channel:
+    if (slope.numel() == 1 and slope.ndim <= x.ndim) or per_channel:
         return F.prelu(x, slope.reshape(-1))
     return torch.where(x < 0, slope * x, x)
 
@@ -100,7 +100,10 @@ def shrink(c: Call) -> Result:
     return torch.where(x < -edge, x + bias, torch.where(x > edge, x - bias, torch.zeros_like(x)))
 
 
-_SOFT: dict[str, Callable[[Tensor, int], Tensor]] = {"Softmax": torch.softmax, "LogSoftmax": torch.log_softmax}
+_SOFT: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "Softmax": torch.softmax,
+    "LogSoftmax": torch.log_softmax,
+}
 
 
 @lowering("Softmax", "LogSoftmax", "Hardmax")

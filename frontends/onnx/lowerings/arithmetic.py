@@ -222,9 +222,13 @@ def gemm(c: Call) -> Result:
     alpha, beta = c.float_("alpha", 1.0), c.float_("beta", 1.0)
     a = a.t() if c.int_("transA", 0) else a
     bias = c.optional(2)
-    if alpha == 1.0 and beta == 1.0 and bias is not None and bias.ndim == 1 and bias.shape[0] == b.shape[
-        0 if c.int_("transB", 0) else 1
-    ]:
+    if (
+        alpha == 1.0
+        and beta == 1.0
+        and bias is not None
+        and bias.ndim == 1
+        and bias.shape[0] == b.shape[0 if c.int_("transB", 0) else 1]
+    ):
         return F.linear(a, b if c.int_("transB", 0) else b.t(), bias)
     b = b.t() if c.int_("transB", 0) else b
     if bias is None:

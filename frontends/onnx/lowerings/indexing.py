@@ -38,7 +38,8 @@ def _wrapped(c: Call, index: int, n: int) -> Tensor:
     """An index operand with negative indices counted from the end."""
     static = c.static(index)
     if static is not None:
-        values = np.where(static.array < 0, static.array + n, static.array).astype(np.int64)
+        given = static.array.astype(np.int64)
+        values = np.where(given < 0, given + n, given)
         return c.literal(lambda: torch.from_numpy(values))
     raw = c[index].long()
     return torch.where(raw < 0, raw + n, raw)
@@ -123,7 +124,9 @@ def slice_(c: Call) -> Result:
     return _slice(c[0], starts, ends, axes, steps)
 
 
-def _slice(x: Tensor, starts: Sequence[int], ends: Sequence[int], axes: Sequence[int], steps: Sequence[int]) -> Tensor:
+def _slice(
+    x: Tensor, starts: Sequence[int], ends: Sequence[int], axes: Sequence[int], steps: Sequence[int]
+) -> Tensor:
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
         axis %= x.ndim
         picked = range(*slice(start, end, step).indices(x.shape[axis]))

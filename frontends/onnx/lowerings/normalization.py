@@ -11,7 +11,7 @@ from .table import Call, Result, lowering
 
 @lowering("BatchNormalization")
 def batch_normalization(c: Call) -> Result:
-    """Statistics of the batch in train mode, which updates the running ones as torch does; else the running ones.
+    """In train mode the statistics of the batch, which update the running ones; in eval mode those.
 
     ONNX keeps `momentum` of the old value and torch `1 - momentum`. The module's mode decides, not the node's
     `training_mode`: what was exported from training evaluates, and what was exported for inference trains.

@@ -1,8 +1,8 @@
 """Recurrent layers over time: LSTM, GRU and RNN.
 
-ONNX stacks the gates of one direction in another order than torch, and keeps both directions in one tensor. The
-weights stay as they are named in the file; they are cut and reordered on the way into torch's layer, so that
-gradients arrive at them in their own layout.
+ONNX stacks the gates of one direction in another order than torch, and keeps both directions in one tensor.
+The weights stay as they are named in the file; they are cut and reordered on the way into torch's layer, so
+that gradients arrive at them in their own layout.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Recurrence:
         return self.x.flip(0) if self.reverse else self.x
 
     def outputs(self, y: Tensor) -> Tensor:
-        """torch's output in ONNX's layout: time, direction, batch, hidden."""
+        """The output in ONNX's layout: time, direction, batch, hidden."""
         y = y.flip(0) if self.reverse else y
         directions = 2 if self.both else 1
         y = y.reshape(*y.shape[:2], directions, -1).permute(0, 2, 1, 3)
@@ -94,7 +94,7 @@ def _flat(run: _Recurrence) -> list[Tensor]:
 
 @lowering("LSTM")
 def lstm(c: Call) -> Result:
-    """torch's LSTM; no peepholes, no coupled gates."""
+    """An LSTM as torch has it; no peepholes, no coupled gates."""
     if c.has(7):
         static = c.static(7)
         if static is None or static.array.any():
@@ -104,14 +104,22 @@ def lstm(c: Call) -> Result:
     run = _recurrence(c, _LSTM_ORDER, ("Sigmoid", "Tanh", "Tanh"))
     cell = _state(c, 6, run.hidden.shape[0], run.x, run.hidden.shape[-1], run.batch_first)
     y, h, s = torch._VF.lstm(  # pyright: ignore
-        run.forwards(), (run.hidden, cell), _flat(run), len(run.weights[0]) == 4, 1, 0.0, False, run.both, False
+        run.forwards(),
+        (run.hidden, cell),
+        _flat(run),
+        len(run.weights[0]) == 4,
+        1,
+        0.0,
+        False,
+        run.both,
+        False,
     )
     return run.outputs(y), run.last(h), run.last(s)
 
 
 @lowering("RNN")
 def rnn(c: Call) -> Result:
-    """torch's plain recurrent layer, with tanh or relu."""
+    """The plain recurrent layer, with tanh or relu."""
     given = c.strs_("activations") or ["Tanh"]
     kind = given[0].lower()
     if kind not in ("tanh", "relu"):
@@ -126,7 +134,7 @@ def rnn(c: Call) -> Result:
 
 @lowering("GRU")
 def gru(c: Call) -> Result:
-    """torch's GRU when the reset gate comes after the matrix product; a loop over time when it comes before."""
+    """As torch where the reset gate follows the matrix product; a loop over time where it precedes it."""
     run = _recurrence(c, _GRU_ORDER, ("Sigmoid", "Tanh"))
     if c.int_("linear_before_reset", 0):
         y, h = torch._VF.gru(  # pyright: ignore

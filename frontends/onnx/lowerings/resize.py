@@ -1,7 +1,7 @@
 """Resampling.
 
 Every size is known at import, so where each result comes from is worked out in numbers first. torch's own
-`interpolate` runs when its formula gives these numbers; else the rows are picked and blended one axis at a time.
+`interpolate` runs when its formula gives these numbers; else rows are picked and blended one axis at a time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .table import Call, Result, lowering
 
 
 class _Axis(NamedTuple):
-    """One axis to resample: its sizes, and the scale that the node means, which rounding may part from them."""
+    """One axis to resample: its sizes, and the scale the node means, which rounding may part from them."""
 
     axis: int
     size: int
@@ -71,7 +71,9 @@ def resize(c: Call) -> Result:
         c.refuse(f"with keep_aspect_ratio_policy={c.str_('keep_aspect_ratio_policy', '')}")
     axes = _axes_of(c, x)
     if transform == "align_corners" and any(not float(a.scale * a.size).is_integer() for a in axes):
-        c.refuse("with align_corners by scales that leave a fraction")  # runtimes disagree on where the corner is
+        c.refuse(
+            "with align_corners by scales that leave a fraction"
+        )  # runtimes disagree on where the corner is
     if mode == "nearest":
         return _nearest(c, x, axes, transform, c.str_("nearest_mode", "round_prefer_floor"))
     if mode == "linear":
@@ -147,9 +149,14 @@ def _nearest(c: Call, x: Tensor, axes: Sequence[_Axis], transform: str, rounding
     if rounding not in _ROUND:
         c.refuse(f"with nearest_mode={rounding}")
     picked = {
-        a: [min(max(_ROUND[rounding](_SOURCE[transform](i, a)), 0), a.size - 1) for i in range(a.out)] for a in axes
+        a: [min(max(_ROUND[rounding](_SOURCE[transform](i, a)), 0), a.size - 1) for i in range(a.out)]
+        for a in axes
     }
-    if axes and _spatial(x, axes) and all(p == [i * a.size // a.out for i in range(a.out)] for a, p in picked.items()):
+    if (
+        axes
+        and _spatial(x, axes)
+        and all(p == [i * a.size // a.out for i in range(a.out)] for a, p in picked.items())
+    ):
         return F.interpolate(x, size=_sizes(x, axes), mode="nearest")
     for a, indices in picked.items():
         x = x.index_select(a.axis, c.literal(lambda indices=indices: torch.tensor(indices)))
@@ -162,7 +169,9 @@ _LINEAR = {3: "linear", 4: "bilinear", 5: "trilinear"}
 def _linear(c: Call, x: Tensor, axes: Sequence[_Axis], transform: str) -> Tensor:
     if not x.is_floating_point():
         c.refuse(f"with mode=linear on {x.dtype}")
-    exact = all(a.scale * a.size == a.out or math.isclose(a.scale, a.out / a.size, rel_tol=1e-7) for a in axes)
+    exact = all(
+        a.scale * a.size == a.out or math.isclose(a.scale, a.out / a.size, rel_tol=1e-7) for a in axes
+    )
     native = transform in ("half_pixel", "half_pixel_symmetric", "pytorch_half_pixel") and exact
     native = native and (transform != "pytorch_half_pixel" or all(a.out > 1 for a in axes))
     if axes and _spatial(x, axes) and (native or transform == "align_corners"):

@@ -6,7 +6,13 @@ import torch.nn.functional as F
 
 from .table import Call, Result, lowering
 
-_MODES = {"bilinear": "bilinear", "linear": "bilinear", "nearest": "nearest", "bicubic": "bicubic", "cubic": "bicubic"}
+_MODES = {
+    "bilinear": "bilinear",
+    "linear": "bilinear",
+    "nearest": "nearest",
+    "bicubic": "bicubic",
+    "cubic": "bicubic",
+}
 
 
 @lowering("GridSample", since=16)

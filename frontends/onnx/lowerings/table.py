@@ -12,14 +12,24 @@ from torch import Tensor
 from ....ir.errors import Location, UnsupportedError
 from ..tensors import Static
 
-__all__ = ["Attribute", "Call", "Lowering", "NodeInfo", "Result", "find", "lowering", "newest_opset", "operators"]
+__all__ = [
+    "Attribute",
+    "Call",
+    "Lowering",
+    "NodeInfo",
+    "Result",
+    "find",
+    "lowering",
+    "newest_opset",
+    "operators",
+]
 
 Attribute: TypeAlias = "int | float | str | tuple[int, ...] | tuple[float, ...] | tuple[str, ...] | Tensor"
 Result: TypeAlias = "Tensor | tuple[Tensor | None, ...]"
 Scalar: TypeAlias = "int | float | bool"
 
-# Attributes that no lowering needs: they repeat what shapes say, or they are about execution, or they only matter
-# beside another attribute, which is read where it is.
+# Attributes that no lowering needs: they repeat what shapes say, or they are about execution, or they matter
+# only beside another attribute, which is read where it is.
 _HARMLESS = frozenset(
     {
         "consumed_inputs",
@@ -87,7 +97,7 @@ class Call:
         statics: The same operands as plain data, where they are constants.
         weights: Which operands are parameters or buffers.
         training: Whether the module is in train mode.
-        make_literal: Turns what a lowering computes from shapes alone into a tensor that lives with the module.
+        make_literal: Turns what follows from shapes alone into a tensor that lives with the module.
     """
 
     node: NodeInfo
@@ -125,7 +135,9 @@ class Call:
 
     def has(self, index: int) -> bool:
         """Whether the operand is given."""
-        return index < len(self.tensors) and (self.tensors[index] is not None or self.statics[index] is not None)
+        return index < len(self.tensors) and (
+            self.tensors[index] is not None or self.statics[index] is not None
+        )
 
     def optional(self, index: int) -> Tensor | None:
         """The operand as a tensor, or `None` when it is absent."""
@@ -194,7 +206,7 @@ class Call:
         return index < len(self.weights) and self.weights[index]
 
     def literal(self, make: Callable[[], Tensor]) -> Tensor:
-        """A tensor that follows from shapes and attributes alone; made once, at import, and kept with the module."""
+        """A tensor that follows from shapes and attributes alone; made at import and kept with the module."""
         return self.make_literal(make)
 
     def wants(self, index: int) -> bool:

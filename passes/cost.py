@@ -1,0 +1,38 @@
+"""The pass that finds out what operations cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from .costs import analytic_costs, machine_named
+from .program import Program
+
+__all__ = ["Cost"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Fills in the costs of a program.
+
+    Args:
+        profile: `device` measures each distinct operation on the device that its tensors live on;
+            the name of a described machine (`cpu`, `a100`, `h100`) computes costs from its roofline.
+        repeats: Timed runs of an operation, where they are measured.
+        cache: Whether measurements are kept on disk and taken from there.
+    """
+
+    name: ClassVar[str] = "cost"
+
+    profile: str = "device"
+    repeats: int = 5
+    cache: bool = True
+
+    def run(self, program: Program, /) -> Program:
+        """The program with its costs."""
+        if self.profile != "device":
+            return replace(program, costs=analytic_costs(program.graph, machine_named(self.profile)))
+        from .profile import ProfileStore, profile_costs
+
+        store = ProfileStore.default() if self.cache else None
+        return replace(program, costs=profile_costs(program.graph, store=store, repeats=self.repeats))

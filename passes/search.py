@@ -1,0 +1,276 @@
+"""Searches for the fastest schedule within a budget, and proves how far from the best it can be."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ..ir import Node
+from .checkpointing import CheckpointProblem, Simulated
+from .eviction import evict_greedily
+from .staged_ilp import Relaxation
+from .strategies import every_k, keep_all, sqrt_n
+
+__all__ = ["Found", "Frontier", "frontier", "lower_bound", "polish", "solve_staged"]
+
+_PROOF_GAP = 1e-4
+"""Fraction of the step's time below which a gap counts as closed."""
+
+_SMALL_BACKWARD = 24
+"""Up to this many backward operations every one of them is a stage from the start: the choice is then exact."""
+
+_SMALL_FRACTION = 2e-5
+"""Storages below this fraction of the baseline peak are always kept, on graphs that are not small."""
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """Schedules found without regard to one budget: the same for every budget, so that plans are monotone.
+
+    Args:
+        candidates: The schedules, each with its name.
+    """
+
+    candidates: tuple[tuple[str, Simulated], ...]
+
+    @property
+    def minimum_bytes(self) -> int:
+        """The smallest peak that a schedule was found for."""
+        return min(simulated.peak_bytes for _, simulated in self.candidates)
+
+    def best(self, budget_bytes: int) -> tuple[str, Simulated] | None:
+        """The fastest candidate within the budget; of equally fast ones that with the smallest peak."""
+        fitting = [pair for pair in self.candidates if pair[1].peak_bytes <= budget_bytes]
+        return min(fitting, key=lambda pair: (pair[1].seconds, pair[1].peak_bytes), default=None)
+
+
+@dataclass
+class Found:
+    """The state of a search; `best` only gets better."""
+
+    name: str
+    best: Simulated
+    bound_seconds: float = 0.0
+    is_exact: bool = False
+
+    def offer(self, name: str, simulated: Simulated, budget_bytes: int) -> None:
+        """Takes a schedule that fits and is faster, or as fast with a smaller peak."""
+        if simulated.peak_bytes > budget_bytes:
+            return
+        if (simulated.seconds, simulated.peak_bytes) < (self.best.seconds, self.best.peak_bytes):
+            self.name, self.best = name, simulated
+
+
+# ---------------------------------------------------------------------- without a budget
+
+_RUNGS = 10
+_HALVINGS = 8
+
+
+def frontier(problem: CheckpointProblem) -> Frontier:
+    """Known strategies, greedy eviction at a ladder of budgets, and the smallest peak that eviction reaches."""
+    top, floor = problem.keep_all.peak_bytes, problem.floor_bytes
+    found: list[tuple[str, Simulated]] = [("keep-all", keep_all(problem)), ("sqrt-n", sqrt_n(problem))]
+    found += [(f"every-{k}", every_k(problem, k)) for k in _segment_lengths(problem)]
+    low, high = floor - 1, top
+    for rung in range(_RUNGS):
+        budget = floor + (top - floor) * rung // _RUNGS
+        simulated = evict_greedily(problem, budget)
+        if simulated is None:
+            low = max(low, budget)
+        else:
+            high = min(high, simulated.peak_bytes)
+            found.append(("eviction", simulated))
+    for _ in range(_HALVINGS):
+        if high - low <= max(top >> 10, 1):
+            break
+        middle = (low + high) // 2
+        tries = (evict_greedily(problem, middle, distance_weight=weight) for weight in (1.0, 0.5, 0.0))
+        fitting = next((s for s in tries if s is not None), None)
+        if fitting is None:
+            low = middle
+        else:
+            high = fitting.peak_bytes
+            found.append(("eviction", fitting))
+    return Frontier(tuple(found))
+
+
+def _segment_lengths(problem: CheckpointProblem) -> Iterator[int]:
+    length = 2
+    while length < len(problem.forward):
+        yield length
+        length *= 2
+
+
+# ---------------------------------------------------------------------- within a budget
+
+
+@dataclass
+class _Lazy:
+    """The stages and rows that have been needed so far."""
+
+    positions: list[int]
+    forward_rows: dict[Node, None] = field(default_factory=dict)
+    transients: dict[tuple[int, Node], None] = field(default_factory=dict)
+
+
+_NEW_STAGES = 5
+_NEW_ROWS = 12
+
+
+def solve_staged(
+    problem: CheckpointProblem, budget_bytes: int, found: Found, *, deadline: float, gap: float = 1e-4
+) -> None:
+    """Improves `found` by the staged integer programme, adding stages and rows until its choice fits.
+
+    On a graph with few backward operations the result is the best schedule of the class of
+    `CheckpointProblem`, and of the best ones that with the smallest peak.
+
+    Args:
+        problem: The recomputation problem.
+        budget_bytes: The most that may be alive at once.
+        found: The search; its bound is raised too where the programme is a relaxation of every schedule.
+        deadline: `time.monotonic()` at which to stop.
+        gap: At which a solve stops, as a fraction of the step's time.
+    """
+    small = len(problem.backward) <= _SMALL_BACKWARD
+    lazy = _Lazy(list(range(len(problem.backward))) if small else [0])
+    limit_bytes = budget_bytes
+    best_seconds = math.inf
+    while problem.backward and time.monotonic() < deadline:
+        relaxation = Relaxation(
+            problem,
+            limit_bytes,
+            lazy.positions,
+            lazy.forward_rows,
+            lazy.transients,
+            small_bytes=_small_bytes(problem, small),
+        )
+        left = deadline - time.monotonic()
+        solved = relaxation.solve(seconds=left if small else min(left, max(left / 3, 4.0)), gap=0.0 if small else gap)
+        if solved.staging is None:
+            found.is_exact = small and solved.is_infeasible
+            return
+        eager = problem.simulate(solved.staging)
+        if small and eager.seconds > best_seconds * (1 + 1e-9):
+            found.is_exact = True
+            return
+        found.offer("ilp", eager, budget_bytes)
+        if not small:
+            found.offer("ilp", problem.simulate(solved.staging, eager=False), budget_bytes)
+        if eager.peak_bytes <= limit_bytes:
+            if not small:
+                return
+            best_seconds, limit_bytes = eager.seconds, eager.peak_bytes - 1
+        elif not _refine(problem, limit_bytes, eager, lazy):
+            return
+
+
+def _small_bytes(problem: CheckpointProblem, is_small: bool) -> int:
+    return -1 if is_small else int(problem.keep_all.peak_bytes * _SMALL_FRACTION)
+
+
+def _refine(problem: CheckpointProblem, budget_bytes: int, simulated: Simulated, lazy: _Lazy) -> bool:
+    """Adds stages and rows where a simulated choice goes over the budget; whether there was any to add."""
+    over: dict[tuple[int, Node], int] = {}
+    for nbytes, node, owner in zip(simulated.during_bytes, simulated.order, simulated.owners, strict=True):
+        if nbytes > budget_bytes:
+            over[owner, node] = max(over.get((owner, node), 0), nbytes - budget_bytes)
+    stages: list[int] = []
+    rows = 0
+    existing = set(lazy.positions)
+    spacing = max(len(problem.backward) // 100, 1)
+    for (owner, node), _ in sorted(over.items(), key=lambda item: -item[1]):
+        if owner < 0:
+            if node not in lazy.forward_rows and rows < _NEW_ROWS:
+                lazy.forward_rows[node] = None
+                rows += 1
+            continue
+        wanted = owner if owner not in existing else owner - 1
+        if wanted not in existing:
+            if len(stages) < _NEW_STAGES and (wanted != owner or all(abs(wanted - p) > spacing for p in stages)):
+                stages.append(wanted)
+        elif node in problem.index and (owner, node) not in lazy.transients and rows < _NEW_ROWS:
+            lazy.transients[owner, node] = None
+            rows += 1
+    lazy.positions = sorted({*lazy.positions, *stages})
+    return bool(stages or rows)
+
+
+def lower_bound(problem: CheckpointProblem, budget_bytes: int, *, deadline: float) -> float:
+    """Seconds of recomputation that every schedule within the budget, with this order of backward, needs.
+
+    The stages stand where backward holds most; storages that are small count as free. Forward may
+    run in any way: no row but those of the stages is used.
+    """
+    small = len(problem.backward) <= _SMALL_BACKWARD
+    positions = list(range(len(problem.backward))) if small else _tightest(problem)
+    bound = 0.0
+    sizes = [len(positions)] if small else [6, 12, 20]
+    for size in sizes:
+        left = deadline - time.monotonic()
+        if left <= 0.2 or not positions:
+            break
+        chosen = sorted({0, *positions[:size]})
+        relaxation = Relaxation(
+            problem,
+            budget_bytes,
+            chosen,
+            small_bytes=_small_bytes(problem, small),
+            charge_small=False,
+            in_class=False,
+        )
+        solved = relaxation.solve(seconds=left if size == sizes[-1] else left / 3, gap=0.0 if small else 1e-5)
+        if not solved.is_infeasible:
+            bound = max(bound, solved.bound_seconds)
+    return bound
+
+
+def _tightest(problem: CheckpointProblem) -> list[int]:
+    """Backward positions by the memory that keeping everything takes there, spread out."""
+    kept = problem.keep_all
+    start = len(problem.forward)
+    demand = {owner: nbytes for nbytes, owner in zip(kept.during_bytes[start:], kept.owners[start:], strict=True)}
+    spacing = max(len(problem.backward) // 40, 1)
+    chosen: list[int] = []
+    for position in sorted(demand, key=lambda p: -demand[p]):
+        if all(abs(position - other) >= spacing for other in chosen):
+            chosen.append(position)
+    return chosen
+
+
+def polish(problem: CheckpointProblem, budget_bytes: int, found: Found, *, deadline: float) -> None:
+    """Drops one recomputation after the other, the longest first, where the schedule still fits without it."""
+    split = len(found.best.order) - _after_loss(found.best)
+    improved = True
+    while improved and time.monotonic() < deadline:
+        improved = False
+        order = list(found.best.order)
+        owners = list(found.best.owners)
+        seen: set[Node] = set()
+        repeated: list[int] = []
+        for step, node in enumerate(order):
+            if node in seen:
+                repeated.append(step)
+            seen.add(node)
+        repeated.sort(key=lambda step: -problem.costs.seconds[order[step]])
+        for step in repeated:
+            if time.monotonic() >= deadline:
+                break
+            shorter = order[:step] + order[step + 1 :]
+            boundary = split - 1 if step < split else split
+            simulated = problem.simulate_order(
+                shorter[:boundary], shorter[boundary:], (owners[:step] + owners[step + 1 :])[boundary:]
+            )
+            if simulated.peak_bytes <= budget_bytes and simulated.seconds < found.best.seconds:
+                found.offer(found.name, simulated, budget_bytes)
+                split = boundary
+                improved = True
+                break
+
+
+def _after_loss(simulated: Simulated) -> int:
+    return sum(owner >= 0 for owner in simulated.owners)
+

@@ -1,0 +1,253 @@
+"""The pass that chooses what to keep for backward and what to compute again, within a budget in bytes."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from ..ir import (
+    BudgetError,
+    Compute,
+    Decision,
+    Loss,
+    Node,
+    Plan,
+    Storage,
+    TimeLimitError,
+    UsageError,
+    format_bytes,
+    parse_budget,
+    verify_schedule,
+)
+from .checkpointing import CheckpointProblem, Simulated
+from .cost import Cost
+from .eviction import evict_greedily
+from .program import Program
+from .search import Found, Frontier, frontier, lower_bound, polish, solve_staged
+from .strategies import every_k, keep_all, sqrt_n
+
+__all__ = ["STRATEGIES", "SelectCheckpoints", "minimum_budget"]
+
+STRATEGIES = ("auto", "ilp", "eviction", "sqrt-n", "every-<k>", "keep-all")
+_PROOF_GAP = 1e-4
+_BOUND_SHARE = 0.3
+_POLISH_SHARE = 0.15
+
+
+@dataclass(frozen=True, slots=True)
+class SelectCheckpoints:
+    """Chooses a schedule whose peak is within the budget, at the least loss of time.
+
+    Args:
+        budget: Bytes, `4GiB`, `4GB`, or `60%` of the baseline peak; `100%` is the baseline itself.
+        strategy: `auto` takes the best of all; the others are `ilp`, `eviction`, `sqrt-n`, `every-8`
+            (any k) and `keep-all`.
+        time_limit: Seconds for the search; the best schedule so far counts when they are over.
+    """
+
+    name: ClassVar[str] = "select-checkpoints"
+
+    budget: int | str = "100%"
+    strategy: str = "auto"
+    time_limit: float = 60.0
+
+    def run(self, program: Program, /) -> Program:
+        """The program with a schedule and its plan.
+
+        Raises:
+            BudgetError: IRC204 when no schedule was found within the budget.
+            TimeLimitError: IRC205 when the time limit ended before any schedule was found.
+            UsageError: IRC401 for a malformed budget, IRC403 for an unknown strategy or time limit.
+        """
+        _check_options(self)
+        started = time.monotonic()
+        if program.costs is None:
+            program = Cost(profile="cpu").run(program)
+        assert program.costs is not None
+        problem = CheckpointProblem(program.graph, program.costs)
+        budget_bytes = parse_budget(self.budget, problem.keep_all.peak_bytes)
+        candidates = frontier(problem)
+        deadline = started + self.time_limit
+        found = self._search(problem, budget_bytes, candidates, deadline)
+        found.bound_seconds = self._bound(problem, budget_bytes, found, deadline)
+        plan = _plan(problem, budget_bytes, found, candidates, time.monotonic() - started)
+        schedule = found.best.schedule
+        verify_schedule(
+            schedule, program.costs.workspace_bytes, budget_bytes=budget_bytes, peak_bytes=plan.peak_bytes
+        )
+        return replace(program, schedule=schedule, plan=plan)
+
+    def _search(
+        self, problem: CheckpointProblem, budget_bytes: int, candidates: Frontier, deadline: float
+    ) -> Found:
+        if self.strategy in ("auto", "ilp"):
+            start = candidates.best(budget_bytes)
+            if start is None:
+                raise _over_budget(problem, budget_bytes, candidates.minimum_bytes)
+            found = Found(*start)
+            if found.best.seconds > problem.step_seconds * (1 + 1e-12):
+                self._improve(problem, budget_bytes, found, deadline)
+            return found
+        simulated = _by_name(problem, self.strategy, budget_bytes)
+        if simulated is None or simulated.peak_bytes > budget_bytes:
+            reached = candidates.minimum_bytes if simulated is None else simulated.peak_bytes
+            raise _over_budget(problem, budget_bytes, reached, strategy=self.strategy)
+        return Found(self.strategy, simulated)
+
+    def _improve(self, problem: CheckpointProblem, budget_bytes: int, found: Found, deadline: float) -> None:
+        seconds = max(deadline - time.monotonic(), 0.0)
+        share = 1 - _BOUND_SHARE - _POLISH_SHARE
+        if len(problem.backward) > 24:
+            for weight in (1.0, 0.5, 0.25, 0.0):
+                simulated = evict_greedily(problem, budget_bytes, distance_weight=weight)
+                if simulated is not None:
+                    found.offer("eviction", simulated, budget_bytes)
+        solve_staged(problem, budget_bytes, found, deadline=time.monotonic() + seconds * share)
+        if not found.is_exact:
+            polish(problem, budget_bytes, found, deadline=time.monotonic() + seconds * _POLISH_SHARE)
+
+    def _bound(self, problem: CheckpointProblem, budget_bytes: int, found: Found, deadline: float) -> float:
+        if budget_bytes >= problem.keep_all.peak_bytes:
+            return 0.0
+        latest = max(deadline, time.monotonic() + min(self.time_limit * _BOUND_SHARE, 1.0))
+        return lower_bound(problem, budget_bytes, deadline=latest)
+
+
+def minimum_budget(program: Program) -> tuple[int, int]:
+    """The smallest budget that a schedule was found for, and the floor that none can go below, in bytes."""
+    assert program.costs is not None, "costs come first"
+    problem = CheckpointProblem(program.graph, program.costs)
+    return frontier(problem).minimum_bytes, problem.floor_bytes
+
+
+def _check_options(options: SelectCheckpoints) -> None:
+    parse_budget(options.budget)
+    strategy = options.strategy
+    numbered = strategy.startswith("every-") and strategy.removeprefix("every-").isdigit()
+    if strategy not in STRATEGIES and not (numbered and int(strategy.removeprefix("every-")) > 0):
+        raise UsageError(
+            "IRC403", f"there is no strategy {strategy!r}", help=f"choose one of {', '.join(STRATEGIES)}"
+        )
+    if not options.time_limit >= 0:
+        raise UsageError(
+            "IRC403", f"the time limit is {options.time_limit} seconds", help="give 0 seconds or more"
+        )
+
+
+def _by_name(problem: CheckpointProblem, strategy: str, budget_bytes: int) -> Simulated | None:
+    match strategy:
+        case "keep-all":
+            return keep_all(problem)
+        case "sqrt-n":
+            return sqrt_n(problem)
+        case "eviction":
+            return evict_greedily(problem, budget_bytes)
+        case _:
+            return every_k(problem, int(strategy.removeprefix("every-")))
+
+
+def _over_budget(
+    problem: CheckpointProblem, budget_bytes: int, minimum_bytes: int, *, strategy: str | None = None
+) -> BudgetError:
+    place = _heaviest(problem)
+    by = f" by strategy {strategy}" if strategy else ""
+    return BudgetError(
+        "IRC204",
+        f"a training step needs {format_bytes(minimum_bytes)} ({minimum_bytes} bytes) at least{by}, over the budget of "
+        f"{format_bytes(budget_bytes)} ({budget_bytes} bytes); {format_bytes(problem.graph.static_bytes)} of it are "
+        "parameters, buffers and inputs",
+        minimum_bytes=minimum_bytes,
+        at=place.at,
+        help=f"raise the budget to {minimum_bytes} bytes, or lower the batch size"
+        + (", or use strategy auto" if strategy else ""),
+    )
+
+
+def _heaviest(problem: CheckpointProblem) -> Node:
+    """The backward operation that needs most by itself."""
+    demand = [
+        held + sum(s.nbytes for s in problem.forward_reads[node])
+        for held, node in zip(problem.held_during, problem.backward, strict=True)
+    ]
+    return problem.backward[demand.index(max(demand))]
+
+
+# ---------------------------------------------------------------------- the certificate
+
+
+def _plan(
+    problem: CheckpointProblem, budget_bytes: int, found: Found, candidates: Frontier, seconds: float
+) -> Plan:
+    step = problem.step_seconds
+    overhead = max(found.best.seconds / step - 1, 0.0)
+    bound = min(found.bound_seconds / step, overhead)
+    return Plan(
+        budget_bytes=budget_bytes,
+        peak_bytes=found.best.peak_bytes,
+        baseline_peak_bytes=problem.keep_all.peak_bytes,
+        static_bytes=problem.graph.static_bytes,
+        minimum_budget_bytes=min(candidates.minimum_bytes, found.best.peak_bytes),
+        floor_bytes=problem.floor_bytes,
+        step_seconds=step,
+        overhead=overhead,
+        lower_bound_overhead=bound,
+        proven_optimal=overhead - bound <= _PROOF_GAP,
+        strategy=found.name,
+        costs=problem.costs.source,
+        decisions=_decisions(problem, found.best),
+        seconds_to_plan=seconds,
+    )
+
+
+def _decisions(problem: CheckpointProblem, simulated: Simulated) -> tuple[Decision, ...]:
+    """One decision for each storage that forward makes and that is no output."""
+    runs = Counter(simulated.order)
+    kept = _alive_at_loss(simulated)
+    decisions: list[Decision] = []
+    for storage, node in problem.producer.items():
+        again = runs[node] - 1
+        seconds = problem.costs.seconds[node] * again
+        if storage in kept:
+            action, reason = "keep", _why_kept(problem, storage, node)
+        elif storage in problem.read_positions or (again and storage in problem.last_useful):
+            action, reason = _why_not_kept(problem, storage, again, seconds)
+        else:
+            action, reason = "free", "backward reads neither it nor anything that is made from it again"
+        where = str(node.at) if node.at is not None else ""
+        decisions.append(
+            Decision(storage.name, f"{node.name} ({node.op})", storage.nbytes, action, again, seconds, reason, where)
+        )
+    return tuple(decisions)
+
+
+def _alive_at_loss(simulated: Simulated) -> set[Storage]:
+    alive: set[Storage] = set()
+    for instruction in simulated.schedule.instructions:
+        if isinstance(instruction, Loss):
+            break
+        if isinstance(instruction, Compute):
+            alive |= instruction.retained
+        else:
+            alive.discard(instruction.storage)
+    return alive
+
+
+def _why_kept(problem: CheckpointProblem, storage: Storage, node: Node) -> str:
+    if not node.is_recomputable:
+        return "its operation may run only once (" + ", ".join(sorted(t.value for t in node.traits)) + ")"
+    return f"backward reads it {len(problem.read_positions.get(storage, ()))} times; making it again costs more"
+
+
+def _why_not_kept(problem: CheckpointProblem, storage: Storage, again: int, seconds: float) -> tuple[str, str]:
+    times = "once" if again == 1 else f"{again} times"
+    reads = len(problem.read_positions.get(storage, ()))
+    purpose = f"backward reads it {reads} times" if reads else "other values are made from it again"
+    if not again:
+        return "free", "backward does not need it under this plan"
+    return (
+        "recompute",
+        f"{purpose}; its operation runs again {times} ({seconds * 1e3:.3g} ms) and "
+        f"{format_bytes(storage.nbytes)} are free in between",
+    )

@@ -102,7 +102,7 @@ class ProfileStore:
             return {
                 key: Measured(float(seconds), int(workspace)) for key, (seconds, workspace) in rows.items()
             }
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
             return {}
 
     def save(self, device: str, measured: dict[str, Measured]) -> None:

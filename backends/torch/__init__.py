@@ -2,5 +2,6 @@
 
 from .emit import emit_source
 from .module import Program, compile_program, fit
+from .standalone import StandaloneModule
 
-__all__ = ["Program", "compile_program", "emit_source", "fit"]
+__all__ = ["Program", "StandaloneModule", "compile_program", "emit_source", "fit"]

@@ -16,12 +16,14 @@ from torch.utils import _pytree as pytree
 
 from ...ir import (
     Compute,
+    Delivery,
     Input,
     InputRole,
     IrcError,
     Loss,
     Origin,
     OutputRole,
+    Plan,
     Schedule,
     Signature,
     Slot,
@@ -31,7 +33,7 @@ from ...ir import (
 )
 from .emit import emit_source
 
-__all__ = ["Program", "compile_program", "fit"]
+__all__ = ["Program", "compile_program", "deliver_leaf", "fit"]
 
 
 @dataclass(frozen=True)
@@ -198,7 +200,7 @@ def _in_layout(gradient: Tensor, tangent: Input) -> Tensor:
 # ---------------------------------------------------------------------- the drop-in module
 
 
-def fit(module: nn.Module, program: Program, signature: Signature) -> nn.Module:
+def fit(module: nn.Module, program: Program, signature: Signature, plan: Plan | None = None) -> nn.Module:
     """A module that trains by `program` and is in every other way `module`.
 
     It is of a subclass of the module's class and shares its parameters, buffers, submodules and hooks.
@@ -209,12 +211,13 @@ def fit(module: nn.Module, program: Program, signature: Signature) -> nn.Module:
         module: What was captured.
         program: What its schedule compiled to.
         signature: How to call it.
+        plan: The certificate, for the attribute `plan`.
     """
     original = type(module)
     fitted_type = type(f"Fitted{original.__name__}", (_Fitted, original), {"__module__": original.__module__})
     fitted = fitted_type.__new__(fitted_type)
     fitted.__dict__.update(module.__dict__)
-    fitted.__dict__["_irc"] = _Binding.of(module, program, signature)
+    fitted.__dict__["_irc"] = _Binding.of(module, program, signature, plan)
     return fitted
 
 
@@ -224,10 +227,11 @@ class _Binding:
 
     program: Program
     signature: Signature
+    plan: Plan | None
     slots: list[tuple[dict[str, Tensor | None], str] | Slot | Tensor]
 
     @staticmethod
-    def of(module: nn.Module, program: Program, signature: Signature) -> _Binding:
+    def of(module: nn.Module, program: Program, signature: Signature, plan: Plan | None) -> _Binding:
         slots: list[tuple[dict[str, Tensor | None], str] | Slot | Tensor] = []
         for static in program.statics:
             match static.role:
@@ -240,14 +244,14 @@ class _Binding:
                     slots.append(Slot(int(static.target)))
                 case _:
                     slots.append(program.constants[static.target])
-        return _Binding(program, signature, slots)
+        return _Binding(program, signature, plan, slots)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Binding:
         slots = [
             (memo.get(id(slot[0]), slot[0]), slot[1]) if isinstance(slot, tuple) else slot
             for slot in self.slots
         ]
-        return _Binding(self.program, self.signature, slots)
+        return _Binding(self.program, self.signature, self.plan, slots)
 
     def tensor(self, index: int, leaves: list[Any]) -> Tensor:
         """The tensor that the program's input `index` binds in this call."""
@@ -292,6 +296,11 @@ def _described(tensor: Tensor) -> str:
 
 class _Fitted(nn.Module):
     """Runs the program where it applies, and the original forward elsewhere."""
+
+    @property
+    def plan(self) -> Plan | None:
+        """What was chosen, and the proof of how good it is."""
+        return self.__dict__["_irc"].plan
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         binding: _Binding = self.__dict__["_irc"]
@@ -348,15 +357,17 @@ def _shown(leaf: object) -> str:
 
 
 def _deliver(signature: Signature, inputs: list[Tensor], outputs: tuple[Tensor, ...]) -> Any:
-    leaves: list[Any] = []
-    for delivery in signature.deliveries:
-        match delivery.origin:
-            case Origin.CONSTANT:
-                leaves.append(delivery.constant)
-            case Origin.COMPUTED:
-                leaves.append(outputs[delivery.index])
-            case Origin.INPUT | Origin.OUTPUT:
-                base = (inputs if delivery.origin is Origin.INPUT else outputs)[delivery.index]
-                leaves.append(base if delivery.view is None else base.as_strided(*delivery.view))
     tree: Any = signature.out_tree
-    return pytree.tree_unflatten(leaves, tree)
+    return pytree.tree_unflatten([deliver_leaf(d, inputs, outputs) for d in signature.deliveries], tree)
+
+
+def deliver_leaf(delivery: Delivery, inputs: list[Tensor], outputs: tuple[Tensor, ...]) -> Any:
+    """One leaf of the user's result, from the program's static inputs and forward outputs."""
+    match delivery.origin:
+        case Origin.CONSTANT:
+            return delivery.constant
+        case Origin.COMPUTED:
+            return outputs[delivery.index]
+        case Origin.INPUT | Origin.OUTPUT:
+            base = (inputs if delivery.origin is Origin.INPUT else outputs)[delivery.index]
+            return base if delivery.view is None else base.as_strided(*delivery.view)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from ...ir.errors import IrcError, Location, UnsupportedError, UsageError
@@ -147,10 +147,8 @@ class _Importer:
             statics = [Static.of(t) for t in self.constants]
             return OnnxModule(
                 input_specs=specs,
-                weights={
-                    name: (_materialise(leaf), leaf.kind is Kind.PARAMETER)
-                    for name, leaf in self.weights.items()
-                },
+                weights={name: _materialise(leaf) for name, leaf in self.weights.items()},
+                not_saved={name for name, leaf in self.weights.items() if not leaf.persistent},
                 constants=statics,
                 as_tensors={i: self.constants[i] for i in sorted(self.as_tensors)},
                 steps=_with_frees(self.steps, outputs.values()),
@@ -465,7 +463,9 @@ def _materialise(leaf: Leaf) -> Tensor:
             help="keep the model's external data beside it, under the same names",
         ) from error
     assert tensor is not None
-    return tensor if tuple(tensor.shape) == leaf.shape else tensor.reshape(()).expand(leaf.shape).clone()
+    if tuple(tensor.shape) != leaf.shape:
+        tensor = tensor.reshape(()).expand(leaf.shape).clone()
+    return nn.Parameter(tensor) if leaf.kind is Kind.PARAMETER else tensor
 
 
 def _with_frees(steps: Sequence[Step], outputs: Iterable[Operand]) -> list[Step]:

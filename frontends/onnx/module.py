@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -80,7 +80,7 @@ class OnnxModule(nn.Module):
     Attributes:
         input_specs: Name, shape and element type of each input.
         output_names: Names of the outputs.
-        onnx_names: The ONNX name of each key in `state_dict()`.
+        onnx_names: The ONNX name of each parameter and buffer.
         current_node: While running, the name of the ONNX node that runs; else `None`.
     """
 
@@ -93,7 +93,8 @@ class OnnxModule(nn.Module):
         self,
         *,
         input_specs: Sequence[InputSpec],
-        weights: Mapping[str, tuple[Tensor, bool]],
+        weights: Mapping[str, Tensor | nn.Parameter],
+        not_saved: Container[str],
         constants: Sequence[Static],
         as_tensors: Mapping[int, Tensor],
         steps: Sequence[Step],
@@ -111,12 +112,12 @@ class OnnxModule(nn.Module):
         self._constants = _Scope()
         for index, tensor in as_tensors.items():
             self._constants.register_buffer(f"c{index}", tensor, persistent=False)
-        for name, (tensor, trained) in weights.items():
+        for name, tensor in weights.items():
             owner, leaf, key = _place(self, name)
-            if trained:
-                owner.register_parameter(leaf, nn.Parameter(tensor))
+            if isinstance(tensor, nn.Parameter):
+                owner.register_parameter(leaf, tensor)
             else:
-                owner.register_buffer(leaf, tensor)
+                owner.register_buffer(leaf, tensor, persistent=name not in not_saved)
             self.onnx_names[key] = name
             self._weight_keys.append(key)
 

@@ -1,7 +1,9 @@
 """Which constants of a graph are trained.
 
-An ONNX file does not say which of its numbers are weights. The rule, for each initializer, `Constant` and
-`ConstantOfShape` of a float type, by where its values arrive (through operators that only move them):
+The ONNX format does not say which of its numbers are weights; torch's exporter does, in metadata, and is
+believed: its parameters are **parameters** of any rank, and its float buffers **buffers**. Where nothing is
+said, this is the rule for each float initializer, `Constant` and `ConstantOfShape`, by where its values
+arrive (through operators that only move them):
 
 1. Running statistics of a BatchNormalization are **buffers**, whatever else reads them.
 2. **Constants** are: what only sets bounds, shapes, scales, ratios or conditions; rank 0; masks, that is
@@ -12,7 +14,8 @@ An ONNX file does not say which of its numbers are weights. The rule, for each i
    arithmetic operator; exporters' names (`val_7`, `onnx::Mul_12`, ...) make it a constant.
 4. More elements are a **parameter** when they come from an initializer. From a `Constant`, or a
    `ConstantOfShape` whose shape is written in the file, they are when they arrive at a weight's place or an
-   arithmetic operator.
+   arithmetic operator. Ones and zeros in a `Constant` for an InstanceNormalization are how an exporter writes
+   that there is no scale and no bias.
 
 Everything else is a constant. Tables that torch keeps as buffers (positions, input means) cannot be told from
 weights and count as parameters: freeze them with `requires_grad_(False)`.
@@ -50,12 +53,14 @@ class Leaf:
         tensor: Its elements, or for a repeated one a single element.
         shape: Its shape.
         kind: What it becomes.
+        persistent: Whether a buffer is part of the state.
     """
 
     value: ir.Value
     tensor: ir.TensorProtocol
     shape: tuple[int, ...]
     kind: Kind
+    persistent: bool = True
 
 
 # Operators that hand on the values they get.
@@ -124,6 +129,7 @@ _WEIGHTS: dict[str, set[int]] = {
     "RNN": {1, 2, 3},
 }
 _ARITHMETIC = {"Add", "Div", "Mul", "Sub", "Sum", "Einsum"}
+_SPEC = "pkg.torch.export.graph_signature.InputSpec."
 _EXPORTERS_NAME = re.compile(
     r"\d+|val_\d+|onnx::.*|_?tensor_constant\d*|.*Constant(_\d+)?_output_\d+|.*const.*", re.I
 )
@@ -164,13 +170,24 @@ def _fills(tensor: ir.TensorProtocol) -> bool:
     return bool(low <= -1e4 and np.all((array == 0) | (array == low)))
 
 
+def _is_plain(value: ir.Value, tensor: ir.TensorProtocol) -> bool:
+    node = value.producer()
+    array = np.asarray(tensor.numpy())
+    return node is not None and node.op_type == "Constant" and bool(np.all(array == 0) or np.all(array == 1))
+
+
 def _classify(value: ir.Value, tensor: ir.TensorProtocol, shape: tuple[int, ...], named: bool) -> Kind:
     if torch_dtype(tensor.dtype) not in FLOATS:
         return Kind.CONSTANT
     sinks = list(_sinks(value))
     if any(i in _STATISTICS.get(op, ()) for op, i in sinks):
         return Kind.BUFFER
+    told = value.metadata_props.get(_SPEC + "kind")
+    if told == "PARAMETER":
+        return Kind.PARAMETER
     sinks = [(op, i) for op, i in sinks if not _is_setting(op, i)]
+    if told == "BUFFER" and sinks:
+        return Kind.BUFFER
     if not shape or not sinks or _fills(tensor):
         return Kind.CONSTANT
     if all(i in _STATES.get(op, ()) for op, i in sinks) and not np.any(np.asarray(tensor.numpy())):
@@ -180,6 +197,8 @@ def _classify(value: ir.Value, tensor: ir.TensorProtocol, shape: tuple[int, ...]
     if int(np.prod(shape)) == 1:
         own = named and not _EXPORTERS_NAME.fullmatch(value.name or "")
         return Kind.PARAMETER if weight or (own and arithmetic) else Kind.CONSTANT
+    if not named and all(op == "InstanceNormalization" for op, _ in sinks) and _is_plain(value, tensor):
+        return Kind.CONSTANT
     return Kind.PARAMETER if named or weight or arithmetic else Kind.CONSTANT
 
 
@@ -190,7 +209,9 @@ def leaf_of(value: ir.Value) -> Leaf | None:
         if not value.is_initializer() or value.const_value is None:
             return None
         shape = tuple(value.const_value.shape.numpy())
-        return Leaf(value, value.const_value, shape, _classify(value, value.const_value, shape, named=True))
+        kind = _classify(value, value.const_value, shape, named=True)
+        persistent = value.metadata_props.get(_SPEC + "persistent") != "False"
+        return Leaf(value, value.const_value, shape, kind, persistent)
     if node.domain not in ("", "ai.onnx"):
         return None
     if node.op_type == "Constant":

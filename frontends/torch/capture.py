@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ...ir import (
@@ -149,6 +150,7 @@ def _trace(
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     stack.enter_context(tracing(TracingContext(fake_mode)))
     stack.enter_context(recording(module))
+    stack.enter_context(_StepwiseLSTM())
     stack.enter_context(_restored(module))
     stack.enter_context(warnings.catch_warnings())
     warnings.simplefilter("ignore")
@@ -173,6 +175,20 @@ def _trace(
         raise _untraceable(error) from error
     except Exception as error:
         raise _untraceable(error) from error
+
+
+class _StepwiseLSTM(TorchFunctionMode):
+    """Traces an LSTM on the CPU as its time steps.
+
+    oneDNN's fused kernel has no place in a plan: the size of its workspace is not known before it runs,
+    and without gradients it makes none.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") != "lstm":
+            return func(*args, **(kwargs or {}))
+        with torch.backends.mkldnn.flags(enabled=False):
+            return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager

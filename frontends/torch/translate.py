@@ -454,7 +454,7 @@ _KEEP_THEIR_TERMS = (
 
 
 def _kept_bytes(node: fx.Node, result: Tensor) -> int:
-    """Bytes of the terms that a loss sums up: these kernels return their mean in the terms' own allocation."""
+    """Bytes of the terms that a loss sums up: these kernels return the sum in the terms' allocation."""
     if str(node.target) not in _KEEP_THEIR_TERMS:
         return 0
     operands: list[Any] = [operand.meta["val"] for operand in node.all_input_nodes]

@@ -1,0 +1,39 @@
+"""irc: a compiler for training memory.
+
+A model and a budget in bytes in; a trainable PyTorch module that fits, at the least loss of speed, out.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .frontends.onnx import from_onnx
+    from .ir import BudgetError, IrcError, Plan, TimeLimitError, UnsupportedError, UsageError, VerificationError
+    from .tools.optimize import optimize
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BudgetError",
+    "IrcError",
+    "Plan",
+    "TimeLimitError",
+    "UnsupportedError",
+    "UsageError",
+    "VerificationError",
+    "from_onnx",
+    "optimize",
+]
+
+_HOMES = {"from_onnx": ".frontends.onnx", "optimize": ".tools.optimize"}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what stands behind a public name when it is first used, so that `irc --help` is instant."""
+    if name in ("ir", "passes", "frontends", "backends", "tools"):
+        return importlib.import_module(f".{name}", __name__)
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES.get(name, ".ir"), __name__), name)

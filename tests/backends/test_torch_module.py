@@ -21,7 +21,6 @@ from irc.ir import (
     Graph,
     IrcError,
     Node,
-    OutputRole,
     Region,
     Schedule,
     Storage,
@@ -161,7 +160,7 @@ def _frozen_statistics() -> nn.Module:
 
 def _writes_in_place(m: Any, x: Tensor) -> Tensor:
     h = m.lin(x)
-    h = h.relu_()
+    h = h.relu_() * 2.0
     h += x
     h[1, :2] = 0.5
     h[:, 3].mul_(2.0)
@@ -327,18 +326,21 @@ def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 def test_two_steps_leave_exactly_what_the_original_leaves(
     name: str, schedule: Callable[[Graph], Schedule]
 ) -> None:
+    """The LSTM's original runs unfused: its fused kernel sums in another order."""
     torch.manual_seed(0)
     case = CASES[name]
     module, args, kwargs = case.module(), case.arguments(), case.keywords()
     original = copy.deepcopy(module)
     ours = fitted(module, *args, schedule=schedule, **kwargs)
     for _ in range(2):
-        assert_same(outcome(ours, args, kwargs), outcome(original, args, kwargs))
+        with torch.backends.mkldnn.flags(enabled=name != "LSTM"):
+            wanted = outcome(original, args, kwargs)
+        assert_same(outcome(ours, args, kwargs), wanted)
 
 
 def test_aliases_among_the_outputs_are_aliases() -> None:
     x = torch.randn(3, 4)
-    ours = fitted(Model(_views, lin=nn.Linear(4, 4)), x)
+    ours: Any = fitted(Model(_views, lin=nn.Linear(4, 4)), x)
     h, viewed, row, transposed, same, tail, flat, weight, weight_t = ours(x)
     address = h.untyped_storage().data_ptr()
     assert all(t.untyped_storage().data_ptr() == address for t in (viewed, row, transposed))
@@ -356,13 +358,14 @@ def test_an_output_may_be_changed_in_place_as_the_original_s() -> None:
 
     module, x = Model(results, lin=nn.Linear(4, 4)), torch.randn(3, 4)
     gradients: list[Tensor] = []
+    model: Any
     for model in (module, fitted(module, x)):
         model.zero_grad()
         a, b, c = model(x)
         a.mul_(2.0)
         (a.sum() + (b * b).sum() + c.relu_().sum()).backward()
         gradients.append(model.lin.weight.grad.clone())
-    assert torch.equal(*gradients)
+    assert torch.equal(gradients[0], gradients[1])
 
 
 def test_a_hook_of_the_module_itself_runs_once_and_on_real_values() -> None:
@@ -422,6 +425,7 @@ def test_a_value_that_changes_between_forward_and_backward_is_refused_as_in_eage
         return torch.tanh(m.lin(m.norm(m.lin(x))))
 
     module, x = Model(model, lin=nn.Linear(4, 4), norm=nn.BatchNorm1d(4).eval()), torch.randn(3, 4)
+    ours: Any
     for ours in (module, fitted(module, x)):
         y = ours(x)
         changed = {"weight": ours.lin.weight, "input": x, "output": y, "statistics": ours.norm.running_var}
@@ -543,7 +547,7 @@ def test_another_constant_is_refused() -> None:
     module, x = Model(lambda m, x, power: m.lin(x) ** power, lin=nn.Linear(4, 4)), torch.randn(3, 4)
     ours = fitted(module, x, 2)
     ours(x, 2)
-    with pytest.raises(UsageError, match="IRC501.*an argument is 3; the plan was made for 2"):
+    with pytest.raises(UsageError, match=r"IRC501.*an argument is 3; the plan was made for 2"):
         ours(x, 3)
 
 
@@ -590,7 +594,31 @@ def _training_models() -> dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, 
         "gpt2": lambda: models.gpt2(batch=2, sequence=16, depth=2, width=32, heads=2),
         "lstm": lambda: models.lstm(batch=2, sequence=6, vocabulary=50, embedding=8, hidden=8),
         "conv": _conv,
+        "losses": _losses,
     }
+
+
+def _losses() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """Losses one after the other; the kernels of some keep all of their terms in the result's memory."""
+    torch.manual_seed(0)
+
+    def forward(m: Any, x: Tensor, y: Tensor) -> Tensor:
+        h = torch.sigmoid(m.lin(x))
+        total = torch.zeros(())
+        for loss in (
+            functional.mse_loss,
+            functional.smooth_l1_loss,
+            functional.binary_cross_entropy,
+            functional.soft_margin_loss,
+            functional.huber_loss,
+            functional.l1_loss,
+            functional.binary_cross_entropy_with_logits,
+        ):
+            h = torch.sigmoid(m.lin(h))
+            total = total + loss(h, y) * loss(h, y, reduction="sum") + loss(h, y, reduction="none").sum()
+        return total
+
+    return Model(forward, lin=nn.Linear(8, 8)), (torch.randn(16, 8), torch.rand(16, 8))
 
 
 def _conv() -> tuple[nn.Module, tuple[Tensor, ...]]:
@@ -598,17 +626,24 @@ def _conv() -> tuple[nn.Module, tuple[Tensor, ...]]:
     return models.Classifier(_net()), (*_image(), torch.randint(5, (4,)))
 
 
+def left_behind(module: nn.Module) -> list[Tensor]:
+    """The gradients, the buffers and the generator's state."""
+    gradients = (p.grad for p in module.parameters() if p.grad is not None)
+    return [*gradients, *(b.clone() for b in module.buffers()), torch.get_rng_state()]
+
+
 def step(module: nn.Module, args: Sequence[Tensor]) -> None:
     torch.manual_seed(4)
     module(*args).backward()
 
 
-@pytest.mark.parametrize("name", ["unet", "gpt2", "lstm", "conv"])
+@pytest.mark.parametrize("name", _training_models())
 def test_recomputing_schedules_give_the_same_bits_in_exactly_the_predicted_memory(name: str) -> None:
     module, args = _training_models()[name]()
-    original = copy.deepcopy(module)
+    original: nn.Module = copy.deepcopy(module)
     start = copy.deepcopy(module.state_dict())
-    step(original, args)
+    with torch.backends.mkldnn.flags(enabled=name != "lstm"):
+        step(original, args)
     wanted = (
         {n: p.grad for n, p in original.named_parameters()},
         dict(original.named_buffers()),
@@ -694,23 +729,66 @@ def test_a_backward_that_fails_holds_nothing_and_the_next_step_is_right() -> Non
     del loss, handle
     ours.zero_grad()
     gc.collect()
-    assert _tensor_bytes() == held
+    gradients_bytes = sum(p.nbytes for p in ours.parameters())
+    assert _tensor_bytes() <= held + gradients_bytes  # the engine's queue, until its next run
     ours.load_state_dict(start)
     step(ours, args)
     step(original, args)
     for mine, its in zip(ours.parameters(), original.parameters(), strict=True):
+        assert mine.grad is not None and its.grad is not None
         assert torch.equal(mine.grad, its.grad)
+    ours.zero_grad()
+    gc.collect()
+    assert _tensor_bytes() == held + sum(p.nbytes for p in original.parameters())
 
 
 # ---------------------------------------------------------------------- the source
 
-SOURCE = """
+SOURCE = """import torch
+
+aten_t = torch.ops.aten.t.default
+aten_addmm = torch.ops.aten.addmm.default
+aten_sigmoid = torch.ops.aten.sigmoid.default
+aten_view = torch.ops.aten.view.default
+aten_detach = torch.ops.aten.detach.default
+aten_sigmoid_backward = torch.ops.aten.sigmoid_backward.default
+aten_mm = torch.ops.aten.mm.default
+aten_sum_dim_IntList = torch.ops.aten.sum.dim_IntList
+
+# inputs:
+#   primals_1: parameter 0.weight
+#   primals_2: parameter 0.bias
+#   primals_3: input 0
+
+
+def forward(inputs):
+    primals_1 = inputs[0]
+    primals_2 = inputs[1]
+    primals_3 = inputs[2]
+    # module 0
+    addmm = aten_addmm(primals_2, primals_3, aten_t(primals_1))
+    # module 1
+    sigmoid = aten_sigmoid(addmm)
+    del addmm
+    return [aten_view(sigmoid, [6])], [sigmoid.detach()]
+
+
+def backward(inputs, saved, tangents):
+    (sigmoid,) = saved
+    saved.clear()
+    primals_3 = inputs[2]
+    tangents_1 = tangents[0]
+    # module 1
+    sigmoid_backward = aten_sigmoid_backward(aten_view(tangents_1, [2, 3]), aten_detach(aten_detach(sigmoid)))
+    # module 0
+    mm = aten_mm(aten_t(sigmoid_backward), primals_3)
+    sum_1 = aten_sum_dim_IntList(sigmoid_backward, [0], True)
+    del sigmoid_backward
+    return [aten_t(aten_t(mm)), aten_view(sum_1, [3])]
 """
 
 
 def test_the_source_reads_as_what_it_does() -> None:
     module = nn.Sequential(nn.Linear(4, 3), nn.Sigmoid(), nn.Flatten(0))
     graph = capture(module, (torch.randn(2, 4),)).graph
-    assert emit_source(keep_all(graph)).split('"""\n', 2)[2] == SOURCE
-    outputs = [o for o in graph.outputs if o.role is OutputRole.OUTPUT]
-    assert len(outputs) == 1
+    assert emit_source(keep_all(graph)).partition('"""\n\n')[2] == SOURCE

@@ -254,6 +254,33 @@ def test_dropout_lives_in_train_mode_only(export: Callable[[str, str], Exported]
     assert torch.equal(module(case.x), module(case.x))
 
 
+class Told(nn.Module):
+    """What only the exporter's metadata can tell: a scalar that is trained, and tables that are not."""
+
+    inv: Tensor
+    shift: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.register_buffer("inv", torch.rand(16))
+        self.register_buffer("shift", torch.rand(16), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale.exp() * x * self.inv + self.shift
+
+
+def test_the_exporters_word_on_parameters_and_buffers(tmp_path: Path) -> None:
+    NETS["told"] = (Told, image)
+    case = _export("told", "dynamo-plain", tmp_path / "told.onnx")
+    module = case.load()
+    assert [n for n, _ in module.named_parameters()] == ["scale"]
+    assert set(module.state_dict()) == {"scale", "inv"} and torch.equal(
+        module.get_buffer("shift"), case.net.shift
+    )
+    torch.testing.assert_close(module(case.x), case.net(case.x))
+
+
 @pytest.mark.parametrize("name", ["resnet", "gpt", "lstm-both-2"])
 def test_copies_and_pickles(export: Callable[[str, str], Exported], name: str) -> None:
     case = export(name, "dynamo")

@@ -1,0 +1,81 @@
+"""A module made from a program and its weights alone, without the code of the original model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...ir import Delivery, InputRole, IrcError, Plan
+from .module import Program, deliver_leaf
+
+__all__ = ["StandaloneModule"]
+
+
+class StandaloneModule(nn.Module):
+    """Trains by a program; parameters and buffers have the original's names.
+
+    Args:
+        program: The compiled schedule.
+        state: A tensor for each parameter and buffer of the program, by name.
+        deliveries: How the flat result is made.
+        plan: The program's certificate.
+    """
+
+    def __init__(
+        self, program: Program, state: Mapping[str, Tensor], deliveries: tuple[Delivery, ...], plan: Plan
+    ) -> None:
+        super().__init__()
+        self.program = program
+        self.deliveries = deliveries
+        self.plan = plan
+        for static in program.statics:
+            if static.role in (InputRole.PARAMETER, InputRole.BUFFER):
+                path, _, name = static.target.rpartition(".")
+                owner = self._owner(path)
+                if static.role is InputRole.PARAMETER:
+                    owner.register_parameter(name, nn.Parameter(state[static.target], static.requires_grad))
+                else:
+                    owner.register_buffer(name, state[static.target])
+
+    def _owner(self, path: str) -> nn.Module:
+        owner: nn.Module = self
+        for name in filter(None, path.split(".")):
+            child = owner._modules.get(name)  # pyright: ignore[reportPrivateUsage]
+            if child is None:
+                child = nn.Module()
+                owner.add_module(name, child)
+            owner = child
+        return owner
+
+    def forward(self, *tensors: Tensor) -> Any:
+        """The original's result as a flat tuple, or the only tensor of it.
+
+        Raises:
+            IrcError: IRC504 outside of training: the folder holds the training step alone.
+        """
+        if not self.training or not torch.is_grad_enabled():
+            raise IrcError(
+                "IRC504",
+                "a written program holds the training step alone",
+                help="load its weights into the original model for evaluation",
+            )
+        inputs = [self._input(index, tensors) for index in range(len(self.program.statics))]
+        outputs = self.program(inputs)
+        leaves = [deliver_leaf(delivery, inputs, outputs) for delivery in self.deliveries]
+        return leaves[0] if len(leaves) == 1 else tuple(leaves)
+
+    def _input(self, index: int, tensors: tuple[Tensor, ...]) -> Tensor:
+        static = self.program.statics[index]
+        match static.role:
+            case InputRole.PARAMETER:
+                return self.get_parameter(static.target)
+            case InputRole.BUFFER:
+                return self.get_buffer(static.target)
+            case InputRole.INPUT:
+                return tensors[int(static.target)]
+            case _:
+                return self.program.constants[static.target]
+

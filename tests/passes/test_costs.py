@@ -1,0 +1,157 @@
+"""What operations cost: signatures, the roofline model, and workspace bounds that hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from irc.frontends.torch import capture
+from irc.ir import Argument, Graph, Node, Storage, UsageError, Value, values_in
+from irc.passes.costs import MACHINES, Machine, analytic_costs, machine_named, signature
+from irc.passes.profile import profile_costs
+from irc.tools import models
+
+torch.set_num_threads(1)
+
+
+def _small_models() -> dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]]:
+    return {
+        "unet": lambda: models.unet(size=32, base=4),
+        "gpt2": lambda: models.gpt2(batch=2, sequence=16, depth=1, width=32, heads=2),
+        "lstm": lambda: models.lstm(batch=2, sequence=4, vocabulary=50, embedding=8, hidden=8),
+        "wide": lambda: (_wide(), (torch.randn(2, 32, 16, 16),)),
+        "transformer": lambda: (nn.TransformerEncoderLayer(64, 4, 128), (torch.randn(12, 2, 64),)),
+        "others": lambda: (_others(), (torch.randn(2, 8, 16, 16),)),
+    }
+
+
+def _wide() -> nn.Module:
+    """Convolutions of several kinds, large enough for the kernels that reorder."""
+    return nn.Sequential(
+        nn.Conv2d(32, 64, 3, padding=1, bias=False),
+        nn.BatchNorm2d(64),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(64, 64, 3, padding=1, groups=64),
+        nn.Conv2d(64, 48, 1),
+        nn.Conv2d(48, 48, 5, stride=2, dilation=2, padding=4),
+        nn.ConvTranspose2d(48, 16, 2, 2),
+        nn.GroupNorm(4, 16),
+        nn.AdaptiveAvgPool2d(4),
+        nn.Flatten(),
+        nn.Linear(256, 10),
+    )
+
+
+def _others() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(8, 8, (3, 1)),
+        nn.InstanceNorm2d(8, affine=True),
+        nn.SiLU(),
+        nn.AvgPool2d(2),
+        nn.Upsample(scale_factor=2.0, mode="bilinear"),
+        nn.PixelShuffle(2),
+        nn.Softmax(1),
+        nn.Flatten(2),
+        nn.Conv1d(2, 4, 3),
+        nn.LayerNorm(726),
+        nn.GELU(),
+        nn.MaxPool1d(3),
+        nn.LogSoftmax(2),
+    )
+
+
+def _graph(name: str) -> Graph:
+    module, args = _small_models()[name]()
+    return capture(module, args).graph
+
+
+def _renamed(node: Node) -> Node:
+    """The same operation over other values, in other storages, under other names."""
+    new = {
+        v: Value(f"{v.name}_x", v.type, Storage(f"{v.storage.name}_x", v.storage.nbytes))
+        for v in node.operands
+    }
+
+    def rename(argument: Argument) -> Argument:
+        if isinstance(argument, Value):
+            return new[argument]
+        return tuple(rename(item) for item in argument) if isinstance(argument, tuple) else argument
+
+    keywords = tuple((key, rename(argument)) for key, argument in node.keywords)
+    return replace(node, name="other", arguments=tuple(map(rename, node.arguments)), keywords=keywords)
+
+
+def test_a_signature_does_not_depend_on_names() -> None:
+    for node in _graph("unet").operations:
+        assert signature(_renamed(node)) == signature(node)
+
+
+def test_a_signature_tells_apart_what_may_cost_differently() -> None:
+    graph = _graph("gpt2")
+    node = next(n for n in graph.operations if n.op == "aten.addmm.default")
+    a, b = node.operands[0], node.operands[1]
+    known = signature(node)
+    wider = Value("w", replace(b.type, shape=(b.type.shape[0] * 2, b.type.shape[1])), b.storage)
+    turned = Value("t", replace(b.type, strides=b.type.strides[::-1]), b.storage)
+    for other in (wider, turned):
+        assert signature(replace(node, arguments=(a, other, *node.arguments[2:]))) != known
+    assert signature(replace(node, op="aten.mm.default")) != known
+    assert signature(replace(node, keywords=(("alpha", 2),))) != known
+    twice = replace(node, arguments=(a, b, b))
+    twin = Value("twin", b.type, Storage("other", b.storage.nbytes))
+    assert signature(twice) != signature(replace(node, arguments=(a, b, twin)))
+
+
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=lambda machine: machine.name)
+@pytest.mark.parametrize("name", ["unet", "gpt2", "lstm"])
+def test_analytic_costs_are_positive_and_cover_every_operation(name: str, machine: Machine) -> None:
+    graph = _graph(name)
+    costs = analytic_costs(graph, machine)
+    assert set(costs.seconds) == set(costs.workspace_bytes) == set(graph.operations)
+    assert all(seconds >= machine.launch_seconds > 0 for seconds in costs.seconds.values())
+    assert all(workspace_bytes >= 0 for workspace_bytes in costs.workspace_bytes.values())
+    assert costs.source == f"analytic:{machine.name}"
+    assert costs.step_seconds(graph) == pytest.approx(sum(costs.seconds.values()))
+
+
+def test_a_matrix_product_takes_the_time_of_its_operations_or_of_its_bytes() -> None:
+    module, x = nn.Linear(1024, 2048, bias=False), torch.randn(4096, 1024)
+    node = next(n for n in capture(module, (x,)).graph.operations if n.op == "aten.mm.default")
+    graph = capture(module, (x,)).graph
+    node = next(n for n in graph.operations if n.op == "aten.mm.default")
+    flops, nbytes = 2 * 4096 * 1024 * 2048, 4 * (4096 * 1024 + 1024 * 2048 + 4096 * 2048)
+    computing = Machine("computing", flops=1e9, bandwidth_bytes=1e15, launch_seconds=1e-6)
+    moving = Machine("moving", flops=1e18, bandwidth_bytes=1e9, launch_seconds=1e-6)
+    assert analytic_costs(graph, computing).seconds[node] == pytest.approx(1e-6 + flops / 1e9)
+    assert analytic_costs(graph, moving).seconds[node] == pytest.approx(1e-6 + nbytes / 1e9)
+
+
+@pytest.mark.parametrize("name", _small_models())
+def test_the_workspace_bound_is_not_below_the_measurement(name: str) -> None:
+    graph = _graph(name)
+    bound = analytic_costs(graph, MACHINES["cpu"]).workspace_bytes
+    measured = profile_costs(graph, repeats=1).workspace_bytes
+    below = {
+        signature(node): (bound[node], measured[node])
+        for node in graph.operations
+        if bound[node] < measured[node]
+    }
+    assert not below
+
+
+def test_a_machine_that_nobody_described_is_refused_by_name() -> None:
+    assert machine_named("cpu") is MACHINES["cpu"]
+    with pytest.raises(UsageError) as raised:
+        machine_named("abacus")
+    assert raised.value.code == "IRC410" and "choose one of cpu" in str(raised.value)
+
+
+def test_every_value_of_an_operation_is_in_its_signature() -> None:
+    for node in _graph("others").operations:
+        values: list[Any] = [*values_in(node.arguments)]
+        assert all(f"${index}:" in signature(node) for index in range(len(set(values))))

@@ -1,0 +1,238 @@
+"""Measurements: what they leave behind, what they keep, and that they are exact where they must be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from irc.frontends.torch import capture
+from irc.ir import DType, Graph, IrcError, Location, Node, Storage, Symbol, TensorType, Value
+from irc.passes import profile
+from irc.passes.costs import signature
+from irc.passes.profile import Measured, ProfileStore, allocation_events, peak_bytes, profile_costs
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Dropout(0.5))
+    return capture(net, (torch.randn(2, 3, 10, 10),)).graph
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[Node]:
+    """The operations that are prepared for a run from here on."""
+    prepared: list[Node] = []
+    original: Any = vars(profile)["_runner"]
+
+    def runner(node: Node) -> Any:
+        prepared.append(node)
+        return original(node)
+
+    monkeypatch.setattr(profile, "_runner", runner)
+    return prepared
+
+
+# ---------------------------------------------------------------------- costs
+
+
+def test_a_profile_covers_every_operation_with_positive_times(graph: Graph) -> None:
+    calls: list[tuple[int, int]] = []
+    costs = profile_costs(graph, repeats=2, progress=lambda done, total: calls.append((done, total)))
+    assert set(costs.seconds) == set(costs.workspace_bytes) == set(graph.operations)
+    assert all(seconds > 0 for seconds in costs.seconds.values())
+    assert all(workspace_bytes >= 0 for workspace_bytes in costs.workspace_bytes.values())
+    assert costs.source.startswith(f"profile:torch-{torch.__version__}") and "1-threads" in costs.source
+    total = len({signature(node) for node in graph.operations})
+    assert calls == [(done, total) for done in range(total + 1)]
+
+
+def test_profiling_leaves_the_generator_the_gradients_and_the_model_alone() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+    x = torch.randn(3, 4)
+    state = {name: value.clone() for name, value in net.state_dict().items()}
+    before, given = torch.get_rng_state(), x.clone()
+    profile_costs(capture(net, (x,)).graph, repeats=1)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(x, given) and all(p.grad is None for p in net.parameters())
+    assert all(torch.equal(value, state[name]) for name, value in net.state_dict().items())
+    assert torch.is_grad_enabled()
+
+
+def test_an_operation_that_stands_there_twice_is_measured_once(runs: list[Node]) -> None:
+    net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
+    graph = capture(net, (torch.randn(3, 4),)).graph
+    profile_costs(graph, repeats=1)
+    once = {signature(node) for node in graph.operations}
+    assert len(once) < len(graph.operations)
+    assert {signature(node) for node in runs} == once
+    assert len(runs) == 2 * len(once)  # for the time and for the allocations
+
+
+def test_the_workspace_is_what_an_operation_takes_beyond_its_results() -> None:
+    """A sorted copy along a strided dimension: known from what the events say about the same call by hand."""
+    x = torch.randn(64, 32)
+    graph = capture(nn.PReLU(), (x,)).graph
+    costs = profile_costs(graph, repeats=1)
+    forward = graph.operations[0]
+    assert costs.workspace_bytes[forward] == 0
+    assert peak_bytes(lambda: torch.relu(x) * 2) == 2 * x.nbytes
+    assert peak_bytes(lambda: x.relu_()) == 0
+
+
+def test_an_operation_that_does_not_run_by_itself_is_named() -> None:
+    type = TensorType.contiguous((2, 3), DType.FLOAT32)
+    a, b = (Value(name, type, Storage(name, 24)) for name in "ab")
+    out = Value("c", TensorType.contiguous((2, 3), DType.FLOAT32), Storage("c", 24))
+    node = Node("mm", "aten.mm.default", (a, b), (out,), at=Location(source="net.py:7"))
+    with pytest.raises(IrcError) as raised:
+        profile_costs(Graph((), (node,), ()), repeats=1)
+    assert raised.value.code == "IRC411"
+    assert "aten.mm.default cannot be measured by itself" in str(raised.value) and "net.py:7" in str(
+        raised.value
+    )
+    assert raised.value.help is not None and "analytic" in raised.value.help
+
+
+def test_constants_of_every_kind_reach_the_operation() -> None:
+    type = TensorType.contiguous((4,), DType.FLOAT16)
+    out = Value("full", type, Storage("full", 8))
+    keywords = (("dtype", Symbol("dtype", "float16")), ("device", Symbol("device", "cpu")))
+    node = Node("full", "aten.full.default", ((4,), 2.5), (out,), keywords=keywords)
+    assert profile_costs(Graph((), (node,), ()), repeats=1).workspace_bytes[node] == 0
+
+
+# ---------------------------------------------------------------------- events
+
+
+def test_events_tell_what_is_taken_and_given_back() -> None:
+    def run() -> None:
+        a = torch.empty(1000, dtype=torch.uint8)
+        b = torch.empty(500, dtype=torch.uint8)
+        del a
+        c = torch.empty(700, dtype=torch.uint8)
+        del b, c
+
+    assert allocation_events(run) == [1000, 500, -1000, 700, -500, -700]
+    assert peak_bytes(run) == 1500
+    assert peak_bytes(lambda: None) == 0
+
+
+def test_an_error_in_a_measured_run_arrives_and_the_next_one_is_measured() -> None:
+    def fail() -> None:
+        raise ValueError("from the run")
+
+    with pytest.raises(ValueError, match="from the run"):
+        peak_bytes(fail)
+    assert peak_bytes(lambda: torch.empty(123, dtype=torch.uint8)) == 123
+
+
+def test_the_profiler_s_messages_do_not_reach_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    peak_bytes(lambda: torch.empty(10))
+    captured = capfd.readouterr()
+    assert captured.out == captured.err == ""
+
+
+# ---------------------------------------------------------------------- store
+
+
+def _only_file(folder: Path) -> Path:
+    (path,) = folder.iterdir()
+    return path
+
+
+def test_what_is_stored_is_read_back(tmp_path: Path) -> None:
+    store = ProfileStore(tmp_path / "new" / "folder")
+    measured = {"a(1)": Measured(0.125, 64), "b": Measured(1e-7, 0)}
+    assert store.load("some device: 2") == {}
+    store.save("some device: 2", measured)
+    store.save("some device: 2", {"b": Measured(2.0, 1)})
+    assert store.load("some device: 2") == {"a(1)": Measured(0.125, 64), "b": Measured(2.0, 1)}
+    assert store.load("another device") == {}
+    assert [p.suffix for p in (tmp_path / "new" / "folder").iterdir()] == [".json"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"3",
+        b"\xff\xfe\x00",
+        b'{"operations": []}',
+        b'{"operations": {"a": 1}}',
+        b'{"operations": {"a": [1]}}',
+        b'{"operations": {"a": ["x", "y"]}}',
+        b'{"operations": {"a": [null, 2]}}',
+    ],
+)
+def test_a_file_that_cannot_be_read_counts_as_empty_and_is_replaced(tmp_path: Path, content: bytes) -> None:
+    store = ProfileStore(tmp_path)
+    store.save("d", {"a": Measured(1.0, 1)})
+    _only_file(tmp_path).write_bytes(content)
+    assert store.load("d") == {}
+    store.save("d", {"a": Measured(2.0, 2)})
+    assert store.load("d") == {"a": Measured(2.0, 2)}
+
+
+def test_a_folder_that_cannot_be_written_does_not_stop_the_run(tmp_path: Path, graph: Graph) -> None:
+    (tmp_path / "file").write_text("in the way")
+    store = ProfileStore(tmp_path / "file" / "below")
+    costs = profile_costs(graph, store=store, repeats=1)
+    assert set(costs.seconds) == set(graph.operations)
+
+
+def test_what_is_known_is_not_measured_again(tmp_path: Path, graph: Graph, runs: list[Node]) -> None:
+    store = ProfileStore(tmp_path)
+    first = profile_costs(graph, store=store, repeats=1)
+    assert runs
+    runs.clear()
+    second = profile_costs(graph, store=store, repeats=1)
+    assert not runs
+    assert second == first
+    path = _only_file(tmp_path)
+    content = json.loads(path.read_text())
+    forgotten = next(iter(content["operations"]))
+    del content["operations"][forgotten]
+    path.write_text(json.dumps(content))
+    profile_costs(graph, store=store, repeats=1)
+    assert {signature(node) for node in runs} == {forgotten}
+
+
+def test_the_default_store_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("IRC_CACHE_DIR", str(tmp_path / "irc"))
+    assert ProfileStore.default().folder == tmp_path / "irc"
+    monkeypatch.delenv("IRC_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert ProfileStore.default().folder == tmp_path / "irc"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert ProfileStore.default().folder == tmp_path / ".cache" / "irc"
+
+
+def test_a_store_without_a_folder_keeps_nothing() -> None:
+    store = ProfileStore(None)
+    store.save("d", {"a": Measured(1.0, 1)})
+    assert store.load("d") == {}
+
+
+def test_made_up_indices_are_in_range() -> None:
+    class Gather(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(5, 4)
+
+        def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+            found = self.embedding(tokens)
+            return found.gather(1, tokens[:, None].expand(-1, 1)).masked_fill(mask[:, None], 0.0)
+
+    args = (torch.tensor([3, 1, 2]), torch.tensor([True, False, True]))
+    costs = profile_costs(capture(Gather(), args).graph, repeats=1)
+    assert all(seconds > 0 for seconds in costs.seconds.values())

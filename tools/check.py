@@ -1,0 +1,171 @@
+"""Trains a written folder and holds it to its plan: memory against the budget, numbers against the original."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..ir import UsageError, format_bytes
+from .folder import Written
+from .loading import load
+from .training import Comparison, Step, compare, measured_peak_bytes, train
+
+__all__ = ["Report", "check_folder"]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a run showed.
+
+    Args:
+        budget_bytes: What was asked for.
+        predicted_bytes: The plan's peak.
+        measured_bytes: The step's peak from allocator events, static bytes included.
+        predicted_overhead: The plan's extra time.
+        steps: The fitted module's steps.
+        comparison: The original beside it, where it was asked for.
+        original_bytes: The original's measured peak.
+        failures: What does not hold; empty when all is well.
+    """
+
+    budget_bytes: int
+    predicted_bytes: int
+    measured_bytes: int
+    predicted_overhead: float
+    steps: tuple[Step, ...]
+    comparison: Comparison | None
+    original_bytes: int | None
+    failures: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON-ready data."""
+        data: dict[str, Any] = {
+            "budget_bytes": self.budget_bytes,
+            "predicted_bytes": self.predicted_bytes,
+            "measured_bytes": self.measured_bytes,
+            "predicted_overhead": self.predicted_overhead,
+            "losses": [step.loss for step in self.steps],
+            "seconds": [step.seconds for step in self.steps],
+            "failures": list(self.failures),
+        }
+        if self.comparison is not None:
+            data |= {
+                "original_bytes": self.original_bytes,
+                "time_ratio": self.comparison.time_ratio,
+                "gradient_difference": self.comparison.gradient_difference,
+                "gradient_scale": self.comparison.gradient_scale,
+                "buffer_difference": self.comparison.buffer_difference,
+                "bit_equal": self.comparison.is_equal,
+            }
+        return data
+
+    def text(self) -> str:
+        """The report for a person."""
+        lines = [
+            f"step {index + 1}: loss {step.loss:.6g}, {step.seconds:.3f} s" + self._original(index)
+            for index, step in enumerate(self.steps)
+        ]
+        lines += [
+            f"peak: measured {self.measured_bytes:,} <= predicted {self.predicted_bytes:,} <= budget "
+            f"{self.budget_bytes:,} bytes"
+            if not self._over
+            else f"peak: measured {self.measured_bytes:,}, predicted {self.predicted_bytes:,}, budget "
+            f"{self.budget_bytes:,} bytes",
+            f"      ({format_bytes(self.measured_bytes)} of {format_bytes(self.budget_bytes)}; predicted is "
+            f"{self.predicted_bytes / self.measured_bytes - 1:+.3%} off)",
+        ]
+        if self.comparison is not None and self.original_bytes is not None:
+            seen = self.comparison
+            equal = "bit-equal" if seen.is_equal else "not bit-equal"
+            lines += [
+                f"original: peak {self.original_bytes:,} bytes; this run takes "
+                f"{self.measured_bytes / self.original_bytes:.1%} of it",
+                f"time: {seen.time_ratio:.3f} x the original's (predicted {1 + self.predicted_overhead:.3f})",
+                f"numbers: largest gradient difference {seen.gradient_difference:.3g} (largest gradient "
+                f"{seen.gradient_scale:.3g}), largest buffer difference {seen.buffer_difference:.3g}: {equal}",
+            ]
+        return "\n".join(lines)
+
+    @property
+    def _over(self) -> bool:
+        return not self.measured_bytes <= self.predicted_bytes <= self.budget_bytes
+
+    def _original(self, index: int) -> str:
+        if self.comparison is None:
+            return ""
+        step = self.comparison.original[index]
+        return f"  (original: loss {step.loss:.6g}, {step.seconds:.3f} s)"
+
+
+def check_folder(written: Written, steps: int, *, with_original: bool) -> Report:
+    """Trains a folder's program, beside the original if asked for.
+
+    Args:
+        written: The folder, read.
+        steps: How many SGD steps.
+        with_original: Load the original, give it the folder's weights and compare every step.
+
+    Raises:
+        UsageError: IRC432 when the original is not what the folder was made from.
+    """
+    fitted = written.module()
+    comparison = None
+    original_bytes = None
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        if with_original:
+            original = _original(written)
+            comparison = compare(original, fitted, written.examples, steps)
+            taken = comparison.fitted
+            original_bytes = measured_peak_bytes(original, written.examples, written.plan.static_bytes)
+        else:
+            taken = tuple(train(fitted, written.examples, steps))
+        measured = measured_peak_bytes(fitted, written.examples, written.plan.static_bytes)
+    plan = written.plan
+    failures: list[str] = []
+    if measured > plan.peak_bytes:
+        failures.append(f"the measured peak of {measured} bytes is over the predicted {plan.peak_bytes} bytes")
+    if measured > plan.budget_bytes:
+        failures.append(f"the measured peak of {measured} bytes is over the budget of {plan.budget_bytes} bytes")
+    if comparison is not None and not comparison.agrees:
+        failures.append(_disagreement(comparison))
+    return Report(
+        plan.budget_bytes,
+        plan.peak_bytes,
+        measured,
+        plan.overhead,
+        taken,
+        comparison,
+        original_bytes,
+        tuple(failures),
+    )
+
+
+def _disagreement(comparison: Comparison) -> str:
+    if not comparison.same_gradients:
+        return "not the same parameters have gradients as in the original"
+    if not comparison.same_generator:
+        return "the random generator is in another state than after the original's step"
+    return (
+        f"the numbers differ from the original's: gradients by {comparison.gradient_difference:.3g} "
+        f"(largest {comparison.gradient_scale:.3g}), buffers by {comparison.buffer_difference:.3g}"
+    )
+
+
+def _original(written: Written) -> nn.Module:
+    module = load(written.source).module
+    state: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    unknown = [name for name in written.state if name not in state or state[name].shape != written.state[name].shape]
+    if unknown:
+        raise UsageError(
+            "IRC432",
+            f"{written.source.model} has no {unknown[0]} of the written shape",
+            help="the model has changed since; write the folder again with irc optimize",
+        )
+    with torch.no_grad():
+        for name, tensor in written.state.items():
+            state[name].copy_(tensor)
+    return module

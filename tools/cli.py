@@ -1,0 +1,268 @@
+"""The command line: `irc optimize`, `irc inspect`, `irc run`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ..ir import IrcError, UsageError, format_bytes, parse_budget
+
+if TYPE_CHECKING:
+    from ..passes import Pass, Program
+    from .loading import Source
+
+__all__ = ["main"]
+
+_EXITS = """exit status: 0 done; 1 internal or verification failure; 2 the command is wrong; 3 the model does not fit
+(the smallest feasible budget is printed); 4 an operation is not supported; 5 the time limit ended without a plan"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports its errors in the form of all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError("IRC400", message, help=f"see {self.prog} --help")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit status."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch's profiler would write to the terminal
+    try:
+        options = _parser().parse_args(argv)
+        return options.command(options)
+    except IrcError as error:
+        _report(error)
+        return error.exit_status
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
+    except KeyboardInterrupt:
+        print("error[IRC001]: interrupted", file=sys.stderr)
+        return 1
+    except Exception as error:
+        if os.environ.get("IRC_TRACEBACK"):
+            raise
+        print(
+            f"error[IRC000]: internal error: {type(error).__name__}: {error}\n"
+            "  help: this is a defect of irc; set IRC_TRACEBACK=1 to see where",
+            file=sys.stderr,
+        )
+        return 1
+
+
+def _report(error: IrcError) -> None:
+    print(error, file=sys.stderr)
+    for note in getattr(error, "__notes__", ()):
+        print(f"  note: {note}", file=sys.stderr)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="irc", description="A compiler for training memory.", epilog=_EXITS)
+    commands = parser.add_subparsers(dest="name", required=True, parser_class=_Parser)
+
+    optimize = commands.add_parser("optimize", help="plan a training step within a budget", epilog=_EXITS)
+    _add_model(optimize)
+    optimize.add_argument("--budget", metavar="BYTES", help='bytes, 4GiB, 4GB, or 60%% of the baseline peak')
+    optimize.add_argument("-o", "--output", type=Path, metavar="DIR", help="write plan, program and weights here")
+    optimize.add_argument("--strategy", default="auto", help="auto, ilp, eviction, sqrt-n, every-<k>, keep-all")
+    optimize.add_argument("--time-limit", type=float, default=60.0, metavar="SECONDS", help="for the search (60)")
+    optimize.add_argument("--passes", metavar="TEXT", help="the pipeline as text, instead of the options above")
+    optimize.add_argument("--print-passes", action="store_true", help="print the pipeline as text and stop")
+    optimize.add_argument("--explain", action="store_true", help="print each storage that is not kept, and why")
+    optimize.set_defaults(command=_optimize)
+
+    inspect = commands.add_parser("inspect", help="tensors, sizes, baseline peak, smallest feasible budget")
+    _add_model(inspect)
+    inspect.add_argument("--top", type=int, default=15, metavar="N", help="how many storages to list (15)")
+    inspect.set_defaults(command=_inspect)
+
+    run = commands.add_parser("run", help="train a few steps of what optimize wrote", epilog=_EXITS)
+    run.add_argument("folder", type=Path, metavar="DIR")
+    run.add_argument("--steps", type=int, default=3, metavar="N", help="training steps (3)")
+    run.add_argument("--check", action="store_true", help="compare each step with the original model")
+    _add_verbosity(run)
+    run.set_defaults(command=_run)
+    return parser
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="file.onnx, package.module:factory or file.py:factory")
+    parser.add_argument("--batch", type=int, metavar="N", help="batch size of an ONNX model")
+    parser.add_argument(
+        "--input", action="append", default=[], metavar="NAME=SHAPE", help="shape of an ONNX input, as 8x3x224x224"
+    )
+    parser.add_argument(
+        "--draw-weights",
+        type=int,
+        metavar="SEED",
+        help="draw the weight matrices anew (He et al. 2015), for files whose weights are placeholders",
+    )
+    parser.add_argument(
+        "--profile",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="measure operations thoroughly; without the option briefly; --no-profile uses a roofline model",
+    )
+    _add_verbosity(parser)
+
+
+def _add_verbosity(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    volume = parser.add_mutually_exclusive_group()
+    volume.add_argument("-v", "--verbose", action="store_true", help="say what each pass took")
+    volume.add_argument("-q", "--quiet", action="store_true", help="print errors alone")
+
+
+# ---------------------------------------------------------------------- progress
+
+
+class _Progress:
+    """Says on the terminal what is going on; silent when piped or quiet."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.verbose = bool(options.verbose)
+        self.shown = sys.stderr.isatty() and not options.quiet and not options.json
+
+    @contextmanager
+    def phase(self, what: str) -> Iterator[None]:
+        started = time.perf_counter()
+        if self.shown:
+            from rich.console import Console
+
+            with Console(stderr=True).status(what):
+                yield
+        else:
+            yield
+        if self.verbose:
+            print(f"{what}: {time.perf_counter() - started:.1f} s", file=sys.stderr)
+
+    def before(self, step: Pass, program: Program) -> None:
+        """Nothing to do before a pass: the phase around the pipeline is shown."""
+
+    def after(self, step: Pass, program: Program, seconds: float) -> None:
+        """Says how long a pass took."""
+        if self.verbose:
+            print(f"pass {step.name}: {seconds:.1f} s", file=sys.stderr)
+
+
+# ---------------------------------------------------------------------- commands
+
+
+def _source(options: argparse.Namespace) -> Source:
+    from .loading import Source, parse_input
+
+    if options.batch is not None and options.batch <= 0:
+        raise UsageError("IRC400", f"--batch {options.batch} is not positive", help="give 1 or more")
+    inputs = dict(parse_input(text) for text in options.input) or None
+    return Source(options.model, options.batch, inputs, options.draw_weights)
+
+
+def _pipeline(options: argparse.Namespace) -> list[Pass]:
+    from ..passes import SelectCheckpoints, parse_passes
+    from .optimize import cost_pass
+
+    if options.passes is not None:
+        if options.budget is not None:
+            raise UsageError(
+                "IRC400", "--passes and --budget exclude each other", help="write select-checkpoints{budget=...}"
+            )
+        return list(parse_passes(options.passes))
+    if options.budget is None:
+        raise UsageError("IRC400", "the budget is missing", help="give --budget 4GiB, or --budget 60%")
+    budget = int(options.budget) if options.budget.isdigit() else options.budget
+    parse_budget(budget)
+    select = SelectCheckpoints(budget=budget, strategy=options.strategy, time_limit=options.time_limit)
+    return [cost_pass(options.profile), select]
+
+
+def _optimize(options: argparse.Namespace) -> int:
+    pipeline = _pipeline(options)
+    if options.print_passes:
+        from ..passes import PassManager
+
+        print(PassManager(pipeline))
+        return 0
+    source = _source(options)
+    if options.output is not None:
+        from .folder import check_target
+
+        check_target(options.output)
+    progress = _Progress(options)
+    with progress.phase(f"loading {options.model}"):
+        from torch import Tensor
+        from torch.utils import _pytree as pytree
+
+        from .loading import load, training_loss
+        from .optimize import optimize_module
+
+        loaded = load(source)
+    with progress.phase("capturing, measuring and planning"):
+        optimized = optimize_module(
+            loaded.module, loaded.args, pipeline, loss=training_loss, observers=[progress]
+        )
+    if options.output is not None:
+        from .folder import write_folder
+
+        with progress.phase(f"writing {options.output}"):
+            examples = tuple(leaf for leaf in pytree.tree_leaves(loaded.args) if isinstance(leaf, Tensor))
+            write_folder(options.output, optimized, source, examples)
+    if options.json:
+        print(json.dumps(optimized.plan.to_json(), indent=1))
+    elif not options.quiet:
+        print(optimized.plan.summary())
+        if options.explain or options.verbose:
+            print(optimized.plan.explain())
+        if options.output is not None:
+            print(f"{'written':>16}  {options.output} (train it with: irc run {options.output} --check)")
+    return 0
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    source = _source(options)
+    progress = _Progress(options)
+    with progress.phase(f"loading {options.model}"):
+        from ..frontends.torch import capture
+        from ..passes import PassManager, Program
+        from .inspection import inspect_program
+        from .loading import load, training_loss
+        from .optimize import cost_pass
+
+        loaded = load(source)
+    with progress.phase("capturing and measuring"):
+        captured = capture(loaded.module, loaded.args, loss=training_loss)
+        program = PassManager([cost_pass(options.profile)], [progress]).run(Program(captured.graph))
+        report = inspect_program(program, options.top)
+    if options.json:
+        print(json.dumps(report.to_json(), indent=1))
+    elif not options.quiet:
+        print(report.table())
+    return 0
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.steps < 1:
+        raise UsageError("IRC400", f"--steps {options.steps} is not positive", help="give 1 or more")
+    progress = _Progress(options)
+    with progress.phase(f"loading {options.folder}"):
+        from .check import check_folder
+        from .folder import read_folder
+
+        written = read_folder(options.folder)
+    with progress.phase("training"):
+        report = check_folder(written, options.steps, with_original=options.check)
+    if options.json:
+        print(json.dumps(report.to_json(), indent=1))
+    elif not options.quiet:
+        print(report.text())
+    for failure in report.failures:
+        print(f"error[IRC130]: {failure}", file=sys.stderr)
+    return 1 if report.failures else 0
+
+

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..ir import Compute, Graph, Node, Region, Schedule, Storage, liveness, with_frees
+from ..ir import Compute, Graph, Node, OutputRole, Region, Schedule, Storage, liveness, with_frees
 from .costs import Costs
 
 __all__ = ["CheckpointProblem", "Simulated", "Stage", "Staging"]
@@ -18,7 +19,8 @@ class Stage:
 
     Args:
         position: Index of a backward operation.
-        resident: The forward-made storages that are resident while it runs.
+        resident: The forward-made storages that stay resident from before it runs until after; what it
+            reads is resident while it runs in any case, and goes right after it unless it is named here.
     """
 
     position: int
@@ -26,7 +28,8 @@ class Stage:
 
 
 Staging = tuple[Stage, ...]
-"""Stages in order of position; the first is at position 0, the boundary between forward and backward."""
+"""Stages in order of position. The first is at position 0, the boundary between forward and backward: what is
+resident there, and what the first backward operation reads, is kept from forward on."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Simulated:
     Args:
         schedule: What runs.
         peak_bytes: The most memory alive at once, static bytes included.
-        seconds: Time of all computations.
+        seconds: Time of all computations; the same to the last bit in whatever order they run.
         during_bytes: Memory at each computation (frees and the loss left out), in the order of `order`.
         order: The operations that run.
         owners: For each of them, the backward position that it serves; -1 in forward.
@@ -55,9 +58,9 @@ class CheckpointProblem:
     """Which forward values to keep for backward, and which to compute again.
 
     A schedule of the class considered here runs forward once, in the graph's order; then the backward
-    operations in the graph's order, and before each of them whatever of the forward must be computed
-    again, in forward order. A `Staging` fixes what is resident at some of the backward operations;
-    with a stage at each of them it describes every schedule of the class.
+    operations in the graph's order, and before each of them but the first whatever of the forward must
+    be computed again, in forward order. A `Staging` fixes what is resident at some of the backward
+    operations; with a stage at each of them it describes every schedule of the class.
 
     Args:
         graph: The training graph.
@@ -177,7 +180,7 @@ class CheckpointProblem:
     @cached_property
     def step_seconds(self) -> float:
         """Time of a step that computes nothing twice."""
-        return self.costs.step_seconds(self.graph)
+        return math.fsum(self.costs.seconds[node] for node in self.graph.operations)
 
     @cached_property
     def keep_all(self) -> Simulated:
@@ -185,21 +188,25 @@ class CheckpointProblem:
         return self.simulate((Stage(0, frozenset(self.wanted)),))
 
     @cached_property
+    def demand_bytes(self) -> dict[Node, int]:
+        """For each operation, what no schedule with this order of backward can go below while it runs."""
+        graph = self.graph
+        found: dict[Node, int] = {}
+        for node in self.forward:
+            touched = {*graph.reads(node), *graph.allocates(node)} - graph.static_storages
+            found[node] = graph.static_bytes + sum(s.nbytes for s in touched) + self.costs.workspace_bytes[node]
+        for held, node in zip(self.held_during, self.backward, strict=True):
+            found[node] = held + sum(s.nbytes for s in self.forward_reads[node])
+        return found
+
+    @cached_property
     def floor_bytes(self) -> int:
-        """What no schedule with this order of backward can go below: one operation with what it reads and makes."""
-        graph, workspace = self.graph, self.costs.workspace_bytes
-        backward = (
-            held + sum(s.nbytes for s in self.forward_reads[node])
-            for held, node in zip(self.held_during, self.backward, strict=True)
-        )
-        dynamic = graph.static_storages
-        forward = (
-            graph.static_bytes
-            + sum(s.nbytes for s in {*graph.reads(node), *graph.allocates(node)} - dynamic)
-            + workspace[node]
-            for node in self.forward
-        )
-        return max([graph.static_bytes, *backward, *forward])
+        """What no schedule with this order of backward can go below: one operation, or the loss."""
+        graph = self.graph
+        delivered = {o.value.storage for o in graph.outputs if o.value and o.role is OutputRole.OUTPUT}
+        at_loss = graph.tangent_storages | (delivered - graph.static_storages)
+        loss = graph.static_bytes + sum(s.nbytes for s in at_loss) + graph.loss_bytes
+        return max([loss, *self.demand_bytes.values()])
 
     # ------------------------------------------------------------------ from a choice to a schedule
 
@@ -230,21 +237,21 @@ class CheckpointProblem:
             eager: At a stage, make everything that is to be resident there; else only when it is first read.
         """
         stages = {stage.position: stage.resident for stage in staging}
-        have = set(staging[0].resident)
+        have = set(staging[0].resident).union(*(self.forward_reads[node] for node in self.backward[:1]))
         order: list[Node] = []
         owners: list[int] = []
         for position, node in enumerate(self.backward):
             resident = stages.get(position)
             reads = self.forward_reads[node]
             if resident is not None and not eager:
-                have &= resident
+                have &= resident.union(reads)
             goal = reads if resident is None or not eager else (*reads, *resident)
             for again in self.closure(goal, have):
                 order.append(again)
                 owners.append(position)
                 have.update(s for s in self.graph.allocates(again) if s in self.producer)
-            if resident is not None and eager:
-                have &= resident | set(reads)
+            if resident is not None:
+                have &= resident
             order.append(node)
             owners.append(position)
         return order, owners
@@ -266,7 +273,7 @@ class CheckpointProblem:
         return Simulated(
             schedule=schedule,
             peak_bytes=timeline.peak_bytes,
-            seconds=sum(self.costs.seconds[node] for node in order),
+            seconds=math.fsum(self.costs.seconds[node] for node in order),
             during_bytes=during,
             order=order,
             owners=(*([-1] * len(forward)), *owned),

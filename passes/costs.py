@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -69,7 +70,7 @@ def analytic_costs(graph: Graph, machine: Machine) -> Costs:
     (`torch.utils.flop_counter`); what has no formula there counts one for each element of its results.
     The workspace bound is one reordered copy of each operand and each result, for the operations whose
     kernels are known to reorder (convolutions, attention, matrix products); the others need none
-    beyond a small constant.
+    beyond a small constant. Copies for a convolution have their channels rounded up to whole blocks.
     """
     seconds: dict[Node, float] = {}
     workspace: dict[Node, int] = {}
@@ -93,15 +94,31 @@ _REORDERING = (
 )
 _SCRATCH_BYTES = 1 << 16
 _CONVOLUTION_COPIES = 2
+_CHANNEL_BLOCK = 16
 
 
 def _workspace_bound(node: Node, moved_bytes: int) -> int:
     if "convolution" in node.op:
-        return _CONVOLUTION_COPIES * moved_bytes + _SCRATCH_BYTES
+        weight = node.arguments[2 if "backward" in node.op else 1]
+        blocked_bytes = sum(_blocked_bytes(v.type, v is weight) for v in (*node.operands, *node.values))
+        return _CONVOLUTION_COPIES * blocked_bytes + _SCRATCH_BYTES
     if any(part in node.op for part in _REORDERING):
         return moved_bytes + _SCRATCH_BYTES
     largest = max((value.type.nbytes for value in (*node.operands, *node.values)), default=0)
     return largest + _SCRATCH_BYTES
+
+
+def _blocked_bytes(type: TensorType, is_weight: bool) -> int:
+    """Bytes of a tensor in the layout of CPU convolutions: channels in whole blocks (of a weight both kinds)."""
+    if len(type.shape) < 3:
+        return type.nbytes
+    outer, channels, *space = type.shape
+    outer = _whole_blocks(outer) if is_weight else outer
+    return outer * _whole_blocks(channels) * math.prod(space) * type.dtype.itemsize
+
+
+def _whole_blocks(channels: int) -> int:
+    return -(-channels // _CHANNEL_BLOCK) * _CHANNEL_BLOCK
 
 
 def _flops(node: Node) -> float:

@@ -131,7 +131,7 @@ def solve_staged(
     Args:
         problem: The recomputation problem.
         budget_bytes: The most that may be alive at once.
-        found: The search; its bound is raised too where the programme is a relaxation of every schedule.
+        found: The search; it is exact afterwards where the programme was solved to the end.
         deadline: `time.monotonic()` at which to stop.
         gap: At which a solve stops, as a fraction of the step's time.
     """
@@ -147,6 +147,7 @@ def solve_staged(
             lazy.forward_rows,
             lazy.transients,
             small_bytes=_small_bytes(problem, small),
+            prune=not small,
         )
         left = deadline - time.monotonic()
         solved = relaxation.solve(seconds=left if small else min(left, max(left / 3, 4.0)), gap=0.0 if small else gap)
@@ -154,8 +155,8 @@ def solve_staged(
             found.is_exact = small and solved.is_infeasible
             return
         eager = problem.simulate(solved.staging)
-        if small and eager.seconds > best_seconds * (1 + 1e-9):
-            found.is_exact = True
+        if small and eager.seconds > best_seconds:
+            found.is_exact = solved.is_optimal
             return
         found.offer("ilp", eager, budget_bytes)
         if not small:
@@ -188,7 +189,7 @@ def _refine(problem: CheckpointProblem, budget_bytes: int, simulated: Simulated,
                 lazy.forward_rows[node] = None
                 rows += 1
             continue
-        wanted = owner if owner not in existing else owner - 1
+        wanted = owner if owner not in existing else max(owner - 1, 0)
         if wanted not in existing:
             if len(stages) < _NEW_STAGES and (wanted != owner or all(abs(wanted - p) > spacing for p in stages)):
                 stages.append(wanted)

@@ -17,9 +17,7 @@ from .checkpointing import CheckpointProblem, Stage, Staging
 
 __all__ = ["Relaxation", "Solved"]
 
-_MIB = float(1 << 20)
-
-
+_LONGEST_SECONDS = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Solved:
@@ -29,25 +27,27 @@ class Solved:
         staging: The best choice found, or None.
         bound_seconds: No choice within the rows computes less than this again.
         is_infeasible: The rows contradict each other: no schedule of the class fits.
+        is_optimal: The choice is the best within the rows, not only the best found in time.
     """
 
     staging: Staging | None
     bound_seconds: float
     is_infeasible: bool
+    is_optimal: bool
 
 
 @dataclass
 class Relaxation:
     r"""The integer programme over some stages.
 
-    Stages j stand at backward positions p_0 = 0 < p_1 < ... Variables: k[j, s] in {0, 1}, storage s is
-    resident while operation p_j runs; x[j, o] in [0, 1], forward operation o runs again between p_j and
-    p_{j+1}. Minimise the seconds of all x, subject to
+    Stages j stand at backward positions p_0 = 0 < p_1 < ... Variables: k[j, s] in {0, 1}, storage s stays
+    resident while operation p_j runs and after it; x[j, o] in [0, 1], forward operation o runs again
+    between p_j and p_{j+1}. Minimise the seconds of all x, subject to
 
     - read: x[j, maker(s)] + k[j, s] >= 1 for s read in (p_j, p_{j+1}];
     - closure: x[j, maker(u)] + k[j, u] >= x[j, o] for u read by o;
     - carry: k[j+1, s] <= k[j, s] + x[j, maker(s)];
-    - memory: sum of bytes of k[j, .] and of what is held besides <= budget.
+    - memory: bytes of k[j, .], of what p_j reads and of what is held besides <= budget.
 
     These hold for every schedule with this order of backward, however often it computes something
     again, so their optimum is a lower bound. Rows for forward, for the loss and for the computations
@@ -64,6 +64,8 @@ class Relaxation:
         small_bytes: Storages up to this size are always kept.
         charge_small: Whether these are counted (for a plan) or free (for a bound).
         in_class: Whether the rows of the class (loss, forward, transient) are there at all.
+        prune: Whether later stages leave out what is never worth keeping, computations between two stages
+            aside: rigorous for a bound, not for the best of the class.
 
     Source:
         The rows between stages are those of Checkmate (Jain et al., MLSys 2020, eq. 1), at chosen positions only.
@@ -77,6 +79,7 @@ class Relaxation:
     small_bytes: int = 0
     charge_small: bool = True
     in_class: bool = True
+    prune: bool = True
     model: mathopt.Model = field(init=False)
     resident: list[dict[Storage, mathopt.Variable]] = field(default_factory=list, init=False)
     again: list[dict[Node, mathopt.Variable]] = field(default_factory=list, init=False)
@@ -87,7 +90,7 @@ class Relaxation:
         self.small = [s for s in problem.wanted if s.nbytes <= self.small_bytes]
         self.large = [s for s in problem.wanted if s.nbytes > self.small_bytes]
         self.makers = list(dict.fromkeys(problem.producer[s] for s in self.large))
-        self.replaced = _replaced(problem, self.large, boundary=False)
+        self.replaced = _replaced(problem, self.large, boundary=False) if self.prune else set[Storage]()
         self.replaced_at_boundary = _replaced(problem, self.large, boundary=True)
         for stage in range(len(self.positions)):
             self._add_stage(stage)
@@ -97,9 +100,10 @@ class Relaxation:
                 self._transient_row(position, node)
         seconds = problem.costs.seconds
         self.unit_seconds = max(problem.step_seconds, 1e-12) / 1000
+        least = 1e-7 if self.in_class else 0.0
         self.model.minimize(
             mathopt.LinearSum(
-                max(seconds[o] / self.unit_seconds, 1e-7) * x for stage in self.again for o, x in stage.items()
+                max(seconds[o] / self.unit_seconds, least) * x for stage in self.again for o, x in stage.items()
             )
         )
 
@@ -110,14 +114,14 @@ class Relaxation:
         position = self.positions[stage]
         end = self.positions[stage + 1] if stage + 1 < len(self.positions) else len(problem.backward) - 1
         replaced = self.replaced if stage else self.replaced_at_boundary
-        inputs = set(problem.forward_reads[problem.backward[position]])
+        inputs = self._read_at(position)
         alive = [s for s in self.large if problem.last_useful[s] >= position and (s not in replaced or s in inputs)]
         resident = {
             s: model.add_binary_variable(name=f"keep_{stage}_{s.name}")
             for s in alive
         }
-        for storage in inputs & resident.keys():
-            resident[storage].lower_bound = 1.0
+        for storage in inputs:
+            resident[storage].lower_bound = 1.0  # for nothing, unless a transient row follows
         again = {
             o: model.add_variable(lb=0.0, ub=1.0 if o.is_recomputable else 0.0, name=f"again_{stage}_{o.name}")
             for o in self.makers
@@ -138,12 +142,21 @@ class Relaxation:
                 model.add_linear_constraint(variable - carried - between[problem.producer[storage]] <= 0.0)
         self.resident.append(resident)
         self.again.append(again)
-        room = self.budget_bytes - problem.held_during[position] - self._small_alive(position)
-        self._add_memory_row(((s.nbytes, v) for s, v in resident.items()), room)
+        fixed = problem.held_during[position] + self._small_alive(position) + sum(s.nbytes for s in inputs)
+        terms = [(s.nbytes, v) for s, v in resident.items() if s not in inputs]
+        self._add_memory_row(terms, self.budget_bytes - fixed)
 
-    def _add_memory_row(self, terms: Iterable[tuple[int, mathopt.Variable]], room_bytes: int) -> None:
-        total = mathopt.LinearSum(nbytes / _MIB * variable for nbytes, variable in terms)
-        self.model.add_linear_constraint(total <= room_bytes / _MIB)
+    def _read_at(self, position: int) -> dict[Storage, None]:
+        """What the backward operation there reads, of the storages with variables, in order."""
+        return dict.fromkeys(
+            s for s in self.problem.forward_reads[self.problem.backward[position]] if s.nbytes > self.small_bytes
+        )
+
+    def _add_memory_row(self, terms: Sequence[tuple[int, mathopt.Variable]], room_bytes: int) -> None:
+        """Adds `terms <= room`, scaled to coefficients of up to 1: a byte must not vanish in the tolerance."""
+        unit = float(max((nbytes for nbytes, _ in terms), default=0) or 1)
+        total = mathopt.LinearSum(nbytes / unit * variable for nbytes, variable in terms)
+        self.model.add_linear_constraint(total <= room_bytes / unit)
 
     def _small_alive(self, position: int) -> int:
         if not self.charge_small:
@@ -153,12 +166,14 @@ class Relaxation:
     def _boundary_rows(self) -> None:
         """Memory in forward and at the loss: what is kept, once its last forward read is past, stays."""
         problem, graph = self.problem, self.problem.graph
-        kept = self.resident[0]
+        inputs = self._read_at(0)
+        kept = {s: v for s, v in self.resident[0].items() if s not in inputs}
         small = sum(s.nbytes for s in self.small) if self.charge_small else 0
         tangents = sum(s.nbytes for s in graph.tangent_storages)
         outputs = sum(s.nbytes for s in graph.output_storages if graph.producers[s] in problem.index)
         room = self.budget_bytes - graph.static_bytes - tangents - outputs - graph.loss_bytes - small
-        self._add_memory_row(((s.nbytes, v) for s, v in kept.items()), room)
+        room -= sum(s.nbytes for s in inputs)
+        self._add_memory_row([(s.nbytes, v) for s, v in kept.items()], room)
         rows = set(self.forward_rows)
         last_read = {s: problem.index[users[-1]] for s, users in problem.users.items()}
         for node in rows:
@@ -168,7 +183,7 @@ class Relaxation:
             terms: list[tuple[int, mathopt.Variable]] = []
             for maker in problem.forward[:now]:
                 for storage in graph.allocates(maker):
-                    if storage not in problem.producer or last_read.get(storage, -1) >= now:
+                    if storage not in problem.producer or storage in inputs or last_read.get(storage, -1) >= now:
                         fixed += storage.nbytes
                     elif storage in kept:
                         terms.append((storage.nbytes, kept[storage]))
@@ -185,6 +200,9 @@ class Relaxation:
         if node not in again:
             return
         again[node].integer = True
+        for storage in self._read_at(position - 1):
+            self.resident[stage][storage].lower_bound = 0.0
+        inputs = self._read_at(position)
         before, after = self.resident[stage], self.resident[stage + 1]
         now = problem.index[node]
         made = set(problem.graph.allocates(node))
@@ -194,24 +212,24 @@ class Relaxation:
             if storage in made:
                 continue
             alive = model.add_variable(lb=0.0, ub=1.0)
-            remade = again[maker]
             carried = before.get(storage)
             later = [again[u] for u in problem.users.get(storage, ()) if u in again and problem.index[u] >= now]
-            if storage in after:
-                later.append(after[storage])
-            for wish in later:
+            if storage in inputs:
+                alive_after: list[mathopt.Variable | float] = [1.0]
+            else:
+                alive_after = [after[storage]] if storage in after else []
+            for wish in (*later, *alive_after):
                 if problem.index[maker] < now:
-                    model.add_linear_constraint(alive >= wish)
+                    model.add_linear_constraint(alive - wish >= 0.0)
                 elif carried is not None:
-                    model.add_linear_constraint(alive >= wish + carried - 1.0 - remade)
+                    model.add_linear_constraint(alive - wish - carried >= -1.0)
             terms.append((storage.nbytes, alive))
         fixed = problem.held_after[position - 1] + problem.costs.workspace_bytes[node]
         fixed += sum(s.nbytes for s in made)
         fixed += sum(s.nbytes for s in self.small if s not in made) if self.charge_small else 0
         everything = sum(s.nbytes for s in self.large) + fixed
-        slack = max(everything - self.budget_bytes, 0) / _MIB
-        total = mathopt.LinearSum(nbytes / _MIB * variable for nbytes, variable in terms)
-        model.add_linear_constraint(total + slack * again[node] <= (self.budget_bytes - fixed) / _MIB + slack)
+        slack = max(everything - self.budget_bytes, 0)
+        self._add_memory_row([*terms, (slack, again[node])], self.budget_bytes - fixed + slack)
 
     # ------------------------------------------------------------------ solving
 
@@ -223,7 +241,7 @@ class Relaxation:
             gap: Relative gap at which to stop, of the step's time.
         """
         parameters = mathopt.SolveParameters(
-            time_limit=timedelta(seconds=max(seconds, 0.1)),
+            time_limit=timedelta(seconds=min(max(seconds, 0.1), _LONGEST_SECONDS)),
             relative_gap_tolerance=1e-6,
             absolute_gap_tolerance=gap * 1000,
             random_seed=1,
@@ -231,18 +249,18 @@ class Relaxation:
         result = mathopt.solve(self.model, mathopt.SolverType.HIGHS, params=parameters)
         reason = result.termination.reason
         if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
-            return Solved(None, math.inf, True)
+            return Solved(None, math.inf, True, False)
         bound = result.termination.objective_bounds.dual_bound
         bound_seconds = max(bound, 0.0) * self.unit_seconds if math.isfinite(bound) else 0.0
         if not result.has_primal_feasible_solution():
-            return Solved(None, bound_seconds, False)
+            return Solved(None, bound_seconds, False, False)
         values = result.variable_values()
         small = frozenset(self.small)
         staging = tuple(
             Stage(position, small | {s for s, v in resident.items() if values[v] > 0.5})
             for position, resident in zip(self.positions, self.resident, strict=True)
         )
-        return Solved(staging, bound_seconds, False)
+        return Solved(staging, bound_seconds, False, reason is mathopt.TerminationReason.OPTIMAL)
 
 
 def _replaced(problem: CheckpointProblem, large: Sequence[Storage], *, boundary: bool) -> set[Storage]:

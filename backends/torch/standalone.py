@@ -78,4 +78,3 @@ class StandaloneModule(nn.Module):
                 return tensors[int(static.target)]
             case _:
                 return self.program.constants[static.target]
-

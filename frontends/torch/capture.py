@@ -187,8 +187,12 @@ class _StepwiseLSTM(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") != "lstm":
             return func(*args, **(kwargs or {}))
-        with torch.backends.mkldnn.flags(enabled=False):
+        enabled = torch._C._get_mkldnn_enabled()
+        torch._C._set_mkldnn_enabled(False)
+        try:
             return func(*args, **(kwargs or {}))
+        finally:
+            torch._C._set_mkldnn_enabled(enabled)
 
 
 @contextlib.contextmanager

@@ -76,13 +76,21 @@ def test_an_operation_that_stands_there_twice_is_measured_once(runs: list[Node])
 
 
 def test_the_workspace_is_what_an_operation_takes_beyond_its_results() -> None:
-    """A sorted copy along a strided dimension: known from what the events say about the same call by hand."""
     x = torch.randn(64, 32)
-    graph = capture(nn.PReLU(), (x,)).graph
+    graph = capture(nn.Sequential(nn.Linear(32, 8), nn.ReLU()), (x,)).graph
     costs = profile_costs(graph, repeats=1)
-    forward = graph.operations[0]
-    assert costs.workspace_bytes[forward] == 0
-    assert peak_bytes(lambda: torch.relu(x) * 2) == 2 * x.nbytes
+    relu = next(node for node in graph.operations if node.op == "aten.relu.default")
+    assert costs.workspace_bytes[relu] == 0
+    dropout = capture(nn.Dropout(0.5), (x.requires_grad_(),)).graph.operations[0]
+    results_bytes = sum(value.storage.nbytes for value in dropout.values)
+    measured = profile_costs(Graph((), (dropout,), ()), repeats=1).workspace_bytes[dropout]
+    with torch.no_grad():
+        assert measured + results_bytes == peak_bytes(lambda: torch.native_dropout(x, 0.5, True))
+
+
+def test_a_peak_is_counted_above_the_level_at_the_start() -> None:
+    x = torch.randn(64, 32)
+    assert peak_bytes(lambda: torch.relu(x).neg()) == 2 * x.nbytes
     assert peak_bytes(lambda: x.relu_()) == 0
 
 

@@ -109,7 +109,7 @@ def _workspace_bound(node: Node, moved_bytes: int) -> int:
 
 
 def _blocked_bytes(type: TensorType, is_weight: bool) -> int:
-    """Bytes of a tensor in the layout of CPU convolutions: channels in whole blocks (of a weight both kinds)."""
+    """Bytes of a tensor in the layout of CPU convolutions: channels in whole blocks (a weight's both)."""
     if len(type.shape) < 3:
         return type.nbytes
     outer, channels, *space = type.shape

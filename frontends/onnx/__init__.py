@@ -21,6 +21,7 @@ from .importer import from_model
 from .lowerings import operators
 from .module import OnnxModule, example_inputs
 from .reader import read
+from .rebatch import check_samples, fixed_batch
 
 __all__ = ["OnnxModule", "example_inputs", "from_model", "from_onnx", "operators"]
 
@@ -32,11 +33,17 @@ def from_onnx(
 
     Args:
         path: The file; weights stored beside it are found.
-        batch: Size of the leading axis of every input that leaves it open.
+        batch: Size of the leading axis of every input that leaves it open. A file that fixes the same size in
+            all its inputs is changed to this one, and refused where its samples would mix.
         inputs: Whole shapes by input name, where the file leaves axes open.
 
     Raises:
         UsageError: IRC310 to IRC318: the file is missing or broken, or a shape is missing or contradicts it.
         UnsupportedError: IRC301 to IRC304: an operator, an option, an operator set or a type is not covered.
     """
-    return from_model(read(path), batch, inputs)
+    model = read(path)
+    fixed = None if inputs else fixed_batch(model.graph, batch)
+    module = from_model(model, batch, inputs)
+    if fixed is not None and batch is not None:
+        check_samples(from_model(read(path)), module, fixed, batch)
+    return module

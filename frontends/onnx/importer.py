@@ -16,6 +16,7 @@ from .binding import InputSpec, bind_inputs
 from .lowerings import Attribute, Call, Lowering, NodeInfo, find, newest_opset
 from .module import OnnxModule, Operand, Step
 from .reader import node_name, normalise
+from .rebatch import fixed_batch, rebatch
 from .tensors import Static, torch_tensor
 from .weights import Kind, Leaf, leaf_of
 
@@ -60,6 +61,9 @@ def from_model(
     check_covered(model)
     constants = constants or {}
     shapes = {**(inputs or {}), **{name: tuple(t.shape) for name, t in constants.items()}}
+    fixed = None if inputs or constants else fixed_batch(model.graph, batch)
+    if fixed is not None and batch is not None:
+        rebatch(model.graph, fixed, batch)
     specs = bind_inputs(model.graph, batch, shapes)
     return _Importer(model).run([s for s in specs if s[0] not in constants], constants)
 

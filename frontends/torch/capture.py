@@ -150,7 +150,7 @@ def _trace(
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     stack.enter_context(tracing(TracingContext(fake_mode)))
     stack.enter_context(recording(module))
-    stack.enter_context(_StepwiseLSTM())
+    stack.enter_context(_StepwiseRNN())
     stack.enter_context(_restored(module))
     stack.enter_context(warnings.catch_warnings())
     warnings.simplefilter("ignore")
@@ -177,22 +177,50 @@ def _trace(
         raise _untraceable(error) from error
 
 
-class _StepwiseLSTM(TorchFunctionMode):
-    """Traces an LSTM on the CPU as its time steps.
+class _StepwiseRNN(TorchFunctionMode):
+    """Traces recurrent layers one by one, and on the CPU as their time steps.
 
-    oneDNN's fused kernel has no place in a plan: the size of its workspace is not known before it runs,
-    and without gradients it makes none.
+    oneDNN's fused LSTM has no place in a plan: the size of its workspace is not known before it runs,
+    and without gradients it makes none. torch's own decomposition of several layers leaves out the
+    dropout between them.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") != "lstm":
+        if getattr(func, "__name__", "") not in ("lstm", "gru", "rnn_tanh", "rnn_relu") or kwargs:
             return func(*args, **(kwargs or {}))
         enabled = torch._C._get_mkldnn_enabled()
         torch._C._set_mkldnn_enabled(False)
         try:
-            return func(*args, **(kwargs or {}))
+            return _layer_by_layer(func, args)
         finally:
             torch._C._set_mkldnn_enabled(enabled)
+
+
+def _layer_by_layer(func: Any, args: tuple[Any, ...]) -> Any:
+    """What `func` returns for a stack of recurrent layers; it is called once for each.
+
+    Args:
+        func: `torch.lstm` or another of its kind.
+        args: input, state (a tensor, or for LSTM two), weights, has biases, layers, dropout, train,
+            bidirectional, batch first. Packed sequences come with other arguments and are passed on.
+    """
+    if not isinstance(args[3], bool):
+        return func(*args)
+    x, state, weights, biases, layers, dropout, train, bidirectional, batch_first = args
+    states = [state] if isinstance(state, Tensor) else list(state)
+    directions = 2 if bidirectional else 1
+    each = len(weights) // layers
+    final: list[list[Tensor]] = [[] for _ in states]
+    for layer in range(layers):
+        if layer and dropout and train:
+            x = torch.dropout(x, dropout, True)
+        own = [s[directions * layer : directions * (layer + 1)] for s in states]
+        own_state = own[0] if isinstance(state, Tensor) else tuple(own)
+        own_weights = weights[each * layer : each * (layer + 1)]
+        x, *after = func(x, own_state, own_weights, biases, 1, 0.0, train, bidirectional, batch_first)
+        for parts, part in zip(final, after, strict=True):
+            parts.append(part)
+    return (x, *(torch.cat(parts) for parts in final))
 
 
 @contextlib.contextmanager

@@ -271,9 +271,10 @@ CASES: dict[str, Case] = {
     "no elements": Case(_linear(lambda m, x: m.lin(x)), lambda: (torch.randn(0, 4),)),
     "transformer layer": Case(_transformer, lambda: (torch.randn(2, 5, 16),)),
     "LSTM": Case(
-        lambda: nn.LSTM(4, 6, num_layers=2, dropout=0.4, bidirectional=True, batch_first=True),
+        lambda: nn.LSTM(4, 6, num_layers=3, dropout=0.4, bidirectional=True, batch_first=True),
         lambda: (torch.randn(2, 5, 4),),
     ),
+    "GRU": Case(lambda: nn.GRU(4, 6, num_layers=2, dropout=0.4), lambda: (torch.randn(5, 2, 4),)),
     "weight norm": Case(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))),
     "spectral norm": Case(lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))),
 }
@@ -292,7 +293,7 @@ def outcome(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
     values = [output.detach().clone() for output in outputs]
     state = torch.get_rng_state()
     generator = torch.Generator().manual_seed(9)
-    noise = [torch.randn(o.shape, generator=generator).to(o.dtype) for o in trained]
+    noise = [torch.empty_like(o).copy_(torch.randn(o.shape, generator=generator)) for o in trained]
     torch.autograd.backward(trained, noise, inputs=None, retain_graph=_is_no_leaf(args))
     inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     found: dict[str, Any] = {f"parameter {n}": p.grad for n, p in module.named_parameters()}

@@ -1,0 +1,31 @@
+# `make demo` runs the main job on a real model; `make test` runs the tests. Each needs Python >= 3.11 alone.
+
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+READY := $(VENV)/.ready
+DEMO := build/demo
+
+.PHONY: demo test lint clean
+
+$(READY): pyproject.toml constraints.txt
+	python3 -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+# The ResNet-50 of the onnx wheel is exported for one image and holds placeholder weights: the demo asks for
+# eight images and draws the weights, plans for 60% of the baseline peak, then trains beside the original.
+demo: $(READY)
+	model=$$($(PYTHON) -c 'import onnx, pathlib; print(pathlib.Path(onnx.__file__).parent / "backend/test/data/light/light_resnet50.onnx")') && \
+	$(VENV)/bin/irc optimize "$$model" --batch 8 --draw-weights 0 --budget 60% -o $(DEMO) && \
+	$(VENV)/bin/irc run $(DEMO) --steps 3 --check
+
+test: $(READY)
+	$(PYTHON) -m pytest
+
+lint: $(READY)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/pyright --pythonpath $(PYTHON)
+
+clean:
+	rm -rf $(VENV) build dist

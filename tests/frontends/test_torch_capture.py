@@ -1,0 +1,360 @@
+"""Captured graphs: what they say of the model, what they leave alone, and what is refused by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from irc.frontends.torch import Captured, capture
+from irc.ir import (
+    Graph,
+    InputRole,
+    IrcError,
+    Node,
+    Origin,
+    OutputRole,
+    Region,
+    Slot,
+    Trait,
+    UnsupportedError,
+    UsageError,
+    verify_graph,
+)
+from irc.tools import models
+
+torch.set_num_threads(1)
+
+
+class Model(nn.Module):
+    """A module whose forward is a function of itself and the arguments."""
+
+    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.function = function
+        self.lin = nn.Linear(4, 4)
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
+
+
+def captured(module: nn.Module, *args: Any, **kwargs: Any) -> Captured:
+    found = capture(module, args, kwargs)
+    verify_graph(found.graph)
+    return found
+
+
+def node(graph: Graph, op: str) -> Node:
+    return next(n for n in graph.nodes if n.op.startswith(op))
+
+
+@pytest.fixture
+def x() -> Tensor:
+    torch.manual_seed(0)
+    return torch.randn(3, 4)
+
+
+# ---------------------------------------------------------------------- what a graph says
+
+
+def test_inputs_have_roles_targets_and_gradients(x: Tensor) -> None:
+    constant = torch.ones(4)
+    module = Model(lambda m, x, y: m.norm(m.lin(x)) * constant + y, norm=nn.BatchNorm1d(4))
+    module.lin.bias.requires_grad_(False)
+    graph = captured(module, x, x.clone().requires_grad_()).graph
+    inputs = [
+        (i.role.value, i.target, i.requires_grad) for i in graph.inputs if i.role is not InputRole.CONSTANT
+    ]
+    assert inputs == [
+        ("parameter", "lin.weight", True),
+        ("parameter", "lin.bias", False),
+        ("parameter", "norm.weight", True),
+        ("parameter", "norm.bias", True),
+        ("buffer", "norm.running_mean", False),
+        ("buffer", "norm.running_var", False),
+        ("buffer", "norm.num_batches_tracked", False),
+        ("input", "0", False),
+        ("input", "1", True),
+        ("tangent", "0", False),
+    ]
+    assert [i.value.type.shape for i in graph.inputs if i.role is InputRole.CONSTANT] == [(4,)]
+    gradients = {o.target: o.value is not None for o in graph.outputs if o.role is OutputRole.GRADIENT}
+    wanted = {f"{role}:{target}" for role, target, requires_grad in inputs if requires_grad}
+    assert {target for target, exists in gradients.items() if exists} == wanted
+
+
+def test_a_tied_weight_is_one_input_with_one_gradient() -> None:
+    embedding, head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
+    head.weight = embedding.weight
+    graph = captured(nn.Sequential(embedding, head), torch.tensor([1, 2])).graph
+    parameters = [i for i in graph.inputs if i.role is InputRole.PARAMETER]
+    gradients = [o for o in graph.outputs if o.role is OutputRole.GRADIENT and o.value is not None]
+    assert len(parameters) == len(gradients) == 1
+
+
+def test_regions_traits_and_storages(x: Tensor) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return functional.dropout(m.norm(m.lin(x)).view(-1), 0.5)
+
+    graph = captured(Model(forward, norm=nn.BatchNorm1d(4)), x).graph
+    dropout, norm, view = (
+        node(graph, f"aten.{op}") for op in ("native_dropout", "_native_batch_norm", "view")
+    )
+    assert dropout.traits == {Trait.RANDOM} and not dropout.is_recomputable
+    assert view.is_view and view.values[0].storage is norm.values[0].storage
+    assert norm.is_recomputable  # though it reads the statistics that are overwritten after it
+    writes = [n for n in graph.nodes if Trait.EFFECT in n.traits]
+    assert {n.operands[0].storage for n in writes} == {
+        i.value.storage for i in graph.inputs if i.role is InputRole.BUFFER
+    }
+    assert dropout.values[1].storage.nbytes == 12  # a mask is a byte an element
+    regions = [n.region for n in graph.nodes]
+    assert regions == sorted(regions, key=[Region.FORWARD, Region.BACKWARD].index)
+
+
+def test_what_reads_a_buffer_before_it_is_overwritten_is_pinned(x: Tensor) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = m.lin(x) * m.average
+        m.average.add_(1.0)
+        return y
+
+    module = Model(forward)
+    module.register_buffer("average", torch.zeros(4))
+    graph = captured(module, x).graph
+    assert Trait.PINNED in node(graph, "aten.mul").traits
+    assert node(graph, "aten.clone").operands[0].name == next(
+        i.value.name for i in graph.inputs if i.target == "average"
+    )  # backward reads the old value
+
+
+def test_attention_without_dropout_may_be_computed_again() -> None:
+    module, args = models.gpt2(batch=1, sequence=8, depth=1, width=16, heads=2)
+    graph = captured(module, *args).graph
+    assert node(graph, "aten._scaled_dot_product").is_recomputable
+    assert not node(graph, "aten.native_dropout").is_recomputable
+
+
+def test_every_operation_knows_its_module_and_the_user_s_line() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = torch.relu(m.lin(x))
+        return h.exp()
+
+    graph = captured(Model(forward), torch.randn(3, 4)).graph
+    _, first = inspect.getsourcelines(forward)
+    for op, line in (("aten.relu", 1), ("aten.exp", 2), ("aten.threshold_backward", 1)):
+        at = node(graph, op).at
+        assert at is not None and at.source == f"test_torch_capture.py:{first + line} in forward"
+    linear = node(graph, "aten.addmm").at
+    assert linear is not None and linear.module == "lin" and f":{first + 1} " in str(linear)
+
+
+def test_a_signature_says_how_arguments_and_results_nest(x: Tensor) -> None:
+    def forward(m: Any, pair: Any, *, scale: float) -> Any:
+        h = m.lin(pair[0]) * scale
+        return {"h": h, "row": h[0], "x": pair[0], "none": None, "n": 4}
+
+    signature = captured(Model(forward), (x, 7), scale=0.5).signature
+    assert signature.leaves == (Slot(0), 7, 0.5)
+    assert dict(signature.modes) == {"": True, "lin": True}
+    origins = {Origin.COMPUTED: 0, Origin.OUTPUT: 0, Origin.INPUT: 0, Origin.CONSTANT: 0}
+    for delivery in signature.deliveries:
+        origins[delivery.origin] += 1
+    assert origins == {Origin.COMPUTED: 1, Origin.OUTPUT: 1, Origin.INPUT: 1, Origin.CONSTANT: 2}
+
+
+def test_a_loss_outside_of_the_module_is_counted(x: Tensor) -> None:
+    module = nn.Linear(4, 4)
+    assert capture(module, (x,)).graph.loss_bytes == 0
+    square = capture(module, (x,), loss=lambda y: y.square().sum()).graph.loss_bytes
+    assert square >= x.nbytes  # the square, at least
+    deep = capture(module, (x,), loss=lambda y: y.exp().sin().exp().sin().sum()).graph.loss_bytes
+    assert deep >= 3 * x.nbytes
+
+
+def test_losses_that_keep_their_terms_are_counted_with_them(x: Tensor) -> None:
+    graph = captured(Model(lambda m, x: functional.mse_loss(m.lin(x), x[:1].expand(3, 4))), x).graph
+    assert node(graph, "aten.mse_loss").values[0].storage.nbytes == x.nbytes
+    with torch.no_grad():
+        assert functional.mse_loss(x, x).untyped_storage().nbytes() == x.nbytes
+
+
+# ---------------------------------------------------------------------- what it leaves alone
+
+
+def test_capturing_computes_nothing_and_changes_nothing(x: Tensor) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        m.calls = m.calls + 1
+        x.mul_(2.0)
+        return functional.dropout(m.norm(m.lin(x)), 0.5)
+
+    module: Any = Model(forward, norm=nn.BatchNorm1d(4), calls=0)
+    module.add_module("lstm", nn.LSTM(4, 4))
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    generator, given = torch.get_rng_state(), x.clone()
+    captured(module, x)
+    assert torch.equal(torch.get_rng_state(), generator) and torch.equal(x, given)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert all(p.grad is None for p in module.parameters())
+    assert module.calls == 0
+    assert all(type(p) is nn.Parameter for p in module.parameters())
+    assert not module._forward_hooks and not module.lin._forward_hooks
+    module(x)
+
+
+def test_a_recurrent_module_still_runs_and_keeps_its_dropout() -> None:
+    module, x = nn.LSTM(4, 6, num_layers=2, dropout=0.5), torch.randn(5, 2, 4)
+    wanted = module.eval()(x)[0]
+    module.train()
+    graph = captured(module, x).graph
+    assert [n.op for n in graph.nodes if Trait.RANDOM in n.traits] == ["aten.native_dropout.default"]
+    assert not any("mkldnn" in n.op for n in graph.nodes)
+    assert torch.equal(module.eval()(x)[0], wanted)
+
+
+@pytest.mark.parametrize("name", models.__all__)
+def test_the_benchmark_models_are_captured(name: str) -> None:
+    small: dict[str, dict[str, int]] = {
+        "unet": {"size": 32, "base": 4},
+        "gpt2": {"batch": 1, "sequence": 8, "depth": 1, "width": 16, "heads": 2},
+        "lstm": {"batch": 2, "sequence": 3, "vocabulary": 20, "embedding": 4, "hidden": 4},
+        "densenet121": {"batch": 2, "size": 32, "classes": 10},
+        "resnet50": {"batch": 2, "size": 32, "classes": 10},
+        "vgg16": {"batch": 2, "size": 32, "classes": 10},
+    }
+    if name in ("densenet121", "vgg16"):
+        pytest.skip("large; resnet50 has the same operations")
+    module, args = getattr(models, name)(**small[name])
+    again, _ = getattr(models, name)(**small[name])
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), again.parameters(), strict=True))
+    outputs = [o for o in captured(module, *args).graph.outputs if o.role is OutputRole.OUTPUT]
+    assert [o.value and o.value.type.shape for o in outputs] == [()]
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+def _item(m: Any, x: Tensor) -> Tensor:
+    return m.lin(x) * x.sum().item()
+
+
+def _branch(m: Any, x: Tensor) -> Tensor:
+    h = m.lin(x)
+    return h * 2 if h.sum() > 0 else h
+
+
+def _nonzero(m: Any, x: Tensor) -> Tensor:
+    return m.lin(x[x[:, 0] > 0])
+
+
+def _numpy(m: Any, x: Tensor) -> Tensor:
+    return m.lin(x) * float(x.numpy().sum())
+
+
+def _wrong(m: Any, x: Tensor) -> Tensor:
+    return m.lin(x[:, :3])
+
+
+def _attribute(m: Any, x: Tensor) -> Tensor:
+    m.last = m.lin(x)
+    return m.last
+
+
+def _writes_parameter(m: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        m.lin.weight.mul_(0.5)
+    return m.lin(x)
+
+
+def _writes_constant(m: Any, x: Tensor) -> Tensor:
+    _STATE.add_(1.0)
+    return m.lin(x) * _STATE
+
+
+def _outside(m: Any, x: Tensor) -> Tensor:
+    return m.lin(x) * _WEIGHT
+
+
+def _generator(m: Any, x: Tensor) -> Tensor:
+    return m.lin(x) + torch.rand(4, generator=_GENERATOR)
+
+
+def _sparse(m: Any, x: Tensor) -> Tensor:
+    return torch.sparse.mm(x.to_sparse(), m.lin.weight)
+
+
+_STATE = torch.zeros(4)
+_WEIGHT = torch.ones(4, requires_grad=True)
+_GENERATOR = torch.Generator()
+
+
+@pytest.mark.parametrize(
+    ("function", "code", "names", "at_line"),
+    [
+        (_item, "IRC302", "aten._local_scalar_dense", True),
+        (_branch, "IRC302", "aten._local_scalar_dense", True),
+        (_nonzero, "IRC302", "aten.nonzero", True),
+        (_numpy, "IRC303", "numpy", True),
+        (_wrong, "IRC303", "RuntimeError", True),
+        (_attribute, "IRC308", "attribute last", False),
+        (_writes_parameter, "IRC306", "parameter lin.weight", False),
+        (_writes_constant, "IRC306", "no parameter, buffer or input", False),
+        (_outside, "IRC304", "tensor of shape [4] that requires a gradient", True),
+        (_generator, "IRC304", "Generator", True),
+    ],
+)
+def test_what_has_no_place_in_a_plan_is_refused_with_the_line(
+    function: Callable[..., Any], code: str, names: str, at_line: bool, x: Tensor
+) -> None:
+    with pytest.raises(UnsupportedError) as raised:
+        capture(Model(function), (x,))
+    error = raised.value
+    assert error.code == code and names in error.message and error.help is not None
+    if at_line:
+        lines, first = inspect.getsourcelines(function)
+        assert error.at is not None and error.at.source is not None
+        name, _, rest = error.at.source.partition(":")
+        assert name == "test_torch_capture.py" and rest.endswith(f" in {function.__name__}")
+        assert first < int(rest.split()[0]) < first + len(lines)
+    assert _STATE.sum() == 0
+
+
+def test_a_write_into_an_input_that_asks_for_a_gradient_is_refused(x: Tensor) -> None:
+    with pytest.raises(UnsupportedError, match="IRC306.*input 0, which requires a gradient"):
+        capture(Model(lambda m, x: m.lin(x.mul_(2.0))), (x.requires_grad_() * 1.0,))
+
+
+def test_a_sparse_gradient_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="IRC304.*sparse"):
+        capture(nn.Embedding(5, 4, sparse=True), (torch.tensor([1, 2]),))
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.Linear(4, 4).requires_grad_(False),
+        Model(lambda m, x: m.lin(x).detach()),
+        Model(lambda m, x: m.lin(x).argmax(1)),
+        Model(lambda m, x: 3),
+    ],
+    ids=["frozen", "detached", "integers", "no tensor"],
+)
+def test_nothing_to_train_is_refused(module: nn.Module, x: Tensor) -> None:
+    with pytest.raises(UsageError) as raised:
+        capture(module, (x,))
+    assert raised.value.code == "IRC320" and raised.value.exit_status == 2
+
+
+def test_after_a_refusal_the_model_works_and_is_captured_when_mended(x: Tensor) -> None:
+    module: Any = Model(_item)
+    with pytest.raises(IrcError):
+        capture(module, (x,))
+    assert type(module(x)) is Tensor
+    module.function = lambda m, x: m.lin(x)
+    captured(module, x)

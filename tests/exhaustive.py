@@ -1,0 +1,222 @@
+"""Reference solvers for small graphs: every schedule of a class is looked at, and nothing of the solvers is used.
+
+`cheapest_in_class` covers the class of `CheckpointProblem`: forward once, then before each backward operation
+but the first whatever must be computed again, in forward order. `cheapest_of_all` covers every schedule that
+keeps the order of first runs: it may compute anything again at any time, in forward too.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations, count
+
+from irc.ir import Node, Region, Storage
+from irc.passes import CheckpointProblem, Costs
+from strategies import Sample
+
+__all__ = ["Choice", "cheapest_in_class", "cheapest_of_all", "problem_of", "subsets"]
+
+
+def problem_of(sample: Sample) -> CheckpointProblem:
+    """The recomputation problem of a random graph."""
+    return CheckpointProblem(sample.graph, Costs(sample.seconds, sample.workspace_bytes, "analytic:test"))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A schedule of the class: what it costs, and what runs again before each backward operation."""
+
+    seconds: float
+    peak_bytes: int
+    again: tuple[tuple[Node, ...], ...]
+
+    def beats(self, other: Choice) -> bool:
+        return self.seconds <= other.seconds and self.peak_bytes <= other.peak_bytes
+
+
+Kept = frozenset[Storage]
+
+
+def subsets(storages: Iterable[Storage]) -> Iterator[Kept]:
+    """Every subset, small ones first."""
+    items = tuple(storages)
+    for size in range(len(items) + 1):
+        yield from map(frozenset, combinations(items, size))
+
+
+def size_of(storages: Iterable[Storage]) -> int:
+    return sum(storage.nbytes for storage in storages)
+
+
+class _Class:
+    """Dynamic programming over what is kept after each backward operation, with all trade-offs at each state."""
+
+    def __init__(self, problem: CheckpointProblem) -> None:
+        self.problem = problem
+        self.graph = problem.graph
+        self.workspace = problem.costs.workspace_bytes
+        self.reads = [frozenset(problem.forward_reads[node]) for node in problem.backward]
+        self.tangents = size_of(self.graph.tangent_storages)
+        self.remake = cache(self._remake)
+
+    def front(self) -> tuple[Choice, ...]:
+        """The choices that no other beats, fastest first."""
+        problem = self.problem
+        if not problem.backward:
+            return (Choice(problem.step_seconds, self.forward_peak(frozenset()), ()),)
+        states: dict[Kept, list[Choice]] = {}
+        for kept in subsets(problem.wanted):
+            alive = kept | self.reads[0]
+            peak = max(self.forward_peak(alive), problem.held_during[0] + size_of(alive))
+            _insert(states.setdefault(kept, []), Choice(0.0, peak, ((),)))
+        for position in range(1, len(problem.backward)):
+            states = self.advance(states, position)
+        best: list[Choice] = []
+        for choices in states.values():
+            for choice in choices:
+                _insert(best, choice)
+        total = problem.step_seconds
+        done = (Choice(total + choice.seconds, choice.peak_bytes, choice.again) for choice in best)
+        return tuple(sorted(done, key=lambda choice: (choice.seconds, choice.peak_bytes)))
+
+    def advance(self, states: dict[Kept, list[Choice]], position: int) -> dict[Kept, list[Choice]]:
+        problem = self.problem
+        useful = [s for s in problem.wanted if problem.last_useful[s] > position]
+        following: dict[Kept, list[Choice]] = {}
+        for kept in subsets(useful):
+            alive = kept | self.reads[position]
+            during = problem.held_during[position] + size_of(alive)
+            for before, choices in states.items():
+                remade = self.remake(before, alive)
+                if remade is None:
+                    continue
+                again, seconds, extra = remade
+                peak = max(during, problem.held_after[position - 1] + extra)
+                for choice in choices:
+                    reached = Choice(
+                        choice.seconds + seconds, max(choice.peak_bytes, peak), (*choice.again, again)
+                    )
+                    _insert(following.setdefault(kept, []), reached)
+        return following
+
+    def forward_peak(self, kept: Kept) -> int:
+        """The peak of forward and of the loss, where `kept` stays for backward."""
+        problem, graph = self.problem, self.graph
+        delivered = graph.output_storages
+        made: list[Storage] = []
+        peak = graph.static_bytes
+        for index, node in enumerate(problem.forward):
+            read_later = {s for reader in problem.forward[index:] for s in graph.reads(reader)}
+            alive = [s for s in made if s in delivered or s in kept or s in read_later]
+            here = graph.static_bytes + size_of(alive) + size_of(graph.allocates(node)) + self.workspace[node]
+            peak = max(peak, here)
+            made.extend(graph.allocates(node))
+        outputs = size_of(s for s in made if s in delivered)
+        return max(peak, graph.static_bytes + outputs + size_of(kept) + self.tangents + graph.loss_bytes)
+
+    def _remake(self, before: Kept, goal: Kept) -> tuple[tuple[Node, ...], float, int] | None:
+        """What runs to have `goal` where `before` is there: operations, seconds, bytes of forward-made storages."""
+        problem = self.problem
+        running: set[Node] = set()
+        pending = list(goal - before)
+        while pending:
+            node = problem.producer[pending.pop()]
+            if node in running:
+                continue
+            if not node.is_recomputable:
+                return None
+            running.add(node)
+            pending.extend(s for s in problem.forward_reads[node] if s not in before)
+        again = tuple(node for node in problem.forward if node in running)
+        there = set(before)
+        extra = 0
+        for index, node in enumerate(again):
+            needed = goal.union(*(problem.forward_reads[later] for later in again[index:]))
+            allocated = self.graph.allocates(node)
+            there = there & needed - set(allocated)
+            extra = max(extra, size_of(there) + size_of(allocated) + self.workspace[node])
+            there |= {s for s in allocated if s in problem.producer}
+        return again, math.fsum(problem.costs.seconds[node] for node in again), extra
+
+
+def _insert(choices: list[Choice], new: Choice) -> None:
+    if any(choice.beats(new) for choice in choices):
+        return
+    choices[:] = [choice for choice in choices if not new.beats(choice)]
+    choices.append(new)
+
+
+def cheapest_in_class(problem: CheckpointProblem) -> tuple[Choice, ...]:
+    """The choices of the class that no other beats in time and in peak, fastest first."""
+    return _Class(problem).front()
+
+
+def cheapest_of_all(problem: CheckpointProblem, budget_bytes: int) -> float:
+    """The least seconds of any schedule within the budget that keeps the graph's order of first runs.
+
+    Dijkstra's algorithm over (first runs done, forward-made storages resident); infinite where none fits.
+    """
+    graph, seconds, workspace = problem.graph, problem.costs.seconds, problem.costs.workspace_bytes
+    if max(problem.floor_bytes, _loss_bytes(problem, frozenset())) > budget_bytes:
+        return math.inf
+    line = graph.operations
+    split = len(problem.forward)
+    producer = frozenset(problem.producer)
+    permanent = [graph.static_bytes]
+    for node in problem.forward:
+        permanent.append(permanent[-1] + size_of(s for s in graph.allocates(node) if s not in producer))
+    reads = {node: frozenset(problem.forward_reads[node]) for node in line}
+    makes = {node: frozenset(s for s in graph.allocates(node) if s in producer) for node in line}
+    order = count()
+    queue: list[tuple[float, int, int, bool, Kept]] = [(0.0, next(order), 0, False, frozenset())]
+    seen: set[tuple[int, bool, Kept]] = set()
+    while queue:
+        spent, _, done, lost, there = heapq.heappop(queue)
+        if done == len(line) and (lost or not problem.backward):
+            return spent
+        if (done, lost, there) in seen:
+            continue
+        seen.add((done, lost, there))
+
+        def reach(cost: float, done: int, lost: bool, there: Kept) -> None:
+            if (done, lost, there) not in seen:
+                heapq.heappush(queue, (cost, next(order), done, lost, there))
+
+        for storage in there:
+            reach(spent, done, lost, there - {storage})
+        if done == split and not lost:
+            if _loss_bytes(problem, there) <= budget_bytes:
+                reach(spent, done, True, there)
+            held = permanent[split]
+        elif done > split:
+            held = problem.held_after[done - split - 1]
+        else:
+            held = permanent[done] + (size_of(graph.tangent_storages) if lost else 0)
+        for node in problem.forward[:done]:
+            if not node.is_recomputable or not reads[node] <= there or makes[node] <= there:
+                continue
+            during = held + size_of(there) + size_of(graph.allocates(node)) + workspace[node]
+            if during <= budget_bytes:
+                reach(spent + seconds[node], done, lost, there | makes[node])
+        if done == len(line) or (done == split and not lost):
+            continue
+        node = line[done]
+        if not reads[node] <= there:
+            continue
+        if node.region is Region.BACKWARD:
+            during = problem.held_during[done - split] + size_of(there)
+        else:
+            during = held + size_of(there) + size_of(graph.allocates(node)) + workspace[node]
+        if during <= budget_bytes:
+            reach(spent + seconds[node], done + 1, lost, there | makes[node])
+    return math.inf
+
+
+def _loss_bytes(problem: CheckpointProblem, there: Kept) -> int:
+    graph = problem.graph
+    outputs = size_of(s for s in graph.output_storages if graph.producers[s].region is Region.FORWARD)
+    return graph.static_bytes + outputs + size_of(graph.tangent_storages) + graph.loss_bytes + size_of(there)

@@ -176,8 +176,9 @@ class Graph:
         inputs: Parameters, buffers, inputs, constants and tangents.
         nodes: In execution order: forward, then backward.
         outputs: Outputs of the forward, then gradients.
-        loss_bytes: Bytes that the caller's loss takes between forward and backward, beyond the
-            outputs and the tangents.
+        loss_bytes: The most that the caller's loss and its backward take between forward and backward,
+            beyond the outputs and the tangents.
+        loss_held_bytes: What of it stays until backward returns: the loss itself and its gradient.
 
     All inputs but the tangents are static: they exist before the step and after it.
     """
@@ -186,6 +187,7 @@ class Graph:
     nodes: tuple[Node, ...]
     outputs: tuple[Output, ...]
     loss_bytes: int = 0
+    loss_held_bytes: int = 0
 
     @cached_property
     def static_storages(self) -> frozenset[Storage]:

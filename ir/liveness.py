@@ -58,6 +58,8 @@ def liveness(schedule: Schedule, workspace_bytes: Mapping[Node, int]) -> Timelin
             if storage not in resident:
                 resident[storage] = storage.nbytes
                 alive += storage.nbytes
+        if isinstance(instruction, Loss):
+            alive += graph.loss_held_bytes
         if isinstance(instruction, Free):
             alive -= resident.pop(instruction.storage, 0)
         after.append(alive)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +88,20 @@ class Plan:
         saved = self.peak_bytes / self.baseline_peak_bytes
         rows = [
             ("budget", f"{format_bytes(self.budget_bytes)} ({self.budget_bytes:,} bytes)"),
-            ("predicted peak", f"{format_bytes(self.peak_bytes)} ({self.peak_bytes:,} bytes, {saved:.1%} of baseline)"),
+            (
+                "predicted peak",
+                f"{format_bytes(self.peak_bytes)} ({self.peak_bytes:,} bytes, {saved:.1%} of baseline)",
+            ),
             ("baseline peak", f"{format_bytes(self.baseline_peak_bytes)}"),
             ("static", f"{format_bytes(self.static_bytes)} (parameters, buffers, inputs)"),
-            ("overhead", f"{self.overhead:.2%} of the step's time, bound {self.lower_bound_overhead:.2%}: {proof}"),
-            ("smallest budget", f"{format_bytes(self.minimum_budget_bytes)} ({self.minimum_budget_bytes:,} bytes)"),
+            (
+                "overhead",
+                f"{self.overhead:.2%} of the step's time, bound {self.lower_bound_overhead:.2%}: {proof}",
+            ),
+            (
+                "smallest budget",
+                f"{format_bytes(self.minimum_budget_bytes)} ({self.minimum_budget_bytes:,} bytes)",
+            ),
             ("strategy", f"{self.strategy}, costs {self.costs}, planned in {self.seconds_to_plan:.1f} s"),
         ]
         return "\n".join(f"{name:>16}  {text}" for name, text in rows)
@@ -106,7 +114,10 @@ class Plan:
         ]
         header = ("storage", "made by", "size", "action", "reason", "where")
         widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [header, *rows]]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in [header, *rows]
+        ]
         kept = [d for d in self.decisions if d.action == "keep"]
         total = format_bytes(sum(d.nbytes for d in kept))
         return "\n".join([*lines, f"{len(kept)} storages are kept until backward reads them ({total})"])
@@ -117,7 +128,7 @@ class Plan:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Plan:
-        """The plan of `to_json`.
+        """The plan of `to_json`; what else the data holds is left aside.
 
         Raises:
             UsageError: IRC402 when the data is no plan.
@@ -125,18 +136,34 @@ class Plan:
         try:
             if data["format"] != _FORMAT:
                 raise KeyError(data["format"])
-            fields = {key: value for key, value in data.items() if key not in ("format", "gap")}
-            fields["decisions"] = tuple(Decision(**row) for row in fields["decisions"])
-            return Plan(**fields)
+            known = {field.name: data[field.name] for field in fields(Plan)}
+            known["decisions"] = tuple(Decision(**row) for row in known["decisions"])
+            plan = Plan(**known)
+            for record in (plan, *plan.decisions):
+                _check_types(record)
+            return plan
         except (KeyError, TypeError) as error:
-            raise UsageError("IRC402", f"this is no plan of irc: {error}", help=f"expected format {_FORMAT}") from error
+            raise UsageError(
+                "IRC402", f"this is no plan of irc: {error}", help=f"expected format {_FORMAT}"
+            ) from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON; the file is there as a whole or not at all."""
+        """Writes the plan as JSON; the file is there as a whole or not at all.
+
+        Raises:
+            UsageError: IRC402 when it cannot be written.
+        """
         target = Path(path)
-        with tempfile.NamedTemporaryFile("w", dir=target.parent, delete=False, suffix=".tmp") as file:
-            json.dump(self.to_json(), file, indent=1)
-        os.replace(file.name, target)
+        staging = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        try:
+            staging.write_text(json.dumps(self.to_json(), indent=1))
+            os.replace(staging, target)
+        except OSError as error:
+            raise UsageError(
+                "IRC402", f"{target} cannot be written: {error}", help="choose another file"
+            ) from error
+        finally:
+            staging.unlink(missing_ok=True)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
@@ -148,7 +175,20 @@ class Plan:
         try:
             data = json.loads(Path(path).read_text())
         except (OSError, ValueError) as error:
-            raise UsageError("IRC402", f"{path} cannot be read as a plan: {error}", help="give a plan.json of irc") from error
+            raise UsageError(
+                "IRC402", f"{path} cannot be read as a plan: {error}", help="give a plan.json of irc"
+            ) from error
         if not isinstance(data, dict):
             raise UsageError("IRC402", f"{path} holds no plan", help="give a plan.json of irc")
         return Plan.from_json(data)
+
+
+_KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
+
+
+def _check_types(record: Plan | Decision) -> None:
+    """Refuses, by TypeError, numbers that are none and texts that are none."""
+    for field in fields(record):
+        value, wanted = getattr(record, field.name), _KINDS.get(str(field.type), (tuple,))
+        if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
+            raise TypeError(f"{field.name} is {value!r}")

@@ -99,7 +99,8 @@ def same_schedule(a: Schedule, b: Schedule) -> bool:
 
 
 def _graph_lines(graph: Graph) -> Iterator[str]:
-    yield f"graph loss_bytes={graph.loss_bytes} {{"
+    held = f" loss_held_bytes={graph.loss_held_bytes}" if graph.loss_held_bytes else ""
+    yield f"graph loss_bytes={graph.loss_bytes}{held} {{"
     for storage in graph.storages:
         yield f"  storage {_sigil('@', storage.name)} {storage.nbytes} {_word(storage.device)}"
     for entry in graph.inputs:
@@ -385,6 +386,11 @@ class _Parser:
         self.expect("loss_bytes")
         self.expect("=")
         loss_bytes = self.integer("bytes")
+        loss_held_bytes = 0
+        if self.tokens[:1] == ["loss_held_bytes"]:
+            self.expect("loss_held_bytes")
+            self.expect("=")
+            loss_held_bytes = self.integer("bytes")
         inputs: list[Input] = []
         nodes: dict[str, Node] = {}
         outputs: list[Output] = []
@@ -408,7 +414,7 @@ class _Parser:
                 self.fail("a storage, an input, a region, a node, an output or `}`")
 
         self.block(statement)
-        return Graph(tuple(inputs), tuple(nodes.values()), tuple(outputs), loss_bytes)
+        return Graph(tuple(inputs), tuple(nodes.values()), tuple(outputs), loss_bytes, loss_held_bytes)
 
     def storage_statement(self) -> None:
         self.expect("storage")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 from .errors import UsageError
 
@@ -43,9 +44,9 @@ def parse_budget(budget: int | str, baseline_bytes: int | None = None) -> int:
             raise UsageError("IRC401", f"the budget is {budget} bytes; it must be positive", help=_HELP)
         return budget
     if percent := _PERCENT.fullmatch(budget):
-        if float(percent[1]) <= 0:
+        if Fraction(percent[1]) <= 0:
             raise UsageError("IRC401", f"the budget is {budget}; it must be positive", help=_HELP)
-        return int(float(percent[1]) / 100 * (baseline_bytes or 0))
+        return int(Fraction(percent[1]) / 100 * (baseline_bytes or 0))
     amount = _AMOUNT.fullmatch(budget)
     if amount is None:
         raise UsageError("IRC401", f"{budget!r} is no amount of memory", help=_HELP)
@@ -53,14 +54,14 @@ def parse_budget(budget: int | str, baseline_bytes: int | None = None) -> int:
     if unit not in _UNITS:
         reason = " (a small b is for bits)" if unit.endswith("b") else ""
         raise UsageError("IRC401", f"{budget!r}: there is no unit {unit!r}{reason}", help=_HELP)
-    nbytes = int(float(number) * _UNITS[unit])
+    nbytes = int(Fraction(number) * _UNITS[unit])
     if nbytes <= 0:
         raise UsageError("IRC401", f"the budget is {budget!r}; it must be positive", help=_HELP)
     return nbytes
 
 
 def format_bytes(nbytes: float) -> str:
-    """Bytes with a binary unit, three digits or so: `4.00 GiB`, `381 MiB`, `12 B`."""
+    """Bytes with a binary unit, three digits or so: `4 GiB`, `1.25 GiB`, `381 MiB`, `12 B`."""
     size, unit = float(nbytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if abs(size) < 1024:
@@ -68,4 +69,4 @@ def format_bytes(nbytes: float) -> str:
         size, unit = size / 1024, larger
     if unit == "B":
         return f"{int(size)} B"
-    return f"{size:.3g} {unit}" if abs(size) < 1000 else f"{size:.0f} {unit}"
+    return f"{size:.3g} {unit}" if abs(size) < 999.5 else f"{size:.0f} {unit}"

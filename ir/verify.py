@@ -341,7 +341,7 @@ class _ScheduleCheck:
         arriving_bytes = sum(storage.nbytes for storage in self.tangents)
         self.during_bytes.append(self.alive_bytes + arriving_bytes + self.graph.loss_bytes)
         self.resident |= self.tangents
-        self.alive_bytes += arriving_bytes
+        self.alive_bytes += arriving_bytes + self.graph.loss_held_bytes
 
     def deliver(self, outputs: Sequence[Output], when: str) -> None:
         for output in outputs:

@@ -157,6 +157,7 @@ class CheckpointProblem:
         made_forward = {s for n in self.forward for s in graph.allocates(n)}
         outputs = sum(s.nbytes for s in graph.output_storages & made_forward)
         alive = graph.static_bytes + outputs + sum(s.nbytes for s in graph.tangent_storages)
+        alive += graph.loss_held_bytes
         during: list[int] = []
         after: list[int] = []
         for position, node in enumerate(self.backward):

@@ -28,6 +28,15 @@ class Cost:
     repeats: int = 5
     cache: bool = True
 
+    def check(self) -> None:
+        """Refuses the name of no machine.
+
+        Raises:
+            UsageError: IRC410.
+        """
+        if self.profile != "device":
+            machine_named(self.profile)
+
     def run(self, program: Program, /) -> Program:
         """The program with its costs."""
         if self.profile != "device":

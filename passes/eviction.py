@@ -78,7 +78,7 @@ class _Run:
                 split = len(self.trace)
                 tangents = sum(s.nbytes for s in graph.tangent_storages)
                 self._make_room(tangents + graph.loss_bytes, frozenset())
-                self.alive_bytes += tangents
+                self.alive_bytes += tangents + graph.loss_held_bytes
             self._run(node, frozenset())
         return self.trace[:split], self.trace[split:]
 

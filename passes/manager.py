@@ -148,13 +148,17 @@ def _parse_pass(name: str, options: str) -> Pass:
             raise UsageError(
                 "IRC404", f"pass {name} has no option {option!r}", help=f"options: {', '.join(fields)} (as option=value)"
             )
-        values[fields[key].name] = _parse_value(name, key, value.strip(), fields[key].default)
+        if fields[key].name in values:
+            raise UsageError("IRC404", f"option {key} of pass {name} is given twice", help="give it once")
+        values[fields[key].name] = _parse_value(name, key, value.strip(), fields[key])
     return kind(**values)
 
 
-def _parse_value(name: str, key: str, value: str, default: Any) -> Any:
+def _parse_value(name: str, key: str, value: str, field: dataclasses.Field[Any]) -> Any:
+    if field.type == "int | str":
+        return int(value) if value.isdecimal() else value
     try:
-        match default:
+        match field.default:
             case bool():
                 return {"true": True, "false": False}[value.lower()]
             case int():
@@ -167,7 +171,7 @@ def _parse_value(name: str, key: str, value: str, default: Any) -> Any:
         raise UsageError(
             "IRC404",
             f"option {key} of pass {name} is {value!r}",
-            help=f"give a value like {_print_value(default)}",
+            help=f"give a value like {_print_value(field.default)}",
         ) from None
 
 

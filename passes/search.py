@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..ir import Node
 from .checkpointing import CheckpointProblem, Simulated
@@ -31,9 +31,11 @@ class Frontier:
 
     Args:
         candidates: The schedules, each with its name.
+        is_complete: Whether all that is tried was tried before the deadline.
     """
 
     candidates: tuple[tuple[str, Simulated], ...]
+    is_complete: bool = True
 
     @property
     def minimum_bytes(self) -> int:
@@ -67,15 +69,24 @@ class Found:
 
 _RUNGS = 10
 _HALVINGS = 8
+_LEAST_PEAK_SECONDS = 5.0
+"""Time limit for the least peak of a small graph."""
 
 
-def frontier(problem: CheckpointProblem) -> Frontier:
-    """Known strategies, greedy eviction at a ladder of budgets, and the smallest peak that eviction reaches."""
+def frontier(problem: CheckpointProblem, *, deadline: float = math.inf) -> Frontier:
+    """Known strategies, greedy eviction at a ladder of budgets, and the smallest peaks that are reached.
+
+    Args:
+        problem: The recomputation problem.
+        deadline: `time.monotonic()` after which nothing more is tried.
+    """
     top, floor = problem.keep_all.peak_bytes, problem.floor_bytes
     found: list[tuple[str, Simulated]] = [("keep-all", keep_all(problem)), ("sqrt-n", sqrt_n(problem))]
     found += [(f"every-{k}", every_k(problem, k)) for k in _segment_lengths(problem)]
     low, high = floor - 1, top
     for rung in range(_RUNGS):
+        if time.monotonic() >= deadline:
+            return Frontier(tuple(found), is_complete=False)
         budget = floor + (top - floor) * rung // _RUNGS
         simulated = evict_greedily(problem, budget)
         if simulated is None:
@@ -86,6 +97,8 @@ def frontier(problem: CheckpointProblem) -> Frontier:
     for _ in range(_HALVINGS):
         if high - low <= max(top >> 10, 1):
             break
+        if time.monotonic() >= deadline:
+            return Frontier(tuple(found), is_complete=False)
         middle = (low + high) // 2
         tries = (evict_greedily(problem, middle, distance_weight=weight) for weight in (1.0, 0.5, 0.0))
         fitting = next((s for s in tries if s is not None), None)
@@ -94,7 +107,34 @@ def frontier(problem: CheckpointProblem) -> Frontier:
         else:
             high = fitting.peak_bytes
             found.append(("eviction", fitting))
+    lowest = min(simulated.peak_bytes for _, simulated in found)
+    latest = min(deadline, time.monotonic() + _LEAST_PEAK_SECONDS)
+    found += [("ilp", lower) for lower in _below(problem, lowest, deadline=latest)]
     return Frontier(tuple(found))
+
+
+def _below(problem: CheckpointProblem, peak_bytes: int, *, deadline: float) -> Iterator[Simulated]:
+    """Schedules below `peak_bytes`, each below the one before, down to the least of a small graph's class."""
+    low, high = problem.floor_bytes - 1, peak_bytes
+    while len(problem.backward) <= _SMALL_BACKWARD and low < high - 1 and time.monotonic() < deadline:
+        below = _best_of_class(problem, high - 1, deadline)
+        if below is None:
+            return
+        yield below
+        high = below.peak_bytes
+        middle = (low + high) // 2
+        halved = _best_of_class(problem, middle, deadline) if middle > low else None
+        if halved is None:
+            low = middle
+        else:
+            yield halved
+            high = halved.peak_bytes
+
+
+def _best_of_class(problem: CheckpointProblem, budget_bytes: int, deadline: float) -> Simulated | None:
+    found = Found("", replace(problem.keep_all, seconds=math.inf))
+    solve_staged(problem, budget_bytes, found, deadline=deadline)
+    return found.best if found.name else None
 
 
 def _segment_lengths(problem: CheckpointProblem) -> Iterator[int]:
@@ -138,11 +178,12 @@ def solve_staged(
     small = len(problem.backward) <= _SMALL_BACKWARD
     lazy = _Lazy(list(range(len(problem.backward))) if small else [0])
     limit_bytes = budget_bytes
+    margin_bytes = 0
     best_seconds = math.inf
     while problem.backward and time.monotonic() < deadline:
         relaxation = Relaxation(
             problem,
-            limit_bytes,
+            limit_bytes - margin_bytes,
             lazy.positions,
             lazy.forward_rows,
             lazy.transients,
@@ -150,13 +191,15 @@ def solve_staged(
             prune=not small,
         )
         left = deadline - time.monotonic()
-        solved = relaxation.solve(seconds=left if small else min(left, max(left / 3, 4.0)), gap=0.0 if small else gap)
+        solved = relaxation.solve(
+            seconds=left if small else min(left, max(left / 3, 4.0)), gap=0.0 if small else gap
+        )
         if solved.staging is None:
-            found.is_exact = small and solved.is_infeasible
+            found.is_exact = small and solved.is_infeasible and not margin_bytes
             return
         eager = problem.simulate(solved.staging)
         if small and eager.seconds > best_seconds:
-            found.is_exact = solved.is_optimal
+            found.is_exact = solved.is_optimal and not margin_bytes
             return
         found.offer("ilp", eager, budget_bytes)
         if not small:
@@ -166,7 +209,8 @@ def solve_staged(
                 return
             best_seconds, limit_bytes = eager.seconds, eager.peak_bytes - 1
         elif not _refine(problem, limit_bytes, eager, lazy):
-            return
+            # The rows are all there: what is over is the solver's tolerance, or small storages that come and go.
+            margin_bytes += eager.peak_bytes - limit_bytes
 
 
 def _small_bytes(problem: CheckpointProblem, is_small: bool) -> int:
@@ -191,7 +235,9 @@ def _refine(problem: CheckpointProblem, budget_bytes: int, simulated: Simulated,
             continue
         wanted = owner if owner not in existing else max(owner - 1, 0)
         if wanted not in existing:
-            if len(stages) < _NEW_STAGES and (wanted != owner or all(abs(wanted - p) > spacing for p in stages)):
+            if len(stages) < _NEW_STAGES and (
+                wanted != owner or all(abs(wanted - p) > spacing for p in stages)
+            ):
                 stages.append(wanted)
         elif node in problem.index and (owner, node) not in lazy.transients and rows < _NEW_ROWS:
             lazy.transients[owner, node] = None
@@ -233,7 +279,9 @@ def _tightest(problem: CheckpointProblem) -> list[int]:
     """Backward positions by the memory that keeping everything takes there, spread out."""
     kept = problem.keep_all
     start = len(problem.forward)
-    demand = {owner: nbytes for nbytes, owner in zip(kept.during_bytes[start:], kept.owners[start:], strict=True)}
+    demand = {
+        owner: nbytes for nbytes, owner in zip(kept.during_bytes[start:], kept.owners[start:], strict=True)
+    }
     spacing = max(len(problem.backward) // 40, 1)
     chosen: list[int] = []
     for position in sorted(demand, key=lambda p: -demand[p]):
@@ -274,4 +322,3 @@ def polish(problem: CheckpointProblem, budget_bytes: int, found: Found, *, deadl
 
 def _after_loss(simulated: Simulated) -> int:
     return sum(owner >= 0 for owner in simulated.owners)
-

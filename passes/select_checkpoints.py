@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -31,6 +33,7 @@ from .strategies import every_k, keep_all, sqrt_n
 __all__ = ["STRATEGIES", "SelectCheckpoints", "minimum_budget"]
 
 STRATEGIES = ("auto", "ilp", "eviction", "sqrt-n", "every-<k>", "keep-all")
+_NAMED = tuple(name for name in STRATEGIES if "<" not in name)
 _PROOF_GAP = 1e-4
 _BOUND_SHARE = 0.3
 _POLISH_SHARE = 0.15
@@ -53,6 +56,24 @@ class SelectCheckpoints:
     strategy: str = "auto"
     time_limit: float = 60.0
 
+    def check(self) -> None:
+        """Refuses malformed options.
+
+        Raises:
+            UsageError: IRC401 for a malformed budget, IRC403 for an unknown strategy or time limit.
+        """
+        parse_budget(self.budget)
+        if self.strategy not in _NAMED and not re.fullmatch(r"every-[1-9][0-9]{0,8}", self.strategy):
+            raise UsageError(
+                "IRC403",
+                f"there is no strategy {self.strategy!r}",
+                help=f"choose one of {', '.join(STRATEGIES)}",
+            )
+        if not 0 <= self.time_limit < math.inf:
+            raise UsageError(
+                "IRC403", f"the time limit is {self.time_limit} seconds", help="give 0 seconds or more"
+            )
+
     def run(self, program: Program, /) -> Program:
         """The program with a schedule and its plan.
 
@@ -61,15 +82,15 @@ class SelectCheckpoints:
             TimeLimitError: IRC205 when the time limit ended before any schedule was found.
             UsageError: IRC401 for a malformed budget, IRC403 for an unknown strategy or time limit.
         """
-        _check_options(self)
+        self.check()
         started = time.monotonic()
         if program.costs is None:
             program = Cost(profile="cpu").run(program)
         assert program.costs is not None
         problem = CheckpointProblem(program.graph, program.costs)
         budget_bytes = parse_budget(self.budget, problem.keep_all.peak_bytes)
-        candidates = frontier(problem)
         deadline = started + self.time_limit
+        candidates = frontier(problem, deadline=deadline)
         found = self._search(problem, budget_bytes, candidates, deadline)
         found.bound_seconds = self._bound(problem, budget_bytes, found, deadline)
         plan = _plan(problem, budget_bytes, found, candidates, time.monotonic() - started)
@@ -84,13 +105,17 @@ class SelectCheckpoints:
     ) -> Found:
         if self.strategy in ("auto", "ilp"):
             start = candidates.best(budget_bytes)
+            if start is None and not candidates.is_complete:
+                raise _out_of_time(self.time_limit, budget_bytes, candidates.minimum_bytes)
             if start is None:
                 raise _over_budget(problem, budget_bytes, candidates.minimum_bytes)
             found = Found(*start)
             if found.best.seconds > problem.step_seconds * (1 + 1e-12):
                 self._improve(problem, budget_bytes, found, deadline)
             return found
-        simulated = _by_name(problem, self.strategy, budget_bytes)
+        simulated = _by_name(problem, self.strategy, budget_bytes, candidates)
+        if simulated is None and not candidates.is_complete:
+            raise _out_of_time(self.time_limit, budget_bytes, candidates.minimum_bytes)
         if simulated is None or simulated.peak_bytes > budget_bytes:
             reached = candidates.minimum_bytes if simulated is None else simulated.peak_bytes
             raise _over_budget(problem, budget_bytes, reached, strategy=self.strategy)
@@ -122,28 +147,21 @@ def minimum_budget(program: Program) -> tuple[int, int]:
     return frontier(problem).minimum_bytes, problem.floor_bytes
 
 
-def _check_options(options: SelectCheckpoints) -> None:
-    parse_budget(options.budget)
-    strategy = options.strategy
-    numbered = strategy.startswith("every-") and strategy.removeprefix("every-").isdigit()
-    if strategy not in STRATEGIES and not (numbered and int(strategy.removeprefix("every-")) > 0):
-        raise UsageError(
-            "IRC403", f"there is no strategy {strategy!r}", help=f"choose one of {', '.join(STRATEGIES)}"
-        )
-    if not options.time_limit >= 0:
-        raise UsageError(
-            "IRC403", f"the time limit is {options.time_limit} seconds", help="give 0 seconds or more"
-        )
-
-
-def _by_name(problem: CheckpointProblem, strategy: str, budget_bytes: int) -> Simulated | None:
+def _by_name(
+    problem: CheckpointProblem, strategy: str, budget_bytes: int, candidates: Frontier
+) -> Simulated | None:
     match strategy:
         case "keep-all":
             return keep_all(problem)
         case "sqrt-n":
             return sqrt_n(problem)
         case "eviction":
-            return evict_greedily(problem, budget_bytes)
+            evicted = [s for name, s in candidates.candidates if name == strategy]
+            evicted.extend(filter(None, [evict_greedily(problem, budget_bytes)]))
+            fitting = [s for s in evicted if s.peak_bytes <= budget_bytes]
+            if fitting:
+                return min(fitting, key=lambda s: (s.seconds, s.peak_bytes))
+            return min(evicted, key=lambda s: s.peak_bytes, default=None)
         case _:
             return every_k(problem, int(strategy.removeprefix("every-")))
 
@@ -165,13 +183,19 @@ def _over_budget(
     )
 
 
+def _out_of_time(time_limit: float, budget_bytes: int, reached_bytes: int) -> TimeLimitError:
+    return TimeLimitError(
+        "IRC205",
+        f"the time limit of {time_limit:g} s ended before a schedule within {format_bytes(budget_bytes)} "
+        f"({budget_bytes} bytes) was found; the smallest so far needs {format_bytes(reached_bytes)} "
+        f"({reached_bytes} bytes)",
+        help="raise the time limit, or the budget",
+    )
+
+
 def _heaviest(problem: CheckpointProblem) -> Node:
-    """The backward operation that needs most by itself."""
-    demand = [
-        held + sum(s.nbytes for s in problem.forward_reads[node])
-        for held, node in zip(problem.held_during, problem.backward, strict=True)
-    ]
-    return problem.backward[demand.index(max(demand))]
+    """The operation that needs most by itself."""
+    return max(problem.demand_bytes, key=problem.demand_bytes.__getitem__)
 
 
 # ---------------------------------------------------------------------- the certificate
@@ -217,7 +241,16 @@ def _decisions(problem: CheckpointProblem, simulated: Simulated) -> tuple[Decisi
             action, reason = "free", "backward reads neither it nor anything that is made from it again"
         where = str(node.at) if node.at is not None else ""
         decisions.append(
-            Decision(storage.name, f"{node.name} ({node.op})", storage.nbytes, action, again, seconds, reason, where)
+            Decision(
+                storage.name,
+                f"{node.name} ({node.op})",
+                storage.nbytes,
+                action,
+                again,
+                seconds,
+                reason,
+                where,
+            )
         )
     return tuple(decisions)
 
@@ -237,10 +270,14 @@ def _alive_at_loss(simulated: Simulated) -> set[Storage]:
 def _why_kept(problem: CheckpointProblem, storage: Storage, node: Node) -> str:
     if not node.is_recomputable:
         return "its operation may run only once (" + ", ".join(sorted(t.value for t in node.traits)) + ")"
-    return f"backward reads it {len(problem.read_positions.get(storage, ()))} times; making it again costs more"
+    return (
+        f"backward reads it {len(problem.read_positions.get(storage, ()))} times; making it again costs more"
+    )
 
 
-def _why_not_kept(problem: CheckpointProblem, storage: Storage, again: int, seconds: float) -> tuple[str, str]:
+def _why_not_kept(
+    problem: CheckpointProblem, storage: Storage, again: int, seconds: float
+) -> tuple[str, str]:
     times = "once" if again == 1 else f"{again} times"
     reads = len(problem.read_positions.get(storage, ()))
     purpose = f"backward reads it {reads} times" if reads else "other values are made from it again"

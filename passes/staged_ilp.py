@@ -18,6 +18,7 @@ from .checkpointing import CheckpointProblem, Stage, Staging
 __all__ = ["Relaxation", "Solved"]
 
 _LONGEST_SECONDS = 1e6
+_LARGEST_COEFFICIENT = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Solved:
@@ -153,10 +154,14 @@ class Relaxation:
         )
 
     def _add_memory_row(self, terms: Sequence[tuple[int, mathopt.Variable]], room_bytes: int) -> None:
-        """Adds `terms <= room`, scaled to coefficients of up to 1: a byte must not vanish in the tolerance."""
-        unit = float(max((nbytes for nbytes, _ in terms), default=0) or 1)
-        total = mathopt.LinearSum(nbytes / unit * variable for nbytes, variable in terms)
-        self.model.add_linear_constraint(total <= room_bytes / unit)
+        """Adds `terms <= room`, scaled so that a byte more or less does not vanish in the solver's tolerance.
+
+        Where the sizes have a common divisor that is large enough, the row is one of small whole numbers.
+        """
+        divisor = math.gcd(*(nbytes for nbytes, _ in terms)) or 1
+        scale = max(math.ceil(max((nbytes for nbytes, _ in terms), default=0) / divisor / _LARGEST_COEFFICIENT), 1)
+        total = mathopt.LinearSum(nbytes // divisor / scale * variable for nbytes, variable in terms)
+        self.model.add_linear_constraint(total <= room_bytes // divisor / scale)
 
     def _small_alive(self, position: int) -> int:
         if not self.charge_small:
@@ -228,7 +233,8 @@ class Relaxation:
         fixed += sum(s.nbytes for s in made)
         fixed += sum(s.nbytes for s in self.small if s not in made) if self.charge_small else 0
         everything = sum(s.nbytes for s in self.large) + fixed
-        slack = max(everything - self.budget_bytes, 0)
+        divisor = math.gcd(*(nbytes for nbytes, _ in terms)) or 1
+        slack = -(-max(everything - self.budget_bytes, 0) // divisor) * divisor
         self._add_memory_row([*terms, (slack, again[node])], self.budget_bytes - fixed + slack)
 
     # ------------------------------------------------------------------ solving

@@ -12,18 +12,100 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import combinations, count
+from itertools import combinations
+from itertools import count as itertools_count
+from random import Random
 
-from irc.ir import Node, Region, Storage
-from irc.passes import CheckpointProblem, Costs
+from hypothesis import strategies as st
 from strategies import Sample
 
-__all__ = ["Choice", "cheapest_in_class", "cheapest_of_all", "problem_of", "subsets"]
+from irc.ir import (
+    DType,
+    Graph,
+    Input,
+    InputRole,
+    Node,
+    Output,
+    OutputRole,
+    Region,
+    Storage,
+    TensorType,
+    Trait,
+    Value,
+)
+from irc.passes import CheckpointProblem, Costs
+
+__all__ = ["Choice", "cheapest_in_class", "cheapest_of_all", "chains", "problem_of", "subsets"]
 
 
 def problem_of(sample: Sample) -> CheckpointProblem:
     """The recomputation problem of a random graph."""
     return CheckpointProblem(sample.graph, Costs(sample.seconds, sample.workspace_bytes, "analytic:test"))
+
+
+@st.composite
+def chains(draw: st.DrawFn, max_forward: int = 9, max_kept: int = 7) -> Sample:
+    """Training graphs in which recomputation pays: long chains with skips, whose values backward reads.
+
+    Args:
+        draw: Given by hypothesis.
+        max_forward: The most forward nodes.
+        max_kept: The most storages that come and go: the reference solvers look at every set of them.
+    """
+    count = draw(st.integers(2, max_forward))
+    random = Random(draw(st.integers(0, 1 << 32)))
+    return _chain(random, count, max_kept)
+
+
+def _chain(random: Random, count: int, max_kept: int) -> Sample:
+    def value(name: str, nbytes: int) -> Value:
+        return Value(
+            name, TensorType.contiguous((nbytes,), DType.FLOAT8_E5M2), Storage(f"s_{name}", nbytes)
+        )
+
+    unit = random.choice((1, 1, 512, 1 << 20, 123_456_789))
+    x, w = value("x", unit * random.randint(1, 4)), value("w", unit * random.randint(1, 4))
+    nodes: list[Node] = []
+    made = [x]
+    room = max_kept
+    for index in range(count):
+        pair = index + 1 < count and room >= 2 and random.random() < 0.2
+        results = [value(f"v{index}", unit * random.randint(1, 9))]
+        if pair:
+            results.append(value(f"u{index}", unit * random.randint(1, 9)))
+        operands = [made[-1]] if random.random() < 0.9 else [w]
+        if random.random() < 0.35:
+            operands.append(random.choice(made))
+        traits = frozenset({random.choice((Trait.RANDOM, Trait.PINNED))} if random.random() < 0.1 else ())
+        operands = list(dict.fromkeys((*operands, w)))
+        nodes.append(
+            Node(f"f{index}", "test.op", tuple(operands), tuple(results), is_sequence=pair, traits=traits)
+        )
+        room -= len(results)
+        random.shuffle(results)
+        made.extend(results)
+        if room <= 0:
+            break
+    last = nodes[-1].values[0]
+    outputs = [Output(last, OutputRole.OUTPUT, "0")]
+    tangent = value("t", last.type.nbytes)
+    gradient = tangent
+    for index, node in reversed(list(enumerate(nodes))):
+        saved = [v for v in (*node.operands, *node.values) if v is not w and random.random() < 0.6]
+        operands = tuple(dict.fromkeys((gradient, *saved)))
+        gradient = value(f"g{index}", unit * random.randint(0, 5))
+        nodes.append(Node(f"b{index}", "test.grad", operands, (gradient,), region=Region.BACKWARD))
+    outputs.append(Output(gradient, OutputRole.GRADIENT, "parameter:w"))
+    inputs = (
+        Input(x, InputRole.INPUT, "0"),
+        Input(w, InputRole.PARAMETER, "w", requires_grad=True),
+        Input(tangent, InputRole.TANGENT, "0"),
+    )
+    loss_bytes = unit * random.choice((0, 0, 1, 6))
+    graph = Graph(inputs, tuple(nodes), tuple(outputs), loss_bytes)
+    seconds = {node: float(random.randint(1, 9)) for node in nodes}
+    workspaces = {node: unit * random.choice((0, 0, 0, 1, 3, 8)) for node in nodes}
+    return Sample(graph, seconds, workspaces)
 
 
 @dataclass(frozen=True)
@@ -171,7 +253,7 @@ def cheapest_of_all(problem: CheckpointProblem, budget_bytes: int) -> float:
         permanent.append(permanent[-1] + size_of(s for s in graph.allocates(node) if s not in producer))
     reads = {node: frozenset(problem.forward_reads[node]) for node in line}
     makes = {node: frozenset(s for s in graph.allocates(node) if s in producer) for node in line}
-    order = count()
+    order = itertools_count()
     queue: list[tuple[float, int, int, bool, Kept]] = [(0.0, next(order), 0, False, frozenset())]
     seen: set[tuple[int, bool, Kept]] = set()
     while queue:
@@ -188,14 +270,14 @@ def cheapest_of_all(problem: CheckpointProblem, budget_bytes: int) -> float:
 
         for storage in there:
             reach(spent, done, lost, there - {storage})
-        if done == split and not lost:
-            if _loss_bytes(problem, there) <= budget_bytes:
-                reach(spent, done, True, there)
-            held = permanent[split]
+        if done == split and not lost and _loss_bytes(problem, there) <= budget_bytes:
+            reach(spent, done, True, there)
+        if done == split and lost:
+            held = permanent[split] + size_of(graph.tangent_storages) + graph.loss_held_bytes
         elif done > split:
             held = problem.held_after[done - split - 1]
         else:
-            held = permanent[done] + (size_of(graph.tangent_storages) if lost else 0)
+            held = permanent[done]
         for node in problem.forward[:done]:
             if not node.is_recomputable or not reads[node] <= there or makes[node] <= there:
                 continue

@@ -1,16 +1,18 @@
-"""Trains a written folder and holds it to its plan: memory against the budget, numbers against the original."""
+"""Trains a written folder and holds it to its plan: memory to the budget, numbers to the original's."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from ..ir import UsageError, format_bytes
 from .folder import Written
-from .loading import load
+from .loading import Loaded, load
 from .training import Comparison, Step, compare, measured_peak_bytes, train
 
 __all__ = ["Report", "check_folder"]
@@ -47,17 +49,19 @@ class Report:
             "predicted_bytes": self.predicted_bytes,
             "measured_bytes": self.measured_bytes,
             "predicted_overhead": self.predicted_overhead,
-            "losses": [step.loss for step in self.steps],
+            "losses": [_finite(step.loss) for step in self.steps],
             "seconds": [step.seconds for step in self.steps],
             "failures": list(self.failures),
         }
         if self.comparison is not None:
             data |= {
                 "original_bytes": self.original_bytes,
+                "original_losses": [_finite(step.loss) for step in self.comparison.original],
                 "time_ratio": self.comparison.time_ratio,
-                "gradient_difference": self.comparison.gradient_difference,
+                "loss_difference": _finite(self.comparison.loss_difference),
+                "gradient_difference": _finite(self.comparison.gradient_difference),
                 "gradient_scale": self.comparison.gradient_scale,
-                "buffer_difference": self.comparison.buffer_difference,
+                "buffer_difference": _finite(self.comparison.buffer_difference),
                 "bit_equal": self.comparison.is_equal,
             }
         return data
@@ -85,7 +89,8 @@ class Report:
                 f"{self.measured_bytes / self.original_bytes:.1%} of it",
                 f"time: {seen.time_ratio:.3f} x the original's (predicted {1 + self.predicted_overhead:.3f})",
                 f"numbers: largest gradient difference {seen.gradient_difference:.3g} (largest gradient "
-                f"{seen.gradient_scale:.3g}), largest buffer difference {seen.buffer_difference:.3g}: {equal}",
+                f"{seen.gradient_scale:.3g}), loss difference {seen.loss_difference:.3g}, buffer difference "
+                f"{seen.buffer_difference:.3g}: {equal}",
             ]
         return "\n".join(lines)
 
@@ -112,24 +117,26 @@ def check_folder(written: Written, steps: int, *, with_original: bool) -> Report
         UsageError: IRC432 when the original is not what the folder was made from.
     """
     fitted = written.module()
+    static_bytes = written.plan.static_bytes
     comparison = None
     original_bytes = None
     with torch.random.fork_rng():
         torch.manual_seed(0)
         if with_original:
             original = _original(written)
-            comparison = compare(original, fitted, written.examples, steps)
+            arguments = _given_as(original.args, written)
+            comparison = compare(original.module, fitted, written.examples, steps, original_inputs=arguments)
             taken = comparison.fitted
-            original_bytes = measured_peak_bytes(original, written.examples, written.plan.static_bytes)
+            original_bytes = measured_peak_bytes(original.module, arguments, static_bytes)
         else:
             taken = tuple(train(fitted, written.examples, steps))
-        measured = measured_peak_bytes(fitted, written.examples, written.plan.static_bytes)
+        measured = measured_peak_bytes(fitted, written.examples, static_bytes)
     plan = written.plan
     failures: list[str] = []
     if measured > plan.peak_bytes:
-        failures.append(f"the measured peak of {measured} bytes is over the predicted {plan.peak_bytes} bytes")
+        failures.append(f"the measured peak of {measured} bytes is over the predicted {plan.peak_bytes}")
     if measured > plan.budget_bytes:
-        failures.append(f"the measured peak of {measured} bytes is over the budget of {plan.budget_bytes} bytes")
+        failures.append(f"the measured peak of {measured} bytes is over the budget of {plan.budget_bytes}")
     if comparison is not None and not comparison.agrees:
         failures.append(_disagreement(comparison))
     return Report(
@@ -150,22 +157,49 @@ def _disagreement(comparison: Comparison) -> str:
     if not comparison.same_generator:
         return "the random generator is in another state than after the original's step"
     return (
-        f"the numbers differ from the original's: gradients by {comparison.gradient_difference:.3g} "
-        f"(largest {comparison.gradient_scale:.3g}), buffers by {comparison.buffer_difference:.3g}"
+        f"the numbers differ from the original's: losses by {comparison.loss_difference:.3g}, gradients by "
+        f"{comparison.gradient_difference:.3g} (largest {comparison.gradient_scale:.3g}), buffers by "
+        f"{comparison.buffer_difference:.3g}"
     )
 
 
-def _original(written: Written) -> nn.Module:
-    module = load(written.source).module
-    state: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    unknown = [name for name in written.state if name not in state or state[name].shape != written.state[name].shape]
-    if unknown:
-        raise UsageError(
-            "IRC432",
-            f"{written.source.model} has no {unknown[0]} of the written shape",
-            help="the model has changed since; write the folder again with irc optimize",
-        )
+def _finite(number: float) -> float | None:
+    """JSON has neither infinity nor not-a-number."""
+    return number if math.isfinite(number) else None
+
+
+def _original(written: Written) -> Loaded:
+    """The model that the folder was made from, with the folder's weights."""
+    loaded = load(written.source)
+    module = loaded.module
+    state: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    state |= dict(module.named_buffers(remove_duplicate=False))
+    for name, tensor in written.state.items():
+        if name not in state or state[name].shape != tensor.shape:
+            raise _changed(written, f"has no {name} of the written shape {list(tensor.shape)}")
     with torch.no_grad():
         for name, tensor in written.state.items():
             state[name].copy_(tensor)
-    return module
+    return loaded
+
+
+def _given_as(args: tuple[Any, ...], written: Written) -> tuple[Any, ...]:
+    """The written inputs, nested among constants as the original takes them; the tensors are copies."""
+    leaves, tree = pytree.tree_flatten(args)
+    shapes = [leaf.shape for leaf in leaves if isinstance(leaf, Tensor)]
+    if shapes != [example.shape for example in written.examples]:
+        raise _changed(written, "takes other inputs than the written ones")
+    examples = (
+        example.detach().clone().requires_grad_(example.requires_grad) for example in written.examples
+    )
+    return pytree.tree_unflatten(
+        [next(examples) if isinstance(leaf, Tensor) else leaf for leaf in leaves], tree
+    )
+
+
+def _changed(written: Written, how: str) -> UsageError:
+    return UsageError(
+        "IRC432",
+        f"{written.source.model} {how}",
+        help="the model has changed since; write the folder again with irc optimize",
+    )

@@ -7,21 +7,24 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from ..ir import IrcError, UsageError, format_bytes, parse_budget
+from ..ir import IrcError, UsageError, parse_budget
 
 if TYPE_CHECKING:
+    from rich.status import Status
+
     from ..passes import Pass, Program
     from .loading import Source
 
 __all__ = ["main"]
 
-_EXITS = """exit status: 0 done; 1 internal or verification failure; 2 the command is wrong; 3 the model does not fit
-(the smallest feasible budget is printed); 4 an operation is not supported; 5 the time limit ended without a plan"""
+_EXITS = """exit status: 0 done; 1 internal or verification failure; 2 the command is wrong; 3 the model does not
+fit (the smallest feasible budget is printed); 4 an operation is not supported; 5 the time limit ended before
+any plan was found"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -49,8 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get("IRC_TRACEBACK"):
             raise
+        text = " ".join(str(error).split())
         print(
-            f"error[IRC000]: internal error: {type(error).__name__}: {error}\n"
+            f"error[IRC000]: internal error: {type(error).__name__}: {text}\n"
             "  help: this is a defect of irc; set IRC_TRACEBACK=1 to see where",
             file=sys.stderr,
         )
@@ -64,18 +68,31 @@ def _report(error: IrcError) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from .. import __version__
+
     parser = _Parser(prog="irc", description="A compiler for training memory.", epilog=_EXITS)
+    parser.add_argument("--version", action="version", version=f"irc {__version__}")
     commands = parser.add_subparsers(dest="name", required=True, parser_class=_Parser)
 
     optimize = commands.add_parser("optimize", help="plan a training step within a budget", epilog=_EXITS)
     _add_model(optimize)
-    optimize.add_argument("--budget", metavar="BYTES", help='bytes, 4GiB, 4GB, or 60%% of the baseline peak')
-    optimize.add_argument("-o", "--output", type=Path, metavar="DIR", help="write plan, program and weights here")
-    optimize.add_argument("--strategy", default="auto", help="auto, ilp, eviction, sqrt-n, every-<k>, keep-all")
-    optimize.add_argument("--time-limit", type=float, default=60.0, metavar="SECONDS", help="for the search (60)")
-    optimize.add_argument("--passes", metavar="TEXT", help="the pipeline as text, instead of the options above")
+    optimize.add_argument("--budget", metavar="BYTES", help="bytes, 4GiB, 4GB, or 60%% of the baseline peak")
+    optimize.add_argument(
+        "-o", "--output", type=Path, metavar="DIR", help="write plan, program and weights here"
+    )
+    optimize.add_argument(
+        "--strategy", default="auto", help="auto, ilp, eviction, sqrt-n, every-<k>, keep-all"
+    )
+    optimize.add_argument(
+        "--time-limit", type=float, default=60.0, metavar="SECONDS", help="for the search (60)"
+    )
+    optimize.add_argument(
+        "--passes", metavar="TEXT", help="the pipeline as text, instead of the options above"
+    )
     optimize.add_argument("--print-passes", action="store_true", help="print the pipeline as text and stop")
-    optimize.add_argument("--explain", action="store_true", help="print each storage that is not kept, and why")
+    optimize.add_argument(
+        "--explain", action="store_true", help="print each storage that is not kept, and why"
+    )
     optimize.set_defaults(command=_optimize)
 
     inspect = commands.add_parser("inspect", help="tensors, sizes, baseline peak, smallest feasible budget")
@@ -96,7 +113,11 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="file.onnx, package.module:factory or file.py:factory")
     parser.add_argument("--batch", type=int, metavar="N", help="batch size of an ONNX model")
     parser.add_argument(
-        "--input", action="append", default=[], metavar="NAME=SHAPE", help="shape of an ONNX input, as 8x3x224x224"
+        "--input",
+        action="append",
+        default=[],
+        metavar="NAME=SHAPE",
+        help="shape of an ONNX input, as 8x3x224x224",
     )
     parser.add_argument(
         "--draw-weights",
@@ -129,27 +150,34 @@ class _Progress:
     def __init__(self, options: argparse.Namespace) -> None:
         self.verbose = bool(options.verbose)
         self.shown = sys.stderr.isatty() and not options.quiet and not options.json
+        self.status: Status | None = None
 
     @contextmanager
-    def phase(self, what: str) -> Iterator[None]:
+    def phase(self, what: str) -> Generator[None]:
+        """Shows `what` while it goes on."""
         started = time.perf_counter()
         if self.shown:
             from rich.console import Console
 
-            with Console(stderr=True).status(what):
+            with Console(stderr=True).status(what) as self.status:
                 yield
+            self.status = None
         else:
             yield
-        if self.verbose:
-            print(f"{what}: {time.perf_counter() - started:.1f} s", file=sys.stderr)
+        self._took(what, started)
 
     def before(self, step: Pass, program: Program) -> None:
-        """Nothing to do before a pass: the phase around the pipeline is shown."""
+        """Shows which pass runs."""
+        if self.status is not None:
+            self.status.update(f"{step.name}: {len(program.graph.operations)} operations")
 
     def after(self, step: Pass, program: Program, seconds: float) -> None:
         """Says how long a pass took."""
+        self._took(f"pass {step.name}", time.perf_counter() - seconds)
+
+    def _took(self, what: str, started: float) -> None:
         if self.verbose:
-            print(f"pass {step.name}: {seconds:.1f} s", file=sys.stderr)
+            print(f"{what}: {time.perf_counter() - started:.1f} s", file=sys.stderr)
 
 
 # ---------------------------------------------------------------------- commands
@@ -171,19 +199,29 @@ def _pipeline(options: argparse.Namespace) -> list[Pass]:
     if options.passes is not None:
         if options.budget is not None:
             raise UsageError(
-                "IRC400", "--passes and --budget exclude each other", help="write select-checkpoints{budget=...}"
+                "IRC400",
+                "--passes and --budget exclude each other",
+                help="write select-checkpoints{budget=...}",
             )
         return list(parse_passes(options.passes))
     if options.budget is None:
         raise UsageError("IRC400", "the budget is missing", help="give --budget 4GiB, or --budget 60%")
-    budget = int(options.budget) if options.budget.isdigit() else options.budget
-    parse_budget(budget)
+    budget: int | str = options.budget
+    try:
+        if options.budget.isascii() and options.budget.isdecimal():
+            budget = int(options.budget)
+        parse_budget(budget)
+    except (ValueError, OverflowError):  # thousands of digits
+        raise UsageError("IRC401", "the budget is out of all proportion", help="give --budget 4GiB") from None
     select = SelectCheckpoints(budget=budget, strategy=options.strategy, time_limit=options.time_limit)
     return [cost_pass(options.profile), select]
 
 
 def _optimize(options: argparse.Namespace) -> int:
+    from .optimize import check_passes
+
     pipeline = _pipeline(options)
+    check_passes(pipeline)
     if options.print_passes:
         from ..passes import PassManager
 
@@ -225,6 +263,8 @@ def _optimize(options: argparse.Namespace) -> int:
 
 
 def _inspect(options: argparse.Namespace) -> int:
+    if options.top < 0:
+        raise UsageError("IRC400", f"--top {options.top} is negative", help="give 0 or more")
     source = _source(options)
     progress = _Progress(options)
     with progress.phase(f"loading {options.model}"):
@@ -264,5 +304,3 @@ def _run(options: argparse.Namespace) -> int:
     for failure in report.failures:
         print(f"error[IRC130]: {failure}", file=sys.stderr)
     return 1 if report.failures else 0
-
-

@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import secrets
 import shutil
-import tempfile
+from collections.abc import Generator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..backends.torch import Program, StandaloneModule, compile_program, emit_source
-from ..ir import Delivery, Origin, Plan, Schedule, UsageError, parse_program, print_program
+from ..ir import (
+    Delivery,
+    InputRole,
+    Node,
+    Origin,
+    OutputRole,
+    Plan,
+    Schedule,
+    TensorType,
+    UnsupportedError,
+    UsageError,
+    VerificationError,
+    parse_program,
+    print_program,
+    verify_graph,
+    verify_schedule,
+)
 from .loading import Source
 from .optimize import Optimized
 
@@ -52,23 +71,39 @@ class Written:
 
     def module(self) -> StandaloneModule:
         """A module that trains by the program, from the written weights."""
-        state = {name: tensor.clone() for name, tensor in self.state.items()}
+        state = {
+            name: tensor.clone(memory_format=torch.preserve_format) for name, tensor in self.state.items()
+        }
         return StandaloneModule(self.program, state, self.deliveries, self.plan)
 
 
 def check_target(folder: Path) -> None:
-    """Refuses a target that is a file, or a folder with something else in it, before any work is done.
+    """Refuses a target that cannot be written, or holds something else, before any work is done.
 
     Raises:
         UsageError: IRC430.
     """
-    if folder.is_dir() and {entry.name for entry in folder.iterdir()} - set(_FILES):
-        raise UsageError("IRC430", f"{folder} is not empty", help="choose a new folder, or one that irc wrote")
-    if folder.exists() and not folder.is_dir():
-        raise UsageError("IRC430", f"{folder} is a file", help="choose a folder")
-    existing = next(parent for parent in folder.absolute().parents if parent.exists())
-    if not os.access(existing, os.W_OK):
-        raise UsageError("IRC430", f"{existing} cannot be written to", help="choose another folder")
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise UsageError("IRC430", f"{folder} is a file", help="choose a folder")
+        if folder.is_dir() and {entry.name for entry in folder.iterdir()} - set(_FILES):
+            raise UsageError(
+                "IRC430", f"{folder} is not empty", help="choose a new folder, or one that irc wrote"
+            )
+        existing = next(parent for parent in folder.resolve().parents if parent.exists())
+        if not existing.is_dir():
+            raise UsageError("IRC430", f"{existing} is a file", help="choose another folder")
+        _staging(existing, folder.name).rmdir()  # tells more than the permissions do
+    except OSError as error:
+        raise UsageError(
+            "IRC430", f"{folder} cannot be written: {error}", help="choose another folder"
+        ) from error
+
+
+def _staging(parent: Path, name: str) -> Path:
+    folder = parent / f".{name}-{secrets.token_hex(4)}"
+    folder.mkdir()
+    return folder
 
 
 def write_folder(folder: Path, optimized: Optimized, source: Source, examples: tuple[Tensor, ...]) -> None:
@@ -82,82 +117,222 @@ def write_folder(folder: Path, optimized: Optimized, source: Source, examples: t
 
     Raises:
         UsageError: IRC430 when the target cannot be written.
+        UnsupportedError: IRC434 when the module returns what no JSON file holds.
     """
     check_target(folder)
-    schedule, costs = optimized.program.schedule, optimized.program.costs
-    assert schedule is not None and costs is not None
+    target = folder.resolve()
+    missing = [parent for parent in target.parents if not parent.exists()]
     try:
-        folder.absolute().parent.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.absolute().parent))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        staging = _staging(target.parent, target.name)
         try:
-            workspace = {node.name: nbytes for node, nbytes in costs.workspace_bytes.items() if nbytes}
-            described = {
-                **optimized.plan.to_json(),
-                "source": asdict(source),
-                "deliveries": [_delivery_to_json(d) for d in optimized.captured.signature.deliveries],
-                "workspace_bytes": workspace,
-            }
-            (staging / "plan.json").write_text(json.dumps(described, indent=1))
-            (staging / "program.irc").write_text(print_program(schedule))
-            (staging / "model.py").write_text(emit_source(schedule))
-            save_file(_tensors(optimized, examples), staging / "weights.safetensors")
-            staging.chmod(0o755)
-            if folder.exists():
-                shutil.rmtree(folder)
-            os.replace(staging, folder)
+            _write_files(staging, optimized, source, examples)
+            _replace(target, staging)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
-    except OSError as error:
-        raise UsageError("IRC430", f"{folder} cannot be written: {error}", help="choose another folder") from error
+    except BaseException as error:
+        for parent in missing:
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+        if isinstance(error, OSError | SafetensorError):
+            raise UsageError(
+                "IRC430", f"{folder} cannot be written: {error}", help="choose another folder"
+            ) from error
+        raise
+
+
+def _write_files(folder: Path, optimized: Optimized, source: Source, examples: tuple[Tensor, ...]) -> None:
+    schedule, costs = optimized.program.schedule, optimized.program.costs
+    assert schedule is not None and costs is not None
+    described = {
+        **optimized.plan.to_json(),
+        "source": asdict(source.located()),
+        "deliveries": [_delivery_to_json(d) for d in optimized.captured.signature.deliveries],
+        "workspace_bytes": {node.name: nbytes for node, nbytes in costs.workspace_bytes.items() if nbytes},
+    }
+    (folder / "plan.json").write_text(json.dumps(described, indent=1))
+    (folder / "program.irc").write_text(print_program(schedule))
+    (folder / "model.py").write_text(emit_source(schedule))
+    save_file(_tensors(optimized, examples), folder / "weights.safetensors")
+    (folder / "weights.safetensors").chmod((folder / "plan.json").stat().st_mode)  # it is private otherwise
+
+
+def _replace(target: Path, staging: Path) -> None:
+    """Puts `staging` in the place of `target`, which is given up only once the new one stands."""
+    if not target.exists():
+        os.replace(staging, target)
+        return
+    retired = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
+    os.replace(target, retired)
+    try:
+        os.replace(staging, target)
+    except BaseException:
+        os.replace(retired, target)
+        raise
+    shutil.rmtree(retired, ignore_errors=True)
 
 
 def _tensors(optimized: Optimized, examples: tuple[Tensor, ...]) -> dict[str, Tensor]:
     module: nn.Module = optimized.module
     graph = optimized.program.graph
-    targets = [i.target for i in graph.inputs if i.role.value in ("parameter", "buffer")]
-    named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    targets = [i.target for i in graph.inputs if i.role in (InputRole.PARAMETER, InputRole.BUFFER)]
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    named = {**parameters, **dict(module.named_buffers(remove_duplicate=False))}
     tensors = {target: named[target] for target in targets}
     tensors |= {_CONSTANT + name: tensor for name, tensor in optimized.captured.constants.items()}
     tensors |= {f"{_EXAMPLE}{index}": tensor for index, tensor in enumerate(examples)}
-    return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+
+
+# ---------------------------------------------------------------------- reading
 
 
 def read_folder(folder: Path) -> Written:
-    """What `write_folder` wrote, parsed, compiled and ready to train.
+    """What `write_folder` wrote: parsed, verified against its plan, compiled and ready to train.
 
     Raises:
-        UsageError: IRC431 when a file is missing or damaged.
+        UsageError: IRC431 when a file is missing or damaged; IRC433 when the program's device is missing.
+        VerificationError: When graph or schedule are not valid, or take other memory than the plan claims.
     """
     missing = [name for name in _FILES if not (folder / name).is_file()]
     if missing:
         raise UsageError(
-            "IRC431", f"{folder} has no {missing[0]}", help="give a folder written by irc optimize MODEL -o DIR"
+            "IRC431",
+            f"{folder} has no {missing[0]}",
+            help="give a folder written by irc optimize MODEL -o DIR",
         )
-    try:
+    with _undamaged(folder / "plan.json"):
         described: dict[str, Any] = json.loads((folder / "plan.json").read_text())
-        extra = {key: described.pop(key) for key in ("source", "deliveries", "workspace_bytes")}
+        plan = Plan.from_json(described)
+        deliveries = tuple(_delivery_from_json(row) for row in described["deliveries"])
+        source = Source(**described["source"])
+        by_name = {str(name): int(nbytes) for name, nbytes in described["workspace_bytes"].items()}
+    with _undamaged(folder / "program.irc"):
+        schedule = parse_program((folder / "program.irc").read_text())
+    with _undamaged(folder / "plan.json"):
+        nodes = {node.name: node for node in schedule.graph.nodes}
+        workspace_bytes = {nodes[name]: nbytes for name, nbytes in by_name.items()}
+    _verify(schedule, plan, workspace_bytes)
+    with _undamaged(folder / "weights.safetensors"):
         tensors = load_file(folder / "weights.safetensors")
-        deliveries = tuple(_delivery_from_json(row) for row in extra["deliveries"])
-        source = Source(**extra["source"])
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise UsageError("IRC431", f"{folder} is damaged: {error}", help="write it again with irc optimize") from error
-    plan = Plan.from_json(described)
-    schedule = parse_program((folder / "program.irc").read_text())
-    constants = {k.removeprefix(_CONSTANT): t for k, t in tensors.items() if k.startswith(_CONSTANT)}
-    examples = {int(k.removeprefix(_EXAMPLE)): t for k, t in tensors.items() if k.startswith(_EXAMPLE)}
+        constants, state, examples = _placed(schedule, tensors)
+    with _undamaged(folder / "plan.json"):
+        _check_deliveries(schedule, deliveries)
     return Written(
         plan=plan,
         source=source,
         schedule=schedule,
         program=compile_program(schedule, constants),
-        state={k: t for k, t in tensors.items() if not k.startswith((_CONSTANT, _EXAMPLE))},
-        examples=tuple(examples[index] for index in sorted(examples)),
+        state=state,
+        examples=examples,
         deliveries=deliveries,
-        workspace_bytes=extra["workspace_bytes"],
+        workspace_bytes=by_name,
     )
 
 
+@contextlib.contextmanager
+def _undamaged(file: Path) -> Generator[None]:
+    try:
+        yield
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        SafetensorError,
+        UsageError,
+    ) as error:
+        if isinstance(error, UsageError) and error.code.startswith("IRC43"):
+            raise
+        text = error.message if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
+        raise UsageError(
+            "IRC431",
+            f"{file} is damaged: {text}",
+            help="write the folder again with irc optimize MODEL -o DIR",
+        ) from error
+
+
+def _verify(schedule: Schedule, plan: Plan, workspace_bytes: Mapping[Node, int]) -> None:
+    """Holds the program to the plan before anything of it runs."""
+    verify_graph(schedule.graph)
+    verify_schedule(schedule, workspace_bytes, budget_bytes=plan.budget_bytes, peak_bytes=plan.peak_bytes)
+    static_bytes = schedule.graph.static_bytes
+    if static_bytes != plan.static_bytes:
+        raise VerificationError(
+            "IRC129",
+            f"parameters, buffers and inputs take {static_bytes} B, not the {plan.static_bytes} B claimed",
+        )
+    for node in schedule.graph.nodes:
+        place: Any = torch.ops
+        for part in node.op.split("."):
+            place = getattr(place, part, None) if part.isidentifier() else None
+        if not isinstance(place, torch._ops.OpOverload):
+            raise VerificationError("IRC132", f"{node.op!r} is no operation of torch", at=node.at)
+
+
+_Placed = tuple[dict[str, Tensor], dict[str, Tensor], tuple[Tensor, ...]]
+
+
+def _placed(schedule: Schedule, tensors: Mapping[str, Tensor]) -> _Placed:
+    """Constants, parameters and buffers, and inputs, each on the device and in the layout of the graph."""
+    constants: dict[str, Tensor] = {}
+    state: dict[str, Tensor] = {}
+    examples = {int(k.removeprefix(_EXAMPLE)): t for k, t in tensors.items() if k.startswith(_EXAMPLE)}
+    for entry in schedule.graph.inputs:
+        match entry.role:
+            case InputRole.TANGENT:
+                continue
+            case InputRole.INPUT:
+                index = int(entry.target)
+                placed = _in_layout(_EXAMPLE + entry.target, tensors, entry.value.type)
+                examples[index] = placed.requires_grad_(entry.requires_grad)
+            case InputRole.CONSTANT:
+                constants[entry.target] = _in_layout(_CONSTANT + entry.target, tensors, entry.value.type)
+            case _:
+                state[entry.target] = _in_layout(entry.target, tensors, entry.value.type)
+    return constants, state, tuple(examples[index] for index in range(len(examples)))
+
+
+def _in_layout(name: str, tensors: Mapping[str, Tensor], wanted: TensorType) -> Tensor:
+    if name not in tensors:
+        raise ValueError(f"there is no tensor {name}")
+    found = tensors[name]
+    dtype = str(found.dtype).removeprefix("torch.")
+    if tuple(found.shape) != wanted.shape or dtype != wanted.dtype.value:
+        raise ValueError(
+            f"{name} is {dtype}{list(found.shape)}; the program reads "
+            f"{wanted.dtype.value}{list(wanted.shape)}"
+        )
+    if wanted.device.startswith("cuda") and not torch.cuda.is_available():
+        raise UsageError(
+            "IRC433",
+            f"the program was planned for {wanted.device}, which is not here",
+            help="plan it again on this machine",
+        )
+    placed = torch.empty_strided(wanted.shape, wanted.strides, dtype=found.dtype, device=wanted.device)
+    repeated = tuple(slice(0, 1) if step == 0 else slice(None) for step in wanted.strides)
+    placed[repeated].copy_(found[repeated])
+    return placed
+
+
+def _check_deliveries(schedule: Schedule, deliveries: tuple[Delivery, ...]) -> None:
+    statics = sum(i.role is not InputRole.TANGENT for i in schedule.graph.inputs)
+    outputs = sum(o.role is OutputRole.OUTPUT for o in schedule.graph.outputs)
+    for delivery in deliveries:
+        limit = statics if delivery.origin is Origin.INPUT else outputs
+        if delivery.origin is not Origin.CONSTANT and not 0 <= delivery.index < limit:
+            raise ValueError(f"a result comes from {delivery.origin.value} {delivery.index} of {limit}")
+
+
 def _delivery_to_json(delivery: Delivery) -> dict[str, Any]:
+    constant: object = delivery.constant
+    if not isinstance(constant, None | bool | int | float | str):
+        raise UnsupportedError(
+            "IRC434",
+            f"the module returns a {type(constant).__name__} beside its tensors, which a folder cannot hold",
+            help="return tensors, numbers and texts, or use irc.optimize from Python",
+        )
     return {
         "origin": delivery.origin.value,
         "index": delivery.index,
@@ -171,4 +346,3 @@ def _delivery_from_json(row: dict[str, Any]) -> Delivery:
     if view is not None:
         view = (tuple(view[0]), tuple(view[1]), int(view[2]))
     return Delivery(Origin(row["origin"]), int(row["index"]), view, row["constant"])
-

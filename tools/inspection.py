@@ -1,4 +1,4 @@
-"""What a model needs to train: its tensors by role, its largest storages, its peak and its smallest budget."""
+"""What a model needs to train: its tensors by role, its largest storages, its peak, its smallest budget."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ class Inspection:
     def to_json(self) -> dict[str, Any]:
         """The inspection as JSON-ready data."""
         return {
-            "roles": {role: {"count": count, "bytes": nbytes} for role, (count, nbytes) in self.roles.items()},
+            "roles": {
+                role: {"count": count, "bytes": nbytes} for role, (count, nbytes) in self.roles.items()
+            },
             "forward_operations": self.operations[0],
             "backward_operations": self.operations[1],
             "baseline_peak_bytes": self.baseline_peak_bytes,
@@ -61,26 +63,38 @@ class Inspection:
             "costs": self.costs,
             "peak_operation": self.peak_operation,
             "largest": [
-                {"storage": r.storage, "bytes": r.nbytes, "type": r.type, "operation": r.operation, "at": r.location}
-                for r in self.largest
+                {
+                    "storage": row.storage,
+                    "bytes": row.nbytes,
+                    "type": row.type,
+                    "operation": row.operation,
+                    "at": row.location,
+                }
+                for row in self.largest
             ],
         }
 
     def table(self) -> str:
         """The inspection for a person."""
-        lines = [f"{role:>12}  {count:6d}  {format_bytes(nbytes):>10}" for role, (count, nbytes) in self.roles.items()]
+        lines = [
+            f"{role:>12}  {count:6d}  {format_bytes(nbytes):>10}"
+            for role, (count, nbytes) in self.roles.items()
+        ]
         lines += [
             f"{'operations':>12}  {self.operations[0]} forward, {self.operations[1]} backward; a step takes "
             f"{self.step_seconds * 1e3:.4g} ms (costs {self.costs})",
-            f"{'baseline':>12}  {format_bytes(self.baseline_peak_bytes)} at its peak ({self.baseline_peak_bytes:,} "
-            f"bytes), in {self.peak_operation}",
-            f"{'smallest':>12}  {format_bytes(self.minimum_budget_bytes)} budget ({self.minimum_budget_bytes:,} bytes, "
-            f"{self.minimum_budget_bytes / self.baseline_peak_bytes:.1%} of baseline); none is below "
-            f"{self.floor_bytes:,}",
-            "largest storages of forward:",
+            f"{'baseline':>12}  {format_bytes(self.baseline_peak_bytes)} at its peak "
+            f"({self.baseline_peak_bytes:,} bytes), in {self.peak_operation}",
+            f"{'smallest':>12}  {format_bytes(self.minimum_budget_bytes)} budget "
+            f"({self.minimum_budget_bytes:,} bytes, "
+            f"{self.minimum_budget_bytes / self.baseline_peak_bytes:.1%} of baseline); "
+            f"none is below {self.floor_bytes:,}",
+            "largest storages of forward:" if self.largest else "",
         ]
-        lines += [f"{format_bytes(r.nbytes):>12}  {r.type:<34} {r.operation:<44} {r.location}".rstrip() for r in self.largest]
-        return "\n".join(lines)
+        lines += [
+            f"{format_bytes(r.nbytes):>12}  {r.type:<34} {r.operation:<44} {r.location}" for r in self.largest
+        ]
+        return "\n".join(line.rstrip() for line in lines).rstrip()
 
 
 def inspect_program(program: Program, top: int) -> Inspection:
@@ -102,7 +116,8 @@ def inspect_program(program: Program, top: int) -> Inspection:
         value = next(v for v in node.values if v.storage is storage)
         shape = ", ".join(map(str, value.type.shape))
         where = str(node.at) if node.at is not None else ""
-        rows.append(Row(storage.name, storage.nbytes, f"{value.type.dtype.value}[{shape}]", f"{node.name} ({node.op})", where))
+        of_type = f"{value.type.dtype.value}[{shape}]"
+        rows.append(Row(storage.name, storage.nbytes, of_type, f"{node.name} ({node.op})", where))
     at_peak = baseline.instructions[timeline.peak_index]
     node = getattr(at_peak, "node", None)
     return Inspection(

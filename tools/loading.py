@@ -6,16 +6,18 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import traceback
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from ..ir import UsageError
+from ..ir import IrcError, Location, UsageError
 
 __all__ = ["Loaded", "Source", "load", "parse_input", "training_loss"]
 
@@ -36,6 +38,13 @@ class Source:
     inputs: Mapping[str, Sequence[int]] | None = None
     seed: int | None = None
 
+    def located(self) -> Source:
+        """The same source from any folder: the path of a file is absolute."""
+        if _is_file(self.model):
+            return replace(self, model=str(Path(self.model).absolute()))
+        place, _, name = self.model.rpartition(":")
+        return replace(self, model=f"{Path(place).absolute()}:{name}") if place.endswith(".py") else self
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -52,7 +61,8 @@ def load(source: Source) -> Loaded:
     """The module and example arguments that a source stands for.
 
     Raises:
-        UsageError: IRC420 when there is no such file, module or factory, or it returns something else.
+        UsageError: IRC310 to IRC318 for an ONNX file; IRC420 when there is no such file, module or factory;
+            IRC422 when the code raises, or returns something else.
     """
     loaded = _from_onnx(source) if _is_file(source.model) else _from_factory(source)
     if source.seed is not None:
@@ -67,6 +77,9 @@ def _is_file(model: str) -> bool:
 def _from_onnx(source: Source) -> Loaded:
     from ..frontends.onnx import example_inputs, from_onnx
 
+    suffix = Path(source.model).suffix
+    if suffix == ".py" or (suffix != ".onnx" and not Path(source.model).exists()):
+        raise UsageError("IRC420", f"{source.model!r} names no ONNX file and no factory", help=_HELP)
     module = from_onnx(source.model, batch=source.batch, inputs=source.inputs)
     return Loaded(module, example_inputs(module))
 
@@ -75,51 +88,96 @@ def _from_factory(source: Source) -> Loaded:
     place, _, name = source.model.rpartition(":")
     if source.batch is not None or source.inputs:
         raise UsageError(
-            "IRC420", "--batch and --input are for ONNX files", help="the factory decides on its example inputs"
-        )
-    module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
-    factory = getattr(module, name, None)
-    if not callable(factory):
-        raise UsageError("IRC420", f"{place} has no function {name!r}", help=_HELP)
-    made = factory()
-    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
-        raise UsageError(
             "IRC420",
-            f"{source.model} returned {type(made).__name__}",
-            help="a factory returns (module, example_args), the arguments as a tuple of tensors",
+            "--batch and --input are for ONNX files",
+            help="the factory decides on its example inputs",
         )
-    args = made[1]
-    return Loaded(made[0], (args,) if isinstance(args, Tensor) else tuple(args))
+    path = Path(place)
+    with _importable(path.resolve().parent if path.suffix == ".py" else Path.cwd()):
+        module = _import_file(path) if path.suffix == ".py" else _import_module(place)
+        factory = getattr(module, name, None)
+        if not callable(factory):
+            raise UsageError("IRC420", f"{place} has no function {name!r}", help=_HELP)
+        with _explained(f"{source.model} raised"):
+            made = factory()
+    return _checked(source.model, made)
+
+
+def _checked(model: str, made: object) -> Loaded:
+    """What a factory returned, if it is a module and its arguments."""
+    help = "a factory returns (module, example_args), the arguments as a tuple of tensors"
+    if not isinstance(made, tuple):
+        raise UsageError("IRC422", f"{model} returned {type(made).__name__}, not a pair", help=help)
+    items = cast("tuple[Any, ...]", made)
+    if len(items) != 2 or not isinstance(items[0], nn.Module):
+        kinds = ", ".join(type(item).__name__ for item in items)
+        raise UsageError("IRC422", f"{model} returned a tuple of ({kinds})", help=help)
+    module, args = items
+    if isinstance(args, Tensor):
+        return Loaded(module, (args,))
+    if not isinstance(args, tuple | list):
+        raise UsageError("IRC422", f"the example arguments of {model} are a {type(args).__name__}", help=help)
+    return Loaded(module, tuple(cast("Sequence[Any]", args)))
+
+
+@contextmanager
+def _importable(folder: Path) -> Generator[None]:
+    """Modules of `folder` can be imported meanwhile, as if python ran there."""
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+
+
+@contextmanager
+def _explained(what: str) -> Generator[None]:
+    """Turns an error of the user's code into one line that names the place."""
+    try:
+        yield
+    except IrcError:
+        raise
+    except (Exception, SystemExit) as error:
+        if os.environ.get("IRC_TRACEBACK"):
+            raise
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        text = next(iter(str(error).strip().splitlines()), "")
+        raise UsageError(
+            "IRC422",
+            f"{what} {type(error).__name__}: {text}".rstrip(": "),
+            at=Location(source=f"{last.filename}:{last.lineno} in {last.name}"),
+            help="set IRC_TRACEBACK=1 to see the whole traceback",
+        ) from error
 
 
 def _import_module(name: str) -> ModuleType:
-    sys.path.insert(0, os.getcwd())
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise UsageError("IRC420", f"there is no module {name!r} ({error})", help=_HELP) from error
-    finally:
-        sys.path.remove(os.getcwd())
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise UsageError("IRC420", f"{name!r} is no name of a module", help=_HELP)
+    importlib.invalidate_caches()
+    with _explained(f"importing {name} raised"):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is not None and f"{name}.".startswith(f"{error.name}."):
+                raise UsageError("IRC420", f"there is no module {name!r} ({error})", help=_HELP) from error
+            raise
 
 
 def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise UsageError("IRC420", f"there is no file {path}", help=_HELP)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    name = f"irc_model_{path.stem}"  # a file called json.py must not become the module json
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    try:
+    sys.modules[name] = module
+    with _explained(f"{path} cannot be run:"):
         spec.loader.exec_module(module)
-    except Exception as error:
-        raise UsageError(
-            "IRC420", f"{path} cannot be run: {type(error).__name__}: {error}", help="run it with python to see where"
-        ) from error
     return module
 
 
 def _draw_parameters(module: nn.Module, seed: int) -> None:
-    """Draws weights anew (He et al. 2015): for files whose weights are placeholders. Vectors stay as they are."""
+    """Draws matrices anew (He et al. 2015), for files whose weights are placeholders; vectors stay."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -137,16 +195,20 @@ def parse_input(text: str) -> tuple[str, tuple[int, ...]]:
     """
     name, equals, shape = text.rpartition("=")
     sizes = shape.replace(",", "x").split("x")
-    if not equals or not name or not all(size.strip().isdigit() for size in sizes):
-        raise UsageError("IRC421", f"--input {text!r} is no name=shape", help="write --input name=8x3x224x224")
+    whole = all(size.strip().isascii() and size.strip().isdecimal() and len(size) < 16 for size in sizes)
+    if not equals or not name or not whole:
+        raise UsageError(
+            "IRC421", f"--input {text!r} is no name=shape", help="write --input name=8x3x224x224"
+        )
     return name, tuple(int(size) for size in sizes)
 
 
 def training_loss(result: Any) -> Tensor:
-    """What the command line trains with: the result itself if it is a scalar, else the mean of squares of its floats."""
+    """What the command line trains with: a result that is a scalar, else the mean squares of its floats."""
     from torch.utils import _pytree as pytree
 
-    floats = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    leaves = (leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad)
+    floats = [torch.view_as_real(leaf) if leaf.is_complex() else leaf for leaf in leaves]
     if len(floats) == 1 and floats[0].dim() == 0:
         return floats[0]
     return torch.stack([leaf.float().square().mean() for leaf in floats]).sum()

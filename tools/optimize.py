@@ -90,6 +90,21 @@ def cost_pass(profile: bool | str | None) -> Cost:
     return Cost(repeats=8 if profile else 3)
 
 
+def check_passes(passes: Sequence[Pass]) -> None:
+    """Refuses a pipeline with malformed options, or that chooses nothing, before a model is traced.
+
+    Raises:
+        UsageError: IRC401, IRC403 or IRC407 for an option; IRC405 when no pass chooses a schedule.
+    """
+    for step in passes:
+        if isinstance(step, Cost | SelectCheckpoints):
+            step.check()
+    if not any(isinstance(step, SelectCheckpoints) for step in passes):
+        raise UsageError(
+            "IRC405", "no pass of the pipeline chooses a schedule", help="add select-checkpoints{budget=...}"
+        )
+
+
 def optimize_module(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -114,9 +129,7 @@ def optimize_module(
     """
     if not isinstance(cast(object, model), nn.Module):
         raise UsageError("IRC406", f"the model is a {type(model).__name__}, not a torch.nn.Module")
-    for step in passes:
-        if isinstance(step, SelectCheckpoints):
-            parse_budget(step.budget)  # refused before the model is traced
+    check_passes(passes)
     captured = capture(model, args, kwargs, loss=loss)
     program = PassManager(passes, observers).run(Program(captured.graph))
     if program.schedule is None or program.plan is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ..passes.profile import peak_bytes
 from .loading import training_loss
@@ -38,10 +40,11 @@ class Comparison:
     Args:
         original: The original's steps.
         fitted: The fitted module's steps.
-        gradient_difference: Largest absolute difference of a gradient's element, over all steps.
+        gradient_difference: Largest absolute difference of a gradient's element, over all steps; infinite
+            where one of them is not a number and the other is.
         gradient_scale: Largest absolute element of a gradient of the original.
-        buffer_difference: Largest absolute difference of a buffer's element after the last step.
-        same_gradients: Whether the same parameters had gradients.
+        buffer_difference: Largest absolute difference of a buffer's element, over all steps.
+        same_gradients: Whether the same parameters and inputs had gradients.
         same_generator: Whether the random generator was in the same state after each step.
     """
 
@@ -54,20 +57,30 @@ class Comparison:
     same_generator: bool
 
     @property
+    def loss_difference(self) -> float:
+        """Largest absolute difference of a step's loss."""
+        pairs = zip(self.original, self.fitted, strict=True)
+        return max(_difference(torch.tensor(a.loss), torch.tensor(b.loss)) for a, b in pairs)
+
+    @property
     def agrees(self) -> bool:
-        """Whether the numbers are the same, up to 1e-5 of the largest gradient."""
+        """Whether the numbers are the same, up to 1e-5 of the largest gradient and of the losses."""
+        losses = max((abs(step.loss) for step in self.original if math.isfinite(step.loss)), default=0.0)
         close = self.gradient_difference <= 1e-5 * self.gradient_scale
-        return close and self.same_gradients and self.same_generator and self.buffer_difference <= 1e-5
+        close &= self.loss_difference <= 1e-5 * losses and self.buffer_difference <= 1e-5
+        return close and self.same_gradients and self.same_generator
 
     @property
     def is_equal(self) -> bool:
-        """Whether gradients and buffers are the same bit for bit."""
-        return self.agrees and self.gradient_difference == 0 and self.buffer_difference == 0
+        """Whether losses, gradients and buffers are the same bit for bit."""
+        largest = max(self.loss_difference, self.gradient_difference, self.buffer_difference)
+        return self.agrees and largest == 0
 
     @property
     def time_ratio(self) -> float:
         """Best step of the fitted module over best step of the original, interleaved."""
-        return min(s.seconds for s in self.fitted) / min(s.seconds for s in self.original)
+        best = min(s.seconds for s in self.original)
+        return min(s.seconds for s in self.fitted) / max(best, 1e-9)
 
 
 def train(module: nn.Module, inputs: Sequence[Any], steps: int) -> list[Step]:
@@ -85,20 +98,27 @@ def measured_peak_bytes(module: nn.Module, inputs: Sequence[Any], static_bytes: 
         inputs: Arguments of the step.
         static_bytes: Bytes of parameters, buffers and inputs, which the events do not show.
     """
-    module.zero_grad(set_to_none=True)
+    _clear_gradients(module, inputs)
     before = [buffer.clone() for buffer in module.buffers()]
     with torch.random.fork_rng():
         on_cuda = any(parameter.is_cuda for parameter in module.parameters())
         run = _forward_backward(module, inputs)
         peak = _cuda_peak_bytes(run) if on_cuda else peak_bytes(run)
-    module.zero_grad(set_to_none=True)
+    _clear_gradients(module, inputs)
     with torch.no_grad():
         for buffer, value in zip(module.buffers(), before, strict=True):
             buffer.copy_(value)
     return peak + static_bytes
 
 
-def compare(original: nn.Module, fitted: nn.Module, inputs: Sequence[Any], steps: int) -> Comparison:
+def compare(
+    original: nn.Module,
+    fitted: nn.Module,
+    inputs: Sequence[Any],
+    steps: int,
+    *,
+    original_inputs: Sequence[Any] | None = None,
+) -> Comparison:
     """Trains both side by side, one step of the one and one of the other.
 
     Args:
@@ -106,33 +126,34 @@ def compare(original: nn.Module, fitted: nn.Module, inputs: Sequence[Any], steps
         fitted: The fitted module, with its own weights.
         inputs: Arguments of each step.
         steps: How many.
+        original_inputs: The same numbers as the original takes them, where it takes them otherwise.
     """
+    given = inputs if original_inputs is None else original_inputs
     of_original: list[Step] = []
     of_fitted: list[Step] = []
-    difference = scale = 0.0
+    difference = scale = buffer_difference = 0.0
     same_gradients = same_generator = True
     for _ in range(steps):
-        generator = torch.get_rng_state()
-        of_original.append(_step(original, inputs, update=False))
-        after = torch.get_rng_state()
-        torch.set_rng_state(generator)
+        before = _generator_states()
+        of_original.append(_step(original, given, update=False))
+        after = _generator_states()
+        _restore_generators(before)
         of_fitted.append(_step(fitted, inputs, update=False))
-        same_generator &= torch.equal(after, torch.get_rng_state())
-        mine = dict(fitted.named_parameters())
-        for name, parameter in original.named_parameters():
-            expected, found = parameter.grad, mine[name].grad if name in mine else None
-            if expected is None or found is None:
-                same_gradients &= expected is found
+        same_generator &= all(map(torch.equal, after, _generator_states()))
+        found = _gradients(fitted, inputs)
+        for name, expected in _gradients(original, given).items():
+            if (mine := found.pop(name, None)) is None:
+                same_gradients = False
                 continue
-            difference = max(difference, _largest(expected - found))
+            difference = max(difference, _difference(expected, mine))
             scale = max(scale, _largest(expected))
+        same_gradients &= not found
+        buffers = dict(fitted.named_buffers())
+        for name, value in original.named_buffers():
+            if name in buffers:
+                buffer_difference = max(buffer_difference, _difference(value, buffers[name]))
         _update(original)
         _update(fitted)
-    buffers = dict(fitted.named_buffers())
-    buffer_difference = max(
-        (_largest(value.double() - buffers[name].double()) for name, value in original.named_buffers() if name in buffers),
-        default=0.0,
-    )
     return Comparison(
         tuple(of_original),
         tuple(of_fitted),
@@ -144,8 +165,35 @@ def compare(original: nn.Module, fitted: nn.Module, inputs: Sequence[Any], steps
     )
 
 
-def _step(module: nn.Module, inputs: Sequence[Any], *, update: bool = True) -> Step:
+def _gradients(module: nn.Module, inputs: Sequence[Any]) -> dict[str, Tensor]:
+    """The gradients that a step left, of parameters by name and of inputs by position."""
+    tensors: dict[str, Tensor] = dict(module.named_parameters())
+    tensors |= {f"input {index}": leaf for index, leaf in enumerate(_tensors(inputs))}
+    return {name: tensor.grad for name, tensor in tensors.items() if tensor.grad is not None}
+
+
+def _tensors(inputs: Sequence[Any]) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tuple(inputs)) if isinstance(leaf, Tensor)]
+
+
+def _clear_gradients(module: nn.Module, inputs: Sequence[Any]) -> None:
     module.zero_grad(set_to_none=True)
+    for tensor in _tensors(inputs):
+        tensor.grad = None
+
+
+def _generator_states() -> list[Tensor]:
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ())]
+
+
+def _restore_generators(states: list[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state_all(states[1:])
+
+
+def _step(module: nn.Module, inputs: Sequence[Any], *, update: bool = True) -> Step:
+    _clear_gradients(module, inputs)
     on_cuda = any(parameter.is_cuda for parameter in module.parameters())
     clock = time.perf_counter if on_cuda else time.process_time
     start = clock()
@@ -175,7 +223,21 @@ def _update(module: nn.Module) -> None:
 
 
 def _largest(tensor: Tensor) -> float:
-    return float(tensor.abs().max()) if tensor.numel() else 0.0
+    """The largest absolute finite element."""
+    elements = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return float(elements.double().nan_to_num(0, 0, 0).abs().max()) if tensor.numel() else 0.0
+
+
+def _difference(expected: Tensor, found: Tensor) -> float:
+    """The largest absolute difference of two elements; none where both are no numbers, or equal infinities."""
+    if torch.equal(expected, found):
+        return 0.0
+    if expected.shape != found.shape:
+        return math.inf
+    pair = (torch.view_as_real(t) if t.is_complex() else t for t in (expected, found))
+    a, b = (t.detach().double() for t in pair)
+    differences = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs())
+    return float(differences.nan_to_num(math.inf).max())
 
 
 def _cuda_peak_bytes(run: Callable[[], Any]) -> int:
@@ -185,4 +247,3 @@ def _cuda_peak_bytes(run: Callable[[], Any]) -> int:
     run()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
-

@@ -24,7 +24,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ...ir import (
@@ -40,6 +39,7 @@ from ...ir import (
 )
 from .loss import Loss, loss_bytes
 from .provenance import raised_at, recording
+from .recurrent import StepwiseRNN
 from .translate import translate
 
 __all__ = ["Captured", "capture"]
@@ -97,10 +97,10 @@ def capture(
         args: Example arguments; tensors may be nested in lists, tuples and dicts.
         kwargs: Example keyword arguments.
         loss: What the caller will do with the result, a function from it to a scalar; its memory is
-            counted. Without it only the gradients of the outputs are counted.
+            counted. Without it, twice the outputs' bytes are counted, unless the only output is a scalar.
 
     Raises:
-        UnsupportedError: IRC302 to IRC308, when something in the module has no place in the graph.
+        UnsupportedError: IRC302 to IRC309, when something in the module has no place in the graph.
         UsageError: IRC320, when nothing in the result depends on anything that asks for a gradient.
     """
     leaves, tree = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
@@ -116,8 +116,8 @@ def capture(
     result = [
         next(deliveries) if isinstance(leaf, Tensor) else _constant(leaf) for leaf in flat.result_leaves
     ]
-    if loss is not None:
-        graph = replace(graph, loss_bytes=loss_bytes(loss, flat.result_leaves, flat.result_tree))
+    most, held = loss_bytes(loss, flat.result_leaves, flat.result_tree)
+    graph = replace(graph, loss_bytes=most, loss_held_bytes=held)
     slots = map(Slot, range(len(tensors)))
     signature = Signature(
         in_tree=tree,
@@ -150,7 +150,7 @@ def _trace(
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     stack.enter_context(tracing(TracingContext(fake_mode)))
     stack.enter_context(recording(module))
-    stack.enter_context(_StepwiseRNN())
+    stack.enter_context(StepwiseRNN())
     stack.enter_context(_restored(module))
     stack.enter_context(warnings.catch_warnings())
     warnings.simplefilter("ignore")
@@ -175,52 +175,6 @@ def _trace(
         raise _untraceable(error) from error
     except Exception as error:
         raise _untraceable(error) from error
-
-
-class _StepwiseRNN(TorchFunctionMode):
-    """Traces recurrent layers one by one, and on the CPU as their time steps.
-
-    oneDNN's fused LSTM has no place in a plan: the size of its workspace is not known before it runs,
-    and without gradients it makes none. torch's own decomposition of several layers leaves out the
-    dropout between them.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") not in ("lstm", "gru", "rnn_tanh", "rnn_relu") or kwargs:
-            return func(*args, **(kwargs or {}))
-        enabled = torch._C._get_mkldnn_enabled()
-        torch._C._set_mkldnn_enabled(False)
-        try:
-            return _layer_by_layer(func, args)
-        finally:
-            torch._C._set_mkldnn_enabled(enabled)
-
-
-def _layer_by_layer(func: Any, args: tuple[Any, ...]) -> Any:
-    """What `func` returns for a stack of recurrent layers; it is called once for each.
-
-    Args:
-        func: `torch.lstm` or another of its kind.
-        args: input, state (a tensor, or for LSTM two), weights, has biases, layers, dropout, train,
-            bidirectional, batch first. Packed sequences come with other arguments and are passed on.
-    """
-    if not isinstance(args[3], bool):
-        return func(*args)
-    x, state, weights, biases, layers, dropout, train, bidirectional, batch_first = args
-    states = [state] if isinstance(state, Tensor) else list(state)
-    directions = 2 if bidirectional else 1
-    each = len(weights) // layers
-    final: list[list[Tensor]] = [[] for _ in states]
-    for layer in range(layers):
-        if layer and dropout and train:
-            x = torch.dropout(x, dropout, True)
-        own = [s[directions * layer : directions * (layer + 1)] for s in states]
-        own_state = own[0] if isinstance(state, Tensor) else tuple(own)
-        own_weights = weights[each * layer : each * (layer + 1)]
-        x, *after = func(x, own_state, own_weights, biases, 1, 0.0, train, bidirectional, batch_first)
-        for parts, part in zip(final, after, strict=True):
-            parts.append(part)
-    return (x, *(torch.cat(parts) for parts in final))
 
 
 @contextlib.contextmanager

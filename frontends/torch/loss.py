@@ -55,29 +55,42 @@ class _Alive(TorchDispatchMode):
         self.alive_bytes += nbytes
 
 
-def loss_bytes(loss: Loss, result_leaves: list[Any], result_tree: Any) -> int:
-    """The most that `loss` and its backward have alive at once, in bytes, outputs and their gradients aside.
+def loss_bytes(loss: Loss | None, result_leaves: list[Any], result_tree: Any) -> tuple[int, int]:
+    """What a loss takes beyond the outputs and their gradients: the most at once, and what stays alive after it.
 
     Args:
-        loss: A function from the module's result to a scalar.
+        loss: A function from the module's result to a scalar. None stands for a loss that takes twice the
+            outputs' bytes, as cross entropy does; where the only output is a scalar, that is the loss.
         result_leaves: The leaves of that result as traced; only the tensors' types are looked at.
         result_tree: How the leaves nest.
+
+    Returns:
+        Bytes at the loss's own peak, and bytes that stay until backward returns: the loss and its gradient.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad():
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
         leaves = [_stand_in(leaf) if isinstance(leaf, Tensor) else leaf for leaf in result_leaves]
         outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         trained = [leaf for leaf in outputs if leaf.requires_grad]
+        if loss is None:
+            if [leaf.dim() for leaf in trained] == [0]:
+                return 0, 0
+            transient = sum(2 * leaf.untyped_storage().nbytes() for leaf in trained)
+            return transient + _SCALARS_BYTES, _SCALARS_BYTES
         gc.collect()
         alive = _Alive()
         for output in outputs:
             alive.ignore(output)
         with alive:
             scalar = loss(pytree.tree_unflatten(leaves, result_tree))
-            gradients: Any = torch.autograd.grad(scalar, trained, allow_unused=True)
-        del mode
+            seed = torch.ones_like(scalar)
+            gradients: Any = torch.autograd.grad(scalar, trained, seed, allow_unused=True)
         storages = [g.untyped_storage() for g in gradients if g is not None]
-        tangents = {storage._cdata: storage.nbytes() for storage in storages}
-        return max(alive.peak_bytes - sum(tangents.values()), 0)
+        tangents = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+        return max(alive.peak_bytes - tangents, 0), max(alive.alive_bytes - tangents, 0)
+
+
+_SCALARS_BYTES = 2 * 8
+"""A loss and its gradient, of at most eight bytes each."""
 
 
 def _stand_in(leaf: Tensor) -> Tensor:

@@ -88,7 +88,8 @@ def translate(joint: JointWithDescriptors) -> Translation:
 
     Raises:
         UnsupportedError: IRC304 for a value that is no tensor, IRC305 for an operation outside the
-            operator library, IRC306 for a mutated input that asks for a gradient.
+            operator library, IRC306 for a mutated input that asks for a gradient, IRC307 for an old value
+            read through a view, IRC309 for a draw whose order would change.
     """
     return _Translator(joint).run()
 
@@ -154,6 +155,10 @@ class _Translator:
         if node.op == "get_attr":
             tensor = operator.attrgetter(str(node.target))(self.joint.graph_module)
             self._check_constant(node, tensor)
+            for known in self.inputs:
+                if known.role is InputRole.CONSTANT and self.constants[known.target] is tensor:
+                    self.values[node] = known.value
+                    return
             self.constants[node.name] = tensor
             value = self._value(node.name, node.meta.get("val", tensor), node)
             self.inputs.append(Input(value, InputRole.CONSTANT, node.name))
@@ -218,6 +223,7 @@ class _Translator:
             region=region,
             at=location_of(node),
         )
+        _check_draw(made)
         self.nodes.append(replace(made, traits=_traits(made, node)))
         if is_sequence:
             self.tuples[node] = results
@@ -493,6 +499,21 @@ def _traits(node: Node, traced: fx.Node) -> frozenset[Trait]:
     if torch.Tag.nondeterministic_seeded in target.tags and not _draws_nothing(node):
         return frozenset({Trait.RANDOM})
     return frozenset()
+
+
+def _check_draw(node: Node) -> None:
+    """Refuses bernoulli_ on strided memory: what it is traced as draws the elements in another order."""
+    if node.op != "aten.bernoulli.p":
+        return
+    type = node.operands[0].type
+    rows = TensorType.contiguous(type.shape, type.dtype, type.device).strides
+    if any(n > 1 and a != b for n, a, b in zip(type.shape, type.strides, rows, strict=True)):
+        raise UnsupportedError(
+            "IRC309",
+            "an in-place random mask (dropout) on a tensor that is not contiguous would come out permuted",
+            at=node.at,
+            help="call contiguous() on the tensor first, or drop out without inplace=True",
+        )
 
 
 def _draws_nothing(node: Node) -> bool:

@@ -85,18 +85,19 @@ def test_inputs_have_roles_targets_and_gradients(x: Tensor) -> None:
         ("tangent", "0", False),
     ]
     assert [i.value.type.shape for i in graph.inputs if i.role is InputRole.CONSTANT] == [(4,)]
+    assert graph.static_bytes == 4 * (16 + 4 + 8 + 8 + 24 + 4) + 8
     gradients = {o.target: o.value is not None for o in graph.outputs if o.role is OutputRole.GRADIENT}
     wanted = {f"{role}:{target}" for role, target, requires_grad in inputs if requires_grad}
     assert {target for target, exists in gradients.items() if exists} == wanted
 
 
-def test_a_tied_weight_is_one_input_with_one_gradient() -> None:
+def test_a_tied_weight_is_one_storage_that_is_counted_once() -> None:
     embedding, head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
     head.weight = embedding.weight
     graph = captured(nn.Sequential(embedding, head), torch.tensor([1, 2])).graph
-    parameters = [i for i in graph.inputs if i.role is InputRole.PARAMETER]
-    gradients = [o for o in graph.outputs if o.role is OutputRole.GRADIENT and o.value is not None]
-    assert len(parameters) == len(gradients) == 1
+    parameters = {i.value.storage for i in graph.inputs if i.role is InputRole.PARAMETER}
+    assert len(parameters) == 1
+    assert graph.static_bytes == 7 * 4 * 4 + 2 * 8
 
 
 def test_regions_traits_and_storages(x: Tensor) -> None:
@@ -107,7 +108,8 @@ def test_regions_traits_and_storages(x: Tensor) -> None:
     dropout, norm, view = (
         node(graph, f"aten.{op}") for op in ("native_dropout", "_native_batch_norm", "view")
     )
-    assert dropout.traits == {Trait.RANDOM} and not dropout.is_recomputable
+    assert dropout.traits == {Trait.RANDOM}
+    assert not dropout.is_recomputable
     assert view.is_view and view.values[0].storage is norm.values[0].storage
     assert norm.is_recomputable  # though it reads the statistics that are overwritten after it
     writes = [n for n in graph.nodes if Trait.EFFECT in n.traits]
@@ -121,17 +123,14 @@ def test_regions_traits_and_storages(x: Tensor) -> None:
 
 def test_what_reads_a_buffer_before_it_is_overwritten_is_pinned(x: Tensor) -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
-        y = m.lin(x) * m.average
+        y = m.lin(x) + m.average
         m.average.add_(1.0)
         return y
 
     module = Model(forward)
     module.register_buffer("average", torch.zeros(4))
     graph = captured(module, x).graph
-    assert Trait.PINNED in node(graph, "aten.mul").traits
-    assert node(graph, "aten.clone").operands[0].name == next(
-        i.value.name for i in graph.inputs if i.target == "average"
-    )  # backward reads the old value
+    assert Trait.PINNED in node(graph, "aten.add.").traits
 
 
 def test_attention_without_dropout_may_be_computed_again() -> None:
@@ -285,10 +284,6 @@ def _generator(m: Any, x: Tensor) -> Tensor:
     return m.lin(x) + torch.rand(4, generator=_GENERATOR)
 
 
-def _sparse(m: Any, x: Tensor) -> Tensor:
-    return torch.sparse.mm(x.to_sparse(), m.lin.weight)
-
-
 _STATE = torch.zeros(4)
 _WEIGHT = torch.ones(4, requires_grad=True)
 _GENERATOR = torch.Generator()
@@ -322,16 +317,24 @@ def test_what_has_no_place_in_a_plan_is_refused_with_the_line(
         name, _, rest = error.at.source.partition(":")
         assert name == "test_torch_capture.py" and rest.endswith(f" in {function.__name__}")
         assert first < int(rest.split()[0]) < first + len(lines)
-    assert _STATE.sum() == 0
 
 
 def test_a_write_into_an_input_that_asks_for_a_gradient_is_refused(x: Tensor) -> None:
-    with pytest.raises(UnsupportedError, match="IRC306.*input 0, which requires a gradient"):
+    with pytest.raises(UnsupportedError, match=r"IRC306.*input 0, which requires a gradient"):
         capture(Model(lambda m, x: m.lin(x.mul_(2.0))), (x.requires_grad_() * 1.0,))
 
 
+def test_a_draw_that_would_come_out_in_another_order_is_refused(x: Tensor) -> None:
+    """Traced, an in-place bernoulli_ becomes one that fills in logical order; in memory it is by strides."""
+    module = Model(lambda m, x: functional.dropout(m.lin(x).t() * 1.0, 0.5, inplace=True))
+    with pytest.raises(UnsupportedError) as raised:
+        capture(module, (x,))
+    assert raised.value.code == "IRC309" and "contiguous" in str(raised.value.help)
+    assert raised.value.at is not None and raised.value.at.source is not None
+
+
 def test_a_sparse_gradient_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="IRC304.*sparse"):
+    with pytest.raises(UnsupportedError, match=r"IRC304.*sparse"):
         capture(nn.Embedding(5, 4, sparse=True), (torch.tensor([1, 2]),))
 
 

@@ -1,0 +1,242 @@
+"""The integer programme against exhaustive search, and both against what they claim."""
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import product
+from random import Random
+
+from exhaustive import (
+    Choice,
+    chains,
+    cheapest_in_class,
+    cheapest_of_all,
+    problem_of,
+    subsets,
+)
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from strategies import Sample, graphs
+
+from irc.ir import Node, Storage, verify_schedule
+from irc.passes import CheckpointProblem, Stage
+from irc.passes.checkpointing import Simulated
+from irc.passes.eviction import evict_greedily
+from irc.passes.search import Found, lower_bound, solve_staged
+from irc.passes.staged_ilp import Relaxation
+
+SMALL = settings(max_examples=40)
+MANY_SECONDS = 60.0
+samples = chains() | graphs()
+
+
+def problems(sample: Sample, most_kept: int = 7) -> CheckpointProblem:
+    problem = problem_of(sample)
+    assume(len(problem.wanted) <= most_kept)
+    return problem
+
+
+def run(problem: CheckpointProblem, again: Sequence[Iterable[Node]]) -> Simulated:
+    """The schedule that runs `again[j]` before backward operation j."""
+    pairs = zip(again, problem.backward, strict=True)
+    return problem.simulate_order(problem.forward, [n for before, node in pairs for n in (*before, node)])
+
+
+def budgets(front: tuple[Choice, ...]) -> list[int]:
+    """Every budget at which the best choice changes, and one byte less."""
+    peaks = {choice.peak_bytes for choice in front}
+    return sorted(peaks | {peak - 1 for peak in peaks})
+
+
+def within(front: tuple[Choice, ...], budget_bytes: int) -> Choice | None:
+    """The fastest choice within the budget, of equally fast ones that with the smallest peak."""
+    fitting = (choice for choice in front if choice.peak_bytes <= budget_bytes)
+    return min(fitting, key=lambda choice: (choice.seconds, choice.peak_bytes), default=None)
+
+
+def nothing(problem: CheckpointProblem) -> Found:
+    """A search that has found nothing so far: whatever fits is faster."""
+    return Found("nothing", replace(problem.keep_all, seconds=math.inf, peak_bytes=1 << 62))
+
+
+def later() -> float:
+    return time.monotonic() + MANY_SECONDS
+
+
+# ------------------------------------------------------------------------------ the reference itself
+
+
+@given(samples)
+@SMALL
+def test_the_reference_promises_what_its_schedules_do(sample: Sample) -> None:
+    problem = problems(sample)
+    front = cheapest_in_class(problem)
+    assert (front[0].seconds, front[0].peak_bytes) == (problem.step_seconds, problem.keep_all.peak_bytes)
+    for choice in front:
+        simulated = run(problem, choice.again)
+        verify_schedule(
+            simulated.schedule,
+            sample.workspace_bytes,
+            budget_bytes=choice.peak_bytes,
+            peak_bytes=simulated.peak_bytes,
+        )
+        assert simulated.seconds == choice.seconds
+
+
+@given(chains(max_forward=4))
+@SMALL
+def test_the_reference_is_the_best_of_all_ways_to_run_forward_operations_again(sample: Sample) -> None:
+    problem = problems(sample)
+    repeatable = [node for node in problem.forward if node.is_recomputable]
+    places = len(problem.backward) - 1
+    assume(places * len(repeatable) <= 9)
+    runs = [[node for node in repeatable if node in chosen] for chosen in map(set, _subsets(repeatable))]
+    front = cheapest_in_class(problem)
+    fastest: dict[int, float] = {}
+    for again in product(runs, repeat=places):
+        simulated = run(problem, ((), *again))
+        fastest[simulated.peak_bytes] = min(fastest.get(simulated.peak_bytes, math.inf), simulated.seconds)
+    for budget in budgets(front):
+        best = min((seconds for peak, seconds in fastest.items() if peak <= budget), default=None)
+        chosen = within(front, budget)
+        assert best == (chosen and chosen.seconds)
+
+
+def _subsets(nodes: list[Node]) -> list[tuple[Node, ...]]:
+    return [tuple(n for n, bit in zip(nodes, bits, strict=True) if bit) for bits in product((0, 1), repeat=len(nodes))]
+
+
+# ------------------------------------------------------------------------------ the integer programme
+
+
+@given(samples)
+@SMALL
+def test_the_programme_is_as_good_as_exhaustive_search(sample: Sample) -> None:
+    problem = problems(sample)
+    assume(problem.backward)
+    front = cheapest_in_class(problem)
+    for budget in budgets(front):
+        expected = within(front, budget)
+        found = nothing(problem)
+        solve_staged(problem, budget, found, deadline=later())
+        assert found.is_exact
+        if expected is None:
+            assert found.name == "nothing"
+            continue
+        assert found.name == "ilp"
+        assert (found.best.seconds, found.best.peak_bytes) == (expected.seconds, expected.peak_bytes)
+        verify_schedule(found.best.schedule, sample.workspace_bytes, budget_bytes=budget)
+
+
+@given(samples)
+@SMALL
+def test_the_bound_is_below_every_schedule(sample: Sample) -> None:
+    problem = problems(sample, most_kept=5)
+    front = cheapest_in_class(problem)
+    for budget in budgets(front):
+        bound = lower_bound(problem, budget, deadline=later())
+        best = cheapest_of_all(problem, budget)
+        assert problem.step_seconds + bound <= best * (1 + 1e-6)
+        chosen = within(front, budget)
+        assert chosen is None or best <= chosen.seconds
+        evicted = evict_greedily(problem, budget)
+        assert evicted is None or best <= evicted.seconds
+
+
+@given(chains(), st.integers(0, 1 << 32))
+@SMALL
+def test_the_bound_is_below_random_schedules(sample: Sample, seed: int) -> None:
+    problem = problem_of(sample)
+    simulated = at_random(problem, Random(seed))
+    verify_schedule(simulated.schedule, sample.workspace_bytes)
+    bound = lower_bound(problem, simulated.peak_bytes, deadline=later())
+    assert problem.step_seconds + bound <= simulated.seconds * (1 + 1e-6)
+
+
+def at_random(problem: CheckpointProblem, random: Random) -> Simulated:
+    """A schedule that forgets at random and makes again what it reads, in forward too."""
+    there: set[Storage] = set()
+    trace: list[Node] = []
+
+    def compute(node: Node) -> None:
+        for storage in problem.forward_reads[node]:
+            if storage not in there:
+                compute(problem.producer[storage])
+        trace.append(node)
+        there.update(s for s in problem.graph.allocates(node) if s in problem.producer)
+
+    split = 0
+    for node in (*problem.forward, *problem.backward):
+        forget = [s for s in problem.producer if problem.producer[s].is_recomputable and random.random() < 0.3]
+        there.difference_update(forget)
+        if node not in problem.index and not split:
+            split = len(trace)
+        compute(node)
+    return problem.simulate_order(trace[:split], trace[split:])
+
+
+@given(samples)
+@SMALL
+def test_what_is_refused_is_impossible(sample: Sample) -> None:
+    """Without the rows of the class an infeasible programme means that no schedule fits at all."""
+    problem = problems(sample, most_kept=5)
+    assume(problem.backward)
+    budget = problem.floor_bytes
+    relaxation = Relaxation(
+        problem, budget, range(len(problem.backward)), small_bytes=-1, charge_small=False, in_class=False
+    )
+    if relaxation.solve(seconds=MANY_SECONDS, gap=0.0).is_infeasible:
+        assert cheapest_of_all(problem, budget) == math.inf
+
+
+@given(chains())
+@SMALL
+def test_few_stages_still_bound_and_still_fit(sample: Sample) -> None:
+    """What large graphs rely on: stages at a few positions, small storages kept."""
+    problem = problems(sample)
+    assume(problem.backward)
+    front = cheapest_in_class(problem)
+    largest = max(s.nbytes for s in problem.producer) if problem.producer else 0
+    for choice in front:
+        relaxation = Relaxation(
+            problem,
+            choice.peak_bytes,
+            sorted({0, len(problem.backward) // 2}),
+            small_bytes=largest // 4,
+            charge_small=False,
+            in_class=False,
+        )
+        solved = relaxation.solve(seconds=MANY_SECONDS, gap=0.0)
+        assert not solved.is_infeasible
+        assert problem.step_seconds + solved.bound_seconds <= choice.seconds * (1 + 1e-6)
+        assert solved.staging is not None
+        for eager in (True, False):
+            simulated = problem.simulate(solved.staging, eager=eager)
+            verify_schedule(simulated.schedule, sample.workspace_bytes, peak_bytes=simulated.peak_bytes)
+
+
+@given(samples)
+@SMALL
+def test_every_staging_is_a_schedule(sample: Sample) -> None:
+    """At a stage what is named is resident, and nothing else that backward did not just read."""
+    problem = problems(sample, most_kept=4)
+    once = {s for s in problem.wanted if not problem.producer[s].is_recomputable}
+    for kept in subsets(problem.wanted):
+        if once <= kept:
+            simulated = problem.simulate((Stage(0, kept),))
+            verify_schedule(simulated.schedule, sample.workspace_bytes, peak_bytes=simulated.peak_bytes)
+
+
+@given(chains())
+@SMALL
+def test_the_same_question_has_the_same_answer(sample: Sample) -> None:
+    problem = problem_of(sample)
+    assume(problem.backward)
+    budget = (problem.floor_bytes + problem.keep_all.peak_bytes) // 2
+    orders: list[tuple[Node, ...]] = []
+    for _ in range(2):
+        found = nothing(problem)
+        solve_staged(CheckpointProblem(problem.graph, problem.costs), budget, found, deadline=later())
+        orders.append(found.best.order)
+    assert orders[0] == orders[1]

@@ -85,7 +85,7 @@ class Plan:
     def summary(self) -> str:
         """The plan in a few lines."""
         proof = "proved optimal" if self.proven_optimal else f"at most {self.gap:.2%} from optimal"
-        saved = self.peak_bytes / self.baseline_peak_bytes
+        saved = self.peak_bytes / max(self.baseline_peak_bytes, 1)
         rows = [
             ("budget", f"{format_bytes(self.budget_bytes)} ({self.budget_bytes:,} bytes)"),
             (

@@ -85,12 +85,13 @@ def with_frees(graph: Graph, forward: Sequence[Node], backward: Sequence[Node]) 
 
 
 def _wanted_after(graph: Graph, order: Sequence[Node]) -> list[set[Storage]]:
-    """For each step, the storages that are read later, before they are allocated again."""
+    """For each step, which of the storages it touches are read later, before they are allocated again."""
     wanted: set[Storage] = set()
     result: list[set[Storage]] = []
     for node in reversed(order):
-        result.append(set(wanted))
-        wanted.difference_update(graph.allocates(node))
-        wanted.update(graph.reads(node))
+        allocated, read = graph.allocates(node), graph.reads(node)
+        result.append(wanted.intersection((*allocated, *read)))
+        wanted.difference_update(allocated)
+        wanted.update(read)
     result.reverse()
     return result

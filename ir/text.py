@@ -387,8 +387,7 @@ class _Parser:
         self.expect("=")
         loss_bytes = self.integer("bytes")
         loss_held_bytes = 0
-        if self.tokens[:1] == ["loss_held_bytes"]:
-            self.expect("loss_held_bytes")
+        if self.accept("loss_held_bytes"):
             self.expect("=")
             loss_held_bytes = self.integer("bytes")
         inputs: list[Input] = []

@@ -32,13 +32,15 @@ def parse_budget(budget: int | str, baseline_bytes: int | None = None) -> int:
 
     Args:
         budget: Bytes, or text such as `4GiB`, `1.5GB`, `60%`.
-        baseline_bytes: What `%` refers to; None where the unit alone is to be checked (a percentage then gives 0).
+        baseline_bytes: What `%` refers to; None where only the form is to be checked (a percentage is 0).
 
     Raises:
         UsageError: IRC401 when it is no positive amount of bytes; bits (`4Gb`) are refused.
     """
-    if isinstance(budget, bool) or not isinstance(budget, int | str):
-        raise UsageError("IRC401", f"a budget is a number of bytes or a text, not {type(budget).__name__}", help=_HELP)
+    if not _is_number_or_text(budget):
+        raise UsageError(
+            "IRC401", f"a budget is a number of bytes or a text, not {type(budget).__name__}", help=_HELP
+        )
     if isinstance(budget, int):
         if budget <= 0:
             raise UsageError("IRC401", f"the budget is {budget} bytes; it must be positive", help=_HELP)
@@ -58,6 +60,10 @@ def parse_budget(budget: int | str, baseline_bytes: int | None = None) -> int:
     if nbytes <= 0:
         raise UsageError("IRC401", f"the budget is {budget!r}; it must be positive", help=_HELP)
     return nbytes
+
+
+def _is_number_or_text(given: object) -> bool:
+    return isinstance(given, int | str) and not isinstance(given, bool)
 
 
 def format_bytes(nbytes: float) -> str:

@@ -120,7 +120,7 @@ class CheckpointProblem:
 
     @cached_property
     def wanted(self) -> tuple[Storage, ...]:
-        """The storages that backward reads, and those from which they could be computed again; in forward order."""
+        """The storages that backward reads, and those that it could make them from; in forward order."""
         found = set(self.read_positions)
         pending = list(found)
         while pending:
@@ -133,7 +133,7 @@ class CheckpointProblem:
 
     @cached_property
     def last_useful(self) -> dict[Storage, int]:
-        """The last backward position that can still profit from a storage, directly or through what it makes."""
+        """The last backward position that can profit from a storage, directly or through what it makes."""
         found: dict[Storage, int] = {}
         for storage in reversed(self.producer):
             through = (
@@ -170,7 +170,7 @@ class CheckpointProblem:
 
     @property
     def held_during(self) -> tuple[int, ...]:
-        """Bytes while each backward operation runs, without the forward-made storages that may come and go."""
+        """Bytes while each backward operation runs, without the storages of forward that come and go."""
         return self._held[0]
 
     @property
@@ -195,7 +195,9 @@ class CheckpointProblem:
         found: dict[Node, int] = {}
         for node in self.forward:
             touched = {*graph.reads(node), *graph.allocates(node)} - graph.static_storages
-            found[node] = graph.static_bytes + sum(s.nbytes for s in touched) + self.costs.workspace_bytes[node]
+            found[node] = (
+                graph.static_bytes + sum(s.nbytes for s in touched) + self.costs.workspace_bytes[node]
+            )
         for held, node in zip(self.held_during, self.backward, strict=True):
             found[node] = held + sum(s.nbytes for s in self.forward_reads[node])
         return found

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import bisect
+from collections import Counter
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from ..ir import Node, Storage
 from .checkpointing import CheckpointProblem, Simulated
@@ -29,7 +31,7 @@ def evict_greedily(
         The schedule, or None where eviction does not reach the budget.
 
     Source:
-        Kirisame et al., Dynamic Tensor Rematerialization (2021), with the known next use in the place of staleness.
+        Kirisame et al., Dynamic Tensor Rematerialization (2021); the known next use replaces staleness.
     """
     try:
         run = _Run(problem, budget_bytes, distance_weight)
@@ -44,7 +46,13 @@ class _OverBudgetError(Exception):
     """Nothing is left to evict."""
 
 
-_RUNS_LIMIT = 20
+_MANY = 300
+"""Resident storages above which eviction looks at all of them less often, and takes several at a time."""
+
+_SLACK = 200
+"""It then frees one part in this many of the budget more than it needs."""
+
+_RUNS_LIMIT = 3
 """Runs of an operation, on average, after which eviction is thrashing."""
 
 
@@ -56,6 +64,7 @@ class _Run:
     resident: dict[Storage, None] = field(default_factory=dict)
     trace: list[Node] = field(default_factory=list)
     now: int = 0
+    pinned: Counter[Storage] = field(default_factory=Counter[Storage])
 
     def __post_init__(self) -> None:
         problem = self.problem
@@ -70,38 +79,45 @@ class _Run:
 
     def step(self) -> tuple[list[Node], list[Node]]:
         """The operations before and after the loss."""
-        graph = self.problem.graph
-        split = 0
-        for time, node in enumerate(self.order):
-            self.now = time
-            if time == len(self.problem.forward):
-                split = len(self.trace)
-                tangents = sum(s.nbytes for s in graph.tangent_storages)
-                self._make_room(tangents + graph.loss_bytes, frozenset())
-                self.alive_bytes += tangents + graph.loss_held_bytes
-            self._run(node, frozenset())
+        graph, problem = self.problem.graph, self.problem
+        for self.now, node in enumerate(problem.forward):
+            self._run(node)
+        split = len(self.trace)
+        self.now = len(problem.forward)
+        tangents = sum(s.nbytes for s in graph.tangent_storages)
+        self._make_room(tangents + graph.loss_bytes)
+        self.alive_bytes += tangents + graph.loss_held_bytes
+        for self.now, node in enumerate(problem.backward, len(problem.forward)):
+            self._run(node)
         return self.trace[:split], self.trace[split:]
 
-    def _run(self, node: Node, pinned: frozenset[Storage]) -> None:
-        """Runs an operation, after making again what it reads; `pinned` waits for an operation that reads it."""
-        graph = self.problem.graph
-        inner = pinned.union(graph.reads(node))
-        for storage in graph.reads(node):
-            if storage in self.problem.producer and storage not in self.resident:
-                maker = self.problem.producer[storage]
+    def _run(self, node: Node) -> None:
+        """Runs an operation, after making again what it reads; what waits for a reader is pinned."""
+        graph, problem = self.problem.graph, self.problem
+        waiting = [node]
+        self.pinned.update(graph.reads(node))
+        while waiting:
+            node = waiting[-1]
+            missing = next((s for s in problem.forward_reads[node] if s not in self.resident), None)
+            if missing is not None:
+                maker = problem.producer[missing]
                 if not maker.is_recomputable or len(self.trace) > _RUNS_LIMIT * len(self.order):
                     raise _OverBudgetError
-                self._run(maker, inner)
-        made = graph.allocates(node)
-        self._make_room(sum(s.nbytes for s in made) + self.problem.costs.workspace_bytes[node], inner)
-        self.trace.append(node)
-        for storage in made:
-            if storage not in self.resident:
-                self.resident[storage] = None
-                self.alive_bytes += storage.nbytes
-        for storage in (*made, *graph.reads(node)):
-            if storage not in pinned:
-                self._release(storage)
+                waiting.append(maker)
+                self.pinned.update(graph.reads(maker))
+                continue
+            waiting.pop()
+            made = graph.allocates(node)
+            self._make_room(sum(s.nbytes for s in made) + problem.costs.workspace_bytes[node])
+            self.trace.append(node)
+            for storage in made:
+                if storage not in self.resident:
+                    self.resident[storage] = None
+                    self.alive_bytes += storage.nbytes
+            self.pinned.subtract(graph.reads(node))
+            for storage in (*made, *graph.reads(node)):
+                if self.pinned[storage] <= 0:
+                    self._release(storage)
 
     def _next_use(self, storage: Storage) -> int | None:
         times = self.reads.get(storage, [])
@@ -120,22 +136,62 @@ class _Run:
         del self.resident[storage]
         self.alive_bytes -= storage.nbytes
 
-    def _make_room(self, nbytes: int, pinned: frozenset[Storage]) -> None:
-        while self.alive_bytes + nbytes > self.budget_bytes:
-            victims = [s for s in self.resident if s not in pinned and self._is_evictable(s)]
+    def _make_room(self, nbytes: int) -> None:
+        """Evicts until `nbytes` fit; a little more where very many are resident, to look at fewer."""
+        excess = self.alive_bytes + nbytes - self.budget_bytes
+        if excess <= 0:
+            return
+        victims = [s for s in self.resident if self.pinned[s] <= 0 and self._is_evictable(s)]
+        many = len(victims) > _MANY
+        while excess > 0:
             if not victims:
                 raise _OverBudgetError
-            self._drop(min(victims, key=self._score))
+            if many:
+                self._drop_apart(victims, excess + self.budget_bytes // _SLACK)
+                victims = [s for s in victims if s in self.resident]
+            else:
+                worst = min(victims, key=self._score)
+                victims.remove(worst)
+                self._drop(worst)
+            excess = self.alive_bytes + nbytes - self.budget_bytes
+
+    def _drop_apart(self, victims: list[Storage], wanted_bytes: int) -> None:
+        """Evicts about `wanted_bytes`, and of storages that are made from each other only one at a time."""
+        problem = self.problem
+        seconds = self._seconds_of_all()
+        score = {s: seconds[s] / (s.nbytes * self._distance(s) ** self.distance_weight) for s in victims}
+        beside: set[Storage] = set()
+        for storage in sorted(victims, key=score.__getitem__):
+            if wanted_bytes <= 0:
+                break
+            if storage not in beside:
+                self._drop(storage)
+                wanted_bytes -= storage.nbytes
+                beside.update(problem.forward_reads[problem.producer[storage]])
+                for user in problem.users.get(storage, ()):
+                    beside.update(problem.graph.allocates(user))
+
+    def _seconds_of_all(self) -> dict[Storage, float]:
+        """Seconds to make each storage again; what several missing ones share is counted for each of them."""
+        problem = self.problem
+        limit = problem.step_seconds
+        found: dict[Storage, float] = {}
+        for storage, node in problem.producer.items():
+            missing = (found[s] for s in problem.forward_reads[node] if s not in self.resident)
+            found[storage] = min(problem.costs.seconds[node] + sum(missing), limit)
+        return found
 
     def _is_evictable(self, storage: Storage) -> bool:
         maker = self.problem.producer.get(storage)
         return maker is not None and maker.is_recomputable and storage.nbytes > 0
 
     def _score(self, storage: Storage) -> float:
-        """Seconds to make it again, with what is missing for that, for each byte and operation of distance."""
+        """Seconds to make it again and all that is missing for that, by byte and operation of distance."""
+        return self._seconds(storage) / (storage.nbytes * self._distance(storage) ** self.distance_weight)
+
+    def _distance(self, storage: Storage) -> int:
         next_use = self._next_use(storage)
-        distance = len(self.order) if next_use is None else next_use - self.now + 1
-        return self._seconds(storage) / (storage.nbytes * distance**self.distance_weight)
+        return len(self.order) if next_use is None else next_use - self.now + 1
 
     def _seconds(self, storage: Storage) -> float:
         problem = self.problem

@@ -96,7 +96,9 @@ class PassManager:
 def _verify(program: Program) -> None:
     verify_graph(program.graph)
     if program.schedule is not None:
-        assert program.costs is not None and program.plan is not None, "a schedule comes with costs and a plan"
+        assert program.costs is not None and program.plan is not None, (
+            "a schedule comes with costs and a plan"
+        )
         verify_schedule(
             program.schedule,
             program.costs.workspace_bytes,
@@ -114,7 +116,8 @@ def parse_passes(text: str) -> tuple[Pass, ...]:
     """The passes of a pipeline such as `cost{profile=cpu},select-checkpoints{budget=4GiB}`.
 
     Raises:
-        UsageError: IRC404 for text that is no pipeline, an unknown pass, an unknown option or a value of the wrong type.
+        UsageError: IRC404 for text that is no pipeline, an unknown pass or option, or a value that does
+            not fit.
     """
     steps: list[Pass] = []
     position = 0
@@ -129,7 +132,9 @@ def parse_passes(text: str) -> tuple[Pass, ...]:
         steps.append(_parse_pass(match[1], match[2] or ""))
         position = match.end()
         if match[3] == "," and position == len(text):
-            raise UsageError("IRC404", "the pipeline ends in a comma", help="name another pass, or drop the comma")
+            raise UsageError(
+                "IRC404", "the pipeline ends in a comma", help="name another pass, or drop the comma"
+            )
     if not steps:
         raise UsageError("IRC404", "the pipeline is empty", help=f"passes: {', '.join(_PASSES)}")
     return tuple(steps)
@@ -146,7 +151,9 @@ def _parse_pass(name: str, options: str) -> Pass:
         key = key.strip().replace("_", "-")
         if not equals or key not in fields:
             raise UsageError(
-                "IRC404", f"pass {name} has no option {option!r}", help=f"options: {', '.join(fields)} (as option=value)"
+                "IRC404",
+                f"pass {name} has no option {option!r}",
+                help=f"options: {', '.join(fields)} (as option=value)",
             )
         if fields[key].name in values:
             raise UsageError("IRC404", f"option {key} of pass {name} is given twice", help="give it once")

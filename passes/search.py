@@ -13,13 +13,13 @@ from .eviction import evict_greedily
 from .staged_ilp import Relaxation
 from .strategies import every_k, keep_all, sqrt_n
 
-__all__ = ["Found", "Frontier", "frontier", "lower_bound", "polish", "solve_staged"]
+__all__ = ["Found", "Frontier", "best_of_class", "frontier", "lower_bound", "polish", "solve_staged"]
 
 _PROOF_GAP = 1e-4
 """Fraction of the step's time below which a gap counts as closed."""
 
 _SMALL_BACKWARD = 24
-"""Up to this many backward operations every one of them is a stage from the start: the choice is then exact."""
+"""Up to this many backward operations each of them is a stage from the start: the choice is then exact."""
 
 _SMALL_FRACTION = 2e-5
 """Storages below this fraction of the baseline peak are always kept, on graphs that are not small."""
@@ -108,7 +108,8 @@ def frontier(problem: CheckpointProblem, *, deadline: float = math.inf) -> Front
             high = fitting.peak_bytes
             found.append(("eviction", fitting))
     lowest = min(simulated.peak_bytes for _, simulated in found)
-    latest = min(deadline, time.monotonic() + _LEAST_PEAK_SECONDS)
+    left = deadline - time.monotonic()
+    latest = time.monotonic() + min(left / 2, _LEAST_PEAK_SECONDS)  # the rest is for the budget itself
     found += [("ilp", lower) for lower in _below(problem, lowest, deadline=latest)]
     return Frontier(tuple(found))
 
@@ -117,13 +118,13 @@ def _below(problem: CheckpointProblem, peak_bytes: int, *, deadline: float) -> I
     """Schedules below `peak_bytes`, each below the one before, down to the least of a small graph's class."""
     low, high = problem.floor_bytes - 1, peak_bytes
     while len(problem.backward) <= _SMALL_BACKWARD and low < high - 1 and time.monotonic() < deadline:
-        below = _best_of_class(problem, high - 1, deadline)
+        below = best_of_class(problem, high - 1, deadline)
         if below is None:
             return
         yield below
         high = below.peak_bytes
         middle = (low + high) // 2
-        halved = _best_of_class(problem, middle, deadline) if middle > low else None
+        halved = best_of_class(problem, middle, deadline) if middle > low else None
         if halved is None:
             low = middle
         else:
@@ -131,7 +132,8 @@ def _below(problem: CheckpointProblem, peak_bytes: int, *, deadline: float) -> I
             high = halved.peak_bytes
 
 
-def _best_of_class(problem: CheckpointProblem, budget_bytes: int, deadline: float) -> Simulated | None:
+def best_of_class(problem: CheckpointProblem, budget_bytes: int, deadline: float) -> Simulated | None:
+    """The fastest schedule within the budget that the staged programme finds from nothing."""
     found = Found("", replace(problem.keep_all, seconds=math.inf))
     solve_staged(problem, budget_bytes, found, deadline=deadline)
     return found.best if found.name else None
@@ -209,7 +211,7 @@ def solve_staged(
                 return
             best_seconds, limit_bytes = eager.seconds, eager.peak_bytes - 1
         elif not _refine(problem, limit_bytes, eager, lazy):
-            # The rows are all there: what is over is the solver's tolerance, or small storages that come and go.
+            # The rows are all there: what is over is the solver's tolerance, or small storages.
             margin_bytes += eager.peak_bytes - limit_bytes
 
 
@@ -291,7 +293,7 @@ def _tightest(problem: CheckpointProblem) -> list[int]:
 
 
 def polish(problem: CheckpointProblem, budget_bytes: int, found: Found, *, deadline: float) -> None:
-    """Drops one recomputation after the other, the longest first, where the schedule still fits without it."""
+    """Drops one recomputation after the other, the longest first, where the schedule fits without it."""
     split = len(found.best.order) - _after_loss(found.best)
     improved = True
     while improved and time.monotonic() < deadline:

@@ -27,7 +27,7 @@ from .checkpointing import CheckpointProblem, Simulated
 from .cost import Cost
 from .eviction import evict_greedily
 from .program import Program
-from .search import Found, Frontier, frontier, lower_bound, polish, solve_staged
+from .search import Found, Frontier, best_of_class, frontier, lower_bound, polish, solve_staged
 from .strategies import every_k, keep_all, sqrt_n
 
 __all__ = ["STRATEGIES", "SelectCheckpoints", "minimum_budget"]
@@ -71,7 +71,9 @@ class SelectCheckpoints:
             )
         if not 0 <= self.time_limit < math.inf:
             raise UsageError(
-                "IRC403", f"the time limit is {self.time_limit} seconds", help="give 0 seconds or more"
+                "IRC403",
+                f"the time limit is {self.time_limit} seconds",
+                help="give a number of seconds, 0 or more",
             )
 
     def run(self, program: Program, /) -> Program:
@@ -104,14 +106,16 @@ class SelectCheckpoints:
         self, problem: CheckpointProblem, budget_bytes: int, candidates: Frontier, deadline: float
     ) -> Found:
         if self.strategy in ("auto", "ilp"):
-            start = candidates.best(budget_bytes)
-            if start is None and not candidates.is_complete:
-                raise _out_of_time(self.time_limit, budget_bytes, candidates.minimum_bytes)
-            if start is None:
-                raise _over_budget(problem, budget_bytes, candidates.minimum_bytes)
-            found = Found(*start)
-            if found.best.seconds > problem.step_seconds * (1 + 1e-12):
+            nothing = "", replace(problem.keep_all, seconds=math.inf)
+            found = Found(*(candidates.best(budget_bytes) or nothing))
+            if budget_bytes >= problem.floor_bytes and found.best.seconds > problem.step_seconds * (
+                1 + 1e-12
+            ):
                 self._improve(problem, budget_bytes, found, deadline)
+            if not found.name and budget_bytes >= problem.floor_bytes and not candidates.is_complete:
+                raise _out_of_time(self.time_limit, budget_bytes, candidates.minimum_bytes)
+            if not found.name:
+                raise _over_budget(problem, budget_bytes, candidates.minimum_bytes)
             return found
         simulated = _by_name(problem, self.strategy, budget_bytes, candidates)
         if simulated is None and not candidates.is_complete:
@@ -173,11 +177,11 @@ def _over_budget(
     by = f" by strategy {strategy}" if strategy else ""
     return BudgetError(
         "IRC204",
-        f"a training step needs {format_bytes(minimum_bytes)} ({minimum_bytes} bytes) at least{by}, over the budget of "
-        f"{format_bytes(budget_bytes)} ({budget_bytes} bytes); {format_bytes(problem.graph.static_bytes)} of it are "
-        "parameters, buffers and inputs",
+        f"a training step needs {format_bytes(minimum_bytes)} ({minimum_bytes} bytes) at least{by}, over "
+        f"the budget of {format_bytes(budget_bytes)} ({budget_bytes} bytes); "
+        f"{format_bytes(problem.graph.static_bytes)} of it are parameters, buffers and inputs",
         minimum_bytes=minimum_bytes,
-        at=place.at,
+        at=place.at if place is not None else None,
         help=f"raise the budget to {minimum_bytes} bytes, or lower the batch size"
         + (", or use strategy auto" if strategy else ""),
     )
@@ -193,9 +197,9 @@ def _out_of_time(time_limit: float, budget_bytes: int, reached_bytes: int) -> Ti
     )
 
 
-def _heaviest(problem: CheckpointProblem) -> Node:
-    """The operation that needs most by itself."""
-    return max(problem.demand_bytes, key=problem.demand_bytes.__getitem__)
+def _heaviest(problem: CheckpointProblem) -> Node | None:
+    """The operation that needs most by itself; None where all nodes are views."""
+    return max(problem.demand_bytes, key=problem.demand_bytes.__getitem__, default=None)
 
 
 # ---------------------------------------------------------------------- the certificate
@@ -205,8 +209,8 @@ def _plan(
     problem: CheckpointProblem, budget_bytes: int, found: Found, candidates: Frontier, seconds: float
 ) -> Plan:
     step = problem.step_seconds
-    overhead = max(found.best.seconds / step - 1, 0.0)
-    bound = min(found.bound_seconds / step, overhead)
+    overhead = max(found.best.seconds / step - 1, 0.0) if step else 0.0
+    bound = min(found.bound_seconds / step, overhead) if step else 0.0
     return Plan(
         budget_bytes=budget_bytes,
         peak_bytes=found.best.peak_bytes,
@@ -229,13 +233,14 @@ def _decisions(problem: CheckpointProblem, simulated: Simulated) -> tuple[Decisi
     """One decision for each storage that forward makes and that is no output."""
     runs = Counter(simulated.order)
     kept = _alive_at_loss(simulated)
+    wanted = set(problem.wanted)
     decisions: list[Decision] = []
     for storage, node in problem.producer.items():
         again = runs[node] - 1
         seconds = problem.costs.seconds[node] * again
         if storage in kept:
             action, reason = "keep", _why_kept(problem, storage, node)
-        elif storage in problem.read_positions or (again and storage in problem.last_useful):
+        elif storage in problem.read_positions or (again and storage in wanted):
             action, reason = _why_not_kept(problem, storage, again, seconds)
         else:
             action, reason = "free", "backward reads neither it nor anything that is made from it again"
@@ -270,21 +275,29 @@ def _alive_at_loss(simulated: Simulated) -> set[Storage]:
 def _why_kept(problem: CheckpointProblem, storage: Storage, node: Node) -> str:
     if not node.is_recomputable:
         return "its operation may run only once (" + ", ".join(sorted(t.value for t in node.traits)) + ")"
-    return (
-        f"backward reads it {len(problem.read_positions.get(storage, ()))} times; making it again costs more"
-    )
+    return f"{_purpose(problem, storage)}; its operation takes {_milliseconds(problem.costs.seconds[node])}"
 
 
 def _why_not_kept(
     problem: CheckpointProblem, storage: Storage, again: int, seconds: float
 ) -> tuple[str, str]:
-    times = "once" if again == 1 else f"{again} times"
-    reads = len(problem.read_positions.get(storage, ()))
-    purpose = f"backward reads it {reads} times" if reads else "other values are made from it again"
     if not again:
         return "free", "backward does not need it under this plan"
     return (
         "recompute",
-        f"{purpose}; its operation runs again {times} ({seconds * 1e3:.3g} ms) and "
-        f"{format_bytes(storage.nbytes)} are free in between",
+        f"{_purpose(problem, storage)}; its operation runs again {_times(again)} "
+        f"({_milliseconds(seconds)}) and {format_bytes(storage.nbytes)} are free in between",
     )
+
+
+def _purpose(problem: CheckpointProblem, storage: Storage) -> str:
+    reads = len(problem.read_positions.get(storage, ()))
+    return f"backward reads it {_times(reads)}" if reads else "other values are made from it again"
+
+
+def _times(number: int) -> str:
+    return "once" if number == 1 else f"{number} times"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds * 1e3:,.0f} ms"

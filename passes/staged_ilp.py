@@ -20,6 +20,7 @@ __all__ = ["Relaxation", "Solved"]
 _LONGEST_SECONDS = 1e6
 _LARGEST_COEFFICIENT = 1 << 16
 
+
 @dataclass(frozen=True, slots=True)
 class Solved:
     """What one solve says.
@@ -69,7 +70,7 @@ class Relaxation:
             aside: rigorous for a bound, not for the best of the class.
 
     Source:
-        The rows between stages are those of Checkmate (Jain et al., MLSys 2020, eq. 1), at chosen positions only.
+        The rows between stages are those of Checkmate (Jain et al., MLSys 2020, eq. 1), at some positions.
     """
 
     problem: CheckpointProblem
@@ -104,7 +105,9 @@ class Relaxation:
         least = 1e-7 if self.in_class else 0.0
         self.model.minimize(
             mathopt.LinearSum(
-                max(seconds[o] / self.unit_seconds, least) * x for stage in self.again for o, x in stage.items()
+                max(seconds[o] / self.unit_seconds, least) * x
+                for stage in self.again
+                for o, x in stage.items()
             )
         )
 
@@ -116,15 +119,16 @@ class Relaxation:
         end = self.positions[stage + 1] if stage + 1 < len(self.positions) else len(problem.backward) - 1
         replaced = self.replaced if stage else self.replaced_at_boundary
         inputs = self._read_at(position)
-        alive = [s for s in self.large if problem.last_useful[s] >= position and (s not in replaced or s in inputs)]
-        resident = {
-            s: model.add_binary_variable(name=f"keep_{stage}_{s.name}")
-            for s in alive
-        }
+        alive = [
+            s for s in self.large if problem.last_useful[s] >= position and (s not in replaced or s in inputs)
+        ]
+        resident = {s: model.add_binary_variable(name=f"keep_{stage}_{s.name}") for s in alive}
         for storage in inputs:
             resident[storage].lower_bound = 1.0  # for nothing, unless a transient row follows
         again = {
-            o: model.add_variable(lb=0.0, ub=1.0 if o.is_recomputable else 0.0, name=f"again_{stage}_{o.name}")
+            o: model.add_variable(
+                lb=0.0, ub=1.0 if o.is_recomputable else 0.0, name=f"again_{stage}_{o.name}"
+            )
             for o in self.makers
         }
         for storage, positions in problem.read_positions.items():
@@ -150,7 +154,9 @@ class Relaxation:
     def _read_at(self, position: int) -> dict[Storage, None]:
         """What the backward operation there reads, of the storages with variables, in order."""
         return dict.fromkeys(
-            s for s in self.problem.forward_reads[self.problem.backward[position]] if s.nbytes > self.small_bytes
+            s
+            for s in self.problem.forward_reads[self.problem.backward[position]]
+            if s.nbytes > self.small_bytes
         )
 
     def _add_memory_row(self, terms: Sequence[tuple[int, mathopt.Variable]], room_bytes: int) -> None:
@@ -159,7 +165,9 @@ class Relaxation:
         Where the sizes have a common divisor that is large enough, the row is one of small whole numbers.
         """
         divisor = math.gcd(*(nbytes for nbytes, _ in terms)) or 1
-        scale = max(math.ceil(max((nbytes for nbytes, _ in terms), default=0) / divisor / _LARGEST_COEFFICIENT), 1)
+        scale = max(
+            math.ceil(max((nbytes for nbytes, _ in terms), default=0) / divisor / _LARGEST_COEFFICIENT), 1
+        )
         total = mathopt.LinearSum(nbytes // divisor / scale * variable for nbytes, variable in terms)
         self.model.add_linear_constraint(total <= room_bytes // divisor / scale)
 
@@ -188,11 +196,19 @@ class Relaxation:
             terms: list[tuple[int, mathopt.Variable]] = []
             for maker in problem.forward[:now]:
                 for storage in graph.allocates(maker):
-                    if storage not in problem.producer or storage in inputs or last_read.get(storage, -1) >= now:
+                    if (
+                        storage not in problem.producer
+                        or storage in inputs
+                        or last_read.get(storage, -1) >= now
+                    ):
                         fixed += storage.nbytes
                     elif storage in kept:
                         terms.append((storage.nbytes, kept[storage]))
-                    elif storage.nbytes <= self.small_bytes and self.charge_small and storage in problem.last_useful:
+                    elif (
+                        storage.nbytes <= self.small_bytes
+                        and self.charge_small
+                        and storage in problem.last_useful
+                    ):
                         fixed += storage.nbytes if problem.last_useful[storage] >= 0 else 0
             self._add_memory_row(terms, self.budget_bytes - fixed)
 
@@ -218,7 +234,9 @@ class Relaxation:
                 continue
             alive = model.add_variable(lb=0.0, ub=1.0)
             carried = before.get(storage)
-            later = [again[u] for u in problem.users.get(storage, ()) if u in again and problem.index[u] >= now]
+            later = [
+                again[u] for u in problem.users.get(storage, ()) if u in again and problem.index[u] >= now
+            ]
             if storage in inputs:
                 alive_after: list[mathopt.Variable | float] = [1.0]
             else:
@@ -254,7 +272,10 @@ class Relaxation:
         )
         result = mathopt.solve(self.model, mathopt.SolverType.HIGHS, params=parameters)
         reason = result.termination.reason
-        if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
+        if reason in (
+            mathopt.TerminationReason.INFEASIBLE,
+            mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED,
+        ):
             return Solved(None, math.inf, True, False)
         bound = result.termination.objective_bounds.dual_bound
         bound_seconds = max(bound, 0.0) * self.unit_seconds if math.isfinite(bound) else 0.0

@@ -1,4 +1,4 @@
-"""Reference solvers for small graphs: every schedule of a class is looked at, and nothing of the solvers is used.
+"""Reference solvers for small graphs: every schedule of a class is looked at, without the solvers.
 
 `cheapest_in_class` covers the class of `CheckpointProblem`: forward once, then before each backward operation
 but the first whatever must be computed again, in forward order. `cheapest_of_all` covers every schedule that
@@ -35,7 +35,7 @@ from irc.ir import (
 )
 from irc.passes import CheckpointProblem, Costs
 
-__all__ = ["Choice", "cheapest_in_class", "cheapest_of_all", "chains", "problem_of", "subsets"]
+__all__ = ["Choice", "chains", "cheapest_in_class", "cheapest_of_all", "problem_of", "subsets"]
 
 
 def problem_of(sample: Sample) -> CheckpointProblem:
@@ -59,9 +59,7 @@ def chains(draw: st.DrawFn, max_forward: int = 9, max_kept: int = 7) -> Sample:
 
 def _chain(random: Random, count: int, max_kept: int) -> Sample:
     def value(name: str, nbytes: int) -> Value:
-        return Value(
-            name, TensorType.contiguous((nbytes,), DType.FLOAT8_E5M2), Storage(f"s_{name}", nbytes)
-        )
+        return Value(name, TensorType.contiguous((nbytes,), DType.FLOAT8_E5M2), Storage(f"s_{name}", nbytes))
 
     unit = random.choice((1, 1, 512, 1 << 20, 123_456_789))
     x, w = value("x", unit * random.randint(1, 4)), value("w", unit * random.randint(1, 4))
@@ -102,7 +100,8 @@ def _chain(random: Random, count: int, max_kept: int) -> Sample:
         Input(tangent, InputRole.TANGENT, "0"),
     )
     loss_bytes = unit * random.choice((0, 0, 1, 6))
-    graph = Graph(inputs, tuple(nodes), tuple(outputs), loss_bytes)
+    held = random.choice((0, loss_bytes // 2))
+    graph = Graph(inputs, tuple(nodes), tuple(outputs), loss_bytes, held)
     seconds = {node: float(random.randint(1, 9)) for node in nodes}
     workspaces = {node: unit * random.choice((0, 0, 0, 1, 3, 8)) for node in nodes}
     return Sample(graph, seconds, workspaces)
@@ -135,7 +134,7 @@ def size_of(storages: Iterable[Storage]) -> int:
 
 
 class _Class:
-    """Dynamic programming over what is kept after each backward operation, with all trade-offs at each state."""
+    """Dynamic programming over what is kept after each backward operation, with all trade-offs."""
 
     def __init__(self, problem: CheckpointProblem) -> None:
         self.problem = problem
@@ -201,7 +200,7 @@ class _Class:
         return max(peak, graph.static_bytes + outputs + size_of(kept) + self.tangents + graph.loss_bytes)
 
     def _remake(self, before: Kept, goal: Kept) -> tuple[tuple[Node, ...], float, int] | None:
-        """What runs to have `goal` where `before` is there: operations, seconds, bytes of forward-made storages."""
+        """What runs to have `goal` where `before` is there: operations, seconds, bytes of forward."""
         problem = self.problem
         running: set[Node] = set()
         pending = list(goal - before)

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-_EXITS = """exit status: 0 done; 1 internal or verification failure; 2 the command is wrong; 3 the model does not
-fit (the smallest feasible budget is printed); 4 an operation is not supported; 5 the time limit ended before
-any plan was found"""
+_EXITS = """exit status: 0 done; 1 internal or verification failure; 2 the command is wrong; 3 the model
+does not fit (the smallest feasible budget is printed); 4 an operation is not supported; 5 the time limit
+ended before any plan was found"""
 
 
 class _Parser(argparse.ArgumentParser):

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Generator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -20,12 +20,14 @@ from torch import Tensor, nn
 from ..backends.torch import Program, StandaloneModule, compile_program, emit_source
 from ..ir import (
     Delivery,
+    Graph,
     InputRole,
     Node,
     Origin,
     OutputRole,
     Plan,
     Schedule,
+    Storage,
     TensorType,
     UnsupportedError,
     UsageError,
@@ -54,7 +56,7 @@ class Written:
         source: Where the model came from.
         schedule: What runs.
         program: The same, compiled.
-        state: Parameters and buffers, by name.
+        state: Parameters and buffers, by name; tied ones are one tensor.
         examples: The example inputs.
         deliveries: How the flat result is made.
         workspace_bytes: Workspace of each operation, by name, as the plan counted it.
@@ -71,9 +73,10 @@ class Written:
 
     def module(self) -> StandaloneModule:
         """A module that trains by the program, from the written weights."""
-        state = {
-            name: tensor.clone(memory_format=torch.preserve_format) for name, tensor in self.state.items()
+        copies = {
+            id(tensor): tensor.clone(memory_format=torch.preserve_format) for tensor in self.state.values()
         }
+        state = {name: copies[id(tensor)] for name, tensor in self.state.items()}
         return StandaloneModule(self.program, state, self.deliveries, self.plan)
 
 
@@ -175,7 +178,7 @@ def _replace(target: Path, staging: Path) -> None:
 def _tensors(optimized: Optimized, examples: tuple[Tensor, ...]) -> dict[str, Tensor]:
     module: nn.Module = optimized.module
     graph = optimized.program.graph
-    targets = [i.target for i in graph.inputs if i.role in (InputRole.PARAMETER, InputRole.BUFFER)]
+    targets = _ties(graph).values()
     parameters = dict(module.named_parameters(remove_duplicate=False))
     named = {**parameters, **dict(module.named_buffers(remove_duplicate=False))}
     tensors = {target: named[target] for target in targets}
@@ -253,6 +256,9 @@ def _undamaged(file: Path) -> Generator[None]:
         ) from error
 
 
+_OPERATION: Any = type(torch.ops.aten.relu.default)
+
+
 def _verify(schedule: Schedule, plan: Plan, workspace_bytes: Mapping[Node, int]) -> None:
     """Holds the program to the plan before anything of it runs."""
     verify_graph(schedule.graph)
@@ -267,7 +273,7 @@ def _verify(schedule: Schedule, plan: Plan, workspace_bytes: Mapping[Node, int])
         place: Any = torch.ops
         for part in node.op.split("."):
             place = getattr(place, part, None) if part.isidentifier() else None
-        if not isinstance(place, torch._ops.OpOverload):
+        if not isinstance(place, _OPERATION):
             raise VerificationError("IRC132", f"{node.op!r} is no operation of torch", at=node.at)
 
 
@@ -278,6 +284,7 @@ def _placed(schedule: Schedule, tensors: Mapping[str, Tensor]) -> _Placed:
     """Constants, parameters and buffers, and inputs, each on the device and in the layout of the graph."""
     constants: dict[str, Tensor] = {}
     state: dict[str, Tensor] = {}
+    ties = _ties(schedule.graph)
     examples = {int(k.removeprefix(_EXAMPLE)): t for k, t in tensors.items() if k.startswith(_EXAMPLE)}
     for entry in schedule.graph.inputs:
         match entry.role:
@@ -290,8 +297,18 @@ def _placed(schedule: Schedule, tensors: Mapping[str, Tensor]) -> _Placed:
             case InputRole.CONSTANT:
                 constants[entry.target] = _in_layout(_CONSTANT + entry.target, tensors, entry.value.type)
             case _:
-                state[entry.target] = _in_layout(entry.target, tensors, entry.value.type)
+                first = ties[entry.target]
+                if first not in state:
+                    state[first] = _in_layout(first, tensors, entry.value.type)
+                state[entry.target] = state[first]
     return constants, state, tuple(examples[index] for index in range(len(examples)))
+
+
+def _ties(graph: Graph) -> dict[str, str]:
+    """For each parameter and buffer its first name; others of the same storage and type are tied to it."""
+    first: dict[tuple[Storage, TensorType, InputRole], str] = {}
+    entries = [i for i in graph.inputs if i.role in (InputRole.PARAMETER, InputRole.BUFFER)]
+    return {i.target: first.setdefault((i.value.storage, i.value.type, i.role), i.target) for i in entries}
 
 
 def _in_layout(name: str, tensors: Mapping[str, Tensor], wanted: TensorType) -> Tensor:
@@ -326,7 +343,7 @@ def _check_deliveries(schedule: Schedule, deliveries: tuple[Delivery, ...]) -> N
 
 
 def _delivery_to_json(delivery: Delivery) -> dict[str, Any]:
-    constant: object = delivery.constant
+    constant = cast(object, delivery.constant)
     if not isinstance(constant, None | bool | int | float | str):
         raise UnsupportedError(
             "IRC434",

@@ -356,8 +356,8 @@ class TextClassifier(nn.Module):
 @_seeded
 def lstm(
     *,
-    batch: int = 16,
-    sequence: int = 64,
+    batch: int = 32,
+    sequence: int = 32,
     vocabulary: int = 5000,
     embedding: int = 128,
     hidden: int = 256,

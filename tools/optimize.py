@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..backends.torch import compile_program, fit
 from ..frontends.torch import Captured, Loss, capture
-from ..ir import Plan, UsageError, parse_budget
+from ..ir import Plan, UsageError
 from ..passes import Cost, Observer, Pass, PassManager, Program, SelectCheckpoints
 
 __all__ = ["Optimized", "cost_pass", "optimize", "optimize_module"]
@@ -77,7 +77,14 @@ def optimize(
         UsageError: The budget or another argument is malformed.
     """
     passes = [cost_pass(profile), SelectCheckpoints(budget=budget, strategy=strategy, time_limit=time_limit)]
-    arguments = (example_args,) if isinstance(example_args, Tensor) else tuple(example_args)
+    given = cast(object, example_args)
+    if not isinstance(given, Tensor | tuple | list):
+        raise UsageError(
+            "IRC406",
+            f"the example arguments are a {type(given).__name__}",
+            help="give a tensor, or a tuple of the arguments of one step",
+        )
+    arguments = (given,) if isinstance(given, Tensor) else tuple(example_args)
     return optimize_module(model, arguments, passes, kwargs=example_kwargs, loss=loss).module
 
 

@@ -229,7 +229,7 @@ def _largest(tensor: Tensor) -> float:
 
 
 def _difference(expected: Tensor, found: Tensor) -> float:
-    """The largest absolute difference of two elements; none where both are no numbers, or equal infinities."""
+    """The largest absolute difference of two elements; none where both are nan, or equal infinities."""
     if torch.equal(expected, found):
         return 0.0
     if expected.shape != found.shape:

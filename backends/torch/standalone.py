@@ -19,7 +19,8 @@ class StandaloneModule(nn.Module):
 
     Args:
         program: The compiled schedule.
-        state: A tensor for each parameter and buffer of the program, by name.
+        state: A tensor for each parameter and buffer of the program, by name; names of one and the same
+            tensor stay tied.
         deliveries: How the flat result is made.
         plan: The program's certificate.
     """
@@ -31,12 +32,16 @@ class StandaloneModule(nn.Module):
         self.program = program
         self.deliveries = deliveries
         self.plan = plan
+        parameters: dict[int, nn.Parameter] = {}
         for static in program.statics:
             if static.role in (InputRole.PARAMETER, InputRole.BUFFER):
                 path, _, name = static.target.rpartition(".")
                 owner = self._owner(path)
                 if static.role is InputRole.PARAMETER:
-                    owner.register_parameter(name, nn.Parameter(state[static.target], static.requires_grad))
+                    tensor = state[static.target]
+                    if id(tensor) not in parameters:
+                        parameters[id(tensor)] = nn.Parameter(tensor, static.requires_grad)
+                    owner.register_parameter(name, parameters[id(tensor)])
                 else:
                     owner.register_buffer(name, state[static.target])
 

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .frontends.onnx import from_onnx
-    from .ir import BudgetError, IrcError, Plan, TimeLimitError, UnsupportedError, UsageError, VerificationError
+    from .ir import (
+        BudgetError,
+        IrcError,
+        Plan,
+        TimeLimitError,
+        UnsupportedError,
+        UsageError,
+        VerificationError,
+    )
     from .tools.optimize import optimize
 
 __version__ = "0.1.0"
@@ -28,6 +36,10 @@ __all__ = [
 ]
 
 _HOMES = {"from_onnx": ".frontends.onnx", "optimize": ".tools.optimize"}
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> Any:

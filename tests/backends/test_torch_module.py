@@ -272,7 +272,7 @@ CASES: dict[str, Case] = {
     "transformer layer": Case(_transformer, lambda: (torch.randn(2, 5, 16),)),
     "LSTM": Case(
         lambda: nn.LSTM(4, 6, num_layers=3, dropout=0.4, bidirectional=True, batch_first=True),
-        lambda: (torch.randn(2, 5, 4),),
+        lambda: (torch.randn(2, 3, 4),),
     ),
     "GRU": Case(lambda: nn.GRU(4, 6, num_layers=2, dropout=0.4), lambda: (torch.randn(5, 2, 4),)),
     "weight norm": Case(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))),

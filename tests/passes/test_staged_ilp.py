@@ -104,7 +104,10 @@ def test_the_reference_is_the_best_of_all_ways_to_run_forward_operations_again(s
 
 
 def _subsets(nodes: list[Node]) -> list[tuple[Node, ...]]:
-    return [tuple(n for n, bit in zip(nodes, bits, strict=True) if bit) for bits in product((0, 1), repeat=len(nodes))]
+    return [
+        tuple(n for n, bit in zip(nodes, bits, strict=True) if bit)
+        for bits in product((0, 1), repeat=len(nodes))
+    ]
 
 
 # ------------------------------------------------------------------------------ the integer programme
@@ -168,7 +171,9 @@ def at_random(problem: CheckpointProblem, random: Random) -> Simulated:
 
     split = 0
     for node in (*problem.forward, *problem.backward):
-        forget = [s for s in problem.producer if problem.producer[s].is_recomputable and random.random() < 0.3]
+        forget = [
+            s for s in problem.producer if problem.producer[s].is_recomputable and random.random() < 0.3
+        ]
         there.difference_update(forget)
         if node not in problem.index and not split:
             split = len(trace)

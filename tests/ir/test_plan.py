@@ -1,0 +1,178 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from irc.ir import Decision, Plan, UsageError
+
+amounts = st.integers(0, 1 << 60)
+fractions = st.floats(0, 1e6)
+decisions = st.builds(
+    Decision,
+    storage=st.text(),
+    operation=st.text(),
+    nbytes=amounts,
+    action=st.sampled_from(("keep", "recompute", "free")),
+    runs_again=st.integers(0, 9),
+    seconds=fractions,
+    reason=st.text(),
+    location=st.text(),
+)
+plans = st.builds(
+    Plan,
+    budget_bytes=amounts,
+    peak_bytes=amounts,
+    baseline_peak_bytes=amounts,
+    static_bytes=amounts,
+    minimum_budget_bytes=amounts,
+    floor_bytes=amounts,
+    step_seconds=fractions,
+    overhead=fractions,
+    lower_bound_overhead=fractions,
+    proven_optimal=st.booleans(),
+    strategy=st.text(),
+    costs=st.text(),
+    decisions=st.lists(decisions, max_size=3).map(tuple),
+    seconds_to_plan=fractions,
+)
+
+PLAN = Plan(
+    budget_bytes=4 << 30,
+    peak_bytes=3 << 30,
+    baseline_peak_bytes=6 << 30,
+    static_bytes=1 << 30,
+    minimum_budget_bytes=5 << 29,
+    floor_bytes=2 << 30,
+    step_seconds=2.0,
+    overhead=0.25,
+    lower_bound_overhead=0.2,
+    proven_optimal=False,
+    strategy="ilp",
+    costs="analytic:cpu",
+    decisions=(
+        Decision("s_a", "relu (aten.relu.default)", 1 << 20, "recompute", 1, 0.5, "it is cheap", "m.py:7"),
+        Decision("s_b", "mm (aten.mm.default)", 3 << 30, "keep", 0, 0.0, "it is dear"),
+        Decision("s_c", "add (aten.add.Tensor)", 5 << 20, "free", 0, 0.0, "nobody reads it"),
+    ),
+    seconds_to_plan=1.26,
+)
+
+
+@given(plans)
+def test_a_plan_reads_back_what_it_writes(tmp_path_factory: pytest.TempPathFactory, plan: Plan) -> None:
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    path = tmp_path_factory.getbasetemp() / "plan.json"
+    plan.save(path)
+    assert Plan.load(path) == Plan.load(str(path)) == plan
+    assert json.loads(path.read_text())["gap"] == plan.gap
+
+
+@given(plans)
+def test_the_gap_is_a_fraction_of_the_time(plan: Plan) -> None:
+    assert 0 <= plan.gap < 1
+    assert (plan.gap == 0) == (plan.overhead <= plan.lower_bound_overhead)
+
+
+@given(plans)
+def test_every_plan_prints(plan: Plan) -> None:
+    assert f"({plan.budget_bytes:,} bytes)" in plan.summary()
+    changed = [d for d in plan.decisions if d.action != "keep"]
+    assert f"{len(plan.decisions) - len(changed)} storages are kept" in plan.explain()
+
+
+def test_the_summary_in_words() -> None:
+    assert (
+        PLAN.summary()
+        == """\
+          budget  4 GiB (4,294,967,296 bytes)
+  predicted peak  3 GiB (3,221,225,472 bytes, 50.0% of baseline)
+   baseline peak  6 GiB
+          static  1 GiB (parameters, buffers, inputs)
+        overhead  25.00% of the step's time, bound 20.00%: at most 4.00% from optimal
+ smallest budget  2.5 GiB (2,684,354,560 bytes)
+        strategy  ilp, costs analytic:cpu, planned in 1.3 s"""
+    )
+    assert "bound 20.00%: proved optimal" in replace(PLAN, proven_optimal=True).summary()
+
+
+def test_the_explanation_in_words() -> None:
+    assert (
+        PLAN.explain()
+        == """\
+storage  made by                   size   action     reason           where
+s_c      add (aten.add.Tensor)     5 MiB  free       nobody reads it
+s_a      relu (aten.relu.default)  1 MiB  recompute  it is cheap      m.py:7
+1 storages are kept until backward reads them (3 GiB)"""
+    )
+
+
+def test_an_older_file_is_replaced_and_nothing_is_left_behind(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    PLAN.save(path)
+    replace(PLAN, strategy="eviction").save(path)
+    assert Plan.load(path).strategy == "eviction"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        PLAN.save(tmp_path / "missing" / "plan.json")
+    assert caught.value.code == "IRC402"
+
+
+def changed(**values: Any) -> str:
+    return json.dumps({**PLAN.to_json(), **values})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "3",
+        "null",
+        "{}",
+        json.dumps({"format": "irc-plan-1"}),
+        changed(format="irc-plan-2"),
+        changed(format=None),
+        changed(budget_bytes="4GiB"),
+        changed(budget_bytes=1.5),
+        changed(budget_bytes=True),
+        changed(peak_bytes=None),
+        changed(overhead="none"),
+        changed(proven_optimal=1),
+        changed(strategy=7),
+        changed(decisions=None),
+        changed(decisions=3),
+        changed(decisions="abc"),
+        changed(decisions=[3]),
+        changed(decisions=[{}]),
+        changed(decisions=[{"storage": "a"}]),
+        changed(decisions=[{**PLAN.to_json()["decisions"][0], "nbytes": "many"}]),
+        changed(decisions=[{**PLAN.to_json()["decisions"][0], "surprise": 1}]),
+        "\x00\x01",
+    ],
+)
+def test_a_corrupt_file_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(UsageError) as caught:
+        Plan.load(path)
+    assert caught.value.code == "IRC402" and caught.value.help
+
+
+def test_bytes_that_are_no_text_and_a_missing_file_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    with pytest.raises(UsageError, match="cannot be read") as caught:
+        Plan.load(path)
+    assert caught.value.code == "IRC402"
+    path.write_bytes(b"\xff\xfe\xfa")
+    with pytest.raises(UsageError, match="IRC402"):
+        Plan.load(path)
+    with pytest.raises(UsageError, match="IRC402"):
+        Plan.load(tmp_path)

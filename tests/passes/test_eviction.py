@@ -1,0 +1,92 @@
+"""Greedy eviction: valid, within the budget, and as good as can be where little is to be chosen."""
+
+import math
+
+import pytest
+from exhaustive import chains, cheapest_of_all, problem_of
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from strategies import Sample, graphs
+
+from irc.ir import parse_graph, verify_schedule
+from irc.passes import CheckpointProblem, Costs
+from irc.passes.eviction import evict_greedily
+
+SOME = settings(max_examples=80)
+samples = chains() | graphs()
+weights = st.sampled_from((0.0, 0.25, 0.5, 1.0))
+
+
+@given(samples, weights, st.integers(0, 100))
+@SOME
+def test_what_it_returns_is_valid_and_within_the_budget(sample: Sample, weight: float, percent: int) -> None:
+    problem = problem_of(sample)
+    floor, top = problem.floor_bytes, problem.keep_all.peak_bytes
+    budget = floor + (top - floor) * percent // 100
+    simulated = evict_greedily(problem, budget, distance_weight=weight)
+    if simulated is None:
+        assert budget < top
+        return
+    verify_schedule(
+        simulated.schedule, sample.workspace_bytes, budget_bytes=budget, peak_bytes=simulated.peak_bytes
+    )
+    assert simulated.seconds >= problem.step_seconds
+    assert simulated.seconds == pytest.approx(sum(sample.seconds[n] for n in simulated.order))
+
+
+@given(samples, weights)
+@SOME
+def test_nothing_is_evicted_where_all_fits(sample: Sample, weight: float) -> None:
+    problem = problem_of(sample)
+    simulated = evict_greedily(problem, problem.keep_all.peak_bytes, distance_weight=weight)
+    assert simulated is not None
+    assert simulated.order == sample.graph.operations
+    verify_schedule(simulated.schedule, sample.workspace_bytes, peak_bytes=simulated.peak_bytes)
+
+
+@given(samples)
+@SOME
+def test_nothing_fits_below_the_floor(sample: Sample) -> None:
+    problem = problem_of(sample)
+    assert evict_greedily(problem, problem.floor_bytes - 1) is None
+
+
+@given(chains(), st.integers(0, 100))
+@settings(max_examples=40)
+def test_it_is_never_better_than_the_best(sample: Sample, percent: int) -> None:
+    problem = problem_of(sample)
+    assume(len(problem.producer) <= 6)
+    floor, top = problem.floor_bytes, problem.keep_all.peak_bytes
+    budget = floor + (top - floor) * percent // 100
+    simulated = evict_greedily(problem, budget)
+    best = cheapest_of_all(problem, budget)
+    assert (math.inf if simulated is None else simulated.seconds) >= best * (1 - 1e-9)
+
+
+@given(samples, st.integers(0, 100))
+@SOME
+def test_the_same_question_has_the_same_answer(sample: Sample, percent: int) -> None:
+    floor, top = problem_of(sample).floor_bytes, problem_of(sample).keep_all.peak_bytes
+    budget = floor + (top - floor) * percent // 100
+    first, second = (evict_greedily(problem_of(sample), budget) for _ in range(2))
+    assert (first and first.order) == (second and second.order)
+
+
+def test_without_backward_all_runs_before_the_loss() -> None:
+    graph = parse_graph("""\
+graph loss_bytes=0 {
+  storage @x 8 cpu
+  storage @y 8 cpu
+  storage @t 8 cpu
+  input %x: float8_e5m2[8]{1} @x input "0"
+  input %t: float8_e5m2[8]{1} @t tangent "0"
+forward:
+  f = op(%x) -> %y: float8_e5m2[8]{1} @y
+backward:
+  output %y "0"
+}
+""")
+    costs = Costs(dict.fromkeys(graph.operations, 1.0), dict.fromkeys(graph.operations, 0), "analytic:test")
+    simulated = evict_greedily(CheckpointProblem(graph, costs), 24)
+    assert simulated is not None
+    verify_schedule(simulated.schedule, costs.workspace_bytes, peak_bytes=24)

@@ -1,0 +1,58 @@
+"""The package is the five folders at the root, and importing it costs nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import irc
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "irc"
+
+
+@pytest.mark.parametrize("name", ["ir", "passes", "frontends", "backends", "tools"])
+def test_links_resolve(name: str) -> None:
+    link = PACKAGE / name
+    assert link.is_dir() and link.resolve() == ROOT / name, (
+        f"src/irc/{name} is no link to the folder {name}/ at the root: check the repository out again with "
+        "symbolic links (git config core.symlinks true; on Windows, in developer mode)"
+    )
+
+
+def test_public_names_exist() -> None:
+    wanted = {"BudgetError", "IrcError", "Plan", "TimeLimitError", "UnsupportedError", "UsageError"}
+    assert wanted | {"VerificationError", "from_onnx", "optimize"} == set(irc.__all__)
+    assert all(getattr(irc, name) is not None for name in irc.__all__)
+    assert set(irc.__all__) <= set(dir(irc))
+    with pytest.raises(AttributeError, match="has no attribute 'optimise'"):
+        irc.optimise  # type: ignore[attr-defined]  # noqa: B018
+
+
+@pytest.mark.parametrize("package", ["ir", "passes", "frontends.torch", "frontends.onnx", "backends.torch"])
+def test_every_listed_name_exists(package: str) -> None:
+    module = __import__(f"irc.{package}", fromlist=["__all__"])
+    assert [name for name in module.__all__ if not hasattr(module, name)] == []
+
+
+HEAVY = ("torch", "onnx", "onnx_ir", "onnxruntime", "ortools", "numpy", "safetensors", "networkx", "rich")
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import irc, irc.ir",
+        "import irc; irc.Plan; irc.BudgetError; irc.ir.parse_budget('4GiB')",
+        "from irc.tools.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass",
+        "from irc.tools.cli import main\nassert main(['nonsense']) == 2",
+    ],
+)
+def test_light_imports(statement: str) -> None:
+    code = f"import sys\n{statement}\nprint('heavy:', [n for n in {HEAVY!r} if n in sys.modules])"
+    environment = {"PYTHONPATH": str(PACKAGE.parent)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "heavy: []"

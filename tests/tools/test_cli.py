@@ -1,0 +1,335 @@
+"""The command: every exit status, every error line, and what it prints."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+import irc as package
+from irc import BudgetError, Plan
+from irc.passes import PassManager, parse_passes
+from irc.tools import cli
+
+FAST = ["--no-profile", "--time-limit", "1"]
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(package.__file__).parents[1])}
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def irc(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs the command in this process: its exit status, stdout and stderr."""
+
+    def run(*argv: object) -> tuple[int, str, str]:
+        status = cli.main([str(argument) for argument in argv])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+def refused(result: tuple[int, str, str], status: int, code: str, text: str) -> str:
+    """Checks a refusal: its exit status, one line that says what is wrong, and a help line."""
+    found, out, err = result
+    assert found == status and out == ""
+    lines = err.splitlines()
+    assert lines[0].startswith(f"error[{code}]: ") and text in lines[0], err
+    assert all(re.match(r"  (-->|help:|note:) ", line) for line in lines[1:]), err
+    assert any(line.startswith("  help: ") for line in lines) and "Traceback" not in err
+    return err
+
+
+def save_onnx(
+    path: Path, nodes: list[onnx.NodeProto] | None = None, shape: tuple[int | str, ...] = ("n", 8)
+) -> Path:
+    """Three layers by default."""
+    nodes = nodes or [
+        helper.make_node("MatMul", ["x", "w0"], ["a"]),
+        helper.make_node("Tanh", ["a"], ["b"]),
+        helper.make_node("MatMul", ["b", "w1"], ["c"]),
+        helper.make_node("Sigmoid", ["c"], ["d"]),
+        helper.make_node("MatMul", ["d", "w2"], ["y"]),
+    ]
+    draw = np.random.default_rng(0)
+    weights = [numpy_helper.from_array(draw.standard_normal((8, 8), np.float32), f"w{i}") for i in range(3)]
+    value = helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)
+    result = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    graph = helper.make_graph(nodes, "g", [value], [result], weights)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.save(model, str(path))
+    return path
+
+
+# ---------------------------------------------------------------------- 0: done
+
+
+def test_the_journey_of_a_factory(irc: Run, models: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    status, text, err = irc("optimize", f"{models}:mlp", "--budget", "70%", "--time-limit", 1, "-o", out)
+    assert status == 0 and err == ""
+    for row in ("budget", "predicted peak", "baseline peak", "overhead", "smallest budget", "written"):
+        assert re.search(rf"^ +{row}  ", text, re.MULTILINE), text
+    assert sorted(p.name for p in out.iterdir()) == [
+        "model.py",
+        "plan.json",
+        "program.irc",
+        "weights.safetensors",
+    ]
+    plan = Plan.load(out / "plan.json")
+    assert plan.peak_bytes <= plan.budget_bytes < plan.baseline_peak_bytes
+    status, text, err = irc("run", out, "--steps", 2, "--check")
+    assert status == 0 and err == ""
+    assert "step 2: loss" in text and "bit-equal" in text and "not bit-equal" not in text
+    assert f"<= predicted {plan.peak_bytes:,} <= budget {plan.budget_bytes:,} bytes" in text
+
+
+def test_the_journey_of_an_onnx_file(irc: Run, tmp_path: Path) -> None:
+    path, out = save_onnx(tmp_path / "m.onnx"), tmp_path / "out"
+    argv = ["optimize", path, "--batch", 16, "--budget", "90%", "--time-limit", 1, "-q", "-o", out]
+    assert irc(*argv) == (0, "", "")
+    assert irc("run", out, "--check", "-q") == (0, "", "")
+    status, text, _ = irc("inspect", path, "--input", "x=16x8", "--no-profile")
+    assert status == 0 and "float32[16, 8]" in text
+
+
+def test_optimize_as_json(irc: Run, models: Path) -> None:
+    status, text, _ = irc("optimize", f"{models}:mlp", "--budget", "80%", "--json", *FAST)
+    plan = json.loads(text)
+    assert status == 0 and plan["format"] == "irc-plan-1"
+    wanted = """budget_bytes peak_bytes baseline_peak_bytes static_bytes minimum_budget_bytes floor_bytes
+        step_seconds overhead lower_bound_overhead proven_optimal strategy costs decisions seconds_to_plan gap"""
+    assert set(wanted.split()) <= set(plan)
+    keys = {"storage", "operation", "nbytes", "action", "runs_again", "seconds", "reason", "location"}
+    assert plan["decisions"] and set(plan["decisions"][0]) == keys
+
+
+def test_inspect_as_json_and_quiet(irc: Run, models: Path) -> None:
+    status, text, _ = irc("inspect", f"{models}:mlp", "--json", "--no-profile", "--top", 3)
+    found = json.loads(text)
+    assert status == 0 and len(found["largest"]) == 3
+    assert found["roles"]["parameter"] == {"count": 16, "bytes": 8 * (32 * 32 + 32) * 4}
+    assert found["floor_bytes"] <= found["minimum_budget_bytes"] < found["baseline_peak_bytes"]
+    assert irc("inspect", f"{models}:mlp", "--no-profile", "-q") == (0, "", "")
+
+
+def test_run_as_json(irc: Run, models: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    irc("optimize", f"{models}:mlp", "--budget", "80%", "--time-limit", 1, "-q", "-o", out)
+    plain = """budget_bytes predicted_bytes measured_bytes predicted_overhead losses seconds failures"""
+    status, text, _ = irc("run", out, "--json")
+    assert status == 0 and set(json.loads(text)) == set(plain.split())
+    status, text, _ = irc("run", out, "--json", "--check")
+    beside = """original_bytes original_losses time_ratio loss_difference gradient_difference gradient_scale
+        buffer_difference bit_equal"""
+    report = json.loads(text)
+    assert status == 0 and set(report) == {*plain.split(), *beside.split()}
+    assert report["bit_equal"] and report["failures"] == []
+    assert report["measured_bytes"] <= report["predicted_bytes"] < report["original_bytes"]
+
+
+def test_verbose_says_what_took_how_long(irc: Run, models: Path) -> None:
+    status, out, err = irc("optimize", f"{models}:mlp", "--budget", "80%", "-v", *FAST)
+    assert status == 0 and "pass select-checkpoints: " in err and "pass cost: " in err
+    assert "storage " in out and "recompute" in out
+
+
+def test_the_pipeline_is_printed_back(irc: Run) -> None:
+    status, text, _ = irc("optimize", "m.py:f", "--budget", "4GiB", "--strategy", "every-4", "--print-passes")
+    assert status == 0
+    assert str(PassManager(parse_passes(text.strip()))) == text.strip()
+    assert "select-checkpoints{budget=4GiB,strategy=every-4,time-limit=60.0}" in text
+    again = irc("optimize", "m.py:f", "--passes", text.strip(), "--print-passes")
+    assert again == (0, text, "")
+
+
+def test_a_pipeline_as_text_is_what_runs(irc: Run, models: Path) -> None:
+    passes = "cost{profile=a100},select-checkpoints{budget=100%,strategy=keep-all}"
+    status, text, _ = irc("optimize", f"{models}:mlp", "--passes", passes)
+    assert status == 0 and "keep-all, costs analytic:a100" in text
+
+
+# ---------------------------------------------------------------------- 2: the command is wrong
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "text"),
+    [
+        ("", "IRC400", "required: name"),
+        ("train", "IRC400", "invalid choice: 'train'"),
+        ("optimize {m}:mlp --budget 4Gb", "IRC401", "'4Gb'"),
+        ("optimize {m}:mlp --budget 0", "IRC401", "must be positive"),
+        ("optimize {m}:mlp --budget -5", "IRC401", "'-5'"),
+        ("optimize {m}:mlp --budget much", "IRC401", "'much'"),
+        ("optimize {m}:mlp --budget " + 5000 * "9", "IRC401", "out of all proportion"),
+        ("optimize {m}:mlp", "IRC400", "the budget is missing"),
+        ("optimize {m}:mlp --budget 60% --strategy best", "IRC403", "'best'"),
+        ("optimize {m}:mlp --budget 60% --strategy every-0", "IRC403", "'every-0'"),
+        ("optimize {m}:mlp --budget 60% --time-limit -1", "IRC403", "-1.0 seconds"),
+        ("optimize {m}:mlp --budget 60% --time-limit inf", "IRC403", "inf seconds"),
+        ("optimize {m}:mlp --budget 60% --time-limit soon", "IRC400", "'soon'"),
+        ("optimize {m}:mlp --budget 60% -v -q", "IRC400", "not allowed with"),
+        ("optimize {m}:mlp --budget 60% --passes cost", "IRC400", "exclude each other"),
+        ("optimize {m}:mlp --passes cost{{profile=tpu}},select-checkpoints", "IRC410", "'tpu'"),
+        ("optimize {m}:mlp --passes cost,fuse", "IRC404", "'fuse'"),
+        ("optimize {m}:mlp --passes cost{{speed=1}}", "IRC404", "'speed=1'"),
+        ("optimize {m}:mlp --passes cost", "IRC405", "chooses a schedule"),
+        ("optimize {m}:mlp --budget 60% --batch 4", "IRC420", "for ONNX files"),
+        ("optimize {m}:mlp --budget 60% --batch 0", "IRC400", "not positive"),
+        ("optimize {m}:mlp --budget 60% --input x", "IRC421", "'x'"),
+        ("optimize {m}:nothing --budget 60%", "IRC420", "no function 'nothing'"),
+        ("optimize nowhere.py:f --budget 60%", "IRC420", "no file nowhere.py"),
+        ("optimize no.where:f --budget 60%", "IRC420", "no module 'no.where'"),
+        ("optimize nowhere.onnx --budget 60%", "IRC310", "no such file: nowhere.onnx"),
+        ("optimize {m} --budget 60%", "IRC420", "no ONNX file and no factory"),
+        ("inspect nowhere", "IRC420", "no ONNX file and no factory"),
+        ("inspect {m}:mlp --top -1", "IRC400", "negative"),
+        ("run nowhere", "IRC431", "nowhere has no plan.json"),
+        ("run nowhere --steps 0", "IRC400", "not positive"),
+        ("optimize {m}:mlp --budget 60% -o {m}", "IRC430", "is a file"),
+    ],
+)
+def test_wrong_commands(irc: Run, models: Path, argv: str, code: str, text: str) -> None:
+    refused(irc(*argv.format(m=models).split()), 2, code, text)
+
+
+def test_wrong_onnx_files(irc: Run, tmp_path: Path) -> None:
+    path = save_onnx(tmp_path / "m.onnx")
+
+    def optimize(path: Path, *argv: object) -> tuple[int, str, str]:
+        return irc("optimize", path, "--budget", "90%", *FAST, *argv)
+
+    (tmp_path / "cut.onnx").write_bytes(path.read_bytes()[:300])
+    refused(optimize(tmp_path / "cut.onnx"), 2, "IRC311", "not a whole ONNX model")
+    (tmp_path / "text.onnx").write_text("this is a text\n" * 20)
+    refused(optimize(tmp_path / "text.onnx"), 2, "IRC311", "not a")
+    (tmp_path / "empty.onnx").touch()
+    refused(optimize(tmp_path / "empty.onnx"), 2, "IRC311", "is empty")
+    assert "'x'" in refused(optimize(path, "--input", "z=4x8"), 2, "IRC314", "no input 'z'")
+    refused(optimize(path, "--input", "x=4x9"), 2, "IRC315", "axis 1 is fixed at 8")
+    refused(optimize(path, "--input", "x=4"), 2, "IRC315", "1 axes for 2")
+    assert "--batch N" in refused(optimize(path), 2, "IRC317", "axis 0 (n)")
+
+
+# ---------------------------------------------------------------------- 3, 4, 5 and 1
+
+
+@pytest.mark.parametrize("strategy", ["auto", "eviction", "sqrt-n"])
+def test_what_does_not_fit_names_the_budget_that_does(irc: Run, models: Path, strategy: str) -> None:
+    command = ["optimize", f"{models}:mlp", "--strategy", strategy, *FAST, "--budget"]
+    minimum = least(irc(*command, "1kB"))
+    status, out, _ = irc(*command, minimum)
+    assert status == 0 and f"({minimum:,} bytes" in out
+    refused(irc(*command, minimum - 1), 3, "IRC204", f"({minimum} bytes)")
+
+
+def test_an_unsupported_operation(irc: Run, models: Path, tmp_path: Path) -> None:
+    path = save_onnx(tmp_path / "m.onnx", [helper.make_node("Det", ["x"], ["y"], name="odd")], (3, 8, 8))
+    err = refused(irc("optimize", path, "--budget", "90%", *FAST), 4, "IRC301", "ai.onnx::Det")
+    assert "ONNX node odd" in err
+    err = refused(irc("inspect", f"{models}:branching"), 4, "IRC302", "depend on the values")
+    assert "models.py" in err
+
+
+def least(result: tuple[int, str, str]) -> int:
+    """The budget that a refusal offers."""
+    match = re.search(
+        r"help: raise the budget to (\d+) bytes", refused(result, 3, "IRC204", "over the budget")
+    )
+    assert match is not None
+    return int(match[1])
+
+
+def test_the_time_limit_ends_before_a_plan(irc: Run, models: Path, tmp_path: Path) -> None:
+    command = ["optimize", f"{models}:mlp", "-o", tmp_path / "out", "--time-limit"]
+    with_time, at_once = (least(irc(*command, seconds, "--budget", "1kB")) for seconds in (5, 0))
+    assert with_time < at_once, "eviction reaches lower than the rules that are always tried"
+    refused(irc(*command, 0, "--budget", with_time), 5, "IRC205", "the time limit of 0 s ended")
+    assert not (tmp_path / "out").exists()
+    assert irc(*command, 0, "--budget", at_once)[0] == 0
+
+
+def test_an_internal_error_is_one_line(irc: Run, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("division\nby zero")
+
+    monkeypatch.setattr("irc.tools.optimize.capture", fail)
+    command = ["optimize", f"{models}:mlp", "--budget", "60%"]
+    refused(irc(*command), 1, "IRC000", "internal error: ZeroDivisionError: division by zero")
+    monkeypatch.setenv("IRC_TRACEBACK", "1")
+    with pytest.raises(ZeroDivisionError):
+        irc(*command)
+
+
+def test_an_interrupt_is_one_line(irc: Run, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("irc.tools.optimize.capture", interrupt)
+    status, out, err = irc("optimize", f"{models}:mlp", "--budget", "60%")
+    assert (status, out, err) == (1, "", "error[IRC001]: interrupted\n")
+
+
+def test_notes_are_shown(irc: Run, models: Path) -> None:
+    _, _, err = irc("optimize", f"{models}:mlp", "--budget", "1kB", *FAST)
+    assert "  note: in pass select-checkpoints{budget=1kB" in err
+    assert BudgetError.exit_status == 3
+
+
+# ---------------------------------------------------------------------- real processes
+
+
+def test_help_says_what_the_exit_statuses_mean() -> None:
+    command = [sys.executable, "-m", "irc", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=ENVIRONMENT)
+    text = " ".join(done.stdout.split())
+    assert "0 done; 1 " in text and "5 the time limit" in text and "optimize" in text
+    assert done.stderr == ""
+
+
+def test_a_piped_run_has_no_escape_codes_and_a_terminal_shows_progress(models: Path, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "irc",
+        "optimize",
+        "models.py:mlp",
+        "--budget",
+        "85%",
+        *FAST,
+        "-o",
+        "out",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT)
+    assert done.returncode == 0 and done.stderr == "" and "\x1b" not in done.stdout
+    assert (tmp_path / "out" / "model.py").exists()
+    leader, follower = pty.openpty()
+    environment = {**ENVIRONMENT, "TERM": "xterm"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=follower, cwd=tmp_path, env=environment
+    ) as child:
+        os.close(follower)
+        shown = b""
+        while True:
+            try:
+                piece = os.read(leader, 4096)
+            except OSError:  # the terminal's other end is closed
+                break
+            if not piece:
+                break
+            shown += piece
+        child.wait()
+    os.close(leader)
+    assert child.returncode == 0 and b"loading models.py:mlp" in shown and b"\x1b" in shown

@@ -1,0 +1,218 @@
+"""Measured rows of tiny models: promises kept, refusals shown, and differences not overlooked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from torch import Tensor, nn
+
+from irc.tools.loading import Loaded
+from irc.tools.measure_plans import (
+    Settings,
+    TimeRatio,
+    compare_step,
+    interleave,
+    main,
+    measure_model,
+    to_markdown,
+)
+
+QUICK = Settings(time_limit=2.0, repeats=1, profile=None)
+
+
+class Tiny(nn.Module):
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        blocks = [
+            nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.GELU(), nn.Dropout(0.2))
+            for _ in range(depth)
+        ]
+        self.blocks = nn.Sequential(*blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x).square().mean()
+
+
+def tiny() -> tuple[nn.Module, tuple[Tensor]]:
+    return Tiny(), (torch.randn(4, 8, 16, 16),)
+
+
+FACTORY = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(6)))
+    def forward(self, x):
+        return self.layers(x).square().mean()
+
+def model():
+    torch.manual_seed(0)
+    return Model(), (torch.randn(512, 32),)
+"""
+
+
+def test_rows_keep_what_the_plans_promise() -> None:
+    torch.manual_seed(0)
+    module, args = tiny()
+    before = {name: tensor.clone() for name, tensor in module.named_parameters()}
+    full, less, smallest, never = measure_model(
+        "tiny", Loaded(module, args), ("100%", "80%", "min", "1%"), QUICK
+    )
+    for row in (full, less, smallest):
+        assert row.failures == () and row.refusal is None
+        assert (
+            row.measured_bytes is not None
+            and row.predicted_bytes is not None
+            and row.budget_bytes is not None
+        )
+        assert row.original_bytes is not None and row.numbers is not None
+        assert row.measured_bytes <= row.predicted_bytes <= row.budget_bytes
+        assert row.predicted_bytes <= 1.005 * row.measured_bytes
+        assert row.measured_bytes <= row.original_bytes
+        assert row.numbers.bit_equal and row.numbers.same_generator and row.numbers.gradient_scale > 0
+        assert len(row.cells()) == len(never.cells())
+    assert full.predicted_time == 1.0 and full.predicted_bytes == full.baseline_bytes
+    assert smallest.budget_bytes == full.minimum_bytes
+    assert never.refusal is not None and never.minimum_bytes == full.minimum_bytes and never.failures == ()
+    assert "smallest budget" in never.cells()[-1]
+    for name, parameter in module.named_parameters():
+        assert parameter.grad is None and torch.equal(parameter, before[name])
+
+
+def test_a_wrong_module_is_seen() -> None:
+    torch.manual_seed(0)
+    module, args = tiny()
+    same = Tiny()
+    same.load_state_dict(module.state_dict())
+    assert compare_step(module, same, args).bit_equal
+    other = Tiny()
+    other.load_state_dict(module.state_dict())
+    with torch.no_grad():
+        next(iter(other.parameters())).mul_(1.01)
+    numbers = compare_step(module, other, args)
+    assert not numbers.agrees and not numbers.bit_equal and numbers.gradients > 0
+    assert "gradients" in str(numbers)
+
+
+def test_nan_is_no_agreement() -> None:
+    torch.manual_seed(0)
+    module, args = tiny()
+    broken = Tiny()
+    broken.load_state_dict(module.state_dict())
+    with torch.no_grad():
+        next(iter(broken.parameters())).fill_(float("nan"))
+    assert not compare_step(module, broken, args).agrees
+
+
+def test_frozen_parameters_and_draws_are_seen() -> None:
+    torch.manual_seed(0)
+    module, args = tiny()
+    frozen = Tiny()
+    frozen.load_state_dict(module.state_dict())
+    next(iter(frozen.parameters())).requires_grad_(False)
+    assert not compare_step(module, frozen, args).same_gradients
+    still = Tiny()
+    still.load_state_dict(module.state_dict())
+    next(child for child in still.modules() if isinstance(child, nn.Dropout)).eval()
+    assert not compare_step(module, still, args).same_generator
+
+
+def test_steps_take_turns() -> None:
+    order: list[str] = []
+    steps = [lambda name=name: order.append(name) for name in "abc"]
+    seconds = interleave(steps, 3)
+    assert "".join(order) == "abcbcacab"
+    assert [len(found) for found in seconds] == [3, 3, 3]
+
+
+def test_the_ratio_names_best_and_spread() -> None:
+    ratio = TimeRatio.of([2.0, 4.0, 3.0], [2.0, 1.0, 3.0])
+    assert (ratio.best, ratio.median, ratio.low, ratio.high) == (2.0, 1.0, 1.0, 4.0)
+    assert str(ratio) == "2.000 (1.000 to 4.000)"
+
+
+def test_tables_are_markdown() -> None:
+    assert to_markdown(("a", "b"), [("1", "x|y")]) == "| a | b    |\n|---|------|\n| 1 | x\\|y |"
+
+
+def test_the_command_writes_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "factory.py"
+    file.write_text(FACTORY)
+    out, table = tmp_path / "out.json", tmp_path / "out.md"
+    arguments = ["--models", f"{file}:model", "--budgets", "100%,80%", "--repeats", "1", "--time-limit", "2"]
+    threads = torch.get_num_threads()
+    assert main([*arguments, "--no-profile", "--json", str(out), "--markdown", str(table)]) == 0
+    assert torch.get_num_threads() == threads
+    data = json.loads(out.read_text())
+    assert [row["asked"] for row in data["rows"]] == ["100%", "80%"]
+    assert data["rows"][1]["numbers"]["bit_equal"] and data["tolerance"] == 1e-5
+    assert table.read_text().startswith("| model") and "0 of 2 rows failed" in capsys.readouterr().out
+
+
+def test_a_broken_promise_fails_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "factory.py"
+    file.write_text(FACTORY)
+    monkeypatch.setattr("irc.tools.measure_plans.measured_peak_bytes", lambda *_: 10**12)  # pyright: ignore[reportUnknownLambdaType]
+    assert main(["--models", f"{file}:model", "--budgets", "80%", "--repeats", "1", "--no-profile"]) == 1
+
+
+def test_unknown_models_are_a_wrong_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--models", "resnet51"]) == 2
+    assert "resnet51" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------- ONNX
+
+
+def write_onnx(path: Path, width: int, side: int) -> None:
+    """Convolutions with constant weights in ConstantOfShape nodes, as the light models have them."""
+    nodes: list[onnx.NodeProto] = []
+    initializers: list[onnx.TensorProto] = []
+    last = "x"
+    for index in range(4):
+        shape = numpy_helper.from_array(np.array([width, width, 3, 3], np.int64), f"shape{index}")
+        initializers.append(shape)
+        value = helper.make_tensor("value", TensorProto.FLOAT, [1], [0.02])
+        nodes.append(helper.make_node("ConstantOfShape", [f"shape{index}"], [f"w{index}"], value=value))
+        nodes.append(helper.make_node("Conv", [last, f"w{index}"], [f"c{index}"], pads=[1, 1, 1, 1]))
+        last = f"r{index}"
+        nodes.append(helper.make_node("Sigmoid", [f"c{index}"], [last]))
+    shape = ["N", width, side, side]
+    graph = helper.make_graph(
+        nodes,
+        "light",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, *shape[1:]])],
+        [helper.make_tensor_value_info(last, TensorProto.FLOAT, shape)],
+        initializers,
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.save(model, str(path))
+
+
+def test_onnx_files_are_trained_with_drawn_weights(tmp_path: Path) -> None:
+    write_onnx(tmp_path / "light_fits.onnx", 4, 48)
+    out = tmp_path / "out.json"
+    assert main(["--onnx", str(tmp_path), "--repeats", "1", "--time-limit", "2", "--json", str(out)]) == 0
+    [row] = json.loads(out.read_text())["rows"]
+    assert row["model"] == "fits" and row["refusal"] is None and row["numbers"]["bit_equal"]
+    assert row["measured_bytes"] <= row["budget_bytes"]
+    assert any("4 of 4 parameters have gradients" in note for note in row["notes"])
+    assert any("onnxruntime" in note for note in row["notes"])
+
+
+def test_onnx_files_that_cannot_fit_are_tried_with_a_larger_batch(tmp_path: Path) -> None:
+    write_onnx(tmp_path / "light_heavy.onnx", 64, 2)
+    out = tmp_path / "out.json"
+    assert main(["--onnx", str(tmp_path), "--repeats", "1", "--time-limit", "2", "--json", str(out)]) == 0
+    first, second = json.loads(out.read_text())["rows"]
+    assert "smallest budget" in first["refusal"] and first["minimum_bytes"] > 0
+    assert second["model"] == "heavy batch 4"

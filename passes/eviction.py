@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import bisect
+import math
+import time
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 from ..ir import Node, Storage
 from .checkpointing import CheckpointProblem, Simulated
@@ -14,7 +15,11 @@ __all__ = ["evict_greedily"]
 
 
 def evict_greedily(
-    problem: CheckpointProblem, budget_bytes: int, *, distance_weight: float = 1.0
+    problem: CheckpointProblem,
+    budget_bytes: int,
+    *,
+    distance_weight: float = 1.0,
+    deadline: float = math.inf,
 ) -> Simulated | None:
     """A schedule within the budget, found by running the step and evicting when memory is short.
 
@@ -26,15 +31,17 @@ def evict_greedily(
         problem: The recomputation problem.
         budget_bytes: The most that may be alive at once, static bytes included.
         distance_weight: How much the distance to the next use counts; 0 ignores it.
+        deadline: `time.monotonic()` at which to give up.
 
     Returns:
-        The schedule, or None where eviction does not reach the budget.
+        The schedule, or None where eviction does not reach the budget, or not without computing the
+        step several times over.
 
     Source:
         Kirisame et al., Dynamic Tensor Rematerialization (2021); the known next use replaces staleness.
     """
     try:
-        run = _Run(problem, budget_bytes, distance_weight)
+        run = _Run(problem, budget_bytes, distance_weight, deadline)
         forward, backward = run.step()
     except _OverBudgetError:
         return None
@@ -52,8 +59,8 @@ _MANY = 300
 _SLACK = 200
 """It then frees one part in this many of the budget more than it needs."""
 
-_RUNS_LIMIT = 3
-"""Runs of an operation, on average, after which eviction is thrashing."""
+_STEPS_LIMIT = 4.0
+"""Times of a whole step after which eviction is thrashing."""
 
 
 @dataclass
@@ -61,18 +68,20 @@ class _Run:
     problem: CheckpointProblem
     budget_bytes: int
     distance_weight: float
+    deadline: float
     resident: dict[Storage, None] = field(default_factory=dict)
     trace: list[Node] = field(default_factory=list)
     now: int = 0
+    spent_seconds: float = 0.0
     pinned: Counter[Storage] = field(default_factory=Counter[Storage])
 
     def __post_init__(self) -> None:
         problem = self.problem
         self.order = (*problem.forward, *problem.backward)
         self.reads: dict[Storage, list[int]] = {}
-        for time, node in enumerate(self.order):
+        for step, node in enumerate(self.order):
             for storage in problem.graph.reads(node):
-                self.reads.setdefault(storage, []).append(time)
+                self.reads.setdefault(storage, []).append(step)
         graph = problem.graph
         self.permanent = graph.static_storages | graph.tangent_storages | graph.output_storages
         self.alive_bytes = graph.static_bytes
@@ -101,7 +110,7 @@ class _Run:
             missing = next((s for s in problem.forward_reads[node] if s not in self.resident), None)
             if missing is not None:
                 maker = problem.producer[missing]
-                if not maker.is_recomputable or len(self.trace) > _RUNS_LIMIT * len(self.order):
+                if not maker.is_recomputable or self.spent_seconds > _STEPS_LIMIT * problem.step_seconds:
                     raise _OverBudgetError
                 waiting.append(maker)
                 self.pinned.update(graph.reads(maker))
@@ -110,6 +119,7 @@ class _Run:
             made = graph.allocates(node)
             self._make_room(sum(s.nbytes for s in made) + problem.costs.workspace_bytes[node])
             self.trace.append(node)
+            self.spent_seconds += problem.costs.seconds[node]
             for storage in made:
                 if storage not in self.resident:
                     self.resident[storage] = None
@@ -141,6 +151,8 @@ class _Run:
         excess = self.alive_bytes + nbytes - self.budget_bytes
         if excess <= 0:
             return
+        if time.monotonic() > self.deadline:
+            raise _OverBudgetError
         victims = [s for s in self.resident if self.pinned[s] <= 0 and self._is_evictable(s)]
         many = len(victims) > _MANY
         while excess > 0:

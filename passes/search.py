@@ -13,7 +13,7 @@ from .eviction import evict_greedily
 from .staged_ilp import Relaxation
 from .strategies import every_k, keep_all, sqrt_n
 
-__all__ = ["Found", "Frontier", "best_of_class", "frontier", "lower_bound", "polish", "solve_staged"]
+__all__ = ["Found", "Frontier", "frontier", "lower_bound", "polish", "solve_staged"]
 
 _PROOF_GAP = 1e-4
 """Fraction of the step's time below which a gap counts as closed."""
@@ -69,6 +69,9 @@ class Found:
 
 _RUNGS = 10
 _HALVINGS = 8
+_RUN_SECONDS = 3.0
+"""Time limit for eviction at one budget, and for its tries at one halving; a tenth of it is usual."""
+
 _LEAST_PEAK_SECONDS = 5.0
 """Time limit for the least peak of a small graph."""
 
@@ -84,23 +87,28 @@ def frontier(problem: CheckpointProblem, *, deadline: float = math.inf) -> Front
     found: list[tuple[str, Simulated]] = [("keep-all", keep_all(problem)), ("sqrt-n", sqrt_n(problem))]
     found += [(f"every-{k}", every_k(problem, k)) for k in _segment_lengths(problem)]
     low, high = floor - 1, top
-    for rung in range(_RUNGS):
+    started = time.monotonic()
+    for rung in reversed(range(_RUNGS)):
         if time.monotonic() >= deadline:
             return Frontier(tuple(found), is_complete=False)
         budget = floor + (top - floor) * rung // _RUNGS
-        simulated = evict_greedily(problem, budget)
+        simulated = evict_greedily(problem, budget, deadline=min(deadline, time.monotonic() + _RUN_SECONDS))
         if simulated is None:
             low = max(low, budget)
         else:
             high = min(high, simulated.peak_bytes)
             found.append(("eviction", simulated))
     for _ in range(_HALVINGS):
-        if high - low <= max(top >> 10, 1):
+        if high - low <= max(top >> 10, 1) or time.monotonic() > started + (deadline - started) / 3:
             break
         if time.monotonic() >= deadline:
             return Frontier(tuple(found), is_complete=False)
         middle = (low + high) // 2
-        tries = (evict_greedily(problem, middle, distance_weight=weight) for weight in (1.0, 0.5, 0.0))
+        latest = min(deadline, time.monotonic() + _RUN_SECONDS)
+        tries = (
+            evict_greedily(problem, middle, distance_weight=weight, deadline=latest)
+            for weight in (1.0, 0.5, 0.0)
+        )
         fitting = next((s for s in tries if s is not None), None)
         if fitting is None:
             low = middle
@@ -118,13 +126,13 @@ def _below(problem: CheckpointProblem, peak_bytes: int, *, deadline: float) -> I
     """Schedules below `peak_bytes`, each below the one before, down to the least of a small graph's class."""
     low, high = problem.floor_bytes - 1, peak_bytes
     while len(problem.backward) <= _SMALL_BACKWARD and low < high - 1 and time.monotonic() < deadline:
-        below = best_of_class(problem, high - 1, deadline)
+        below = _best_of_class(problem, high - 1, deadline)
         if below is None:
             return
         yield below
         high = below.peak_bytes
         middle = (low + high) // 2
-        halved = best_of_class(problem, middle, deadline) if middle > low else None
+        halved = _best_of_class(problem, middle, deadline) if middle > low else None
         if halved is None:
             low = middle
         else:
@@ -132,7 +140,7 @@ def _below(problem: CheckpointProblem, peak_bytes: int, *, deadline: float) -> I
             high = halved.peak_bytes
 
 
-def best_of_class(problem: CheckpointProblem, budget_bytes: int, deadline: float) -> Simulated | None:
+def _best_of_class(problem: CheckpointProblem, budget_bytes: int, deadline: float) -> Simulated | None:
     """The fastest schedule within the budget that the staged programme finds from nothing."""
     found = Found("", replace(problem.keep_all, seconds=math.inf))
     solve_staged(problem, budget_bytes, found, deadline=deadline)

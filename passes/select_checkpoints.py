@@ -27,7 +27,7 @@ from .checkpointing import CheckpointProblem, Simulated
 from .cost import Cost
 from .eviction import evict_greedily
 from .program import Program
-from .search import Found, Frontier, best_of_class, frontier, lower_bound, polish, solve_staged
+from .search import Found, Frontier, frontier, lower_bound, polish, solve_staged
 from .strategies import every_k, keep_all, sqrt_n
 
 __all__ = ["STRATEGIES", "SelectCheckpoints", "minimum_budget"]
@@ -121,7 +121,7 @@ class SelectCheckpoints:
         if simulated is None and not candidates.is_complete:
             raise _out_of_time(self.time_limit, budget_bytes, candidates.minimum_bytes)
         if simulated is None or simulated.peak_bytes > budget_bytes:
-            reached = candidates.minimum_bytes if simulated is None else simulated.peak_bytes
+            reached = (simulated or problem.keep_all).peak_bytes
             raise _over_budget(problem, budget_bytes, reached, strategy=self.strategy)
         return Found(self.strategy, simulated)
 
@@ -130,7 +130,11 @@ class SelectCheckpoints:
         share = 1 - _BOUND_SHARE - _POLISH_SHARE
         if len(problem.backward) > 24:
             for weight in (1.0, 0.5, 0.25, 0.0):
-                simulated = evict_greedily(problem, budget_bytes, distance_weight=weight)
+                if time.monotonic() >= deadline:
+                    break
+                simulated = evict_greedily(
+                    problem, budget_bytes, distance_weight=weight, deadline=deadline
+                )
                 if simulated is not None:
                     found.offer("eviction", simulated, budget_bytes)
         solve_staged(problem, budget_bytes, found, deadline=time.monotonic() + seconds * share)

@@ -43,8 +43,9 @@ def net() -> Net:
 X = torch.linspace(-1, 1, 32 * 16).reshape(32, 16)
 
 
-def optimize(model: nn.Module, args: Any = X, budget: int | str = "85%", **options: Any) -> Any:
-    return irc.optimize(model, args, budget=budget, **{"time_limit": 1.0, **options})
+def optimize(model: nn.Module, args: Any = X, budget: Any = "85%", **options: Any) -> Any:
+    options.setdefault("time_limit", 1.0)
+    return irc.optimize(model, args, budget=budget, **options)
 
 
 def gradients(module: nn.Module, *args: Any, **kwargs: Any) -> list[Tensor | None]:
@@ -61,9 +62,9 @@ def same(a: list[Tensor | None], b: list[Tensor | None]) -> bool:
 def test_the_fitted_module_trains_the_same(net: Net) -> None:
     original = copy.deepcopy(net)
     fitted = optimize(net)
+    plan: irc.Plan = fitted.plan
     assert isinstance(fitted, Net) and fitted.norm is net.norm
     assert same(gradients(fitted, X), gradients(original, X))
-    plan: irc.Plan = fitted.plan
     assert plan.static_bytes < plan.peak_bytes <= plan.budget_bytes == int(0.85 * plan.baseline_peak_bytes)
     assert plan.floor_bytes <= plan.minimum_budget_bytes <= plan.peak_bytes
     assert 0 <= plan.lower_bound_overhead <= plan.overhead and 0 <= plan.gap < 1
@@ -131,7 +132,7 @@ def test_kinds_of_budgets(net: Net) -> None:
         assert optimize(net, budget=budget).plan.budget_bytes == nbytes
     for wrong in ("4Gb", "", "0", 0, -1, 1.5, True, None, "101 potatoes"):
         with pytest.raises(irc.UsageError) as caught:
-            optimize(net, budget=wrong)  # pyright: ignore[reportArgumentType]
+            optimize(net, budget=wrong)
         assert caught.value.code == "IRC401" and caught.value.help
 
 

@@ -68,7 +68,7 @@ def compiled_with_budget(module: nn.Module, setting: float) -> nn.Module:
         ):
             return min_cut_rematerialization_partition(*args, **kwargs)
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     backend = aot_autograd(
         fw_compiler=boxed_nop,
         bw_compiler=boxed_nop,
@@ -313,11 +313,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         [
             to_markdown(_HEADER, [point.cells() for point in points]),
             "",
-            f"torch {torch.__version__}, {options.threads} threads, best of {options.repeats} interleaved steps, "
-            f"{options.time_limit:g} s for each search. Peaks are the allocator's above parameters, buffers and inputs; "
-            f"irc's budget is the measured peak of PyTorch's method. irc's numbers fail where they differ by more than "
-            f"{TOLERANCE:g} of the largest of their kind. irc's overhead is at most half of PyTorch's at {half} of "
-            f"{len(ratios)} points.",
+            f"torch {torch.__version__}, {options.threads} threads, best of {options.repeats} interleaved "
+            f"steps, {options.time_limit:g} s for each search. Peaks are the allocator's above parameters, "
+            f"buffers and inputs; irc's budget is the measured peak of PyTorch's method. irc's numbers fail "
+            f"where they differ by more than {TOLERANCE:g} of the largest of their kind. irc's overhead is "
+            f"at most half of PyTorch's at {half} of {len(ratios)} points.",
         ]
     )
     about = {"threads": options.threads, "repeats": options.repeats, "time_limit": options.time_limit}
@@ -337,7 +337,7 @@ def _numbers(text: str) -> list[float]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m irc.tools.compare_torch", description=__doc__.splitlines()[0]
+        prog="python -m irc.tools.compare_torch", description="Compares irc with PyTorch."
     )
     parser.add_argument(
         "--models", default="resnet50", metavar="A,B", help="names or package.module:factory (resnet50)"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import shutil
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from ..backends.torch import Program, StandaloneModule, compile_program, emit_source
 from ..ir import (
+    Argument,
     Delivery,
     Graph,
     InputRole,
@@ -28,6 +30,7 @@ from ..ir import (
     Plan,
     Schedule,
     Storage,
+    Symbol,
     TensorType,
     UnsupportedError,
     UsageError,
@@ -275,6 +278,17 @@ def _verify(schedule: Schedule, plan: Plan, workspace_bytes: Mapping[Node, int])
             place = getattr(place, part, None) if part.isidentifier() else None
         if not isinstance(place, _OPERATION):
             raise VerificationError("IRC132", f"{node.op!r} is no operation of torch", at=node.at)
+        for symbol in _symbols((*node.arguments, *(argument for _, argument in node.keywords))):
+            if not re.fullmatch(r"[A-Za-z0-9_]+(:[0-9]+)?", symbol.name):  # it becomes Python
+                raise VerificationError("IRC132", f"{symbol.name!r} is no name of torch", at=node.at)
+
+
+def _symbols(arguments: Iterable[Argument]) -> Iterator[Symbol]:
+    for argument in arguments:
+        if isinstance(argument, Symbol):
+            yield argument
+        elif isinstance(argument, tuple):
+            yield from _symbols(argument)
 
 
 _Placed = tuple[dict[str, Tensor], dict[str, Tensor], tuple[Tensor, ...]]

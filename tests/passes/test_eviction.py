@@ -34,6 +34,23 @@ def test_what_it_returns_is_valid_and_within_the_budget(sample: Sample, weight: 
     assert simulated.seconds == pytest.approx(sum(sample.seconds[n] for n in simulated.order))
 
 
+@given(samples, weights, st.integers(0, 100))
+@SOME
+def test_it_is_valid_where_victims_are_so_many_that_several_go_at_once(
+    sample: Sample, weight: float, percent: int
+) -> None:
+    problem = problem_of(sample)
+    floor, top = problem.floor_bytes, problem.keep_all.peak_bytes
+    budget = floor + (top - floor) * percent // 100
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("irc.passes.eviction._MANY", 1)
+        simulated = evict_greedily(problem, budget, distance_weight=weight)
+    if simulated is not None:
+        verify_schedule(
+            simulated.schedule, sample.workspace_bytes, budget_bytes=budget, peak_bytes=simulated.peak_bytes
+        )
+
+
 @given(samples, weights)
 @SOME
 def test_nothing_is_evicted_where_all_fits(sample: Sample, weight: float) -> None:

@@ -98,7 +98,19 @@ def test_the_journey_of_a_factory(irc: Run, models: Path, tmp_path: Path) -> Non
 
 def test_the_journey_of_an_onnx_file(irc: Run, tmp_path: Path) -> None:
     path, out = save_onnx(tmp_path / "m.onnx"), tmp_path / "out"
-    argv = ["optimize", path, "--batch", 16, "--budget", "90%", "--time-limit", 1, "-q", "-o", out]
+    argv: list[object] = [
+        "optimize",
+        path,
+        "--batch",
+        16,
+        "--budget",
+        "90%",
+        "--time-limit",
+        1,
+        "-q",
+        "-o",
+        out,
+    ]
     assert irc(*argv) == (0, "", "")
     assert irc("run", out, "--check", "-q") == (0, "", "")
     status, text, _ = irc("inspect", path, "--input", "x=16x8", "--no-profile")
@@ -110,7 +122,8 @@ def test_optimize_as_json(irc: Run, models: Path) -> None:
     plan = json.loads(text)
     assert status == 0 and plan["format"] == "irc-plan-1"
     wanted = """budget_bytes peak_bytes baseline_peak_bytes static_bytes minimum_budget_bytes floor_bytes
-        step_seconds overhead lower_bound_overhead proven_optimal strategy costs decisions seconds_to_plan gap"""
+        step_seconds overhead lower_bound_overhead proven_optimal strategy costs decisions gap
+        seconds_to_plan"""
     assert set(wanted.split()) <= set(plan)
     keys = {"storage", "operation", "nbytes", "action", "runs_again", "seconds", "reason", "location"}
     assert plan["decisions"] and set(plan["decisions"][0]) == keys

@@ -24,7 +24,7 @@ def quiet_compiler() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 class Tiny(nn.Module):
@@ -86,7 +86,8 @@ def test_the_command_writes_points(tmp_path: Path, capsys: pytest.CaptureFixture
         "class Model(nn.Module):\n"
         "    def __init__(self):\n"
         "        super().__init__()\n"
-        "        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)))\n"
+        "        layers = (nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4))\n"
+        "        self.layers = nn.Sequential(*layers)\n"
         "    def forward(self, x):\n"
         "        return self.layers(x).square().mean()\n"
         "def model():\n"

@@ -184,8 +184,10 @@ def write_onnx(path: Path, width: int, side: int) -> None:
         value = helper.make_tensor("value", TensorProto.FLOAT, [1], [0.02])
         nodes.append(helper.make_node("ConstantOfShape", [f"shape{index}"], [f"w{index}"], value=value))
         nodes.append(helper.make_node("Conv", [last, f"w{index}"], [f"c{index}"], pads=[1, 1, 1, 1]))
+        nodes.append(helper.make_node("Sigmoid", [f"c{index}"], [f"s{index}"]))
+        nodes.append(helper.make_node("Tanh", [f"s{index}"], [f"t{index}"]))
         last = f"r{index}"
-        nodes.append(helper.make_node("Sigmoid", [f"c{index}"], [last]))
+        nodes.append(helper.make_node("Softplus", [f"t{index}"], [last]))
     shape = ["N", width, side, side]
     graph = helper.make_graph(
         nodes,
@@ -199,7 +201,7 @@ def write_onnx(path: Path, width: int, side: int) -> None:
 
 
 def test_onnx_files_are_trained_with_drawn_weights(tmp_path: Path) -> None:
-    write_onnx(tmp_path / "light_fits.onnx", 4, 48)
+    write_onnx(tmp_path / "light_fits.onnx", 16, 32)
     out = tmp_path / "out.json"
     assert main(["--onnx", str(tmp_path), "--repeats", "1", "--time-limit", "2", "--json", str(out)]) == 0
     [row] = json.loads(out.read_text())["rows"]

@@ -1,0 +1,1 @@
+"""Backends: schedules out as something that runs."""

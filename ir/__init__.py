@@ -40,14 +40,11 @@ from .units import format_bytes, parse_budget
 from .verify import verify_graph, verify_schedule
 
 __all__ = [
-    "parse_budget",
-    "format_bytes",
-    "Plan",
-    "Decision",
     "Argument",
     "BudgetError",
     "Compute",
     "DType",
+    "Decision",
     "Delivery",
     "Free",
     "Graph",
@@ -61,6 +58,7 @@ __all__ = [
     "Origin",
     "Output",
     "OutputRole",
+    "Plan",
     "Region",
     "Schedule",
     "Signature",
@@ -76,7 +74,9 @@ __all__ = [
     "Value",
     "VerificationError",
     "allocation_bytes",
+    "format_bytes",
     "liveness",
+    "parse_budget",
     "parse_graph",
     "parse_program",
     "print_graph",

@@ -48,7 +48,9 @@ class IrcError(Exception):
 
     exit_status: ClassVar[int] = 1
 
-    def __init__(self, code: str, message: str, *, at: Location | None = None, help: str | None = None) -> None:
+    def __init__(
+        self, code: str, message: str, *, at: Location | None = None, help: str | None = None
+    ) -> None:
         super().__init__(code, message)
         self.code = code
         self.message = message

@@ -35,7 +35,7 @@ class Delivery:
     origin: Origin
     index: int = 0
     view: tuple[tuple[int, ...], tuple[int, ...], int] | None = None
-    constant: None | bool | int | float | str = None
+    constant: bool | int | float | str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,7 @@ class Signature:
             the graph was specialised to.
         deliveries: How each leaf of the result is made.
         modes: The `training` flag of every submodule at capture, by dotted path ("" is the root).
+        autocast: The device types for which automatic casting was on at capture, each with its element type.
     """
 
     in_tree: object
@@ -63,3 +64,4 @@ class Signature:
     leaves: tuple[object, ...]
     deliveries: tuple[Delivery, ...]
     modes: tuple[tuple[str, bool], ...]
+    autocast: tuple[tuple[str, str], ...] = ()

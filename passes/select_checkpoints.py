@@ -132,9 +132,7 @@ class SelectCheckpoints:
             for weight in (1.0, 0.5, 0.25, 0.0):
                 if time.monotonic() >= deadline:
                     break
-                simulated = evict_greedily(
-                    problem, budget_bytes, distance_weight=weight, deadline=deadline
-                )
+                simulated = evict_greedily(problem, budget_bytes, distance_weight=weight, deadline=deadline)
                 if simulated is not None:
                     found.offer("eviction", simulated, budget_bytes)
         solve_staged(problem, budget_bytes, found, deadline=time.monotonic() + seconds * share)

@@ -1,1 +1,1 @@
-"""What joins the other folders: the command line, `irc.optimize`, inspection and written folders."""
+"""Tools: the command line, reports and benchmarks; they join the other folders."""

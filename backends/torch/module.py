@@ -214,6 +214,7 @@ def fit(module: nn.Module, program: Program, signature: Signature, plan: Plan | 
         plan: The certificate, for the attribute `plan`.
     """
     original = type(module)
+    _refuse_hooks(module)
     fitted_type = type(f"Fitted{original.__name__}", (_Fitted, original), {"__module__": original.__module__})
     fitted = fitted_type.__new__(fitted_type)
     fitted.__dict__.update(module.__dict__)
@@ -321,6 +322,8 @@ class _Fitted(nn.Module):
             name for name, child in self.named_modules() if child.training != modes.get(name, child.training)
         ]
         if not changed:
+            _refuse_hooks(self)
+            _check_autocast(signature)
             return True
         if not self.training:
             return False
@@ -330,6 +333,48 @@ class _Fitted(nn.Module):
             f"the plan was made for the other ({len(changed)} submodules differ)",
             help="call irc.optimize with the modules in the modes that you train in",
         )
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _refuse_hooks(root: nn.Module) -> None:
+    """Refuses hooks on submodules: a planned step does not call submodules, so their hooks would be lost.
+
+    torch's own, such as those of weight and spectral norm, compute tensors and are part of the graph.
+    """
+    for name, child in root.named_modules():
+        if child is root or not any(child.__dict__[kind] for kind in _HOOKS):
+            continue
+        for kind in _HOOKS:
+            for hook in child.__dict__[kind].values():
+                home = getattr(hook, "__module__", None) or type(hook).__module__
+                if not str(home).startswith("torch."):
+                    raise UnsupportedError(
+                        "IRC505",
+                        f"submodule {name!r} has a hook ({kind.strip('_').replace('_', ' ')}: "
+                        f"{hook!r}), which a planned step would not call",
+                        help="remove it, or register it on the root module or on a parameter",
+                    )
+
+
+def _check_autocast(signature: Signature) -> None:
+    now = tuple(
+        (device, str(torch.get_autocast_dtype(device)).removeprefix("torch."))
+        for device in ("cpu", "cuda")
+        if torch.is_autocast_enabled(device)
+    )
+    if now != signature.autocast:
+        raise IrcError(
+            "IRC502",
+            f"automatic casting is {_autocast_text(now)}; the plan was made with it "
+            f"{_autocast_text(signature.autocast)}",
+            help="call irc.optimize under the same torch.autocast as the training step",
+        )
+
+
+def _autocast_text(state: tuple[tuple[str, str], ...]) -> str:
+    return ", ".join(f"on for {device} with {dtype}" for device, dtype in state) or "off"
 
 
 def _check_call(signature: Signature, leaves: list[Any], tree: Any) -> None:

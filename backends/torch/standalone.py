@@ -59,11 +59,11 @@ class StandaloneModule(nn.Module):
         """The original's result as a flat tuple, or the only tensor of it.
 
         Raises:
-            IrcError: IRC504 outside of training: the folder holds the training step alone.
+            IrcError: IRC506 outside of training: the folder holds the training step alone.
         """
         if not self.training or not torch.is_grad_enabled():
             raise IrcError(
-                "IRC504",
+                "IRC506",
                 "a written program holds the training step alone",
                 help="load its weights into the original model for evaluation",
             )

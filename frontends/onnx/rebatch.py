@@ -21,7 +21,7 @@ _HELP = "export the model with a symbolic leading axis, or leave out the batch"
 
 
 def fixed_batch(graph: ir.Graph, batch: int | None) -> int | None:
-    """The batch size that the file fixes, when `batch` asks for another one and every input has it; else None."""
+    """The batch size that every input has fixed, when `batch` asks for another one; else None."""
     if batch is None or batch < 1:
         return None
     shapes = [v.shape for v in graph.inputs if not v.is_initializer()]
@@ -67,7 +67,7 @@ def _retarget(graph: ir.Graph, node: ir.Node, old: int, new: int) -> None:
 
 
 def check_samples(single: OnnxModule, module: OnnxModule, old: int, new: int) -> None:
-    """Checks that each sample of `module` comes out as from `single`, with weights and inputs drawn at random.
+    """Checks that each sample of `module` comes out as from `single`, with random weights and inputs.
 
     Args:
         single: The model at the file's own batch size.
@@ -79,7 +79,9 @@ def check_samples(single: OnnxModule, module: OnnxModule, old: int, new: int) ->
         UsageError: IRC316 when a batch mixes its samples, or an output does not grow with it.
     """
     state = _drawn(module)
-    (large, rows), (small, fewer) = ((module, new), (single, old)) if new >= old else ((single, old), (module, new))
+    (large, rows), (small, fewer) = (
+        ((module, new), (single, old)) if new >= old else ((single, old), (module, new))
+    )
     inputs = example_inputs(large)
     with torch.no_grad(), _evaluating(single), _evaluating(module):
         outputs = _tuple(functional_call(large, state, inputs))
@@ -88,7 +90,9 @@ def check_samples(single: OnnxModule, module: OnnxModule, old: int, new: int) ->
             expected = _tuple(functional_call(small, state, chosen))
             for name, whole, part in zip(module.output_names, outputs, expected, strict=True):
                 if part.ndim == 0 or whole.shape[0] * fewer != part.shape[0] * rows:
-                    raise _refusal(f"the output {name!r} of shape {list(part.shape)} has no batch axis", old, new)
+                    raise _refusal(
+                        f"the output {name!r} of shape {list(part.shape)} has no batch axis", old, new
+                    )
                 first = start * part.shape[0] // fewer
                 mine = whole[first : first + part.shape[0]]
                 if not torch.allclose(mine.double(), part.double(), rtol=1e-3, atol=1e-5 * _scale(part)):
@@ -106,7 +110,9 @@ def _evaluating(module: OnnxModule) -> Iterator[None]:
 
 
 def _refusal(why: str, old: int, new: int) -> UsageError:
-    return UsageError("IRC316", f"the file is for batches of {old} and cannot be changed to {new}: {why}", help=_HELP)
+    return UsageError(
+        "IRC316", f"the file is for batches of {old} and cannot be changed to {new}: {why}", help=_HELP
+    )
 
 
 def _tuple(result: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -100,8 +100,8 @@ def capture(
             counted. Without it, twice the outputs' bytes are counted, unless the only output is a scalar.
 
     Raises:
-        UnsupportedError: IRC302 to IRC309, when something in the module has no place in the graph.
-        UsageError: IRC320, when nothing in the result depends on anything that asks for a gradient.
+        UnsupportedError: IRC332 to IRC339, when something in the module has no place in the graph.
+        UsageError: IRC340, when nothing in the result depends on anything that asks for a gradient.
     """
     leaves, tree = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
     flat = _Flat(module, tree, leaves)
@@ -125,6 +125,11 @@ def capture(
         leaves=tuple(next(slots) if isinstance(leaf, Tensor) else leaf for leaf in leaves),
         deliveries=tuple(result),
         modes=tuple((name, child.training) for name, child in module.named_modules()),
+        autocast=tuple(
+            (device, str(torch.get_autocast_dtype(device)).removeprefix("torch."))
+            for device in ("cpu", "cuda")
+            if torch.is_autocast_enabled(device)
+        ),
     )
     return Captured(graph, signature, translation.constants)
 
@@ -135,7 +140,7 @@ def _constant(leaf: Any) -> Delivery:
 
 def _nothing_to_train() -> UsageError:
     return UsageError(
-        "IRC320",
+        "IRC340",
         "no output of the module depends on a parameter or an input that requires a gradient",
         help="call requires_grad_() on what is to be trained, and return a float tensor that depends on it",
     )
@@ -160,7 +165,7 @@ def _trace(
         raise
     except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
         raise UnsupportedError(
-            "IRC302",
+            "IRC332",
             f"the model's shapes or control flow depend on the values of its tensors ({_first_line(error)})",
             at=raised_at(error),
             help="replace the data-dependent branch, or move it out of the module",
@@ -182,7 +187,7 @@ def _restored(module: nn.Module) -> Generator[None]:
     """Afterwards, every attribute of the module and its submodules is what it was before.
 
     Raises:
-        UnsupportedError: IRC308 when the forward assigns what it computes to an attribute. A hook before the
+        UnsupportedError: IRC338 when the forward assigns what it computes to an attribute. A hook before the
             forward may (pruning, weight norm): it computes the attribute from parameters in each call.
     """
     before = [(name, child, dict(vars(child))) for name, child in module.named_modules()]
@@ -200,7 +205,7 @@ def _restored(module: nn.Module) -> Generator[None]:
             vars(child).update(attributes)
     if assigned:
         raise UnsupportedError(
-            "IRC308",
+            "IRC338",
             f"the forward assigns a tensor to the attribute {assigned[0]} ({len(assigned)} such attributes)",
             help="return the tensor, or register a buffer and write into it with copy_()",
         )
@@ -216,7 +221,7 @@ def _is_traced(attribute: object) -> bool:
 
 def _writes_constant() -> UnsupportedError:
     return UnsupportedError(
-        "IRC306",
+        "IRC336",
         "the module writes into a tensor that is no parameter, buffer or input of it",
         help="register the tensor as a buffer",
     )
@@ -224,7 +229,7 @@ def _writes_constant() -> UnsupportedError:
 
 def _untraceable(error: Exception) -> UnsupportedError:
     return UnsupportedError(
-        "IRC303",
+        "IRC333",
         f"the module cannot be traced: {type(error).__name__}: {_first_line(error)}",
         at=raised_at(error),
         help="check that module(*args) runs with these example arguments; then simplify what is named here",

@@ -56,7 +56,7 @@ class _Alive(TorchDispatchMode):
 
 
 def loss_bytes(loss: Loss | None, result_leaves: list[Any], result_tree: Any) -> tuple[int, int]:
-    """What a loss takes beyond the outputs and their gradients: the most at once, and what stays alive after it.
+    """What a loss takes beyond outputs and gradients: the most at once, and what stays alive after it.
 
     Args:
         loss: A function from the module's result to a scalar. None stands for a loss that takes twice the

@@ -87,9 +87,9 @@ def translate(joint: JointWithDescriptors) -> Translation:
     """The training graph of a joint graph that AOTAutograd traced from a flat module.
 
     Raises:
-        UnsupportedError: IRC304 for a value that is no tensor, IRC305 for an operation outside the
-            operator library, IRC306 for a mutated input that asks for a gradient, IRC307 for an old value
-            read through a view, IRC309 for a draw whose order would change.
+        UnsupportedError: IRC334 for a value that is no tensor, IRC335 for an operation outside the
+            operator library, IRC336 for a mutated input that asks for a gradient, IRC337 for an old value
+            read through a view, IRC339 for a draw whose order would change.
     """
     return _Translator(joint).run()
 
@@ -134,11 +134,11 @@ class _Translator:
         sizes: list[Any] = list(tensor.shape)
         if any(not isinstance(size, int) for size in sizes):
             raise UnsupportedError(
-                "IRC304", f"the shape of {node.name} ({node.target}) is not fixed", at=location_of(node)
+                "IRC334", f"the shape of {node.name} ({node.target}) is not fixed", at=location_of(node)
             )
         if tensor.layout is not torch.strided:
             raise UnsupportedError(
-                "IRC304",
+                "IRC334",
                 f"{node.target} makes a {tensor.layout} tensor",
                 at=location_of(node),
             )
@@ -167,7 +167,7 @@ class _Translator:
             role = _ROLES.get(type(described))
             if role is None or not isinstance(node.meta["val"], Tensor):
                 raise UnsupportedError(
-                    "IRC304", f"the traced module has an input of an unknown kind: {described!r}"
+                    "IRC334", f"the traced module has an input of an unknown kind: {described!r}"
                 )
             value = self._value(node.name, node.meta["val"], node)
             position = sum(i.role is not InputRole.CONSTANT for i in self.inputs)
@@ -186,7 +186,7 @@ class _Translator:
         )
         users = [location_of(user) for user in node.users]
         raise UnsupportedError(
-            "IRC304",
+            "IRC334",
             f"the module reads {what}, which is no parameter, buffer or input of it",
             at=next(iter(users), None),
             help="register it as a parameter, or pass it as an argument",
@@ -204,7 +204,7 @@ class _Translator:
             return
         if not isinstance(node.target, torch._ops.OpOverload):
             raise UnsupportedError(
-                "IRC305",
+                "IRC335",
                 f"{node.target} is not an operation of the operator library",
                 at=location_of(node),
                 help="higher-order operations and symbolic arithmetic are not supported; rewrite the line",
@@ -246,7 +246,7 @@ class _Translator:
 
     def _no_tensor(self, node: fx.Node, found: object) -> UnsupportedError:
         return UnsupportedError(
-            "IRC304",
+            "IRC334",
             f"{node.target} returns {type(found).__name__}, not a tensor: "
             "the model reads a value while it runs",
             at=location_of(node),
@@ -271,7 +271,7 @@ class _Translator:
                 return argument
             case _:
                 raise UnsupportedError(
-                    "IRC304",
+                    "IRC334",
                     f"{node.target} takes an argument of type {type(argument).__name__}, "
                     "which has no place in a plan",
                     at=location_of(node),
@@ -297,7 +297,7 @@ class _Translator:
                 continue
             if old.requires_grad:
                 raise UnsupportedError(
-                    "IRC306",
+                    "IRC336",
                     f"the module writes into {old.role.value} {old.target}, which requires a gradient",
                     help="write into a copy (clone()) instead",
                 )
@@ -436,7 +436,7 @@ class _Results:
                     pass
                 case _:
                     raise UnsupportedError(
-                        "IRC304", f"the traced module has an output of an unknown kind: {described!r}"
+                        "IRC334", f"the traced module has an output of an unknown kind: {described!r}"
                     )
         return found
 
@@ -493,7 +493,7 @@ def _traits(node: Node, traced: fx.Node) -> frozenset[Trait]:
     assert isinstance(target, torch._ops.OpOverload)
     operand_storages = {value.storage for value in node.operands}
     if target._schema.is_mutable:
-        raise UnsupportedError("IRC305", f"{target} writes into its operand", at=node.at)
+        raise UnsupportedError("IRC335", f"{target} writes into its operand", at=node.at)
     if node.values and all(value.storage in operand_storages for value in node.values):
         return frozenset({Trait.VIEW})
     if torch.Tag.nondeterministic_seeded in target.tags and not _draws_nothing(node):
@@ -509,7 +509,7 @@ def _check_draw(node: Node) -> None:
     rows = TensorType.contiguous(type.shape, type.dtype, type.device).strides
     if any(n > 1 and a != b for n, a, b in zip(type.shape, type.strides, rows, strict=True)):
         raise UnsupportedError(
-            "IRC309",
+            "IRC339",
             "an in-place random mask (dropout) on a tensor that is not contiguous would come out permuted",
             at=node.at,
             help="call contiguous() on the tensor first, or drop out without inplace=True",
@@ -543,7 +543,7 @@ def _with_target(tangent: Input, targets: Mapping[str, str]) -> Input:
     """The tangent with the index of the forward output that it is the gradient of."""
     if tangent.target not in targets:
         raise UnsupportedError(
-            "IRC306",
+            "IRC336",
             f"a gradient flows into {tangent.target}, which is not an output of the module",
             help="do not write into tensors that require a gradient",
         )
@@ -558,7 +558,7 @@ def _check_old_values(graph: Graph) -> None:
             overwritten = [v.storage for v in node.operands if v.storage in written]
             if overwritten:
                 raise UnsupportedError(
-                    "IRC307",
+                    "IRC337",
                     f"the gradient of {node.op} reads a view of a buffer that the forward overwrites",
                     at=node.at,
                     help="read from a copy of the buffer (buffer.clone()) before it is updated",

@@ -804,3 +804,35 @@ def test_the_source_reads_as_what_it_does() -> None:
     module = nn.Sequential(nn.Linear(4, 3), nn.Sigmoid(), nn.Flatten(0))
     graph = capture(module, (torch.randn(2, 4),)).graph
     assert emit_source(keep_all(graph)).partition('"""\n\n')[2] == SOURCE
+
+
+def test_a_hook_on_a_submodule_is_refused_by_name_and_one_on_the_root_runs() -> None:
+    x = torch.randn(2, 4)
+    module = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    planned = fitted(module, x)
+    seen: list[object] = []
+    root = planned.register_forward_hook(lambda *_: seen.append(None))
+    planned(x).sum().backward()
+    assert len(seen) == 1
+    root.remove()
+    handle = module[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(UnsupportedError, match=r"IRC505.*submodule '0' has a hook \(forward hooks"):
+        planned(x)
+    with pytest.raises(UnsupportedError, match="IRC505"):
+        fitted(module, x)
+    handle.remove()
+    planned(x).sum().backward()
+
+
+def test_autocast_other_than_at_capture_is_refused() -> None:
+    x = torch.randn(2, 4)
+    planned = fitted(nn.Linear(4, 4), x)
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(IrcError, match=r"IRC502.*bfloat16.*off"):
+        planned(x)
+    model = nn.Linear(4, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = fitted(model, x)
+        mine, expected = cast(x), model(x)
+    assert mine.dtype == expected.dtype == torch.bfloat16
+    with pytest.raises(IrcError, match="IRC502"):
+        cast(x)

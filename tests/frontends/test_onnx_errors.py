@@ -156,8 +156,10 @@ def test_one_symbol_with_two_sizes(tmp_path: Path) -> None:
 
 
 def test_a_batch_that_nothing_takes(tmp_path: Path) -> None:
-    text = refused(UsageError, "IRC316", lambda: from_onnx(save(tmp_path), batch=3))
-    assert "no open batch axis to bind to 3: the inputs are 'x' [2, 4]" in text
+    nodes = [helper.make_node("Add", ["a", "b"], ["y"])]
+    path = save(tmp_path, nodes, {"a": (2, 4), "b": (1, 4)})
+    text = refused(UsageError, "IRC316", lambda: from_onnx(path, batch=3))
+    assert "no open batch axis to bind to 3: the inputs are 'a' [2, 4], 'b' [1, 4]" in text
     assert from_onnx(save(tmp_path), batch=2).input_specs[0][1] == (2, 4)
     assert "not possible" in refused(UsageError, "IRC316", lambda: from_onnx(save(tmp_path), batch=0))
     path = save(tmp_path, inputs={"x": ("N", 4)})

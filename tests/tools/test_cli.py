@@ -252,7 +252,7 @@ def test_an_unsupported_operation(irc: Run, models: Path, tmp_path: Path) -> Non
     path = save_onnx(tmp_path / "m.onnx", [helper.make_node("Det", ["x"], ["y"], name="odd")], (3, 8, 8))
     err = refused(irc("optimize", path, "--budget", "90%", *FAST), 4, "IRC301", "ai.onnx::Det")
     assert "ONNX node odd" in err
-    err = refused(irc("inspect", f"{models}:branching"), 4, "IRC302", "depend on the values")
+    err = refused(irc("inspect", f"{models}:branching"), 4, "IRC332", "depend on the values")
     assert "models.py" in err
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import networkx as nx
+
 from ..ir import Compute, Graph, Node, OutputRole, Region, Schedule, Storage, liveness, with_frees
 from .costs import Costs
 
@@ -121,14 +123,13 @@ class CheckpointProblem:
     @cached_property
     def wanted(self) -> tuple[Storage, ...]:
         """The storages that backward reads, and those that it could make them from; in forward order."""
-        found = set(self.read_positions)
-        pending = list(found)
-        while pending:
-            node = self.producer[pending.pop()]
+        flow: nx.DiGraph[Storage | str] = nx.DiGraph()
+        flow.add_node("backward")
+        flow.add_edges_from((storage, "backward") for storage in self.read_positions)
+        for storage, node in self.producer.items():
             if node.is_recomputable:
-                new = set(self.forward_reads[node]) - found
-                found |= new
-                pending.extend(new)
+                flow.add_edges_from((read, storage) for read in self.forward_reads[node])
+        found = nx.ancestors(flow, "backward")
         return tuple(storage for storage in self.producer if storage in found)
 
     @cached_property

@@ -211,11 +211,14 @@ def fit(module: nn.Module, program: Program, signature: Signature, plan: Plan | 
         module: What was captured.
         program: What its schedule compiled to.
         signature: How to call it.
-        plan: The certificate, for the attribute `plan`.
+        plan: The certificate, for the attribute `irc_plan`, and `plan` where the module has none of its own.
     """
     original = type(module)
     _refuse_hooks(module)
-    fitted_type = type(f"Fitted{original.__name__}", (_Fitted, original), {"__module__": original.__module__})
+    members: dict[str, Any] = {"__module__": original.__module__}
+    if not hasattr(module, "plan"):
+        members["plan"] = _Fitted.irc_plan
+    fitted_type = type(f"Fitted{original.__name__}", (_Fitted, original), members)
     fitted = fitted_type.__new__(fitted_type)
     fitted.__dict__.update(module.__dict__)
     fitted.__dict__["_irc"] = _Binding.of(module, program, signature, plan)
@@ -299,7 +302,7 @@ class _Fitted(nn.Module):
     """Runs the program where it applies, and the original forward elsewhere."""
 
     @property
-    def plan(self) -> Plan | None:
+    def irc_plan(self) -> Plan | None:
         """What was chosen, and the proof of how good it is."""
         return self.__dict__["_irc"].plan
 

@@ -769,7 +769,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m irc.tools.measure_plans", description="Measures plans on models."
     )
     parser.add_argument("--models", metavar="A,B", help=f"names or package.module:factory ({_MODELS})")
-    parser.add_argument("--budgets", default=_BUDGETS, metavar="A,B", help=f"({_BUDGETS})")
+    parser.add_argument("--budgets", default=_BUDGETS, metavar="A,B", help=f"({_BUDGETS.replace('%', '%%')})")
     parser.add_argument(
         "--onnx",
         nargs="?",

@@ -1,0 +1,28 @@
+"""Every command explains itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from irc.tools import cli, compare_torch, measure_plans
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments"),
+    [
+        (cli.main, ["optimize"]),
+        (cli.main, ["inspect"]),
+        (cli.main, ["run"]),
+        (compare_torch.main, []),
+        (measure_plans.main, []),
+    ],
+)
+def test_help_is_printed(
+    main: Callable[[list[str]], int], arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([*arguments, "--help"])
+    assert stopped.value.code == 0
+    assert "usage:" in capsys.readouterr().out

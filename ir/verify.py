@@ -299,6 +299,8 @@ class _ScheduleCheck:
             self.fail("IRC124", f"{node.name} reads what {effect.name} writes, which has not run yet", node)
 
     def order(self, node: Node) -> None:
+        if node.region is Region.BACKWARD and node in self.ran:
+            self.fail("IRC123", f"{node.name} is a backward operation and runs a second time", node)
         if node.is_recomputable:
             return
         if node in self.ran:

@@ -19,7 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ir import Argument, Graph, IrcError, Node, Storage, Symbol, TensorType, Value
+from ..ir import (
+    Argument,
+    Graph,
+    IrcError,
+    Node,
+    Storage,
+    Symbol,
+    TensorType,
+    UnsupportedError,
+    Value,
+    allocation_bytes,
+)
 from .costs import Costs, signature
 
 __all__ = ["Measured", "ProfileStore", "profile_costs"]
@@ -219,13 +230,30 @@ _LONG_SECONDS = 0.15
 def _best_seconds(node: Node, run: Callable[[], Any], repeats: int) -> float:
     on_cuda = any(value.type.device.startswith("cuda") for value in (*node.operands, *node.values))
     best = float("inf")
-    run()  # kernels are chosen and caches filled on the first run
+    _check_sizes(node, run())  # kernels are chosen and caches filled on the first run
     for attempt in range(max(repeats, 2)):
         seconds = _cuda_seconds(run) if on_cuda else _cpu_seconds(run)
         best = min(best, seconds)
         if attempt and seconds > _LONG_SECONDS:
             break
     return best
+
+
+def _check_sizes(node: Node, results: Any) -> None:
+    """Refuses an operation whose results are larger than traced: its memory cannot be promised."""
+    made = results if isinstance(results, (tuple, list)) else (results,)
+    operands = {value.storage for value in node.operands}
+    for value, tensor in zip(node.results, made, strict=False):
+        if value is None or not isinstance(tensor, Tensor) or value.storage in operands:
+            continue
+        nbytes = allocation_bytes(tensor.untyped_storage().nbytes(), value.storage.device)
+        if nbytes > value.storage.nbytes:
+            raise UnsupportedError(
+                "IRC412",
+                f"{node.op} returns {nbytes} bytes where {value.storage.nbytes} bytes were traced",
+                at=node.at,
+                help="its memory cannot be promised; use another operation here",
+            )
 
 
 def _cpu_seconds(run: Callable[[], Any]) -> float:

@@ -13,12 +13,9 @@ from .eviction import evict_greedily
 from .staged_ilp import Relaxation
 from .strategies import every_k, keep_all, sqrt_n
 
-__all__ = ["Found", "Frontier", "frontier", "lower_bound", "polish", "solve_staged"]
+__all__ = ["SMALL_BACKWARD", "Found", "Frontier", "frontier", "lower_bound", "polish", "solve_staged"]
 
-_PROOF_GAP = 1e-4
-"""Fraction of the step's time below which a gap counts as closed."""
-
-_SMALL_BACKWARD = 24
+SMALL_BACKWARD = 24
 """Up to this many backward operations each of them is a stage from the start: the choice is then exact."""
 
 _SMALL_FRACTION = 2e-5
@@ -125,7 +122,7 @@ def frontier(problem: CheckpointProblem, *, deadline: float = math.inf) -> Front
 def _below(problem: CheckpointProblem, peak_bytes: int, *, deadline: float) -> Iterator[Simulated]:
     """Schedules below `peak_bytes`, each below the one before, down to the least of a small graph's class."""
     low, high = problem.floor_bytes - 1, peak_bytes
-    while len(problem.backward) <= _SMALL_BACKWARD and low < high - 1 and time.monotonic() < deadline:
+    while len(problem.backward) <= SMALL_BACKWARD and low < high - 1 and time.monotonic() < deadline:
         below = _best_of_class(problem, high - 1, deadline)
         if below is None:
             return
@@ -185,7 +182,7 @@ def solve_staged(
         deadline: `time.monotonic()` at which to stop.
         gap: At which a solve stops, as a fraction of the step's time.
     """
-    small = len(problem.backward) <= _SMALL_BACKWARD
+    small = len(problem.backward) <= SMALL_BACKWARD
     lazy = _Lazy(list(range(len(problem.backward))) if small else [0])
     limit_bytes = budget_bytes
     margin_bytes = 0
@@ -262,7 +259,7 @@ def lower_bound(problem: CheckpointProblem, budget_bytes: int, *, deadline: floa
     The stages stand where backward holds most; storages that are small count as free. Forward may
     run in any way: no row but those of the stages is used.
     """
-    small = len(problem.backward) <= _SMALL_BACKWARD
+    small = len(problem.backward) <= SMALL_BACKWARD
     positions = list(range(len(problem.backward))) if small else _tightest(problem)
     bound = 0.0
     sizes = [len(positions)] if small else [6, 12, 20]

@@ -27,7 +27,7 @@ from .checkpointing import CheckpointProblem, Simulated
 from .cost import Cost
 from .eviction import evict_greedily
 from .program import Program
-from .search import Found, Frontier, frontier, lower_bound, polish, solve_staged
+from .search import SMALL_BACKWARD, Found, Frontier, frontier, lower_bound, polish, solve_staged
 from .strategies import every_k, keep_all, sqrt_n
 
 __all__ = ["STRATEGIES", "SelectCheckpoints", "minimum_budget"]
@@ -63,6 +63,17 @@ class SelectCheckpoints:
             UsageError: IRC401 for a malformed budget, IRC403 for an unknown strategy or time limit.
         """
         parse_budget(self.budget)
+        given: tuple[object, object] = self.strategy, self.time_limit
+        if (
+            not isinstance(given[0], str)
+            or isinstance(given[1], bool)
+            or not isinstance(given[1], (int, float))
+        ):
+            raise UsageError(
+                "IRC403",
+                f"strategy is {given[0]!r} and time_limit {given[1]!r}",
+                help="give the strategy's name as a text, and the time limit as a number of seconds",
+            )
         if self.strategy not in _NAMED and not re.fullmatch(r"every-[1-9][0-9]{0,8}", self.strategy):
             raise UsageError(
                 "IRC403",
@@ -128,7 +139,7 @@ class SelectCheckpoints:
     def _improve(self, problem: CheckpointProblem, budget_bytes: int, found: Found, deadline: float) -> None:
         seconds = max(deadline - time.monotonic(), 0.0)
         share = 1 - _BOUND_SHARE - _POLISH_SHARE
-        if len(problem.backward) > 24:
+        if len(problem.backward) > SMALL_BACKWARD:
             for weight in (1.0, 0.5, 0.25, 0.0):
                 if time.monotonic() >= deadline:
                     break

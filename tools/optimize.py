@@ -136,6 +136,10 @@ def optimize_module(
     """
     if not isinstance(cast(object, model), nn.Module):
         raise UsageError("IRC406", f"the model is a {type(model).__name__}, not a torch.nn.Module")
+    if loss is not None and not callable(loss):
+        raise UsageError("IRC406", f"the loss is a {type(loss).__name__}, not a function of the result")
+    if kwargs is not None and not isinstance(cast(object, kwargs), Mapping):
+        raise UsageError("IRC406", f"example_kwargs is a {type(kwargs).__name__}, not a dict")
     check_passes(passes)
     captured = capture(model, args, kwargs, loss=loss)
     program = PassManager(passes, observers).run(Program(captured.graph))

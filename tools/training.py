@@ -43,6 +43,8 @@ class Comparison:
         gradient_difference: Largest absolute difference of a gradient's element, over all steps; infinite
             where one of them is not a number and the other is.
         gradient_scale: Largest absolute element of a gradient of the original.
+        worst_gradient: Largest difference of a gradient as a multiple of what is allowed: 1e-4 of its own
+            largest element and 1e-6 of the largest of all.
         buffer_difference: Largest absolute difference of a buffer's element, over all steps.
         same_gradients: Whether the same parameters and inputs had gradients.
         same_generator: Whether the random generator was in the same state after each step.
@@ -52,6 +54,7 @@ class Comparison:
     fitted: tuple[Step, ...]
     gradient_difference: float
     gradient_scale: float
+    worst_gradient: float
     buffer_difference: float
     same_gradients: bool
     same_generator: bool
@@ -64,9 +67,9 @@ class Comparison:
 
     @property
     def agrees(self) -> bool:
-        """Whether the numbers are the same, up to 1e-5 of the largest gradient and of the losses."""
+        """Whether the numbers are the same, gradient by gradient, up to rounding."""
         losses = max((abs(step.loss) for step in self.original if math.isfinite(step.loss)), default=0.0)
-        close = self.gradient_difference <= 1e-5 * self.gradient_scale
+        close = self.worst_gradient <= 1
         close &= self.loss_difference <= 1e-5 * losses and self.buffer_difference <= 1e-5
         return close and self.same_gradients and self.same_generator
 
@@ -131,7 +134,7 @@ def compare(
     given = inputs if original_inputs is None else original_inputs
     of_original: list[Step] = []
     of_fitted: list[Step] = []
-    difference = scale = buffer_difference = 0.0
+    difference = scale = worst = buffer_difference = 0.0
     same_gradients = same_generator = True
     for _ in range(steps):
         before = _generator_states()
@@ -141,12 +144,16 @@ def compare(
         of_fitted.append(_step(fitted, inputs, update=False))
         same_generator &= all(map(torch.equal, after, _generator_states()))
         found = _gradients(fitted, inputs)
+        differences: dict[str, tuple[float, float]] = {}
         for name, expected in _gradients(original, given).items():
             if (mine := found.pop(name, None)) is None:
                 same_gradients = False
                 continue
-            difference = max(difference, _difference(expected, mine))
-            scale = max(scale, _largest(expected))
+            differences[name] = _difference(expected, mine), _largest(expected)
+        difference = max([difference, *(d for d, _ in differences.values())])
+        scale = max([scale, *(s for _, s in differences.values())])
+        allowed = ((d, 1e-4 * own + 1e-6 * scale) for d, own in differences.values())
+        worst = max([worst, *(0.0 if d == 0 else d / limit if limit else math.inf for d, limit in allowed)])
         same_gradients &= not found
         buffers = dict(fitted.named_buffers())
         for name, value in original.named_buffers():
@@ -159,6 +166,7 @@ def compare(
         tuple(of_fitted),
         difference,
         scale,
+        worst,
         buffer_difference,
         same_gradients,
         same_generator,

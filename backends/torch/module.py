@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from ...ir import (
     Compute,
     Delivery,
+    Graph,
     Input,
     InputRole,
     IrcError,
@@ -30,6 +31,7 @@ from ...ir import (
     Trait,
     UnsupportedError,
     UsageError,
+    Value,
 )
 from .emit import emit_source
 
@@ -44,6 +46,7 @@ class Program:
         statics: The graph's inputs but the tangents, in order.
         tangents: For each forward output, whether a gradient of it is taken.
         gradients: For each static input, its place among the gradients, or None.
+        depends: For each gradient, the forward outputs whose gradients it is computed from.
         read_by_backward: Indices of the static inputs that backward reads and forward does not write.
         forward: The emitted function.
         backward: The emitted function.
@@ -54,6 +57,7 @@ class Program:
     statics: tuple[Input, ...]
     tangents: tuple[Input | None, ...]
     gradients: tuple[int | None, ...]
+    depends: tuple[frozenset[int], ...]
     read_by_backward: tuple[int, ...]
     forward: Callable[[list[Tensor]], tuple[list[Tensor], list[Tensor]]]
     backward: Callable[[list[Tensor], list[Tensor], list[Tensor]], list[Tensor | None]]
@@ -98,12 +102,27 @@ def compile_program(schedule: Schedule, constants: Mapping[str, Tensor]) -> Prog
         statics=statics,
         tangents=tuple(tangents.get(str(index)) for index in range(len(outputs))),
         gradients=tuple(gradients.get(f"{i.role.value}:{i.target}") for i in statics),
+        depends=_dependences(graph),
         read_by_backward=tuple(k for k, i in enumerate(statics) if i.value.storage in read - written),
         forward=namespace["forward"],
         backward=namespace["backward"],
         constants=constants,
         source=source,
     )
+
+
+def _dependences(graph: Graph) -> tuple[frozenset[int], ...]:
+    """For each gradient, the indices of the outputs whose tangents reach it."""
+    reached: dict[Value, frozenset[int]] = {
+        i.value: frozenset([int(i.target)]) for i in graph.inputs if i.role is InputRole.TANGENT
+    }
+    nothing = frozenset[int]()
+    for node in graph.nodes:
+        through = nothing.union(*(reached.get(value, nothing) for value in node.operands))
+        if through:
+            reached.update(dict.fromkeys(node.values, through))
+    gradients = (o.value for o in graph.outputs if o.role is OutputRole.GRADIENT)
+    return tuple(nothing if value is None else reached.get(value, nothing) for value in gradients)
 
 
 _engine: Any = vars(torch._C)["_autograd"]
@@ -124,12 +143,13 @@ class _Step(torch.autograd.Function):
         ctx.program, ctx.inputs, ctx.saved = program, inputs, saved
         ctx.versions = [(k, inputs[k]._version) for k in program.read_by_backward]
         ctx.saved_versions = [tensor._version for tensor in saved]
+        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(o for o, t in zip(outputs, program.tangents, strict=True) if t is None))
         return tuple(outputs)
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *gradients: Tensor
+        ctx: Any, *gradients: Tensor | None
     ) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             raise UnsupportedError(
@@ -150,6 +170,7 @@ class _Step(torch.autograd.Function):
             saved = list(saved)
         else:
             ctx.saved = ctx.inputs = None
+        given = frozenset(k for k, gradient in enumerate(gradients) if gradient is not None)
         tangents = [
             _in_layout(gradient, tangent)
             for gradient, tangent in zip(gradients, program.tangents, strict=True)
@@ -158,11 +179,16 @@ class _Step(torch.autograd.Function):
         with torch._C._DisableAutocast():
             results = program.backward(inputs, saved, tangents)
         asked = (k for k, i in enumerate(program.statics) if i.requires_grad)
-        return (None, None, *(_pick(results, program.gradients[k]) for k in asked))
+        return (None, None, *(_pick(program, results, program.gradients[k], given) for k in asked))
 
 
-def _pick(results: list[Tensor | None], index: int | None) -> Tensor | None:
-    return None if index is None else results[index]
+def _pick(
+    program: Program, results: list[Tensor | None], index: int | None, given: frozenset[int]
+) -> Tensor | None:
+    """A gradient; None where it comes only from outputs that the loss does not use, as in eager."""
+    if index is None or (program.depends[index] and not program.depends[index] & given):
+        return None
+    return results[index]
 
 
 def _check_unchanged(program: Program, inputs: list[Tensor], versions: list[tuple[int, int]]) -> None:
@@ -187,9 +213,12 @@ def _check_outputs_unchanged(saved: list[Tensor], versions: list[int]) -> None:
             )
 
 
-def _in_layout(gradient: Tensor, tangent: Input) -> Tensor:
-    """The gradient of an output in the layout that the backward was traced with."""
+def _in_layout(gradient: Tensor | None, tangent: Input) -> Tensor:
+    """The gradient of an output in the layout that backward was traced with; zeros where there is none."""
     wanted = tangent.value.type
+    if gradient is None:
+        dtype: torch.dtype = getattr(torch, wanted.dtype.value)
+        return torch.empty_strided(wanted.shape, wanted.strides, dtype=dtype, device=wanted.device).zero_()
     if tuple(gradient.stride()) == wanted.strides:
         return gradient
     return torch.empty_strided(
@@ -232,6 +261,8 @@ class _Binding:
     program: Program
     signature: Signature
     plan: Plan | None
+    modules: list[nn.Module]
+    settings: list[dict[str, object]]
     slots: list[tuple[dict[str, Tensor | None], str] | Slot | Tensor]
 
     @staticmethod
@@ -248,14 +279,16 @@ class _Binding:
                     slots.append(Slot(int(static.target)))
                 case _:
                     slots.append(program.constants[static.target])
-        return _Binding(program, signature, plan, slots)
+        modules = list(module.modules())[1:]
+        return _Binding(program, signature, plan, modules, [_settings(m) for m in modules], slots)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Binding:
         slots = [
             (memo.get(id(slot[0]), slot[0]), slot[1]) if isinstance(slot, tuple) else slot
             for slot in self.slots
         ]
-        return _Binding(self.program, self.signature, self.plan, slots)
+        modules = [memo.get(id(child), child) for child in self.modules]
+        return _Binding(self.program, self.signature, self.plan, modules, self.settings, slots)
 
     def tensor(self, index: int, leaves: list[Any]) -> Tensor:
         """The tensor that the program's input `index` binds in this call."""
@@ -274,7 +307,8 @@ class _Binding:
                 "IRC503",
                 f"{static.role.value} {static.target} has requires_grad={tensor.requires_grad}, "
                 f"the plan was made for requires_grad={static.requires_grad}",
-                help="call irc.optimize again after freezing or unfreezing",
+                help="call irc.optimize again, with inputs and parameters that require gradients as they do "
+                "in the training step",
             )
         wanted = static.value.type
         same = tuple(tensor.shape) == wanted.shape and tuple(tensor.stride()) == wanted.strides
@@ -327,6 +361,7 @@ class _Fitted(nn.Module):
         if not changed:
             _refuse_hooks(self)
             _check_autocast(signature)
+            _check_submodules(self, self.__dict__["_irc"])
             return True
         if not self.training:
             return False
@@ -336,6 +371,32 @@ class _Fitted(nn.Module):
             f"the plan was made for the other ({len(changed)} submodules differ)",
             help="call irc.optimize with the modules in the modes that you train in",
         )
+
+
+def _settings(module: nn.Module) -> dict[str, object]:
+    """The plain values among a module's attributes, such as a dropout's rate."""
+    plain = (bool, int, float, str, tuple)
+    return {k: v for k, v in module.__dict__.items() if k != "training" and isinstance(v, plain)}
+
+
+def _check_submodules(root: nn.Module, binding: _Binding) -> None:
+    """Refuses a step after a submodule or a setting of one was replaced: the plan has the old ones."""
+    now = list(root.modules())[1:]
+    if len(now) != len(binding.modules) or any(a is not b for a, b in zip(now, binding.modules, strict=True)):
+        raise UsageError(
+            "IRC507",
+            "submodules were replaced, added or removed since the plan",
+            help="call irc.optimize again",
+        )
+    for child, planned in zip(now, binding.settings, strict=True):
+        if _settings(child) != planned:
+            name = next(name for name, module in root.named_modules() if module is child)
+            raise UsageError(
+                "IRC507",
+                f"a setting of submodule {name!r} has changed since the plan: {planned} is now "
+                f"{_settings(child)}",
+                help="call irc.optimize again",
+            )
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

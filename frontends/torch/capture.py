@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import random
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -117,6 +119,8 @@ def capture(
         next(deliveries) if isinstance(leaf, Tensor) else _constant(leaf) for leaf in flat.result_leaves
     ]
     most, held = loss_bytes(loss, flat.result_leaves, flat.result_tree)
+    aliased = _aliased_bytes(graph, translation.deliveries)
+    most, held = most + 2 * aliased, held + aliased
     graph = replace(graph, loss_bytes=most, loss_held_bytes=held)
     slots = map(Slot, range(len(tensors)))
     signature = Signature(
@@ -132,6 +136,13 @@ def capture(
         ),
     )
     return Captured(graph, signature, translation.constants)
+
+
+def _aliased_bytes(graph: Graph, deliveries: Sequence[Delivery]) -> int:
+    """What the gradients of outputs that are views of others take before they become one gradient."""
+    outputs = [o.value for o in graph.outputs if o.role is OutputRole.OUTPUT]
+    bases = [outputs[d.index] for d in deliveries if d.origin is Origin.OUTPUT]
+    return sum(base.storage.nbytes for base in bases if base is not None)
 
 
 def _constant(leaf: Any) -> Delivery:
@@ -157,6 +168,7 @@ def _trace(
     stack.enter_context(recording(module))
     stack.enter_context(StepwiseRNN())
     stack.enter_context(_restored(module))
+    stack.enter_context(_quiet_tracer())
     stack.enter_context(warnings.catch_warnings())
     warnings.simplefilter("ignore")
     try:
@@ -183,6 +195,18 @@ def _trace(
 
 
 @contextlib.contextmanager
+def _quiet_tracer() -> Generator[None]:
+    """What the tracer logs about a model's error stands in the error that follows."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextlib.contextmanager
 def _restored(module: nn.Module) -> Generator[None]:
     """Afterwards, every attribute of the module and its submodules is what it was before.
 
@@ -191,23 +215,41 @@ def _restored(module: nn.Module) -> Generator[None]:
             forward may (pruning, weight norm): it computes the attribute from parameters in each call.
     """
     before = [(name, child, dict(vars(child))) for name, child in module.named_modules()]
+    tensors = [(held, dict(held)) for _, child, _ in before for held in (child._parameters, child._buffers)]
+    drawn = random.getstate()
     assigned: list[str] = []
+    counted: list[str] = []
     try:
         yield
         for name, child, attributes in before:
             changed = (k for k, v in vars(child).items() if attributes.get(k, _ABSENT) is not v)
             own_cache = type(child).__module__.startswith("torch.")  # such as the flat weights of an LSTM
             if not child._forward_pre_hooks and not own_cache:
-                assigned += [f"{name}.{k}".lstrip(".") for k in changed if _is_traced(vars(child)[k])]
+                for key in changed:
+                    found = assigned if _is_traced(vars(child)[key]) else counted
+                    if found is assigned or isinstance(vars(child)[key], (int, float, str)):
+                        found.append(f"{name}.{key}".lstrip("."))
+        if random.getstate() != drawn:
+            counted.append("random (Python's generator)")
     finally:
+        random.setstate(drawn)
         for _, child, attributes in before:
             vars(child).clear()
             vars(child).update(attributes)
+        for held, contents in tensors:
+            held.clear()
+            held.update(contents)
     if assigned:
         raise UnsupportedError(
             "IRC338",
             f"the forward assigns a tensor to the attribute {assigned[0]} ({len(assigned)} such attributes)",
             help="return the tensor, or register a buffer and write into it with copy_()",
+        )
+    if counted:
+        raise UnsupportedError(
+            "IRC338",
+            f"the forward changes Python state: {counted[0]} ({len(counted)} such); a plan would freeze it",
+            help="keep it outside of the module, or in a buffer",
         )
 
 

@@ -16,6 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...ir import UsageError
+
 __all__ = ["Loss", "loss_bytes"]
 
 Loss = Callable[[Any], Tensor]
@@ -60,7 +62,7 @@ def loss_bytes(loss: Loss | None, result_leaves: list[Any], result_tree: Any) ->
 
     Args:
         loss: A function from the module's result to a scalar. None stands for a loss that takes twice the
-            outputs' bytes, as cross entropy does; where the only output is a scalar, that is the loss.
+            outputs' bytes, as cross entropy does in the outputs' own element type; a scalar output is a loss.
         result_leaves: The leaves of that result as traced; only the tensors' types are looked at.
         result_tree: How the leaves nest.
 
@@ -72,25 +74,54 @@ def loss_bytes(loss: Loss | None, result_leaves: list[Any], result_tree: Any) ->
         outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         trained = [leaf for leaf in outputs if leaf.requires_grad]
         if loss is None:
-            if [leaf.dim() for leaf in trained] == [0]:
-                return 0, 0
-            transient = sum(2 * leaf.untyped_storage().nbytes() for leaf in trained)
-            return transient + _SCALARS_BYTES, _SCALARS_BYTES
+            transient = sum(2 * leaf.untyped_storage().nbytes() for leaf in trained if leaf.dim())
+            relaid = sum(_bytes(leaf) for leaf in trained if not leaf.is_contiguous())
+            return transient + relaid + _SCALARS_BYTES, relaid + _SCALARS_BYTES
         gc.collect()
         alive = _Alive()
         for output in outputs:
             alive.ignore(output)
         with alive:
-            scalar = loss(pytree.tree_unflatten(leaves, result_tree))
+            scalar = _called(loss, pytree.tree_unflatten(leaves, result_tree))
             seed = torch.ones_like(scalar)
             gradients: Any = torch.autograd.grad(scalar, trained, seed, allow_unused=True)
-        storages = [g.untyped_storage() for g in gradients if g is not None]
-        tangents = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
-        return max(alive.peak_bytes - tangents, 0), max(alive.alive_bytes - tangents, 0)
+        taken = {
+            gradient.untyped_storage()._cdata: _bytes(gradient)
+            for gradient, leaf in zip(gradients, trained, strict=True)
+            if gradient is not None and gradient.stride() == leaf.stride()
+        }
+        # a gradient in another layout than its output is copied, and its first form stays with the caller
+        held = max(alive.alive_bytes - sum(taken.values()), 0)
+        return max(alive.peak_bytes - sum(taken.values()), held), held
 
 
-_SCALARS_BYTES = 2 * 8
-"""A loss and its gradient, of at most eight bytes each."""
+_SCALARS_BYTES = 4 * 8
+"""Scalars of at most eight bytes each: a loss, its gradient, and those of a scaled loss."""
+
+
+def _bytes(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage().nbytes())
+
+
+def _called(loss: Loss, result: Any) -> Tensor:
+    """The loss of a result.
+
+    Raises:
+        UsageError: IRC341 when it fails, or is no scalar that depends on the result.
+    """
+    help = "give a function from the module's result to a scalar tensor"
+    try:
+        scalar: object = loss(result)
+    except Exception as error:
+        raise UsageError("IRC341", f"the loss fails: {type(error).__name__}: {error}", help=help) from error
+    if not isinstance(scalar, Tensor) or scalar.numel() != 1 or not scalar.requires_grad:
+        shown = (
+            f"a tensor of shape {list(scalar.shape)}" if isinstance(scalar, Tensor) else type(scalar).__name__
+        )
+        raise UsageError(
+            "IRC341", f"the loss returns {shown}, no scalar that depends on the result", help=help
+        )
+    return scalar
 
 
 def _stand_in(leaf: Tensor) -> Tensor:

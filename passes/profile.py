@@ -10,6 +10,7 @@ import platform
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -343,7 +344,8 @@ def allocation_events(run: Callable[[], Any]) -> list[int]:
 
     gc.collect()
     session = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False)
-    with _quiet_stderr():
+    with _quiet_stderr(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # older releases warn of cycles, of which there are none
         session.start()
     try:
         run()

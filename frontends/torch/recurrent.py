@@ -55,6 +55,7 @@ def _layer_by_layer(func: Any, args: tuple[Any, ...]) -> Any:
         own_state = own[0] if isinstance(state, Tensor) else tuple(own)
         own_weights = weights[each * layer : each * (layer + 1)]
         x, *after = func(x, own_state, own_weights, biases, 1, 0.0, train, bidirectional, batch_first)
-        for parts, part in zip(final, after, strict=True):
-            parts.append(part)
+        for parts, part, given in zip(final, after, own, strict=True):
+            # before torch 2.13 the decomposition of one layer returned its final states with one axis more
+            parts.append(part if part.shape == given.shape else part.reshape(given.shape))
     return (x, *(torch.cat(parts) for parts in final))

@@ -79,8 +79,8 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """How far the plan's time may be from the best, as a fraction of the plan's time."""
-        return max(self.overhead - self.lower_bound_overhead, 0.0) / (1 + self.overhead)
+        """How far the plan's time may be above the best, as a fraction of the best."""
+        return max(self.overhead - self.lower_bound_overhead, 0.0) / (1 + self.lower_bound_overhead)
 
     def summary(self) -> str:
         """The plan in a few lines."""

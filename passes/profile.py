@@ -168,11 +168,12 @@ def _measure(nodes: Sequence[Node], repeats: int, progress: Progress | None) -> 
     """Times and workspaces: one pass for the times, which also warms kernels up, one for the allocations."""
     seconds: list[float] = []
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        for done, node in enumerate(nodes):
-            if progress is not None:
-                progress(done, len(nodes))
-            with _explained(node):
-                seconds.append(_best_seconds(node, _runner(node), repeats))
+        with _one_thread():
+            for done, node in enumerate(nodes):
+                if progress is not None:
+                    progress(done, len(nodes))
+                with _explained(node):
+                    seconds.append(_best_seconds(node, _runner(node), repeats))
         workspaces = _workspaces(nodes)
     if progress is not None and nodes:
         progress(len(nodes), len(nodes))
@@ -258,13 +259,23 @@ def _check_sizes(node: Node, results: Any) -> None:
 
 
 def _cpu_seconds(run: Callable[[], Any]) -> float:
-    """Seconds of the processor where one thread computes (steadier on a busy machine), else of the clock."""
-    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-    start = clock()
+    """Seconds of the processor; one thread computes."""
+    start = time.process_time()
     result = run()
-    seconds = clock() - start
+    seconds = time.process_time() - start
     del result
     return seconds
+
+
+@contextlib.contextmanager
+def _one_thread() -> Generator[None]:
+    """Times on several threads wait for one another where the machine is busy; on one they are steady."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _cuda_seconds(run: Callable[[], Any]) -> float:
@@ -319,6 +330,7 @@ def _cpu_peaks(nodes: Sequence[Node]) -> list[int]:
     def run_all() -> None:
         for node in nodes:
             run = _runner(node)
+            run()  # kernels are chosen on the first run with this number of threads
             _mark()
             result = run()
             _mark()

@@ -143,3 +143,23 @@ def test_measuring_leaves_no_trace() -> None:
     assert measured_peak_bytes(module, [x], 1000) > 1000
     assert module.weight.grad is None and x.grad is None
     assert torch.equal(module.seen, before) and torch.equal(generator, torch.get_rng_state())
+
+
+def test_a_small_gradient_that_is_wrong_does_not_hide_behind_a_large_one() -> None:
+    class Two(nn.Module):
+        def __init__(self, slope: float) -> None:
+            super().__init__()
+            self.large = nn.Parameter(torch.ones(4))
+            self.small = nn.Parameter(torch.ones(4))
+            self.slope = slope
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            still = self.small.detach()  # the same loss, another slope
+            small = still + self.slope * (self.small - still)
+            return (1e3 * x * self.large + 1e-2 * x * small).sum()
+
+    x = torch.ones(4)
+    assert compare(Two(1.0), Two(1.0), (x,), 2).agrees
+    wrong = compare(Two(1.0), Two(2.0), (x,), 1)
+    assert wrong.gradient_difference <= 1e-5 * wrong.gradient_scale  # within one tolerance for all
+    assert not wrong.agrees

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..passes.profile import peak_bytes
+from ..passes.allocations import peak_bytes
 from .loading import training_loss
 
 __all__ = ["Comparison", "Step", "compare", "measured_peak_bytes", "train"]

@@ -32,7 +32,8 @@ from irc.ir import (
     verify_schedule,
     with_frees,
 )
-from irc.passes.profile import peak_bytes, profile_costs
+from irc.passes.allocations import peak_bytes
+from irc.passes.profile import profile_costs
 from irc.tools import models
 
 torch.set_num_threads(1)

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from irc.frontends.torch import capture
 from irc.ir import DType, Graph, IrcError, Location, Node, Storage, Symbol, TensorType, Value
 from irc.passes import profile
+from irc.passes.allocations import allocation_events, peak_bytes
 from irc.passes.costs import signature
-from irc.passes.profile import Measured, ProfileStore, allocation_events, peak_bytes, profile_costs
+from irc.passes.profile import Measured, ProfileStore, profile_costs
 
 torch.set_num_threads(1)
 

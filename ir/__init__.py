@@ -10,7 +10,10 @@ from .errors import (
     VerificationError,
 )
 from .graph import (
+    ACCUMULATE_GRADIENT,
+    APPLY_GRADIENT,
     Argument,
+    Gradients,
     Graph,
     Input,
     InputRole,
@@ -40,6 +43,8 @@ from .units import format_bytes, parse_budget
 from .verify import verify_graph, verify_schedule
 
 __all__ = [
+    "ACCUMULATE_GRADIENT",
+    "APPLY_GRADIENT",
     "Argument",
     "BudgetError",
     "Compute",
@@ -47,6 +52,7 @@ __all__ = [
     "Decision",
     "Delivery",
     "Free",
+    "Gradients",
     "Graph",
     "Input",
     "InputRole",

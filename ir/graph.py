@@ -8,10 +8,13 @@ from enum import Enum
 from functools import cached_property
 
 from .errors import Location
-from .types import Storage, Value
+from .types import Storage, TensorType, Value
 
 __all__ = [
+    "ACCUMULATE_GRADIENT",
+    "APPLY_GRADIENT",
     "Argument",
+    "Gradients",
     "Graph",
     "Input",
     "InputRole",
@@ -65,6 +68,26 @@ class Trait(Enum):
     """Reads a storage that an effect overwrites later: running it again would give other numbers."""
 
 
+class Gradients(Enum):
+    """What becomes of the gradients of parameters."""
+
+    RETURNED = "returned"
+    """They are delivered together when backward ends."""
+    ACCUMULATED = "accumulated"
+    """Each is added to the `.grad` of its parameter as soon as it is known."""
+    APPLIED = "applied"
+    """An optimizer takes its step for a parameter within backward, and the gradient is freed."""
+
+
+ACCUMULATE_GRADIENT = "irc.accumulate_grad"
+"""The operation (parameter, gradient) that adds a gradient to the `.grad` of its parameter."""
+APPLY_GRADIENT = "irc.apply_gradient"
+"""The operation (parameter, gradient) that takes the optimizer's step for a parameter, which it writes. Its
+keywords are what was measured of this step: `state_bytes`, `workspace_bytes` and `seconds`."""
+
+_RELEASES = {ACCUMULATE_GRADIENT: Gradients.ACCUMULATED, APPLY_GRADIENT: Gradients.APPLIED}
+
+
 @dataclass(eq=False, frozen=True, slots=True)
 class Node:
     """One operation.
@@ -114,6 +137,11 @@ class Node:
         """Whether running the node again gives the same numbers and changes nothing else."""
         return not self.traits & {Trait.RANDOM, Trait.EFFECT, Trait.PINNED}
 
+    @property
+    def releases(self) -> Gradients | None:
+        """What the node does with the gradient of a parameter, its second operand; None for the others."""
+        return _RELEASES.get(self.op)
+
     def __repr__(self) -> str:
         return f"Node({self.name} = {self.op})"
 
@@ -157,7 +185,8 @@ class Output:
     """A graph output.
 
     Args:
-        value: The value delivered; None where no gradient flows.
+        value: The value delivered; None where no gradient flows, or where a node of the graph releases it
+            (see `Graph.releases`).
         role: An output of the forward, or a gradient.
         target: Index of the output; for a gradient the target of the input it belongs to, prefixed by
             the input's role, such as `parameter:conv1.weight`.
@@ -179,6 +208,8 @@ class Graph:
         loss_bytes: The most that the caller's loss and its backward take between forward and backward,
             beyond the outputs and the tangents.
         loss_held_bytes: What of it stays until backward returns: the loss itself and its gradient.
+        reserved_bytes: What else exists before the step and after it, outside of the graph: the `.grad` that
+            gradients are accumulated into, or the state of the optimizers that apply them.
 
     All inputs but the tangents are static: they exist before the step and after it.
     """
@@ -188,6 +219,7 @@ class Graph:
     outputs: tuple[Output, ...]
     loss_bytes: int = 0
     loss_held_bytes: int = 0
+    reserved_bytes: int = 0
 
     @cached_property
     def static_storages(self) -> frozenset[Storage]:
@@ -208,8 +240,26 @@ class Graph:
 
     @cached_property
     def static_bytes(self) -> int:
-        """Bytes of parameters, buffers, inputs and constants, each storage once."""
-        return sum(storage.nbytes for storage in self.static_storages)
+        """Bytes of parameters, buffers, inputs and constants, each storage once, and the reserved bytes."""
+        return sum(storage.nbytes for storage in self.static_storages) + self.reserved_bytes
+
+    @cached_property
+    def tied(self) -> dict[Value, Value]:
+        """For each parameter the first one of the same storage and type: both name one tensor."""
+        first: dict[tuple[Storage, TensorType], Value] = {}
+        parameters = (i.value for i in self.inputs if i.role is InputRole.PARAMETER)
+        return {value: first.setdefault((value.storage, value.type), value) for value in parameters}
+
+    @cached_property
+    def releases(self) -> tuple[Node, ...]:
+        """The nodes that accumulate or apply the gradient of a parameter."""
+        return tuple(node for node in self.nodes if node.releases is not None)
+
+    @property
+    def gradients(self) -> Gradients:
+        """What becomes of the gradients of parameters; all are treated alike."""
+        kinds = (node.releases for node in self.releases)
+        return next(filter(None, kinds), Gradients.RETURNED)
 
     @cached_property
     def storages(self) -> tuple[Storage, ...]:

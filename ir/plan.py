@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from .errors import UsageError
+from .graph import Gradients
 from .units import format_bytes
 
 __all__ = ["Decision", "Plan"]
 
 _FORMAT = "irc-plan-1"
+
+_RELEASED = {
+    Gradients.RETURNED: None,
+    Gradients.ACCUMULATED: "accumulated into .grad as they are made",
+    Gradients.APPLIED: "applied by the optimizer within backward, and freed at once",
+}
+_RESERVED = {
+    Gradients.RETURNED: None,
+    Gradients.ACCUMULATED: "gradients from step to step",
+    Gradients.APPLIED: "optimizer state",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +61,7 @@ class Plan:
         budget_bytes: What was asked for.
         peak_bytes: Predicted peak of a training step under the plan.
         baseline_peak_bytes: The same where everything is kept, as in eager.
-        static_bytes: Parameters, buffers, inputs and constants.
+        static_bytes: Parameters, buffers, inputs and constants, and the reserved bytes.
         minimum_budget_bytes: The smallest budget that a schedule was found for.
         floor_bytes: No schedule with this order of backward fits into less.
         step_seconds: Predicted time of the baseline's step.
@@ -60,6 +72,9 @@ class Plan:
         costs: Where seconds and workspaces come from.
         decisions: One for each forward storage.
         seconds_to_plan: How long planning took.
+        gradients: What becomes of the gradients of parameters: the name of one of `Gradients`.
+        reserved_bytes: What that takes from step to step: `.grad` where they are accumulated, the optimizers'
+            state where they are applied.
     """
 
     budget_bytes: int
@@ -76,6 +91,8 @@ class Plan:
     costs: str
     decisions: tuple[Decision, ...] = ()
     seconds_to_plan: float = 0.0
+    gradients: str = Gradients.RETURNED.value
+    reserved_bytes: int = 0
 
     @property
     def gap(self) -> float:
@@ -93,7 +110,8 @@ class Plan:
                 f"{format_bytes(self.peak_bytes)} ({self.peak_bytes:,} bytes, {saved:.1%} of baseline)",
             ),
             ("baseline peak", f"{format_bytes(self.baseline_peak_bytes)}"),
-            ("static", f"{format_bytes(self.static_bytes)} (parameters, buffers, inputs)"),
+            ("static", f"{format_bytes(self.static_bytes)} (parameters, buffers, inputs{self._reserved})"),
+            *(("gradients", text) for text in filter(None, [_RELEASED[Gradients(self.gradients)]])),
             (
                 "overhead",
                 f"{self.overhead:.2%} of the step's time, bound {self.lower_bound_overhead:.2%}: {proof}",
@@ -105,6 +123,12 @@ class Plan:
             ("strategy", f"{self.strategy}, costs {self.costs}, planned in {self.seconds_to_plan:.1f} s"),
         ]
         return "\n".join(f"{name:>16}  {text}" for name, text in rows)
+
+    @property
+    def _reserved(self) -> str:
+        """What is reserved, as one more of the static things."""
+        what = _RESERVED[Gradients(self.gradients)]
+        return f", and {format_bytes(self.reserved_bytes)} of {what}" if what else ""
 
     def explain(self) -> str:
         """A table of the storages that are not kept, largest first, each with the reason."""
@@ -128,7 +152,7 @@ class Plan:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Plan:
-        """The plan of `to_json`; what else the data holds is left aside.
+        """The plan of `to_json`; what else the data holds is left aside, what may be missing has its default.
 
         Raises:
             UsageError: IRC402 when the data is no plan.
@@ -136,13 +160,15 @@ class Plan:
         try:
             if data["format"] != _FORMAT:
                 raise KeyError(data["format"])
-            known = {field.name: data[field.name] for field in fields(Plan)}
+            given = (f.name for f in fields(Plan) if f.name in data or f.default is MISSING)
+            known = {name: data[name] for name in given}
+            Gradients(known.get("gradients", Plan.gradients))
             known["decisions"] = tuple(Decision(**row) for row in known["decisions"])
             plan = Plan(**known)
             for record in (plan, *plan.decisions):
                 _check_types(record)
             return plan
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise UsageError(
                 "IRC402", f"this is no plan of irc: {error}", help=f"expected format {_FORMAT}"
             ) from error

@@ -67,6 +67,7 @@ _TOKEN = re.compile(
     re.ASCII,
 )
 _MAX_DEPTH = 64
+_OPTIONAL_BYTES = ("loss_held_bytes", "reserved_bytes")
 _LOCATION_FIELDS = (("module", "module"), ("onnx", "onnx_node"), ("source", "source"))
 
 
@@ -99,8 +100,9 @@ def same_schedule(a: Schedule, b: Schedule) -> bool:
 
 
 def _graph_lines(graph: Graph) -> Iterator[str]:
-    held = f" loss_held_bytes={graph.loss_held_bytes}" if graph.loss_held_bytes else ""
-    yield f"graph loss_bytes={graph.loss_bytes}{held} {{"
+    optional = ((name, getattr(graph, name)) for name in _OPTIONAL_BYTES)
+    more = "".join(f" {name}={nbytes}" for name, nbytes in optional if nbytes)
+    yield f"graph loss_bytes={graph.loss_bytes}{more} {{"
     for storage in graph.storages:
         yield f"  storage {_sigil('@', storage.name)} {storage.nbytes} {_word(storage.device)}"
     for entry in graph.inputs:
@@ -386,10 +388,11 @@ class _Parser:
         self.expect("loss_bytes")
         self.expect("=")
         loss_bytes = self.integer("bytes")
-        loss_held_bytes = 0
-        if self.accept("loss_held_bytes"):
-            self.expect("=")
-            loss_held_bytes = self.integer("bytes")
+        optional = dict.fromkeys(_OPTIONAL_BYTES, 0)
+        for name in optional:
+            if self.accept(name):
+                self.expect("=")
+                optional[name] = self.integer("bytes")
         inputs: list[Input] = []
         nodes: dict[str, Node] = {}
         outputs: list[Output] = []
@@ -413,7 +416,7 @@ class _Parser:
                 self.fail("a storage, an input, a region, a node, an output or `}`")
 
         self.block(statement)
-        return Graph(tuple(inputs), tuple(nodes.values()), tuple(outputs), loss_bytes, loss_held_bytes)
+        return Graph(tuple(inputs), tuple(nodes.values()), tuple(outputs), loss_bytes, **optional)
 
     def storage_statement(self) -> None:
         self.expect("storage")

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from .errors import VerificationError
-from .graph import Graph, InputRole, Node, Output, OutputRole, Region, Trait
+from .graph import Gradients, Graph, InputRole, Node, Output, OutputRole, Region, Trait
 from .liveness import Timeline, liveness
 from .schedule import Compute, Free, Loss, Schedule
-from .types import Storage, Value
+from .types import Storage, TensorType, Value
 
 __all__ = ["verify_graph", "verify_schedule"]
 
@@ -26,9 +26,13 @@ def verify_graph(graph: Graph) -> None:
             written; IRC112 a value is written twice; IRC113 a value does not fit its storage; IRC114 forward
             depends on backward; IRC115 a view allocates; IRC116 an operation that is no view returns an
             alias; IRC117 an output is missing; IRC118 a gradient belongs to no input; IRC119 an effect does
-            not write a parameter, buffer, input or constant.
+            not write a parameter, buffer, input or constant; IRC133 a gradient is released wrongly, or the
+            reserved bytes are not those of what is released; IRC134 a parameter is read after its gradient
+            was applied.
     """
     _GraphCheck(graph).run()
+    if graph.releases or graph.reserved_bytes:
+        _ReleaseCheck(graph).run()
 
 
 class _GraphCheck:
@@ -138,6 +142,98 @@ class _GraphCheck:
                 _fail("IRC117", f"{what} is {output.value}, which exists only in backward")
 
 
+class _ReleaseCheck:
+    """Whether the gradients that a graph releases are those of its parameters, each once and in time."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        trained = (i for i in graph.inputs if i.role is InputRole.PARAMETER and i.requires_grad)
+        self.targets: dict[Value, str] = {}
+        self.tied: dict[Value, list[str]] = {}
+        """For each name that a trained parameter was first given, all its names."""
+        first: dict[tuple[Storage, TensorType], list[str]] = {}
+        for entry in trained:
+            self.targets[entry.value] = entry.target
+            names = first.setdefault((entry.value.storage, entry.value.type), [])
+            names.append(entry.target)
+            self.tied[entry.value] = names
+        self.undelivered = {
+            o.target for o in graph.outputs if o.role is OutputRole.GRADIENT and o.value is None
+        }
+        self.held = {i.value.storage for i in graph.inputs}
+        self.held |= {o.value.storage for o in graph.outputs if o.value is not None}
+        """Storages that the caller has hold of, and those of gradients that were released."""
+        self.kinds: set[Gradients] = set()
+        self.released: set[str] = set()
+        self.applied: dict[Storage, Node] = {}
+        self.taken_bytes = 0
+
+    def run(self) -> None:
+        for node in self.graph.nodes:
+            if node.releases is not None:
+                self.release(node, node.releases)
+            elif not node.is_view:
+                self.reads(node.operands, node.name, node)
+        for output in self.graph.outputs:
+            if output.role is OutputRole.GRADIENT and output.value is not None:
+                self.reads((output.value,), _describe(output), None)
+        if self.taken_bytes != self.graph.reserved_bytes:
+            message = f"{self.graph.reserved_bytes} B are reserved where what is released takes"
+            _fail("IRC133", f"{message} {self.taken_bytes} B")
+
+    def reads(self, values: Sequence[Value], reader: str, node: Node | None) -> None:
+        for value in values:
+            if value.storage in self.applied:
+                by = self.applied[value.storage].name
+                _fail("IRC134", f"{reader} reads {value}, which {by} has updated before", node)
+
+    def release(self, node: Node, kind: Gradients) -> None:
+        parameter, gradient = self.operands(node)
+        self.kinds.add(kind)
+        if len(self.kinds) > 1:
+            _fail("IRC133", f"{node.name} releases its gradient in another way than those before it", node)
+        for name in self.tied[parameter]:
+            if name in self.released:
+                _fail("IRC133", f"{node.name} releases the gradient of {parameter} again", node)
+            if f"parameter:{name}" not in self.undelivered:
+                _fail("IRC133", f"{node.name} releases the gradient of {parameter}, which is delivered", node)
+        self.released.update(self.tied[parameter])
+        if gradient.storage in self.held:
+            _fail("IRC133", f"{node.name} releases {gradient}, whose storage somebody else holds", node)
+        self.held.add(gradient.storage)
+        if kind is Gradients.ACCUMULATED:
+            self.taken_bytes += gradient.storage.nbytes
+        else:
+            self.taken_bytes += self.measured(node)
+            self.applied[parameter.storage] = node
+
+    def operands(self, node: Node) -> tuple[Value, Value]:
+        """The parameter and its gradient, where they are what they have to be."""
+        if node.region is not Region.BACKWARD or Trait.EFFECT not in node.traits or node.results:
+            _fail("IRC133", f"{node.name} is not an effect of backward without results", node)
+        match node.arguments:
+            case (Value() as parameter, Value() as gradient) if parameter in self.targets:
+                pass
+            case _:
+                message = f"{node.name} does not take a parameter that requires a gradient, and its gradient"
+                _fail("IRC133", message, node)
+        mine, its = gradient.type, parameter.type
+        if (mine.shape, mine.dtype) != (its.shape, its.dtype):
+            _fail("IRC133", f"{node.name} takes {gradient} for a gradient of {parameter}", node)
+        return parameter, gradient
+
+    def measured(self, node: Node) -> int:
+        """The bytes of state that an optimizer's step keeps."""
+        keywords = dict(node.keywords)
+        for key in ("state_bytes", "workspace_bytes", "seconds"):
+            number = keywords.get(key)
+            if not isinstance(number, int | float if key == "seconds" else int) or not number >= 0:
+                _fail("IRC133", f"{node.name} has {key}={number!r}", node)
+        state_bytes = keywords["state_bytes"]
+        assert isinstance(state_bytes, int)
+        return state_bytes
+
+
 def _reach_bytes(value: Value) -> int | None:
     """Bytes from the first to the last element; 0 where strides are not known, None where they are wrong."""
     shape, strides = value.type.shape, value.type.strides
@@ -173,7 +269,7 @@ def verify_schedule(
             not run exactly once; IRC124 random nodes, effects and their readers run out of order; IRC125 not
             forward, one loss, backward, or a node that no schedule runs; IRC126 an output or gradient is
             missing; IRC127 a storage is left over; IRC128 the peak is over the budget; IRC129 the peak is
-            not the one claimed.
+            not the one claimed; IRC134 an operation reads a parameter after its gradient was applied.
     """
     check = _ScheduleCheck(schedule, workspace_bytes)
     timeline = check.run()
@@ -212,11 +308,13 @@ class _ScheduleCheck:
         self.tangents -= self.static
         self.delivered -= self.static | self.tangents
         self.resident: set[Storage] = set(self.static)
-        self.alive_bytes = sum(storage.nbytes for storage in self.resident)
+        self.alive_bytes = sum(storage.nbytes for storage in self.resident) + self.graph.reserved_bytes
         self.during_bytes: list[int] = []
         self.after_bytes: list[int] = []
         self.lost = False
         self.ran: set[Node] = set()
+        self.applied: dict[Storage, Node] = {}
+        """The parameters that an optimizer has updated, each with the node that did."""
         self.in_order_done = 0
 
     def describe_graph(self) -> None:
@@ -289,12 +387,17 @@ class _ScheduleCheck:
             self.resident.add(storage)
             self.alive_bytes += storage.nbytes
         self.ran.add(node)
+        if node.releases is Gradients.APPLIED:
+            self.applied[node.operands[0].storage] = node
 
     def operands(self, node: Node) -> None:
         for value in node.operands:
             if value.storage not in self.resident:
                 message = f"{node.name} reads {value} in {_show(value.storage)}, which is not resident"
                 self.fail("IRC120", message, node)
+            if value.storage in self.applied and node.releases is None:
+                message = f"{node.name} reads {value}, which {self.applied[value.storage].name} has updated"
+                self.fail("IRC134", message, node)
         for effect in self.effects_read(node) - self.ran:
             self.fail("IRC124", f"{node.name} reads what {effect.name} writes, which has not run yet", node)
 

@@ -1,11 +1,19 @@
 """Passes: what operations cost, and which schedule is chosen."""
 
-from .checkpointing import CheckpointProblem, Simulated, Stage, Staging
+from .checkpointing import CheckpointProblem, Repeats, Simulated
 from .cost import Cost
 from .costs import MACHINES, Costs, Machine, analytic_costs
 from .manager import Observer, Pass, PassManager, Timing, parse_passes
 from .program import Program
-from .select_checkpoints import STRATEGIES, SelectCheckpoints, minimum_budget
+from .release_gradients import ReleaseGradients
+from .select_checkpoints import (
+    STRATEGIES,
+    Planner,
+    SelectCheckpoints,
+    minimum_budget,
+    recomputation_problem,
+)
+from .split_convolutions import SplitConvolutions
 
 __all__ = [
     "MACHINES",
@@ -17,13 +25,16 @@ __all__ = [
     "Observer",
     "Pass",
     "PassManager",
+    "Planner",
     "Program",
+    "ReleaseGradients",
+    "Repeats",
     "SelectCheckpoints",
     "Simulated",
-    "Stage",
-    "Staging",
+    "SplitConvolutions",
     "Timing",
     "analytic_costs",
     "minimum_budget",
     "parse_passes",
+    "recomputation_problem",
 ]

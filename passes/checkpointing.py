@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import networkx as nx
 
 from ..ir import Compute, Graph, Node, OutputRole, Region, Schedule, Storage, liveness, with_frees
 from .costs import Costs
 
-__all__ = ["CheckpointProblem", "Simulated", "Stage", "Staging"]
+__all__ = ["CheckpointProblem", "Repeats", "Simulated"]
 
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """What is resident at one point of backward.
-
-    Args:
-        position: Index of a backward operation.
-        resident: The forward-made storages that stay resident from before it runs until after; what it
-            reads is resident while it runs in any case, and goes right after it unless it is named here.
-    """
-
-    position: int
-    resident: frozenset[Storage]
-
-
-Staging = tuple[Stage, ...]
-"""Stages in order of position. The first is at position 0, the boundary between forward and backward: what is
-resident there, and what the first backward operation reads, is kept from forward on."""
+Repeats = Sequence[Sequence[Node]]
+"""For each step of the base order (forward, then backward), the operations that run again right before it."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +30,6 @@ class Simulated:
         seconds: Time of all computations; the same to the last bit in whatever order they run.
         during_bytes: Memory at each computation (frees and the loss left out), in the order of `order`.
         order: The operations that run.
-        owners: For each of them, the backward position that it serves; -1 in forward.
     """
 
     schedule: Schedule
@@ -52,7 +37,6 @@ class Simulated:
     seconds: float
     during_bytes: tuple[int, ...]
     order: tuple[Node, ...]
-    owners: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -60,17 +44,19 @@ class CheckpointProblem:
     """Which forward values to keep for backward, and which to compute again.
 
     A schedule of the class considered here runs forward once, in the graph's order; then the backward
-    operations in the graph's order, and before each of them but the first whatever of the forward must
+    operations in one fixed order, and before each of them but the first whatever of the forward must
     be computed again, in forward order. A `Staging` fixes what is resident at some of the backward
     operations; with a stage at each of them it describes every schedule of the class.
 
     Args:
         graph: The training graph.
         costs: Seconds and workspace of its operations.
+        sequence: The backward operations in the order that they run in; empty for the graph's own order.
     """
 
     graph: Graph
     costs: Costs
+    sequence: tuple[Node, ...] = ()
 
     @cached_property
     def forward(self) -> tuple[Node, ...]:
@@ -80,7 +66,50 @@ class CheckpointProblem:
     @cached_property
     def backward(self) -> tuple[Node, ...]:
         """The backward operations, in order."""
-        return tuple(n for n in self.graph.operations if n.region is Region.BACKWARD)
+        return self.sequence or tuple(n for n in self.graph.operations if n.region is Region.BACKWARD)
+
+    @cached_property
+    def base(self) -> tuple[Node, ...]:
+        """Forward, then backward: the first runs of all operations."""
+        return (*self.forward, *self.backward)
+
+    @property
+    def moments(self) -> int:
+        """Number of moments of a step: each forward operation, the loss, each backward operation."""
+        return len(self.base) + 1
+
+    def base_of(self, moment: int) -> Node | None:
+        """The operation of the base order that runs at a moment; None at the loss."""
+        split = len(self.forward)
+        if moment == split:
+            return None
+        return self.base[moment if moment < split else moment - 1]
+
+    def read_at(self, moment: int) -> tuple[Storage, ...]:
+        """The storages that come and go that are read at a moment."""
+        node = self.base_of(moment)
+        return () if node is None else self.forward_reads[node]
+
+    @cached_property
+    def _read_moments(self) -> dict[Storage, list[int]]:
+        split = len(self.forward)
+        found: dict[Storage, list[int]] = {}
+        for index, node in enumerate(self.base):
+            for storage in self.forward_reads[node]:
+                found.setdefault(storage, []).append(index if index < split else index + 1)
+        return found
+
+    def is_read(self, storage: Storage, first: int, last: int | None = None) -> bool:
+        """Whether the base order reads a storage between two moments, these included."""
+        moments = self._read_moments.get(storage, [])
+        at = bisect.bisect_left(moments, first)
+        return at < len(moments) and (last is None or moments[at] <= last)
+
+    def is_useful(self, storage: Storage, moment: int) -> bool:
+        """Whether a storage is of use at a moment or later, read or to make from it what is."""
+        return self.is_read(storage, moment) or self.last_useful[storage] + len(self.forward) + 1 >= max(
+            moment, len(self.forward) + 1
+        )
 
     @cached_property
     def index(self) -> dict[Node, int]:
@@ -180,6 +209,58 @@ class CheckpointProblem:
         return self._held[1]
 
     @cached_property
+    def held_before(self) -> tuple[int, ...]:
+        """Bytes of all but what comes and goes, before each step of the base order and at its end."""
+        graph = self.graph
+        held = [graph.static_bytes]
+        for node in self.forward:
+            held.append(held[-1] + sum(s.nbytes for s in graph.allocates(node) if s not in self.producer))
+        held[-1] += sum(s.nbytes for s in graph.tangent_storages) + graph.loss_held_bytes
+        return (*held, *self.held_after)
+
+    @cached_property
+    def held_at(self) -> tuple[int, ...]:
+        """The same while each step of the base order runs, its workspace included."""
+        forward = (
+            before
+            + sum(s.nbytes for s in self.graph.allocates(node) if s not in self.producer)
+            + self.costs.workspace_bytes[node]
+            for before, node in zip(self.held_before, self.forward, strict=False)
+        )
+        return (*forward, *self.held_during)
+
+    def held_in(self, moment: int, small_bytes: int) -> int:
+        """The same at a moment, with what it makes itself of storages larger than `small_bytes`."""
+        split = len(self.forward)
+        if moment == split:
+            return self.held_before[split] - self.graph.loss_held_bytes + self.graph.loss_bytes
+        if moment > split:
+            return self.held_during[moment - split - 1]
+        made = self.graph.allocates(self.forward[moment])
+        return self.held_at[moment] + sum(
+            s.nbytes for s in made if s in self.producer and s.nbytes > small_bytes
+        )
+
+    @cached_property
+    def _small_bytes_at(self) -> dict[int, tuple[int, ...]]:
+        return {}
+
+    def small_bytes_at(self, limit_bytes: int) -> tuple[int, ...]:
+        """Bytes of storages up to `limit_bytes` at each step, kept from the first run to the last use."""
+        if limit_bytes not in self._small_bytes_at:
+            change = [0] * (len(self.base) + 1)
+            for storage, node in self.producer.items():
+                if storage.nbytes <= limit_bytes:
+                    users = self.users.get(storage, ())
+                    last = max((self.index[user] for user in users), default=self.index[node])
+                    if self.last_useful[storage] >= 0:
+                        last = len(self.forward) + self.last_useful[storage]
+                    change[self.index[node]] += storage.nbytes
+                    change[last + 1] -= storage.nbytes
+            self._small_bytes_at[limit_bytes] = tuple(accumulate(change))
+        return self._small_bytes_at[limit_bytes]
+
+    @cached_property
     def step_seconds(self) -> float:
         """Time of a step that computes nothing twice."""
         return math.fsum(self.costs.seconds[node] for node in self.graph.operations)
@@ -187,7 +268,7 @@ class CheckpointProblem:
     @cached_property
     def keep_all(self) -> Simulated:
         """The schedule that computes nothing twice."""
-        return self.simulate((Stage(0, frozenset(self.wanted)),))
+        return self.keeping(self.wanted)
 
     @cached_property
     def demand_bytes(self) -> dict[Node, int]:
@@ -232,56 +313,93 @@ class CheckpointProblem:
             pending.extend(s for s in self.forward_reads[node] if s not in have)
         return sorted(found, key=self.index.__getitem__)
 
-    def order(self, staging: Staging, *, eager: bool = True) -> tuple[list[Node], list[int]]:
-        """The operations after the loss, and for each the backward position that it serves.
+    def repeats_between(
+        self, resident: Mapping[int, frozenset[Storage]], *, eager: bool = True
+    ) -> list[list[Node]]:
+        """What runs again before each step of the base order, given what is resident at some moments.
 
         Args:
-            staging: What is resident at the stages; between them, what is computed again stays as long
-                as it is read.
-            eager: At a stage, make everything that is to be resident there; else only when it is first read.
+            resident: For some moments, the storages that stay from before until after them; what a moment
+                reads is there in any case, and goes right after it unless it is named. Between two such
+                moments nothing that was made goes.
+            eager: At such a moment, make everything that is to be resident; else only when it is first read.
+
+        Raises:
+            ValueError: when a storage would have to be made by an operation that may run only once.
         """
-        stages = {stage.position: stage.resident for stage in staging}
-        have = set(staging[0].resident).union(*(self.forward_reads[node] for node in self.backward[:1]))
-        order: list[Node] = []
-        owners: list[int] = []
-        for position, node in enumerate(self.backward):
-            resident = stages.get(position)
-            reads = self.forward_reads[node]
-            if resident is not None and not eager:
-                have &= resident.union(reads)
-            goal = reads if resident is None or not eager else (*reads, *resident)
-            for again in self.closure(goal, have):
-                order.append(again)
-                owners.append(position)
-                have.update(s for s in self.graph.allocates(again) if s in self.producer)
-            if resident is not None:
-                have &= resident
-            order.append(node)
-            owners.append(position)
-        return order, owners
+        have: set[Storage] = set()
+        found: list[list[Node]] = []
+        for moment in range(self.moments):
+            stays = resident.get(moment)
+            reads = self.read_at(moment)
+            if stays is not None and not eager:
+                have &= stays.union(reads)
+            made = (
+                s for s in stays or () if moment > len(self.forward) or self.index[self.producer[s]] < moment
+            )
+            goal = (*reads, *(s for s in made if moment != len(self.forward))) if eager else reads
+            again = self.closure(goal, have)
+            have.update(s for node in again for s in self.graph.allocates(node) if s in self.producer)
+            if stays is not None:
+                have &= stays
+            node = self.base_of(moment)
+            if node is not None:
+                found.append(again)
+                have.update(s for s in self.graph.allocates(node) if s in self.producer)
+        return found
 
-    def simulate(self, staging: Staging, *, eager: bool = True) -> Simulated:
-        """The schedule of a staging, with its memory and time."""
-        order, owners = self.order(staging, eager=eager)
-        return self.simulate_order(self.forward, order, owners)
+    def keeping(self, kept: Iterable[Storage]) -> Simulated:
+        """The schedule that keeps some storages for backward, and makes the others again when they are read.
 
-    def simulate_order(
-        self, forward: Sequence[Node], backward: Sequence[Node], owners: Sequence[int] | None = None
-    ) -> Simulated:
-        """The schedule that runs these operations, with its memory and time."""
+        What only an operation that runs once can make must be among them, or follow from them.
+        """
+        return self.simulate_repeats(self.repeats_between({len(self.forward): frozenset(kept)}))
+
+    def repeats(self, simulated: Simulated) -> list[list[Node]]:
+        """What a schedule runs again before each step of the base order."""
+        found: list[list[Node]] = []
+        pending: list[Node] = []
+        for node in simulated.order:
+            if len(found) < len(self.base) and node is self.base[len(found)]:
+                found.append(pending)
+                pending = []
+            else:
+                pending.append(node)
+        assert not pending, "nothing runs again after the last step"
+        return found
+
+    def simulate_repeats(self, repeats: Repeats) -> Simulated:
+        """The schedule that runs these operations again, with its memory and time."""
+        split = len(self.forward)
+        pairs = list(zip(self.base, repeats, strict=True))
+        forward = [n for node, before in pairs[:split] for n in (*before, node)]
+        backward = [n for node, before in pairs[split:] for n in (*before, node)]
+        return self.simulate_order(forward, backward)
+
+    def simulate_order(self, forward: Sequence[Node], backward: Sequence[Node]) -> Simulated:
+        """The schedule that runs these operations before and after the loss, with its memory and time."""
         schedule = with_frees(self.graph, forward, backward)
         timeline = liveness(schedule, self.costs.workspace_bytes)
-        during = _at_computations(schedule, timeline.during_bytes)
         order = (*forward, *backward)
-        owned = list(owners) if owners is not None else [0] * len(backward)
         return Simulated(
             schedule=schedule,
             peak_bytes=timeline.peak_bytes,
             seconds=math.fsum(self.costs.seconds[node] for node in order),
-            during_bytes=during,
+            during_bytes=_at_computations(schedule, timeline.during_bytes),
             order=order,
-            owners=(*([-1] * len(forward)), *owned),
         )
+
+    def peaks(self, simulated: Simulated) -> list[int]:
+        """The most that is alive at each moment of a schedule, or while anything runs again before it."""
+        found = [0] * self.moments
+        moment = 0
+        for node, nbytes in zip(simulated.order, simulated.during_bytes, strict=True):
+            if moment == len(self.forward):
+                moment += 1  # what runs again before the first backward operation runs after the loss
+            found[moment] = max(found[moment], nbytes)
+            if moment < self.moments and node is self.base_of(moment):
+                moment += 1
+        return found
 
 
 def _at_computations(schedule: Schedule, during_bytes: Sequence[int]) -> tuple[int, ...]:

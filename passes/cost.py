@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from .costs import analytic_costs, machine_named
+from ..ir import Graph
+from .costs import Costs, analytic_costs, machine_named
 from .program import Program
 
 __all__ = ["Cost"]
@@ -38,10 +39,22 @@ class Cost:
             machine_named(self.profile)
 
     def run(self, program: Program, /) -> Program:
-        """The program with its costs."""
+        """The program with the costs of its graph, and of the graph as it was captured."""
+        graphs = [program.graph, *([program.original] if program.original is not None else [])]
+        tables = [self._costs(graph) for graph in graphs]
+        return replace(
+            program,
+            costs=Costs(
+                {node: seconds for table in tables for node, seconds in table.seconds.items()},
+                {node: nbytes for table in tables for node, nbytes in table.workspace_bytes.items()},
+                tables[0].source,
+            ),
+        )
+
+    def _costs(self, graph: Graph) -> Costs:
         if self.profile != "device":
-            return replace(program, costs=analytic_costs(program.graph, machine_named(self.profile)))
+            return analytic_costs(graph, machine_named(self.profile))
         from .profile import ProfileStore, profile_costs
 
         store = ProfileStore.default() if self.cache else None
-        return replace(program, costs=profile_costs(program.graph, store=store, repeats=self.repeats))
+        return profile_costs(graph, store=store, repeats=self.repeats)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ..ir import Argument, Graph, Node, TensorType, UsageError, Value
 
-__all__ = ["MACHINES", "Costs", "Machine", "analytic_costs", "signature"]
+__all__ = ["MACHINES", "Costs", "Machine", "StepCost", "analytic_costs", "signature"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,32 @@ class Costs:
     def step_seconds(self, graph: Graph) -> float:
         """Time of one training step that runs every operation once."""
         return sum(self.seconds[node] for node in graph.operations)
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """What an optimizer takes for one parameter; as keywords of a node that applies a gradient.
+
+    Args:
+        state_bytes: What it keeps from step to step, on the parameter's device.
+        workspace_bytes: What a step takes from the allocator beyond that while it runs.
+        seconds: Time of one step.
+    """
+
+    state_bytes: int = 0
+    workspace_bytes: int = 0
+    seconds: float = 0.0
+
+    @staticmethod
+    def of(node: Node) -> StepCost:
+        """The cost that stands at a node; none where a gradient is accumulated."""
+        given: dict[str, Any] = dict(node.keywords)
+        return StepCost(**given)
+
+    @property
+    def keywords(self) -> tuple[tuple[str, Argument], ...]:
+        """The cost as keywords of a node."""
+        return tuple((field.name, getattr(self, field.name)) for field in fields(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +97,21 @@ def analytic_costs(graph: Graph, machine: Machine) -> Costs:
     The workspace bound is one reordered copy of each operand and each result, for the operations whose
     kernels are known to reorder (convolutions, attention, matrix products); the others need none
     beyond a small constant. Copies for a convolution have their channels rounded up to whole blocks.
+    Accumulating a gradient needs none; the step of an optimizer reads and writes its state once, and its
+    workspace is the one that its node was given.
     """
     seconds: dict[Node, float] = {}
     workspace: dict[Node, int] = {}
     for node in graph.operations:
         moved = sum(value.type.nbytes for value in (*node.operands, *node.values))
-        seconds[node] = machine.seconds(_flops(node), moved)
-        workspace[node] = _workspace_bound(node, moved)
+        if node.releases is None:
+            seconds[node] = machine.seconds(_flops(node), moved)
+            workspace[node] = _workspace_bound(node, moved)
+        else:
+            step = StepCost.of(node)
+            written = node.operands[0].type.nbytes
+            seconds[node] = machine.seconds(0, moved + written + 2 * step.state_bytes)
+            workspace[node] = step.workspace_bytes
     return Costs(seconds, workspace, f"analytic:{machine.name}")
 
 

@@ -12,7 +12,9 @@ from typing import Any, ClassVar, Protocol
 from ..ir import IrcError, UsageError, verify_graph, verify_schedule
 from .cost import Cost
 from .program import Program
+from .release_gradients import ReleaseGradients
 from .select_checkpoints import SelectCheckpoints
+from .split_convolutions import SplitConvolutions
 
 __all__ = ["Observer", "Pass", "PassManager", "Timing", "parse_passes"]
 
@@ -53,7 +55,9 @@ class Timing:
         self.seconds[step.name] = self.seconds.get(step.name, 0.0) + seconds
 
 
-_PASSES: dict[str, type[Any]] = {step.name: step for step in (Cost, SelectCheckpoints)}
+_PASSES: dict[str, type[Any]] = {
+    step.name: step for step in (ReleaseGradients, SplitConvolutions, Cost, SelectCheckpoints)
+}
 
 
 @dataclass(frozen=True)
@@ -144,7 +148,7 @@ def _parse_pass(name: str, options: str) -> Pass:
     if name not in _PASSES:
         raise UsageError("IRC404", f"there is no pass {name!r}", help=f"passes: {', '.join(_PASSES)}")
     kind = _PASSES[name]
-    fields = {f.name.replace("_", "-"): f for f in dataclasses.fields(kind)}
+    fields = {f.name.replace("_", "-"): f for f in _options(kind)}
     values: dict[str, Any] = {}
     for option in filter(None, (part.strip() for part in options.split(","))):
         key, equals, value = option.partition("=")
@@ -159,6 +163,11 @@ def _parse_pass(name: str, options: str) -> Pass:
             raise UsageError("IRC404", f"option {key} of pass {name} is given twice", help="give it once")
         values[fields[key].name] = _parse_value(name, key, value.strip(), fields[key])
     return kind(**values)
+
+
+def _options(kind: type[Any]) -> list[dataclasses.Field[Any]]:
+    """The options of a pass that have a text form: all but functions."""
+    return [field for field in dataclasses.fields(kind) if field.metadata.get("in_text", True)]
 
 
 def _parse_value(name: str, key: str, value: str, field: dataclasses.Field[Any]) -> Any:
@@ -183,7 +192,7 @@ def _parse_value(name: str, key: str, value: str, field: dataclasses.Field[Any])
 
 
 def _print_pass(step: Pass) -> str:
-    fields = dataclasses.fields(step)  # pyright: ignore[reportArgumentType]
+    fields = _options(type(step))
     options = ",".join(f"{f.name.replace('_', '-')}={_print_value(getattr(step, f.name))}" for f in fields)
     return f"{step.name}{{{options}}}"
 

@@ -8,7 +8,7 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..ir import (
     Argument,
+    Gradients,
     Graph,
     IrcError,
     Node,
@@ -30,9 +31,18 @@ from ..ir import (
     allocation_bytes,
 )
 from .allocations import allocation_events
-from .costs import Costs, signature
+from .costs import Costs, StepCost, signature
 
-__all__ = ["Measured", "ProfileStore", "profile_costs"]
+__all__ = [
+    "Level",
+    "Measured",
+    "ProfileStore",
+    "allocation_levels",
+    "made_up",
+    "one_thread",
+    "profile_costs",
+    "run_seconds",
+]
 
 Progress = Callable[[int, int], None]
 
@@ -57,7 +67,7 @@ def profile_costs(
 
     Each distinct operation (name, constants, operand types) runs on made-up tensors: once to warm up and
     to count its allocations, then up to `repeats` times for the time, of which the best counts.
-    The generator's state is as before.
+    The generator's state is as before. What an optimizer's step costs stands at its node (see `StepCost`).
 
     Args:
         graph: Whose operations to measure.
@@ -69,7 +79,8 @@ def profile_costs(
         IrcError: IRC411 when an operation does not run by itself.
     """
     store = ProfileStore(None) if store is None else store
-    distinct = {signature(node): node for node in reversed(graph.operations)}
+    steps = {n: StepCost.of(n) for n in graph.operations if n.releases is Gradients.APPLIED}
+    distinct = {signature(node): node for node in reversed(graph.operations) if node not in steps}
     device = _device_of(graph)
     known = store.load(device)
     missing = [(key, node) for key, node in distinct.items() if key not in known]
@@ -78,7 +89,7 @@ def profile_costs(
     if fresh:
         store.save(device, fresh)
     table = {**known, **fresh}
-    found = {node: table[signature(node)] for node in graph.operations}
+    found = {node: steps.get(node) or table[signature(node)] for node in graph.operations}
     return Costs(
         seconds={node: m.seconds for node, m in found.items()},
         workspace_bytes={node: m.workspace_bytes for node, m in found.items()},
@@ -166,7 +177,7 @@ def _measure(nodes: Sequence[Node], repeats: int, progress: Progress | None) -> 
     """Times and workspaces: one pass for the times, which also warms kernels up, one for the allocations."""
     seconds: list[float] = []
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        with _one_thread():
+        with one_thread():
             for done, node in enumerate(nodes):
                 if progress is not None:
                     progress(done, len(nodes))
@@ -192,15 +203,17 @@ def _explained(node: Node) -> Generator[None]:
 
 
 def _runner(node: Node) -> Callable[[], Any]:
-    namespace, name, overload = node.op.split(".", 2)
+    # the parameter, of the same type, stands for the `.grad` that its gradient is added to
+    op = "aten.add_.Tensor" if node.releases is Gradients.ACCUMULATED else node.op
+    namespace, name, overload = op.split(".", 2)
     operation = getattr(getattr(getattr(torch.ops, namespace), name), overload)
-    tensors = {value: _made_up(value.type) for value in node.operands}
+    tensors = {value: made_up(value.type) for value in node.operands}
     arguments = [_materialize(argument, tensors) for argument in node.arguments]
     keywords = {key: _materialize(argument, tensors) for key, argument in node.keywords}
     return lambda: operation(*arguments, **keywords)
 
 
-def _made_up(type: TensorType) -> Tensor:
+def made_up(type: TensorType) -> Tensor:
     """A tensor of `type`: floats between 0.1 and 1, everything else zero (so that indices are in range)."""
     dtype: torch.dtype = getattr(torch, type.dtype.value)
     reach = 1 + sum((size - 1) * step for size, step in zip(type.shape, type.strides, strict=True))
@@ -232,7 +245,7 @@ def _best_seconds(node: Node, run: Callable[[], Any], repeats: int) -> float:
     best = float("inf")
     _check_sizes(node, run())  # kernels are chosen and caches filled on the first run
     for attempt in range(max(repeats, 2)):
-        seconds = _cuda_seconds(run) if on_cuda else _cpu_seconds(run)
+        seconds = run_seconds(run, on_cuda=on_cuda)
         best = min(best, seconds)
         if attempt and seconds > _LONG_SECONDS:
             break
@@ -256,8 +269,10 @@ def _check_sizes(node: Node, results: Any) -> None:
             )
 
 
-def _cpu_seconds(run: Callable[[], Any]) -> float:
-    """Seconds of the processor; one thread computes."""
+def run_seconds(run: Callable[[], Any], *, on_cuda: bool) -> float:
+    """Seconds of one run: of the processor (let one thread compute), or between two events of a GPU."""
+    if on_cuda:
+        return _cuda_seconds(run)
     start = time.process_time()
     result = run()
     seconds = time.process_time() - start
@@ -266,7 +281,7 @@ def _cpu_seconds(run: Callable[[], Any]) -> float:
 
 
 @contextlib.contextmanager
-def _one_thread() -> Generator[None]:
+def one_thread() -> Generator[None]:
     """Times on several threads wait for one another where the machine is busy; on one they are steady."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -288,12 +303,15 @@ def _cuda_seconds(run: Callable[[], Any]) -> float:
 
 def _workspaces(nodes: Sequence[Node]) -> list[int]:
     """For each operation, the allocator's peak over one run less the bytes of its results."""
-    expected = [_result_bytes(node) for node in nodes]
-    if any(storage.device.startswith("cuda") for node in nodes for storage in _storages(node)):
-        peaks = [_cuda_peak_bytes(_runner(node)) for node in nodes]
-    else:
-        peaks = _cpu_peaks(nodes)
-    return [max(peak - results, 0) for peak, results in zip(peaks, expected, strict=True)]
+    on_cuda = any(storage.device.startswith("cuda") for node in nodes for storage in _storages(node))
+    levels = allocation_levels(map(_warm_runner, nodes), on_cuda=on_cuda)
+    return [max(level.peak_bytes - _result_bytes(node), 0) for level, node in zip(levels, nodes, strict=True)]
+
+
+def _warm_runner(node: Node) -> Callable[[], Any]:
+    run = _runner(node)
+    run()  # kernels are chosen on the first run with this number of threads
+    return run
 
 
 def _storages(node: Node) -> set[Storage]:
@@ -305,39 +323,58 @@ def _result_bytes(node: Node) -> int:
     return sum(storage.nbytes for storage in allocated)
 
 
-def _cuda_peak_bytes(run: Callable[[], Any]) -> int:
+@dataclass(frozen=True, slots=True)
+class Level:
+    """What the allocator hands out in one run, above its level before.
+
+    Args:
+        peak_bytes: The most at once while it runs.
+        left_bytes: What is still held when it ends, its result included.
+    """
+
+    peak_bytes: int
+    left_bytes: int
+
+
+def allocation_levels(runs: Iterable[Callable[[], Any]], *, on_cuda: bool) -> list[Level]:
+    """The allocator's levels of each run; what is done to come to the next run is not counted."""
+    return [_cuda_level(run) for run in runs] if on_cuda else _cpu_levels(runs)
+
+
+def _cuda_level(run: Callable[[], Any]) -> Level:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     result = run()
     torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
+    level = Level(torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before)
     del result
-    return peak
+    return level
 
 
 _MARK_BYTES = 1_000_003
 
 
 def _mark() -> None:
-    """An allocation of a size that no tensor has: it marks where an operation begins and ends."""
+    """An allocation of a size that no tensor has: it marks where a run begins and ends."""
     torch.empty(_MARK_BYTES, dtype=torch.uint8)
 
 
-def _cpu_peaks(nodes: Sequence[Node]) -> list[int]:
+def _cpu_levels(runs: Iterable[Callable[[], Any]]) -> list[Level]:
+    count = 0
+
     def run_all() -> None:
-        for node in nodes:
-            run = _runner(node)
-            run()  # kernels are chosen on the first run with this number of threads
+        nonlocal count
+        for run in runs:
             _mark()
             result = run()
             _mark()
             del run, result
+            count += 1
 
-    if not nodes:
-        return []
     events = allocation_events(run_all)
     marks = [index for index, nbytes in enumerate(events) if nbytes == _MARK_BYTES]
-    assert len(marks) == 2 * len(nodes), "every operation has a mark before and after it"
-    windows = (events[marks[2 * k] + 2 : marks[2 * k + 1]] for k in range(len(nodes)))
-    return [max(accumulate(window), default=0) for window in windows]
+    assert len(marks) == 2 * count, "every run has a mark before and after it"
+    windows = (events[marks[2 * k] + 2 : marks[2 * k + 1]] for k in range(count))
+    levels = [list(accumulate(window, initial=0)) for window in windows]
+    return [Level(max(reached), reached[-1]) for reached in levels]

@@ -19,12 +19,14 @@ class Program:
         costs: What its operations cost, once known.
         schedule: The straight line of instructions, once chosen.
         plan: The certificate of that choice.
+        original: The graph as it was captured, where a pass has rewritten it; None where it is the same.
     """
 
     graph: Graph
     costs: Costs | None = None
     schedule: Schedule | None = None
     plan: Plan | None = None
+    original: Graph | None = None
 
     @property
     def baseline(self) -> Schedule:

@@ -34,8 +34,9 @@ from irc.ir import (
     Value,
 )
 from irc.passes import CheckpointProblem, Costs
+from irc.passes.checkpointing import Simulated
 
-__all__ = ["Choice", "chains", "cheapest_in_class", "cheapest_of_all", "problem_of", "subsets"]
+__all__ = ["Choice", "at_random", "chains", "cheapest_in_class", "cheapest_of_all", "problem_of", "subsets"]
 
 
 def problem_of(sample: Sample) -> CheckpointProblem:
@@ -301,3 +302,27 @@ def _loss_bytes(problem: CheckpointProblem, there: Kept) -> int:
     graph = problem.graph
     outputs = size_of(s for s in graph.output_storages if graph.producers[s].region is Region.FORWARD)
     return graph.static_bytes + outputs + size_of(graph.tangent_storages) + graph.loss_bytes + size_of(there)
+
+
+def at_random(problem: CheckpointProblem, random: Random) -> Simulated:
+    """A schedule that forgets at random and makes again what it reads, in forward too."""
+    there: set[Storage] = set()
+    trace: list[Node] = []
+
+    def compute(node: Node) -> None:
+        for storage in problem.forward_reads[node]:
+            if storage not in there:
+                compute(problem.producer[storage])
+        trace.append(node)
+        there.update(s for s in problem.graph.allocates(node) if s in problem.producer)
+
+    split = 0
+    for node in (*problem.forward, *problem.backward):
+        forget = [
+            s for s in problem.producer if problem.producer[s].is_recomputable and random.random() < 0.3
+        ]
+        there.difference_update(forget)
+        if node not in problem.index and not split:
+            split = len(trace)
+        compute(node)
+    return problem.simulate_order(trace[:split], trace[split:])

@@ -24,8 +24,8 @@ def test_links_resolve(name: str) -> None:
 
 
 def test_public_names_exist() -> None:
-    wanted = {"BudgetError", "IrcError", "Plan", "TimeLimitError", "UnsupportedError", "UsageError"}
-    assert wanted | {"VerificationError", "from_onnx", "optimize"} == set(irc.__all__)
+    wanted = {"BudgetError", "Front", "IrcError", "Plan", "TimeLimitError", "UnsupportedError", "UsageError"}
+    assert wanted | {"VerificationError", "from_onnx", "optimize", "pareto"} == set(irc.__all__)
     assert all(getattr(irc, name) is not None for name in irc.__all__)
     assert set(irc.__all__) <= set(dir(irc))
     with pytest.raises(AttributeError, match="has no attribute 'optimise'"):
@@ -38,7 +38,18 @@ def test_every_listed_name_exists(package: str) -> None:
     assert [name for name in module.__all__ if not hasattr(module, name)] == []
 
 
-HEAVY = ("torch", "onnx", "onnx_ir", "onnxruntime", "ortools", "numpy", "safetensors", "networkx", "rich")
+HEAVY = (
+    "torch",
+    "onnx",
+    "onnx_ir",
+    "onnxruntime",
+    "ortools",
+    "numpy",
+    "safetensors",
+    "networkx",
+    "rich",
+    "matplotlib",
+)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The command line: `irc optimize`, `irc inspect`, `irc run`."""
+"""The command line: `irc optimize`, `irc pareto`, `irc inspect`, `irc run`."""
 
 from __future__ import annotations
 
@@ -46,8 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         print("error[IRC001]: interrupted", file=sys.stderr)
+        _report_notes(interrupt)
         return 1
     except Exception as error:
         if os.environ.get("IRC_TRACEBACK"):
@@ -63,6 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _report(error: IrcError) -> None:
     print(error, file=sys.stderr)
+    _report_notes(error)
+
+
+def _report_notes(error: BaseException) -> None:
     for note in getattr(error, "__notes__", ()):
         print(f"  note: {note}", file=sys.stderr)
 
@@ -94,6 +99,29 @@ def _parser() -> argparse.ArgumentParser:
         "--explain", action="store_true", help="print each storage that is not kept, and why"
     )
     optimize.set_defaults(command=_optimize)
+
+    pareto = commands.add_parser(
+        "pareto", help="the memory/time front: the least overhead at each budget", epilog=_EXITS
+    )
+    _add_model(pareto)
+    spread = pareto.add_mutually_exclusive_group()
+    spread.add_argument(
+        "--points",
+        type=int,
+        default=20,
+        metavar="N",
+        help="budgets, evenly spread from the smallest feasible one to the baseline's peak (20)",
+    )
+    spread.add_argument("--budgets", metavar="A,B", help="these budgets instead, as 90%%,80%%,4GiB")
+    pareto.add_argument(
+        "-o", "--output", type=Path, metavar="DIR", help="write points (at once), table and pictures here"
+    )
+    pareto.add_argument("--restart", action="store_true", help="delete the points that DIR has already")
+    pareto.add_argument("--strategy", default="auto", help="auto, ilp, eviction, sqrt-n, every-<k>, keep-all")
+    pareto.add_argument(
+        "--time-limit", type=float, default=20.0, metavar="SECONDS", help="for the search at each budget (20)"
+    )
+    pareto.set_defaults(command=_pareto)
 
     inspect = commands.add_parser("inspect", help="tensors, sizes, baseline peak, smallest feasible budget")
     _add_model(inspect)
@@ -192,9 +220,14 @@ def _source(options: argparse.Namespace) -> Source:
     return Source(options.model, options.batch, inputs, options.draw_weights)
 
 
+def _model_name(model: str) -> str:
+    """The factory's name, or that of the file."""
+    return model.rpartition(":")[2] if ":" in os.path.basename(model) else Path(model).stem
+
+
 def _pipeline(options: argparse.Namespace) -> list[Pass]:
     from ..passes import SelectCheckpoints, parse_passes
-    from .optimize import cost_pass
+    from .optimize import cost_passes
 
     if options.passes is not None:
         if options.budget is not None:
@@ -206,15 +239,19 @@ def _pipeline(options: argparse.Namespace) -> list[Pass]:
         return list(parse_passes(options.passes))
     if options.budget is None:
         raise UsageError("IRC400", "the budget is missing", help="give --budget 4GiB, or --budget 60%")
-    budget: int | str = options.budget
+    budget = _budget(options.budget)
+    select = SelectCheckpoints(budget=budget, strategy=options.strategy, time_limit=options.time_limit)
+    return [*cost_passes(options.profile), select]
+
+
+def _budget(text: str) -> int | str:
+    """A budget as the passes take it, checked."""
     try:
-        if options.budget.isascii() and options.budget.isdecimal():
-            budget = int(options.budget)
+        budget = int(text) if text.isascii() and text.isdecimal() else text
         parse_budget(budget)
     except (ValueError, OverflowError):  # thousands of digits
         raise UsageError("IRC401", "the budget is out of all proportion", help="give --budget 4GiB") from None
-    select = SelectCheckpoints(budget=budget, strategy=options.strategy, time_limit=options.time_limit)
-    return [cost_pass(options.profile), select]
+    return budget
 
 
 def _optimize(options: argparse.Namespace) -> int:
@@ -262,6 +299,49 @@ def _optimize(options: argparse.Namespace) -> int:
     return 0
 
 
+def _pareto(options: argparse.Namespace) -> int:
+    source = _source(options)
+    given = [] if options.budgets is None else options.budgets.split(",")
+    budgets = tuple(_budget(text) for text in given)
+    if options.restart and options.output is None:
+        raise UsageError("IRC400", "--restart without a folder", help="give -o DIR")
+    progress = _Progress(options)
+    with progress.phase(f"loading {options.model}"):
+        from ..frontends.torch import capture
+        from ..passes import PassManager, Program
+        from .loading import load, training_loss
+        from .optimize import cost_passes
+        from .pareto import Sweep, trace_front
+        from .pareto_front import FILES
+        from .pareto_journal import check_folder
+        from .pareto_progress import FrontProgress
+
+        sweep = Sweep(options.points, budgets, options.strategy, options.time_limit)
+        sweep.check()
+        if options.output is not None:
+            check_folder(options.output, restart=options.restart)
+        loaded = load(source)
+    with progress.phase("capturing and measuring"):
+        captured = capture(loaded.module, loaded.args, loss=training_loss)
+        program = PassManager(cost_passes(options.profile), [progress]).run(Program(captured.graph))
+    with FrontProgress(shown=progress.shown, verbose=progress.verbose) as bar:
+        front = trace_front(
+            program,
+            _model_name(options.model),
+            sweep,
+            folder=options.output,
+            restart=options.restart,
+            observer=bar,
+        )
+    if options.json:
+        print(json.dumps(front.to_json(), indent=1))
+    elif not options.quiet:
+        print(front.table())
+        if options.output is not None:
+            print(f"written: {', '.join(str(options.output / name) for name in FILES)}")
+    return 0
+
+
 def _inspect(options: argparse.Namespace) -> int:
     if options.top < 0:
         raise UsageError("IRC400", f"--top {options.top} is negative", help="give 0 or more")
@@ -272,12 +352,12 @@ def _inspect(options: argparse.Namespace) -> int:
         from ..passes import PassManager, Program
         from .inspection import inspect_program
         from .loading import load, training_loss
-        from .optimize import cost_pass
+        from .optimize import cost_passes
 
         loaded = load(source)
     with progress.phase("capturing and measuring"):
         captured = capture(loaded.module, loaded.args, loss=training_loss)
-        program = PassManager([cost_pass(options.profile)], [progress]).run(Program(captured.graph))
+        program = PassManager(cost_passes(options.profile), [progress]).run(Program(captured.graph))
         report = inspect_program(program, options.top)
     if options.json:
         print(json.dumps(report.to_json(), indent=1))

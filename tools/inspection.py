@@ -106,7 +106,7 @@ def inspect_program(program: Program, top: int) -> Inspection:
     """
     assert program.costs is not None, "costs come first"
     graph = program.graph
-    problem = CheckpointProblem(graph, program.costs)
+    problem = CheckpointProblem(program.original or graph, program.costs)
     baseline = problem.keep_all.schedule
     timeline = liveness(baseline, program.costs.workspace_bytes)
     minimum, floor = minimum_budget(program)

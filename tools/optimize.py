@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..backends.torch import compile_program, fit
 from ..frontends.torch import Captured, Loss, capture
 from ..ir import Plan, UsageError
-from ..passes import Cost, Observer, Pass, PassManager, Program, SelectCheckpoints
+from ..passes import (
+    Cost,
+    Observer,
+    Pass,
+    PassManager,
+    Program,
+    ReleaseGradients,
+    SelectCheckpoints,
+    SplitConvolutions,
+)
+from ..passes.optimizer_costs import OptimizerFactory, optimizer_of
 
-__all__ = ["Optimized", "cost_pass", "optimize", "optimize_module"]
+__all__ = ["Optimized", "cost_passes", "optimize", "optimize_module"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +58,8 @@ def optimize(
     time_limit: float = 60.0,
     profile: bool | str | None = None,
     loss: Loss | None = None,
+    accumulate_gradients: bool = False,
+    optimizer_in_backward: OptimizerFactory | None = None,
 ) -> Any:
     """A module that trains as `model` does, within `budget` bytes on the device.
 
@@ -67,16 +80,29 @@ def optimize(
             (both are cached on disk); False uses the roofline of a described machine, a text names one.
         loss: What the training loop computes from the model's result, where that takes memory of its
             own; a function from the result to a scalar. A loss inside the model needs no mention.
+        accumulate_gradients: Add each parameter's gradient to its `.grad` as soon as it is known. The plan
+            counts the `.grad` of every trained parameter as there before and after the step, so that a step
+            never holds two sets of gradients.
+        optimizer_in_backward: Makes the optimizer of a list of parameters, such as
+            `lambda params: torch.optim.AdamW(params, lr=1e-3)`. It is called with one parameter at a time
+            (and with made-up ones, to measure its state and its steps). Each optimizer takes its step within
+            backward, as soon as nothing reads its parameter any more, and the gradient is freed: `.grad` is
+            None afterwards. The optimizers' state is part of the budget. They are `.irc_optimizers`, by the
+            names of the parameters: set learning rates and save their state there. What needs all gradients
+            at once (clipping by their norm, a gradient scaler) is refused.
 
     Returns:
         The module, with the attribute `plan` (`irc.Plan`).
 
     Raises:
         BudgetError: It cannot fit; `minimum_bytes` is the smallest budget that a schedule was found for.
-        UnsupportedError: The model uses what irc does not support; nothing has run.
+        UnsupportedError: The model or the optimizer uses what irc does not support; nothing has run.
         UsageError: The budget or another argument is malformed.
     """
-    passes = [cost_pass(profile), SelectCheckpoints(budget=budget, strategy=strategy, time_limit=time_limit)]
+    *before, cost = cost_passes(profile)
+    release = _release_passes(accumulate_gradients, optimizer_in_backward)
+    select = SelectCheckpoints(budget=budget, strategy=strategy, time_limit=time_limit)
+    passes = [*before, *release, cost, select]
     given = cast(object, example_args)
     if not isinstance(given, Tensor | tuple | list):
         raise UsageError(
@@ -88,24 +114,56 @@ def optimize(
     return optimize_module(model, arguments, passes, kwargs=example_kwargs, loss=loss).module
 
 
-def cost_pass(profile: bool | str | None) -> Cost:
-    """The cost pass that `profile` asks for, as in `optimize`."""
+def _release_passes(accumulate: object, optimizer: OptimizerFactory | None) -> list[ReleaseGradients]:
+    """The pass that these two options of `optimize` ask for, or none."""
+    if not isinstance(accumulate, bool):
+        raise UsageError("IRC406", f"accumulate_gradients is a {type(accumulate).__name__}, not a bool")
+    if optimizer is not None and not callable(optimizer):
+        raise UsageError(
+            "IRC406",
+            f"optimizer_in_backward is a {type(optimizer).__name__}, not a function of a list of parameters",
+            help="give a function such as lambda params: torch.optim.AdamW(params, lr=1e-3)",
+        )
+    if accumulate and optimizer is not None:
+        raise UsageError(
+            "IRC406",
+            "accumulate_gradients and optimizer_in_backward exclude each other",
+            help="an optimizer in backward takes each gradient and frees it: nothing is accumulated",
+        )
+    if optimizer is not None:
+        return [ReleaseGradients("apply", optimizer)]
+    return [ReleaseGradients("accumulate")] if accumulate else []
+
+
+def cost_passes(profile: bool | str | None) -> list[Pass]:
+    """What comes before the choice of a schedule; `profile` is that of `optimize`."""
     if isinstance(profile, str):
-        return Cost(profile=profile)
-    if profile is False:
-        return Cost(profile="cpu")
-    return Cost(repeats=8 if profile else 3)
+        cost = Cost(profile=profile)
+    elif profile is False:
+        cost = Cost(profile="cpu")
+    else:
+        cost = Cost(repeats=8 if profile else 3)
+    return [SplitConvolutions(), cost]
+
+
+def check_options(passes: Sequence[Pass]) -> None:
+    """Refuses malformed options.
+
+    Raises:
+        UsageError: IRC401, IRC403, IRC407, IRC410 or IRC413.
+    """
+    for step in passes:
+        if isinstance(step, Cost | ReleaseGradients | SelectCheckpoints):
+            step.check()
 
 
 def check_passes(passes: Sequence[Pass]) -> None:
     """Refuses a pipeline with malformed options, or that chooses nothing, before a model is traced.
 
     Raises:
-        UsageError: IRC401, IRC403 or IRC407 for an option; IRC405 when no pass chooses a schedule.
+        UsageError: IRC401, IRC403, IRC407 or IRC413 for an option; IRC405 when no pass chooses a schedule.
     """
-    for step in passes:
-        if isinstance(step, Cost | SelectCheckpoints):
-            step.check()
+    check_options(passes)
     if not any(isinstance(step, SelectCheckpoints) for step in passes):
         raise UsageError(
             "IRC405", "no pass of the pipeline chooses a schedule", help="add select-checkpoints{budget=...}"
@@ -147,6 +205,18 @@ def optimize_module(
         raise UsageError(
             "IRC405", "no pass of the pipeline chooses a schedule", help="add select-checkpoints{budget=...}"
         )
+    graph = program.graph
+    plan = replace(program.plan, gradients=graph.gradients.value, reserved_bytes=graph.reserved_bytes)
     compiled = compile_program(program.schedule, captured.constants)
-    module = fit(model, compiled, captured.signature, program.plan)
-    return Optimized(module, captured, program)
+    optimizers = _optimizers(model, passes, compiled.released)
+    module = fit(model, compiled, captured.signature, plan, optimizers)
+    return Optimized(module, captured, replace(program, plan=plan))
+
+
+def _optimizers(model: nn.Module, passes: Sequence[Pass], released: Iterable[str]) -> dict[str, Optimizer]:
+    """An optimizer of each parameter whose gradient is applied, by its name."""
+    factories = (step.optimizer for step in passes if isinstance(step, ReleaseGradients))
+    factory = next(filter(None, factories), None)
+    if factory is None:
+        return {}
+    return {name: optimizer_of(factory, [model.get_parameter(name)]) for name in released}

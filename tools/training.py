@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from ..ir import Gradients, Plan
 from ..passes.allocations import peak_bytes
 from .loading import training_loss
 
@@ -94,24 +98,49 @@ def train(module: nn.Module, inputs: Sequence[Any], steps: int) -> list[Step]:
 def measured_peak_bytes(module: nn.Module, inputs: Sequence[Any], static_bytes: int) -> int:
     """The peak of one training step, from allocator events, with what exists before it, in bytes.
 
-    The module's numbers are as before afterwards: gradients, buffers and the generator are put back.
+    The module's numbers are as before afterwards: parameters, buffers, the state of optimizers in backward
+    and the generator are put back, gradients cleared. A module that releases its gradients takes a step
+    before the one that is measured, so that what its plan reserves (`.grad`, optimizer state) is there.
 
     Args:
         module: A module that has run at least once (kernels choose their workspaces on the first run).
         inputs: Arguments of the step.
-        static_bytes: Bytes of parameters, buffers and inputs, which the events do not show.
+        static_bytes: Bytes of parameters, buffers and inputs, which the events do not show; for a module that
+            releases its gradients with the reserved bytes.
     """
     _clear_gradients(module, inputs)
-    before = [buffer.clone() for buffer in module.buffers()]
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), _restored(module):
         on_cuda = any(parameter.is_cuda for parameter in module.parameters())
         run = _forward_backward(module, inputs)
+        if _releases_gradients(module):
+            run()
+            _clear_input_gradients(inputs)
         peak = _cuda_peak_bytes(run) if on_cuda else peak_bytes(run)
     _clear_gradients(module, inputs)
-    with torch.no_grad():
-        for buffer, value in zip(module.buffers(), before, strict=True):
-            buffer.copy_(value)
     return peak + static_bytes
+
+
+def _releases_gradients(module: nn.Module) -> bool:
+    plans: tuple[object, ...] = getattr(module, "irc_plan", None), getattr(module, "plan", None)
+    found = (plan.gradients for plan in plans if isinstance(plan, Plan))
+    return next(found, Gradients.RETURNED.value) != Gradients.RETURNED.value
+
+
+@contextlib.contextmanager
+def _restored(module: nn.Module) -> Generator[None]:
+    """Afterwards, buffers are as before, and where optimizers run in backward, parameters and their state."""
+    optimizers: dict[str, Optimizer] = getattr(module, "irc_optimizers", {})
+    states = {name: copy.deepcopy(optimizer.state_dict()) for name, optimizer in optimizers.items()}
+    tensors = [*module.buffers(), *(module.parameters() if optimizers else ())]
+    before = [tensor.detach().clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(tensors, before, strict=True):
+                tensor.copy_(value)
+        for name, optimizer in optimizers.items():
+            optimizer.load_state_dict(states[name])
 
 
 def compare(
@@ -186,6 +215,10 @@ def _tensors(inputs: Sequence[Any]) -> list[Tensor]:
 
 def _clear_gradients(module: nn.Module, inputs: Sequence[Any]) -> None:
     module.zero_grad(set_to_none=True)
+    _clear_input_gradients(inputs)
+
+
+def _clear_input_gradients(inputs: Sequence[Any]) -> None:
     for tensor in _tensors(inputs):
         tensor.grad = None
 

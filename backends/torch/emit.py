@@ -28,11 +28,13 @@ __all__ = ["emit_source"]
 
 _HEADER = '''"""One training step as straight-line Python, written by irc.
 
-forward(inputs) -> (outputs, saved); backward(inputs, saved, tangents) -> gradients.
+forward(inputs) -> (outputs, saved); {backward} -> gradients.
 `inputs` are the parameters, buffers, inputs and constants below, in this order. `saved` is emptied
-by backward, so that what it holds is freed as backward goes.
+by backward, so that what it holds is freed as backward goes.{releases}
 """
 '''
+_RELEASES = """
+backward calls `release(name, parameter, gradient)`, which takes the gradient of a parameter."""
 
 
 def emit_source(schedule: Schedule) -> str:
@@ -41,6 +43,8 @@ def emit_source(schedule: Schedule) -> str:
     `forward(inputs)` takes the static inputs in graph order and returns `(outputs, saved)`.
     `backward(inputs, saved, tangents)` empties `saved` and returns the gradients in graph order, with
     None where there is none. Views are derived where they are used. Both must run without gradients.
+    Where gradients are released, `backward` takes one more argument, which it calls for each of them as
+    `release(name, parameter, gradient)`.
     """
     return _Emitter(schedule).source()
 
@@ -49,7 +53,7 @@ def emit_source(schedule: Schedule) -> str:
 class _Emitter:
     schedule: Schedule
     names: dict[Value, str] = field(default_factory=dict)
-    taken: set[str] = field(default_factory=lambda: {"inputs", "saved", "tangents", "torch", "_"})
+    taken: set[str] = field(default_factory=lambda: {"inputs", "saved", "tangents", "release", "torch", "_"})
     operations: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -80,11 +84,13 @@ class _Emitter:
             *self._body(after),
             f"return [{self._list(gradients)}]",
         ]
+        releases = bool(self.graph.releases)
+        signature = f"backward(inputs, saved, tangents{', release' if releases else ''})"
         operations = [f"{name} = torch.ops.{op}" for op, name in self.operations.items()]
         table = [f"#   {self._name(i.value)}: {i.role.value} {i.target}" for i in statics]
         return "\n".join(
             [
-                _HEADER,
+                _HEADER.format(backward=signature, releases=_RELEASES if releases else ""),
                 "import torch",
                 "",
                 *operations,
@@ -97,7 +103,7 @@ class _Emitter:
                 *(f"    {line}" for line in forward),
                 "",
                 "",
-                "def backward(inputs, saved, tangents):",
+                f"def {signature}:",
                 *(f"    {line}" for line in backward),
                 "",
             ]
@@ -211,6 +217,9 @@ class _Emitter:
         return f"{call}[{maker.results.index(value)}]" if maker.is_sequence else call
 
     def _call(self, node: Node) -> str:
+        if node.releases is not None:
+            name = next(i.target for i in self.graph.inputs if i.value is node.operands[0])
+            return f"release({name!r}, {', '.join(self._argument(argument) for argument in node.arguments)})"
         arguments = [self._argument(argument) for argument in node.arguments]
         arguments += [f"{key}={self._argument(argument)}" for key, argument in node.keywords]
         return f"{self._operation(node.op)}({', '.join(arguments)})"

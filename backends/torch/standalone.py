@@ -8,8 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...ir import Delivery, InputRole, IrcError, Plan
-from .module import Program, deliver_leaf
+from ...ir import Delivery, Gradients, InputRole, IrcError, Plan, UsageError
+from .module import deliver_leaf
+from .program import Program
+from .release import Release
+from .step import run_step
 
 __all__ = ["StandaloneModule"]
 
@@ -23,15 +26,25 @@ class StandaloneModule(nn.Module):
             tensor stay tied.
         deliveries: How the flat result is made.
         plan: The program's certificate.
+
+    Raises:
+        UsageError: IRC508 for a program that applies gradients by optimizers.
     """
 
     def __init__(
         self, program: Program, state: Mapping[str, Tensor], deliveries: tuple[Delivery, ...], plan: Plan
     ) -> None:
         super().__init__()
+        if program.kind is Gradients.APPLIED:
+            raise UsageError(
+                "IRC508",
+                "the program applies gradients by optimizers, which are not written with it",
+                help="use irc.optimize(..., optimizer_in_backward=...) from Python",
+            )
         self.program = program
         self.deliveries = deliveries
         self.plan = plan
+        self.release = Release({}) if program.released else None
         parameters: dict[int, nn.Parameter] = {}
         for static in program.statics:
             if static.role in (InputRole.PARAMETER, InputRole.BUFFER):
@@ -68,7 +81,7 @@ class StandaloneModule(nn.Module):
                 help="load its weights into the original model for evaluation",
             )
         inputs = [self._input(index, tensors) for index in range(len(self.program.statics))]
-        outputs = self.program(inputs)
+        outputs = run_step(self.program, inputs, self.release)
         leaves = [deliver_leaf(delivery, inputs, outputs) for delivery in self.deliveries]
         return leaves[0] if len(leaves) == 1 else tuple(leaves)
 

@@ -20,11 +20,14 @@ if TYPE_CHECKING:
         VerificationError,
     )
     from .tools.optimize import optimize
+    from .tools.pareto import pareto
+    from .tools.pareto_front import Front
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BudgetError",
+    "Front",
     "IrcError",
     "Plan",
     "TimeLimitError",
@@ -33,9 +36,15 @@ __all__ = [
     "VerificationError",
     "from_onnx",
     "optimize",
+    "pareto",
 ]
 
-_HOMES = {"from_onnx": ".frontends.onnx", "optimize": ".tools.optimize"}
+_HOMES = {
+    "Front": ".tools.pareto_front",
+    "from_onnx": ".frontends.onnx",
+    "optimize": ".tools.optimize",
+    "pareto": ".tools.pareto",
+}
 
 
 def __dir__() -> list[str]:

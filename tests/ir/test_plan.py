@@ -38,6 +38,8 @@ plans = st.builds(
     costs=st.text(),
     decisions=st.lists(decisions, max_size=3).map(tuple),
     seconds_to_plan=fractions,
+    gradients=st.sampled_from(("returned", "accumulated", "applied")),
+    reserved_bytes=amounts,
 )
 
 PLAN = Plan(
@@ -100,6 +102,27 @@ def test_the_summary_in_words() -> None:
     assert "bound 20.00%: proved optimal" in replace(PLAN, proven_optimal=True).summary()
 
 
+@pytest.mark.parametrize(
+    ("gradients", "reserved", "what"),
+    [
+        ("accumulated", "gradients from step to step", "accumulated into .grad as they are made"),
+        ("applied", "optimizer state", "applied by the optimizer within backward, and freed at once"),
+    ],
+)
+def test_the_summary_tells_how_gradients_are_released(gradients: str, reserved: str, what: str) -> None:
+    lines = replace(PLAN, gradients=gradients, reserved_bytes=3 << 20).summary().splitlines()
+    assert lines[3:5] == [
+        f"          static  1 GiB (parameters, buffers, inputs, and 3 MiB of {reserved})",
+        f"       gradients  {what}",
+    ]
+
+
+def test_a_plan_of_before_gradients_were_released_is_read() -> None:
+    data = PLAN.to_json()
+    del data["gradients"], data["reserved_bytes"]
+    assert Plan.from_json(data) == PLAN
+
+
 def test_the_explanation_in_words() -> None:
     assert (
         PLAN.explain()
@@ -148,6 +171,9 @@ def changed(**values: Any) -> str:
         changed(overhead="none"),
         changed(proven_optimal=1),
         changed(strategy=7),
+        changed(gradients="thrown away"),
+        changed(gradients=1),
+        changed(reserved_bytes=1.5),
         changed(decisions=None),
         changed(decisions=3),
         changed(decisions="abc"),

@@ -12,6 +12,7 @@ from irc.ir import (
     Compute,
     DType,
     Free,
+    Gradients,
     Graph,
     Input,
     InputRole,
@@ -78,6 +79,47 @@ schedule {
   free @mask
 }
 """
+
+
+RELEASING = """\
+graph loss_bytes=0 loss_held_bytes=8 reserved_bytes=96 {
+  storage @w 32 cpu
+  storage @t 32 cpu
+  storage @z 32 cpu
+  storage @g 32 cpu
+  input %w: float32[8]{1} @w parameter "fc.weight" requires_grad
+  input %t: float32[8]{1} @t tangent "0"
+forward:
+  z = aten.neg.default(%w) -> %z: float32[8]{1} @z
+backward:
+  g = aten.neg.default(%t) -> %g: float32[8]{1} @g
+  apply_fc.weight = irc.apply_gradient(%w, %g, state_bytes=96, workspace_bytes=64, seconds=2.5e-06) \
+traits(effect)
+  output %z "0"
+  gradient none "parameter:fc.weight"
+}
+schedule {
+  compute z keep(@z)
+  loss
+  compute g keep(@g)
+  compute apply_fc.weight keep()
+  free @g
+}
+"""
+
+
+def test_a_program_that_releases_gradients_reads_as_it_stands_here() -> None:
+    schedule = parse_program(RELEASING)
+    assert print_program(schedule) == RELEASING
+    graph = schedule.graph
+    assert (graph.loss_held_bytes, graph.reserved_bytes, graph.static_bytes) == (8, 96, 128)
+    (node,) = graph.releases
+    assert node.releases is graph.gradients is Gradients.APPLIED
+    assert node.keywords == (("state_bytes", 96), ("workspace_bytes", 64), ("seconds", 2.5e-06))
+    alone = parse_graph(RELEASING.split("schedule")[0].replace(" loss_held_bytes=8", ""))
+    assert (alone.loss_held_bytes, alone.reserved_bytes) == (0, 96)
+    with pytest.raises(UsageError, match="line 1: expected bytes, found `many`"):
+        parse_graph(RELEASING.replace("reserved_bytes=96", "reserved_bytes=many"))
 
 
 def test_a_program_reads_as_it_stands_here() -> None:

@@ -226,3 +226,132 @@ def test_outputs_are_written() -> None:
     graph = graph_of(x)
     missing = replace(graph, outputs=(Output(y, OutputRole.OUTPUT, "0"),))
     assert refused(missing) == ("IRC117", "output 0 is %y, which is never written")
+
+
+# Gradients that are released.
+
+RELEASED = """\
+graph loss_bytes=0 reserved_bytes=32 {
+  storage @x 32 cpu
+  storage @w 32 cpu
+  storage @u 32 cpu
+  storage @t 32 cpu
+  storage @z 32 cpu
+  storage @g 32 cpu
+  storage @h 32 cpu
+  input %x: float32[8]{1} @x input "0"
+  input %w: float32[8]{1} @w parameter "w" requires_grad
+  input %u: float32[8]{1} @u parameter "u" requires_grad
+  input %t: float32[8]{1} @t tangent "0"
+forward:
+  z = op(%x, %w) -> %z: float32[8]{1} @z loc(source="m.py:1")
+backward:
+  g = op(%t, %w) -> %g: float32[8]{1} @g loc(source="m.py:2")
+  h = op(%t) -> %h: float32[8]{1} @h loc(source="m.py:3")
+  r = irc.accumulate_grad(%w, %g) traits(effect) loc(source="m.py:4")
+  output %z "0"
+  gradient none "parameter:w"
+  gradient none "parameter:u"
+  gradient none "input:0"
+}
+"""
+APPLIED = RELEASED.replace("reserved_bytes=32", "reserved_bytes=40").replace(
+    "accumulate_grad(%w, %g)", "apply_gradient(%w, %g, state_bytes=40, workspace_bytes=0, seconds=0.5)"
+)
+
+
+def test_a_gradient_may_be_released() -> None:
+    verify_graph(parse_graph(RELEASED))
+    verify_graph(parse_graph(APPLIED))
+
+
+def test_a_tied_parameter_is_released_once_for_all_its_names() -> None:
+    tied = RELEASED.replace("%u: float32[8]{1} @u", "%u: float32[8]{1} @w")
+    verify_graph(parse_graph(tied))
+    for old, new, message in (
+        ("  output", SECOND.replace("%w, %h", "%u, %h"), "s releases the gradient of %u again"),
+        ('none "parameter:u"', '%h "parameter:u"', "r releases the gradient of %w, which is delivered"),
+    ):
+        with pytest.raises(VerificationError) as caught:
+            verify_graph(parse_graph(tied.replace(old, new)))
+        assert (caught.value.code, caught.value.message) == ("IRC133", message)
+
+
+SECOND = '  s = irc.accumulate_grad(%w, %h) traits(effect) loc(source="m.py:5")\n  output'
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "code", "message"),
+    [
+        ("traits(effect) ", "", "IRC133", "r is not an effect of backward without results"),
+        (
+            "traits(effect) ",
+            "-> %r: float32[2]{1} @w traits(effect) ",
+            "IRC133",
+            "r is not an effect of backward without results",
+        ),
+        ("(%w, %g)", "(%w)", "IRC133", "r does not take a parameter that requires a gradient"),
+        ("(%w, %g)", "(%x, %g)", "IRC133", "r does not take a parameter that requires a gradient"),
+        (
+            '"w" requires_grad',
+            '"w"',
+            "IRC133",
+            "r does not take a parameter that requires a gradient, and its gradient",
+        ),
+        ("%g: float32[8]{1}", "%g: float32[4]{1}", "IRC133", "r takes %g for a gradient of %w"),
+        ("%g: float32[8]{1}", "%g: int32[8]{1}", "IRC133", "r takes %g for a gradient of %w"),
+        ("(%w, %g)", "(%w, %t)", "IRC133", "r releases %t, whose storage somebody else holds"),
+        ("(%w, %g)", "(%w, %u)", "IRC133", "r releases %u, whose storage somebody else holds"),
+        ('none "input:0"', '%g "input:0"', "IRC133", "r releases %g, whose storage somebody else holds"),
+        (
+            'none "parameter:w"',
+            '%h "parameter:w"',
+            "IRC133",
+            "r releases the gradient of %w, which is delivered",
+        ),
+        ("  output", SECOND, "IRC133", "s releases the gradient of %w again"),
+        ("  output", SECOND.replace("%w, %h", "%u, %g"), "IRC133", "s releases %g, whose storage"),
+        (
+            "  output",
+            SECOND.replace("accumulate_grad(%w", "apply_gradient(%u"),
+            "IRC133",
+            "s releases its gradient in another way than those before it",
+        ),
+        ("bytes=32 {", "bytes=31 {", "IRC133", "31 B are reserved where what is released takes 32 B"),
+        (
+            "  r = irc.accumulate_grad",
+            "  r = op",
+            "IRC133",
+            "32 B are reserved where what is",
+        ),
+    ],
+)
+def test_a_gradient_that_is_released_wrongly_is_named(old: str, new: str, code: str, message: str) -> None:
+    assert RELEASED.count(old) == 1
+    with pytest.raises(VerificationError) as caught:
+        verify_graph(parse_graph(RELEASED.replace(old, new)))
+    assert caught.value.code == code and caught.value.message.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "code", "message"),
+    [
+        ("state_bytes=40, ", "", "IRC133", "r has state_bytes=None"),
+        ("workspace_bytes=0", "workspace_bytes=-1", "IRC133", "r has workspace_bytes=-1"),
+        ("workspace_bytes=0", "workspace_bytes=0.5", "IRC133", "r has workspace_bytes=0.5"),
+        ("seconds=0.5", 'seconds="soon"', "IRC133", "r has seconds='soon'"),
+        ("  output", "  late = op(%w)\n  output", "IRC134", "late reads %w, which r has updated before"),
+        (
+            "  output",
+            "  v = view(%w) -> %v: float32[4]{1} @w traits(view)\n  late = op(%v)\n  output",
+            "IRC134",
+            "late reads %v, which r has updated before",
+        ),
+        ('none "input:0"', '%w "input:0"', "IRC134", "gradient of input:0 reads %w, which r has updated"),
+    ],
+)
+def test_a_gradient_that_is_applied_wrongly_is_named(old: str, new: str, code: str, message: str) -> None:
+    assert APPLIED.count(old) == 1
+    with pytest.raises(VerificationError) as caught:
+        verify_graph(parse_graph(APPLIED.replace(old, new)))
+    assert caught.value.code == code and caught.value.message.startswith(message)

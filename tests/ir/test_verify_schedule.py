@@ -459,3 +459,57 @@ def test_a_disagreement_with_liveness_is_an_error(monkeypatch: pytest.MonkeyPatc
     assert error.message == (
         "instruction 6: 173 B during, 168 B after by this check; 168 B during, 168 B after by liveness"
     )
+
+
+APPLIED = """\
+graph loss_bytes=0 reserved_bytes=40 {
+  storage @x 32 cpu
+  storage @w 32 cpu
+  storage @t 32 cpu
+  storage @a 16 cpu
+  storage @z 32 cpu
+  storage @h 8 cpu
+  storage @g 32 cpu
+  input %x: float32[8]{1} @x input "0"
+  input %w: float32[8]{1} @w parameter "w" requires_grad
+  input %t: float32[8]{1} @t tangent "0"
+forward:
+  a = op(%x, %w) -> %a: float32[4]{1} @a
+  z = op(%a) -> %z: float32[8]{1} @z
+backward:
+  h = op(%t, %a) -> %h: float32[2]{1} @h
+  g = op(%t, %h) -> %g: float32[8]{1} @g
+  r = irc.apply_gradient(%w, %g, state_bytes=40, workspace_bytes=0, seconds=0.0) traits(effect)
+  output %z "0"
+  gradient none "parameter:w"
+}
+schedule {
+  compute a keep(@a)
+  compute z keep(@z)
+  free @a
+  loss
+  compute a keep(@a)
+  compute h keep(@h)
+  free @a
+  compute g keep(@g)
+  free @h
+  compute r keep()
+  free @g
+}
+"""
+
+
+def test_reserved_bytes_are_there_all_along_and_a_released_gradient_dies() -> None:
+    timeline = verify_schedule(parse_program(APPLIED), {}, peak_bytes=64 + 40 + 32 + 32 + 16 + 8 + 32 - 16)
+    assert timeline.during_bytes[0] == 64 + 40 + 16
+    assert timeline.after_bytes[-1] == 64 + 40 + 32 + 32
+
+
+def test_a_parameter_that_is_read_after_its_gradient_was_applied_is_named() -> None:
+    again = "  compute a keep(@a)\n  free @a\n"
+    error = refused(APPLIED.replace("  free @g\n", f"  free @g\n{again}"))
+    assert error.code == "IRC134"
+    assert error.message == "instruction 11: a reads %w, which r has updated"
+    error = refused(APPLIED.replace("  compute r keep()\n  free @g\n", "  free @g\n"))
+    assert error.code == "IRC123"
+    assert error.message == "after the last instruction: r must run exactly once (effect) and does not run"

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from irc.frontends.torch import capture
 from irc.ir import Argument, Graph, Node, Storage, UsageError, Value, values_in
-from irc.passes.costs import MACHINES, Machine, analytic_costs, machine_named, signature
+from irc.passes.costs import MACHINES, Machine, StepCost, analytic_costs, machine_named, signature
 from irc.passes.profile import profile_costs
+from irc.passes.release_gradients import release_gradients
 from irc.tools import models
 
 torch.set_num_threads(1)
@@ -154,3 +155,19 @@ def test_every_value_of_an_operation_is_in_its_signature() -> None:
     for node in _graph("others").operations:
         values: list[Any] = [*values_in(node.arguments)]
         assert all(f"${index}:" in signature(node) for index in range(len(set(values))))
+
+
+def test_releasing_a_gradient_takes_the_time_of_its_bytes() -> None:
+    graph = capture(nn.Linear(100, 250, bias=False), (torch.randn(3, 100),)).graph
+    (weight,) = (i.value for i in graph.inputs if i.requires_grad)
+    moving = Machine("moving", flops=1e30, bandwidth_bytes=1e9, launch_seconds=1e-6)
+    applied = release_gradients(graph, {weight: StepCost(200_000, 77, 9.0)})
+    for released, nbytes, workspace_bytes in (
+        (release_gradients(graph), 300_000, 0),
+        (applied, 300_000 + 2 * 200_000, 77),
+    ):
+        costs = analytic_costs(released, moving)
+        (node,) = released.releases
+        assert costs.seconds[node] == pytest.approx(1e-6 + nbytes / 1e9)
+        assert costs.workspace_bytes[node] == workspace_bytes
+    assert StepCost.of(applied.releases[0]) == StepCost(200_000, 77, 9.0)

@@ -18,6 +18,7 @@ from irc.passes import (
     Pass,
     PassManager,
     Program,
+    ReleaseGradients,
     SelectCheckpoints,
     Timing,
     parse_passes,
@@ -45,6 +46,7 @@ steps = st.one_of(
         strategy=st.sampled_from(("auto", "ilp", "eviction", "sqrt-n", "every-8", "keep-all")),
         time_limit=st.floats(0, 1e9),
     ),
+    st.builds(ReleaseGradients, mode=st.sampled_from(("accumulate", "apply"))),
 )
 
 
@@ -67,7 +69,11 @@ def test_a_pipeline_in_words() -> None:
 @pytest.mark.parametrize(
     ("text", "message", "advice"),
     [
-        ("", "the pipeline is empty", "passes: cost, select-checkpoints"),
+        (
+            "",
+            "the pipeline is empty",
+            "passes: release-gradients, split-convolutions, cost, select-checkpoints",
+        ),
         ("cost,", "the pipeline ends in a comma", "name another pass, or drop the comma"),
         (
             "cost,,cost",
@@ -84,7 +90,11 @@ def test_a_pipeline_in_words() -> None:
             "the pipeline cannot be read at column 1: 'cost cost'",
             "write name{option=value,...},name{...}",
         ),
-        ("costs", "there is no pass 'costs'", "passes: cost, select-checkpoints"),
+        (
+            "costs",
+            "there is no pass 'costs'",
+            "passes: release-gradients, split-convolutions, cost, select-checkpoints",
+        ),
         (
             "cost{machine=cpu}",
             "pass cost has no option 'machine=cpu'",

@@ -14,8 +14,9 @@ from irc.frontends.torch import capture
 from irc.ir import DType, Graph, IrcError, Location, Node, Storage, Symbol, TensorType, Value
 from irc.passes import profile
 from irc.passes.allocations import allocation_events, peak_bytes
-from irc.passes.costs import signature
-from irc.passes.profile import Measured, ProfileStore, profile_costs
+from irc.passes.costs import StepCost, signature
+from irc.passes.profile import Measured, ProfileStore, allocation_levels, profile_costs
+from irc.passes.release_gradients import release_gradients
 
 torch.set_num_threads(1)
 
@@ -93,6 +94,29 @@ def test_a_peak_is_counted_above_the_level_at_the_start() -> None:
     x = torch.randn(64, 32)
     assert peak_bytes(lambda: torch.relu(x).neg()) == 2 * x.nbytes
     assert peak_bytes(lambda: x.relu_()) == 0
+
+
+def test_levels_tell_what_a_run_takes_and_what_it_leaves() -> None:
+    x, kept = torch.randn(64, 32), list[Tensor]()
+    runs = [lambda: torch.relu(x).neg(), lambda: x.relu_(), lambda: kept.append(torch.relu(x)), kept.clear]
+    levels = [(level.peak_bytes, level.left_bytes) for level in allocation_levels(runs, on_cuda=False)]
+    assert levels == [(2 * x.nbytes, x.nbytes), (0, 0), (x.nbytes, x.nbytes), (0, -x.nbytes)]
+    assert allocation_levels([], on_cuda=False) == []
+
+
+def test_accumulating_is_measured_and_an_optimizer_s_step_is_taken_from_its_node() -> None:
+    module, x = nn.Linear(32, 64), torch.randn(3, 32)
+    graph = capture(module, (x,)).graph
+    accumulated = release_gradients(graph)
+    costs = profile_costs(accumulated, repeats=2)
+    assert all(costs.seconds[node] > 0 for node in accumulated.releases)
+    assert all(costs.workspace_bytes[node] == 0 for node in accumulated.releases)
+    steps = {i.value: StepCost(8, 5, 0.25) for i in graph.inputs if i.requires_grad}
+    applied = release_gradients(graph, steps)
+    costs = profile_costs(applied, repeats=2)
+    assert [costs.seconds[node] for node in applied.releases] == [0.25, 0.25]
+    assert [costs.workspace_bytes[node] for node in applied.releases] == [5, 5]
+    assert all(parameter.grad is None for parameter in module.parameters())
 
 
 def test_an_operation_that_does_not_run_by_itself_is_named() -> None:

@@ -102,7 +102,7 @@ def test_a_budget_of_the_baseline_changes_nothing(sample: Sample, more: int) -> 
     for budget in (problem.keep_all.peak_bytes + more, "100%"):
         plan = plan_of(program, budget)
         assert (plan.overhead, plan.proven_optimal) == (0.0, True)
-        assert plan.peak_bytes == plan.baseline_peak_bytes == problem.keep_all.peak_bytes
+        assert plan.peak_bytes <= plan.baseline_peak_bytes == problem.keep_all.peak_bytes
         assert not any(decision.runs_again for decision in plan.decisions)
 
 
@@ -237,7 +237,7 @@ schedule {
           static  200 B (parameters, buffers, inputs)
         overhead  4.35% of the step's time, bound 4.35%: proved optimal
  smallest budget  1020 B (1,020 bytes)
-        strategy  ilp, costs analytic:test, planned in 0.0 s"""
+        strategy  min-cut, costs analytic:test, planned in 0.0 s"""
     )
     header, row, last = result.plan.explain().splitlines()
     assert header.split() == ["storage", "made", "by", "size", "action", "reason", "where"]

@@ -3,12 +3,12 @@
 import math
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from itertools import product
 from random import Random
 
 from exhaustive import (
     Choice,
+    at_random,
     chains,
     cheapest_in_class,
     cheapest_of_all,
@@ -19,11 +19,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from strategies import Sample, graphs
 
-from irc.ir import Node, Storage, verify_schedule
-from irc.passes import CheckpointProblem, Stage
+from irc.ir import Node, verify_schedule
+from irc.passes import CheckpointProblem
 from irc.passes.checkpointing import Simulated
 from irc.passes.eviction import evict_greedily
-from irc.passes.search import Found, lower_bound, solve_staged
+from irc.passes.exact import best_of_class
+from irc.passes.search import lower_bound
 from irc.passes.staged_ilp import Relaxation
 
 SMALL = settings(max_examples=40)
@@ -53,11 +54,6 @@ def within(front: tuple[Choice, ...], budget_bytes: int) -> Choice | None:
     """The fastest choice within the budget, of equally fast ones that with the smallest peak."""
     fitting = (choice for choice in front if choice.peak_bytes <= budget_bytes)
     return min(fitting, key=lambda choice: (choice.seconds, choice.peak_bytes), default=None)
-
-
-def nothing(problem: CheckpointProblem) -> Found:
-    """A search that has found nothing so far: whatever fits is faster."""
-    return Found("nothing", replace(problem.keep_all, seconds=math.inf, peak_bytes=1 << 62))
 
 
 def later() -> float:
@@ -121,15 +117,14 @@ def test_the_programme_is_as_good_as_exhaustive_search(sample: Sample) -> None:
     front = cheapest_in_class(problem)
     for budget in budgets(front):
         expected = within(front, budget)
-        found = nothing(problem)
-        solve_staged(problem, budget, found, deadline=later())
-        assert found.is_exact
+        exact = best_of_class(problem, budget, deadline=later())
+        assert exact.is_proved
         if expected is None:
-            assert found.name == "nothing"
+            assert exact.best is None
             continue
-        assert found.name == "ilp"
-        assert (found.best.seconds, found.best.peak_bytes) == (expected.seconds, expected.peak_bytes)
-        verify_schedule(found.best.schedule, sample.workspace_bytes, budget_bytes=budget)
+        assert exact.best is not None
+        assert (exact.best.seconds, exact.best.peak_bytes) == (expected.seconds, expected.peak_bytes)
+        verify_schedule(exact.best.schedule, sample.workspace_bytes, budget_bytes=budget)
 
 
 @given(samples)
@@ -157,40 +152,14 @@ def test_the_bound_is_below_random_schedules(sample: Sample, seed: int) -> None:
     assert problem.step_seconds + bound <= simulated.seconds * (1 + 1e-6)
 
 
-def at_random(problem: CheckpointProblem, random: Random) -> Simulated:
-    """A schedule that forgets at random and makes again what it reads, in forward too."""
-    there: set[Storage] = set()
-    trace: list[Node] = []
-
-    def compute(node: Node) -> None:
-        for storage in problem.forward_reads[node]:
-            if storage not in there:
-                compute(problem.producer[storage])
-        trace.append(node)
-        there.update(s for s in problem.graph.allocates(node) if s in problem.producer)
-
-    split = 0
-    for node in (*problem.forward, *problem.backward):
-        forget = [
-            s for s in problem.producer if problem.producer[s].is_recomputable and random.random() < 0.3
-        ]
-        there.difference_update(forget)
-        if node not in problem.index and not split:
-            split = len(trace)
-        compute(node)
-    return problem.simulate_order(trace[:split], trace[split:])
-
-
 @given(samples)
 @SMALL
 def test_what_is_refused_is_impossible(sample: Sample) -> None:
-    """Without the rows of the class an infeasible programme means that no schedule fits at all."""
+    """An infeasible relaxation means that no schedule fits at all."""
     problem = problems(sample, most_kept=5)
     assume(problem.backward)
     budget = problem.floor_bytes
-    relaxation = Relaxation(
-        problem, budget, range(len(problem.backward)), small_bytes=-1, charge_small=False, in_class=False
-    )
+    relaxation = Relaxation(problem, budget, range(problem.moments), small_bytes=-1)
     if relaxation.solve(seconds=MANY_SECONDS, gap=0.0).is_infeasible:
         assert cheapest_of_all(problem, budget) == math.inf
 
@@ -204,20 +173,19 @@ def test_few_stages_still_bound_and_still_fit(sample: Sample) -> None:
     front = cheapest_in_class(problem)
     largest = max(s.nbytes for s in problem.producer) if problem.producer else 0
     for choice in front:
+        loss = len(problem.forward)
         relaxation = Relaxation(
             problem,
             choice.peak_bytes,
-            sorted({0, len(problem.backward) // 2}),
+            sorted({loss // 2, loss, loss + 1 + len(problem.backward) // 2}),
             small_bytes=largest // 4,
-            charge_small=False,
-            in_class=False,
         )
         solved = relaxation.solve(seconds=MANY_SECONDS, gap=0.0)
         assert not solved.is_infeasible
         assert problem.step_seconds + solved.bound_seconds <= choice.seconds * (1 + 1e-6)
-        assert solved.staging is not None
+        assert solved.resident is not None
         for eager in (True, False):
-            simulated = problem.simulate(solved.staging, eager=eager)
+            simulated = problem.simulate_repeats(problem.repeats_between(solved.resident, eager=eager))
             verify_schedule(simulated.schedule, sample.workspace_bytes, peak_bytes=simulated.peak_bytes)
 
 
@@ -229,7 +197,7 @@ def test_every_staging_is_a_schedule(sample: Sample) -> None:
     once = {s for s in problem.wanted if not problem.producer[s].is_recomputable}
     for kept in subsets(problem.wanted):
         if once <= kept:
-            simulated = problem.simulate((Stage(0, kept),))
+            simulated = problem.keeping(kept)
             verify_schedule(simulated.schedule, sample.workspace_bytes, peak_bytes=simulated.peak_bytes)
 
 
@@ -241,7 +209,7 @@ def test_the_same_question_has_the_same_answer(sample: Sample) -> None:
     budget = (problem.floor_bytes + problem.keep_all.peak_bytes) // 2
     orders: list[tuple[Node, ...]] = []
     for _ in range(2):
-        found = nothing(problem)
-        solve_staged(CheckpointProblem(problem.graph, problem.costs), budget, found, deadline=later())
-        orders.append(found.best.order)
+        fresh = CheckpointProblem(problem.graph, problem.costs)
+        exact = best_of_class(fresh, budget, deadline=later())
+        orders.append(exact.best.order if exact.best is not None else ())
     assert orders[0] == orders[1]

@@ -1,15 +1,29 @@
 """The known rules: valid on every graph, and what they keep on a small one."""
 
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
 import pytest
-from exhaustive import chains, problem_of
-from hypothesis import given, settings
+from exhaustive import chains, problem_of, subsets
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from strategies import Sample, graphs
 
-from irc.ir import Compute, Free, Schedule, parse_graph, verify_schedule
+from irc.ir import Compute, Free, Location, Loss, Schedule, Storage, parse_graph, verify_schedule
 from irc.passes import CheckpointProblem, Costs
 from irc.passes.checkpointing import Simulated
-from irc.passes.strategies import every_k, keep_all, sqrt_n
+from irc.passes.strategies import (
+    block_borders,
+    every_k,
+    keep_all,
+    known_strategies,
+    min_cut,
+    min_cut_candidates,
+    per_block,
+    priced_cuts,
+    sqrt_n,
+)
 
 SOME = settings(max_examples=80)
 samples = chains() | graphs()
@@ -21,7 +35,7 @@ def check(problem: CheckpointProblem, simulated: Simulated) -> None:
     assert simulated.schedule.computed == simulated.order
     assert simulated.seconds == pytest.approx(sum(problem.costs.seconds[n] for n in simulated.order))
     assert max(simulated.during_bytes, default=0) <= simulated.peak_bytes
-    assert len(simulated.during_bytes) == len(simulated.order) == len(simulated.owners)
+    assert len(simulated.during_bytes) == len(simulated.order)
     assert simulated.peak_bytes >= problem.floor_bytes
 
 
@@ -64,8 +78,131 @@ def test_the_books_of_the_problem_agree_with_the_simulation(sample: Sample) -> N
     assert problem.floor_bytes <= problem.keep_all.peak_bytes
 
 
-def chain(length: int, random: int | None = None) -> CheckpointProblem:
-    """A chain in which each backward operation reads what its forward operation read and wrote."""
+PLACES = (
+    None,
+    Location(),
+    Location(module="head"),
+    Location(module="layers.0"),
+    Location(module="layers.0.mlp.1"),
+    Location(module="layers.1.mlp.1"),
+    Location(onnx_node="/layer1/layer1.2/conv1/Conv"),
+    Location(onnx_node="Conv_17"),
+)
+
+
+def placed(problem: CheckpointProblem, places: Sequence[Location | None]) -> CheckpointProblem:
+    """The same problem, with a place for each of its nodes."""
+    graph, costs = problem.graph, problem.costs
+    nodes = {node: replace(node, at=place) for node, place in zip(graph.nodes, places, strict=True)}
+    seconds = {nodes[node]: value for node, value in costs.seconds.items()}
+    workspace_bytes = {nodes[node]: value for node, value in costs.workspace_bytes.items()}
+    moved = replace(graph, nodes=tuple(nodes.values()))
+    return CheckpointProblem(moved, Costs(seconds, workspace_bytes, costs.source))
+
+
+@given(samples, st.data())
+@SOME
+def test_blocks_are_valid_and_compute_nothing_more_than_twice(sample: Sample, data: st.DataObject) -> None:
+    count = len(sample.graph.nodes)
+    places = data.draw(st.lists(st.sampled_from(PLACES), min_size=count, max_size=count))
+    problem = placed(problem_of(sample), places)
+    found = list(per_block(problem))
+    assert bool(found) == any(
+        place not in (None, Location(), PLACES[2], PLACES[-1])
+        for node, place in zip(problem.graph.nodes, places, strict=True)
+        if node in problem.forward
+    )
+    for simulated in found:
+        check(problem, simulated)
+        assert all(simulated.order.count(node) <= 2 for node in problem.forward)
+    for borders in block_borders(problem):
+        for simulated in priced_cuts(problem, kept=borders, limit=4):
+            check(problem, simulated)
+
+
+@given(samples, st.floats(0, 1))
+@SOME
+def test_known_strategies_are_valid_and_compute_nothing_more_than_twice(
+    sample: Sample, fraction: float
+) -> None:
+    count = len(sample.graph.nodes)
+    problem = placed(problem_of(sample), [PLACES[3 + 3 * i // count] for i in range(count)])
+    check(problem, min_cut(problem, fraction))
+    names: set[str] = set()
+    for name, simulated in known_strategies(problem):
+        names.add(re.sub(r"-\d+", "-k", name))
+        check(problem, simulated)
+        assert all(simulated.order.count(node) <= 2 for node in problem.forward)
+    always = {"keep-all", "sqrt-n", "per-block", "min-cut", "priced-cut", "cut-in-blocks"}
+    assert "keep-all" in names and names - {"every-k"} <= always
+    assert ("every-k" in names) == (len(problem.forward) > 2)
+
+
+def saved_bytes(problem: CheckpointProblem, simulated: Simulated) -> int:
+    """What lies between forward and backward, without what the first operation of backward reads."""
+    alive: set[Storage] = set()
+    for instruction in simulated.schedule.instructions:
+        match instruction:
+            case Compute(_, retained):
+                alive |= retained
+            case Free(storage):
+                alive.discard(storage)
+            case Loss():
+                break
+    free = {s for node in problem.backward[:1] for s in problem.forward_reads[node]}
+    return sum(storage.nbytes for storage in alive - free if storage in problem.producer)
+
+
+def all_trades(problem: CheckpointProblem) -> Iterator[tuple[int, float]]:
+    """Bytes and seconds of recomputation of everything that could be saved."""
+    free = {s for node in problem.backward[:1] for s in problem.forward_reads[node]}
+    for kept in subsets(s for s in problem.wanted if s not in free):
+        try:
+            again = problem.closure(problem.read_positions, set(kept | free))
+        except ValueError:
+            continue
+        yield sum(s.nbytes for s in kept), sum(problem.costs.seconds[node] for node in again)
+
+
+@given(chains() | graphs(max_forward=6), st.floats(-6, 6))
+@SOME
+def test_cuts_are_the_best_of_all_that_could_be_saved(sample: Sample, exponent: float) -> None:
+    problem = problem_of(sample)
+    assume(len(problem.wanted) <= 9)
+    trades = list(all_trades(problem))
+    least = min(nbytes for nbytes, _ in trades)
+    assert saved_bytes(problem, min_cut(problem, 0.0)) == least
+    found = [(saved_bytes(problem, s), s.seconds - problem.step_seconds) for s in priced_cuts(problem)]
+    assert min(nbytes for nbytes, _ in found) == least
+    assert min(seconds for _, seconds in found) == 0
+    # At no price of a second is anything better than the best of them.
+    unit = 10**exponent * max(storage.nbytes for storage in problem.graph.storages)
+
+    def worth(trade: tuple[int, float]) -> float:
+        return trade[0] + unit * trade[1]
+
+    assert min(map(worth, found)) == pytest.approx(min(map(worth, trades)), rel=1e-6, abs=0.5)
+
+
+@given(samples, st.floats(0, 1))
+@SOME
+def test_fractions_save_no_more_and_no_less_than_the_ends(sample: Sample, fraction: float) -> None:
+    problem = problem_of(sample)
+    least, between, most = (saved_bytes(problem, min_cut(problem, f)) for f in (0.0, fraction, 1.0))
+    assert least <= between <= most
+
+
+def chain(
+    length: int, random: int | None = None, seconds: Sequence[float] = (), modules: Sequence[str] = ()
+) -> CheckpointProblem:
+    """A chain in which each backward operation reads what its forward operation read and wrote.
+
+    Args:
+        length: Forward operations, each of which takes a second and makes 8 bytes.
+        random: The operation that draws random numbers.
+        seconds: Of the forward operations, where it is not one.
+        modules: Where they are.
+    """
     lines = [f"  storage @s{i} 8 cpu" for i in range(length + 1)]
     lines += [f"  storage @d{i} 8 cpu" for i in range(length + 1)]
     lines.append('  input %s0: float8_e5m2[8]{1} @s0 input "0" requires_grad')
@@ -80,7 +217,11 @@ def chain(length: int, random: int | None = None) -> CheckpointProblem:
     lines += [f'  output %s{length} "0"', '  gradient %d0 "input:0"', "}"]
     graph = parse_graph("\n".join(["graph loss_bytes=0 {", *lines]) + "\n")
     zeros, ones = dict.fromkeys(graph.operations, 0), dict.fromkeys(graph.operations, 1.0)
-    return CheckpointProblem(graph, Costs(ones, zeros, "analytic:test"))
+    problem = CheckpointProblem(
+        graph, Costs(ones | dict(zip(graph.nodes, seconds, strict=False)), zeros, "analytic:test")
+    )
+    places = [Location(module=module) for module in modules]
+    return placed(problem, [*places, *[None] * (len(graph.nodes) - len(places))])
 
 
 def words(schedule: Schedule) -> str:
@@ -125,3 +266,57 @@ def test_what_may_run_only_once_is_kept() -> None:
     assert words(every_k(chain(5, random=2), 100).schedule) == (
         "f0 f1 -s1 f2 -s2 f3 f4 | b4 b3 -d4 -s4 f0 f1 b2 -d3 -s3 b1 -d2 -s2 b0 -d1 -s1"
     )
+
+
+def test_blocks_in_words() -> None:
+    modules = ("stem", "layers.0.a", "layers.0.b", "layers.1.a", "layers.1.b", "head")
+    problem = chain(6, modules=modules)
+    # s1 is made outside of blocks; s3 and s5 cross; f2 and f4 are each the inside of a block.
+    found = list(per_block(problem))
+    assert [words(simulated.schedule) for simulated in found] == [
+        "f0 f1 f2 -s2 f3 f4 -s4 f5 | b5 f3 b4 -d5 -s5 b3 -d4 -s4 f1 b2 -d3 -s3 b1 -d2 -s2 b0 -d1 -s1"
+    ]
+
+
+def names(kept: frozenset[Storage]) -> set[str]:
+    return {storage.name for storage in kept}
+
+
+def test_blocks_inside_blocks_are_a_level_of_their_own() -> None:
+    modules = ("m.0.norm", "m.0.e.0", "m.0.e.0", "m.0.e.1", "m.0.e.1", "m.1.norm", "m.1.e.0", "loss")
+    outer, inner = block_borders(chain(8, modules=modules))
+    assert names(outer) == {"s5", "s7"}
+    assert names(inner) == {"s1", "s3", "s5", "s6", "s7"}
+
+
+def test_names_of_onnx_nodes_say_where_blocks_are() -> None:
+    problem = chain(5)
+    places = [Location(onnx_node=f"/layer1/layer1.{i}/relu/Relu") for i in (0, 0, 1, 1)]
+    named = placed(problem, [*places, *[Location(onnx_node="Gemm_5")] * 6])
+    # The first level is all of layer1, whose result s4 the last operation reads.
+    assert [names(kept) for kept in block_borders(named)] == [{"s4"}, {"s2", "s4"}]
+    assert list(block_borders(placed(problem, [Location(onnx_node="Relu_1")] * 10))) == []
+    assert list(per_block(problem)) == []
+
+
+def test_minimum_cuts_in_words() -> None:
+    problem = chain(6, seconds=(4.0, 1.0, 3.0, 1.0, 3.0, 1.0))
+    # The slow operations make s1, s3 and s5, and s5 is what the first backward operation reads.
+    found = [words(min_cut(problem, fraction).schedule) for fraction in (1.0, 0.5, 0.0)]
+    assert found == [
+        "f0 f1 f2 -s2 f3 f4 -s4 f5 | b5 f3 b4 -d5 -s5 b3 -d4 -s4 f1 b2 -d3 -s3 b1 -d2 -s2 b0 -d1 -s1",
+        "f0 f1 f2 -s2 f3 -s3 f4 -s4 f5 | b5 f1 f2 f3 b4 -d5 -s5 b3 -d4 -s4 b2 -d3 -s3 b1 -d2 -s2 b0 -d1 -s1",
+        "f0 f1 -s1 f2 -s2 f3 -s3 f4 -s4 f5 | b5 f0 f1 f2 f3 b4 -d5 -s5 b3 -d4 -s4 b2 -d3 -s3 b1 -d2 -s2 b0 "
+        "-d1 -s1",
+    ]
+    assert [words(s.schedule) for s in min_cut_candidates(problem)] == found
+
+
+def test_prices_save_what_is_slowest_for_its_bytes() -> None:
+    problem = chain(6, seconds=(5.0, 1.0, 4.0, 2.0, 3.0, 1.0))
+    found = {simulated.seconds - problem.step_seconds for simulated in priced_cuts(problem)}
+    # Saved in turn: all, all but s2, without s4 too, without s3, nothing; s5 costs nothing.
+    assert found == {0.0, 1.0, 3.0, 7.0, 12.0}
+    assert len(list(priced_cuts(problem, limit=2))) == 2
+    borders = next(block_borders(chain(6, modules=("m.0", "m.1", "m.1", "m.2", "m.2", "m.3"))))
+    assert names(borders) == {"s1", "s3", "s5"}

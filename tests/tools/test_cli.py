@@ -138,6 +138,54 @@ def test_inspect_as_json_and_quiet(irc: Run, models: Path) -> None:
     assert irc("inspect", f"{models}:mlp", "--no-profile", "-q") == (0, "", "")
 
 
+def test_the_journey_of_a_front(irc: Run, models: Path, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "front"
+    command = ["pareto", f"{models}:mlp", "--budgets", "100%,90%,80%,1kB", "-o", out, *FAST]
+    status, text, err = irc(*command)
+    assert status == 0 and err == ""
+    rows = text.splitlines()
+    assert rows[0].split()[:4] == ["budget", "KiB", "of", "baseline"]
+    assert re.search(r"^ +[\d.]+ +100\.0% +100\.0% .* 0\.00% +0\.00% +proved +keep-all ", text, re.MULTILINE)
+    assert "refused, IRC204: a training step needs" in text and "\nknee: " in text
+    names = ["front.csv", "front.json", "front.png", "front.svg", "points.jsonl"]
+    assert sorted(path.name for path in out.iterdir()) == names
+    assert str(out / "front.svg") in rows[-1]
+    status, shown, err = irc(*command, "--json")
+    assert status == 0 and err == "" and json.loads(shown) == json.loads((out / "front.json").read_text())
+    assert json.loads(shown)["model"] == "mlp"
+    assert irc(*command, "-q") == (0, "", "")
+    status, _, err = irc(*command, "-v", "--restart")
+    assert status == 0 and len(re.findall(r"^budget .*: overhead .* s$", err, re.MULTILINE)) == 3
+    assert len(re.findall(r"^budget 1000 B: refused: IRC204", err, re.MULTILINE)) == 1
+    refused(irc(*command, "--strategy", "sqrt-n"), 2, "IRC441", "other options")
+
+
+def test_a_front_of_an_onnx_file_where_nothing_fits(irc: Run, tmp_path: Path) -> None:
+    command = ["pareto", save_onnx(tmp_path / "m.onnx"), "--batch", 16, *FAST]
+    match = re.search(
+        r"help: give a budget of (\d+) bytes", refused(irc(*command, "--budgets", "1kB"), 3, "IRC443", "1000")
+    )
+    assert match is not None
+    status, text, _ = irc(*command, "--budgets", match[1], "--json")
+    front = json.loads(text)
+    assert status == 0 and front["model"] == "m" and front["points"][0]["peak_bytes"] <= int(match[1])
+
+
+def test_an_interrupted_front_says_what_is_kept(
+    irc: Run, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("irc.tools.pareto._plan_within", interrupt)
+    status, out, err = irc("pareto", f"{models}:mlp", "--points", 3, "-o", tmp_path / "out", *FAST)
+    assert (status, out) == (1, "")
+    assert err.splitlines() == [
+        "error[IRC001]: interrupted",
+        "  note: 0 of 3 points are finished; the same command goes on from there",
+    ]
+
+
 def test_run_as_json(irc: Run, models: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     irc("optimize", f"{models}:mlp", "--budget", "80%", "--time-limit", 1, "-q", "-o", out)
@@ -207,6 +255,14 @@ def test_a_pipeline_as_text_is_what_runs(irc: Run, models: Path) -> None:
         ("optimize no.where:f --budget 60%", "IRC420", "no module 'no.where'"),
         ("optimize nowhere.onnx --budget 60%", "IRC310", "no such file: nowhere.onnx"),
         ("optimize {m} --budget 60%", "IRC420", "no ONNX file and no factory"),
+        ("pareto {m}:mlp --points 1", "IRC440", "a front of 1 points"),
+        ("pareto {m}:mlp --points few", "IRC400", "'few'"),
+        ("pareto {m}:mlp --points 3 --budgets 60%", "IRC400", "not allowed with"),
+        ("pareto {m}:mlp --budgets 60%,", "IRC401", "''"),
+        ("pareto {m}:mlp --budgets 60%," + 5000 * "9", "IRC401", "out of all proportion"),
+        ("pareto {m}:mlp --time-limit -1", "IRC403", "-1.0 seconds"),
+        ("pareto {m}:mlp --restart", "IRC400", "without a folder"),
+        ("pareto {m}:mlp -o {m}", "IRC442", "Not a directory"),
         ("inspect nowhere", "IRC420", "no ONNX file and no factory"),
         ("inspect {m}:mlp --top -1", "IRC400", "negative"),
         ("run nowhere", "IRC431", "nowhere has no plan.json"),
@@ -312,26 +368,12 @@ def test_help_says_what_the_exit_statuses_mean() -> None:
     assert done.stderr == ""
 
 
-def test_a_piped_run_has_no_escape_codes_and_a_terminal_shows_progress(models: Path, tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "irc",
-        "optimize",
-        "models.py:mlp",
-        "--budget",
-        "85%",
-        *FAST,
-        "-o",
-        "out",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT)
-    assert done.returncode == 0 and done.stderr == "" and "\x1b" not in done.stdout
-    assert (tmp_path / "out" / "model.py").exists()
+def on_terminal(command: list[str], folder: Path) -> tuple[int, bytes]:
+    """Runs a command with a terminal for its stderr: its exit status, and what the terminal was sent."""
     leader, follower = pty.openpty()
     environment = {**ENVIRONMENT, "TERM": "xterm"}
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=follower, cwd=tmp_path, env=environment
+        command, stdout=subprocess.PIPE, stderr=follower, cwd=folder, env=environment
     ) as child:
         os.close(follower)
         shown = b""
@@ -345,4 +387,18 @@ def test_a_piped_run_has_no_escape_codes_and_a_terminal_shows_progress(models: P
             shown += piece
         child.wait()
     os.close(leader)
-    assert child.returncode == 0 and b"loading models.py:mlp" in shown and b"\x1b" in shown
+    return child.returncode, shown
+
+
+def test_a_piped_run_has_no_escape_codes_and_a_terminal_shows_progress(models: Path, tmp_path: Path) -> None:
+    model = "models.py:mlp"
+    optimize = [sys.executable, "-m", "irc", "optimize", model, "--budget", "85%", *FAST, "-o", "out"]
+    done = subprocess.run(optimize, capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT)
+    assert done.returncode == 0 and done.stderr == "" and "\x1b" not in done.stdout
+    assert (tmp_path / "out" / "model.py").exists()
+    status, shown = on_terminal(optimize, tmp_path)
+    assert status == 0 and b"loading models.py:mlp" in shown and b"\x1b" in shown
+    pareto = [sys.executable, "-m", "irc", "pareto", model, "--points", "3", *FAST]
+    status, shown = on_terminal(pareto, tmp_path)
+    assert status == 0 and b"smallest budget" in shown and b"3/3" in shown
+    assert re.search(rb"budget [\d.]+ KiB.*0:00:0\d", shown)

@@ -21,7 +21,7 @@ from irc.passes import SelectCheckpoints
 from irc.tools import folder as folders
 from irc.tools.folder import check_target, read_folder, write_folder
 from irc.tools.loading import Source, load, training_loss
-from irc.tools.optimize import Optimized, cost_pass, optimize_module
+from irc.tools.optimize import Optimized, cost_passes, optimize_module
 
 FILES = ["model.py", "plan.json", "program.irc", "weights.safetensors"]
 
@@ -29,7 +29,7 @@ FILES = ["model.py", "plan.json", "program.irc", "weights.safetensors"]
 def optimized(models: Path, name: str, budget: str = "90%") -> tuple[Optimized, Source, tuple[Tensor, ...]]:
     source = Source(f"{models}:{name}")
     loaded = load(source)
-    passes = [cost_pass(None), SelectCheckpoints(budget, time_limit=1)]
+    passes = [*cost_passes(None), SelectCheckpoints(budget, time_limit=1)]
     found = optimize_module(loaded.module, loaded.args, passes, loss=training_loss)
     examples = pytree.tree_leaves(loaded.args)
     return found, source, tuple(leaf for leaf in examples if isinstance(leaf, Tensor))

@@ -13,6 +13,7 @@ from irc.tools import cli, compare_torch, measure_plans
     ("main", "arguments"),
     [
         (cli.main, ["optimize"]),
+        (cli.main, ["pareto"]),
         (cli.main, ["inspect"]),
         (cli.main, ["run"]),
         (compare_torch.main, []),

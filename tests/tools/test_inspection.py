@@ -12,13 +12,13 @@ from irc.ir import liveness
 from irc.passes import PassManager, Program, SelectCheckpoints
 from irc.tools.inspection import inspect_program
 from irc.tools.loading import Source, load, training_loss
-from irc.tools.optimize import cost_pass
+from irc.tools.optimize import cost_passes
 
 
 def program(models: Path, name: str) -> Program:
     loaded = load(Source(f"{models}:{name}"))
     captured = capture(loaded.module, loaded.args, loss=training_loss)
-    return PassManager([cost_pass(None)]).run(Program(captured.graph))
+    return PassManager(cost_passes(None)).run(Program(captured.graph))
 
 
 @pytest.mark.parametrize("name", ["mlp", "noisy", "tied"])

@@ -1,0 +1,146 @@
+"""A schedule compiled to Python functions, with what is known of its inputs and gradients."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from ...ir import (
+    Compute,
+    Gradients,
+    Graph,
+    Input,
+    InputRole,
+    Loss,
+    OutputRole,
+    Schedule,
+    Trait,
+    Value,
+)
+from .emit import emit_source
+
+__all__ = ["Program", "Released", "compile_program"]
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """A parameter whose gradient is released within backward.
+
+    Args:
+        index: Its place among the static inputs.
+        depends: The forward outputs whose gradients its own is computed from.
+        tied: The places of the same tensor under other names.
+    """
+
+    index: int
+    depends: frozenset[int]
+    tied: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A schedule, compiled; it holds no parameter and can be shared.
+
+    Args:
+        statics: The graph's inputs but the tangents, in order.
+        tangents: For each forward output, whether a gradient of it is taken.
+        gradients: For each static input, its place among the gradients, or None.
+        depends: For each gradient, the forward outputs whose gradients it is computed from.
+        kind: What becomes of the gradients of parameters.
+        released: The parameters whose gradients are released within backward, by name.
+        read_by_backward: Indices of the static inputs that backward reads and forward does not write.
+        forward: The emitted function.
+        backward: The emitted function; it takes a `Release` where gradients are released.
+        constants: Values of the constant inputs.
+        source: The emitted source.
+    """
+
+    statics: tuple[Input, ...]
+    tangents: tuple[Input | None, ...]
+    gradients: tuple[int | None, ...]
+    depends: tuple[frozenset[int], ...]
+    kind: Gradients
+    released: Mapping[str, Released]
+    read_by_backward: tuple[int, ...]
+    forward: Callable[[list[Tensor]], tuple[list[Tensor], list[Tensor]]]
+    backward: Callable[..., list[Tensor | None]]
+    constants: Mapping[str, Tensor]
+    source: str = field(repr=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Program:
+        return self
+
+
+def compile_program(schedule: Schedule, constants: Mapping[str, Tensor]) -> Program:
+    """Compiles the Python that `emit_source` writes for `schedule`.
+
+    Args:
+        schedule: A verified schedule.
+        constants: The tensors of the graph's constant inputs, by target.
+    """
+    source = emit_source(schedule)
+    filename = f"<irc program {id(schedule):x}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    namespace: dict[str, Any] = {}
+    exec(compile(source, filename, "exec"), namespace)
+    graph = schedule.graph
+    statics = tuple(i for i in graph.inputs if i.role is not InputRole.TANGENT)
+    tangents = {i.target: i for i in graph.inputs if i.role is InputRole.TANGENT}
+    outputs = [o for o in graph.outputs if o.role is OutputRole.OUTPUT]
+    gradients = {o.target: k for k, o in enumerate(o for o in graph.outputs if o.role is OutputRole.GRADIENT)}
+    loss = next(k for k, i in enumerate(schedule.instructions) if isinstance(i, Loss))
+    after = [i.node for i in schedule.instructions[loss:] if isinstance(i, Compute)]
+    read = {storage for node in after if node.releases is None for storage in graph.reads(node)}
+    written = {
+        node.operands[0].storage
+        for node in graph.nodes
+        if Trait.EFFECT in node.traits and node.releases is None
+    }
+    reached = _reached(graph)
+    return Program(
+        statics=statics,
+        tangents=tuple(tangents.get(str(index)) for index in range(len(outputs))),
+        gradients=tuple(gradients.get(f"{i.role.value}:{i.target}") for i in statics),
+        depends=tuple(
+            reached.get(o.value, frozenset()) if o.value is not None else frozenset()
+            for o in graph.outputs
+            if o.role is OutputRole.GRADIENT
+        ),
+        kind=graph.gradients,
+        released=_released(graph, statics, reached),
+        read_by_backward=tuple(k for k, i in enumerate(statics) if i.value.storage in read - written),
+        forward=namespace["forward"],
+        backward=namespace["backward"],
+        constants=constants,
+        source=source,
+    )
+
+
+def _reached(graph: Graph) -> dict[Value, frozenset[int]]:
+    """The values that tangents reach, each with the indices of their outputs."""
+    reached: dict[Value, frozenset[int]] = {
+        i.value: frozenset([int(i.target)]) for i in graph.inputs if i.role is InputRole.TANGENT
+    }
+    nothing = frozenset[int]()
+    for node in graph.nodes:
+        through = nothing.union(*(reached.get(value, nothing) for value in node.operands))
+        if through:
+            reached.update(dict.fromkeys(node.values, through))
+    return reached
+
+
+def _released(
+    graph: Graph, statics: Sequence[Input], reached: Mapping[Value, frozenset[int]]
+) -> dict[str, Released]:
+    index = {static.value: k for k, static in enumerate(statics)}
+    names = {static.value: static.target for static in statics}
+    found: dict[str, Released] = {}
+    for node in sorted(graph.releases, key=lambda node: index[node.operands[0]]):
+        parameter, gradient = node.operands
+        tied = (index[v] for v, first in graph.tied.items() if first is parameter and v is not parameter)
+        found[names[parameter]] = Released(index[parameter], reached.get(gradient, frozenset()), tuple(tied))
+    return found

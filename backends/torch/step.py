@@ -1,0 +1,143 @@
+"""One autograd node for a whole training step."""
+
+# AOTAutograd and the autograd engine have no public door.
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ir import Input, UnsupportedError
+from .program import Program
+from .release import Release, check_backward, check_parameters
+
+__all__ = ["run_step"]
+
+
+def run_step(program: Program, inputs: list[Tensor], release: Release | None) -> tuple[Tensor, ...]:
+    """Runs forward; the outputs carry one autograd node that runs backward.
+
+    Args:
+        program: What runs.
+        inputs: The static inputs, in order.
+        release: What takes the gradients that are released within backward; None where none is.
+
+    Raises:
+        UnsupportedError: IRC509 when a parameter asks for what a released gradient cannot do.
+    """
+    if release is not None:
+        check_parameters(program, inputs.__getitem__, release)
+    differentiable = [t for t, i in zip(inputs, program.statics, strict=True) if i.requires_grad]
+    return _Step.apply(program, inputs, release, *differentiable)
+
+
+_engine: Any = vars(torch._C)["_autograd"]
+_keeps_graph: Callable[[], bool] = _engine._get_current_graph_task_keep_graph
+
+
+class _Step(torch.autograd.Function):
+    """One autograd node for a whole training step."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, program: Program, inputs: list[Tensor], release: Release | None, *differentiable: Tensor
+    ) -> tuple[Tensor, ...]:
+        with torch._C._DisableAutocast():
+            outputs, saved = program.forward(inputs)
+        # autograd would refuse to let the caller write into a view that this function made
+        outputs = [output.detach() if output._is_view() else output for output in outputs]
+        ctx.program, ctx.inputs, ctx.saved, ctx.release = program, inputs, saved, release
+        if release is not None:
+            release.pending.add(ctx)
+        ctx.versions = [(k, inputs[k]._version) for k in program.read_by_backward]
+        ctx.saved_versions = [tensor._version for tensor in saved]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(o for o, t in zip(outputs, program.tangents, strict=True) if t is None))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor | None
+    ) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                "IRC504",
+                "the backward of a planned module cannot be differentiated again (create_graph=True)",
+                help="use the original module where gradients of gradients are needed",
+            )
+        program: Program = ctx.program
+        inputs, saved = ctx.inputs, ctx.saved
+        if saved is None:
+            raise RuntimeError(
+                "Trying to backward through the graph a second time: the saved values were freed as backward "
+                "went. Specify retain_graph=True if you need to backward through the graph a second time."
+            )
+        _check_unchanged(program, inputs, ctx.versions)
+        _check_outputs_unchanged(saved, ctx.saved_versions)
+        release: Release | None = ctx.release
+        if release is not None:
+            check_backward(ctx, program, inputs, keeps_graph=_keeps_graph())
+            release.pending.discard(ctx)
+        if _keeps_graph():
+            saved = list(saved)
+        else:
+            ctx.saved = ctx.inputs = None
+        given = frozenset(k for k, gradient in enumerate(gradients) if gradient is not None)
+        tangents = [
+            _in_layout(gradient, tangent)
+            for gradient, tangent in zip(gradients, program.tangents, strict=True)
+            if tangent is not None
+        ]
+        with torch._C._DisableAutocast():
+            takers = () if release is None else (release.taker(program, given),)
+            results = program.backward(inputs, saved, tangents, *takers)
+        asked = (k for k, i in enumerate(program.statics) if i.requires_grad)
+        return (None, None, None, *(_pick(program, results, program.gradients[k], given) for k in asked))
+
+
+def _pick(
+    program: Program, results: list[Tensor | None], index: int | None, given: frozenset[int]
+) -> Tensor | None:
+    """A gradient; None where it comes only from outputs that the loss does not use, as in eager."""
+    if index is None or (program.depends[index] and not program.depends[index] & given):
+        return None
+    return results[index]
+
+
+def _check_unchanged(program: Program, inputs: list[Tensor], versions: list[tuple[int, int]]) -> None:
+    for index, version in versions:
+        if inputs[index]._version != version:
+            changed = program.statics[index]
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation has been modified by an inplace "
+                f"operation: {changed.role.value} {changed.target} is at version {inputs[index]._version}; "
+                f"expected version {version} instead"
+            )
+
+
+def _check_outputs_unchanged(saved: list[Tensor], versions: list[int]) -> None:
+    """What is saved and is also an output shares its version with it; nobody else can write the others."""
+    for tensor, version in zip(saved, versions, strict=True):
+        if tensor._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace "
+                f"operation: an output of shape {list(tensor.shape)} is at version {tensor._version}; "
+                f"expected version {version} instead"
+            )
+
+
+def _in_layout(gradient: Tensor | None, tangent: Input) -> Tensor:
+    """The gradient of an output in the layout that backward was traced with; zeros where there is none."""
+    wanted = tangent.value.type
+    if gradient is None:
+        dtype: torch.dtype = getattr(torch, wanted.dtype.value)
+        return torch.empty_strided(wanted.shape, wanted.strides, dtype=dtype, device=wanted.device).zero_()
+    if tuple(gradient.stride()) == wanted.strides:
+        return gradient
+    return torch.empty_strided(
+        wanted.shape, wanted.strides, dtype=gradient.dtype, device=gradient.device
+    ).copy_(gradient)

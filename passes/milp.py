@@ -1,0 +1,100 @@
+"""The small door to the solver: OR-Tools MathOpt with HiGHS, one thread, one seed."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+from ortools.math_opt.python import mathopt
+
+__all__ = ["Outcome", "add_memory_row", "solve"]
+
+_LONGEST_SECONDS = 1e6
+_LARGEST_COEFFICIENT = 1 << 16
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one solve says.
+
+    Args:
+        values: Of the best solution, or None.
+        objective: Of it; infinite without one.
+        bound: No solution is below; 0 where nothing is known.
+        is_infeasible: There is no solution.
+        is_optimal: The solution is the best up to the gap that was asked for.
+    """
+
+    values: dict[mathopt.Variable, float] | None
+    objective: float
+    bound: float
+    is_infeasible: bool
+    is_optimal: bool
+
+
+def solve(model: mathopt.Model, *, seconds: float, gap: float, node_limit: int | None = None) -> Outcome:
+    """Minimises a model whose objective is never negative.
+
+    The same model has the same outcome as long as the time limit is not what ends the search.
+
+    Args:
+        model: What to solve.
+        seconds: Time limit.
+        gap: Absolute gap, in the unit of the objective, at which to stop.
+        node_limit: Branch-and-bound nodes after which to stop.
+    """
+    parameters = mathopt.SolveParameters(
+        time_limit=timedelta(seconds=min(max(seconds, 0.1), _LONGEST_SECONDS)),
+        relative_gap_tolerance=1e-6,
+        absolute_gap_tolerance=gap,
+        random_seed=1,
+        node_limit=node_limit,
+    )
+    with _output_aside():
+        result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters)
+    reason = result.termination.reason
+    if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
+        return Outcome(None, math.inf, math.inf, True, False)
+    bound = result.termination.objective_bounds.dual_bound
+    bound = max(bound, 0.0) if math.isfinite(bound) else 0.0
+    if not result.has_primal_feasible_solution():
+        return Outcome(None, math.inf, bound, False, False)
+    return Outcome(
+        result.variable_values(),
+        result.objective_value(),
+        bound,
+        False,
+        reason is mathopt.TerminationReason.OPTIMAL,
+    )
+
+
+@contextlib.contextmanager
+def _output_aside() -> Generator[None]:
+    """Sends what the solver prints of its own accord to stderr: stdout is for results."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def add_memory_row(
+    model: mathopt.Model, terms: Sequence[tuple[int, mathopt.Variable]], room_bytes: int
+) -> None:
+    """Adds `sum(bytes * variable) <= room`, scaled so that a byte does not vanish in the solver's tolerance.
+
+    Where the sizes have a common divisor that is large enough, the row is one of small whole numbers.
+    """
+    divisor = math.gcd(*(nbytes for nbytes, _ in terms)) or 1
+    largest = max((nbytes for nbytes, _ in terms), default=0)
+    scale = max(math.ceil(largest / divisor / _LARGEST_COEFFICIENT), 1)
+    total = mathopt.LinearSum(nbytes // divisor / scale * variable for nbytes, variable in terms)
+    model.add_linear_constraint(total <= room_bytes // divisor / scale)

@@ -1,0 +1,33 @@
+"""The benchmark models: standard architectures and sizes, each a factory of `(module, example_args)`.
+
+The modules return their scalar loss, so the loss and its targets stand inside the planned step:
+`irc optimize irc.tools.models:resnet50`. Keyword arguments make small versions for tests. Every factory
+seeds its own generator and leaves the caller's as it was. `MODELS` has all of them by name.
+"""
+
+from __future__ import annotations
+
+from .experts import mixtral
+from .images import Classifier as Classifier
+from .images import densenet121, densenet201, inception_v3, resnet50, resnet152, unet, vgg16
+from .registry import MODELS as MODELS
+from .sequences import bart, gpt2, gpt2_no_dropout, gpt2x24, gpt2x24_no_dropout, lstm, t5
+
+# The factories, as many as in MODELS.
+__all__ = [
+    "bart",
+    "densenet121",
+    "densenet201",
+    "gpt2",
+    "gpt2_no_dropout",
+    "gpt2x24",
+    "gpt2x24_no_dropout",
+    "inception_v3",
+    "lstm",
+    "mixtral",
+    "resnet50",
+    "resnet152",
+    "t5",
+    "unet",
+    "vgg16",
+]

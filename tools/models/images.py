@@ -1,0 +1,394 @@
+"""Image models: ResNet, DenseNet, VGG, Inception and U-Net."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from .registry import Example, benchmark
+
+__all__ = [
+    "Classifier",
+    "densenet121",
+    "densenet201",
+    "inception_v3",
+    "resnet50",
+    "resnet152",
+    "unet",
+    "vgg16",
+]
+
+
+class Classifier(nn.Module):
+    """A model with cross entropy behind it.
+
+    Args:
+        model: Maps inputs to class scores, [batch, classes, ...].
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        """The mean cross entropy of the model's scores for `inputs` against `labels` [batch, ...]."""
+        return functional.cross_entropy(self.model(inputs), labels)
+
+
+def _classified(parts: Sequence[nn.Module], batch: int, size: int, classes: int) -> Example:
+    """The parts in a row, for images [batch, 3, size, size] with labels [batch]."""
+    images, labels = torch.randn(batch, 3, size, size), torch.randint(classes, (batch,))
+    return Classifier(nn.Sequential(*parts)), (images, labels)
+
+
+def _stem(width: int) -> list[nn.Module]:
+    """Images to `width` channels at a quarter of the size, as ResNet and DenseNet begin."""
+    return [
+        nn.Conv2d(3, width, 7, 2, padding=3, bias=False),
+        nn.BatchNorm2d(width),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(3, 2, padding=1),
+    ]
+
+
+# ---------------------------------------------------------------------- ResNet
+
+
+class Bottleneck(nn.Module):
+    """A residual block of three convolutions: narrow, convolve, widen by four (He et al. 2016).
+
+    Args:
+        channels: Of the input.
+        width: Of the 3x3 convolution; the output has four times as many channels.
+        stride: Of the 3x3 convolution.
+    """
+
+    def __init__(self, channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        wide = 4 * width
+        self.narrow = nn.Conv2d(channels, width, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(width)
+        self.convolve = nn.Conv2d(width, width, 3, stride, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(width)
+        self.widen = nn.Conv2d(width, wide, 1, bias=False)
+        self.norm3 = nn.BatchNorm2d(wide)
+        self.shortcut = nn.Sequential()
+        if stride != 1 or channels != wide:
+            projection = nn.Conv2d(channels, wide, 1, stride, bias=False)
+            self.shortcut = nn.Sequential(projection, nn.BatchNorm2d(wide))
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps [batch, channels, h, w] to [batch, 4 * width, h / stride, w / stride]."""
+        y = self.relu(self.norm1(self.narrow(x)))
+        y = self.relu(self.norm2(self.convolve(y)))
+        y = self.norm3(self.widen(y))
+        return self.relu(y + self.shortcut(x))
+
+
+def _resnet(depths: Sequence[int], width: int, classes: int) -> list[nn.Module]:
+    blocks: list[nn.Module] = []
+    channels = width
+    for stage, depth in enumerate(depths):
+        for index in range(depth):
+            stride = 2 if stage > 0 and index == 0 else 1
+            blocks.append(Bottleneck(channels, width << stage, stride))
+            channels = 4 * (width << stage)
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes)]
+    return [*_stem(width), *blocks, *head]
+
+
+@benchmark
+def resnet50(
+    *,
+    batch: int = 4,
+    size: int = 224,
+    classes: int = 1000,
+    width: int = 64,
+    depths: Sequence[int] = (3, 4, 6, 3),
+) -> Example:
+    """ResNet-50 for images [batch, 3, size, size], with the stride in the 3x3 convolutions."""
+    return _classified(_resnet(depths, width, classes), batch, size, classes)
+
+
+@benchmark
+def resnet152(
+    *,
+    batch: int = 4,
+    size: int = 224,
+    classes: int = 1000,
+    width: int = 64,
+    depths: Sequence[int] = (3, 8, 36, 3),
+) -> Example:
+    """ResNet-152 for images [batch, 3, size, size], with the stride in the 3x3 convolutions."""
+    return _classified(_resnet(depths, width, classes), batch, size, classes)
+
+
+# ---------------------------------------------------------------------- DenseNet
+
+
+class DenseLayer(nn.Module):
+    """Appends `growth` new channels to its input (Huang et al. 2017).
+
+    Args:
+        channels: Of the input.
+        growth: Channels added.
+    """
+
+    def __init__(self, channels: int, growth: int) -> None:
+        super().__init__()
+        inner = 4 * growth
+        self.new = nn.Sequential(
+            nn.BatchNorm2d(channels),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(channels, inner, 1, bias=False),
+            nn.BatchNorm2d(inner),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(inner, growth, 3, padding=1, bias=False),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps [batch, channels, h, w] to [batch, channels + growth, h, w]."""
+        return torch.cat([x, self.new(x)], 1)
+
+
+def _densenet(depths: Sequence[int], growth: int, classes: int) -> list[nn.Module]:
+    channels = 2 * growth
+    parts = _stem(channels)
+    for block, depth in enumerate(depths):
+        for _ in range(depth):
+            parts.append(DenseLayer(channels, growth))
+            channels += growth
+        parts += [nn.BatchNorm2d(channels), nn.ReLU(inplace=True)]
+        if block + 1 < len(depths):
+            parts += [nn.Conv2d(channels, channels // 2, 1, bias=False), nn.AvgPool2d(2)]
+            channels //= 2
+    return [*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes)]
+
+
+@benchmark
+def densenet121(
+    *,
+    batch: int = 4,
+    size: int = 224,
+    classes: int = 1000,
+    growth: int = 32,
+    depths: Sequence[int] = (6, 12, 24, 16),
+) -> Example:
+    """DenseNet-121 for images [batch, 3, size, size]."""
+    return _classified(_densenet(depths, growth, classes), batch, size, classes)
+
+
+@benchmark
+def densenet201(
+    *,
+    batch: int = 4,
+    size: int = 224,
+    classes: int = 1000,
+    growth: int = 32,
+    depths: Sequence[int] = (6, 12, 48, 32),
+) -> Example:
+    """DenseNet-201 for images [batch, 3, size, size]."""
+    return _classified(_densenet(depths, growth, classes), batch, size, classes)
+
+
+# ---------------------------------------------------------------------- VGG
+
+
+@benchmark
+def vgg16(
+    *, batch: int = 4, size: int = 224, classes: int = 1000, width: int = 64, hidden: int = 4096
+) -> Example:
+    """VGG-16 without BatchNorm (configuration D of Simonyan and Zisserman 2015)."""
+    parts: list[nn.Module] = []
+    channels = 3
+    for factor, depth in ((1, 2), (2, 2), (4, 3), (8, 3), (8, 3)):
+        for _ in range(depth):
+            parts += [nn.Conv2d(channels, factor * width, 3, padding=1), nn.ReLU(inplace=True)]
+            channels = factor * width
+        parts.append(nn.MaxPool2d(2))
+    parts += [nn.AdaptiveAvgPool2d(7), nn.Flatten()]
+    features = 7 * 7 * channels
+    for _ in range(2):
+        parts += [nn.Linear(features, hidden), nn.ReLU(inplace=True), nn.Dropout(0.5)]
+        features = hidden
+    return _classified([*parts, nn.Linear(features, classes)], batch, size, classes)
+
+
+# ---------------------------------------------------------------------- Inception
+
+
+class Branches(nn.Module):
+    """Several ways from one input, with their results side by side.
+
+    Args:
+        branches: Each maps [batch, channels, h, w]; all results have the same height and width.
+    """
+
+    def __init__(self, *branches: nn.Module) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(branches)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The results of the branches, joined along the channels."""
+        return torch.cat([branch(x) for branch in self.branches], 1)
+
+
+class Inception:
+    """The modules of Inception-v3 (Szegedy et al. 2016), figures 5 to 7 and 10.
+
+    Args:
+        thin: Divides every number of channels; 16 is the most.
+    """
+
+    def __init__(self, thin: int) -> None:
+        self.thin = thin
+
+    def convolution(
+        self, channels: int, width: int, kernel: int | tuple[int, int], stride: int = 1, *, same: bool = True
+    ) -> nn.Module:
+        """A convolution with BatchNorm and ReLU; `same` pads it so that the size stays, at stride 1."""
+        height, breadth = (kernel, kernel) if isinstance(kernel, int) else kernel
+        padding = (height // 2, breadth // 2) if same else 0
+        source = channels if channels == 3 else channels // self.thin
+        width //= self.thin
+        convolution = nn.Conv2d(source, width, (height, breadth), stride, padding, bias=False)
+        return nn.Sequential(convolution, nn.BatchNorm2d(width, eps=0.001), nn.ReLU(inplace=True))
+
+    def chain(self, channels: int, *steps: tuple[int, int | tuple[int, int]]) -> nn.Sequential:
+        """Convolutions in a row, each given by its width and kernel."""
+        sources = [channels, *(width for width, _ in steps)]
+        return nn.Sequential(
+            *(self.convolution(a, b, kernel) for a, (b, kernel) in zip(sources, steps, strict=False))
+        )
+
+    def pooled(self, channels: int, width: int) -> nn.Module:
+        """The mean of each 3x3 neighbourhood, then a 1x1 convolution."""
+        return nn.Sequential(nn.AvgPool2d(3, 1, padding=1), self.convolution(channels, width, 1))
+
+    def square(self, channels: int, pool: int) -> nn.Module:
+        """Figure 5: 1x1, 5x5, twice 3x3, and a pool; 224 + `pool` channels."""
+        return Branches(
+            self.convolution(channels, 64, 1),
+            self.chain(channels, (48, 1), (64, 5)),
+            self.chain(channels, (64, 1), (96, 3), (96, 3)),
+            self.pooled(channels, pool),
+        )
+
+    def long(self, channels: int, width: int) -> nn.Module:
+        """Figure 6: convolutions of 1x7 and 7x1; 768 channels."""
+        return Branches(
+            self.convolution(channels, 192, 1),
+            self.chain(channels, (width, 1), (width, (1, 7)), (192, (7, 1))),
+            self.chain(
+                channels, (width, 1), (width, (7, 1)), (width, (1, 7)), (width, (7, 1)), (192, (1, 7))
+            ),
+            self.pooled(channels, 192),
+        )
+
+    def wide(self, channels: int) -> nn.Module:
+        """Figure 7: 1x3 and 3x1 beside each other; 2048 channels."""
+        return Branches(
+            self.convolution(channels, 320, 1),
+            nn.Sequential(self.convolution(channels, 384, 1), self.crossed(384)),
+            nn.Sequential(self.chain(channels, (448, 1), (384, 3)), self.crossed(384)),
+            self.pooled(channels, 192),
+        )
+
+    def crossed(self, channels: int) -> nn.Module:
+        """1x3 and 3x1 from the same input; 768 channels."""
+        return Branches(self.convolution(channels, 384, (1, 3)), self.convolution(channels, 384, (3, 1)))
+
+    def halved(self, channels: int, *branches: tuple[nn.Module, int, int]) -> nn.Module:
+        """Figure 10: each branch ends in a 3x3 convolution of stride 2, from and to channels; and a pool."""
+        ends = (
+            nn.Sequential(start, self.convolution(source, width, 3, 2, same=False))
+            for start, source, width in branches
+        )
+        return Branches(*ends, nn.MaxPool2d(3, 2))
+
+    def parts(self, classes: int) -> list[nn.Module]:
+        """The whole network."""
+        long = self.chain(768, (192, 1), (192, (1, 7)), (192, (7, 1)))
+        return [
+            self.convolution(3, 32, 3, 2, same=False),
+            self.convolution(32, 32, 3, same=False),
+            self.convolution(32, 64, 3),
+            nn.MaxPool2d(3, 2),
+            self.convolution(64, 80, 1),
+            self.convolution(80, 192, 3, same=False),
+            nn.MaxPool2d(3, 2),
+            *(self.square(channels, pool) for channels, pool in ((192, 32), (256, 64), (288, 64))),
+            self.halved(288, (nn.Identity(), 288, 384), (self.chain(288, (64, 1), (96, 3)), 96, 96)),
+            *(self.long(768, width) for width in (128, 160, 160, 192)),
+            self.halved(768, (self.convolution(768, 192, 1), 192, 320), (long, 192, 192)),
+            *(self.wide(channels) for channels in (1280, 2048)),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Dropout(0.5),
+            nn.Flatten(),
+            nn.Linear(2048 // self.thin, classes),
+        ]
+
+
+@benchmark
+def inception_v3(*, batch: int = 4, size: int = 299, classes: int = 1000, thin: int = 1) -> Example:
+    """Inception-v3 without the auxiliary classifier, for images [batch, 3, size, size], size 75 or more."""
+    return _classified(Inception(thin).parts(classes), batch, size, classes)
+
+
+# ---------------------------------------------------------------------- U-Net
+
+
+class DoubleConvolution(nn.Sequential):
+    """Two 3x3 convolutions, each with BatchNorm and ReLU.
+
+    Args:
+        channels: Of the input.
+        width: Of the output.
+    """
+
+    def __init__(self, channels: int, width: int) -> None:
+        parts: list[nn.Module] = []
+        for source in (channels, width):
+            convolution = nn.Conv2d(source, width, 3, padding=1, bias=False)
+            parts += [convolution, nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
+        super().__init__(*parts)
+
+
+class UNet(nn.Module):
+    """Four times down by pooling and up by transposed convolution, with skips (Ronneberger et al. 2015).
+
+    Args:
+        base: Channels at full resolution; they double at each level.
+        classes: Channels of the output.
+    """
+
+    def __init__(self, base: int, classes: int) -> None:
+        super().__init__()
+        widths = [base << level for level in range(5)]
+        sources = [3, *widths]
+        self.down = nn.ModuleList(DoubleConvolution(a, b) for a, b in zip(sources, widths, strict=False))
+        self.rise = nn.ModuleList(nn.ConvTranspose2d(2 * w, w, 2, 2) for w in reversed(widths[:-1]))
+        self.up = nn.ModuleList(DoubleConvolution(2 * w, w) for w in reversed(widths[:-1]))
+        self.pool = nn.MaxPool2d(2)
+        self.head = nn.Conv2d(base, classes, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps [batch, 3, size, size] to scores [batch, classes, size, size]; 16 divides the size."""
+        skips: list[Tensor] = []
+        for level, down in enumerate(self.down):
+            x = down(self.pool(x) if level else x)
+            skips.append(x)
+        for rise, up, skip in zip(self.rise, self.up, reversed(skips[:-1]), strict=True):
+            x = up(torch.cat([skip, rise(x)], 1))
+        return self.head(x)
+
+
+@benchmark
+def unet(*, batch: int = 2, size: int = 256, base: int = 32, classes: int = 4) -> Example:
+    """U-Net for images [batch, 3, size, size] and labels [batch, size, size]."""
+    labels = torch.randint(classes, (batch, size, size))
+    return Classifier(UNet(base, classes)), (torch.randn(batch, 3, size, size), labels)

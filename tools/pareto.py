@@ -1,0 +1,288 @@
+"""Traces the memory/time front of a model: one capture, one measurement of costs, many budgets."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from torch import Tensor, nn
+
+from ..frontends.torch import Loss, capture
+from ..ir import BudgetError, Plan, TimeLimitError, UsageError, format_bytes, parse_budget
+from ..passes import PassManager, Planner, Program, SelectCheckpoints
+from ..passes.strategies import known_strategies
+from .optimize import check_options, cost_passes
+from .pareto_front import Front, Known, Point, Refusal, Survey
+from .pareto_journal import Identity, Journal, check_folder
+
+__all__ = ["FrontObserver", "Sweep", "pareto", "trace_front"]
+
+_POINTS = 20
+_SECONDS = 20.0
+_EVERY_SCHEDULE = "100000%"
+"""A budget that no strategy exceeds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """Which budgets are planned, and how.
+
+    Args:
+        points: How many budgets, evenly spread from the smallest feasible one to the baseline's peak, both
+            ends included; static bytes are in all of them, so the spread is over what can be saved.
+        budgets: The budgets instead, as for `irc.optimize`.
+        strategy: As for `irc.optimize`.
+        time_limit: Seconds for the search at each budget.
+    """
+
+    points: int = _POINTS
+    budgets: tuple[int | str, ...] = ()
+    strategy: str = "auto"
+    time_limit: float = _SECONDS
+
+    def check(self) -> None:
+        """Refuses malformed options.
+
+        Raises:
+            UsageError: IRC440 for the number of points; IRC401 or IRC403 for a budget, the strategy or the
+                time limit.
+        """
+        points = cast(object, self.points)
+        if not isinstance(points, int) or isinstance(points, bool) or points < 2:
+            raise UsageError("IRC440", f"a front of {points!r} points", help="give 2 points or more")
+        for budget in self.budgets:
+            parse_budget(budget)
+        SelectCheckpoints(strategy=self.strategy, time_limit=self.time_limit).check()
+
+    def budget_bytes(self, minimum_bytes: int, baseline_bytes: int) -> tuple[int, ...]:
+        """The budgets in bytes, the largest first."""
+        if self.budgets:
+            found = {parse_budget(budget, baseline_bytes) for budget in self.budgets}
+        else:
+            room, steps = baseline_bytes - minimum_bytes, self.points - 1
+            found = {minimum_bytes + room * step // steps for step in range(self.points)}
+        return tuple(sorted(found, reverse=True))
+
+    def __str__(self) -> str:
+        budgets = " ".join(map(str, self.budgets)) or f"{self.points} points"
+        return f"{budgets}, strategy {self.strategy}, {self.time_limit:g} s each"
+
+
+class FrontObserver(Protocol):
+    """Looks on while a front is traced."""
+
+    def start(self, budgets: int, finished: int) -> None:
+        """Called once the budgets are known; `finished` of them are done already."""
+        ...
+
+    def before(self, budget_bytes: int) -> None:
+        """Called before a budget is planned."""
+        ...
+
+    def after(self, outcome: Point | Refusal) -> None:
+        """Called with what planning at that budget gave."""
+        ...
+
+
+def pareto(
+    model: nn.Module,
+    example_args: tuple[Any, ...] | Tensor,
+    *,
+    points: int = _POINTS,
+    budgets: Sequence[int | str] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    strategy: str = "auto",
+    time_limit: float = _SECONDS,
+    profile: bool | str | None = None,
+    loss: Loss | None = None,
+    folder: str | os.PathLike[str] | None = None,
+    restart: bool = False,
+) -> Front:
+    """The memory/time front of a model: the least overhead at each budget, with its bound and its knee.
+
+    The model is captured and its operations are measured once, for all budgets. Nothing of it changes.
+
+    Args:
+        model: As for `irc.optimize`.
+        example_args: As for `irc.optimize`.
+        points: How many budgets, evenly spread from the smallest feasible one to the baseline's peak.
+        budgets: The budgets instead; each in bytes, `"4GiB"`, or `"60%"` of the baseline's peak.
+        example_kwargs: As for `irc.optimize`.
+        strategy: As for `irc.optimize`.
+        time_limit: Seconds for the search at each budget.
+        profile: As for `irc.optimize`.
+        loss: As for `irc.optimize`.
+        folder: Where each point is written as soon as it is found, and the front at the end. The same call
+            goes on where an earlier one was interrupted.
+        restart: Whether to begin anew in a folder that has points already.
+
+    Returns:
+        The front: `.points`, `.knee`, `.table()`, `.to_json()`, `.draw(path)`, `.save(folder)`.
+
+    Raises:
+        BudgetError: IRC443 when the model fits in none of `budgets`.
+        TimeLimitError: IRC444 when the time limit ended before any plan was found.
+        UnsupportedError: As for `irc.optimize`.
+        UsageError: IRC440 for `points`; IRC441, IRC442 or IRC446 for `folder`; as for `irc.optimize`.
+    """
+    sweep = Sweep(points, tuple(budgets), strategy, time_limit)
+    sweep.check()
+    passes = cost_passes(profile)
+    check_options(passes)
+    args = _checked(model, example_args, example_kwargs, loss)
+    target = None if folder is None else Path(folder)
+    if target is not None:
+        check_folder(target, restart=restart)
+    captured = capture(model, args, example_kwargs, loss=loss)
+    program = PassManager(passes).run(Program(captured.graph))
+    return trace_front(program, type(model).__name__, sweep, folder=target, restart=restart)
+
+
+def _checked(model: object, args: object, kwargs: object, loss: object) -> tuple[Any, ...]:
+    """The arguments of a step, if the call is of the right types."""
+    wrong = {
+        "model": (model, isinstance(model, nn.Module), "a torch.nn.Module"),
+        "example_args": (args, isinstance(args, Tensor | tuple | list), "a tensor, or a tuple of arguments"),
+        "example_kwargs": (kwargs, kwargs is None or isinstance(kwargs, Mapping), "a dict"),
+        "loss": (loss, loss is None or callable(loss), "a function of the model's result"),
+    }
+    for name, (given, fits, wanted) in wrong.items():
+        if not fits:
+            raise UsageError("IRC406", f"{name} is a {type(given).__name__}", help=f"give {wanted}")
+    return (args,) if isinstance(args, Tensor) else tuple(cast("Sequence[Any]", args))
+
+
+# ---------------------------------------------------------------------- from a program with costs
+
+
+def trace_front(
+    program: Program,
+    model: str,
+    sweep: Sweep,
+    *,
+    folder: Path | None = None,
+    restart: bool = False,
+    observer: FrontObserver | None = None,
+) -> Front:
+    """The front of a program with costs.
+
+    Args:
+        program: A graph and its costs.
+        model: The model's name.
+        sweep: Which budgets, and how they are planned.
+        folder: As for `pareto`.
+        restart: As for `pareto`.
+        observer: Told of each budget.
+
+    Raises:
+        KeyboardInterrupt: With a note that says how many points are kept.
+        IrcError: As for `pareto`.
+    """
+    sweep.check()
+    journal = Journal.open(folder, Identity.of(program, str(sweep)), restart=restart)
+    planner = Planner(program)
+    if journal.survey is None:
+        journal.begin(_survey(planner, sweep))
+    survey = journal.survey
+    assert survey is not None
+    finished = {outcome.budget_bytes for outcome in journal.outcomes}
+    if observer is not None:
+        observer.start(len(survey.budgets), len(finished))
+    try:
+        for budget in survey.budgets:
+            if budget not in finished:
+                journal.append(_plan_within(planner, budget, sweep, observer))
+    except KeyboardInterrupt as interrupt:
+        kept = f"{len(journal.outcomes)} of {len(survey.budgets)} points are finished"
+        interrupt.add_note(f"{kept}; the same command goes on from there" if folder else kept)
+        raise
+    front = Front.of(model, survey, journal.outcomes)
+    if not front.points:
+        raise TimeLimitError(
+            "IRC444",
+            f"the time limit of {sweep.time_limit:g} s ended before a plan was found at any of "
+            f"{len(survey.budgets)} budgets",
+            help="raise the time limit, or the budgets",
+        )
+    if folder is not None:
+        front.save(folder)
+    return front
+
+
+def _plan_within(
+    planner: Planner, budget_bytes: int, sweep: Sweep, observer: FrontObserver | None
+) -> Point | Refusal:
+    if observer is not None:
+        observer.before(budget_bytes)
+    started = time.monotonic()
+    try:
+        plan = _plan(planner, SelectCheckpoints(budget_bytes, sweep.strategy, sweep.time_limit))
+        outcome = _point(plan)
+    except (BudgetError, TimeLimitError) as error:
+        outcome = Refusal(budget_bytes, error.code, error.message, time.monotonic() - started)
+    if observer is not None:
+        observer.after(outcome)
+    return outcome
+
+
+def _plan(planner: Planner, select: SelectCheckpoints) -> Plan:
+    plan = select.choose(planner).plan
+    assert plan is not None
+    return plan
+
+
+def _point(plan: Plan) -> Point:
+    return Point(
+        budget_bytes=plan.budget_bytes,
+        peak_bytes=plan.peak_bytes,
+        seconds=plan.step_seconds * (1 + plan.overhead),
+        overhead=plan.overhead,
+        bound=plan.lower_bound_overhead,
+        proved=plan.proven_optimal,
+        strategy=plan.strategy,
+        found_at_bytes=plan.budget_bytes,
+        plan_seconds=plan.seconds_to_plan,
+    )
+
+
+def _survey(planner: Planner, sweep: Sweep) -> Survey:
+    """Looks at a program with costs.
+
+    Raises:
+        BudgetError: IRC443 when all budgets are below the smallest feasible one.
+    """
+    baseline = _plan(planner, SelectCheckpoints(_EVERY_SCHEDULE, "keep-all", time_limit=0))
+    minimum_bytes = planner.candidates(is_thorough=True).minimum_bytes
+    budgets = sweep.budget_bytes(minimum_bytes, baseline.baseline_peak_bytes)
+    if budgets[0] < minimum_bytes:
+        raise BudgetError(
+            "IRC443",
+            f"a training step needs {format_bytes(minimum_bytes)} ({minimum_bytes} bytes) at least; the "
+            f"largest budget is {format_bytes(budgets[0])} ({budgets[0]} bytes)",
+            minimum_bytes=minimum_bytes,
+            help=f"give a budget of {minimum_bytes} bytes or more, or points instead of budgets",
+        )
+    return Survey(
+        baseline_bytes=baseline.baseline_peak_bytes,
+        static_bytes=baseline.static_bytes,
+        floor_bytes=planner.problem.floor_bytes,
+        minimum_bytes=minimum_bytes,
+        step_seconds=baseline.step_seconds,
+        costs=baseline.costs,
+        options=str(sweep),
+        budgets=budgets,
+        known=_known(planner),
+    )
+
+
+def _known(planner: Planner) -> tuple[Known, ...]:
+    """Where the strategies stand that need no search."""
+    problem = planner.problem
+    return tuple(
+        Known(name, simulated.peak_bytes, simulated.seconds / problem.step_seconds - 1)
+        for name, simulated in known_strategies(problem)
+    )

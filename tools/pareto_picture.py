@@ -1,0 +1,198 @@
+"""Draws a front: overhead against memory, what is proved below it, and where it bends."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from .pareto_front import Front, Known, memory_unit
+
+__all__ = ["draw_front", "steps"]
+
+_FRONT, _BAND, _KNEE, _GREY = "#0b5394", "#9fc5e8", "#cc4125", "#777777"
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "irc",  # the same front gives the same file
+    "font.size": 9.5,
+    "axes.spines.right": False,
+}
+
+
+def draw_front(front: Front, path: Path, suffix: str) -> None:
+    """Writes the picture of a front that has points.
+
+    Args:
+        front: What to draw.
+        path: The file, of whatever name.
+        suffix: `.svg` or `.png`.
+    """
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(8, 5.4), layout="constrained")
+        axes = figure.add_subplot()
+        _draw_front(axes, front)
+        _draw_known(axes, front)
+        _draw_limits(axes, front)
+        _draw_knee(axes, front)
+        _describe(figure, axes, front)
+        metadata = {"Date": None} if suffix == ".svg" else {}
+        figure.savefig(path, format=suffix.removeprefix("."), dpi=150, metadata=metadata)
+
+
+def steps(front: Front) -> tuple[list[int], list[float], list[float]]:
+    """What is known at any memory, between the budgets too.
+
+    With memory between two peaks the plan with the smaller one is the best known; a bound holds for all
+    memory up to its budget.
+
+    Returns:
+        Where something changes, in bytes; and from each of them to the next the least overhead that was
+        found (known strategies included) and its bound, as fractions.
+    """
+    reachable = [*front.points, *_shown_known(front)]
+    edges = sorted({p.peak_bytes for p in reachable} | {p.budget_bytes for p in front.points})
+    reached: list[float] = []
+    bound: list[float] = []
+    for left, right in pairwise([*edges, edges[-1]]):
+        reached.append(min(p.overhead for p in reachable if p.peak_bytes <= left))
+        bound.append(max((p.bound for p in front.points if p.budget_bytes >= right), default=0.0))
+    return edges, reached, bound
+
+
+def _draw_front(axes: Axes, front: Front) -> None:
+    divisor, _, _ = memory_unit(front.survey.baseline_bytes)
+    edges, reached, bound = steps(front)
+    x = [edge / divisor for edge in edges]
+    top, bottom = [100 * overhead for overhead in reached], [100 * overhead for overhead in bound]
+    axes.fill_between(
+        x, bottom, top, step="post", color=_BAND, alpha=0.6, linewidth=0, label="not settled by the proof"
+    )
+    axes.step(x, bottom, where="post", color=_BAND, linewidth=1)
+    axes.plot(
+        [point.budget_bytes / divisor for point in front.points],
+        [100 * point.bound for point in front.points],
+        "_",
+        color=_FRONT,
+        markersize=8,
+        label="proved lower bound",
+    )
+    axes.step(x, top, where="post", color=_FRONT, linewidth=1.6, label="least time found")
+    plans = {point.peak_bytes: point for point in front.points}.values()
+    for proved, face, text in ((True, _FRONT, "plan, proved optimal"), (False, "white", "plan")):
+        shown = [plan for plan in plans if plan.proved is proved]
+        axes.plot(
+            [plan.peak_bytes / divisor for plan in shown],
+            [100 * plan.overhead for plan in shown],
+            "o",
+            color=_FRONT,
+            markerfacecolor=face,
+            markersize=5,
+            clip_on=False,
+            label=text if shown else None,
+            zorder=3,
+        )
+
+
+def _draw_known(axes: Axes, front: Front) -> None:
+    """Known strategies as grey marks, as far as they lie in the picture; keep-all is the baseline."""
+    divisor, _, _ = memory_unit(front.survey.baseline_bytes)
+    shown = _shown_known(front)
+    axes.plot(
+        [known.peak_bytes / divisor for known in shown],
+        [100 * known.overhead for known in shown],
+        "x",
+        color=_GREY,
+        markersize=5,
+        label="known strategies" if shown else None,
+    )
+    names: dict[tuple[float, float], list[str]] = {}
+    for known in shown:
+        names.setdefault((known.peak_bytes / divisor, 100 * known.overhead), []).append(known.strategy)
+    for place, together in names.items():
+        axes.annotate(
+            ", ".join(together),
+            place,
+            (-4, 3),
+            textcoords="offset points",
+            horizontalalignment="right",
+            fontsize=7,
+            color=_GREY,
+        )
+
+
+def _shown_known(front: Front) -> list[Known]:
+    """Those within the range of memory that lose at most twice the time that the front does."""
+    left, right = _range(front)
+    worst = 2 * max(point.overhead for point in front.points)
+    known = (k for k in front.survey.known if k.strategy != "keep-all")
+    return [k for k in known if left <= k.peak_bytes <= right and k.overhead <= worst]
+
+
+def _draw_limits(axes: Axes, front: Front) -> None:
+    divisor, _, _ = memory_unit(front.survey.baseline_bytes)
+    baseline, floor = front.survey.baseline_bytes, front.survey.floor_bytes
+    axes.axvline(
+        baseline / divisor, color=_GREY, linewidth=1, linestyle="--", label="baseline: everything is kept"
+    )
+    axes.axvline(floor / divisor, color=_GREY, linewidth=1, linestyle=":", label="floor: nothing fits below")
+
+
+def _draw_knee(axes: Axes, front: Front) -> None:
+    divisor, unit, decimals = memory_unit(front.survey.baseline_bytes)
+    knee = front.knee
+    if knee is None:
+        return
+    at = knee.peak_bytes / divisor, 100 * knee.overhead
+    share = front.of_baseline(knee.peak_bytes)
+    axes.plot(
+        *at,
+        "o",
+        color=_KNEE,
+        markersize=11,
+        markerfacecolor="none",
+        markeredgewidth=1.8,
+        label=f"knee: {at[0]:,.{decimals}f} {unit} ({share:.0%}), +{at[1]:.1f}%",
+        zorder=4,
+    )
+    axes.annotate("knee", at, (7, 7), textcoords="offset points", color=_KNEE, zorder=4)
+
+
+def _range(front: Front) -> tuple[float, float]:
+    """The bytes at the left and right end of the picture."""
+    survey = front.survey
+    low = min(survey.floor_bytes, *(point.budget_bytes for point in front.points))
+    high = max(survey.baseline_bytes, *(point.peak_bytes for point in front.points))
+    margin = 0.04 * max(high - low, high / 100)
+    return low - margin, high + margin
+
+
+def _describe(figure: Figure, axes: Axes, front: Front) -> None:
+    survey = front.survey
+    divisor, unit, _ = memory_unit(survey.baseline_bytes)
+    left, right = _range(front)
+    top = max(shown.overhead for shown in (*front.points, *_shown_known(front)))
+    axes.set_xlim(left / divisor, right / divisor)
+    axes.set_ylim(0, 112 * max(top, 0.01))
+    axes.set_xlabel(f"peak memory of a training step [{unit}]")
+    axes.set_ylabel("overhead [% of the baseline's time]")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda percent, _: f"{percent:g}%"))
+    axes.grid(color="#e6e6e6", linewidth=0.6)
+    axes.set_axisbelow(True)
+    scale = 100 * divisor / max(survey.baseline_bytes, 1)
+
+    def to_percent(x: Any) -> Any:
+        return x * scale
+
+    def from_percent(x: Any) -> Any:
+        return x / scale
+
+    upper = axes.secondary_xaxis("top", functions=(to_percent, from_percent))
+    upper.set_xlabel("% of the baseline's peak", fontsize=8, color=_GREY)
+    upper.tick_params(labelsize=8, colors=_GREY)
+    figure.suptitle(f"{front.model}: overhead against memory")
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8)

@@ -1,0 +1,75 @@
+"""Tables as Markdown, and files that hold a generated part between two markers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..ir import UsageError
+
+__all__ = ["check_folder", "replace_section", "to_markdown", "write_whole"]
+
+
+def to_markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table with aligned columns, as Markdown."""
+    cells = [[cell.replace("|", "\\|") for cell in row] for row in (header, *rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in cells]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(lines)
+
+
+def replace_section(path: Path, name: str, section: str) -> str:
+    """The text of a file with what stands between its markers `name` replaced by `section`.
+
+    The markers are the lines `<!-- begin NAME -->` and `<!-- end NAME -->`. A file that does not exist
+    holds nothing but them.
+
+    Args:
+        path: The file; it is not written.
+        name: Of the markers.
+        section: Goes between them.
+
+    Raises:
+        UsageError: IRC435 when the file exists without the markers, or cannot be read.
+    """
+    begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+    help = f"put the lines {begin} and {end} where the section belongs, or name another file"
+    try:
+        text = path.read_text() if path.exists() else f"{begin}\n{end}\n"
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError("IRC435", f"{path} cannot be read: {error}", help=help) from error
+    before, found_begin, rest = text.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not found_begin or not found_end:
+        raise UsageError("IRC435", f"{path} has no section {name}", help=help)
+    return f"{before}{begin}\n\n{section}\n\n{end}{after}"
+
+
+def check_folder(path: Path) -> None:
+    """Refuses a file that cannot be written later, because its folder is missing.
+
+    Raises:
+        UsageError: IRC435.
+    """
+    if not path.absolute().parent.is_dir():
+        raise UsageError("IRC435", f"there is no folder {path.parent}", help="make it, or name another file")
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Writes a file; it is there as a whole or not at all.
+
+    Raises:
+        UsageError: IRC435 when it cannot be written.
+    """
+    staging = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        staging.write_bytes(content if isinstance(content, bytes) else content.encode())
+        os.replace(staging, path)
+    except OSError as error:
+        raise UsageError(
+            "IRC435", f"{path} cannot be written: {error}", help="choose another file"
+        ) from error
+    finally:
+        staging.unlink(missing_ok=True)

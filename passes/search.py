@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from ..ir import Storage
 from .checkpointing import CheckpointProblem, Simulated
 from .eviction import evict_greedily
 from .exact import best_of_class, is_small, negligible_bytes
@@ -157,10 +159,7 @@ class _Large:
                 self.tightest = None if solved.is_optimal else relaxation
             if solved.resident is None:
                 return
-            ideas = [
-                self.problem.simulate_repeats(self.problem.repeats_between(solved.resident, eager=eager))
-                for eager in (True, False)
-            ]
+            ideas = list(self._ideas(solved.resident))
             for idea in (*ideas, *seeds[:1]):
                 if not self.found.is_proved(self.problem, _PROOF_GAP):
                     work.add(idea)
@@ -172,6 +171,14 @@ class _Large:
             if not more:
                 return
             moments = sorted({*moments, *more})
+
+    def _ideas(self, resident: Mapping[int, frozenset[Storage]]) -> Iterator[Simulated]:
+        """The schedules of a staged choice: all made again at the stages, and all when it is first read."""
+        problem = self.problem
+        yield problem.simulate_repeats(problem.repeats_between(resident))
+        # At its first read, what something is made from may be gone that runs only once.
+        with contextlib.suppress(ValueError):
+            yield problem.simulate_repeats(problem.repeats_between(resident, eager=False))
 
     @property
     def _gap_seconds(self) -> float:

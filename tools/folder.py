@@ -154,7 +154,11 @@ def _write_files(folder: Path, optimized: Optimized, source: Source, examples: t
         **optimized.plan.to_json(),
         "source": asdict(source.located()),
         "deliveries": [_delivery_to_json(d) for d in optimized.captured.signature.deliveries],
-        "workspace_bytes": {node.name: nbytes for node, nbytes in costs.workspace_bytes.items() if nbytes},
+        "workspace_bytes": {
+            node.name: costs.workspace_bytes[node]
+            for node in schedule.graph.operations
+            if costs.workspace_bytes[node]
+        },
     }
     (folder / "plan.json").write_text(json.dumps(described, indent=1))
     (folder / "program.irc").write_text(print_program(schedule))

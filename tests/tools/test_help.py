@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from irc.tools import cli, compare_torch, measure_plans
+from irc.tools import bench_recompute, cli, measure_plans
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ from irc.tools import cli, compare_torch, measure_plans
         (cli.main, ["pareto"]),
         (cli.main, ["inspect"]),
         (cli.main, ["run"]),
-        (compare_torch.main, []),
+        (bench_recompute.main, []),
         (measure_plans.main, []),
     ],
 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from .pareto_front import Front, Known, memory_unit
 
 __all__ = ["draw_front", "steps"]
 
+_MARKERS = "x+sD^v"
 _FRONT, _BAND, _KNEE, _GREY = "#0b5394", "#9fc5e8", "#cc4125", "#777777"
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
@@ -58,7 +60,7 @@ def steps(front: Front) -> tuple[list[int], list[float], list[float]]:
     edges = sorted({p.peak_bytes for p in reachable} | {p.budget_bytes for p in front.points})
     reached: list[float] = []
     bound: list[float] = []
-    for left, right in pairwise([*edges, edges[-1]]):
+    for left, right in itertools.pairwise([*edges, edges[-1]]):
         reached.append(min(p.overhead for p in reachable if p.peak_bytes <= left))
         bound.append(max((p.bound for p in front.points if p.budget_bytes >= right), default=0.0))
     return edges, reached, bound
@@ -101,27 +103,19 @@ def _draw_front(axes: Axes, front: Front) -> None:
 def _draw_known(axes: Axes, front: Front) -> None:
     """Known strategies as grey marks, as far as they lie in the picture; keep-all is the baseline."""
     divisor, _, _ = memory_unit(front.survey.baseline_bytes)
-    shown = _shown_known(front)
-    axes.plot(
-        [known.peak_bytes / divisor for known in shown],
-        [100 * known.overhead for known in shown],
-        "x",
-        color=_GREY,
-        markersize=5,
-        label="known strategies" if shown else None,
-    )
-    names: dict[tuple[float, float], list[str]] = {}
-    for known in shown:
-        names.setdefault((known.peak_bytes / divisor, 100 * known.overhead), []).append(known.strategy)
-    for place, together in names.items():
-        axes.annotate(
-            ", ".join(together),
-            place,
-            (-4, 3),
-            textcoords="offset points",
-            horizontalalignment="right",
-            fontsize=7,
+    families: dict[str, list[Known]] = {}
+    for known in _shown_known(front):
+        families.setdefault(re.sub(r"-\d+$", "-k", known.strategy), []).append(known)
+    for (name, family), marker in zip(families.items(), itertools.cycle(_MARKERS)):
+        axes.plot(
+            [known.peak_bytes / divisor for known in family],
+            [100 * known.overhead for known in family],
+            marker,
             color=_GREY,
+            markerfacecolor="none",
+            markersize=5,
+            linestyle="none",
+            label=name,
         )
 
 

@@ -228,7 +228,7 @@ def test_the_picture_names_all_that_it_shows(tmp_path: Path) -> None:
         ">sqrt-n<",
     ):
         assert text in svg, text
-    assert ">every-2<" not in svg, "it lies far to the right of the picture"
+    assert ">every-k<" not in svg, "it lies far to the right of the picture"
     assert (tmp_path / "new" / "folder" / "front.png").read_bytes().startswith(b"\x89PNG")
     front.draw(tmp_path / "again.svg")
     assert (tmp_path / "again.svg").read_text() == svg

@@ -219,7 +219,7 @@ def _over_budget(
         "IRC204",
         f"a training step needs {format_bytes(minimum_bytes)} ({minimum_bytes} bytes) at least{by}, over "
         f"the budget of {format_bytes(budget_bytes)} ({budget_bytes} bytes); "
-        f"{format_bytes(problem.graph.static_bytes)} of it are parameters, buffers and inputs",
+        f"{format_bytes(problem.graph.static_bytes)} of it are there before and after the step",
         minimum_bytes=minimum_bytes,
         at=place.at if place is not None else None,
         help=f"raise the budget to {minimum_bytes} bytes, or lower the batch size"

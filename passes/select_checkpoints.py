@@ -215,11 +215,14 @@ def _over_budget(
 ) -> BudgetError:
     place = _heaviest(problem)
     by = f" by strategy {strategy}" if strategy else ""
+    static = "parameters, buffers and inputs"
+    if problem.graph.reserved_bytes:
+        static = "parameters, buffers, inputs, and gradients or optimizer state that stay"
     return BudgetError(
         "IRC204",
         f"a training step needs {format_bytes(minimum_bytes)} ({minimum_bytes} bytes) at least{by}, over "
         f"the budget of {format_bytes(budget_bytes)} ({budget_bytes} bytes); "
-        f"{format_bytes(problem.graph.static_bytes)} of it are there before and after the step",
+        f"{format_bytes(problem.graph.static_bytes)} of it are {static}",
         minimum_bytes=minimum_bytes,
         at=place.at if place is not None else None,
         help=f"raise the budget to {minimum_bytes} bytes, or lower the batch size"

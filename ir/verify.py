@@ -347,7 +347,8 @@ class _ScheduleCheck:
             if Trait.PINNED in node.traits:
                 pinned.append(node)
         ordered = {Trait.RANDOM, Trait.EFFECT}
-        self.in_order = [node for node in self.allocates if node.traits & ordered]
+        """What keeps the order of the graph; disposing of one gradient does not touch another parameter."""
+        self.in_order = [n for n in self.allocates if n.traits & ordered and n.releases is None]
 
     def effects_read(self, node: Node) -> frozenset[Node]:
         none: frozenset[Node] = frozenset()
@@ -415,7 +416,7 @@ class _ScheduleCheck:
                     f"effect {node.name} runs before {reader.name}, which reads the old values",
                     node,
                 )
-        if Trait.RANDOM in node.traits or Trait.EFFECT in node.traits:
+        if node.releases is None and (Trait.RANDOM in node.traits or Trait.EFFECT in node.traits):
             following = self.in_order[self.in_order_done]
             if following is not node:
                 self.fail(

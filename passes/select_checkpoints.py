@@ -22,6 +22,9 @@ from .strategies import every_k, keep_all, min_cut_candidates, per_block, sqrt_n
 __all__ = ["STRATEGIES", "Planner", "SelectCheckpoints", "minimum_budget", "recomputation_problem"]
 
 STRATEGIES = ("auto", "ilp", "eviction", "min-cut", "per-block", "sqrt-n", "every-<k>", "keep-all")
+_RATIOS = (1.0, 4.0, 16.0, 64.0)
+"""How many times as large as what is held for it a gradient must be to be made last: the best is taken."""
+
 _NAMED = tuple(name for name in STRATEGIES if "<" not in name)
 
 
@@ -179,9 +182,11 @@ class Planner:
 def recomputation_problem(program: Program) -> CheckpointProblem:
     """The problem that `select-checkpoints` solves: the program's graph, with large gradients made last."""
     assert program.costs is not None, "costs come first"
-    given = CheckpointProblem(program.graph, program.costs)
-    later = replace(given, sequence=weight_gradients_last(program.graph, program.costs))
-    return later if later.keep_all.peak_bytes < given.keep_all.peak_bytes else given
+    graph, costs = program.graph, program.costs
+    given = CheckpointProblem(graph, costs)
+    orders = dict.fromkeys(weight_gradients_last(graph, costs, ratio) for ratio in _RATIOS)
+    others = [CheckpointProblem(graph, costs, order) for order in orders if order != given.backward]
+    return min([given, *others], key=lambda problem: problem.keep_all.peak_bytes + problem.floor_bytes)
 
 
 def minimum_budget(program: Program) -> tuple[int, int]:

@@ -24,7 +24,8 @@ def test_the_order_is_one_of_backward(sample: Sample) -> None:
     assert later.backward == order
     verify_schedule(later.keep_all.schedule, sample.workspace_bytes, peak_bytes=later.keep_all.peak_bytes)
     chosen = recomputation_problem(Program(sample.graph, given.costs))
-    assert chosen.keep_all.peak_bytes == min(given.keep_all.peak_bytes, later.keep_all.peak_bytes)
+    tightest = min(p.keep_all.peak_bytes + p.floor_bytes for p in (given, later))
+    assert chosen.keep_all.peak_bytes + chosen.floor_bytes <= tightest
     assert chosen.keep_all.seconds == given.keep_all.seconds
 
 

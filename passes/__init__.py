@@ -4,15 +4,10 @@ from .checkpointing import CheckpointProblem, Repeats, Simulated
 from .cost import Cost
 from .costs import MACHINES, Costs, Machine, analytic_costs
 from .manager import Observer, Pass, PassManager, Timing, parse_passes
+from .planner import Planner, recomputation_problem
 from .program import Program
 from .release_gradients import ReleaseGradients
-from .select_checkpoints import (
-    STRATEGIES,
-    Planner,
-    SelectCheckpoints,
-    minimum_budget,
-    recomputation_problem,
-)
+from .select_checkpoints import STRATEGIES, SelectCheckpoints, minimum_budget
 from .split_convolutions import SplitConvolutions
 
 __all__ = [

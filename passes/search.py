@@ -85,10 +85,11 @@ def search(
     if is_small(problem):
         found = Found(*(fitting[0] if fitting else ("", replace(problem.keep_all, seconds=math.inf))))
         if problem.backward:
+            latest = time.monotonic() + (deadline - time.monotonic()) / 3
+            found.bound_seconds = lower_bound(problem, budget_bytes, deadline=latest)
             exact = best_of_class(problem, budget_bytes, deadline=deadline)
             if exact.best is not None:
                 found.offer("ilp", exact.best, budget_bytes)
-            found.bound_seconds = lower_bound(problem, budget_bytes, deadline=deadline)
         return found if found.name else None
     work = _Large(problem, budget_bytes, candidates, deadline)
     return work.run()
@@ -154,6 +155,8 @@ class _Large:
             solved = relaxation.solve(
                 seconds=min(left / 2, _LONGEST_STAGED_SECONDS), gap=_PROOF_GAP, node_limit=_STAGED_NODES
             )
+            if solved.is_infeasible:
+                return  # within the solver's tolerance: a schedule that fits is at hand
             if solved.bound_seconds > self.found.bound_seconds:
                 self.found.bound_seconds = solved.bound_seconds
                 self.tightest = None if solved.is_optimal else relaxation

@@ -5,26 +5,22 @@ from __future__ import annotations
 import math
 import re
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ..ir import BudgetError, Node, TimeLimitError, UsageError, format_bytes, parse_budget, verify_schedule
-from .backward_order import weight_gradients_last
 from .certificate import certify
 from .checkpointing import CheckpointProblem, Simulated
-from .cost import Cost
 from .eviction import evict_greedily
-from .frontier import Frontier, frontier
+from .frontier import Frontier
+from .planner import Planner
 from .program import Program
 from .search import Found, search
 from .strategies import every_k, keep_all, min_cut_candidates, per_block, sqrt_n
 
-__all__ = ["STRATEGIES", "Planner", "SelectCheckpoints", "minimum_budget", "recomputation_problem"]
+__all__ = ["STRATEGIES", "SelectCheckpoints", "minimum_budget"]
 
 STRATEGIES = ("auto", "ilp", "eviction", "min-cut", "per-block", "sqrt-n", "every-<k>", "keep-all")
-_RATIOS = (1.0, 4.0, 16.0, 64.0)
-"""How many times as large as what is held for it a gradient must be to be made last: the best is taken."""
-
 _NAMED = tuple(name for name in STRATEGIES if "<" not in name)
 
 
@@ -92,16 +88,21 @@ class SelectCheckpoints:
         started = time.monotonic()
         budget_bytes = parse_budget(self.budget, planner.baseline_bytes)
         deadline = started + self.time_limit
-        found = self._search(planner, budget_bytes, deadline)
-        planner.learn(found)
-        program = planner.program
+        problem = planner.problem
+        if problem.keep_all.peak_bytes > budget_bytes >= planner.baseline_bytes:
+            problem = planner.original  # the captured graph fits as it is, the rewritten one does not
+            found = Found("keep-all", problem.keep_all)
+        else:
+            found = self._search(planner, budget_bytes, deadline)
+            planner.learn(budget_bytes, found)
+        program = planner.program_of(problem)
         assert program.costs is not None
         plan = certify(
-            planner.problem,
+            problem,
             budget_bytes,
             found,
             baseline_bytes=planner.baseline_bytes,
-            minimum_bytes=planner.candidates(deadline).minimum_bytes,
+            minimum_bytes=planner.minimum_bytes(deadline),
             seconds=time.monotonic() - started,
         )
         schedule = found.best.schedule
@@ -116,14 +117,17 @@ class SelectCheckpoints:
         if self.strategy not in ("auto", "ilp"):
             return self._named(planner, budget_bytes, candidates)
         found = search(problem, budget_bytes, candidates, deadline=deadline)
+        if found is not None:
+            found.bound_seconds = max(found.bound_seconds, planner.bound_seconds(budget_bytes))
         if found is None and budget_bytes >= problem.floor_bytes:
             candidates = planner.candidates(deadline, is_thorough=True)
             found = search(problem, budget_bytes, candidates, deadline=deadline)
         if found is not None:
             return found
+        minimum_bytes = min(candidates.minimum_bytes, planner.baseline_bytes)
         if budget_bytes >= problem.floor_bytes and not candidates.is_complete:
-            raise _out_of_time(self.time_limit, budget_bytes, candidates.minimum_bytes)
-        raise _over_budget(problem, budget_bytes, candidates.minimum_bytes)
+            raise _out_of_time(self.time_limit, budget_bytes, minimum_bytes)
+        raise _over_budget(problem, budget_bytes, minimum_bytes, is_known=candidates.is_complete)
 
     def _named(self, planner: Planner, budget_bytes: int, candidates: Frontier) -> Found:
         """The strategy's own schedule: where it has several, the fastest that fits, or else the lowest."""
@@ -138,61 +142,10 @@ class SelectCheckpoints:
         return Found(self.strategy, min(fitting, key=lambda s: (s.seconds, s.peak_bytes)))
 
 
-@dataclass
-class Planner:
-    """A program's recomputation problem, with all that is found once for every budget.
-
-    Args:
-        program: A graph; without costs it gets those of the machine `cpu`.
-    """
-
-    program: Program
-    problem: CheckpointProblem = field(init=False)
-    baseline_bytes: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        if self.program.costs is None:
-            self.program = Cost(profile="cpu").run(self.program)
-        assert self.program.costs is not None
-        self.problem = recomputation_problem(self.program)
-        original = CheckpointProblem(self.program.original or self.program.graph, self.program.costs)
-        self.baseline_bytes = original.keep_all.peak_bytes
-        self._known: dict[bool, Frontier] = {}
-        self._learned: list[tuple[str, Simulated]] = []
-
-    def candidates(self, deadline: float = math.inf, *, is_thorough: bool = False) -> Frontier:
-        """Schedules found without regard to one budget, and those that earlier searches found.
-
-        Args:
-            deadline: `time.monotonic()` after which nothing more is tried.
-            is_thorough: Whether to look for the smallest peak with all means.
-        """
-        known = self._known.get(True) or (None if is_thorough else self._known.get(False))
-        if known is None:
-            known = frontier(self.problem, deadline=deadline, is_thorough=is_thorough)
-            if known.is_complete:
-                self._known[is_thorough] = known
-        return replace(known, candidates=(*known.candidates, *self._learned))
-
-    def learn(self, found: Found) -> None:
-        """Makes a schedule a candidate for other budgets."""
-        self._learned.append((found.name, found.best))
-
-
-def recomputation_problem(program: Program) -> CheckpointProblem:
-    """The problem that `select-checkpoints` solves: the program's graph, with large gradients made last."""
-    assert program.costs is not None, "costs come first"
-    graph, costs = program.graph, program.costs
-    given = CheckpointProblem(graph, costs)
-    orders = dict.fromkeys(weight_gradients_last(graph, costs, ratio) for ratio in _RATIOS)
-    others = [CheckpointProblem(graph, costs, order) for order in orders if order != given.backward]
-    return min([given, *others], key=lambda problem: problem.keep_all.peak_bytes + problem.floor_bytes)
-
-
 def minimum_budget(program: Program) -> tuple[int, int]:
     """The smallest budget that a schedule was found for, and the floor that none can go below, in bytes."""
     planner = Planner(program)
-    return planner.candidates(is_thorough=True).minimum_bytes, planner.problem.floor_bytes
+    return planner.minimum_bytes(is_thorough=True), planner.problem.floor_bytes
 
 
 def _by_name(
@@ -216,16 +169,22 @@ def _by_name(
 
 
 def _over_budget(
-    problem: CheckpointProblem, budget_bytes: int, minimum_bytes: int, *, strategy: str | None = None
+    problem: CheckpointProblem,
+    budget_bytes: int,
+    minimum_bytes: int,
+    *,
+    strategy: str | None = None,
+    is_known: bool = True,
 ) -> BudgetError:
     place = _heaviest(problem)
     by = f" by strategy {strategy}" if strategy else ""
+    least = "at least" if is_known else "by what was found within the time limit"
     static = "parameters, buffers and inputs"
     if problem.graph.reserved_bytes:
         static = "parameters, buffers, inputs, and gradients or optimizer state that stay"
     return BudgetError(
         "IRC204",
-        f"a training step needs {format_bytes(minimum_bytes)} ({minimum_bytes} bytes) at least{by}, over "
+        f"a training step needs {format_bytes(minimum_bytes)} ({minimum_bytes} bytes) {least}{by}, over "
         f"the budget of {format_bytes(budget_bytes)} ({budget_bytes} bytes); "
         f"{format_bytes(problem.graph.static_bytes)} of it are {static}",
         minimum_bytes=minimum_bytes,

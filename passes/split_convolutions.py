@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
-from ..ir import DType, Node, TensorType, Value
+from ..ir import DType, Graph, Node, TensorType, Value
+from .costs import Costs, signature
 from .program import Program
 
-__all__ = ["SplitConvolutions"]
+__all__ = ["SplitConvolutions", "rejoined"]
 
 _JOINT = "aten.convolution_backward.default"
 _MASK = 10
@@ -55,7 +56,7 @@ def _parts(node: Node) -> Iterator[Node]:
     )
     if _is_transposable(node):
         yield weight_half
-        yield _transposed(node, into_data)
+        yield _transposed(node)
     else:
         yield replace(
             node,
@@ -66,11 +67,38 @@ def _parts(node: Node) -> Iterator[Node]:
         yield weight_half
 
 
+def rejoined(original: Graph, split: Graph, costs: Costs) -> Graph:
+    """The graph with only those convolutions taken apart for which that can save memory.
+
+    Args:
+        original: The graph before.
+        split: What `SplitConvolutions` made of it.
+        costs: Of the operations of both.
+    """
+    parts = {node.name: node for node in split.nodes}
+
+    def chosen(node: Node) -> Iterator[Node]:
+        halves = [parts[name] for name in (f"{node.name}_weight", f"{node.name}_input") if name in parts]
+        if len(halves) < 2 or node.name in parts:
+            yield node
+            return
+        made_bytes = sum(s.nbytes for s in split.allocates(halves[0]))
+        held_bytes = sum(s.nbytes for s in split.reads(halves[0]) if s not in split.static_storages)
+        workspace_bytes = max(costs.workspace_bytes[half] for half in halves)
+        if workspace_bytes > costs.workspace_bytes[node] and made_bytes <= held_bytes:
+            yield node
+        else:
+            yield from sorted(halves, key=split.nodes.index)
+
+    return replace(original, nodes=tuple(part for node in original.nodes for part in chosen(node)))
+
+
 def _is_transposable(node: Node) -> bool:
     """Whether a transposed convolution runs the same kernel as the input's gradient.
 
-    Seen of oneDNN, for float32, in one and two dimensions, without groups; for a kernel of one element,
-    or one channel, it takes others.
+    oneDNN's does for float32, in one and two dimensions, without groups; for one image, one channel, or a
+    kernel of one element, torch may take others. What it takes can depend on the machine and on settings:
+    the kernels run once on random numbers, and the bits are compared.
     """
     gradient, data, weight = (cast(Value, argument).type for argument in node.arguments[:3])
     plain = len(data.shape) <= 4 and all(
@@ -81,12 +109,35 @@ def _is_transposable(node: Node) -> bool:
         plain
         and not transposed
         and groups == 1
+        and data.shape[0] > 1
         and data.shape[1] > 1
         and any(size > 1 for size in weight.shape[2:])
+        and _is_equal(signature(node), node)
     )
 
 
-def _transposed(node: Node, into_data: Value) -> Node:
+_compared: dict[str, bool] = {}
+
+
+def _is_equal(key: str, node: Node) -> bool:
+    """Whether both kernels give the same bits for operands of these types; `key` tells the types."""
+    if key not in _compared:
+        import torch
+
+        gradient, data, weight = (cast(Value, argument).type.shape for argument in node.arguments[:3])
+        generator = torch.Generator().manual_seed(0)
+        tensors = [torch.randn(shape, generator=generator) for shape in (gradient, data, weight)]
+        rest: tuple[Any, ...] = tuple(list(a) if isinstance(a, tuple) else a for a in node.arguments[3:_MASK])
+        _, _, _, strides, paddings, dilations, _, missing, _ = _transposed(node).arguments
+        given: tuple[Any, ...] = (None, strides, paddings, dilations, True, missing, 1)
+        with torch.no_grad():
+            joint = torch.ops.aten.convolution_backward.default(*tensors, *rest, [True, False, False])[0]
+            alone = torch.ops.aten.convolution.default(tensors[0], tensors[2], *given)
+        _compared[key] = torch.equal(joint, alone) and joint.stride() == alone.stride()
+    return _compared[key]
+
+
+def _transposed(node: Node) -> Node:
     gradient, data, weight, _, stride, padding, dilation = node.arguments[:7]
     assert isinstance(gradient, Value) and isinstance(data, Value) and isinstance(weight, Value)
     space = len(data.type.shape) - 2
@@ -108,7 +159,7 @@ def _transposed(node: Node, into_data: Value) -> Node:
         name=f"{node.name}_input",
         op="aten.convolution.default",
         arguments=(gradient, weight, None, strides, paddings, dilations, True, missing, 1),
-        results=(into_data,),
+        results=node.results[:1],
         is_sequence=False,
     )
 

@@ -37,7 +37,7 @@ def test_over_thirty_budgets_nothing_is_above_its_promise_and_more_memory_is_nev
     module, args = MODELS[name]()
     captured = capture(module, args, loss=training_loss)
     planner = Planner(PassManager(cost_passes(None)).run(Program(captured.graph)))
-    low, high = planner.candidates(is_thorough=True).minimum_bytes, planner.baseline_bytes
+    low, high = planner.minimum_bytes(is_thorough=True), planner.baseline_bytes
     before: Plan | None = None
     for index in range(BUDGETS):
         budget = low + (high - low) * index // (BUDGETS - 1)

@@ -301,7 +301,7 @@ class Planner:
     @property
     def smallest_bytes(self) -> int:
         """The smallest budget that a schedule was found for."""
-        return self.planner.candidates(is_thorough=True).minimum_bytes
+        return self.planner.minimum_bytes(is_thorough=True)
 
     def fit(self, budget: int | str) -> tuple[nn.Module, Plan]:
         """The copy fitted to a budget, and the plan. Modules fitted earlier stay usable.

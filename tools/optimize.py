@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..backends.torch import compile_program, fit
+from ..backends.torch import compile_program, fit, refuse_hooks
 from ..frontends.torch import Captured, Loss, capture
 from ..ir import Plan, UsageError
 from ..passes import (
@@ -74,7 +74,7 @@ def optimize(
         budget: Bytes, `"4GiB"`, `"4GB"`, or `"60%"` of the baseline peak. It covers parameters,
             buffers, inputs, gradients, activations and workspaces.
         example_kwargs: Keyword arguments of one training step.
-        strategy: `auto`, `ilp`, `eviction`, `sqrt-n`, `every-<k>` or `keep-all`.
+        strategy: `auto`, `ilp`, `eviction`, `min-cut`, `per-block`, `sqrt-n`, `every-<k>` or `keep-all`.
         time_limit: Seconds for the search of a schedule; the best one so far counts.
         profile: True measures operations thoroughly, None briefly, on the device that the model is on
             (both are cached on disk); False uses the roofline of a described machine, a text names one.
@@ -199,6 +199,7 @@ def optimize_module(
     if kwargs is not None and not isinstance(cast(object, kwargs), Mapping):
         raise UsageError("IRC406", f"example_kwargs is a {type(kwargs).__name__}, not a dict")
     check_passes(passes)
+    refuse_hooks(model)
     captured = capture(model, args, kwargs, loss=loss)
     program = PassManager(passes, observers).run(Program(captured.graph))
     if program.schedule is None or program.plan is None:

@@ -256,7 +256,7 @@ def _survey(planner: Planner, sweep: Sweep) -> Survey:
         BudgetError: IRC443 when all budgets are below the smallest feasible one.
     """
     baseline = _plan(planner, SelectCheckpoints(_EVERY_SCHEDULE, "keep-all", time_limit=0))
-    minimum_bytes = planner.candidates(is_thorough=True).minimum_bytes
+    minimum_bytes = planner.minimum_bytes(is_thorough=True)
     budgets = sweep.budget_bytes(minimum_bytes, baseline.baseline_peak_bytes)
     if budgets[0] < minimum_bytes:
         raise BudgetError(

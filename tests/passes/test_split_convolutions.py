@@ -56,6 +56,46 @@ def test_gradients_are_equal_bit_for_bit(case: tuple[nn.Module, torch.Tensor]) -
         assert torch.equal(mine.grad, theirs.grad)
 
 
+@pytest.mark.parametrize(
+    ("channels", "shape", "kernel"),
+    [((3, 8, 12), (1, 3, 52, 52), 3), ((3, 8, 12), (1, 3, 2500), 3), ((3, 8, 12), (4, 3, 40, 40), 3)],
+)
+def test_one_image_whose_two_gradients_would_take_other_kernels(
+    channels: tuple[int, int, int], shape: tuple[int, ...], kernel: int
+) -> None:
+    """torch takes its own kernel for one small image, and oneDNN's for one that is not small."""
+    kind: Any = nn.Conv2d if len(shape) == 4 else nn.Conv1d
+    torch.manual_seed(0)
+    model = nn.Sequential(kind(*channels[:2], kernel), nn.ReLU(), kind(*channels[1:], kernel))
+    x = torch.randn(shape)
+    original = copy.deepcopy(model)
+    fitted = irc.optimize(model, (x,), "100%", profile=False)
+    for module in (fitted, original):
+        module(x).square().sum().backward()
+    for mine, theirs in zip(fitted.parameters(), original.parameters(), strict=True):
+        assert mine.grad is not None and theirs.grad is not None and torch.equal(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((1, 3, 24, 24), {"kernel_size": 5}),
+        ((4, 3, 24, 24), {"kernel_size": 3, "stride": 2, "dilation": 2, "padding": 2}),
+    ],
+)
+@pytest.mark.parametrize("strategy", ["auto", "keep-all"])
+def test_the_baseline_is_always_enough(
+    shape: tuple[int, ...], options: dict[str, int], strategy: str
+) -> None:
+    """Halves may need more workspace than the whole: then it stays whole."""
+    model = nn.Sequential(nn.Conv2d(3, 16, **options), nn.ReLU(), nn.Conv2d(16, 16, **options), nn.ReLU())
+    plan = irc.optimize(model, (torch.randn(shape),), "100%", strategy=strategy, time_limit=5).plan
+    assert plan.overhead == 0 and plan.proven_optimal
+    assert (
+        plan.peak_bytes <= plan.baseline_peak_bytes and plan.minimum_budget_bytes <= plan.baseline_peak_bytes
+    )
+
+
 @pytest.mark.parametrize("kernel", [1, 3])
 def test_the_halves(kernel: int) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 8, kernel))

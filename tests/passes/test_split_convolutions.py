@@ -85,7 +85,7 @@ def test_one_image_whose_two_gradients_would_take_other_kernels(
 )
 @pytest.mark.parametrize("strategy", ["auto", "keep-all"])
 def test_the_baseline_is_always_enough(
-    shape: tuple[int, ...], options: dict[str, int], strategy: str
+    shape: tuple[int, ...], options: dict[str, Any], strategy: str
 ) -> None:
     """Halves may need more workspace than the whole: then it stays whole."""
     model = nn.Sequential(nn.Conv2d(3, 16, **options), nn.ReLU(), nn.Conv2d(16, 16, **options), nn.ReLU())

@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 
 import networkx as nx
 
@@ -240,25 +239,6 @@ class CheckpointProblem:
         return self.held_at[moment] + sum(
             s.nbytes for s in made if s in self.producer and s.nbytes > small_bytes
         )
-
-    @cached_property
-    def _small_bytes_at(self) -> dict[int, tuple[int, ...]]:
-        return {}
-
-    def small_bytes_at(self, limit_bytes: int) -> tuple[int, ...]:
-        """Bytes of storages up to `limit_bytes` at each step, kept from the first run to the last use."""
-        if limit_bytes not in self._small_bytes_at:
-            change = [0] * (len(self.base) + 1)
-            for storage, node in self.producer.items():
-                if storage.nbytes <= limit_bytes:
-                    users = self.users.get(storage, ())
-                    last = max((self.index[user] for user in users), default=self.index[node])
-                    if self.last_useful[storage] >= 0:
-                        last = len(self.forward) + self.last_useful[storage]
-                    change[self.index[node]] += storage.nbytes
-                    change[last + 1] -= storage.nbytes
-            self._small_bytes_at[limit_bytes] = tuple(accumulate(change))
-        return self._small_bytes_at[limit_bytes]
 
     @cached_property
     def step_seconds(self) -> float:

@@ -56,7 +56,7 @@ def best_of_class(problem: CheckpointProblem, budget_bytes: int, *, deadline: fl
     limit_bytes = budget_bytes
     best: Simulated | None = None
     while (left := deadline - time.monotonic()) > 0:
-        programme = RetentionProgramme(problem, everything, limit_bytes, {}, small_bytes=-1)
+        programme = RetentionProgramme(problem, everything, limit_bytes, {})
         chosen = programme.solve(seconds=left, gap=0.0)
         if chosen.is_infeasible:
             return Exact(best, True)

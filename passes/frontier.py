@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from .checkpointing import CheckpointProblem, Simulated
 from .eviction import evict_greedily
-from .exact import best_of_class, is_small, negligible_bytes
+from .exact import best_of_class, is_small
 from .recombination import Recombiner
 from .strategies import known_strategies
 
@@ -128,7 +128,7 @@ def _halved(
 
 def _lowest(problem: CheckpointProblem, seeds: list[Simulated], *, deadline: float) -> Simulated:
     """The lowest peak from low schedules united, and from more that may run again around the peak."""
-    work = Recombiner(problem, None, seeds[0], deadline, negligible_bytes(problem))
+    work = Recombiner(problem, None, seeds[0], deadline)
     work.add()
     for idea in seeds[1:]:
         work.add(idea)

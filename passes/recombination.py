@@ -36,14 +36,12 @@ class Recombiner:
         budget_bytes: The most that may be alive at once; None looks for the least peak.
         best: The schedule to improve; None where none is known yet.
         deadline: `time.monotonic()` at which to stop.
-        small_bytes: As in `RetentionProgramme`.
     """
 
     problem: CheckpointProblem
     budget_bytes: int | None
     best: Simulated | None
     deadline: float = math.inf
-    small_bytes: int = 0
     rows: dict[Step, None] = field(default_factory=dict[Step, None])
 
     def add(self, *ideas: Simulated) -> bool:
@@ -61,9 +59,7 @@ class Recombiner:
         left = self.deadline - time.monotonic()
         if left <= 0:
             return False
-        programme = RetentionProgramme(
-            self.problem, repeats, self.budget_bytes, self.rows, small_bytes=self.small_bytes
-        )
+        programme = RetentionProgramme(self.problem, repeats, self.budget_bytes, self.rows)
         chosen = programme.solve(
             seconds=min(left, _LONGEST_SECONDS), gap=_GAP, node_limit=_NODE_LIMIT
         ).simulated

@@ -74,7 +74,6 @@ class RetentionProgramme:
         repeats: What may run again before each step of the base order.
         budget_bytes: The most that may be alive at once; None asks for the least peak instead.
         rows: Steps whose memory was a row before; those found here are added.
-        small_bytes: Storages up to this size stay from when they are made until they are no use.
         below_seconds: Only schedules that recompute for less than this are asked for.
 
     Source:
@@ -86,7 +85,6 @@ class RetentionProgramme:
     repeats: Repeats
     budget_bytes: int | None
     rows: dict[Step, None]
-    small_bytes: int = 0
     below_seconds: float | None = None
     model: mathopt.Model = field(init=False)
 
@@ -114,19 +112,16 @@ class RetentionProgramme:
 
     # ------------------------------------------------------------------ formulating
 
-    def _is_large(self, storage: Storage) -> bool:
-        return storage.nbytes > self.small_bytes and storage in self.problem.producer
-
     def _add_storages(self) -> None:
         """A variable for each stretch between two places that touch a storage, where it is not clear."""
         problem = self.problem
         places: dict[Storage, list[tuple[int, bool]]] = {}
         for t, step in enumerate(self.steps):
             for storage in problem.forward_reads[step.node]:
-                if self._is_large(storage):
+                if storage in problem.producer:
                     places.setdefault(storage, []).append((t, False))
             for storage in problem.graph.allocates(step.node):
-                if self._is_large(storage):
+                if storage in problem.producer:
                     places.setdefault(storage, []).append((t, True))
         for storage, touches in places.items():
             self.touched[storage] = [t for t, _ in touches]
@@ -193,8 +188,7 @@ class RetentionProgramme:
             return
         held = self.problem.held_before[forward] - self.problem.graph.loss_held_bytes
         terms, alive = self._resident_at(self.loss)
-        small = self._small_bytes_at[forward - 1]
-        self._add_terms(terms, alive + held + small + self.problem.graph.loss_bytes)
+        self._add_terms(terms, alive + held + self.problem.graph.loss_bytes)
 
     def _add_row(self, t: int) -> bool:
         """Adds the memory of a step; whether it was not there yet."""
@@ -204,13 +198,12 @@ class RetentionProgramme:
         self.in_rows.add(step)
         problem = self.problem
         terms, fixed = self._resident_at(t)
-        fixed += self._small_bytes_at[step.base]
         if step.is_repeat:
             made = sum(s.nbytes for s in problem.graph.allocates(step.node))
             terms.append((made + problem.costs.workspace_bytes[step.node], self.runs[t]))
             fixed += problem.held_before[step.base]
         else:
-            fixed += sum(s.nbytes for s in problem.graph.allocates(step.node) if self._is_large(s))
+            fixed += sum(s.nbytes for s in problem.graph.allocates(step.node) if s in problem.producer)
             fixed += problem.held_at[step.base]
         self._add_terms(terms, fixed)
         return True
@@ -237,10 +230,6 @@ class RetentionProgramme:
         assert self.cap is not None
         total = mathopt.LinearSum(nbytes / _CAP_UNIT_BYTES * variable for nbytes, variable in terms)
         self.model.add_linear_constraint(total - self.cap <= -fixed_bytes / _CAP_UNIT_BYTES)
-
-    @property
-    def _small_bytes_at(self) -> Sequence[int]:
-        return self.problem.small_bytes_at(self.small_bytes)
 
     # ------------------------------------------------------------------ solving
 

@@ -59,7 +59,8 @@ _SEEDS = 5
 _NEW_STAGES = 5
 _STAGINGS = 8
 _PROGRESS = 2e-4
-"""A turn that closes less of the gap, as a fraction of the step's time, is the last."""
+_IDLE_TURNS = 2
+"""So many turns that each close less of the gap than that, as a fraction of the step's time, are the last."""
 
 _STAGED_NODES = 100
 _LONGEST_STAGED_SECONDS = 8.0
@@ -110,9 +111,7 @@ class _Large:
         if not seeds:
             return None
         self.found = found = Found(*seeds[0])
-        work = Recombiner(
-            self.problem, self.budget_bytes, found.best, self.deadline, negligible_bytes(self.problem)
-        )
+        work = Recombiner(self.problem, self.budget_bytes, found.best, self.deadline)
         if found.best.seconds <= self.problem.step_seconds * (1 + 1e-12):
             return found
         work.add()
@@ -141,9 +140,11 @@ class _Large:
         """In turns, a bound and a first choice from ever more stages, and recombinations with that."""
         assert self.found is not None
         moments = [len(self.problem.forward)]
-        gap = math.inf
-        for turn in range(_STAGINGS):
-            if turn > 1 and self._gap_seconds > gap - _PROGRESS * self.problem.step_seconds:
+        gap, idle = math.inf, 0
+        for _ in range(_STAGINGS):
+            closed = gap - self._gap_seconds
+            idle = idle + 1 if closed < _PROGRESS * self.problem.step_seconds else 0
+            if idle > _IDLE_TURNS:
                 return
             gap = self._gap_seconds
             left = self.deadline - time.monotonic()
@@ -220,7 +221,6 @@ class _Large:
             self.problem.repeats(best),
             None,
             {},
-            small_bytes=negligible_bytes(self.problem),
             below_seconds=best.seconds - self.problem.step_seconds,
         )
         chosen = programme.solve(seconds=min(left, _RUN_SECONDS), gap=_PROOF_GAP).simulated

@@ -86,7 +86,9 @@ def _parser() -> argparse.ArgumentParser:
         "-o", "--output", type=Path, metavar="DIR", help="write plan, program and weights here"
     )
     optimize.add_argument(
-        "--strategy", default="auto", help="auto, ilp, eviction, sqrt-n, every-<k>, keep-all"
+        "--strategy",
+        default="auto",
+        help="auto, ilp, eviction, min-cut, per-block, sqrt-n, every-<k>, keep-all",
     )
     optimize.add_argument(
         "--time-limit", type=float, default=60.0, metavar="SECONDS", help="for the search (60)"
@@ -117,7 +119,11 @@ def _parser() -> argparse.ArgumentParser:
         "-o", "--output", type=Path, metavar="DIR", help="write points (at once), table and pictures here"
     )
     pareto.add_argument("--restart", action="store_true", help="delete the points that DIR has already")
-    pareto.add_argument("--strategy", default="auto", help="auto, ilp, eviction, sqrt-n, every-<k>, keep-all")
+    pareto.add_argument(
+        "--strategy",
+        default="auto",
+        help="auto, ilp, eviction, min-cut, per-block, sqrt-n, every-<k>, keep-all",
+    )
     pareto.add_argument(
         "--time-limit", type=float, default=20.0, metavar="SECONDS", help="for the search at each budget (20)"
     )

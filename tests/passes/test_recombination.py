@@ -51,7 +51,7 @@ def test_two_schedules_give_one_that_is_as_good_as_either(sample: Sample, seed: 
     first = evict_greedily(problem, budget)
     assume(first is not None and problem.backward)
     assert first is not None
-    work = Recombiner(problem, budget, first, small_bytes=-1)
+    work = Recombiner(problem, budget, first)
     work.add(at_random(problem, Random(seed)))
     assert work.best is not None
     assert work.best.seconds <= first.seconds
@@ -67,7 +67,7 @@ def test_two_schedules_give_one_that_is_as_good_as_either(sample: Sample, seed: 
 def test_without_a_budget_the_peak_falls(sample: Sample, seed: int) -> None:
     problem = problem_of(sample)
     assume(problem.backward)
-    work = Recombiner(problem, None, problem.keep_all, small_bytes=-1)
+    work = Recombiner(problem, None, problem.keep_all)
     work.add(at_random(problem, Random(seed)))
     work.look_around(range(len(problem.base)))
     assert work.best is not None
@@ -82,7 +82,7 @@ def test_everything_united_holds_the_best_of_the_class(sample: Sample) -> None:
     problem = problem_of(sample)
     assume(problem.backward and len(problem.wanted) <= 7)
     for choice in cheapest_in_class(problem):
-        work = Recombiner(problem, choice.peak_bytes, None, small_bytes=-1)
+        work = Recombiner(problem, choice.peak_bytes, None)
         assert work.choose(complete(problem)) and work.best is not None
         assert abs(work.best.seconds - choice.seconds) <= 2e-4 * problem.step_seconds
         assert work.best.peak_bytes <= choice.peak_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -44,8 +44,8 @@ class CheckpointProblem:
 
     A schedule of the class considered here runs forward once, in the graph's order; then the backward
     operations in one fixed order, and before each of them but the first whatever of the forward must
-    be computed again, in forward order. A `Staging` fixes what is resident at some of the backward
-    operations; with a stage at each of them it describes every schedule of the class.
+    be computed again, in forward order. What is searched beyond small graphs may compute again in forward
+    too, and in any order.
 
     Args:
         graph: The training graph.
@@ -314,11 +314,7 @@ class CheckpointProblem:
             reads = self.read_at(moment)
             if stays is not None and not eager:
                 have &= stays.union(reads)
-            made = (
-                s for s in stays or () if moment > len(self.forward) or self.index[self.producer[s]] < moment
-            )
-            goal = (*reads, *(s for s in made if moment != len(self.forward))) if eager else reads
-            again = self.closure(goal, have)
+            again = self.closure((*reads, *self._made(stays, moment)) if eager and stays else reads, have)
             have.update(s for node in again for s in self.graph.allocates(node) if s in self.producer)
             if stays is not None:
                 have &= stays
@@ -327,6 +323,11 @@ class CheckpointProblem:
                 found.append(again)
                 have.update(s for s in self.graph.allocates(node) if s in self.producer)
         return found
+
+    def _made(self, storages: Iterable[Storage], moment: int) -> Iterator[Storage]:
+        """Those that can be made again at a moment: they were made before, and nothing runs at the loss."""
+        if moment != len(self.forward):
+            yield from (s for s in storages if self.index[self.producer[s]] < moment)
 
     def keeping(self, kept: Iterable[Storage]) -> Simulated:
         """The schedule that keeps some storages for backward, and makes the others again when they are read.

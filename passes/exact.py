@@ -1,4 +1,4 @@
-"""Small graphs: all places where something may run again in one programme, so that the choice is exact."""
+"""Small graphs: all places where something may run again in one programme, and stages at all moments."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from dataclasses import dataclass
 from .checkpointing import CheckpointProblem, Simulated
 from .recombination import complete
 from .retention_ilp import RetentionProgramme
+from .staged_ilp import Relaxation
 
-__all__ = ["Exact", "best_of_class", "is_small", "negligible_bytes"]
+__all__ = ["Exact", "best_of_class", "is_small", "lower_bound"]
 
 _SMALL_BACKWARD = 64
 _SMALL_CHOICES = 600
 """Up to this many places where something may run again, one programme has them all."""
-
-_NEGLIGIBLE = 2e-5
-"""Storages below this fraction of the baseline peak are always kept, on graphs that are not small."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +35,6 @@ def is_small(problem: CheckpointProblem) -> bool:
     if len(problem.backward) > _SMALL_BACKWARD:
         return False
     return sum(map(len, complete(problem))) <= _SMALL_CHOICES
-
-
-def negligible_bytes(problem: CheckpointProblem) -> int:
-    """Storages up to this size are not worth a decision."""
-    return -1 if is_small(problem) else int(problem.keep_all.peak_bytes * _NEGLIGIBLE)
 
 
 def best_of_class(problem: CheckpointProblem, budget_bytes: int, *, deadline: float) -> Exact:
@@ -67,3 +60,18 @@ def best_of_class(problem: CheckpointProblem, budget_bytes: int, *, deadline: fl
             return Exact(best, True)
         best, limit_bytes = simulated, simulated.peak_bytes - 1
     return Exact(best, False)
+
+
+def lower_bound(problem: CheckpointProblem, budget_bytes: int, *, deadline: float) -> float:
+    """Seconds of recomputation that every schedule within the budget, with this order of first runs, needs.
+
+    A stage stands at each moment, and no storage counts as free.
+
+    Args:
+        problem: The recomputation problem of a small graph.
+        budget_bytes: The most that may be alive at once.
+        deadline: `time.monotonic()` at which to stop.
+    """
+    relaxation = Relaxation(problem, budget_bytes, range(problem.moments), small_bytes=-1)
+    solved = relaxation.solve(seconds=deadline - time.monotonic(), gap=0.0)
+    return 0.0 if solved.is_infeasible else solved.bound_seconds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -47,6 +48,7 @@ class Planner:
         self.baseline_bytes = self.original.keep_all.peak_bytes
         self.problem = recomputation_problem(self.program)
         self._known: dict[bool, Frontier] = {}
+        self._cut_off: Frontier | None = None
         self._learned: list[tuple[str, Simulated]] = []
         self._bounds: list[tuple[int, float]] = []
 
@@ -63,9 +65,14 @@ class Planner:
         """
         known = self._known.get(True) or (None if is_thorough else self._known.get(False))
         if known is None:
-            known = frontier(self.problem, deadline=deadline, is_thorough=is_thorough)
+            if self._cut_off is not None and time.monotonic() >= deadline:
+                known = self._cut_off
+            else:
+                known = frontier(self.problem, deadline=deadline, is_thorough=is_thorough)
             if known.is_complete:
                 self._known[is_thorough] = known
+            else:
+                self._cut_off = known
         return replace(known, candidates=(*known.candidates, *self._learned))
 
     def minimum_bytes(self, deadline: float = math.inf, *, is_thorough: bool = False) -> int:

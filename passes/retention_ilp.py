@@ -118,8 +118,7 @@ class RetentionProgramme:
         places: dict[Storage, list[tuple[int, bool]]] = {}
         for t, step in enumerate(self.steps):
             for storage in problem.forward_reads[step.node]:
-                if storage in problem.producer:
-                    places.setdefault(storage, []).append((t, False))
+                places.setdefault(storage, []).append((t, False))
             for storage in problem.graph.allocates(step.node):
                 if storage in problem.producer:
                     places.setdefault(storage, []).append((t, True))

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 from ..ir import Storage
 from .checkpointing import CheckpointProblem, Simulated
 from .eviction import evict_greedily
-from .exact import best_of_class, is_small, negligible_bytes
+from .exact import best_of_class, is_small, lower_bound
 from .frontier import Frontier
 from .recombination import Recombiner
 from .retention_ilp import RetentionProgramme
 from .staged_ilp import Relaxation
 
-__all__ = ["Found", "lower_bound", "search"]
+__all__ = ["Found", "search"]
 
 _WEIGHTS = (1.0, 0.5, 0.25, 0.0)
 """How much the distance to the next use counts in eviction."""
@@ -52,9 +52,12 @@ class Found:
         return self.best.seconds - problem.step_seconds - self.bound_seconds <= gap * problem.step_seconds
 
 
-# ---------------------------------------------------------------------- within a budget
-
 _PROOF_GAP = 1e-4
+"""Up to this fraction of the step's time above the bound a schedule counts as proved."""
+
+_NEGLIGIBLE = 2e-5
+"""Storages up to this fraction of the peak that keeps all are free in the staged programme."""
+
 _SEEDS = 5
 _NEW_STAGES = 5
 _STAGINGS = 8
@@ -150,9 +153,8 @@ class _Large:
             left = self.deadline - time.monotonic()
             if left <= 0 or self.found.is_proved(self.problem, _PROOF_GAP):
                 return
-            relaxation = Relaxation(
-                self.problem, self.budget_bytes, moments, small_bytes=negligible_bytes(self.problem)
-            )
+            free_bytes = int(self.problem.keep_all.peak_bytes * _NEGLIGIBLE)
+            relaxation = Relaxation(self.problem, self.budget_bytes, moments, small_bytes=free_bytes)
             solved = relaxation.solve(
                 seconds=min(left / 2, _LONGEST_STAGED_SECONDS), gap=_PROOF_GAP, node_limit=_STAGED_NODES
             )
@@ -245,29 +247,6 @@ def _apart(problem: CheckpointProblem, moments: Iterable[int]) -> list[int]:
         if all(abs(moment - other) > spacing for other in found):
             found.append(moment)
     return found
-
-
-def lower_bound(problem: CheckpointProblem, budget_bytes: int, *, deadline: float) -> float:
-    """Seconds of recomputation that every schedule within the budget, with this order of backward, needs.
-
-    The stages stand where backward holds most; storages that are small count as free. Forward may
-    run in any way: no row but those of the stages is used.
-    """
-    small = is_small(problem)
-    loss = len(problem.forward)
-    moments = list(range(problem.moments)) if small else _tightest(problem)
-    bound = 0.0
-    sizes = [len(moments)] if small else [6, 12, 20]
-    for size in sizes:
-        left = deadline - time.monotonic()
-        if left <= 0.2 or not moments:
-            break
-        chosen = sorted({loss, *moments[:size]})
-        relaxation = Relaxation(problem, budget_bytes, chosen, small_bytes=negligible_bytes(problem))
-        solved = relaxation.solve(seconds=left if size == sizes[-1] else left / 3, gap=0.0 if small else 1e-5)
-        if not solved.is_infeasible:
-            bound = max(bound, solved.bound_seconds)
-    return bound
 
 
 def _tightest(problem: CheckpointProblem) -> list[int]:

@@ -89,7 +89,8 @@ class SelectCheckpoints:
         budget_bytes = parse_budget(self.budget, planner.baseline_bytes)
         deadline = started + self.time_limit
         problem = planner.problem
-        if problem.keep_all.peak_bytes > budget_bytes >= planner.baseline_bytes:
+        everything_kept = self.strategy in ("auto", "ilp", "keep-all")
+        if everything_kept and problem.keep_all.peak_bytes > budget_bytes >= planner.baseline_bytes:
             problem = planner.original  # the captured graph fits as it is, the rewritten one does not
             found = Found("keep-all", problem.keep_all)
         else:
@@ -117,12 +118,11 @@ class SelectCheckpoints:
         if self.strategy not in ("auto", "ilp"):
             return self._named(planner, budget_bytes, candidates)
         found = search(problem, budget_bytes, candidates, deadline=deadline)
-        if found is not None:
-            found.bound_seconds = max(found.bound_seconds, planner.bound_seconds(budget_bytes))
         if found is None and budget_bytes >= problem.floor_bytes:
             candidates = planner.candidates(deadline, is_thorough=True)
             found = search(problem, budget_bytes, candidates, deadline=deadline)
         if found is not None:
+            found.bound_seconds = max(found.bound_seconds, planner.bound_seconds(budget_bytes))
             return found
         minimum_bytes = min(candidates.minimum_bytes, planner.baseline_bytes)
         if budget_bytes >= problem.floor_bytes and not candidates.is_complete:
@@ -135,6 +135,12 @@ class SelectCheckpoints:
         schedules = _by_name(problem, self.strategy, budget_bytes, candidates)
         if not schedules and self.strategy == "eviction" and not candidates.is_complete:
             raise _out_of_time(self.time_limit, budget_bytes, candidates.minimum_bytes)
+        if not schedules and self.strategy == "per-block":
+            raise UsageError(
+                "IRC403",
+                "strategy per-block finds no blocks in the names of this model's modules",
+                help="use strategy auto, or put the blocks into a Sequential or ModuleList",
+            )
         fitting = [s for s in schedules if s.peak_bytes <= budget_bytes]
         if not fitting:
             reached = min((s.peak_bytes for s in schedules), default=problem.keep_all.peak_bytes)

@@ -112,18 +112,20 @@ def _is_transposable(node: Node) -> bool:
         and data.shape[0] > 1
         and data.shape[1] > 1
         and any(size > 1 for size in weight.shape[2:])
-        and _is_equal(signature(node), node)
+        and _is_equal(node)
     )
 
 
-_compared: dict[str, bool] = {}
+_compared: dict[tuple[str, int, bool], bool] = {}
+"""What was seen, by the operation with its types, the number of threads, and whether oneDNN is in use."""
 
 
-def _is_equal(key: str, node: Node) -> bool:
-    """Whether both kernels give the same bits for operands of these types; `key` tells the types."""
+def _is_equal(node: Node) -> bool:
+    """Whether both kernels give the same bits for operands of these types."""
+    import torch
+
+    key = signature(node), torch.get_num_threads(), torch.backends.mkldnn.enabled
     if key not in _compared:
-        import torch
-
         gradient, data, weight = (cast(Value, argument).type.shape for argument in node.arguments[:3])
         generator = torch.Generator().manual_seed(0)
         tensors = [torch.randn(shape, generator=generator) for shape in (gradient, data, weight)]

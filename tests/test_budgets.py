@@ -1,5 +1,6 @@
 """Thirty budgets of real models: what is measured, what was promised, and how they go together."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -70,3 +71,19 @@ def test_the_same_question_has_the_same_answer_on_a_graph_that_is_not_small() ->
         assert program.schedule is not None and plan.overhead > 0
         orders.append([node.name for node in program.schedule.computed])
     assert orders[0] == orders[1]
+
+
+def test_plans_made_by_themselves_are_monotone_too() -> None:
+    """Nothing is carried from one budget to the next; each must stand without the others' schedules."""
+    module, args = MODELS["skips"]()
+    graph = capture(module, args, loss=training_loss).graph
+    program = PassManager(cost_passes(False)).run(Program(graph))
+    planner = Planner(program)
+    high, low = planner.baseline_bytes, planner.minimum_bytes(is_thorough=True)
+    plans = [
+        planned(Planner(program), high - (high - low) * index // 7, time_limit=20)[1] for index in range(6)
+    ]
+    for more, less in itertools.pairwise(plans):
+        assert less.overhead >= more.overhead - 1e-3 and less.peak_bytes <= more.budget_bytes
+        assert less.lower_bound_overhead <= less.overhead
+        assert more.lower_bound_overhead <= less.overhead, "a bound holds for every smaller budget"

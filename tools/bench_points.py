@@ -22,7 +22,7 @@ from torch import nn
 from ..ir import BudgetError, IrcError, Plan, Region
 from .agreement import Numbers
 from .loading import Loaded
-from .measuring import Original, Planner, Settings, TimeRatio
+from .measuring import Fitter, Original, Settings, TimeRatio
 from .torch_methods import Method, NotApplicableError, compiler, methods
 
 __all__ = ["EAGER", "IRC", "TORCH", "ModelResult", "Planned", "Point", "Scope", "Times", "measure_model"]
@@ -241,17 +241,17 @@ def measure_model(
         for entry in (_measure_torch(original, method) for method in asked):
             running.append(entry)
             report(f"{name}: {_told(entry.point, original)}")
-        planner = _planner(original, settings)
-        if isinstance(planner, Point):
-            running.append(_Running(planner))
-            report(f"{name}: {_told(planner, original)}")
+        fitter = _fitter(original, settings)
+        if isinstance(fitter, Point):
+            running.append(_Running(fitter))
+            report(f"{name}: {_told(fitter, original)}")
         else:
             for budget in list(_budgets(scope, original, running)):
-                running.append(_measure_irc(original, planner, budget))
+                running.append(_measure_irc(original, fitter, budget))
                 report(f"{name}: {_told(running[-1].point, original)}")
         points = _timed(original, running, settings.repeats)
     report(f"{name}: timed {settings.repeats} rounds")
-    captured = planner if isinstance(planner, Planner) else None
+    captured = fitter if isinstance(fitter, Fitter) else None
     trained = (p.numel() for p in loaded.module.parameters() if p.requires_grad)
     return ModelResult(
         model=name,
@@ -324,17 +324,17 @@ def _measure_torch(original: Original, method: Method) -> _Running:
 # ---------------------------------------------------------------------- irc
 
 
-def _planner(original: Original, settings: Settings) -> Planner | Point:
+def _fitter(original: Original, settings: Settings) -> Fitter | Point:
     """What plans the model; a point with the reason where irc cannot take it."""
     try:
-        return Planner(original, settings)
+        return Fitter(original, settings)
     except Exception as error:  # no bad row is left out
         refusal = _first_line(error)
         return Point(IRC, "capture", refusal=refusal, failures=(refusal,))
 
 
-def _operations(planner: Planner) -> tuple[int, int]:
-    regions = [node.region for node in planner.program.graph.operations]
+def _operations(fitter: Fitter) -> tuple[int, int]:
+    regions = [node.region for node in fitter.program.graph.operations]
     return regions.count(Region.FORWARD), regions.count(Region.BACKWARD)
 
 
@@ -362,28 +362,28 @@ def _budgets(scope: Scope, original: Original, running: Sequence[_Running]) -> I
             yield _Budget(nbytes, f"budget {nbytes / original.step_bytes:.3f} (PyTorch's)", required=True)
 
 
-def _measure_irc(original: Original, planner: Planner, budget: _Budget) -> _Running:
+def _measure_irc(original: Original, fitter: Fitter, budget: _Budget) -> _Running:
     started = time.perf_counter()
     point = Point(IRC, budget.name, budget_bytes=budget.nbytes)
     try:
-        asked = "min" if budget.nbytes is None else planner.static_bytes + budget.nbytes
-        module, plan = planner.fit(asked)
+        asked = "min" if budget.nbytes is None else fitter.static_bytes + budget.nbytes
+        module, plan = fitter.fit(asked)
         original.warm_up(module)
         built = time.perf_counter() - started
         numbers = original.numbers(module)
         peak_bytes = original.peak_of(module)
     except BudgetError as error:
-        smallest = (error.minimum_bytes - planner.static_bytes) / original.step_bytes
+        smallest = (error.minimum_bytes - fitter.static_bytes) / original.step_bytes
         refusal = f"the smallest budget is {smallest:.3f}"
         missed = budget.required or budget.nbytes is None
         return _Running(replace(point, refusal=refusal, failures=(refusal,) if missed else ()))
     except Exception as error:  # no bad row is left out
         refusal = _first_line(error)
         return _Running(replace(point, refusal=refusal, failures=(refusal,)))
-    planned = _planned(plan, planner.static_bytes)
+    planned = _planned(plan, fitter.static_bytes)
     point = replace(
         point,
-        budget_bytes=plan.budget_bytes - planner.static_bytes,
+        budget_bytes=plan.budget_bytes - fitter.static_bytes,
         peak_bytes=peak_bytes,
         numbers=numbers,
         plan=planned,

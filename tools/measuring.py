@@ -1,6 +1,6 @@
 """Measures training steps beside the original's: bytes from the allocator, seconds in turns, and plans.
 
-An `Original` is what everything is held against; a `Planner` fits copies of it to budgets. Peaks are the
+An `Original` is what everything is held against; a `Fitter` fits copies of it to budgets. Peaks are the
 allocator's own events, so no dispatch mode is active (under one, code that torch compiled falls back to eager
 without a word).
 """
@@ -20,11 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .. import passes as planning
 from ..backends.torch import compile_program, fit
 from ..frontends.torch import Captured, capture
 from ..ir import Plan, UsageError
-from ..passes import PassManager, Program, SelectCheckpoints
+from ..passes import PassManager, Planner, Program, SelectCheckpoints
 from . import models
 from .agreement import Numbers, compare_step
 from .loading import Loaded, Source, load, training_loss
@@ -32,8 +31,8 @@ from .optimize import cost_passes
 from .training import measured_peak_bytes
 
 __all__ = [
+    "Fitter",
     "Original",
-    "Planner",
     "Settings",
     "StepTime",
     "TimeRatio",
@@ -267,7 +266,7 @@ def _static_bytes(module: nn.Module, args: Sequence[Any]) -> int:
 # ---------------------------------------------------------------------- plans
 
 
-class Planner:
+class Fitter:
     """A captured copy of an original, which plans are fitted to.
 
     Args:
@@ -296,7 +295,7 @@ class Planner:
         trained = (p for p in original.module.parameters() if p.requires_grad)
         self.static_bytes = self.program.graph.static_bytes
         self.held_bytes = self.static_bytes + sum(p.nbytes for p in trained)
-        self.planner = planning.Planner(self.program)
+        self.planner = Planner(self.program)
 
     @property
     def smallest_bytes(self) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from ..ir import BudgetError, IrcError, Plan, UsageError
 from .agreement import Numbers
 from .loading import Loaded
-from .measuring import Original, Planner, Settings, TimeRatio
+from .measuring import Fitter, Original, Settings, TimeRatio
 
 __all__ = ["HEADER", "Row", "first_line", "measure_model"]
 
@@ -121,30 +121,30 @@ def measure_model(name: str, loaded: Loaded, budgets: Iterable[str], settings: S
     """
     original = Original(loaded.module, loaded.args, settings.seed)
     try:
-        planner = Planner(original, settings)
+        fitter = Fitter(original, settings)
     except IrcError as error:
         yield Row(name, "", refusal=first_line(error), failures=(first_line(error),))
         return
     for asked in budgets:
-        yield _measure(name, asked, original, planner)
+        yield _measure(name, asked, original, fitter)
 
 
-def _measure(name: str, asked: str, original: Original, planner: Planner) -> Row:
+def _measure(name: str, asked: str, original: Original, fitter: Fitter) -> Row:
     started = time.perf_counter()
-    original_bytes = planner.static_bytes + original.step_bytes
+    original_bytes = fitter.static_bytes + original.step_bytes
     try:
-        fitted, plan = planner.fit(asked)
+        fitted, plan = fitter.fit(asked)
     except BudgetError as error:
         failures = ("the smallest budget of an earlier plan was refused",) if asked == "min" else ()
         return Row(
             model=name,
             asked=asked,
             refusal=f"the smallest budget is {_mib(error.minimum_bytes)} MiB, "
-            f"{_mib(planner.held_bytes)} MiB of it parameters, buffers, inputs and gradients",
+            f"{_mib(fitter.held_bytes)} MiB of it parameters, buffers, inputs and gradients",
             minimum_bytes=error.minimum_bytes,
             original_bytes=original_bytes,
-            static_bytes=planner.static_bytes,
-            seconds=_spent(planner, time.perf_counter() - started),
+            static_bytes=fitter.static_bytes,
+            seconds=_spent(fitter, time.perf_counter() - started),
             failures=failures,
         )
     except UsageError:
@@ -154,17 +154,17 @@ def _measure(name: str, asked: str, original: Original, planner: Planner) -> Row
     planned = time.perf_counter() - started
     original.warm_up(fitted)
     numbers = original.numbers(fitted)
-    [timed] = original.timed([fitted], planner.settings.repeats)
+    [timed] = original.timed([fitted], fitter.settings.repeats)
     row = Row(
         model=name,
         asked=asked,
         minimum_bytes=plan.minimum_budget_bytes,
         budget_bytes=plan.budget_bytes,
         predicted_bytes=plan.peak_bytes,
-        measured_bytes=planner.static_bytes + original.peak_of(fitted),
+        measured_bytes=fitter.static_bytes + original.peak_of(fitted),
         baseline_bytes=plan.baseline_peak_bytes,
         original_bytes=original_bytes,
-        static_bytes=planner.static_bytes,
+        static_bytes=fitter.static_bytes,
         predicted_time=1 + plan.overhead,
         time=timed.ratio,
         numbers=numbers,
@@ -172,7 +172,7 @@ def _measure(name: str, asked: str, original: Original, planner: Planner) -> Row
         gap=plan.gap,
         proved=plan.proven_optimal,
         strategy=plan.strategy,
-        seconds=_spent(planner, planned),
+        seconds=_spent(fitter, planned),
     )
     slower = plan.overhead == 0 and min(timed.ratio.best, timed.ratio.median) > 1 + _NOISE
     notes = ("slower than the original, though nothing is computed twice",) if slower else ()
@@ -193,8 +193,8 @@ def _failures(row: Row, plan: Plan, numbers: Numbers) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _spent(planner: Planner, planned: float) -> dict[str, float]:
-    return {"capture": planner.capture_seconds, "cost": planner.cost_seconds, "plan": planned}
+def _spent(fitter: Fitter, planned: float) -> dict[str, float]:
+    return {"capture": fitter.capture_seconds, "cost": fitter.cost_seconds, "plan": planned}
 
 
 def first_line(error: IrcError) -> str:

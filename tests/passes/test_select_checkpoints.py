@@ -19,7 +19,7 @@ from irc.ir import (
     print_schedule,
     verify_schedule,
 )
-from irc.passes import Costs, Program, SelectCheckpoints, minimum_budget
+from irc.passes import Costs, Planner, Program, SelectCheckpoints, minimum_budget
 
 FEW = settings(max_examples=25)
 samples = chains() | graphs()
@@ -335,3 +335,28 @@ def test_a_graph_without_backward_has_a_plan() -> None:
     with pytest.raises(BudgetError) as caught:
         SelectCheckpoints(599).run(program)
     assert caught.value.minimum_bytes == 600 and str(caught.value.at) == "m.py:2"
+
+
+def test_a_named_strategy_is_the_one_that_is_used_also_where_all_fits() -> None:
+    """A budget that the captured graph alone meets is no reason to take another strategy."""
+    program = chain()
+    planner = Planner(program)
+    planner.problem = replace(planner.problem, costs=heavier(planner.problem.costs))
+    budget = planner.baseline_bytes
+    assert planner.problem.keep_all.peak_bytes > budget
+    for strategy in ("auto", "keep-all"):
+        kept = SelectCheckpoints(budget, strategy).choose(planner).plan
+        assert kept is not None and (kept.strategy, kept.overhead) == ("keep-all", 0)
+    with pytest.raises(BudgetError, match="by strategy sqrt-n"):
+        SelectCheckpoints(budget, "sqrt-n").choose(planner)
+
+
+def heavier(costs: Costs) -> Costs:
+    more = {node: nbytes + 10_000 for node, nbytes in costs.workspace_bytes.items()}
+    return replace(costs, workspace_bytes=more)
+
+
+def test_blocks_that_are_not_there_are_refused() -> None:
+    with pytest.raises(UsageError, match="finds no blocks") as caught:
+        SelectCheckpoints("100%", "per-block").run(chain())
+    assert caught.value.code == "IRC403" and caught.value.help is not None

@@ -23,8 +23,7 @@ from irc.ir import Node, verify_schedule
 from irc.passes import CheckpointProblem
 from irc.passes.checkpointing import Simulated
 from irc.passes.eviction import evict_greedily
-from irc.passes.exact import best_of_class
-from irc.passes.search import lower_bound
+from irc.passes.exact import best_of_class, lower_bound
 from irc.passes.staged_ilp import Relaxation
 
 SMALL = settings(max_examples=40)

@@ -1,4 +1,4 @@
-"""Steps take turns, copies share their parameters, and plans of one planner live side by side."""
+"""Steps take turns, copies share their parameters, and plans of one fitter live side by side."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from irc.ir import BudgetError, UsageError
 from irc.tools.measuring import (
+    Fitter,
     Original,
-    Planner,
     Settings,
     StepTime,
     Timed,
@@ -115,19 +115,19 @@ def test_static_bytes_count_each_storage_once() -> None:
 
 def test_plans_of_one_planner_live_side_by_side() -> None:
     reference = original()
-    planner = Planner(reference, QUICK)
-    assert planner.static_bytes == reference.static_bytes
-    full, _ = planner.fit("100%")
-    less, plan = planner.fit("min")
+    fitter = Fitter(reference, QUICK)
+    assert fitter.static_bytes == reference.static_bytes
+    full, _ = fitter.fit("100%")
+    less, plan = fitter.fit("min")
     for module in (full, less, full):
         reference.warm_up(module)
         assert reference.numbers(module).bit_equal
     assert reference.peak_of(less) < reference.peak_of(full) <= reference.step_bytes
-    assert reference.peak_of(less) + planner.static_bytes == plan.peak_bytes == planner.smallest_bytes
+    assert reference.peak_of(less) + fitter.static_bytes == plan.peak_bytes == fitter.smallest_bytes
     assert len(reference.timed([full, less], 2)) == 2
     with pytest.raises(BudgetError) as refused:
-        planner.fit(planner.held_bytes)
-    assert refused.value.minimum_bytes == planner.smallest_bytes
+        fitter.fit(fitter.held_bytes)
+    assert refused.value.minimum_bytes == fitter.smallest_bytes
 
 
 def test_unknown_models_are_refused_with_the_names_of_the_known() -> None:

@@ -1,11 +1,13 @@
 """Measures plans on models: bytes and time against what was predicted, numbers against the original.
 
     python -m irc.tools.measure_plans --models resnet50,gpt2 --budgets 100%,75%,min --json plans.json
+    python -m irc.tools.measure_plans --models unet --ladder 30
     python -m irc.tools.measure_plans --onnx
 
 Each row plans one budget, and runs the original and the fitted module side by side from the same weights
 and the same state of the random generator. Exit status 1: a measured peak is over the predicted one, a
-predicted one over the budget, a smallest budget was refused, or numbers differ beyond the tolerance.
+predicted one over the budget, a smallest budget was refused, numbers differ beyond the tolerance, or a
+budget of a ladder is worse than a smaller one.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from ..ir import IrcError, UsageError
 from .agreement import TOLERANCE
 from .measuring import Settings, load_named, threads
 from .onnx_rows import light_folder, measure_onnx
-from .planned_rows import HEADER, Row, measure_model
+from .planned_rows import HEADER, Ladder, Row, measure_model
 from .tables import to_markdown, write_whole
 
 __all__ = ["main"]
@@ -102,9 +104,15 @@ def _rows(options: argparse.Namespace, settings: Settings) -> Iterator[Row]:
             yield from measure_onnx(path, batches, settings)
         return
     for name in (options.models or _MODELS).split(","):
-        yield from measure_model(
-            name.rpartition(":")[2], load_named(name), options.budgets.split(","), settings
-        )
+        budgets = options.budgets.split(",") if options.ladder is None else Ladder(options.ladder)
+        yield from measure_model(name.rpartition(":")[2], load_named(name), budgets, settings)
+
+
+def _rungs(text: str) -> int:
+    """Budgets of a ladder."""
+    if not text.isdigit() or int(text) < 2:
+        raise argparse.ArgumentTypeError("give a number from 2 on")
+    return int(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -113,6 +121,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--models", metavar="A,B", help=f"names or package.module:factory ({_MODELS})")
     parser.add_argument("--budgets", default=_BUDGETS, metavar="A,B", help=f"({_BUDGETS.replace('%', '%%')})")
+    parser.add_argument(
+        "--ladder",
+        type=_rungs,
+        metavar="N",
+        help="instead, so many budgets from the smallest to the original's peak",
+    )
     parser.add_argument(
         "--onnx",
         nargs="?",

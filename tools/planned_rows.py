@@ -11,7 +11,7 @@ from .agreement import Numbers
 from .loading import Loaded
 from .measuring import Fitter, Original, Settings, TimeRatio
 
-__all__ = ["HEADER", "Row", "first_line", "measure_model"]
+__all__ = ["HEADER", "Ladder", "Row", "first_line", "measure_model"]
 
 _NOISE = 0.05
 
@@ -110,13 +110,36 @@ HEADER = (
 )
 
 
-def measure_model(name: str, loaded: Loaded, budgets: Iterable[str], settings: Settings) -> Iterator[Row]:
+@dataclass(frozen=True, slots=True)
+class Ladder:
+    """Budgets evenly from the smallest to the original's peak.
+
+    A row of a ladder fails also where it is worse than that of a smaller budget: where its plan takes more
+    time, or where its measured peak is the smaller of the two.
+
+    Args:
+        rungs: How many, two or more.
+    """
+
+    rungs: int
+
+    def of(self, fitter: Fitter) -> Iterator[tuple[str, int]]:
+        """The budgets, smallest first, in per cent of the original's peak and in bytes."""
+        low, high = fitter.smallest_bytes, fitter.planner.baseline_bytes
+        for rung in range(self.rungs):
+            budget_bytes = low + (high - low) * rung // (self.rungs - 1)
+            yield f"{budget_bytes / high:.1%}", budget_bytes
+
+
+def measure_model(
+    name: str, loaded: Loaded, budgets: Iterable[str] | Ladder, settings: Settings
+) -> Iterator[Row]:
     """One row for each budget, as it is measured.
 
     Args:
         name: For the table.
         loaded: The model and the arguments of a step.
-        budgets: Texts as `75%`, `4GiB`, or `min`.
+        budgets: Texts as `75%`, `4GiB`, or `min`; or a ladder.
         settings: How to measure.
     """
     original = Original(loaded.module, loaded.args, settings.seed)
@@ -125,17 +148,37 @@ def measure_model(name: str, loaded: Loaded, budgets: Iterable[str], settings: S
     except IrcError as error:
         yield Row(name, "", refusal=first_line(error), failures=(first_line(error),))
         return
-    for asked in budgets:
-        yield _measure(name, asked, original, fitter)
+    if not isinstance(budgets, Ladder):
+        for asked in budgets:
+            yield _measure(name, asked, asked, original, fitter)
+        return
+    smaller: Row | None = None
+    for asked, budget_bytes in budgets.of(fitter):
+        row = _measure(name, asked, budget_bytes, original, fitter)
+        if row.measured_bytes is not None:
+            if smaller is not None:
+                row = replace(row, failures=(*row.failures, *_not_monotone(smaller, row)))
+            smaller = row
+        yield row
 
 
-def _measure(name: str, asked: str, original: Original, fitter: Fitter) -> Row:
+def _not_monotone(smaller: Row, row: Row) -> Iterator[str]:
+    """What is worse than at a smaller budget."""
+    assert smaller.predicted_time is not None and row.predicted_time is not None
+    assert smaller.measured_bytes is not None and row.measured_bytes is not None
+    if row.predicted_time > smaller.predicted_time * (1 + 1e-9):
+        yield f"predicted time is over that at {smaller.asked}"
+    if row.measured_bytes < smaller.measured_bytes:
+        yield f"measured peak is below that at {smaller.asked}, {smaller.measured_bytes} bytes"
+
+
+def _measure(name: str, asked: str, budget: int | str, original: Original, fitter: Fitter) -> Row:
     started = time.perf_counter()
     original_bytes = fitter.static_bytes + original.step_bytes
     try:
-        fitted, plan = fitter.fit(asked)
+        fitted, plan = fitter.fit(budget)
     except BudgetError as error:
-        failures = ("the smallest budget of an earlier plan was refused",) if asked == "min" else ()
+        failures = ("the smallest budget of an earlier plan was refused",) if budget == "min" else ()
         return Row(
             model=name,
             asked=asked,

@@ -12,10 +12,11 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
+from irc.tools import planned_rows
 from irc.tools.loading import Loaded
 from irc.tools.measure_plans import main
 from irc.tools.measuring import Settings
-from irc.tools.planned_rows import measure_model
+from irc.tools.planned_rows import Ladder, measure_model
 
 QUICK = Settings(time_limit=2.0, repeats=1, profile=None)
 
@@ -81,6 +82,21 @@ def test_rows_keep_what_the_plans_promise() -> None:
     assert "smallest budget" in never.cells()[-1]
     for name, parameter in module.named_parameters():
         assert parameter.grad is None and torch.equal(parameter, before[name])
+
+
+def test_a_ladder_climbs_from_the_smallest_budget_and_notices_a_rung_that_is_worse(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module, args = tiny()
+    rows = list(measure_model("tiny", Loaded(module, args), Ladder(4), QUICK))
+    assert [row.failures for row in rows] == [()] * 4 and rows[-1].asked == "100.0%"
+    assert rows[0].budget_bytes == rows[0].minimum_bytes and rows[-1].predicted_time == 1.0
+    assert sorted(row.measured_bytes or 0 for row in rows) == [row.measured_bytes for row in rows]
+    backwards = [(str(row.asked), row.budget_bytes or 0) for row in reversed(rows)]
+    monkeypatch.setattr(planned_rows.Ladder, "of", lambda _self, _fitter: iter(backwards))
+    downhill = list(measure_model("tiny", Loaded(module, args), Ladder(4), QUICK))
+    text = " ".join(failure for row in downhill for failure in row.failures)
+    assert "predicted time is over that at 100.0%" in text and "measured peak is below that at 100.0%" in text
 
 
 def test_the_command_writes_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

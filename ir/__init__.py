@@ -12,6 +12,7 @@ from .errors import (
 from .graph import (
     ACCUMULATE_GRADIENT,
     APPLY_GRADIENT,
+    RUN_ONCE,
     Argument,
     Gradients,
     Graph,
@@ -26,7 +27,8 @@ from .graph import (
     values_in,
 )
 from .liveness import Timeline, liveness
-from .plan import Decision, Plan
+from .nondeterminism import NONDETERMINISTIC, nondeterminism
+from .plan import Decision, Plan, WishEffect
 from .schedule import Compute, Free, Instruction, Loss, Schedule, with_frees
 from .signature import Delivery, Origin, Signature, Slot
 from .text import (
@@ -41,10 +43,13 @@ from .text import (
 from .types import DType, Storage, TensorType, Value, allocation_bytes
 from .units import format_bytes, parse_budget
 from .verify import verify_graph, verify_schedule
+from .wish import Policy, Wish, named_wishes
 
 __all__ = [
     "ACCUMULATE_GRADIENT",
     "APPLY_GRADIENT",
+    "NONDETERMINISTIC",
+    "RUN_ONCE",
     "Argument",
     "BudgetError",
     "Compute",
@@ -65,6 +70,7 @@ __all__ = [
     "Output",
     "OutputRole",
     "Plan",
+    "Policy",
     "Region",
     "Schedule",
     "Signature",
@@ -79,9 +85,13 @@ __all__ = [
     "UsageError",
     "Value",
     "VerificationError",
+    "Wish",
+    "WishEffect",
     "allocation_bytes",
     "format_bytes",
     "liveness",
+    "named_wishes",
+    "nondeterminism",
     "parse_budget",
     "parse_graph",
     "parse_program",

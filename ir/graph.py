@@ -9,10 +9,12 @@ from functools import cached_property
 
 from .errors import Location
 from .types import Storage, TensorType, Value
+from .wish import Policy, Wish
 
 __all__ = [
     "ACCUMULATE_GRADIENT",
     "APPLY_GRADIENT",
+    "RUN_ONCE",
     "Argument",
     "Gradients",
     "Graph",
@@ -66,6 +68,12 @@ class Trait(Enum):
     """Writes its first operand (a buffer): runs exactly once, in the original order."""
     PINNED = "pinned"
     """Reads a storage that an effect overwrites later: running it again would give other numbers."""
+    NONDETERMINISTIC = "nondeterministic"
+    """Run again on the same operands, it may give other numbers (see `nondeterminism`)."""
+
+
+RUN_ONCE = frozenset({Trait.RANDOM, Trait.EFFECT, Trait.PINNED, Trait.NONDETERMINISTIC})
+"""The traits of nodes that must not run again."""
 
 
 class Gradients(Enum):
@@ -102,6 +110,7 @@ class Node:
         region: Forward or backward.
         traits: See `Trait`.
         at: Where it came from.
+        wish: What the user wishes for the results; only of a forward operation that is no view.
     """
 
     name: str
@@ -113,6 +122,7 @@ class Node:
     region: Region = Region.FORWARD
     traits: frozenset[Trait] = frozenset()
     at: Location | None = None
+    wish: Wish | None = None
 
     @property
     def operands(self) -> tuple[Value, ...]:
@@ -134,8 +144,13 @@ class Node:
 
     @property
     def is_recomputable(self) -> bool:
-        """Whether running the node again gives the same numbers and changes nothing else."""
-        return not self.traits & {Trait.RANDOM, Trait.EFFECT, Trait.PINNED}
+        """Whether the node may run again: the same numbers, nothing else changed, not against a wish."""
+        return not self.traits & RUN_ONCE and (self.wish is None or self.wish.policy is not Policy.KEEP)
+
+    @property
+    def is_transient(self) -> bool:
+        """Whether the results must not stay from forward to backward: the user wishes them made again."""
+        return self.wish is not None and self.wish.policy is Policy.RECOMPUTE and self.is_recomputable
 
     @property
     def releases(self) -> Gradients | None:
@@ -210,6 +225,7 @@ class Graph:
         loss_held_bytes: What of it stays until backward returns: the loss itself and its gradient.
         reserved_bytes: What else exists before the step and after it, outside of the graph: the `.grad` that
             gradients are accumulated into, or the state of the optimizers that apply them.
+        wishes: All that the user wishes, those that concern no node too.
 
     All inputs but the tangents are static: they exist before the step and after it.
     """
@@ -220,6 +236,7 @@ class Graph:
     loss_bytes: int = 0
     loss_held_bytes: int = 0
     reserved_bytes: int = 0
+    wishes: tuple[Wish, ...] = ()
 
     @cached_property
     def static_storages(self) -> frozenset[Storage]:
@@ -237,6 +254,12 @@ class Graph:
         """Storages that belong to the caller once produced: outputs and gradients."""
         found = {o.value.storage for o in self.outputs if o.value is not None}
         return frozenset(found) - self.static_storages - self.tangent_storages
+
+    @cached_property
+    def transient_storages(self) -> frozenset[Storage]:
+        """Storages that must not stay from forward to backward: the user wishes them made again."""
+        found = {s for node in self.operations if node.is_transient for s in self.allocates(node)}
+        return frozenset(found) - self.output_storages
 
     @cached_property
     def static_bytes(self) -> int:

@@ -11,8 +11,9 @@ from typing import Any
 from .errors import UsageError
 from .graph import Gradients
 from .units import format_bytes
+from .wish import Policy, Wish, named_wishes
 
-__all__ = ["Decision", "Plan"]
+__all__ = ["Decision", "Plan", "WishEffect"]
 
 _FORMAT = "irc-plan-1"
 
@@ -41,6 +42,7 @@ class Decision:
         seconds: Time of these runs.
         reason: Why, in words.
         location: Where the operation comes from, or "".
+        wish: The wish of the user that decided, or "".
     """
 
     storage: str
@@ -51,6 +53,27 @@ class Decision:
     seconds: float
     reason: str
     location: str = ""
+    wish: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WishEffect:
+    """What a wish of the user did to the schedule.
+
+    Args:
+        by: Who wishes, such as `irc.keep(layer3)`.
+        policy: What is wished: the name of one of `Policy`.
+        effect: In words; it says so where there is none.
+    """
+
+    by: str
+    policy: str
+    effect: str
+
+    @property
+    def is_hint(self) -> bool:
+        """Whether the schedule may go against it."""
+        return Wish(Policy(self.policy), self.by).is_hint
 
 
 @dataclass(frozen=True)
@@ -75,6 +98,8 @@ class Plan:
         gradients: What becomes of the gradients of parameters: the name of one of `Gradients`.
         reserved_bytes: What that takes from step to step: `.grad` where they are accumulated, the optimizers'
             state where they are applied.
+        wishes: What each wish of the user did. Overhead, bound, smallest budget and floor are those of
+            schedules that honour them.
     """
 
     budget_bytes: int
@@ -93,6 +118,7 @@ class Plan:
     seconds_to_plan: float = 0.0
     gradients: str = Gradients.RETURNED.value
     reserved_bytes: int = 0
+    wishes: tuple[WishEffect, ...] = ()
 
     @property
     def gap(self) -> float:
@@ -120,6 +146,7 @@ class Plan:
                 "smallest budget",
                 f"{format_bytes(self.minimum_budget_bytes)} ({self.minimum_budget_bytes:,} bytes)",
             ),
+            *(("wishes", text) for text in self._wishes_in_force),
             ("strategy", f"{self.strategy}, costs {self.costs}, planned in {self.seconds_to_plan:.1f} s"),
         ]
         return "\n".join(f"{name:>16}  {text}" for name, text in rows)
@@ -130,9 +157,15 @@ class Plan:
         what = _RESERVED[Gradients(self.gradients)]
         return f", and {format_bytes(self.reserved_bytes)} of {what}" if what else ""
 
+    @property
+    def _wishes_in_force(self) -> list[str]:
+        """The wishes that the schedule must honour, in one line; none where there are none."""
+        who = named_wishes(wish.by for wish in self.wishes if not wish.is_hint)
+        return [f"{who}; bound and smallest budget are of schedules that honour them"] if who else []
+
     def explain(self) -> str:
-        """A table of the storages that are not kept, largest first, each with the reason."""
-        changed = sorted((d for d in self.decisions if d.action != "keep"), key=lambda d: -d.nbytes)
+        """The storages that are not kept or that a wish keeps, largest first, with the reason; the wishes."""
+        changed = sorted((d for d in self.decisions if d.action != "keep" or d.wish), key=lambda d: -d.nbytes)
         rows = [
             (d.storage, d.operation, format_bytes(d.nbytes), d.action, d.reason, d.location) for d in changed
         ]
@@ -144,7 +177,8 @@ class Plan:
         ]
         kept = [d for d in self.decisions if d.action == "keep"]
         total = format_bytes(sum(d.nbytes for d in kept))
-        return "\n".join([*lines, f"{len(kept)} storages are kept until backward reads them ({total})"])
+        lines.append(f"{len(kept)} storages are kept until backward reads them ({total})")
+        return "\n".join([*lines, *(f"{wish.by}: {wish.effect}" for wish in self.wishes)])
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON-ready data, with the derived gap."""
@@ -164,8 +198,11 @@ class Plan:
             known = {name: data[name] for name in given}
             Gradients(known.get("gradients", Plan.gradients))
             known["decisions"] = tuple(Decision(**row) for row in known["decisions"])
+            known["wishes"] = tuple(WishEffect(**row) for row in known.get("wishes", ()))
+            for wish in known["wishes"]:
+                Policy(wish.policy)
             plan = Plan(**known)
-            for record in (plan, *plan.decisions):
+            for record in (plan, *plan.decisions, *plan.wishes):
                 _check_types(record)
             return plan
         except (KeyError, TypeError, ValueError) as error:
@@ -212,7 +249,7 @@ class Plan:
 _KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
 
 
-def _check_types(record: Plan | Decision) -> None:
+def _check_types(record: Plan | Decision | WishEffect) -> None:
     """Refuses, by TypeError, numbers that are none and texts that are none."""
     for field in fields(record):
         value, wanted = getattr(record, field.name), _KINDS.get(str(field.type), (tuple,))

@@ -4,9 +4,10 @@
 graph loss_bytes=8 {
   storage @s0 24 cpu
   storage @s1 24 cpu
+  wish keep "irc.keep(act)"
   input %x: float32[2,3]{3,1} @s0 input "0"
 forward:
-  relu = aten.relu.default(%x) -> %relu: float32[2,3]{3,1} @s1 loc(module="act")
+  relu = aten.relu.default(%x) -> %relu: float32[2,3]{3,1} @s1 loc(module="act") wish("irc.keep(act)")
   output %relu "0"
 }
 schedule {
@@ -42,6 +43,7 @@ from .graph import (
 )
 from .schedule import Compute, Free, Instruction, Loss, Schedule
 from .types import DType, Storage, TensorType, Value
+from .wish import Policy, Wish
 
 __all__ = [
     "parse_graph",
@@ -105,6 +107,8 @@ def _graph_lines(graph: Graph) -> Iterator[str]:
     yield f"graph loss_bytes={graph.loss_bytes}{more} {{"
     for storage in graph.storages:
         yield f"  storage {_sigil('@', storage.name)} {storage.nbytes} {_word(storage.device)}"
+    for wish in graph.wishes:
+        yield f"  wish {wish.policy.value} {json.dumps(wish.by)}"
     for entry in graph.inputs:
         grad = " requires_grad" if entry.requires_grad else ""
         yield f"  input {_result(entry.value)} {entry.role.value} {json.dumps(entry.target)}{grad}"
@@ -147,6 +151,8 @@ def _node(node: Node) -> str:
     if node.at is not None:
         fields = ((key, getattr(node.at, field)) for key, field in _LOCATION_FIELDS)
         text += f" loc({', '.join(f'{key}={json.dumps(part)}' for key, part in fields if part is not None)})"
+    if node.wish is not None:
+        text += f" wish({json.dumps(node.wish.by)})"
     return text
 
 
@@ -230,6 +236,7 @@ class _Parser:
         self.position = 0
         self.storages: dict[str, Storage] = {}
         self.values: dict[str, Value] = {}
+        self.wishes: dict[str, Wish] = {}
 
     # Lines and tokens. The last token of a line is "", which no statement expects.
 
@@ -408,15 +415,20 @@ class _Parser:
                 self.expect(":")
             elif token == "storage":
                 self.storage_statement()
+            elif token == "wish":
+                self.wish_statement()
             elif token == "input":
                 inputs.append(self.input_statement())
             elif token in _OUTPUT_ROLES:
                 outputs.append(self.output_statement())
             else:
-                self.fail("a storage, an input, a region, a node, an output or `}`")
+                self.fail("a storage, a wish, an input, a region, a node, an output or `}`")
 
         self.block(statement)
-        return Graph(tuple(inputs), tuple(nodes.values()), tuple(outputs), loss_bytes, **optional)
+        wishes = tuple(self.wishes.values())
+        return Graph(
+            tuple(inputs), tuple(nodes.values()), tuple(outputs), loss_bytes, wishes=wishes, **optional
+        )
 
     def storage_statement(self) -> None:
         self.expect("storage")
@@ -427,6 +439,25 @@ class _Parser:
             self.fail("a storage that is not declared yet")
         nbytes = self.integer("bytes")
         self.storages[name] = Storage(name, nbytes, self.word("a device"))
+
+    def wish_statement(self) -> None:
+        self.expect("wish")
+        policy = self.one_of(_POLICIES, "a policy")
+        start = self.position
+        by = self.string()
+        if by in self.wishes:
+            self.position = start
+            self.fail("a wish that is not declared yet")
+        self.wishes[by] = Wish(policy, by)
+
+    def wish(self) -> Wish:
+        """The wish of a node, whose opening parenthesis is taken already."""
+        by = self.string()
+        if by not in self.wishes:
+            self.position -= 1
+            self.fail("a wish declared above")
+        self.expect(")")
+        return self.wishes[by]
 
     def input_statement(self) -> Input:
         self.expect("input")
@@ -465,6 +496,7 @@ class _Parser:
                     results.append(self.optional_result())
         traits = self.listed(lambda: self.one_of(_TRAITS, "a trait")) if self.accept_call("traits") else []
         at = self.location() if self.accept_call("loc") else None
+        wish = self.wish() if self.accept_call("wish") else None
         nodes[name] = Node(
             name,
             op,
@@ -475,6 +507,7 @@ class _Parser:
             region,
             frozenset(traits),
             at,
+            wish,
         )
 
     def accept_call(self, word: str) -> bool:
@@ -608,6 +641,7 @@ class _Parser:
 
 _REGIONS = {region.value: region for region in Region}
 _TRAITS = {trait.value: trait for trait in Trait}
+_POLICIES = {policy.value: policy for policy in Policy}
 _INPUT_ROLES = {role.value: role for role in InputRole}
 _OUTPUT_ROLES = {role.value: role for role in OutputRole}
 _DTYPES = {dtype.value: dtype for dtype in DType}

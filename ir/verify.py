@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from .errors import VerificationError
-from .graph import Gradients, Graph, InputRole, Node, Output, OutputRole, Region, Trait
+from .graph import RUN_ONCE, Gradients, Graph, InputRole, Node, Output, OutputRole, Region, Trait
 from .liveness import Timeline, liveness
 from .schedule import Compute, Free, Loss, Schedule
 from .types import Storage, TensorType, Value
+from .wish import Policy
 
 __all__ = ["verify_graph", "verify_schedule"]
 
@@ -28,7 +29,7 @@ def verify_graph(graph: Graph) -> None:
             alias; IRC117 an output is missing; IRC118 a gradient belongs to no input; IRC119 an effect does
             not write a parameter, buffer, input or constant; IRC133 a gradient is released wrongly, or the
             reserved bytes are not those of what is released; IRC134 a parameter is read after its gradient
-            was applied.
+            was applied; IRC550 a wish is out of place.
     """
     _GraphCheck(graph).run()
     if graph.releases or graph.reserved_bytes:
@@ -55,8 +56,11 @@ class _GraphCheck:
             if entry.role is InputRole.TANGENT:
                 self.after_loss.add(entry.value)
         backward: Node | None = None
+        if len({wish.by for wish in self.graph.wishes}) < len(self.graph.wishes):
+            _fail("IRC550", "two wishes are by the same")
         for node in self.graph.nodes:
             self.name(node, node)
+            self.wish(node)
             for operand in node.operands:
                 self.read(operand, node)
             if node.region is Region.BACKWARD:
@@ -74,6 +78,14 @@ class _GraphCheck:
         if known is not thing:
             kind = type(thing).__name__.lower()
             _fail("IRC110", f"two {kind}s are named {thing.name}", node)
+
+    def wish(self, node: Node) -> None:
+        if node.wish is None:
+            return
+        if node.wish not in self.graph.wishes:
+            _fail("IRC550", f"{node.name} has the wish {node.wish.by}, which is not one of the graph", node)
+        if node.is_view or node.region is Region.BACKWARD:
+            _fail("IRC550", f"{node.name} has the wish {node.wish.by}, but is no forward operation", node)
 
     def read(self, value: Value, node: Node) -> None:
         if value not in self.written:
@@ -269,7 +281,9 @@ def verify_schedule(
             not run exactly once; IRC124 random nodes, effects and their readers run out of order; IRC125 not
             forward, one loss, backward, or a node that no schedule runs; IRC126 an output or gradient is
             missing; IRC127 a storage is left over; IRC128 the peak is over the budget; IRC129 the peak is
-            not the one claimed; IRC134 an operation reads a parameter after its gradient was applied.
+            not the one claimed; IRC134 an operation reads a parameter after its gradient was applied; IRC551
+            a node runs again although its results are to be kept; IRC552 a storage stays from forward to
+            backward although it is to be made again.
     """
     check = _ScheduleCheck(schedule, workspace_bytes)
     timeline = check.run()
@@ -408,7 +422,9 @@ class _ScheduleCheck:
         if node.is_recomputable:
             return
         if node in self.ran:
-            self.fail("IRC123", f"{node.name} {_why_once(node)} and runs a second time", node)
+            if node.traits & RUN_ONCE or node.wish is None:
+                self.fail("IRC123", f"{node.name} {_why_once(node)} and runs a second time", node)
+            self.fail("IRC551", f"{node.name} runs a second time, against {node.wish.by}", node)
         for reader in self.runs_before.get(node, ()):
             if reader not in self.ran:
                 self.fail(
@@ -443,11 +459,21 @@ class _ScheduleCheck:
         if self.lost:
             self.fail("IRC125", "the loss stands there twice")
         self.deliver([o for o in self.graph.outputs if o.role is OutputRole.OUTPUT], "at the loss")
+        self.crossing()
         self.lost = True
         arriving_bytes = sum(storage.nbytes for storage in self.tangents)
         self.during_bytes.append(self.alive_bytes + arriving_bytes + self.graph.loss_bytes)
         self.resident |= self.tangents
         self.alive_bytes += arriving_bytes + self.graph.loss_held_bytes
+
+    def crossing(self) -> None:
+        """Refuses what stays for backward against a wish."""
+        for storage in _by_name(frozenset(self.resident - self.static - self.delivered)):
+            node = self.producer[storage]
+            wish = node.wish
+            if wish is not None and wish.policy is Policy.RECOMPUTE and not node.traits & RUN_ONCE:
+                message = f"{_show(storage)} of {node.name} stays for backward, against {wish.by}"
+                self.fail("IRC552", message, node)
 
     def deliver(self, outputs: Sequence[Output], when: str) -> None:
         for output in outputs:
@@ -469,7 +495,7 @@ class _ScheduleCheck:
         if not self.lost:
             self.fail("IRC125", "there is no loss")
         for node in self.allocates:
-            if not node.is_recomputable and node not in self.ran:
+            if node.traits & RUN_ONCE and node not in self.ran:
                 self.fail("IRC123", f"{node.name} {_why_once(node)} and does not run", node)
         self.deliver(self.graph.outputs, "at the end")
         left = self.resident - self.static - self.tangents - self.delivered
@@ -505,5 +531,5 @@ def _describe(output: Output) -> str:
 
 
 def _why_once(node: Node) -> str:
-    traits = ", ".join(sorted(t.value for t in node.traits & {Trait.RANDOM, Trait.EFFECT, Trait.PINNED}))
+    traits = ", ".join(sorted(t.value for t in node.traits & RUN_ONCE))
     return f"must run exactly once ({traits})"

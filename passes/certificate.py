@@ -3,8 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 
-from ..ir import Compute, Decision, Loss, Node, Plan, Storage, format_bytes
+from ..ir import (
+    RUN_ONCE,
+    Compute,
+    Decision,
+    Loss,
+    Node,
+    Plan,
+    Policy,
+    Storage,
+    Trait,
+    Wish,
+    WishEffect,
+    format_bytes,
+    nondeterminism,
+)
 from .checkpointing import CheckpointProblem, Simulated
 from .search import Found
 
@@ -35,6 +50,7 @@ def certify(
     step = problem.step_seconds
     overhead = max(found.best.seconds / step - 1, 0.0) if step else 0.0
     bound = min(found.bound_seconds / step, overhead) if step else 0.0
+    decisions = _decisions(problem, found.best)
     return Plan(
         budget_bytes=budget_bytes,
         peak_bytes=found.best.peak_bytes,
@@ -48,17 +64,21 @@ def certify(
         proven_optimal=overhead - bound <= _PROOF_GAP,
         strategy=found.name,
         costs=problem.costs.source,
-        decisions=_decisions(problem, found.best),
+        decisions=tuple(decisions.values()),
         seconds_to_plan=seconds,
+        wishes=tuple(
+            WishEffect(wish.by, wish.policy.value, _effect(problem, wish, decisions))
+            for wish in problem.graph.wishes
+        ),
     )
 
 
-def _decisions(problem: CheckpointProblem, simulated: Simulated) -> tuple[Decision, ...]:
-    """One decision for each storage that forward makes and that is no output."""
+def _decisions(problem: CheckpointProblem, simulated: Simulated) -> dict[Storage, Decision]:
+    """The decision for each storage that forward makes and that is no output."""
     runs = Counter(simulated.order)
     kept = _alive_at_loss(simulated)
     wanted = set(problem.wanted)
-    decisions: list[Decision] = []
+    decisions: dict[Storage, Decision] = {}
     for storage, node in problem.producer.items():
         again = runs[node] - 1
         seconds = problem.costs.seconds[node] * again
@@ -68,20 +88,26 @@ def _decisions(problem: CheckpointProblem, simulated: Simulated) -> tuple[Decisi
             action, reason = _why_not_kept(problem, storage, again, seconds)
         else:
             action, reason = "free", "backward reads neither it nor anything that is made from it again"
-        where = str(node.at) if node.at is not None else ""
-        decisions.append(
-            Decision(
-                storage.name,
-                f"{node.name} ({node.op})",
-                storage.nbytes,
-                action,
-                again,
-                seconds,
-                reason,
-                where,
-            )
+        decisions[storage] = Decision(
+            storage.name,
+            f"{node.name} ({node.op})",
+            storage.nbytes,
+            action,
+            again,
+            seconds,
+            f"{reason}; a hint: {node.wish.by}" if node.wish is not None and node.wish.is_hint else reason,
+            str(node.at) if node.at is not None else "",
+            _deciding(node, action),
         )
-    return tuple(decisions)
+    return decisions
+
+
+def _deciding(node: Node, action: str) -> str:
+    """The wish that made the decision, or nothing."""
+    if node.wish is None or node.traits & RUN_ONCE:
+        return ""
+    decided = {Policy.KEEP: "keep", Policy.RECOMPUTE: "recompute"}.get(node.wish.policy)
+    return node.wish.by if action == decided else ""
 
 
 def _alive_at_loss(simulated: Simulated) -> set[Storage]:
@@ -97,9 +123,20 @@ def _alive_at_loss(simulated: Simulated) -> set[Storage]:
 
 
 def _why_kept(problem: CheckpointProblem, storage: Storage, node: Node) -> str:
-    if not node.is_recomputable:
-        return "its operation may run only once (" + ", ".join(sorted(t.value for t in node.traits)) + ")"
+    if once := node.traits & RUN_ONCE:
+        reasons = [_because(node, trait) for trait in sorted(once, key=lambda t: t.value)]
+        against = node.wish is not None and node.wish.policy is Policy.RECOMPUTE
+        return f"its operation may run only once ({', '.join(reasons)})" + (
+            f", in spite of {node.wish.by}" if node.wish is not None and against else ""
+        )
+    if wish := _deciding(node, "keep"):
+        return f"{wish}: {_purpose(problem, storage)}"
     return f"{_purpose(problem, storage)}; its operation takes {_milliseconds(problem.costs.seconds[node])}"
+
+
+def _because(node: Node, trait: Trait) -> str:
+    why = nondeterminism(node) if trait is Trait.NONDETERMINISTIC else None
+    return f"{trait.value}: {why}" if why else trait.value
 
 
 def _why_not_kept(
@@ -107,9 +144,10 @@ def _why_not_kept(
 ) -> tuple[str, str]:
     if not again:
         return "free", "backward does not need it under this plan"
+    wish = _deciding(problem.producer[storage], "recompute")
     return (
         "recompute",
-        f"{_purpose(problem, storage)}; its operation runs again {_times(again)} "
+        f"{wish and wish + ': '}{_purpose(problem, storage)}; its operation runs again {_times(again)} "
         f"({_milliseconds(seconds)}) and {format_bytes(storage.nbytes)} are free in between",
     )
 
@@ -125,3 +163,33 @@ def _times(number: int) -> str:
 
 def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds * 1e3:,.0f} ms"
+
+
+def _effect(problem: CheckpointProblem, wish: Wish, decisions: Mapping[Storage, Decision]) -> str:
+    """What a wish did, in words."""
+    mine = {s: d for s, d in decisions.items() if problem.producer[s].wish == wish}
+    operations = [node for node in problem.forward if node.wish == wish]
+    kept = [d for d in mine.values() if d.action == "keep"]
+    again = [d for d in mine.values() if d.action == "recompute"]
+    if not operations:
+        return _without_operations(wish)
+    match wish.policy:
+        case Policy.KEEP if kept:
+            return f"{_amount(kept)} kept for backward; none of {len(operations)} operations runs again"
+        case Policy.RECOMPUTE if again or kept:
+            once = f"; {_amount(kept)} kept, as their operations may run only once" if kept else ""
+            return f"{_amount(again)} not kept for backward, and made again{once}"
+        case Policy.KEEP | Policy.RECOMPUTE:
+            return "no effect: backward needs nothing of it"
+        case _:
+            return f"a hint, left to the search: {_amount(kept)} kept, {_amount(again)} made again"
+
+
+def _without_operations(wish: Wish) -> str:
+    leaves = ", or all its results leave it" if wish.policy is Policy.RECOMPUTE else ""
+    return f"no effect: nothing of it runs in forward, or other wishes decide{leaves}"
+
+
+def _amount(decisions: Sequence[Decision]) -> str:
+    count = len(decisions)
+    return f"{count} storage{'' if count == 1 else 's'} ({format_bytes(sum(d.nbytes for d in decisions))})"

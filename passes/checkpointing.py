@@ -44,8 +44,11 @@ class CheckpointProblem:
 
     A schedule of the class considered here runs forward once, in the graph's order; then the backward
     operations in one fixed order, and before each of them but the first whatever of the forward must
-    be computed again, in forward order. What is searched beyond small graphs may compute again in forward
-    too, and in any order.
+    be computed again, in forward order; before the first too where wishes keep storages from staying.
+    What is searched beyond small graphs may compute again in forward too, and in any order.
+
+    Wishes of the user (`Node.wish`) are constraints of the problem: what is to be kept does not run again,
+    and what is transient does not stay from forward to backward. Bounds and optima are those under them.
 
     Args:
         graph: The training graph.
@@ -124,6 +127,11 @@ class CheckpointProblem:
             for storage in self.graph.allocates(node)
             if storage not in self.graph.output_storages
         }
+
+    @cached_property
+    def transient(self) -> frozenset[Storage]:
+        """Those of them that must not stay from forward to backward."""
+        return self.graph.transient_storages
 
     @cached_property
     def forward_reads(self) -> dict[Node, tuple[Storage, ...]]:
@@ -246,8 +254,13 @@ class CheckpointProblem:
         return math.fsum(self.costs.seconds[node] for node in self.graph.operations)
 
     @cached_property
+    def eager(self) -> Simulated:
+        """The schedule that computes nothing twice, whatever is wished."""
+        return self.simulate_order(self.forward, self.backward)
+
+    @cached_property
     def keep_all(self) -> Simulated:
-        """The schedule that computes nothing twice."""
+        """The schedule that computes nothing twice but what wishes keep from staying."""
         return self.keeping(self.wanted)
 
     @cached_property
@@ -311,6 +324,9 @@ class CheckpointProblem:
         found: list[list[Node]] = []
         for moment in range(self.moments):
             stays = resident.get(moment)
+            if moment == len(self.forward):
+                have -= self.transient
+                stays = None if stays is None else stays - self.transient
             reads = self.read_at(moment)
             if stays is not None and not eager:
                 have &= stays.union(reads)
@@ -332,7 +348,8 @@ class CheckpointProblem:
     def keeping(self, kept: Iterable[Storage]) -> Simulated:
         """The schedule that keeps some storages for backward, and makes the others again when they are read.
 
-        What only an operation that runs once can make must be among them, or follow from them.
+        What only an operation that runs once can make must be among them, or follow from them. What is
+        transient is made again in any case.
         """
         return self.simulate_repeats(self.repeats_between({len(self.forward): frozenset(kept)}))
 

@@ -82,6 +82,8 @@ class _Run:
         for step, node in enumerate(self.order):
             for storage in problem.graph.reads(node):
                 self.reads.setdefault(storage, []).append(step)
+        for storage, step in _sources(problem).items():
+            bisect.insort(self.reads.setdefault(storage, []), step)
         graph = problem.graph
         self.permanent = graph.static_storages | graph.tangent_storages | graph.output_storages
         self.alive_bytes = graph.static_bytes
@@ -93,6 +95,9 @@ class _Run:
             self._run(node)
         split = len(self.trace)
         self.now = len(problem.forward)
+        for storage in problem.transient:
+            if storage in self.resident:
+                self._drop(storage)
         tangents = sum(s.nbytes for s in graph.tangent_storages)
         self._make_room(tangents + graph.loss_bytes)
         self.alive_bytes += tangents + graph.loss_held_bytes
@@ -221,3 +226,42 @@ class _Run:
             missing = (s for s in problem.forward_reads[node] if s not in self.resident)
             pending.extend(problem.producer[s] for s in missing)
         return seconds
+
+
+def _sources(problem: CheckpointProblem) -> dict[Storage, int]:
+    """What transient storages are made from again, with the step of the base order that needs it.
+
+    These are what their operations read, and what only an operation that runs once can make of that.
+    """
+    found: dict[Storage, int] = {}
+    for storage, node in reversed(problem.producer.items()):
+        step = found.get(storage, -1)
+        if storage in problem.transient and storage in problem.read_positions:
+            step = max(step, len(problem.forward) + problem.read_positions[storage][0])
+        if step < 0:
+            continue
+        if storage in problem.transient:
+            sources = problem.forward_reads[node]
+        else:
+            sources = _unrepeatable(problem, node)
+        for source in sources:
+            found[source] = max(found.get(source, -1), step)
+    return {storage: step for storage, step in found.items() if storage not in problem.transient}
+
+
+def _unrepeatable(problem: CheckpointProblem, node: Node) -> list[Storage]:
+    """The nearest storages that an operation depends on and that only operations make that run once."""
+    pending, seen = [node], set[Node]()
+    found: list[Storage] = []
+    while pending:
+        node = pending.pop()
+        if node in seen or not node.is_recomputable:
+            continue
+        seen.add(node)
+        for storage in problem.forward_reads[node]:
+            maker = problem.producer[storage]
+            if maker.is_recomputable:
+                pending.append(maker)
+            else:
+                found.append(storage)
+    return found

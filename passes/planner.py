@@ -32,7 +32,7 @@ class Planner:
     Attributes:
         problem: What is solved: of the rewritten graphs and orders of backward, the one that takes least.
         original: The graph as it was captured, in its own order.
-        baseline_bytes: Peak of the original where nothing runs twice: that of eager.
+        baseline_bytes: Peak of the original where nothing runs twice: that of eager. Wishes do not matter.
     """
 
     program: Program
@@ -45,7 +45,7 @@ class Planner:
             self.program = Cost(profile="cpu").run(self.program)
         assert self.program.costs is not None
         self.original = CheckpointProblem(self.program.original or self.program.graph, self.program.costs)
-        self.baseline_bytes = self.original.keep_all.peak_bytes
+        self.baseline_bytes = self.original.eager.peak_bytes
         self.problem = recomputation_problem(self.program)
         self._known: dict[bool, Frontier] = {}
         self._cut_off: Frontier | None = None
@@ -78,7 +78,7 @@ class Planner:
     def minimum_bytes(self, deadline: float = math.inf, *, is_thorough: bool = False) -> int:
         """The smallest budget that a schedule is known for; the arguments are those of `candidates`."""
         found = self.candidates(deadline, is_thorough=is_thorough).minimum_bytes
-        return min(found, self.baseline_bytes)
+        return min(found, self.original.keep_all.peak_bytes)
 
     def learn(self, budget_bytes: int, found: Found) -> None:
         """Makes a schedule a candidate, and its bound one, for other budgets."""

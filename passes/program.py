@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..ir import Graph, Plan, Schedule, with_frees
 from .costs import Costs
 
-__all__ = ["Program"]
+__all__ = ["Program", "without_wishes"]
 
 
 @dataclass(frozen=True)
@@ -37,3 +37,17 @@ class Program:
 
     def __str__(self) -> str:
         return str(self.graph if self.schedule is None else self.schedule)
+
+
+def without_wishes(program: Program) -> Program:
+    """The graph and its costs, with nothing wished for and nothing chosen."""
+    assert program.costs is not None, "costs come first"
+    graphs = [graph for graph in (program.graph, program.original) if graph is not None]
+    free = {node: replace(node, wish=None) for graph in graphs for node in graph.nodes}
+    freed = [replace(graph, nodes=tuple(free[n] for n in graph.nodes), wishes=()) for graph in graphs]
+    costs = Costs(
+        {free[node]: seconds for node, seconds in program.costs.seconds.items()},
+        {free[node]: nbytes for node, nbytes in program.costs.workspace_bytes.items()},
+        program.costs.source,
+    )
+    return Program(freed[0], costs, original=freed[1] if len(freed) > 1 else None)

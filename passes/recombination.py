@@ -93,7 +93,7 @@ def with_neighbours(problem: CheckpointProblem, repeats: Repeats, window: Iterab
 
 
 def complete(problem: CheckpointProblem) -> list[list[Node]]:
-    """All that may usefully run again before each backward operation but the first, in forward order."""
+    """All that may usefully run again before the backward operations of the class, in forward order."""
     found: list[list[Node]] = [[] for _ in problem.base]
     makers = {problem.producer[s]: 0 for s in problem.wanted if problem.producer[s].is_recomputable}
     for storage in problem.wanted:
@@ -101,7 +101,7 @@ def complete(problem: CheckpointProblem) -> list[list[Node]]:
         if node in makers:
             makers[node] = max(makers[node], problem.last_useful[storage])
     split = len(problem.forward)
-    for position in range(1, len(problem.backward)):
+    for position in range(0 if problem.transient else 1, len(problem.backward)):
         found[split + position] = [n for n in problem.forward if makers.get(n, -1) >= position]
     return found
 

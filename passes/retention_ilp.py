@@ -63,7 +63,8 @@ class RetentionProgramme:
 
     - read: y[t] <= r[s, before t] for what step t reads (1 in place of y for the base order);
     - carry: r[s, after t] <= r[s, before t] (+ y[t] where t makes s, and then r[s, before t] + y[t] <= 1);
-    - memory: at each step, bytes of all r there, of what it makes if it runs, and of the rest <= budget.
+    - memory: at each step, bytes of all r there, of what it makes if it runs, and of the rest <= budget;
+    - wishes: r[s, i] = 0 across the loss where s is transient.
 
     Rows of memory are added where a solution, simulated, goes over the budget. With whole y the least
     r are whole, so only y are integers. Whatever a schedule does at the places of the master sequence is
@@ -124,16 +125,19 @@ class RetentionProgramme:
                     places.setdefault(storage, []).append((t, True))
         for storage, touches in places.items():
             self.touched[storage] = [t for t, _ in touches]
-            self.resident[storage] = self._stretches(touches)
+            self.resident[storage] = self._stretches(touches, storage in problem.transient)
 
-    def _stretches(self, touches: Sequence[tuple[int, bool]]) -> list[_Residency]:
+    def _stretches(self, touches: Sequence[tuple[int, bool]], is_transient: bool) -> list[_Residency]:
+        """The residencies after each touch; what is transient is not there at the loss."""
         before: _Residency = 0.0
         found: list[_Residency] = []
         for index, (t, makes) in enumerate(touches):
             following = touches[index + 1] if index + 1 < len(touches) else None
             must_stay = following is not None and not following[1] and following[0] not in self.runs
             after: _Residency = 0.0 if following is None else 1.0
-            if following is not None and not must_stay:
+            if is_transient and following is not None and t < self.loss <= following[0]:
+                after = 0.0
+            elif following is not None and not must_stay:
                 after = self.model.add_variable(lb=0.0, ub=1.0)
             if makes:
                 self._add_making(t, before, after)

@@ -8,13 +8,22 @@ import time
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from ..ir import BudgetError, Node, TimeLimitError, UsageError, format_bytes, parse_budget, verify_schedule
+from ..ir import (
+    BudgetError,
+    Node,
+    TimeLimitError,
+    UsageError,
+    format_bytes,
+    named_wishes,
+    parse_budget,
+    verify_schedule,
+)
 from .certificate import certify
 from .checkpointing import CheckpointProblem, Simulated
 from .eviction import evict_greedily
 from .frontier import Frontier
 from .planner import Planner
-from .program import Program
+from .program import Program, without_wishes
 from .search import Found, search
 from .strategies import every_k, keep_all, min_cut_candidates, per_block, sqrt_n
 
@@ -90,7 +99,8 @@ class SelectCheckpoints:
         deadline = started + self.time_limit
         problem = planner.problem
         everything_kept = self.strategy in ("auto", "ilp", "keep-all")
-        if everything_kept and problem.keep_all.peak_bytes > budget_bytes >= planner.baseline_bytes:
+        kept_bytes = planner.original.keep_all.peak_bytes
+        if everything_kept and problem.keep_all.peak_bytes > budget_bytes >= kept_bytes:
             problem = planner.original  # the captured graph fits as it is, the rewritten one does not
             found = Found("keep-all", problem.keep_all)
         else:
@@ -124,10 +134,10 @@ class SelectCheckpoints:
         if found is not None:
             found.bound_seconds = max(found.bound_seconds, planner.bound_seconds(budget_bytes))
             return found
-        minimum_bytes = min(candidates.minimum_bytes, planner.baseline_bytes)
+        minimum_bytes = min(candidates.minimum_bytes, planner.original.keep_all.peak_bytes)
         if budget_bytes >= problem.floor_bytes and not candidates.is_complete:
             raise _out_of_time(self.time_limit, budget_bytes, minimum_bytes)
-        raise _over_budget(problem, budget_bytes, minimum_bytes, is_known=candidates.is_complete)
+        raise _over_budget(planner, budget_bytes, minimum_bytes, is_known=candidates.is_complete)
 
     def _named(self, planner: Planner, budget_bytes: int, candidates: Frontier) -> Found:
         """The strategy's own schedule: where it has several, the fastest that fits, or else the lowest."""
@@ -144,7 +154,7 @@ class SelectCheckpoints:
         fitting = [s for s in schedules if s.peak_bytes <= budget_bytes]
         if not fitting:
             reached = min((s.peak_bytes for s in schedules), default=problem.keep_all.peak_bytes)
-            raise _over_budget(problem, budget_bytes, reached, strategy=self.strategy)
+            raise _over_budget(planner, budget_bytes, reached, strategy=self.strategy)
         return Found(self.strategy, min(fitting, key=lambda s: (s.seconds, s.peak_bytes)))
 
 
@@ -175,13 +185,14 @@ def _by_name(
 
 
 def _over_budget(
-    problem: CheckpointProblem,
+    planner: Planner,
     budget_bytes: int,
     minimum_bytes: int,
     *,
     strategy: str | None = None,
     is_known: bool = True,
 ) -> BudgetError:
+    problem = planner.problem
     place = _heaviest(problem)
     by = f" by strategy {strategy}" if strategy else ""
     least = "at least" if is_known else "by what was found within the time limit"
@@ -192,12 +203,30 @@ def _over_budget(
         "IRC204",
         f"a training step needs {format_bytes(minimum_bytes)} ({minimum_bytes} bytes) {least}{by}, over "
         f"the budget of {format_bytes(budget_bytes)} ({budget_bytes} bytes); "
-        f"{format_bytes(problem.graph.static_bytes)} of it are {static}",
+        f"{format_bytes(problem.graph.static_bytes)} of it are {static}"
+        + _under_wishes(planner, minimum_bytes, strategy),
         minimum_bytes=minimum_bytes,
         at=place.at if place is not None else None,
         help=f"raise the budget to {minimum_bytes} bytes, or lower the batch size"
         + (", or use strategy auto" if strategy else ""),
     )
+
+
+_FREE_SECONDS = 5.0
+"""Time for what a step would need without wishes."""
+
+
+def _under_wishes(planner: Planner, minimum_bytes: int, strategy: str | None) -> str:
+    """That wishes are in force, and what a step would need without them; nothing where there are none."""
+    who = named_wishes(wish.by for wish in planner.problem.graph.wishes if not wish.is_hint)
+    if not who:
+        return ""
+    if strategy is not None:
+        return f"; wishes are in force ({who})"
+    free = Planner(without_wishes(planner.program))
+    nbytes = min(free.minimum_bytes(time.monotonic() + _FREE_SECONDS), minimum_bytes)
+    needs = f"{format_bytes(nbytes)} ({nbytes} bytes)"
+    return f"; wishes are in force ({who}), and without them it needs {needs}"
 
 
 def _out_of_time(time_limit: float, budget_bytes: int, reached_bytes: int) -> TimeLimitError:

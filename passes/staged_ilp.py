@@ -45,16 +45,17 @@ class Relaxation:
     - read: x[j, maker(s)] + k[j, s] >= 1 for s read in (t_j, t_{j+1}];
     - closure: x[j, maker(u)] + k[j, u] >= x[j, o] for u read by o;
     - carry: k[j+1, s] <= k[j, s] + x[j, maker(s)];
-    - memory: bytes of k[j, .], of what t_j reads and of what is held besides <= budget.
+    - memory: bytes of k[j, .], of what t_j reads and of what is held besides <= budget;
+    - wishes: x[j, o] = 0 where o is to be kept, and k[j, s] = 0 at the loss where s is transient.
 
-    These hold for every schedule with this order of first runs, however often and wherever it computes
-    something again, so their optimum is a lower bound.
+    These hold for every schedule with this order of first runs that honours the wishes, however often and
+    wherever it computes something again, so their optimum is a lower bound.
 
     Args:
         problem: The recomputation problem.
         budget_bytes: The most that may be alive at once.
         moments: Where the stages stand, in order.
-        small_bytes: Storages up to this size are always kept, and free.
+        small_bytes: Storages up to this size are always kept, and free, but for transient ones.
 
     Source:
         The rows between stages are those of Checkmate (Jain et al., MLSys 2020, eq. 1), at some moments.
@@ -71,7 +72,7 @@ class Relaxation:
     def __post_init__(self) -> None:
         problem = self.problem
         self.model = mathopt.Model(name="select-checkpoints")
-        self.large = [s for s in problem.producer if s.nbytes > self.small_bytes]
+        self.large = [s for s in problem.producer if s.nbytes > self.small_bytes or s in problem.transient]
         self.is_large = set(self.large)
         self.wanted = set(problem.wanted)
         self.replaced = _replaced(problem, self.large, boundary=False)
@@ -137,6 +138,8 @@ class Relaxation:
         moment = self.moments[stage]
         if problem.index[problem.producer[storage]] >= moment or not problem.is_useful(storage, moment + 1):
             return False
+        if moment == len(problem.forward) and storage in problem.transient:
+            return False
         if stage == 0 and moment == len(problem.forward):
             return storage not in self.replaced_at_loss
         users = problem.users.get(storage, ())
@@ -171,7 +174,8 @@ def _replaced(problem: CheckpointProblem, large: Sequence[Storage], *, boundary:
     """Storages that need not be considered: keeping what their only user makes of them is never worse.
 
     The user's result is no larger, serves every purpose that the storage itself could, and is there at
-    the boundary; at later stages that holds only where the user reads nothing else.
+    the boundary; at later stages that holds only where the user reads nothing else. A transient result
+    replaces nothing: it is not there at the loss.
     """
     found: set[Storage] = set()
     considered = set(large)
@@ -181,6 +185,8 @@ def _replaced(problem: CheckpointProblem, large: Sequence[Storage], *, boundary:
             continue
         made = [s for s in problem.graph.allocates(users[0]) if s in considered]
         others = [s for s in problem.forward_reads[users[0]] if s is not storage]
-        if len(made) == 1 and made[0].nbytes <= storage.nbytes and (boundary or not others):
+        if len(made) != 1 or made[0] in problem.transient:
+            continue
+        if made[0].nbytes <= storage.nbytes and (boundary or not others):
             found.add(storage)
     return found

@@ -104,7 +104,7 @@ def _keep(problem: CheckpointProblem, kept: Kept) -> Simulated:
 def _with_unrepeatable(problem: CheckpointProblem, kept: Kept) -> Kept:
     """Adds what backward needs from operations that may run only once, and what its first operation reads."""
     first = problem.forward_reads[problem.backward[0]] if problem.backward else ()
-    found = set(kept) | set(first)
+    found = (set(kept) | set(first)) - problem.transient
     pending = [s for s in problem.read_positions if s not in found]
     seen: set[Storage] = set()
     while pending:
@@ -255,6 +255,7 @@ class _Network:
     A storage is an arc as wide as its bytes from `made` to `held`; an operation is a vertex between what it
     reads and what it makes. The source feeds each operation, as widely as running it again costs; the sink
     draws what backward reads. What is kept anyway costs nothing: what the first operation of backward reads.
+    What wishes keep from staying is never cut, and its operations may run again at any price.
 
     Args:
         problem: The recomputation problem.
@@ -265,16 +266,19 @@ class _Network:
         self.problem = problem
         free = kept.union(*(problem.forward_reads[node] for node in problem.backward[:1]))
         self.bytes = {storage: 0 if storage in free else storage.nbytes for storage in problem.wanted}
-        self.closed = _PARTS_OF_BYTE * (sum(self.bytes.values()) + 1)
-        """Wider than saving everything: such an arc is never cut."""
+        makers = dict.fromkeys(problem.producer[storage] for storage in self.bytes)
+        self.wide = _PARTS_OF_BYTE * (sum(self.bytes.values()) + 1)
+        """Wider than saving everything: cut only where there is no other way."""
+        self.closed = self.wide * (1 + sum(node.is_transient for node in makers))
+        """Wider than all of that together: such an arc is never cut."""
         self.flow = max_flow.SimpleMaxFlow()
         vertices = count(2)
         self.made = {storage: next(vertices) for storage in self.bytes}
         self.held = {storage: next(vertices) for storage in self.bytes}
-        makers = dict.fromkeys(problem.producer[storage] for storage in self.bytes)
         self.feeds = {node: self._connect(node, next(vertices)) for node in makers}
         for storage, nbytes in self.bytes.items():
-            self.flow.add_arc_with_capacity(self.made[storage], self.held[storage], nbytes * _PARTS_OF_BYTE)
+            width = self.closed if storage in problem.transient else nbytes * _PARTS_OF_BYTE
+            self.flow.add_arc_with_capacity(self.made[storage], self.held[storage], width)
             if storage in problem.read_positions:
                 self.flow.add_arc_with_capacity(self.held[storage], 1, self.closed)
 
@@ -295,7 +299,8 @@ class _Network:
         """
         for node, arc in self.feeds.items():
             width = price(node) * _PARTS_OF_BYTE if node.is_recomputable else math.inf
-            self.flow.set_arc_capacity(arc, round(min(width, self.closed)))
+            most = self.wide if node.is_transient else self.closed
+            self.flow.set_arc_capacity(arc, round(min(width, most)))
         status = self.flow.solve(0, 1)
         assert status == self.flow.OPTIMAL, status
         again = set(self.flow.get_sink_side_min_cut())
@@ -307,7 +312,7 @@ class _Network:
     def slow(self) -> frozenset[Node]:
         """The operations that take more seconds a byte of results than all of them together."""
         seconds = self.problem.costs.seconds
-        makers = [node for node in self.feeds if node.is_recomputable]
+        makers = [node for node in self.feeds if node.is_recomputable and not node.is_transient]
         made = {node: sum(s.nbytes for s in self._results(node)) for node in makers}
         average = math.fsum(seconds[node] for node in makers) / max(sum(made.values()), 1)
         return frozenset(node for node in makers if seconds[node] > average * made[node])
@@ -376,5 +381,6 @@ class _Network:
     def _trade(self, kept: Kept) -> _Trade:
         problem = self.problem
         there = kept.union(storage for storage, nbytes in self.bytes.items() if not nbytes)
+        there -= problem.transient
         again = problem.closure(problem.read_positions, set(there))
         return _Trade(self._size(kept), math.fsum(problem.costs.seconds[node] for node in again), kept)

@@ -1,7 +1,8 @@
 """Reference solvers for small graphs: every schedule of a class is looked at, without the solvers.
 
 `cheapest_in_class` covers the class of `CheckpointProblem`: forward once, then before each backward operation
-but the first whatever must be computed again, in forward order. `cheapest_of_all` covers every schedule that
+but the first whatever must be computed again, in forward order; before the first too where wishes keep
+storages from staying. `cheapest_of_all` covers every schedule that
 keeps the order of first runs: it may compute anything again at any time, in forward too.
 """
 
@@ -75,7 +76,8 @@ def _chain(random: Random, count: int, max_kept: int) -> Sample:
         operands = [made[-1]] if random.random() < 0.9 else [w]
         if random.random() < 0.35:
             operands.append(random.choice(made))
-        traits = frozenset({random.choice((Trait.RANDOM, Trait.PINNED))} if random.random() < 0.1 else ())
+        once = random.choice((Trait.RANDOM, Trait.PINNED, Trait.NONDETERMINISTIC))
+        traits = frozenset({once} if random.random() < 0.1 else ())
         operands = list(dict.fromkeys((*operands, w)))
         nodes.append(
             Node(f"f{index}", "test.op", tuple(operands), tuple(results), is_sequence=pair, traits=traits)
@@ -151,10 +153,15 @@ class _Class:
         if not problem.backward:
             return (Choice(problem.step_seconds, self.forward_peak(frozenset()), ()),)
         states: dict[Kept, list[Choice]] = {}
-        for kept in subsets(problem.wanted):
-            alive = kept | self.reads[0]
-            peak = max(self.forward_peak(alive), problem.held_during[0] + size_of(alive))
-            _insert(states.setdefault(kept, []), Choice(0.0, peak, ((),)))
+        if problem.transient:
+            for kept in subsets(s for s in problem.wanted if s not in problem.transient):
+                states[kept] = [Choice(0.0, self.forward_peak(kept), ())]
+            states = self.advance(states, 0)
+        else:
+            for kept in subsets(problem.wanted):
+                alive = kept | self.reads[0]
+                peak = max(self.forward_peak(alive), problem.held_during[0] + size_of(alive))
+                _insert(states.setdefault(kept, []), Choice(0.0, peak, ((),)))
         for position in range(1, len(problem.backward)):
             states = self.advance(states, position)
         best: list[Choice] = []
@@ -169,6 +176,8 @@ class _Class:
         problem = self.problem
         useful = [s for s in problem.wanted if problem.last_useful[s] > position]
         following: dict[Kept, list[Choice]] = {}
+        before_loss = problem.held_before[len(problem.forward)]
+        held = problem.held_after[position - 1] if position else before_loss
         for kept in subsets(useful):
             alive = kept | self.reads[position]
             during = problem.held_during[position] + size_of(alive)
@@ -177,7 +186,7 @@ class _Class:
                 if remade is None:
                     continue
                 again, seconds, extra = remade
-                peak = max(during, problem.held_after[position - 1] + extra)
+                peak = max(during, held + extra)
                 for choice in choices:
                     reached = Choice(
                         choice.seconds + seconds, max(choice.peak_bytes, peak), (*choice.again, again)
@@ -270,7 +279,8 @@ def cheapest_of_all(problem: CheckpointProblem, budget_bytes: int) -> float:
 
         for storage in there:
             reach(spent, done, lost, there - {storage})
-        if done == split and not lost and _loss_bytes(problem, there) <= budget_bytes:
+        crosses = done == split and not lost and problem.transient.isdisjoint(there)
+        if crosses and _loss_bytes(problem, there) <= budget_bytes:
             reach(spent, done, True, there)
         if done == split and lost:
             held = permanent[split] + size_of(graph.tangent_storages) + graph.loss_held_bytes
@@ -324,5 +334,6 @@ def at_random(problem: CheckpointProblem, random: Random) -> Simulated:
         there.difference_update(forget)
         if node not in problem.index and not split:
             split = len(trace)
+            there -= problem.transient
         compute(node)
     return problem.simulate_order(trace[:split], trace[split:])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hypothesis import strategies as st
 
@@ -15,14 +15,16 @@ from irc.ir import (
     Node,
     Output,
     OutputRole,
+    Policy,
     Region,
     Storage,
     TensorType,
     Trait,
     Value,
+    Wish,
 )
 
-__all__ = ["Sample", "graphs"]
+__all__ = ["Sample", "graphs", "with_wishes"]
 
 # Elements of a value: mostly small and distinct, so that sums of them tell which storages are alive.
 _SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 0, 1000)
@@ -89,6 +91,30 @@ def graphs(
         graph,
         {node: float(cost) for node, cost in zip(graph.operations, seconds, strict=True)},
         dict(zip(graph.operations, workspaces, strict=True)),
+    )
+
+
+@st.composite
+def with_wishes(draw: st.DrawFn, samples: st.SearchStrategy[Sample]) -> Sample:
+    """The samples, with wishes for about half of their forward operations.
+
+    Args:
+        draw: Given by hypothesis.
+        samples: Without wishes.
+    """
+    sample = draw(samples)
+    wishes = tuple(Wish(policy, f"irc.{policy.value}(a)") for policy in Policy)
+    weighed = (None, None, None, wishes[0], wishes[1], wishes[1], *wishes[2:])
+    made = {
+        node: replace(node, wish=draw(st.sampled_from(weighed)))
+        if node.region is Region.FORWARD and not node.is_view
+        else node
+        for node in sample.graph.nodes
+    }
+    return Sample(
+        replace(sample.graph, nodes=tuple(made.values()), wishes=wishes),
+        {made[node]: seconds for node, seconds in sample.seconds.items()},
+        {made[node]: nbytes for node, nbytes in sample.workspace_bytes.items()},
     )
 
 

@@ -25,7 +25,8 @@ def test_links_resolve(name: str) -> None:
 
 def test_public_names_exist() -> None:
     wanted = {"BudgetError", "Front", "IrcError", "Plan", "TimeLimitError", "UnsupportedError", "UsageError"}
-    assert wanted | {"VerificationError", "from_onnx", "optimize", "pareto"} == set(irc.__all__)
+    wanted |= {"VerificationError", "from_onnx", "keep", "optimize", "pareto", "recompute", "unmark"}
+    assert wanted == set(irc.__all__)
     assert all(getattr(irc, name) is not None for name in irc.__all__)
     assert set(irc.__all__) <= set(dir(irc))
     with pytest.raises(AttributeError, match="has no attribute 'optimise'"):

@@ -16,6 +16,7 @@ from ..ir import IrcError, UsageError, parse_budget
 
 if TYPE_CHECKING:
     from rich.status import Status
+    from torch import nn
 
     from ..passes import Pass, Program
     from .loading import Source
@@ -165,6 +166,11 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="measure operations thoroughly; without the option briefly; --no-profile uses a roofline model",
     )
+    for wish, help in (
+        ("keep", "never compute the results of this submodule, or of these ONNX nodes, twice"),
+        ("recompute", "do not keep the intermediate results of this submodule, or of these ONNX nodes"),
+    ):
+        parser.add_argument(f"--{wish}", action="append", default=[], metavar="PATH", help=help)
     _add_verbosity(parser)
 
 
@@ -226,6 +232,22 @@ def _source(options: argparse.Namespace) -> Source:
     return Source(options.model, options.batch, inputs, options.draw_weights)
 
 
+def _mark(module: nn.Module, options: argparse.Namespace) -> None:
+    """Wishes for what --keep and --recompute name."""
+    from ..frontends.torch.wishes import mark
+    from ..ir import Policy
+
+    for policy, paths in ((Policy.KEEP, options.keep), (Policy.RECOMPUTE, options.recompute)):
+        for path in paths:
+            if not path or (policy is Policy.RECOMPUTE and path in options.keep):
+                raise UsageError(
+                    "IRC400",
+                    f"--keep and --recompute both name {path!r}" if path else "an empty path is no submodule",
+                    help="give --keep or --recompute the path of a submodule, as layer3",
+                )
+            mark(module, policy, path)
+
+
 def _model_name(model: str) -> str:
     """The factory's name, or that of the file."""
     return model.rpartition(":")[2] if ":" in os.path.basename(model) else Path(model).stem
@@ -284,6 +306,7 @@ def _optimize(options: argparse.Namespace) -> int:
         from .optimize import optimize_module
 
         loaded = load(source)
+        _mark(loaded.module, options)
     with progress.phase("capturing, measuring and planning"):
         optimized = optimize_module(
             loaded.module, loaded.args, pipeline, loss=training_loss, observers=[progress]
@@ -327,6 +350,7 @@ def _pareto(options: argparse.Namespace) -> int:
         if options.output is not None:
             check_folder(options.output, restart=options.restart)
         loaded = load(source)
+        _mark(loaded.module, options)
     with progress.phase("capturing and measuring"):
         captured = capture(loaded.module, loaded.args, loss=training_loss)
         program = PassManager(cost_passes(options.profile), [progress]).run(Program(captured.graph))
@@ -361,6 +385,7 @@ def _inspect(options: argparse.Namespace) -> int:
         from .optimize import cost_passes
 
         loaded = load(source)
+        _mark(loaded.module, options)
     with progress.phase("capturing and measuring"):
         captured = capture(loaded.module, loaded.args, loss=training_loss)
         program = PassManager(cost_passes(options.profile), [progress]).run(Program(captured.graph))

@@ -107,7 +107,7 @@ def inspect_program(program: Program, top: int) -> Inspection:
     assert program.costs is not None, "costs come first"
     graph = program.graph
     problem = CheckpointProblem(program.original or graph, program.costs)
-    baseline = problem.keep_all.schedule
+    baseline = problem.eager.schedule
     timeline = liveness(baseline, program.costs.workspace_bytes)
     minimum, floor = minimum_budget(program)
     made = sorted(problem.producer.items(), key=lambda item: -item[0].nbytes)[:top]

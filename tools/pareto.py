@@ -63,7 +63,7 @@ class Sweep:
         if self.budgets:
             found = {parse_budget(budget, baseline_bytes) for budget in self.budgets}
         else:
-            room, steps = baseline_bytes - minimum_bytes, self.points - 1
+            room, steps = max(baseline_bytes - minimum_bytes, 0), self.points - 1
             found = {minimum_bytes + room * step // steps for step in range(self.points)}
         return tuple(sorted(found, reverse=True))
 

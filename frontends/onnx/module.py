@@ -121,6 +121,11 @@ class OnnxModule(nn.Module):
             self.onnx_names[key] = name
             self._weight_keys.append(key)
 
+    @property
+    def onnx_node_names(self) -> tuple[str, ...]:
+        """The names of the nodes, in the order that they run in."""
+        return tuple(step.node.name for step in self._steps)
+
     def _tensors(self, steps: Sequence[Step]) -> dict[Operand, Tensor]:
         """The weights and constants as they are now, so that swapped-in ones are seen."""
         found: dict[Operand, Tensor] = {}

@@ -40,8 +40,10 @@ from ...ir import (
     UsageError,
 )
 from .loss import Loss, loss_bytes
+from .placing import place_wishes
 from .provenance import raised_at, recording
 from .recurrent import StepwiseRNN
+from .scopes import Scopes
 from .translate import translate
 
 __all__ = ["Captured", "capture"]
@@ -102,16 +104,16 @@ def capture(
             counted. Without it, twice the outputs' bytes are counted, unless the only output is a scalar.
 
     Raises:
-        UnsupportedError: IRC332 to IRC339, when something in the module has no place in the graph.
+        UnsupportedError: IRC332 to IRC339 and IRC554, when something in the module has no place in the graph.
         UsageError: IRC340, when nothing in the result depends on anything that asks for a gradient.
     """
     leaves, tree = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
     flat = _Flat(module, tree, leaves)
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
     with contextlib.ExitStack() as stack:
-        joint = _trace(stack, flat, module, tensors)
+        joint, scopes = _trace(stack, flat, module, tensors)
         translation = translate(joint)
-    graph = translation.graph
+    graph = place_wishes(translation.graph, translation.notes, scopes.asked)
     if not any(o.value is not None and o.role is OutputRole.GRADIENT for o in graph.outputs):
         raise _nothing_to_train()
     deliveries = iter(translation.deliveries)
@@ -159,20 +161,20 @@ def _nothing_to_train() -> UsageError:
 
 def _trace(
     stack: contextlib.ExitStack, flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...]
-) -> JointWithDescriptors:
-    """The joint graph of AOTAutograd, or the reason why there is none."""
+) -> tuple[JointWithDescriptors, Scopes]:
+    """The joint graph of AOTAutograd and what wishes are about, or the reason why there is none."""
     stack.enter_context(torch.random.fork_rng(devices=[]))
     stack.enter_context(torch.enable_grad())
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     stack.enter_context(tracing(TracingContext(fake_mode)))
-    stack.enter_context(recording(module))
+    scopes = stack.enter_context(recording(module))
     stack.enter_context(StepwiseRNN())
     stack.enter_context(_restored(module))
     stack.enter_context(_quiet_tracer())
     stack.enter_context(warnings.catch_warnings())
     warnings.simplefilter("ignore")
     try:
-        return aot_export_joint_with_descriptors(stack, flat, tensors)
+        return aot_export_joint_with_descriptors(stack, flat, tensors), scopes
     except IrcError:
         raise
     except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:

@@ -44,7 +44,9 @@ from ...ir import (
     UnsupportedError,
     Value,
     allocation_bytes,
+    nondeterminism,
 )
+from .placing import Note, note_of
 from .provenance import location_of
 
 __all__ = ["Translation", "tensor_type", "translate"]
@@ -66,11 +68,13 @@ class Translation:
         graph: The training graph.
         deliveries: How each tensor of the flat result is made.
         constants: Tensors that the graph refers to and that are no parameter, buffer or input.
+        notes: By the names of nodes, the stretches that wishes are about.
     """
 
     graph: Graph
     deliveries: tuple[Delivery, ...]
     constants: Mapping[str, Tensor]
+    notes: Mapping[str, Note]
 
 
 def tensor_type(tensor: Tensor) -> TensorType:
@@ -89,7 +93,8 @@ def translate(joint: JointWithDescriptors) -> Translation:
     Raises:
         UnsupportedError: IRC334 for a value that is no tensor, IRC335 for an operation outside the
             operator library, IRC336 for a mutated input that asks for a gradient, IRC337 for an old value
-            read through a view, IRC339 for a draw whose order would change.
+            read through a view, IRC339 for a draw whose order would change, IRC554 for a checkpoint policy
+            that moves results to the host.
     """
     return _Translator(joint).run()
 
@@ -104,6 +109,7 @@ class _Translator:
     constants: dict[str, Tensor] = field(default_factory=dict)
     inputs: list[Input] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
+    notes: dict[str, Note] = field(default_factory=dict)
 
     def run(self) -> Translation:
         traced = list(self.joint.graph_module.graph.nodes)
@@ -126,7 +132,7 @@ class _Translator:
         )
         graph = Graph(inputs, tuple(self.nodes), outputs)
         _check_old_values(graph)
-        return Translation(graph, self._deliveries(results), self.constants)
+        return Translation(graph, self._deliveries(results), self.constants, self.notes)
 
     # ------------------------------------------------------------------ values and storages
 
@@ -224,6 +230,8 @@ class _Translator:
             at=location_of(node),
         )
         _check_draw(made)
+        if (note := note_of(node)) is not None:
+            self.notes[node.name] = note
         self.nodes.append(replace(made, traits=_traits(made, node)))
         if is_sequence:
             self.tuples[node] = results
@@ -498,7 +506,7 @@ def _traits(node: Node, traced: fx.Node) -> frozenset[Trait]:
         return frozenset({Trait.VIEW})
     if torch.Tag.nondeterministic_seeded in target.tags and not _draws_nothing(node):
         return frozenset({Trait.RANDOM})
-    return frozenset()
+    return frozenset() if nondeterminism(node) is None else frozenset({Trait.NONDETERMINISTIC})
 
 
 def _check_draw(node: Node) -> None:

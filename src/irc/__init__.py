@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .frontends.onnx import from_onnx
+    from .frontends.torch.wishes import keep, recompute, unmark
     from .ir import (
         BudgetError,
         IrcError,
@@ -35,15 +36,21 @@ __all__ = [
     "UsageError",
     "VerificationError",
     "from_onnx",
+    "keep",
     "optimize",
     "pareto",
+    "recompute",
+    "unmark",
 ]
 
 _HOMES = {
     "Front": ".tools.pareto_front",
     "from_onnx": ".frontends.onnx",
+    "keep": ".frontends.torch.wishes",
     "optimize": ".tools.optimize",
     "pareto": ".tools.pareto",
+    "recompute": ".frontends.torch.wishes",
+    "unmark": ".frontends.torch.wishes",
 }
 
 

@@ -339,14 +339,14 @@ def test_same_graph_sees_a_difference() -> None:
         (
             "traits(view)",
             "traits(vieuw)",
-            "line 17: expected a trait (effect, pinned, random, view), found `vieuw`",
+            "line 17: expected a trait (effect, nondeterministic, pinned, random, view), found `vieuw`",
         ),
         ('gradient none "input:0"', "gradient none", "line 23: expected a string, found the end of the line"),
         ('gradient none "input:0"', 'gradient none "\\q"', 'line 23: expected a JSON string, found `"\\q"`'),
         (
             '  gradient none "input:0"',
             "  ?",
-            "line 23: expected a storage, an input, a region, a node, an output or `}`",
+            "line 23: expected a storage, a wish, an input, a region, a node, an output or `}`",
         ),
         ("compute conv", "compute convv", "line 26: expected a node of the graph, found `convv`"),
         ("  loss\n", "  lost\n", "line 30: expected `compute`, `free`, `loss` or `}`, found `lost`"),

@@ -1,0 +1,213 @@
+"""Records, while a module is traced, the stretches of its forward that wishes are about.
+
+A stretch is one call of a marked module, one `with` block, or one call of `torch.utils.checkpoint`. While a
+module is traced, torch's checkpoints run their function once, as it stands: its values are free for a plan.
+"""
+
+# torch's checkpoints have no public door.
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import threading
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import checkpoint as torch_checkpoint
+
+from ...ir import Policy, Wish
+from .source_lines import user_line
+
+__all__ = ["MARKS", "Scope", "Scopes", "is_inside"]
+
+MARKS = "_irc_wishes"
+"""The attribute of a marked module: pairs of a path ("" is the module itself) and the value of a `Policy`."""
+
+_WORDS = {Policy.KEEP: "irc.keep", Policy.RECOMPUTE: "irc.recompute"}
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """One stretch of a forward.
+
+    Args:
+        number: Distinguishes the calls of one capture.
+        wish: What is wished there; None where torch's policy says it for each operation.
+        where: Where torch's checkpoint is called, as ` at model.py:12 in forward`, or "".
+    """
+
+    number: int
+    wish: Wish | None
+    where: str = ""
+
+
+def is_inside(name: str, path: str) -> bool:
+    """Whether the name of an ONNX node is a path, or begins with it up to a slash or a dot."""
+    stem = path.rstrip("/.")
+    return name == path or name.startswith((f"{stem}/", f"{stem}."))
+
+
+class Scopes:
+    """The stretches that are open, in the thread that traces.
+
+    Args:
+        root: What is traced.
+
+    Attributes:
+        asked: All wishes for `root`, its submodules and its ONNX nodes, whether they run or not; and those
+            of the stretches that ran.
+    """
+
+    _of_thread = threading.local()
+
+    def __init__(self, root: nn.Module) -> None:
+        self._numbers = itertools.count()
+        self.asked: dict[Wish, None] = {}
+        self._open: list[Scope] = []
+        self._opened: list[int] = [0]
+        """How many stretches each call has opened."""
+        self._nodes: list[tuple[str, Scope]] = []
+        for name, module in root.named_modules():
+            for path, value in module.__dict__.get(MARKS, ()):
+                scope = self._scope(Policy(value), path or name or "the model")
+                if path:
+                    self._nodes.append((path, scope))
+                elif module is root:
+                    self._open.append(scope)
+        self._nodes.sort(key=lambda pair: len(pair[0]))
+
+    @staticmethod
+    def current() -> Scopes | None:
+        """Those of the capture that is under way in this thread."""
+        return getattr(Scopes._of_thread, "scopes", None)
+
+    @contextlib.contextmanager
+    def recording(self) -> Generator[None]:
+        """While active, these are the current ones, and torch's checkpoints are scopes."""
+        before = Scopes.current()
+        Scopes._of_thread.scopes = self
+        try:
+            with _checkpoints_as_scopes():
+                yield
+        finally:
+            Scopes._of_thread.scopes = before
+
+    def around(self, onnx_node: str | None) -> tuple[Scope, ...]:
+        """The stretches that the running operation is in, outermost first."""
+        if onnx_node is None:
+            return tuple(self._open)
+        return (*self._open, *(scope for path, scope in self._nodes if is_inside(onnx_node, path)))
+
+    def enter(self, module: nn.Module, name: str | None) -> None:
+        """A submodule is called; `name` is its path, or None where the model has none for it."""
+        marks = module.__dict__.get(MARKS, ())
+        what = name or type(module).__name__
+        scopes = [self._scope(Policy(value), what) for path, value in marks if not path]
+        self._open += scopes
+        self._opened.append(len(scopes))
+
+    def leave(self) -> None:
+        """What was entered last is left."""
+        if len(self._opened) > 1 and (count := self._opened.pop()):
+            del self._open[-count:]
+
+    def enter_stretch(self, policy: Policy) -> None:
+        """A `with` block is entered."""
+        wish = Wish(policy, f"{_WORDS[policy]}(){_here()}")
+        self.asked[wish] = None
+        self._push(Scope(next(self._numbers), wish))
+
+    @contextlib.contextmanager
+    def checkpoint(self, where: str, *, has_policy: bool) -> Generator[None]:
+        """While active, torch's checkpoint, called at `where`, runs its function."""
+        hint = None if has_policy else Wish(Policy.PREFER_RECOMPUTE, f"torch.utils.checkpoint{where}")
+        if hint is not None:
+            self.asked[hint] = None
+        self._push(Scope(next(self._numbers), hint, where))
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def _push(self, scope: Scope) -> None:
+        self._open.append(scope)
+        self._opened.append(1)
+
+    def _scope(self, policy: Policy, what: str) -> Scope:
+        wish = Wish(policy, f"{_WORDS[policy]}({what})")
+        self.asked[wish] = None
+        return Scope(next(self._numbers), wish)
+
+
+def _here() -> str:
+    line = user_line(inspect.currentframe())
+    return f" at {line}" if line else ""
+
+
+# ---------------------------------------------------------------------- torch's checkpoints
+
+_lock = threading.Lock()
+_users = 0
+_reentrant: Any = None
+_generator: Any = None
+"""What torch has, while captures are under way."""
+
+
+class _Reentrant:
+    """Stands for torch's reentrant checkpoint: in a capture, the function runs under autograd."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        scopes = Scopes.current()
+        if scopes is None:
+            return _reentrant.apply(function, preserve, *args)
+        # torch's does not see tensors inside of other arguments, and without one that asks for a gradient
+        # nothing in the function gets one
+        asks = any(isinstance(argument, Tensor) and argument.requires_grad for argument in args)
+        enabled = asks and torch.is_grad_enabled()
+        with scopes.checkpoint(_here(), has_policy=False), torch.set_grad_enabled(enabled):
+            return function(*args)
+
+
+def _non_reentrant(
+    function: Callable[..., Any], preserve: bool, context_fn: Callable[[], Any], *args: Any, **kwargs: Any
+) -> Generator[None]:
+    """Stands for torch's other checkpoint: in a capture, no hooks take what it saves."""
+    scopes = Scopes.current()
+    if scopes is None:
+        yield from _generator(function, preserve, context_fn, *args, **kwargs)
+        return
+    forward_context, _ = context_fn()
+    has_policy = isinstance(forward_context, torch_checkpoint._CachingTorchDispatchMode)
+    with scopes.checkpoint(_here(), has_policy=has_policy), forward_context:
+        yield
+
+
+@contextlib.contextmanager
+def _checkpoints_as_scopes() -> Generator[None]:
+    """While active, checkpoints are scopes in threads with a capture under way, and torch's in others."""
+    global _users, _reentrant, _generator
+    with _lock:
+        _users += 1
+        if _users == 1:
+            _reentrant = torch_checkpoint.CheckpointFunction
+            _generator = torch_checkpoint._checkpoint_without_reentrant_generator
+            _install(_Reentrant, _non_reentrant)
+    try:
+        yield
+    finally:
+        with _lock:
+            _users -= 1
+            if not _users:
+                _install(_reentrant, _generator)
+
+
+def _install(reentrant: Any, non_reentrant: Any) -> None:
+    torch_checkpoint.CheckpointFunction = reentrant
+    torch_checkpoint._checkpoint_without_reentrant_generator = non_reentrant

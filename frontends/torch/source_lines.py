@@ -1,0 +1,43 @@
+"""Which line of the model's own code is running."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+__all__ = ["described", "is_capture", "is_library", "user_line"]
+
+_FRONTENDS = Path(__file__).parents[1]
+_LIBRARIES = tuple(
+    f"{spelled}{os.sep}"
+    for root in (Path(torch.__file__).parent, _FRONTENDS)
+    for spelled in (root, root.resolve())
+)
+_CAPTURE = str(Path(__file__).with_name("capture.py"))
+
+
+def user_line(frame: FrameType | None) -> str | None:
+    """The innermost line of the model's own code; None when only library code stands above the capture."""
+    while frame is not None and not is_capture(frame):
+        if not is_library(frame):
+            return described(frame, frame.f_lineno)
+        frame = frame.f_back
+    return None
+
+
+def is_capture(frame: FrameType) -> bool:
+    """Whether the capture itself runs here: what calls it is not the model."""
+    return frame.f_code.co_filename == _CAPTURE
+
+
+def is_library(frame: FrameType) -> bool:
+    """Whether code of torch or of the frontends runs here."""
+    return frame.f_code.co_filename.startswith((*_LIBRARIES, "<"))
+
+
+def described(frame: FrameType, number: int) -> str:
+    """A line as users know it: `model.py:12 in forward`."""
+    return f"{Path(frame.f_code.co_filename).name}:{number} in {frame.f_code.co_name}"

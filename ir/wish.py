@@ -1,0 +1,50 @@
+"""What the user wishes for the results of an operation: kept for backward, or made again there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+__all__ = ["Policy", "Wish", "named_wishes"]
+
+_SHOWN = 3
+"""Wishes that a line names."""
+
+
+class Policy(Enum):
+    """What is wished for the results of a forward operation."""
+
+    KEEP = "keep"
+    """The operation runs once: what backward needs of it stays."""
+    RECOMPUTE = "recompute"
+    """The results do not stay from forward to backward, unless the operation may run only once."""
+    PREFER_KEEP = "prefer_keep"
+    """A hint: shown, and left to the search."""
+    PREFER_RECOMPUTE = "prefer_recompute"
+    """A hint: shown, and left to the search."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A wish of the user.
+
+    Args:
+        policy: What is wished.
+        by: Who wishes it, as the user knows it, such as `irc.keep(layer3)`; unique in a graph.
+    """
+
+    policy: Policy
+    by: str
+
+    @property
+    def is_hint(self) -> bool:
+        """Whether a schedule may go against it."""
+        return self.policy in (Policy.PREFER_KEEP, Policy.PREFER_RECOMPUTE)
+
+
+def named_wishes(wishes: Iterable[str]) -> str:
+    """Who wishes, in a few words: the first ones by name."""
+    names = list(wishes)
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -247,14 +247,14 @@ def cheapest_in_class(problem: CheckpointProblem) -> tuple[Choice, ...]:
 
 
 def cheapest_of_all(problem: CheckpointProblem, budget_bytes: int) -> float:
-    """The least seconds of any schedule within the budget that keeps the graph's order of first runs.
+    """The least seconds of any schedule within the budget that keeps the problem's order of first runs.
 
     Dijkstra's algorithm over (first runs done, forward-made storages resident); infinite where none fits.
     """
     graph, seconds, workspace = problem.graph, problem.costs.seconds, problem.costs.workspace_bytes
     if max(problem.floor_bytes, _loss_bytes(problem, frozenset())) > budget_bytes:
         return math.inf
-    line = graph.operations
+    line = (*problem.forward, *problem.backward)
     split = len(problem.forward)
     producer = frozenset(problem.producer)
     permanent = [graph.static_bytes]

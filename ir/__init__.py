@@ -30,7 +30,7 @@ from .liveness import Timeline, liveness
 from .nondeterminism import NONDETERMINISTIC, nondeterminism
 from .plan import Decision, Plan, WishEffect
 from .schedule import Compute, Free, Instruction, Loss, Schedule, with_frees
-from .signature import Delivery, Origin, Signature, Slot
+from .signature import Branch, Delivery, Origin, Signature, Slot
 from .text import (
     parse_graph,
     parse_program,
@@ -51,6 +51,7 @@ __all__ = [
     "NONDETERMINISTIC",
     "RUN_ONCE",
     "Argument",
+    "Branch",
     "BudgetError",
     "Compute",
     "DType",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["Delivery", "Origin", "Signature", "Slot"]
+__all__ = ["Branch", "Delivery", "Origin", "Signature", "Slot"]
 
 
 class Origin(Enum):
@@ -46,6 +46,23 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
+class Branch:
+    """A value that Python code of the module reads from a tensor, and that the graph was specialised to.
+
+    Args:
+        delivery: The tensor, as one more result of the forward.
+        read: How it is read: `__bool__`, `__float__`, `__index__`, `__int__` or `item`.
+        value: What is read from it in each step that the graph holds for.
+        where: The line of the module's code.
+    """
+
+    delivery: Delivery
+    read: str
+    value: object
+    where: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Signature:
     """The calling convention of a captured module.
 
@@ -57,6 +74,9 @@ class Signature:
         deliveries: How each leaf of the result is made.
         modes: The `training` flag of every submodule at capture, by dotted path ("" is the root).
         autocast: The device types for which automatic casting was on at capture, each with its element type.
+        unused: The forward outputs that have a gradient in the original, and none in the graph, because the
+            loss that it was captured for does not use them.
+        branches: What the module's Python code reads from tensors, where the graph was specialised to that.
     """
 
     in_tree: object
@@ -65,3 +85,5 @@ class Signature:
     deliveries: tuple[Delivery, ...]
     modes: tuple[tuple[str, bool], ...]
     autocast: tuple[tuple[str, str], ...] = ()
+    unused: frozenset[int] = frozenset()
+    branches: tuple[Branch, ...] = ()

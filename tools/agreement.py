@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from .loading import training_loss
 
-__all__ = ["TOLERANCE", "Numbers", "compare_step", "difference", "largest"]
+__all__ = ["TOLERANCE", "Numbers", "compare_step", "compare_training", "difference", "largest"]
 
 TOLERANCE = 1e-5
 """How far numbers may be off, as a share of the largest of their kind (outputs, gradients, buffers)."""
@@ -100,7 +101,60 @@ def compare_step(original: nn.Module, other: nn.Module, args: Sequence[Any], see
         args: Arguments of the step.
         seed: Of the generator before each of the two steps.
     """
-    expected, found = _outcome(original, args, seed), _outcome(other, args, seed)
+    outcomes: list[_Outcome] = []
+    for module in (original, other):
+        with _buffers_restored(module):
+            outcomes.append(_outcome(module, args, {}, seed, training_loss))
+        module.zero_grad(set_to_none=True)
+    return _numbers(*outcomes)
+
+
+def compare_training(
+    original: nn.Module,
+    other: nn.Module,
+    args: Sequence[Any],
+    keywords: Mapping[str, Any],
+    loss: Callable[[Any], Tensor] = training_loss,
+    *,
+    steps: int = 3,
+    rate: float = 0.01,
+) -> list[Numbers]:
+    """Steps of plain SGD of both side by side, and how far apart each of them is.
+
+    Parameters and buffers change as they do in training; the generator's state is as before afterwards.
+
+    Args:
+        original: The reference.
+        other: A module with equal weights and buffers of its own under the same names.
+        args: Arguments of each step.
+        keywords: Keyword arguments of each step.
+        loss: A function from the result to a scalar.
+        steps: How many.
+        rate: The learning rate.
+    """
+    found: list[Numbers] = []
+    for step in range(steps):
+        outcomes = [_outcome(module, args, keywords, step, loss) for module in (original, other)]
+        found.append(_numbers(*outcomes))
+        for module in (original, other):
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    if parameter.grad is not None:
+                        parameter.sub_(parameter.grad, alpha=rate)
+            module.zero_grad(set_to_none=True)
+    return found
+
+
+@contextlib.contextmanager
+def _buffers_restored(module: nn.Module) -> Generator[None]:
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    yield
+    with torch.no_grad():
+        for name, buffer in module.named_buffers():
+            buffer.copy_(before[name])
+
+
+def _numbers(expected: _Outcome, found: _Outcome) -> Numbers:
     names = {name for name, gradient in expected.gradients.items() if gradient is not None}
     others = {name for name, gradient in found.gradients.items() if gradient is not None}
     both = sorted(names & others)
@@ -122,21 +176,23 @@ def compare_step(original: nn.Module, other: nn.Module, args: Sequence[Any], see
     )
 
 
-def _outcome(module: nn.Module, args: Sequence[Any], seed: int) -> _Outcome:
-    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+def _outcome(
+    module: nn.Module,
+    args: Sequence[Any],
+    keywords: Mapping[str, Any],
+    seed: int,
+    loss: Callable[[Any], Tensor],
+) -> _Outcome:
+    """One step, its gradients left at the parameters."""
     module.zero_grad(set_to_none=True)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        result = module(*args)
-        training_loss(result).backward()
+        result = module(*args, **keywords)
+        loss(result).backward()
         generator = torch.get_rng_state()
     outputs = [leaf.detach().clone() for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
     gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
     after = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    module.zero_grad(set_to_none=True)
-    with torch.no_grad():
-        for name, buffer in module.named_buffers():
-            buffer.copy_(before[name])
     return _Outcome(outputs, gradients, after, generator)
 
 

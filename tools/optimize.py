@@ -60,6 +60,7 @@ def optimize(
     loss: Loss | None = None,
     accumulate_gradients: bool = False,
     optimizer_in_backward: OptimizerFactory | None = None,
+    same_branches: bool = False,
 ) -> Any:
     """A module that trains as `model` does, within `budget` bytes on the device.
 
@@ -90,6 +91,10 @@ def optimize(
             None afterwards. The optimizers' state is part of the budget. They are `.irc_optimizers`, by the
             names of the parameters: set learning rates and save their state there. What needs all gradients
             at once (clipping by their norm, a gradient scaler) is refused.
+        same_branches: For a model whose Python code looks at the values of its tensors (a check, an assert,
+            a branch) and sees the same in every step: it is run once on the example arguments, without
+            gradients, and planned as it goes there. Each step checks what it sees and raises IRC347 where it
+            is something else; what the forward writes into buffers is written by then.
 
     Returns:
         The module, with the attribute `plan` (`irc.Plan`).
@@ -111,7 +116,9 @@ def optimize(
             help="give a tensor, or a tuple of the arguments of one step",
         )
     arguments = (given,) if isinstance(given, Tensor) else tuple(example_args)
-    return optimize_module(model, arguments, passes, kwargs=example_kwargs, loss=loss).module
+    return optimize_module(
+        model, arguments, passes, kwargs=example_kwargs, loss=loss, same_branches=same_branches
+    ).module
 
 
 def _release_passes(accumulate: object, optimizer: OptimizerFactory | None) -> list[ReleaseGradients]:
@@ -177,6 +184,7 @@ def optimize_module(
     *,
     kwargs: Mapping[str, Any] | None = None,
     loss: Loss | None = None,
+    same_branches: bool = False,
     observers: Sequence[Observer] = (),
 ) -> Optimized:
     """Captures a module, runs passes over its graph, and fits the schedule that they choose.
@@ -187,6 +195,7 @@ def optimize_module(
         passes: A pipeline in which one pass chooses a schedule.
         kwargs: Example keyword arguments.
         loss: As in `optimize`.
+        same_branches: As in `optimize`.
         observers: Told of each pass.
 
     Raises:
@@ -200,7 +209,7 @@ def optimize_module(
         raise UsageError("IRC406", f"example_kwargs is a {type(kwargs).__name__}, not a dict")
     check_passes(passes)
     refuse_hooks(model)
-    captured = capture(model, args, kwargs, loss=loss)
+    captured = capture(model, args, kwargs, loss=loss, same_branches=same_branches)
     program = PassManager(passes, observers).run(Program(captured.graph))
     if program.schedule is None or program.plan is None:
         raise UsageError(

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import math
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,7 +95,14 @@ def train(module: nn.Module, inputs: Sequence[Any], steps: int) -> list[Step]:
     return [_step(module, inputs) for _ in range(steps)]
 
 
-def measured_peak_bytes(module: nn.Module, inputs: Sequence[Any], static_bytes: int) -> int:
+def measured_peak_bytes(
+    module: nn.Module,
+    inputs: Sequence[Any],
+    static_bytes: int,
+    *,
+    keywords: Mapping[str, Any] | None = None,
+    loss: Callable[[Any], Tensor] = training_loss,
+) -> int:
     """The peak of one training step, from allocator events, with what exists before it, in bytes.
 
     The module's numbers are as before afterwards: parameters, buffers, the state of optimizers in backward
@@ -107,11 +114,13 @@ def measured_peak_bytes(module: nn.Module, inputs: Sequence[Any], static_bytes: 
         inputs: Arguments of the step.
         static_bytes: Bytes of parameters, buffers and inputs, which the events do not show; for a module that
             releases its gradients with the reserved bytes.
+        keywords: Keyword arguments of the step.
+        loss: A function from the result to a scalar; the result is held until backward ends.
     """
     _clear_gradients(module, inputs)
     with torch.random.fork_rng(), _restored(module):
         on_cuda = any(parameter.is_cuda for parameter in module.parameters())
-        run = _forward_backward(module, inputs)
+        run = _forward_backward(module, inputs, keywords, loss)
         if _releases_gradients(module):
             run()
             _clear_input_gradients(inputs)
@@ -247,11 +256,17 @@ def _step(module: nn.Module, inputs: Sequence[Any], *, update: bool = True) -> S
     return Step(loss.item(), seconds)
 
 
-def _forward_backward(module: nn.Module, inputs: Sequence[Any]) -> Callable[[], Tensor]:
+def _forward_backward(
+    module: nn.Module,
+    inputs: Sequence[Any],
+    keywords: Mapping[str, Any] | None = None,
+    loss: Callable[[Any], Tensor] = training_loss,
+) -> Callable[[], Tensor]:
     def run() -> Tensor:
-        loss = training_loss(module(*inputs))
-        loss.backward()
-        return loss.detach()
+        result = module(*inputs, **(keywords or {}))
+        value = loss(result)
+        value.backward()
+        return value.detach()
 
     return run
 

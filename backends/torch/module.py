@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from ...ir import Delivery, InputRole, IrcError, Origin, Plan, Signature, Slot
+from ...ir import Delivery, InputRole, IrcError, Location, Origin, Plan, Signature, Slot
 from .call import (
     check_arguments,
     check_autocast,
@@ -61,6 +61,7 @@ def fit(
     fitted_type = type(f"Fitted{original.__name__}", (_Fitted, original), members)
     fitted = fitted_type.__new__(fitted_type)
     fitted.__dict__.update(module.__dict__)
+    program = replace(program, unused=signature.unused)
     fitted.__dict__["_irc"] = _Binding.of(module, program, signature, plan, optimizers or {})
     return fitted
 
@@ -169,6 +170,7 @@ class _Fitted(nn.Module):
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         inputs = [binding.tensor(index, tensors) for index in range(len(binding.slots))]
         outputs = run_step(binding.program, inputs, binding.release)
+        _check_branches(binding.signature, inputs, outputs)
         return _deliver(binding.signature, inputs, outputs)
 
     def _is_planned(self, signature: Signature) -> bool:
@@ -192,6 +194,26 @@ class _Fitted(nn.Module):
             f"the plan was made for the other ({len(changed)} submodules differ)",
             help="call irc.optimize with the modules in the modes that you train in",
         )
+
+
+def _check_branches(signature: Signature, inputs: list[Tensor], outputs: tuple[Tensor, ...]) -> None:
+    """Refuses a step in which the module's Python code would see other values than the plan was made for.
+
+    Raises:
+        IrcError: IRC347. Buffers that the forward writes are written by then.
+    """
+    for branch in signature.branches:
+        tensor: Tensor = deliver_leaf(branch.delivery, inputs, outputs)
+        found = getattr(tensor, branch.read)()
+        if found != branch.value and (found == found or branch.value == branch.value):  # two NaN are the same
+            raise IrcError(
+                "IRC347",
+                f"the model's code reads {found} where it read {branch.value} from the example arguments: "
+                "this step takes another branch than the plan",
+                at=Location(source=branch.where),
+                help="plan without same_branches to see what can be done about this line, or use the "
+                "original model for such batches",
+            )
 
 
 def _deliver(signature: Signature, inputs: list[Tensor], outputs: tuple[Tensor, ...]) -> Any:

@@ -57,6 +57,7 @@ class Program:
         backward: The emitted function; it takes a `Release` where gradients are released.
         constants: Values of the constant inputs.
         source: The emitted source.
+        unused: The forward outputs whose gradients were planned away, as the loss does not use them.
     """
 
     statics: tuple[Input, ...]
@@ -70,6 +71,7 @@ class Program:
     backward: Callable[..., list[Tensor | None]]
     constants: Mapping[str, Tensor]
     source: str = field(repr=False)
+    unused: frozenset[int] = frozenset()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
         return self

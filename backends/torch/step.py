@@ -56,7 +56,8 @@ class _Step(torch.autograd.Function):
         ctx.versions = [(k, inputs[k]._version) for k in program.read_by_backward]
         ctx.saved_versions = [tensor._version for tensor in saved]
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(o for o, t in zip(outputs, program.tangents, strict=True) if t is None))
+        planned = enumerate(zip(outputs, program.tangents, strict=True))
+        ctx.mark_non_differentiable(*(o for k, (o, t) in planned if t is None and k not in program.unused))
         return tuple(outputs)
 
     @staticmethod
@@ -76,6 +77,7 @@ class _Step(torch.autograd.Function):
                 "Trying to backward through the graph a second time: the saved values were freed as backward "
                 "went. Specify retain_graph=True if you need to backward through the graph a second time."
             )
+        _check_unused(program, gradients)
         _check_unchanged(program, inputs, ctx.versions)
         _check_outputs_unchanged(saved, ctx.saved_versions)
         release: Release | None = ctx.release
@@ -106,6 +108,18 @@ def _pick(
     if index is None or (program.depends[index] and not program.depends[index] & given):
         return None
     return results[index]
+
+
+def _check_unused(program: Program, gradients: tuple[Tensor | None, ...]) -> None:
+    for index in program.unused:
+        if program.tangents[index] is None and gradients[index] is not None:
+            raise UnsupportedError(
+                "IRC346",
+                f"output {index} of the module has a gradient; the plan was made for a loss that does "
+                "not use it",
+                help="call irc.optimize with loss= the function that the training loop computes from the "
+                "module's result, or without loss=",
+            )
 
 
 def _check_unchanged(program: Program, inputs: list[Tensor], versions: list[tuple[int, int]]) -> None:

@@ -6,10 +6,8 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import random
 import warnings
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,14 +19,13 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensor,
     FakeTensorMode,
 )
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
 from ...ir import (
+    Branch,
     Delivery,
     Graph,
     IrcError,
@@ -39,12 +36,17 @@ from ...ir import (
     UnsupportedError,
     UsageError,
 )
-from .loss import Loss, loss_bytes
+from .branches import Branches
+from .loss import Loss, loss_bytes, unused_outputs
 from .placing import place_wishes
-from .provenance import raised_at, recording
+from .provenance import raised_at, raised_code, recording
 from .recurrent import StepwiseRNN
+from .rules import own_rules
 from .scopes import Scopes
-from .translate import translate
+from .state import State
+from .tracer import MADE, WAYS, WAYS_OF_EXAMPLE, Way, quiet_tracer, unread_draws_stay
+from .translate import Translation, translate
+from .whole import whole_operations
 
 __all__ = ["Captured", "capture"]
 
@@ -67,21 +69,48 @@ class Captured:
 class _Flat(nn.Module):
     """Calls a module with its tensor leaves alone, and returns the tensor leaves of its result."""
 
-    def __init__(self, module: nn.Module, tree: pytree.TreeSpec, leaves: list[Any]) -> None:
+    def __init__(
+        self, module: nn.Module, tree: pytree.TreeSpec, leaves: list[Any], loss: Loss | None
+    ) -> None:
         super().__init__()
         self.module = module
         self.tree = tree
         self.leaves = leaves
+        self.state = State(module)
         self.result_leaves: list[Any] = []
         self.result_tree: pytree.TreeSpec | None = None
+        self.loss = loss
+        self.unused: frozenset[int] | None = frozenset() if loss is None else None
+        self.branches: Branches | None = None
 
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def call(self, *tensors: Tensor) -> Any:
+        """The module's result; its own hooks run around the planned forward."""
         given = iter(tensors)
         leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.tree)
-        result = self.module.forward(*args, **kwargs)  # the module's own hooks run around the planned forward
+        return self.module.forward(*args, **kwargs)
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        with self.state.one_run(), self.branches.replayed() if self.branches else contextlib.nullcontext():
+            result = self.call(*tensors)
         self.result_leaves, self.result_tree = pytree.tree_flatten(result)
-        return tuple(leaf for leaf in self.result_leaves if isinstance(leaf, Tensor))
+        if self.unused is None:
+            raise _ResultKnown
+        found = [leaf for leaf in self.result_leaves if isinstance(leaf, Tensor)]
+        as_they_are = {id(t) for t in (*tensors, *self.module.parameters(), *self.module.buffers())}
+        as_they_are |= {id(leaf) for k, leaf in enumerate(found) if k not in self.unused}
+        detached = {id(leaf): leaf.detach() for leaf in found if id(leaf) not in as_they_are}
+        read = [] if self.branches is None else self.branches.tensors
+        return (*(detached.get(id(leaf), leaf) for leaf in found), *read)
+
+    def ask_loss(self) -> None:
+        """Finds out which tensors of the result, known from a first run, have no part in the loss."""
+        assert self.loss is not None
+        self.unused = unused_outputs(self.loss, self.result_leaves, self.result_tree)
+
+
+class _ResultKnown(BaseException):
+    """Ends a trace after the first run of the forward, which has shown what the result is made of."""
 
 
 def capture(
@@ -90,6 +119,7 @@ def capture(
     kwargs: Mapping[str, Any] | None = None,
     *,
     loss: Loss | None = None,
+    same_branches: bool = False,
 ) -> Captured:
     """The training graph of one call `module(*args, **kwargs)`, followed by a loss and its backward.
 
@@ -101,19 +131,22 @@ def capture(
         args: Example arguments; tensors may be nested in lists, tuples and dicts.
         kwargs: Example keyword arguments.
         loss: What the caller will do with the result, a function from it to a scalar; its memory is
-            counted. Without it, twice the outputs' bytes are counted, unless the only output is a scalar.
+            counted, and outputs that it does not use have no gradient in the graph. Without it, twice the
+            outputs' bytes are counted, unless the only output is a scalar.
+        same_branches: Whether the Python code of the module that looks at the values of its tensors may be
+            taken to see in each step what it sees in a run on the example arguments: that run is made, and
+            the signature tells what was seen.
 
     Raises:
-        UnsupportedError: IRC332 to IRC339 and IRC554, when something in the module has no place in the graph.
+        UnsupportedError: IRC332 to IRC339, IRC348 and IRC554, when something in the module has no place in
+            the graph.
         UsageError: IRC340, when nothing in the result depends on anything that asks for a gradient.
     """
     leaves, tree = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
-    flat = _Flat(module, tree, leaves)
+    flat = _Flat(module, tree, leaves, loss)
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
-    with contextlib.ExitStack() as stack:
-        joint, scopes = _trace(stack, flat, module, tensors)
-        translation = translate(joint)
-    graph = place_wishes(translation.graph, translation.notes, scopes.asked)
+    translation = _traced(flat, module, tensors, WAYS + (WAYS_OF_EXAMPLE if same_branches else ()))
+    graph = translation.graph
     if not any(o.value is not None and o.role is OutputRole.GRADIENT for o in graph.outputs):
         raise _nothing_to_train()
     deliveries = iter(translation.deliveries)
@@ -121,10 +154,12 @@ def capture(
         next(deliveries) if isinstance(leaf, Tensor) else _constant(leaf) for leaf in flat.result_leaves
     ]
     most, held = loss_bytes(loss, flat.result_leaves, flat.result_tree)
-    aliased = _aliased_bytes(graph, translation.deliveries)
+    read = list(deliveries)
+    aliased = _aliased_bytes(graph, translation.deliveries[: len(translation.deliveries) - len(read)])
     most, held = most + 2 * aliased, held + aliased
     graph = replace(graph, loss_bytes=most, loss_held_bytes=held)
     slots = map(Slot, range(len(tensors)))
+    unused = (translation.deliveries[k] for k in flat.unused or ())
     signature = Signature(
         in_tree=tree,
         out_tree=flat.result_tree,
@@ -135,6 +170,11 @@ def capture(
             (device, str(torch.get_autocast_dtype(device)).removeprefix("torch."))
             for device in ("cpu", "cuda")
             if torch.is_autocast_enabled(device)
+        ),
+        unused=frozenset(d.index for d in unused if d.origin in (Origin.COMPUTED, Origin.OUTPUT)),
+        branches=tuple(
+            Branch(delivery, reading.read, reading.value, reading.where)
+            for delivery, reading in zip(read, flat.branches.readings if flat.branches else (), strict=True)
         ),
     )
     return Captured(graph, signature, translation.constants)
@@ -159,6 +199,40 @@ def _nothing_to_train() -> UsageError:
     )
 
 
+_DEPENDS_ON_DATA, _UNTRACEABLE, _NO_OPERATION = "IRC332", "IRC333", "IRC335"
+
+
+def _traced(flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...], ways: Sequence[Way]) -> Translation:
+    """The module's training graph, traced in the first of `ways` that has one."""
+    for way in ways:
+        with way.announced():
+            try:
+                return _traced_so(flat, module, tensors, way)
+            except UnsupportedError as error:
+                if error.code not in (_DEPENDS_ON_DATA, _UNTRACEABLE, _NO_OPERATION) or way is ways[-1]:
+                    raise
+    raise AssertionError("the last way returns or raises")
+
+
+def _traced_so(flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...], way: Way) -> Translation:
+    """The module's training graph, traced in one way; a loss is asked first for what it does not use."""
+    flat.branches = Branches(module) if way.same_branches else None
+    if flat.branches is not None:
+        try:
+            flat.branches.record(flat.call, tensors)
+        except Exception as error:
+            raise _untraceable(error) from error
+    if flat.unused is None:
+        with contextlib.suppress(_ResultKnown), contextlib.ExitStack() as stack:
+            _trace(stack, flat, module, tensors)
+        flat.ask_loss()
+    with contextlib.ExitStack() as stack:
+        joint, scopes = _trace(stack, flat, module, tensors)
+        translation = translate(joint)
+    graph = place_wishes(translation.graph, translation.notes, scopes.asked)
+    return replace(translation, graph=graph)
+
+
 def _trace(
     stack: contextlib.ExitStack, flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...]
 ) -> tuple[JointWithDescriptors, Scopes]:
@@ -169,21 +243,19 @@ def _trace(
     stack.enter_context(tracing(TracingContext(fake_mode)))
     scopes = stack.enter_context(recording(module))
     stack.enter_context(StepwiseRNN())
-    stack.enter_context(_restored(module))
-    stack.enter_context(_quiet_tracer())
+    stack.enter_context(own_rules())
+    stack.enter_context(whole_operations())
+    stack.enter_context(flat.state.restored())
+    stack.enter_context(quiet_tracer())
+    stack.enter_context(unread_draws_stay())
     stack.enter_context(warnings.catch_warnings())
     warnings.simplefilter("ignore")
     try:
-        return aot_export_joint_with_descriptors(stack, flat, tensors), scopes
+        return aot_export_joint_with_descriptors(stack, flat, tensors, decompositions=MADE), scopes
     except IrcError:
         raise
     except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
-        raise UnsupportedError(
-            "IRC332",
-            f"the model's shapes or control flow depend on the values of its tensors ({_first_line(error)})",
-            at=raised_at(error),
-            help="replace the data-dependent branch, or move it out of the module",
-        ) from error
+        raise _depends_on_data(error) from error
     except AssertionError as error:
         if "entirely functional graph" in str(error):
             raise _writes_constant() from error
@@ -196,73 +268,6 @@ def _trace(
         raise _untraceable(error) from error
 
 
-@contextlib.contextmanager
-def _quiet_tracer() -> Generator[None]:
-    """What the tracer logs about a model's error stands in the error that follows."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
-@contextlib.contextmanager
-def _restored(module: nn.Module) -> Generator[None]:
-    """Afterwards, every attribute of the module and its submodules is what it was before.
-
-    Raises:
-        UnsupportedError: IRC338 when the forward assigns what it computes to an attribute. A hook before the
-            forward may (pruning, weight norm): it computes the attribute from parameters in each call.
-    """
-    before = [(name, child, dict(vars(child))) for name, child in module.named_modules()]
-    tensors = [(held, dict(held)) for _, child, _ in before for held in (child._parameters, child._buffers)]
-    drawn = random.getstate()
-    assigned: list[str] = []
-    counted: list[str] = []
-    try:
-        yield
-        for name, child, attributes in before:
-            changed = (k for k, v in vars(child).items() if attributes.get(k, _ABSENT) is not v)
-            own_cache = type(child).__module__.startswith("torch.")  # such as the flat weights of an LSTM
-            if not child._forward_pre_hooks and not own_cache:
-                for key in changed:
-                    found = assigned if _is_traced(vars(child)[key]) else counted
-                    if found is assigned or isinstance(vars(child)[key], (int, float, str)):
-                        found.append(f"{name}.{key}".lstrip("."))
-        if random.getstate() != drawn:
-            counted.append("random (Python's generator)")
-    finally:
-        random.setstate(drawn)
-        for _, child, attributes in before:
-            vars(child).clear()
-            vars(child).update(attributes)
-        for held, contents in tensors:
-            held.clear()
-            held.update(contents)
-    if assigned:
-        raise UnsupportedError(
-            "IRC338",
-            f"the forward assigns a tensor to the attribute {assigned[0]} ({len(assigned)} such attributes)",
-            help="return the tensor, or register a buffer and write into it with copy_()",
-        )
-    if counted:
-        raise UnsupportedError(
-            "IRC338",
-            f"the forward changes Python state: {counted[0]} ({len(counted)} such); a plan would freeze it",
-            help="keep it outside of the module, or in a buffer",
-        )
-
-
-_ABSENT = object()
-
-
-def _is_traced(attribute: object) -> bool:
-    """Whether an attribute holds a tensor that exists only while a module is traced."""
-    return any(isinstance(leaf, (FakeTensor, FunctionalTensor)) for leaf in pytree.tree_leaves(attribute))
-
-
 def _writes_constant() -> UnsupportedError:
     return UnsupportedError(
         "IRC336",
@@ -271,9 +276,21 @@ def _writes_constant() -> UnsupportedError:
     )
 
 
+def _depends_on_data(error: Exception) -> UnsupportedError:
+    code = raised_code(error)
+    return UnsupportedError(
+        _DEPENDS_ON_DATA,
+        f"the model's shapes or control flow depend on the values of its tensors ({_first_line(error)})"
+        + (f" in `{code}`" if code else ""),
+        at=raised_at(error),
+        help="set the option that leads there (as layerdrop=0), replace the branch, or move it out of the "
+        "module; where it goes the same way in every step, as a check does, pass same_branches=True",
+    )
+
+
 def _untraceable(error: Exception) -> UnsupportedError:
     return UnsupportedError(
-        "IRC333",
+        _UNTRACEABLE,
         f"the module cannot be traced: {type(error).__name__}: {_first_line(error)}",
         at=raised_at(error),
         help="check that module(*args) runs with these example arguments; then simplify what is named here",

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...ir import UsageError
 
-__all__ = ["Loss", "loss_bytes"]
+__all__ = ["Loss", "loss_bytes", "unused_outputs"]
 
 Loss = Callable[[Any], Tensor]
 
@@ -93,6 +93,37 @@ def loss_bytes(loss: Loss | None, result_leaves: list[Any], result_tree: Any) ->
         # a gradient in another layout than its output is copied, and its first form stays with the caller
         held = max(alive.alive_bytes - sum(taken.values()), 0)
         return max(alive.peak_bytes - sum(taken.values()), held), held
+
+
+def unused_outputs(loss: Loss, result_leaves: list[Any], result_tree: Any) -> frozenset[int]:
+    """The tensors of a result that could have a gradient and get none from the loss.
+
+    Args:
+        loss: A function from the module's result to a scalar.
+        result_leaves: The leaves of that result as traced; only the tensors' types are looked at.
+        result_tree: How the leaves nest.
+
+    Returns:
+        Their places among the result's tensors.
+
+    Raises:
+        UsageError: IRC341 when the loss fails, or is no scalar that depends on the result.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+        leaves = [_stand_in(leaf) if isinstance(leaf, Tensor) else leaf for leaf in result_leaves]
+        outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        for output, leaf in zip(outputs, filter(_is_tensor, result_leaves), strict=True):
+            output.requires_grad_(leaf.requires_grad)
+        trained = {index: output for index, output in enumerate(outputs) if output.requires_grad}
+        if not trained:
+            return frozenset()
+        scalar = _called(loss, pytree.tree_unflatten(leaves, result_tree))
+        gradients = torch.autograd.grad(scalar, list(trained.values()), allow_unused=True)
+    return frozenset(index for index, found in zip(trained, gradients, strict=True) if found is None)
+
+
+def _is_tensor(leaf: object) -> bool:
+    return isinstance(leaf, Tensor)
 
 
 _SCALARS_BYTES = 4 * 8

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import linecache
 import threading
 import traceback
 from collections.abc import Generator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from ...ir import Location
 from .scopes import Scope, Scopes
 from .source_lines import described, is_capture, is_library, user_line
 
-__all__ = ["location_of", "raised_at", "recording", "scopes_of"]
+__all__ = ["location_of", "raised_at", "raised_code", "recording", "scopes_of"]
 
 _KEY = "irc.location"
 _SCOPES_KEY = "irc.scopes"
@@ -52,11 +54,21 @@ class _Annotate(TorchFunctionMode):
 
 def raised_at(error: BaseException) -> Location | None:
     """The innermost line of the model's own code that `error` passed through, below the capture."""
+    found = _innermost(error)
+    return Location(source=described(*found)) if found else None
+
+
+def raised_code(error: BaseException) -> str | None:
+    """The text of that line."""
+    found = _innermost(error)
+    return linecache.getline(found[0].f_code.co_filename, found[1]).strip() or None if found else None
+
+
+def _innermost(error: BaseException) -> tuple[FrameType, int] | None:
     frames = list(traceback.walk_tb(error.__traceback__))
     captures = [k for k, (frame, _) in enumerate(frames) if is_capture(frame)]
     below = frames[captures[-1] + 1 :] if captures else frames
-    lines = [described(frame, number) for frame, number in below if not is_library(frame)]
-    return Location(source=lines[-1]) if lines else None
+    return next(((frame, line) for frame, line in reversed(below) if not is_library(frame)), None)
 
 
 @contextlib.contextmanager

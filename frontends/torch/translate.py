@@ -14,7 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._functorch._aot_autograd.descriptors import (
+    BackwardTokenAOTInput,
+    BackwardTokenAOTOutput,
     BufferAOTInput,
+    ForwardTokenAOTInput,
+    ForwardTokenAOTOutput,
     GradAOTOutput,
     InputMutationAOTOutput,
     IntermediateBaseAOTOutput,
@@ -49,7 +53,7 @@ from ...ir import (
 from .placing import Note, note_of
 from .provenance import location_of
 
-__all__ = ["Translation", "tensor_type", "translate"]
+__all__ = ["Translation", "draws", "tensor_type", "translate"]
 
 _ROLES = {
     ParamAOTInput: InputRole.PARAMETER,
@@ -58,6 +62,7 @@ _ROLES = {
     TangentAOTInput: InputRole.TANGENT,
 }
 _PREFIX = "module."
+_SEEDED = torch.Tag.nondeterministic_seeded
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,8 @@ class _Translator:
     def run(self) -> Translation:
         traced = list(self.joint.graph_module.graph.nodes)
         results = _Results.of(traced[-1])
-        forward = _needed([node for node, _ in results.forward()])
+        kept = [*_unread_draws(traced), *filter(_is_check, traced)]
+        forward = _needed([*(node for node, _ in results.forward()), *kept])
         wanted = forward | _needed([node for node, _ in results.gradients if node is not None])
         for node in traced:
             if node.op in ("placeholder", "get_attr") and (node.op == "placeholder" or node in wanted):
@@ -152,10 +158,20 @@ class _Translator:
         self.referenced.append(handle)  # keeps the id unique
         device = str(tensor.device)
         if handle._cdata not in self.storages:
-            payload_bytes = max(int(handle.nbytes()), _kept_bytes(node, tensor))
+            payload_bytes = max(int(handle.nbytes()), _kept_bytes(node, tensor), self._cloned_bytes(node))
             nbytes = allocation_bytes(payload_bytes, device)
             self.storages[handle._cdata] = Storage(f"s{len(self.storages)}", nbytes, device)
         return Value(name, tensor_type(tensor), self.storages[handle._cdata])
+
+    def _cloned_bytes(self, node: fx.Node) -> int:
+        """Bytes of the storage that an operation copies as a whole, though its operand is a part of it."""
+        if str(node.target) not in _CLONE_STORAGES:
+            return 0
+        operand: Any = node.args[0]
+        value = self.values[operand]
+        steps = zip(value.type.shape, value.type.strides, strict=True)
+        is_expanded = any(size > 1 and step == 0 for size, step in steps)
+        return 0 if is_expanded else value.storage.nbytes
 
     def _input(self, node: fx.Node) -> None:
         if node.op == "get_attr":
@@ -168,7 +184,7 @@ class _Translator:
             self.constants[node.name] = tensor
             value = self._value(node.name, node.meta.get("val", tensor), node)
             self.inputs.append(Input(value, InputRole.CONSTANT, node.name))
-        else:
+        elif not isinstance(node.meta["desc"], ForwardTokenAOTInput | BackwardTokenAOTInput):
             described = node.meta["desc"]
             role = _ROLES.get(type(described))
             if role is None or not isinstance(node.meta["val"], Tensor):
@@ -180,6 +196,8 @@ class _Translator:
             info = self.joint._aot_state.fw_metadata.input_info
             requires_grad = role is not InputRole.TANGENT and info[position].requires_grad
             self.inputs.append(Input(value, role, _input_target(described), requires_grad))
+        else:
+            return
         self.values[node] = self.inputs[-1].value
 
     def _check_constant(self, node: fx.Node, found: object) -> None:
@@ -208,6 +226,8 @@ class _Translator:
             if element is not None:
                 self.values[node] = element
             return
+        if _is_check(node):
+            return self._check_call(node, region)
         if not isinstance(node.target, torch._ops.OpOverload):
             raise UnsupportedError(
                 "IRC335",
@@ -237,6 +257,22 @@ class _Translator:
             self.tuples[node] = results
         elif results[0] is not None:
             self.values[node] = results[0]
+
+    def _check_call(self, node: fx.Node, region: Region) -> None:
+        """An operation that returns nothing and raises on bad numbers, as on a matrix without inverse."""
+        _, operation, *operands = node.args
+        checks = Node(
+            name=node.name,
+            op=str(operation),
+            arguments=tuple(self._argument(argument, node) for argument in operands),
+            keywords=tuple((key, self._argument(value, node)) for key, value in node.kwargs.items()),
+            results=(),
+            region=region,
+            traits=frozenset({Trait.PINNED}),
+            at=location_of(node),
+        )
+        self.nodes.append(checks)
+        self.tuples[node] = (None,)
 
     def _results(self, node: fx.Node) -> tuple[tuple[Value | None, ...], bool]:
         traced = node.meta.get("val")
@@ -398,6 +434,7 @@ class _Translator:
         delivered = [described for _, described in results.delivered(self.joint)]
         bases = [described for _, described in results.bases]
         deliveries: list[Delivery] = []
+        statics = [i.value for i in self.inputs if i.role is not InputRole.CONSTANT]
         for (node, described), alias in zip(results.plain, info, strict=True):
             tensor = node.meta["val"]
             view = (tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
@@ -406,11 +443,14 @@ class _Translator:
                 case OutputType.is_input:
                     deliveries.append(Delivery(Origin.INPUT, index))
                 case OutputType.alias_of_input:
+                    _check_view(tensor, statics[index])
                     deliveries.append(Delivery(Origin.INPUT, index, view))
                 case OutputType.alias_of_intermediate_base_is_user_output:
-                    base = results.plain[index][1]
+                    base_node, base = results.plain[index]
+                    _check_view(tensor, self.values[base_node])
                     deliveries.append(Delivery(Origin.OUTPUT, delivered.index(base), view))
                 case OutputType.alias_of_intermediate | OutputType.alias_of_intermediate_save_as_output:
+                    _check_view(tensor, self.values[results.bases[index][0]])
                     deliveries.append(Delivery(Origin.OUTPUT, delivered.index(bases[index]), view))
                 case _:
                     deliveries.append(Delivery(Origin.COMPUTED, delivered.index(described)))
@@ -440,7 +480,7 @@ class _Results:
                     found.bases.append((node, described))
                 case GradAOTOutput():
                     found.gradients.append((node, described))
-                case None:
+                case None | ForwardTokenAOTOutput() | BackwardTokenAOTOutput():
                     pass
                 case _:
                     raise UnsupportedError(
@@ -459,6 +499,13 @@ class _Results:
         return [*kept, *self.bases]
 
 
+_CLONE_STORAGES = (
+    "aten.copy.default",
+    "aten.slice_scatter.default",
+    "aten.select_scatter.default",
+    "aten.diagonal_scatter.default",
+    "aten.as_strided_scatter.default",
+)
 _KEEP_THEIR_TERMS = (
     "aten.mse_loss.default",
     "aten.smooth_l1_loss.default",
@@ -474,6 +521,20 @@ def _kept_bytes(node: fx.Node, result: Tensor) -> int:
     operands: list[Any] = [operand.meta["val"] for operand in node.all_input_nodes]
     shape = torch.broadcast_shapes(*(tuple(operand.shape) for operand in operands))
     return math.prod(shape) * result.element_size()
+
+
+def _check_view(tensor: Tensor, base: Value) -> None:
+    """Refuses a result that is a view of `base` by more than shape, strides and offset."""
+    is_lazy = tensor.is_conj() or tensor.is_neg()
+    if is_lazy or str(tensor.dtype) != f"torch.{base.type.dtype.value}":
+        what = (
+            "lazily conjugated or negated" if is_lazy else f"{base.type.dtype.value} seen as {tensor.dtype}"
+        )
+        raise UnsupportedError(
+            "IRC348",
+            f"a result of shape {list(tensor.shape)} is a view of an input or of another result, {what}",
+            help="return resolve_conj(), resolve_neg() or clone() of it",
+        )
 
 
 def _input_target(described: Any) -> str:
@@ -496,6 +557,27 @@ def _needed(results: Iterable[object]) -> set[fx.Node]:
     return found
 
 
+def _is_check(node: fx.Node) -> bool:
+    """Whether a traced node runs an operation that returns nothing, for what it does."""
+    if node.target is not torch.ops.higher_order.with_effects:
+        return False
+    operation: Any = node.args[1]
+    return isinstance(operation, torch._ops.OpOverload) and not operation._schema.returns
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether a traced operation moves a random generator."""
+    is_random = isinstance(node.target, torch._ops.OpOverload) and _SEEDED in node.target.tags
+    return is_random and not _draws_nothing(str(node.target), node.args)
+
+
+def _unread_draws(traced: Iterable[fx.Node]) -> list[fx.Node]:
+    """Draws of the forward that nothing reads: they move the generator, as they do in eager."""
+    unread = [node for node in traced if not node.users and draws(node)]
+    tangents = {node for node in traced if isinstance(node.meta.get("desc"), TangentAOTInput)}
+    return [node for node in unread if tangents.isdisjoint(_needed([node]))]
+
+
 def _traits(node: Node, traced: fx.Node) -> frozenset[Trait]:
     target = traced.target
     assert isinstance(target, torch._ops.OpOverload)
@@ -504,7 +586,7 @@ def _traits(node: Node, traced: fx.Node) -> frozenset[Trait]:
         raise UnsupportedError("IRC335", f"{target} writes into its operand", at=node.at)
     if node.values and all(value.storage in operand_storages for value in node.values):
         return frozenset({Trait.VIEW})
-    if torch.Tag.nondeterministic_seeded in target.tags and not _draws_nothing(node):
+    if _SEEDED in target.tags and not _draws_nothing(node.op, node.arguments):
         return frozenset({Trait.RANDOM})
     return frozenset() if nondeterminism(node) is None else frozenset({Trait.NONDETERMINISTIC})
 
@@ -524,11 +606,11 @@ def _check_draw(node: Node) -> None:
         )
 
 
-def _draws_nothing(node: Node) -> bool:
-    """Whether a node that is tagged as random draws nothing after all (attention without dropout)."""
-    if "scaled_dot_product" not in node.op:
+def _draws_nothing(op: str, arguments: Iterable[object]) -> bool:
+    """Whether an operation that is tagged as random draws nothing after all (attention without dropout)."""
+    if "scaled_dot_product" not in op:
         return False
-    dropout = [argument for argument in node.arguments if isinstance(argument, float)]
+    dropout = [argument for argument in arguments if isinstance(argument, float)]
     return all(rate == 0.0 for rate in dropout[:1])
 
 

@@ -1,0 +1,139 @@
+"""What a model's Python code reads from its tensors: recorded in one run, and the same while it is traced."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ...ir import UnsupportedError
+from .source_lines import user_line
+from .state import State
+
+__all__ = ["Branches", "Reading"]
+
+_READS = ("__bool__", "__float__", "__index__", "__int__", "item", "tolist")
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One number, or list of numbers, that Python code takes out of a tensor.
+
+    Args:
+        read: The method: `__bool__`, `__float__`, `__index__`, `__int__` or `item`.
+        value: What it returned.
+        where: The line of the model's code.
+    """
+
+    read: str
+    value: Any
+    where: str | None
+
+
+@dataclass
+class Branches:
+    """The readings of a module's forward, which decide its branches.
+
+    Args:
+        module: The module.
+
+    Attributes:
+        readings: Those of a run on real tensors, in order.
+        tensors: Those that were read in the last traced run, in the same order.
+    """
+
+    module: nn.Module
+    readings: list[Reading] = field(default_factory=list[Reading])
+    tensors: list[Tensor] = field(default_factory=list[Tensor])
+
+    def record(self, run: Callable[..., Any], tensors: Sequence[Tensor]) -> None:
+        """Runs the forward once on copies of real tensors, without gradients, and notes what it reads.
+
+        The module, its buffers and the generators are as before afterwards. Meanwhile parameters and buffers
+        take their bytes twice.
+
+        Args:
+            run: Calls the module with its tensors.
+            tensors: The tensors of the example arguments.
+        """
+        recorder = _Recorder()
+        buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+        parameters = [(p, p._version, p.detach().clone()) for p in self.module.parameters()]
+        copies = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
+        try:
+            with torch.no_grad(), torch.random.fork_rng(), State(self.module).kept(), recorder:
+                run(*copies)
+        finally:
+            with torch.no_grad():
+                for buffer, value in buffers:  # some kernels write without counting a version
+                    buffer.copy_(value)
+                for parameter, version, value in parameters:
+                    if parameter._version != version:
+                        parameter.copy_(value)
+        self.readings = recorder.readings
+
+    @contextlib.contextmanager
+    def replayed(self) -> Generator[None]:
+        """Around one traced run: what is read is what was recorded, and the tensors are noted."""
+        replay = _Replay(self.readings)
+        with replay:
+            yield
+        if len(replay.tensors) != len(self.readings):
+            raise _another_way()
+        self.tensors = replay.tensors
+
+
+class _Recorder(TorchFunctionMode):
+    """Notes what is read; a list counts as a reading of each of its elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.readings: list[Reading] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if name in _READS:
+            where = user_line(inspect.currentframe())
+            if name == "tolist":
+                values: list[Any] = args[0].flatten().tolist()
+                self.readings += [Reading("item", value, where) for value in values]
+            else:
+                self.readings.append(Reading(name, result, where))
+        return result
+
+
+class _Replay(TorchFunctionMode):
+    """Gives what was noted for what is read; a traced tensor reads a list of itself element by element."""
+
+    def __init__(self, readings: Sequence[Reading]) -> None:
+        super().__init__()
+        self.readings = readings
+        self.tensors: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name not in _READS:
+            return func(*args, **(kwargs or {}))
+        if name == "tolist":
+            self.tensors += args[0].detach().flatten().unbind()
+            return func(*args)
+        place = len(self.tensors)
+        if place == len(self.readings):
+            raise _another_way()
+        self.tensors.append(args[0].detach())
+        return self.readings[place].value
+
+
+def _another_way() -> UnsupportedError:
+    return UnsupportedError(
+        "IRC332",
+        "the model's code reads other tensors while it is traced than in a run on the example arguments",
+        help="replace the data-dependent branch, or move it out of the module",
+    )

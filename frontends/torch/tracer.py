@@ -1,0 +1,92 @@
+"""How torch's tracer is set while a module is captured."""
+
+# The tracer has no public door.
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from .translate import draws
+
+__all__ = ["MADE", "WAYS", "WAYS_OF_EXAMPLE", "Way", "quiet_tracer", "unread_draws_stay"]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to trace a module.
+
+    Args:
+        compiling: What `torch.compiler.is_compiling()` says meanwhile to the model's code.
+        exporting: What `torch.compiler.is_exporting()` says.
+        same_branches: Whether Python code sees what it sees in a run on the example arguments.
+    """
+
+    compiling: bool = False
+    exporting: bool = False
+    same_branches: bool = False
+
+    @contextlib.contextmanager
+    def announced(self) -> Generator[None]:
+        """Meanwhile, torch says so."""
+        before = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
+        torch.compiler._is_compiling_flag = self.compiling
+        torch.compiler._is_exporting_flag = self.exporting
+        try:
+            yield
+        finally:
+            torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = before
+
+
+WAYS = (Way(), Way(compiling=True), Way(compiling=True, exporting=True))
+"""How a module is traced, in this order until one succeeds.
+
+First as it runs. Libraries look at data to save work (a mask that masks nothing is left out), unless they
+are told that they are traced; then they take the way that holds for all data. Some take one only where the
+whole is exported.
+"""
+WAYS_OF_EXAMPLE = (Way(compiling=True, same_branches=True), Way(same_branches=True))
+"""How it is traced after these where its branches may be those of the example."""
+
+MADE: dict[Any, Any] = {
+    torch.ops.aten._conj.default: torch.ops.aten.conj_physical.default,
+    torch.ops.aten._neg_view.default: torch.ops.aten.neg.default,
+}
+"""Views that are a flag of the tensor, which a type does not tell: each is made, as its reader would."""
+
+
+@contextlib.contextmanager
+def quiet_tracer() -> Generator[None]:
+    """What the tracer logs about a model's error stands in the error that follows."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def unread_draws_stay() -> Generator[None]:
+    """Meanwhile, the tracer does not drop draws that nothing reads: they move the generator."""
+    eliminate = fx.Graph.eliminate_dead_code
+
+    def keeping(graph: fx.Graph, is_impure_node: Callable[[fx.Node], bool] | None = None) -> bool:
+        def stays(node: fx.Node) -> bool:
+            return draws(node) or (node.is_impure() if is_impure_node is None else is_impure_node(node))
+
+        return eliminate(graph, stays)
+
+    fx.Graph.eliminate_dead_code = keeping
+    try:
+        yield
+    finally:
+        fx.Graph.eliminate_dead_code = eliminate

@@ -26,6 +26,7 @@ from .graph import (
     Trait,
     values_in,
 )
+from .in_flight import Others, loss_waiting_bytes, others_after, others_before
 from .liveness import Timeline, liveness
 from .nondeterminism import NONDETERMINISTIC, nondeterminism
 from .plan import Decision, Plan, WishEffect
@@ -68,6 +69,7 @@ __all__ = [
     "Loss",
     "Node",
     "Origin",
+    "Others",
     "Output",
     "OutputRole",
     "Plan",
@@ -91,8 +93,11 @@ __all__ = [
     "allocation_bytes",
     "format_bytes",
     "liveness",
+    "loss_waiting_bytes",
     "named_wishes",
     "nondeterminism",
+    "others_after",
+    "others_before",
     "parse_budget",
     "parse_graph",
     "parse_program",

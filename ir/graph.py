@@ -223,9 +223,12 @@ class Graph:
         loss_bytes: The most that the caller's loss and its backward take between forward and backward,
             beyond the outputs and the tangents.
         loss_held_bytes: What of it stays until backward returns: the loss itself and its gradient.
+        loss_saved_bytes: What of it the loss holds from its forward to its backward, where other forwards run
+            in between.
         reserved_bytes: What else exists before the step and after it, outside of the graph: the `.grad` that
             gradients are accumulated into, or the state of the optimizers that apply them.
         wishes: All that the user wishes, those that concern no node too.
+        forwards_in_flight: How many forwards may have run whose backward has not (see `in_flight`).
 
     All inputs but the tangents are static: they exist before the step and after it.
     """
@@ -237,6 +240,8 @@ class Graph:
     loss_held_bytes: int = 0
     reserved_bytes: int = 0
     wishes: tuple[Wish, ...] = ()
+    loss_saved_bytes: int = 0
+    forwards_in_flight: int = 1
 
     @cached_property
     def static_storages(self) -> frozenset[Storage]:
@@ -262,9 +267,21 @@ class Graph:
         return frozenset(found) - self.output_storages
 
     @cached_property
+    def call_storages(self) -> frozenset[Storage]:
+        """The static storages that each forward in flight has of its own: those of inputs alone."""
+        inputs = {i.value.storage for i in self.inputs if i.role is InputRole.INPUT}
+        shared = {i.value.storage for i in self.inputs if i.role is not InputRole.INPUT}
+        return frozenset(inputs - shared)
+
+    @cached_property
     def static_bytes(self) -> int:
-        """Bytes of parameters, buffers, inputs and constants, each storage once, and the reserved bytes."""
-        return sum(storage.nbytes for storage in self.static_storages) + self.reserved_bytes
+        """Bytes of parameters, buffers and constants, of the inputs of each forward in flight, and reserved.
+
+        Each storage counts once, those of inputs once for each forward.
+        """
+        once = sum(storage.nbytes for storage in self.static_storages)
+        more = sum(storage.nbytes for storage in self.call_storages) * (self.forwards_in_flight - 1)
+        return once + more + self.reserved_bytes
 
     @cached_property
     def tied(self) -> dict[Value, Value]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .graph import Node
+from .in_flight import Others, loss_waiting_bytes, others_after, others_before
 from .schedule import Compute, Free, Instruction, Loss, Schedule
 from .types import Storage
 
@@ -35,17 +36,42 @@ class Timeline:
         return self.during_bytes.index(self.peak_bytes)
 
 
-def liveness(schedule: Schedule, workspace_bytes: Mapping[Node, int]) -> Timeline:
-    """Bytes alive during and after each instruction of `schedule`.
+def liveness(
+    schedule: Schedule, workspace_bytes: Mapping[Node, int], *, with_gradients: bool = False
+) -> Timeline:
+    """Bytes alive during and after each instruction of `schedule`, in the worst call of those in flight.
 
     Args:
         schedule: Need not be valid: a storage that is freed twice is counted as freed once.
         workspace_bytes: What each node takes from the allocator while it runs, beyond the storages of
             its results; a missing node takes nothing.
+        with_gradients: Whether `.grad` is there already, and the gradients that are delivered are added to
+            it. Else a step starts without gradients, or with those that `reserved_bytes` counts.
 
     Returns:
-        Bytes on the device, with static bytes, rounded as the device's allocator rounds.
+        Bytes on the device, with static bytes and what other forwards in flight hold (see `in_flight`),
+        rounded as the device's allocator rounds.
     """
+    own = _one_call(schedule, workspace_bytes)
+    graph = schedule.graph
+    split = next((i for i, item in enumerate(schedule.instructions) if isinstance(item, Loss)), 0)
+    kept_bytes = own.after_bytes[split - 1] - graph.static_bytes if split else 0
+    held_bytes = kept_bytes + loss_waiting_bytes(graph)
+
+    def most(cases: tuple[Others, ...]) -> int:
+        return max(case.bytes_at(held_bytes) for case in cases)
+
+    before = most(others_before(graph, with_gradients=with_gradients))
+    after = most(others_after(graph, with_gradients=with_gradients))
+    beside = [before if index < split else after for index in range(len(schedule.instructions))]
+    return Timeline(
+        tuple(nbytes + more for nbytes, more in zip(own.during_bytes, beside, strict=True)),
+        tuple(nbytes + more for nbytes, more in zip(own.after_bytes, beside, strict=True)),
+    )
+
+
+def _one_call(schedule: Schedule, workspace_bytes: Mapping[Node, int]) -> Timeline:
+    """The memory of one call, beside the static bytes of all."""
     graph = schedule.graph
     resident: dict[Storage, int] = {}
     alive = graph.static_bytes

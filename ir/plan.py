@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,8 @@ class Plan:
         budget_bytes: What was asked for.
         peak_bytes: Predicted peak of a training step under the plan.
         baseline_peak_bytes: The same where everything is kept, as in eager.
-        static_bytes: Parameters, buffers, inputs and constants, and the reserved bytes.
+        static_bytes: Parameters, buffers and constants, the inputs of each forward in flight, and the
+            reserved bytes.
         minimum_budget_bytes: The smallest budget that a schedule was found for.
         floor_bytes: No schedule with this order of backward fits into less.
         step_seconds: Predicted time of the baseline's step.
@@ -100,6 +102,12 @@ class Plan:
             state where they are applied.
         wishes: What each wish of the user did. Overhead, bound, smallest budget and floor are those of
             schedules that honour them.
+        forwards_in_flight: How many forwards may have run whose backward has not: all n run, then their
+            backwards, one by one in any order or all in one. All bytes are for so many, budget and baseline
+            too. A backward that retains its graph counts as one more.
+        peak_with_gradients_bytes: Predicted peak where the `.grad` of all trained parameters is there from
+            the start, so that the gradients are added to it when backward ends; forwards and backwards may
+            then follow each other in any order. None where the plan was written by an earlier version.
     """
 
     budget_bytes: int
@@ -119,6 +127,8 @@ class Plan:
     gradients: str = Gradients.RETURNED.value
     reserved_bytes: int = 0
     wishes: tuple[WishEffect, ...] = ()
+    forwards_in_flight: int = 1
+    peak_with_gradients_bytes: int | None = None
 
     @property
     def gap(self) -> float:
@@ -136,8 +146,9 @@ class Plan:
                 f"{format_bytes(self.peak_bytes)} ({self.peak_bytes:,} bytes, {saved:.1%} of baseline)",
             ),
             ("baseline peak", f"{format_bytes(self.baseline_peak_bytes)}"),
-            ("static", f"{format_bytes(self.static_bytes)} (parameters, buffers, inputs{self._reserved})"),
-            *(("gradients", text) for text in filter(None, [_RELEASED[Gradients(self.gradients)]])),
+            ("static", f"{format_bytes(self.static_bytes)} (parameters, buffers, {self._more_static})"),
+            ("in flight", self._in_flight),
+            *self._gradient_rows(),
             (
                 "overhead",
                 f"{self.overhead:.2%} of the step's time, bound {self.lower_bound_overhead:.2%}: {proof}",
@@ -152,10 +163,28 @@ class Plan:
         return "\n".join(f"{name:>16}  {text}" for name, text in rows)
 
     @property
-    def _reserved(self) -> str:
-        """What is reserved, as one more of the static things."""
+    def _more_static(self) -> str:
+        """Inputs, and what is reserved."""
+        inputs = "inputs" if self.forwards_in_flight == 1 else f"inputs of {self.forwards_in_flight} forwards"
         what = _RESERVED[Gradients(self.gradients)]
-        return f", and {format_bytes(self.reserved_bytes)} of {what}" if what else ""
+        return f"{inputs}, and {format_bytes(self.reserved_bytes)} of {what}" if what else inputs
+
+    @property
+    def _in_flight(self) -> str:
+        if self.forwards_in_flight == 1:
+            return "1 forward: its backward comes before the next forward"
+        return f"{self.forwards_in_flight} forwards, then their backwards in any order"
+
+    def _gradient_rows(self) -> Iterator[tuple[str, str]]:
+        """How gradients are released, or what a step takes that finds `.grad` there."""
+        released, there_bytes = _RELEASED[Gradients(self.gradients)], self.peak_with_gradients_bytes
+        if released is not None:
+            yield "gradients", released
+        elif there_bytes is not None:
+            fits = there_bytes <= self.budget_bytes
+            advice = "" if fits else "; over the budget: accumulate_gradients=True takes no second set"
+            peak = f"{format_bytes(there_bytes)} ({there_bytes:,} bytes)"
+            yield "with gradients", f"{peak} where .grad is there already and is added to{advice}"
 
     @property
     def _wishes_in_force(self) -> list[str]:
@@ -246,7 +275,13 @@ class Plan:
         return Plan.from_json(data)
 
 
-_KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
+_KINDS: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "int | None": (int, type(None)),
+    "float": (int, float),
+    "str": (str,),
+    "bool": (bool,),
+}
 
 
 def _check_types(record: Plan | Decision | WishEffect) -> None:

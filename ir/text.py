@@ -69,7 +69,8 @@ _TOKEN = re.compile(
     re.ASCII,
 )
 _MAX_DEPTH = 64
-_OPTIONAL_BYTES = ("loss_held_bytes", "reserved_bytes")
+_OPTIONAL = {"loss_held_bytes": 0, "loss_saved_bytes": 0, "reserved_bytes": 0, "forwards_in_flight": 1}
+"""What a graph's first line says where it is not this."""
 _LOCATION_FIELDS = (("module", "module"), ("onnx", "onnx_node"), ("source", "source"))
 
 
@@ -102,8 +103,8 @@ def same_schedule(a: Schedule, b: Schedule) -> bool:
 
 
 def _graph_lines(graph: Graph) -> Iterator[str]:
-    optional = ((name, getattr(graph, name)) for name in _OPTIONAL_BYTES)
-    more = "".join(f" {name}={nbytes}" for name, nbytes in optional if nbytes)
+    optional = ((name, getattr(graph, name), usual) for name, usual in _OPTIONAL.items())
+    more = "".join(f" {name}={number}" for name, number, usual in optional if number != usual)
     yield f"graph loss_bytes={graph.loss_bytes}{more} {{"
     for storage in graph.storages:
         yield f"  storage {_sigil('@', storage.name)} {storage.nbytes} {_word(storage.device)}"
@@ -395,11 +396,11 @@ class _Parser:
         self.expect("loss_bytes")
         self.expect("=")
         loss_bytes = self.integer("bytes")
-        optional = dict.fromkeys(_OPTIONAL_BYTES, 0)
+        optional = dict(_OPTIONAL)
         for name in optional:
             if self.accept(name):
                 self.expect("=")
-                optional[name] = self.integer("bytes")
+                optional[name] = self.integer("bytes" if name.endswith("bytes") else "a number")
         inputs: list[Input] = []
         nodes: dict[str, Node] = {}
         outputs: list[Output] = []

@@ -29,11 +29,22 @@ def verify_graph(graph: Graph) -> None:
             alias; IRC117 an output is missing; IRC118 a gradient belongs to no input; IRC119 an effect does
             not write a parameter, buffer, input or constant; IRC133 a gradient is released wrongly, or the
             reserved bytes are not those of what is released; IRC134 a parameter is read after its gradient
-            was applied; IRC550 a wish is out of place.
+            was applied; IRC550 a wish is out of place; IRC566 the number of forwards in flight is none, or
+            cannot be.
     """
     _GraphCheck(graph).run()
+    _check_forwards(graph)
     if graph.releases or graph.reserved_bytes:
         _ReleaseCheck(graph).run()
+
+
+def _check_forwards(graph: Graph) -> None:
+    count = graph.forwards_in_flight
+    if count < 1:
+        _fail("IRC566", f"{count} forwards are in flight; one is the least")
+    if count > 1 and graph.gradients is Gradients.APPLIED:
+        message = f"{count} forwards are in flight, and the first backward updates the parameters"
+        _fail("IRC566", f"{message} that the others read")
 
 
 class _GraphCheck:
@@ -322,7 +333,12 @@ class _ScheduleCheck:
         self.tangents -= self.static
         self.delivered -= self.static | self.tangents
         self.resident: set[Storage] = set(self.static)
-        self.alive_bytes = sum(storage.nbytes for storage in self.resident) + self.graph.reserved_bytes
+        self.static_bytes = sum(storage.nbytes for storage in self.resident) + self.graph.reserved_bytes
+        self.static_bytes += (self.graph.forwards_in_flight - 1) * sum(s.nbytes for s in self.inputs)
+        self.alive_bytes = self.static_bytes
+        self.waiting_bytes = 0
+        """What a call holds between its forward and its backward."""
+        self.loss_step = 0
         self.during_bytes: list[int] = []
         self.after_bytes: list[int] = []
         self.lost = False
@@ -337,6 +353,8 @@ class _ScheduleCheck:
         self.tangents = {i.value.storage for i in graph.inputs if i.role is InputRole.TANGENT}
         self.static = {i.value.storage for i in graph.inputs if i.role is not InputRole.TANGENT}
         self.delivered = {o.value.storage for o in graph.outputs if o.value is not None}
+        shared = {i.value.storage for i in graph.inputs if i.role is not InputRole.INPUT}
+        self.inputs = self.static - self.tangents - shared
         self.allocates: dict[Node, set[Storage]] = {}
         self.producer: dict[Storage, Node] = {}
         self.effects_behind: dict[Value, frozenset[Node]] = {}
@@ -363,6 +381,24 @@ class _ScheduleCheck:
         ordered = {Trait.RANDOM, Trait.EFFECT}
         """What keeps the order of the graph; disposing of one gradient does not touch another parameter."""
         self.in_order = [n for n in self.allocates if n.traits & ordered and n.releases is None]
+        self.describe_ends()
+
+    def describe_ends(self) -> None:
+        """What a call leaves with the caller, and `.grad`."""
+        entries = {f"{i.role.value}:{i.target}": i for i in self.graph.inputs}
+        self.left: set[Storage] = set()
+        self.gradients: dict[object, int] = {}
+        """Bytes of the gradient of each parameter; tied ones are one tensor, with one gradient."""
+        for output in self.graph.outputs:
+            storage = output.value.storage if output.value is not None else None
+            if storage is None or storage not in self.producer:
+                continue
+            made_forward = self.producer[storage].region is Region.FORWARD
+            if made_forward or entries[output.target].role is InputRole.INPUT:
+                self.left.add(storage)
+            else:
+                value = entries[output.target].value
+                self.gradients[value.storage, value.type] = storage.nbytes
 
     def effects_read(self, node: Node) -> frozenset[Node]:
         none: frozenset[Node] = frozenset()
@@ -380,7 +416,19 @@ class _ScheduleCheck:
                     self.loss()
             self.after_bytes.append(self.alive_bytes)
         self.finish()
-        return Timeline(tuple(self.during_bytes), tuple(self.after_bytes))
+        waits, ends = self.others_bytes(0), max(map(self.others_bytes, range(self.graph.forwards_in_flight)))
+        beside = [waits if step < self.loss_step else ends for step in range(len(self.instructions))]
+        return Timeline(
+            tuple(own + others for own, others in zip(self.during_bytes, beside, strict=True)),
+            tuple(own + others for own, others in zip(self.after_bytes, beside, strict=True)),
+        )
+
+    def others_bytes(self, finished: int) -> int:
+        """What the other calls in flight hold, where the backward of so many of them has run."""
+        waiting = self.graph.forwards_in_flight - 1 - finished
+        left_bytes = sum(s.nbytes for s in self.left) + self.graph.loss_held_bytes
+        nbytes = waiting * self.waiting_bytes + finished * left_bytes
+        return nbytes + (sum(self.gradients.values()) if finished else 0)
 
     def compute(self, node: Node, retained: frozenset[Storage]) -> None:
         if node not in self.allocates:
@@ -462,9 +510,13 @@ class _ScheduleCheck:
         self.crossing()
         self.lost = True
         arriving_bytes = sum(storage.nbytes for storage in self.tangents)
+        after_loss_bytes = arriving_bytes + self.graph.loss_held_bytes
+        self.waiting_bytes = self.alive_bytes - self.static_bytes
+        self.waiting_bytes += max(after_loss_bytes, self.graph.loss_saved_bytes)
+        self.loss_step = self.step
         self.during_bytes.append(self.alive_bytes + arriving_bytes + self.graph.loss_bytes)
         self.resident |= self.tangents
-        self.alive_bytes += arriving_bytes + self.graph.loss_held_bytes
+        self.alive_bytes += after_loss_bytes
 
     def crossing(self) -> None:
         """Refuses what stays for backward against a wish."""

@@ -3,6 +3,7 @@
 from .checkpointing import CheckpointProblem, Repeats, Simulated
 from .cost import Cost
 from .costs import MACHINES, Costs, Machine, analytic_costs
+from .hold_forwards import HoldForwards
 from .manager import Observer, Pass, PassManager, Timing, parse_passes
 from .planner import Planner, recomputation_problem
 from .program import Program
@@ -16,6 +17,7 @@ __all__ = [
     "CheckpointProblem",
     "Cost",
     "Costs",
+    "HoldForwards",
     "Machine",
     "Observer",
     "Pass",

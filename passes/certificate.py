@@ -18,6 +18,7 @@ from ..ir import (
     Wish,
     WishEffect,
     format_bytes,
+    liveness,
     nondeterminism,
 )
 from .checkpointing import CheckpointProblem, Simulated
@@ -51,6 +52,7 @@ def certify(
     overhead = max(found.best.seconds / step - 1, 0.0) if step else 0.0
     bound = min(found.bound_seconds / step, overhead) if step else 0.0
     decisions = _decisions(problem, found.best)
+    there = liveness(found.best.schedule, problem.costs.workspace_bytes, with_gradients=True)
     return Plan(
         budget_bytes=budget_bytes,
         peak_bytes=found.best.peak_bytes,
@@ -70,6 +72,8 @@ def certify(
             WishEffect(wish.by, wish.policy.value, _effect(problem, wish, decisions))
             for wish in problem.graph.wishes
         ),
+        forwards_in_flight=problem.graph.forwards_in_flight,
+        peak_with_gradients_bytes=there.peak_bytes,
     )
 
 

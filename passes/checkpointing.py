@@ -5,12 +5,26 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import networkx as nx
 
-from ..ir import Compute, Graph, Node, OutputRole, Region, Schedule, Storage, liveness, with_frees
+from ..ir import (
+    Compute,
+    Graph,
+    Node,
+    Others,
+    OutputRole,
+    Region,
+    Schedule,
+    Storage,
+    liveness,
+    loss_waiting_bytes,
+    others_after,
+    others_before,
+    with_frees,
+)
 from .costs import Costs
 
 __all__ = ["CheckpointProblem", "Repeats", "Simulated"]
@@ -249,6 +263,35 @@ class CheckpointProblem:
         )
 
     @cached_property
+    def _others(self) -> tuple[tuple[Others, ...], tuple[Others, ...]]:
+        """What other forwards in flight hold before the loss, and from it on."""
+        graph = self.graph
+        delivered = sum(s.nbytes for s in graph.output_storages if graph.producers[s] in self.index)
+        fixed_bytes = delivered + loss_waiting_bytes(graph)
+        before, after = (
+            tuple(replace(case, nbytes=case.bytes_at(fixed_bytes)) for case in cases)
+            for cases in (others_before(graph), others_after(graph))
+        )
+        return before, after
+
+    def others_at(self, moment: int) -> tuple[Others, ...]:
+        """What other forwards in flight hold at a moment or base step, in each case that may be the worst.
+
+        A waiting one is said to hold the storages of forward that come and go and that the schedule keeps at
+        the loss; the rest of what it holds is among the bytes of the case.
+        """
+        return self._others[moment >= len(self.forward)]
+
+    @cached_property
+    def forced_bytes(self) -> int:
+        """Bytes that every schedule keeps at the loss: what backward reads and only one run can make."""
+        return sum(s.nbytes for s in self.read_positions if not self.producer[s].is_recomputable)
+
+    def least_others_bytes(self, moment: int) -> int:
+        """What other forwards in flight hold at a moment under every schedule."""
+        return max(case.bytes_at(self.forced_bytes) for case in self.others_at(moment))
+
+    @cached_property
     def step_seconds(self) -> float:
         """Time of a step that computes nothing twice."""
         return math.fsum(self.costs.seconds[node] for node in self.graph.operations)
@@ -268,13 +311,13 @@ class CheckpointProblem:
         """For each operation, what no schedule with this order of backward can go below while it runs."""
         graph = self.graph
         found: dict[Node, int] = {}
+        least_bytes = graph.static_bytes + self.least_others_bytes(0)
         for node in self.forward:
             touched = {*graph.reads(node), *graph.allocates(node)} - graph.static_storages
-            found[node] = (
-                graph.static_bytes + sum(s.nbytes for s in touched) + self.costs.workspace_bytes[node]
-            )
+            found[node] = least_bytes + sum(s.nbytes for s in touched) + self.costs.workspace_bytes[node]
+        least_bytes = self.least_others_bytes(len(self.forward))
         for held, node in zip(self.held_during, self.backward, strict=True):
-            found[node] = held + sum(s.nbytes for s in self.forward_reads[node])
+            found[node] = least_bytes + held + sum(s.nbytes for s in self.forward_reads[node])
         return found
 
     @cached_property
@@ -284,6 +327,7 @@ class CheckpointProblem:
         delivered = {o.value.storage for o in graph.outputs if o.value and o.role is OutputRole.OUTPUT}
         at_loss = graph.tangent_storages | (delivered - graph.static_storages)
         loss = graph.static_bytes + sum(s.nbytes for s in at_loss) + graph.loss_bytes
+        loss += self.least_others_bytes(len(self.forward))
         return max([loss, *self.demand_bytes.values()])
 
     # ------------------------------------------------------------------ from a choice to a schedule

@@ -6,6 +6,7 @@ import bisect
 import math
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ..ir import Node, Storage
@@ -40,13 +41,37 @@ def evict_greedily(
     Source:
         Kirisame et al., Dynamic Tensor Rematerialization (2021); the known next use replaces staleness.
     """
-    try:
-        run = _Run(problem, budget_bytes, distance_weight, deadline)
-        forward, backward = run.step()
-    except _OverBudgetError:
-        return None
-    simulated = problem.simulate_order(forward, backward)
-    return simulated if simulated.peak_bytes <= budget_bytes else None
+    found: list[Simulated] = []
+    for kept_bytes in _limits(problem, budget_bytes):
+        try:
+            run = _Run(problem, budget_bytes, distance_weight, deadline, kept_bytes)
+            simulated = problem.simulate_order(*run.step())
+        except _OverBudgetError:
+            continue
+        if simulated.peak_bytes <= budget_bytes:
+            found.append(simulated)
+        if len(found) == _ENOUGH:
+            break
+    return min(found, key=lambda s: (s.seconds, s.peak_bytes), default=None)
+
+
+def _limits(problem: CheckpointProblem, budget_bytes: int) -> Iterator[int]:
+    """Bytes that may stay at the loss: with several forwards in flight each of them holds as much.
+
+    Alone a step needs no limit. Else the most is what fits at the loss n times; and parts of it, for where
+    more than that is needed while one of the calls runs.
+    """
+    graph, split = problem.graph, len(problem.forward)
+    if graph.forwards_in_flight == 1:
+        yield budget_bytes
+        return
+    here_bytes = problem.held_before[split] - graph.loss_held_bytes + graph.loss_bytes
+    most = min(
+        (budget_bytes - here_bytes - case.nbytes) // (case.waiting + 1) for case in problem.others_at(split)
+    )
+    most = min(most, sum(s.nbytes for s in problem.wanted))
+    limits = dict.fromkeys(max(int(most * part), problem.forced_bytes) for part in _PARTS)
+    yield from (limit for limit in limits if limit <= most)
 
 
 class _OverBudgetError(Exception):
@@ -59,6 +84,12 @@ _MANY = 300
 _SLACK = 200
 """It then frees one part in this many of the budget more than it needs."""
 
+_PARTS = (1.0, 0.75, 0.5, 0.25, 0.125, 0.0625, 0.0)
+"""With several forwards in flight, what is tried as a limit for the loss, of what could fit there."""
+
+_ENOUGH = 2
+"""So many of these limits that lead to a schedule are enough: larger ones mostly give faster schedules."""
+
 _STEPS_LIMIT = 4.0
 """Times of a whole step after which eviction is thrashing."""
 
@@ -69,6 +100,7 @@ class _Run:
     budget_bytes: int
     distance_weight: float
     deadline: float
+    kept_bytes: int
     resident: dict[Storage, None] = field(default_factory=dict)
     trace: list[Node] = field(default_factory=list)
     now: int = 0
@@ -86,7 +118,7 @@ class _Run:
             bisect.insort(self.reads.setdefault(storage, []), step)
         graph = problem.graph
         self.permanent = graph.static_storages | graph.tangent_storages | graph.output_storages
-        self.alive_bytes = graph.static_bytes
+        self.alive_bytes = graph.static_bytes + self._others_bytes(0)
 
     def step(self) -> tuple[list[Node], list[Node]]:
         """The operations before and after the loss."""
@@ -99,11 +131,18 @@ class _Run:
             if storage in self.resident:
                 self._drop(storage)
         tangents = sum(s.nbytes for s in graph.tangent_storages)
-        self._make_room(tangents + graph.loss_bytes)
+        self.alive_bytes += self._others_bytes(self.now) - self._others_bytes(0)
+        kept_bytes = sum(s.nbytes for s in self.resident if s not in self.permanent)
+        over_bytes = kept_bytes - self.kept_bytes
+        self._make_room(max(tangents + graph.loss_bytes, self.budget_bytes - self.alive_bytes + over_bytes))
         self.alive_bytes += tangents + graph.loss_held_bytes
         for self.now, node in enumerate(problem.backward, len(problem.forward)):
             self._run(node)
         return self.trace[:split], self.trace[split:]
+
+    def _others_bytes(self, moment: int) -> int:
+        """What other forwards in flight hold, where as much stays at the loss as may."""
+        return max(case.bytes_at(self.kept_bytes) for case in self.problem.others_at(moment))
 
     def _run(self, node: Node) -> None:
         """Runs an operation, after making again what it reads; what waits for a reader is pinned."""

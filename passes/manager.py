@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol
 
 from ..ir import IrcError, UsageError, verify_graph, verify_schedule
 from .cost import Cost
+from .hold_forwards import HoldForwards
 from .program import Program
 from .release_gradients import ReleaseGradients
 from .select_checkpoints import SelectCheckpoints
@@ -56,7 +57,7 @@ class Timing:
 
 
 _PASSES: dict[str, type[Any]] = {
-    step.name: step for step in (ReleaseGradients, SplitConvolutions, Cost, SelectCheckpoints)
+    step.name: step for step in (ReleaseGradients, SplitConvolutions, HoldForwards, Cost, SelectCheckpoints)
 }
 
 

@@ -6,10 +6,11 @@ import bisect
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from ortools.math_opt.python import mathopt
 
-from ..ir import Node, Storage
+from ..ir import Node, Others, Storage
 from .checkpointing import CheckpointProblem, Repeats, Simulated
 from .milp import add_memory_row, solve
 
@@ -63,7 +64,8 @@ class RetentionProgramme:
 
     - read: y[t] <= r[s, before t] for what step t reads (1 in place of y for the base order);
     - carry: r[s, after t] <= r[s, before t] (+ y[t] where t makes s, and then r[s, before t] + y[t] <= 1);
-    - memory: at each step, bytes of all r there, of what it makes if it runs, and of the rest <= budget;
+    - memory: at each step, bytes of all r there, of what it makes if it runs, and of the rest <= budget; the
+      rest has the r at the loss once for each other forward in flight that waits;
     - wishes: r[s, i] = 0 across the loss where s is transient.
 
     Rows of memory are added where a solution, simulated, goes over the budget. With whole y the least
@@ -191,7 +193,8 @@ class RetentionProgramme:
             return
         held = self.problem.held_before[forward] - self.problem.graph.loss_held_bytes
         terms, alive = self._resident_at(self.loss)
-        self._add_terms(terms, alive + held + self.problem.graph.loss_bytes)
+        cases = self.problem.others_at(forward)
+        self._add_terms(terms, alive + held + self.problem.graph.loss_bytes, cases)
 
     def _add_row(self, t: int) -> bool:
         """Adds the memory of a step; whether it was not there yet."""
@@ -208,8 +211,13 @@ class RetentionProgramme:
         else:
             fixed += sum(s.nbytes for s in problem.graph.allocates(step.node) if s in problem.producer)
             fixed += problem.held_at[step.base]
-        self._add_terms(terms, fixed)
+        self._add_terms(terms, fixed, problem.others_at(step.base))
         return True
+
+    @cached_property
+    def _kept(self) -> tuple[list[tuple[int, mathopt.Variable]], int]:
+        """What may be and what is there at the loss."""
+        return self._resident_at(self.loss)
 
     def _resident_at(self, t: int) -> tuple[list[tuple[int, mathopt.Variable]], int]:
         """What may be and what is there when step t begins."""
@@ -226,7 +234,16 @@ class RetentionProgramme:
                 fixed += storage.nbytes
         return terms, fixed
 
-    def _add_terms(self, terms: list[tuple[int, mathopt.Variable]], fixed_bytes: int) -> None:
+    def _add_terms(
+        self, terms: list[tuple[int, mathopt.Variable]], fixed_bytes: int, cases: Sequence[Others]
+    ) -> None:
+        """Adds the memory of this call, and of the others in flight, which keep the same at the loss."""
+        for case in cases:
+            kept, kept_bytes = self._kept if case.waiting else ([], 0)
+            waiting = ((case.waiting * nbytes, variable) for nbytes, variable in kept)
+            self._add_at_most([*terms, *waiting], fixed_bytes + case.bytes_at(kept_bytes))
+
+    def _add_at_most(self, terms: list[tuple[int, mathopt.Variable]], fixed_bytes: int) -> None:
         if self.budget_bytes is not None:
             add_memory_row(self.model, terms, self.budget_bytes - fixed_bytes)
             return

@@ -171,7 +171,7 @@ class _Large:
                     work.add(idea)
                     self._take(work)
             seeds = seeds[1:]
-            more = _violated(self.problem, self.budget_bytes, ideas[0], moments)
+            more = _violated(self.problem, self.budget_bytes, ideas[0], moments) if ideas else []
             if not more:
                 more = [m for m in _tightest(self.problem) if m not in moments][:_NEW_STAGES]
             if not more:
@@ -180,11 +180,11 @@ class _Large:
 
     def _ideas(self, resident: Mapping[int, frozenset[Storage]]) -> Iterator[Simulated]:
         """The schedules of a staged choice: all made again at the stages, and all when it is first read."""
-        problem = self.problem
-        yield problem.simulate_repeats(problem.repeats_between(resident))
-        # At its first read, what something is made from may be gone that runs only once.
-        with contextlib.suppress(ValueError):
-            yield problem.simulate_repeats(problem.repeats_between(resident, eager=False))
+        # What something is made from may be gone that runs only once: at its first read, or where the choice
+        # makes it between the last forward operation and the loss, where no schedule of ours runs anything.
+        for eager in (True, False):
+            with contextlib.suppress(ValueError):
+                yield self.problem.simulate_repeats(self.problem.repeats_between(resident, eager=eager))
 
     @property
     def _gap_seconds(self) -> float:

@@ -196,12 +196,14 @@ def _over_budget(
     place = _heaviest(problem)
     by = f" by strategy {strategy}" if strategy else ""
     least = "at least" if is_known else "by what was found within the time limit"
+    count = problem.graph.forwards_in_flight
+    what = "a training step" if count == 1 else f"a training step with {count} forwards in flight"
     static = "parameters, buffers and inputs"
     if problem.graph.reserved_bytes:
         static = "parameters, buffers, inputs, and gradients or optimizer state that stay"
     return BudgetError(
         "IRC204",
-        f"a training step needs {format_bytes(minimum_bytes)} ({minimum_bytes} bytes) {least}{by}, over "
+        f"{what} needs {format_bytes(minimum_bytes)} ({minimum_bytes} bytes) {least}{by}, over "
         f"the budget of {format_bytes(budget_bytes)} ({budget_bytes} bytes); "
         f"{format_bytes(problem.graph.static_bytes)} of it are {static}"
         + _under_wishes(planner, minimum_bytes, strategy),

@@ -45,7 +45,8 @@ class Relaxation:
     - read: x[j, maker(s)] + k[j, s] >= 1 for s read in (t_j, t_{j+1}];
     - closure: x[j, maker(u)] + k[j, u] >= x[j, o] for u read by o;
     - carry: k[j+1, s] <= k[j, s] + x[j, maker(s)];
-    - memory: bytes of k[j, .], of what t_j reads and of what is held besides <= budget;
+    - memory: bytes of k[j, .], of what t_j reads and of what is held besides <= budget; other forwards in
+      flight that wait hold those of k at the loss, where a stage stands there;
     - wishes: x[j, o] = 0 where o is to be kept, and k[j, s] = 0 at the loss where s is transient.
 
     These hold for every schedule with this order of first runs that honours the wishes, however often and
@@ -79,6 +80,8 @@ class Relaxation:
         self.replaced_at_loss = _replaced(problem, self.large, boundary=True)
         for stage in range(len(self.moments)):
             self._add_stage(stage)
+        for stage in range(len(self.moments)):
+            self._add_memory(stage)
         self.unit_seconds = max(problem.step_seconds, 1e-12) / 1000
         self.model.minimize(
             mathopt.LinearSum(
@@ -124,9 +127,21 @@ class Relaxation:
                 model.add_linear_constraint(variable - mathopt.LinearSum(carried) <= 0.0)
         self.resident.append(resident)
         self.again.append(again)
+
+    def _add_memory(self, stage: int) -> None:
+        """The bytes of a stage; other forwards in flight that wait hold what stays at the loss."""
+        problem = self.problem
+        moment = self.moments[stage]
+        inputs = [s for s in dict.fromkeys(problem.read_at(moment)) if s in self.is_large]
         fixed = problem.held_in(moment, self.small_bytes) + sum(s.nbytes for s in inputs)
-        terms = [(s.nbytes, v) for s, v in resident.items() if s not in inputs]
-        add_memory_row(model, terms, self.budget_bytes - fixed)
+        terms = [(s.nbytes, v) for s, v in self.resident[stage].items() if s not in inputs]
+        loss = len(problem.forward)
+        kept = self.resident[self.moments.index(loss)] if loss in self.moments else {}
+        for case in problem.others_at(moment):
+            waiting = [(case.waiting * s.nbytes, v) for s, v in kept.items()] if case.waiting else []
+            least_bytes = 0 if kept else problem.forced_bytes
+            room_bytes = self.budget_bytes - fixed - case.bytes_at(least_bytes)
+            add_memory_row(self.model, [*terms, *waiting], room_bytes)
 
     def _is_read(self, storage: Storage, after: int, until: int | None = None) -> bool:
         """Whether the first run of an operation after a moment (up to another) reads a storage."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations
 from itertools import count as itertools_count
@@ -33,6 +33,9 @@ from irc.ir import (
     TensorType,
     Trait,
     Value,
+    loss_waiting_bytes,
+    others_after,
+    others_before,
 )
 from irc.passes import CheckpointProblem, Costs
 from irc.passes.checkpointing import Simulated
@@ -112,14 +115,27 @@ def _chain(random: Random, count: int, max_kept: int) -> Sample:
 
 @dataclass(frozen=True)
 class Choice:
-    """A schedule of the class: what it costs, and what runs again before each backward operation."""
+    """A schedule of the class: what it costs, and what runs again before each backward operation.
+
+    Args:
+        seconds: Of all that runs.
+        peak_bytes: The most that is alive at once.
+        again: What runs again.
+        beside_bytes: What other forwards in flight hold from the loss on; it is part of the peak.
+    """
 
     seconds: float
     peak_bytes: int
     again: tuple[tuple[Node, ...], ...]
+    beside_bytes: int = 0
 
     def beats(self, other: Choice) -> bool:
-        return self.seconds <= other.seconds and self.peak_bytes <= other.peak_bytes
+        pairs = zip(self._cost, other._cost, strict=True)
+        return all(mine <= its for mine, its in pairs)
+
+    @property
+    def _cost(self) -> tuple[float, int, int]:
+        return self.seconds, self.peak_bytes, self.beside_bytes
 
 
 Kept = frozenset[Storage]
@@ -155,19 +171,21 @@ class _Class:
         states: dict[Kept, list[Choice]] = {}
         if problem.transient:
             for kept in subsets(s for s in problem.wanted if s not in problem.transient):
-                states[kept] = [Choice(0.0, self.forward_peak(kept), ())]
+                beside = beside_bytes(problem, kept)[1]
+                states[kept] = [Choice(0.0, self.forward_peak(kept), (), beside)]
             states = self.advance(states, 0)
         else:
             for kept in subsets(problem.wanted):
                 alive = kept | self.reads[0]
-                peak = max(self.forward_peak(alive), problem.held_during[0] + size_of(alive))
-                _insert(states.setdefault(kept, []), Choice(0.0, peak, ((),)))
+                beside = beside_bytes(problem, alive)[1]
+                peak = max(self.forward_peak(alive), problem.held_during[0] + size_of(alive) + beside)
+                _insert(states.setdefault(kept, []), Choice(0.0, peak, ((),), beside))
         for position in range(1, len(problem.backward)):
             states = self.advance(states, position)
         best: list[Choice] = []
         for choices in states.values():
             for choice in choices:
-                _insert(best, choice)
+                _insert(best, replace(choice, beside_bytes=0))
         total = problem.step_seconds
         done = (Choice(total + choice.seconds, choice.peak_bytes, choice.again) for choice in best)
         return tuple(sorted(done, key=lambda choice: (choice.seconds, choice.peak_bytes)))
@@ -189,7 +207,10 @@ class _Class:
                 peak = max(during, held + extra)
                 for choice in choices:
                     reached = Choice(
-                        choice.seconds + seconds, max(choice.peak_bytes, peak), (*choice.again, again)
+                        choice.seconds + seconds,
+                        max(choice.peak_bytes, peak + choice.beside_bytes),
+                        (*choice.again, again),
+                        choice.beside_bytes,
                     )
                     _insert(following.setdefault(kept, []), reached)
         return following
@@ -199,15 +220,17 @@ class _Class:
         problem, graph = self.problem, self.graph
         delivered = graph.output_storages
         made: list[Storage] = []
-        peak = graph.static_bytes
+        before, after = beside_bytes(problem, kept)
+        peak = graph.static_bytes + before
         for index, node in enumerate(problem.forward):
             read_later = {s for reader in problem.forward[index:] for s in graph.reads(reader)}
             alive = [s for s in made if s in delivered or s in kept or s in read_later]
             here = graph.static_bytes + size_of(alive) + size_of(graph.allocates(node)) + self.workspace[node]
-            peak = max(peak, here)
+            peak = max(peak, here + before)
             made.extend(graph.allocates(node))
         outputs = size_of(s for s in made if s in delivered)
-        return max(peak, graph.static_bytes + outputs + size_of(kept) + self.tangents + graph.loss_bytes)
+        loss = graph.static_bytes + outputs + size_of(kept) + self.tangents + graph.loss_bytes
+        return max(peak, loss + after)
 
     def _remake(self, before: Kept, goal: Kept) -> tuple[tuple[Node, ...], float, int] | None:
         """What runs to have `goal` where `before` is there: operations, seconds, bytes of forward."""
@@ -234,6 +257,15 @@ class _Class:
         return again, math.fsum(problem.costs.seconds[node] for node in again), extra
 
 
+def beside_bytes(problem: CheckpointProblem, kept: Kept) -> tuple[int, int]:
+    """What other forwards in flight hold before the loss and after it, where `kept` stays for backward."""
+    graph = problem.graph
+    fixed = size_of(s for s in graph.output_storages if graph.producers[s].region is Region.FORWARD)
+    held = size_of(kept) + fixed + loss_waiting_bytes(graph)
+    before, after = (max(c.bytes_at(held) for c in cases(graph)) for cases in (others_before, others_after))
+    return before, after
+
+
 def _insert(choices: list[Choice], new: Choice) -> None:
     if any(choice.beats(new) for choice in choices):
         return
@@ -250,9 +282,21 @@ def cheapest_of_all(problem: CheckpointProblem, budget_bytes: int) -> float:
     """The least seconds of any schedule within the budget that keeps the problem's order of first runs.
 
     Dijkstra's algorithm over (first runs done, forward-made storages resident); infinite where none fits.
+    With several forwards in flight, the best over all that may stay at the loss.
     """
+    if problem.graph.forwards_in_flight == 1:
+        return _cheapest(problem, (budget_bytes, budget_bytes), None)
+    found = [math.inf]
+    for kept in subsets(problem.wanted):
+        before, after = beside_bytes(problem, kept)
+        found.append(_cheapest(problem, (budget_bytes - before, budget_bytes - after), kept))
+    return min(found)
+
+
+def _cheapest(problem: CheckpointProblem, budgets: tuple[int, int], kept: Kept | None) -> float:
+    """The same with budgets before the loss and from it on, where `kept` stays at the loss (None: any)."""
     graph, seconds, workspace = problem.graph, problem.costs.seconds, problem.costs.workspace_bytes
-    if max(problem.floor_bytes, _loss_bytes(problem, frozenset())) > budget_bytes:
+    if _loss_bytes(problem, kept or frozenset()) > budgets[1]:
         return math.inf
     line = (*problem.forward, *problem.backward)
     split = len(problem.forward)
@@ -279,8 +323,9 @@ def cheapest_of_all(problem: CheckpointProblem, budget_bytes: int) -> float:
 
         for storage in there:
             reach(spent, done, lost, there - {storage})
+        budget_bytes = budgets[lost]
         crosses = done == split and not lost and problem.transient.isdisjoint(there)
-        if crosses and _loss_bytes(problem, there) <= budget_bytes:
+        if crosses and (kept is None or there == kept) and _loss_bytes(problem, there) <= budgets[1]:
             reach(spent, done, True, there)
         if done == split and lost:
             held = permanent[split] + size_of(graph.tangent_storages) + graph.loss_held_bytes
@@ -326,13 +371,13 @@ def at_random(problem: CheckpointProblem, random: Random) -> Simulated:
         trace.append(node)
         there.update(s for s in problem.graph.allocates(node) if s in problem.producer)
 
-    split = 0
+    split: int | None = None
     for node in (*problem.forward, *problem.backward):
         forget = [
             s for s in problem.producer if problem.producer[s].is_recomputable and random.random() < 0.3
         ]
         there.difference_update(forget)
-        if node not in problem.index and not split:
+        if node not in problem.index and split is None:
             split = len(trace)
             there -= problem.transient
         compute(node)

@@ -118,6 +118,7 @@ def check_folder(written: Written, steps: int, *, with_original: bool) -> Report
     """
     fitted = written.module()
     static_bytes = written.plan.static_bytes
+    forwards = written.plan.forwards_in_flight
     comparison = None
     original_bytes = None
     with torch.random.fork_rng():
@@ -127,10 +128,10 @@ def check_folder(written: Written, steps: int, *, with_original: bool) -> Report
             arguments = _given_as(original.args, written)
             comparison = compare(original.module, fitted, written.examples, steps, original_inputs=arguments)
             taken = comparison.fitted
-            original_bytes = measured_peak_bytes(original.module, arguments, static_bytes)
+            original_bytes = measured_peak_bytes(original.module, arguments, static_bytes, forwards=forwards)
         else:
             taken = tuple(train(fitted, written.examples, steps))
-        measured = measured_peak_bytes(fitted, written.examples, static_bytes)
+        measured = measured_peak_bytes(fitted, written.examples, static_bytes, forwards=forwards)
     plan = written.plan
     failures: list[str] = []
     if measured > plan.peak_bytes:

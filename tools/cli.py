@@ -95,6 +95,13 @@ def _parser() -> argparse.ArgumentParser:
         "--time-limit", type=float, default=60.0, metavar="SECONDS", help="for the search (60)"
     )
     optimize.add_argument(
+        "--forwards-in-flight",
+        type=int,
+        default=1,
+        metavar="N",
+        help="plan for N forwards before their backwards (1)",
+    )
+    optimize.add_argument(
         "--passes", metavar="TEXT", help="the pipeline as text, instead of the options above"
     )
     optimize.add_argument("--print-passes", action="store_true", help="print the pipeline as text and stop")
@@ -255,7 +262,7 @@ def _model_name(model: str) -> str:
 
 def _pipeline(options: argparse.Namespace) -> list[Pass]:
     from ..passes import SelectCheckpoints, parse_passes
-    from .optimize import cost_passes
+    from .optimize import cost_passes, hold_passes
 
     if options.passes is not None:
         if options.budget is not None:
@@ -264,12 +271,18 @@ def _pipeline(options: argparse.Namespace) -> list[Pass]:
                 "--passes and --budget exclude each other",
                 help="write select-checkpoints{budget=...}",
             )
+        if options.forwards_in_flight != 1:
+            raise UsageError(
+                "IRC400",
+                "--passes and --forwards-in-flight exclude each other",
+                help="write hold-forwards{count=...} before select-checkpoints{...}",
+            )
         return list(parse_passes(options.passes))
     if options.budget is None:
         raise UsageError("IRC400", "the budget is missing", help="give --budget 4GiB, or --budget 60%")
     budget = _budget(options.budget)
     select = SelectCheckpoints(budget=budget, strategy=options.strategy, time_limit=options.time_limit)
-    return [*cost_passes(options.profile), select]
+    return [*hold_passes(options.forwards_in_flight), *cost_passes(options.profile), select]
 
 
 def _budget(text: str) -> int | str:

@@ -276,6 +276,12 @@ def _verify(schedule: Schedule, plan: Plan, workspace_bytes: Mapping[Node, int])
             "IRC129",
             f"parameters, buffers and inputs take {static_bytes} B, not the {plan.static_bytes} B claimed",
         )
+    if schedule.graph.forwards_in_flight != plan.forwards_in_flight:
+        raise VerificationError(
+            "IRC129",
+            f"the program counts {schedule.graph.forwards_in_flight} forwards in flight, not the "
+            f"{plan.forwards_in_flight} claimed",
+        )
     for node in schedule.graph.nodes:
         if node.releases is not None:
             continue

@@ -14,6 +14,7 @@ from ..frontends.torch import Captured, Loss, capture
 from ..ir import Plan, UsageError
 from ..passes import (
     Cost,
+    HoldForwards,
     Observer,
     Pass,
     PassManager,
@@ -24,7 +25,7 @@ from ..passes import (
 )
 from ..passes.optimizer_costs import OptimizerFactory, optimizer_of
 
-__all__ = ["Optimized", "cost_passes", "optimize", "optimize_module"]
+__all__ = ["Optimized", "cost_passes", "hold_passes", "optimize", "optimize_module"]
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ def optimize(
     accumulate_gradients: bool = False,
     optimizer_in_backward: OptimizerFactory | None = None,
     same_branches: bool = False,
+    forwards_in_flight: int = 1,
 ) -> Any:
     """A module that trains as `model` does, within `budget` bytes on the device.
 
@@ -95,6 +97,12 @@ def optimize(
             a branch) and sees the same in every step: it is run once on the example arguments, without
             gradients, and planned as it goes there. Each step checks what it sees and raises IRC347 where it
             is something else; what the forward writes into buffers is written by then.
+        forwards_in_flight: How many forwards run before their backwards, as where a model is called twice for
+            one loss. The budget covers them: their inputs, and what each of them saves until its backward.
+            All run forward, and then backward, one by one in any order or in one `backward()`; the second of
+            them finds gradients, a second set unless they are accumulated as they come. More forwards than
+            planned, or a backward that retains its graph (one more), give the right numbers and are logged
+            once, to the logger `irc`: the budget may not hold.
 
     Returns:
         The module, with the attribute `plan` (`irc.Plan`).
@@ -106,8 +114,9 @@ def optimize(
     """
     *before, cost = cost_passes(profile)
     release = _release_passes(accumulate_gradients, optimizer_in_backward)
+    hold = hold_passes(forwards_in_flight, optimizer_in_backward)
     select = SelectCheckpoints(budget=budget, strategy=strategy, time_limit=time_limit)
-    passes = [*before, *release, cost, select]
+    passes = [*before, *release, *hold, cost, select]
     given = cast(object, example_args)
     if not isinstance(given, Tensor | tuple | list):
         raise UsageError(
@@ -142,6 +151,13 @@ def _release_passes(accumulate: object, optimizer: OptimizerFactory | None) -> l
     return [ReleaseGradients("accumulate")] if accumulate else []
 
 
+def hold_passes(count: int, optimizer: OptimizerFactory | None = None) -> list[HoldForwards]:
+    """The pass that `forwards_in_flight` of `optimize` asks for, checked; none for one."""
+    hold = HoldForwards(count)
+    hold.check(applies=optimizer is not None)
+    return [hold] if count > 1 else []
+
+
 def cost_passes(profile: bool | str | None) -> list[Pass]:
     """What comes before the choice of a schedule; `profile` is that of `optimize`."""
     if isinstance(profile, str):
@@ -157,10 +173,10 @@ def check_options(passes: Sequence[Pass]) -> None:
     """Refuses malformed options.
 
     Raises:
-        UsageError: IRC401, IRC403, IRC407, IRC410 or IRC413.
+        UsageError: IRC401, IRC403, IRC407, IRC410, IRC413 or IRC565.
     """
     for step in passes:
-        if isinstance(step, Cost | ReleaseGradients | SelectCheckpoints):
+        if isinstance(step, Cost | HoldForwards | ReleaseGradients | SelectCheckpoints):
             step.check()
 
 

@@ -102,6 +102,8 @@ def measured_peak_bytes(
     *,
     keywords: Mapping[str, Any] | None = None,
     loss: Callable[[Any], Tensor] = training_loss,
+    forwards: int = 1,
+    with_gradients: bool = False,
 ) -> int:
     """The peak of one training step, from allocator events, with what exists before it, in bytes.
 
@@ -113,20 +115,59 @@ def measured_peak_bytes(
         module: A module that has run at least once (kernels choose their workspaces on the first run).
         inputs: Arguments of the step.
         static_bytes: Bytes of parameters, buffers and inputs, which the events do not show; for a module that
-            releases its gradients with the reserved bytes.
+            releases its gradients with the reserved bytes, and where several forwards are in flight with the
+            inputs of each of them.
         keywords: Keyword arguments of the step.
         loss: A function from the result to a scalar; the result is held until backward ends.
+        forwards: How many are in flight: all run, then their losses, then one backward for all, which is the
+            order that takes most.
+        with_gradients: Leave the gradients of a step before, and count them: the ones of this step are added.
     """
     _clear_gradients(module, inputs)
+    there_bytes = 0
+    calls = [tuple(inputs), *(_copied(inputs) for _ in range(1, forwards))]
     with torch.random.fork_rng(), _restored(module):
         on_cuda = any(parameter.is_cuda for parameter in module.parameters())
-        run = _forward_backward(module, inputs, keywords, loss)
-        if _releases_gradients(module):
+        if forwards > 1:
+            run = _forwards_backward(module, calls, keywords, loss)
+        else:
+            run = _forward_backward(module, inputs, keywords, loss)
+        if _releases_gradients(module) or with_gradients:
             run()
-            _clear_input_gradients(inputs)
+            for call in calls:
+                _clear_input_gradients(call)
+        if with_gradients and not _releases_gradients(module):
+            gradients = {id(p): p.grad for p in module.parameters() if p.grad is not None}
+            there_bytes = sum(gradient.untyped_storage().nbytes() for gradient in gradients.values())
         peak = _cuda_peak_bytes(run) if on_cuda else peak_bytes(run)
     _clear_gradients(module, inputs)
-    return peak + static_bytes
+    return peak + static_bytes + there_bytes
+
+
+def _copied(inputs: Sequence[Any]) -> tuple[Any, ...]:
+    """The same arguments in memory of their own."""
+
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return copy.deepcopy(leaf.detach()).requires_grad_(leaf.requires_grad)
+
+    return pytree.tree_map(copied, tuple(inputs))
+
+
+def _forwards_backward(
+    module: nn.Module,
+    calls: Sequence[Sequence[Any]],
+    keywords: Mapping[str, Any] | None,
+    loss: Callable[[Any], Tensor],
+) -> Callable[[], object]:
+    """A step for each of the inputs: all forwards, all losses, and one backward."""
+
+    def run() -> None:
+        outputs = [module(*inputs, **(keywords or {})) for inputs in calls]
+        torch.autograd.backward([loss(output) for output in outputs])
+
+    return run
 
 
 def _releases_gradients(module: nn.Module) -> bool:

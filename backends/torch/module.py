@@ -22,6 +22,7 @@ from .call import (
     settings,
 )
 from .guards import guard
+from .in_flight import InFlight
 from .program import Program
 from .release import Release, check_deliveries, check_parameters
 from .step import run_step
@@ -74,6 +75,7 @@ class _Binding:
     signature: Signature
     plan: Plan | None
     release: Release | None
+    in_flight: InFlight
     modules: list[nn.Module]
     settings: list[dict[str, object]]
     slots: list[tuple[dict[str, Tensor | None], str] | Slot | Tensor]
@@ -100,7 +102,9 @@ class _Binding:
                     slots.append(program.constants[static.target])
         modules = list(module.modules())[1:]
         release = Release(optimizers) if program.released else None
-        binding = _Binding(program, signature, plan, release, modules, [settings(m) for m in modules], slots)
+        in_flight = InFlight(program.forwards_in_flight)
+        planned = [settings(m) for m in modules]
+        binding = _Binding(program, signature, plan, release, in_flight, modules, planned, slots)
         binding.take_over()
         return binding
 
@@ -128,7 +132,10 @@ class _Binding:
         ]
         modules = [memo.get(id(child), child) for child in self.modules]
         release = copy.deepcopy(self.release, memo)
-        copied = _Binding(self.program, self.signature, self.plan, release, modules, self.settings, slots)
+        in_flight = copy.deepcopy(self.in_flight)
+        copied = _Binding(
+            self.program, self.signature, self.plan, release, in_flight, modules, self.settings, slots
+        )
         copied.take_over()
         return copied
 
@@ -169,7 +176,7 @@ class _Fitted(nn.Module):
         check_arguments(binding.signature, leaves, tree)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         inputs = [binding.tensor(index, tensors) for index in range(len(binding.slots))]
-        outputs = run_step(binding.program, inputs, binding.release)
+        outputs = run_step(binding.program, inputs, binding.release, binding.in_flight)
         _check_branches(binding.signature, inputs, outputs)
         return _deliver(binding.signature, inputs, outputs)
 

@@ -58,6 +58,7 @@ class Program:
         constants: Values of the constant inputs.
         source: The emitted source.
         unused: The forward outputs whose gradients were planned away, as the loss does not use them.
+        forwards_in_flight: How many calls the plan counted whose backward has not run.
     """
 
     statics: tuple[Input, ...]
@@ -72,6 +73,7 @@ class Program:
     constants: Mapping[str, Tensor]
     source: str = field(repr=False)
     unused: frozenset[int] = frozenset()
+    forwards_in_flight: int = 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
         return self
@@ -119,6 +121,7 @@ def compile_program(schedule: Schedule, constants: Mapping[str, Tensor]) -> Prog
         backward=namespace["backward"],
         constants=constants,
         source=source,
+        forwards_in_flight=graph.forwards_in_flight,
     )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ir import Delivery, Gradients, InputRole, IrcError, Plan, UsageError
+from .in_flight import InFlight
 from .module import deliver_leaf
 from .program import Program
 from .release import Release
@@ -45,6 +46,7 @@ class StandaloneModule(nn.Module):
         self.deliveries = deliveries
         self.plan = plan
         self.release = Release({}) if program.released else None
+        self.in_flight = InFlight(program.forwards_in_flight)
         parameters: dict[int, nn.Parameter] = {}
         for static in program.statics:
             if static.role in (InputRole.PARAMETER, InputRole.BUFFER):
@@ -81,7 +83,7 @@ class StandaloneModule(nn.Module):
                 help="load its weights into the original model for evaluation",
             )
         inputs = [self._input(index, tensors) for index in range(len(self.program.statics))]
-        outputs = run_step(self.program, inputs, self.release)
+        outputs = run_step(self.program, inputs, self.release, self.in_flight)
         leaves = [deliver_leaf(delivery, inputs, outputs) for delivery in self.deliveries]
         return leaves[0] if len(leaves) == 1 else tuple(leaves)
 

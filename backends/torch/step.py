@@ -12,19 +12,23 @@ import torch
 from torch import Tensor
 
 from ...ir import Input, UnsupportedError
+from .in_flight import InFlight
 from .program import Program
 from .release import Release, check_backward, check_parameters
 
 __all__ = ["run_step"]
 
 
-def run_step(program: Program, inputs: list[Tensor], release: Release | None) -> tuple[Tensor, ...]:
+def run_step(
+    program: Program, inputs: list[Tensor], release: Release | None, in_flight: InFlight
+) -> tuple[Tensor, ...]:
     """Runs forward; the outputs carry one autograd node that runs backward.
 
     Args:
         program: What runs.
         inputs: The static inputs, in order.
         release: What takes the gradients that are released within backward; None where none is.
+        in_flight: Counts the calls whose backward has not run.
 
     Raises:
         UnsupportedError: IRC509 when a parameter asks for what a released gradient cannot do.
@@ -32,7 +36,7 @@ def run_step(program: Program, inputs: list[Tensor], release: Release | None) ->
     if release is not None:
         check_parameters(program, inputs.__getitem__, release)
     differentiable = [t for t, i in zip(inputs, program.statics, strict=True) if i.requires_grad]
-    return _Step.apply(program, inputs, release, *differentiable)
+    return _Step.apply(program, inputs, release, in_flight, *differentiable)
 
 
 _engine: Any = vars(torch._C)["_autograd"]
@@ -44,13 +48,20 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, program: Program, inputs: list[Tensor], release: Release | None, *differentiable: Tensor
+        ctx: Any,
+        program: Program,
+        inputs: list[Tensor],
+        release: Release | None,
+        in_flight: InFlight,
+        *differentiable: Tensor,
     ) -> tuple[Tensor, ...]:
+        in_flight.enter(ctx)
         with torch._C._DisableAutocast():
             outputs, saved = program.forward(inputs)
         # autograd would refuse to let the caller write into a view that this function made
         outputs = [output.detach() if output._is_view() else output for output in outputs]
         ctx.program, ctx.inputs, ctx.saved, ctx.release = program, inputs, saved, release
+        ctx.in_flight = in_flight
         if release is not None:
             release.pending.add(ctx)
         ctx.versions = [(k, inputs[k]._version) for k in program.read_by_backward]
@@ -86,7 +97,9 @@ class _Step(torch.autograd.Function):
             release.pending.discard(ctx)
         if _keeps_graph():
             saved = list(saved)
+            ctx.in_flight.retain()
         else:
+            ctx.in_flight.leave(ctx)
             ctx.saved = ctx.inputs = None
         given = frozenset(k for k, gradient in enumerate(gradients) if gradient is not None)
         tangents = [
@@ -98,7 +111,13 @@ class _Step(torch.autograd.Function):
             takers = () if release is None else (release.taker(program, given),)
             results = program.backward(inputs, saved, tangents, *takers)
         asked = (k for k, i in enumerate(program.statics) if i.requires_grad)
-        return (None, None, None, *(_pick(program, results, program.gradients[k], given) for k in asked))
+        return (
+            None,
+            None,
+            None,
+            None,
+            *(_pick(program, results, program.gradients[k], given) for k in asked),
+        )
 
 
 def _pick(
@@ -107,7 +126,9 @@ def _pick(
     """A gradient; None where it comes only from outputs that the loss does not use, as in eager."""
     if index is None or (program.depends[index] and not program.depends[index] & given):
         return None
-    return results[index]
+    found = results[index]
+    # the engine adds gradients to each other in place, but for views, whose sum would take memory of its own
+    return found.detach() if found is not None and found._is_view() else found
 
 
 def _check_unused(program: Program, gradients: tuple[Tensor | None, ...]) -> None:

@@ -153,11 +153,11 @@ def capture(
     result = [
         next(deliveries) if isinstance(leaf, Tensor) else _constant(leaf) for leaf in flat.result_leaves
     ]
-    most, held = loss_bytes(loss, flat.result_leaves, flat.result_tree)
+    most, held, saved = loss_bytes(loss, flat.result_leaves, flat.result_tree)
     read = list(deliveries)
     aliased = _aliased_bytes(graph, translation.deliveries[: len(translation.deliveries) - len(read)])
     most, held = most + 2 * aliased, held + aliased
-    graph = replace(graph, loss_bytes=most, loss_held_bytes=held)
+    graph = replace(graph, loss_bytes=most, loss_held_bytes=held, loss_saved_bytes=saved)
     slots = map(Slot, range(len(tensors)))
     unused = (translation.deliveries[k] for k in flat.unused or ())
     signature = Signature(

@@ -57,8 +57,8 @@ class _Alive(TorchDispatchMode):
         self.alive_bytes += nbytes
 
 
-def loss_bytes(loss: Loss | None, result_leaves: list[Any], result_tree: Any) -> tuple[int, int]:
-    """What a loss takes beyond outputs and gradients: the most at once, and what stays alive after it.
+def loss_bytes(loss: Loss | None, result_leaves: list[Any], result_tree: Any) -> tuple[int, int, int]:
+    """What a loss takes beyond outputs and gradients: the most at once, after it, and before its backward.
 
     Args:
         loss: A function from the module's result to a scalar. None stands for a loss that takes twice the
@@ -67,7 +67,8 @@ def loss_bytes(loss: Loss | None, result_leaves: list[Any], result_tree: Any) ->
         result_tree: How the leaves nest.
 
     Returns:
-        Bytes at the loss's own peak, and bytes that stay until backward returns: the loss and its gradient.
+        Bytes at the loss's own peak; bytes that stay until backward returns: the loss and its gradient; and
+        bytes that it holds between its forward and its backward.
     """
     with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
         leaves = [_stand_in(leaf) if isinstance(leaf, Tensor) else leaf for leaf in result_leaves]
@@ -76,13 +77,15 @@ def loss_bytes(loss: Loss | None, result_leaves: list[Any], result_tree: Any) ->
         if loss is None:
             transient = sum(2 * leaf.untyped_storage().nbytes() for leaf in trained if leaf.dim())
             relaid = sum(_bytes(leaf) for leaf in trained if not leaf.is_contiguous())
-            return transient + relaid + _SCALARS_BYTES, relaid + _SCALARS_BYTES
+            saved = transient + _SCALARS_BYTES
+            return saved + relaid, relaid + _SCALARS_BYTES, saved
         gc.collect()
         alive = _Alive()
         for output in outputs:
             alive.ignore(output)
         with alive:
             scalar = _called(loss, pytree.tree_unflatten(leaves, result_tree))
+            saved = alive.alive_bytes
             seed = torch.ones_like(scalar)
             gradients: Any = torch.autograd.grad(scalar, trained, seed, allow_unused=True)
         taken = {
@@ -92,7 +95,7 @@ def loss_bytes(loss: Loss | None, result_leaves: list[Any], result_tree: Any) ->
         }
         # a gradient in another layout than its output is copied, and its first form stays with the caller
         held = max(alive.alive_bytes - sum(taken.values()), 0)
-        return max(alive.peak_bytes - sum(taken.values()), held), held
+        return max(alive.peak_bytes - sum(taken.values()), held), held, saved
 
 
 def unused_outputs(loss: Loss, result_leaves: list[Any], result_tree: Any) -> frozenset[int]:

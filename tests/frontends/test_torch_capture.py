@@ -173,10 +173,23 @@ def test_a_loss_outside_of_the_module_is_counted(x: Tensor) -> None:
     outputs = 3 * 4 * 4
     unknown = capture(module, (x,)).graph
     assert (unknown.loss_bytes, unknown.loss_held_bytes) == (2 * outputs + 32, 32)
+    assert unknown.loss_saved_bytes == 2 * outputs + 32
     square = capture(module, (x,), loss=lambda y: y.square().sum()).graph.loss_bytes
     assert square >= x.nbytes  # the square, at least
     deep = capture(module, (x,), loss=lambda y: y.exp().sin().exp().sin().sum()).graph.loss_bytes
     assert deep >= 3 * x.nbytes
+
+
+def test_what_a_loss_holds_until_its_backward_is_counted(x: Tensor) -> None:
+    """The scalar itself, and what its graph saved beyond the outputs."""
+    outputs = 3 * 4 * 4
+    target = torch.zeros(3, dtype=torch.long)
+    for loss, saved in (
+        (lambda y: y.square().sum(), 0),
+        (lambda y: y.exp().sum(), outputs),
+        (lambda y: functional.cross_entropy(y, target), outputs + 4),  # logarithms, and the sum of weights
+    ):
+        assert capture(nn.Linear(4, 4), (x,), loss=loss).graph.loss_saved_bytes == 4 + saved
 
 
 def test_losses_that_keep_their_terms_are_counted_with_them(x: Tensor) -> None:

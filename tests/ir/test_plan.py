@@ -45,6 +45,8 @@ plans = st.builds(
     gradients=st.sampled_from(("returned", "accumulated", "applied")),
     reserved_bytes=amounts,
     wishes=st.lists(effects, max_size=3).map(tuple),
+    forwards_in_flight=st.integers(1, 9),
+    peak_with_gradients_bytes=st.none() | amounts,
 )
 
 PLAN = Plan(
@@ -100,6 +102,7 @@ def test_the_summary_in_words() -> None:
   predicted peak  3 GiB (3,221,225,472 bytes, 50.0% of baseline)
    baseline peak  6 GiB
           static  1 GiB (parameters, buffers, inputs)
+       in flight  1 forward: its backward comes before the next forward
         overhead  25.00% of the step's time, bound 20.00%: at most 4.17% from optimal
  smallest budget  2.5 GiB (2,684,354,560 bytes)
         strategy  ilp, costs analytic:cpu, planned in 1.3 s"""
@@ -116,15 +119,39 @@ def test_the_summary_in_words() -> None:
 )
 def test_the_summary_tells_how_gradients_are_released(gradients: str, reserved: str, what: str) -> None:
     lines = replace(PLAN, gradients=gradients, reserved_bytes=3 << 20).summary().splitlines()
-    assert lines[3:5] == [
+    assert lines[3:6] == [
         f"          static  1 GiB (parameters, buffers, inputs, and 3 MiB of {reserved})",
+        "       in flight  1 forward: its backward comes before the next forward",
         f"       gradients  {what}",
+    ]
+
+
+def test_the_summary_tells_what_existing_gradients_take_and_what_to_do_where_that_is_too_much() -> None:
+    fits = replace(PLAN, peak_with_gradients_bytes=PLAN.budget_bytes)
+    line = "  with gradients  4 GiB (4,294,967,296 bytes) where .grad is there already and is added to"
+    assert fits.summary().splitlines()[5] == line
+    over = replace(PLAN, peak_with_gradients_bytes=PLAN.budget_bytes + 1).summary().splitlines()[5]
+    assert over.endswith(
+        "4,294,967,297 bytes) where .grad is there already and is added to; over the budget: "
+        "accumulate_gradients=True takes no second set"
+    )
+    released = replace(fits, gradients="accumulated").summary()
+    assert "with gradients" not in released and "with gradients" not in PLAN.summary()
+
+
+def test_the_summary_tells_how_many_forwards_are_in_flight() -> None:
+    lines = replace(PLAN, forwards_in_flight=3, gradients="accumulated", reserved_bytes=1 << 20).summary()
+    assert lines.splitlines()[3:5] == [
+        "          static  1 GiB (parameters, buffers, inputs of 3 forwards, and 1 MiB of gradients from "
+        "step to step)",
+        "       in flight  3 forwards, then their backwards in any order",
     ]
 
 
 def test_a_plan_of_before_gradients_were_released_is_read() -> None:
     data = PLAN.to_json()
     del data["gradients"], data["reserved_bytes"]
+    del data["forwards_in_flight"], data["peak_with_gradients_bytes"]
     assert Plan.from_json(data) == PLAN
 
 
@@ -179,6 +206,9 @@ def changed(**values: Any) -> str:
         changed(gradients="thrown away"),
         changed(gradients=1),
         changed(reserved_bytes=1.5),
+        changed(forwards_in_flight=None),
+        changed(peak_with_gradients_bytes=1.5),
+        changed(peak_with_gradients_bytes=True),
         changed(decisions=None),
         changed(decisions=3),
         changed(decisions="abc"),

@@ -20,7 +20,7 @@ demo: $(READY)
 	$(VENV)/bin/irc run $(DEMO) --steps 3 --check
 
 test: $(READY)
-	$(PYTHON) -m pytest
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

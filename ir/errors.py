@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 __all__ = [
     "BudgetError",
@@ -56,6 +56,9 @@ class IrcError(Exception):
         self.message = message
         self.at = at
         self.help = help
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).__new__, (type(self), *self.args), self.__dict__  # other processes send them
 
     def __str__(self) -> str:
         lines = [f"error[{self.code}]: {self.message}"]

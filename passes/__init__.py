@@ -1,5 +1,6 @@
 """Passes: what operations cost, and which schedule is chosen."""
 
+from .carry_over import carry_over
 from .checkpointing import CheckpointProblem, Repeats, Simulated
 from .cost import Cost
 from .costs import MACHINES, Costs, Machine, analytic_costs
@@ -31,6 +32,7 @@ __all__ = [
     "SplitConvolutions",
     "Timing",
     "analytic_costs",
+    "carry_over",
     "minimum_budget",
     "parse_passes",
     "recomputation_problem",

@@ -49,12 +49,17 @@ class ReleaseGradients:
             an optimizer, after the last operation that reads the parameter and the last point of backward
             at which an operation that reads it could be worth running again.
         optimizer: For `apply`: the optimizer of a list of parameters. Not part of the text form.
+        known: What its step is known to take for parameters of some types; the others are measured. Not part
+            of the text form.
     """
 
     name: ClassVar[str] = "release-gradients"
 
     mode: str = "accumulate"
     optimizer: OptimizerFactory | None = field(default=None, metadata={"in_text": False})
+    known: Mapping[TensorType, StepCost] = field(
+        default_factory=dict[TensorType, StepCost], metadata={"in_text": False}
+    )
 
     def check(self) -> None:
         """Refuses an unknown mode, and `apply` without an optimizer or an optimizer without `apply`.
@@ -94,7 +99,9 @@ class ReleaseGradients:
         if self.optimizer is not None:
             from .optimizer_costs import step_costs
 
-            costs = step_costs(self.optimizer, [entry.value for entry, _ in _delivered(program.graph)])
+            parameters = [entry.value for entry, _ in _delivered(program.graph)]
+            costs = {value: self.known[value.type] for value in parameters if value.type in self.known}
+            costs |= step_costs(self.optimizer, [value for value in parameters if value not in costs])
         original = None if program.original is None else release_gradients(program.original, costs)
         return replace(program, graph=release_gradients(program.graph, costs), original=original)
 

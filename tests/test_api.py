@@ -97,10 +97,13 @@ def test_nothing_of_the_users_model_changes(net: Net) -> None:
 
 def test_keyword_arguments(net: Net) -> None:
     kwargs = {"gain": torch.full((16,), 2.0), "power": 2}
-    fitted = optimize(copy.deepcopy(net), (X,), example_kwargs=kwargs)
-    assert same(gradients(fitted, X, **kwargs), gradients(net, X, **kwargs))
-    with pytest.raises(irc.UsageError):
-        fitted(X, gain=kwargs["gain"], power=3)
+    fitted = optimize(copy.deepcopy(net), (X,), budget="200%", example_kwargs=kwargs)
+    for power in (2, 3):
+        kwargs["power"] = power
+        assert same(gradients(fitted, X, **kwargs), gradients(net, X, **kwargs))
+    strict = optimize(copy.deepcopy(net), (X,), example_kwargs=kwargs, plans=1)
+    with pytest.raises(irc.UsageError, match="IRC501"):
+        strict(X, gain=kwargs["gain"], power=2)
 
 
 def test_a_graph_module() -> None:

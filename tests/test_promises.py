@@ -137,9 +137,9 @@ def test_an_output_that_the_loss_does_not_use_leaves_its_parameters_without_grad
     assert found == {"a.weight": False, "a.bias": False, "b.weight": True, "b.bias": True}
 
 
-def test_what_changes_after_planning_is_refused() -> None:
+def test_what_changes_after_planning_is_refused_where_it_is_not_planned_anew() -> None:
     x = torch.randn(4, 8)
-    fitted = planned(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), x)
+    fitted = planned(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), x, plans=1)
     fitted(x)
     fitted[1].p = 0.0
     with pytest.raises(irc.UsageError, match=r"IRC507.*setting of submodule '1'.*'p': 0.5.*'p': 0.0"):

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
-from ..backends.torch import compile_program, fit, refuse_hooks
+from ..backends.torch import (
+    Original,
+    fit_planned,
+    planning,
+    refuse_hooks,
+    refuse_unplannable,
+    tracing,
+    unfitted,
+)
 from ..frontends.torch import Captured, Loss, capture
 from ..ir import Plan, UsageError
 from ..passes import (
@@ -17,13 +25,13 @@ from ..passes import (
     HoldForwards,
     Observer,
     Pass,
-    PassManager,
     Program,
     ReleaseGradients,
     SelectCheckpoints,
     SplitConvolutions,
 )
-from ..passes.optimizer_costs import OptimizerFactory, optimizer_of
+from ..passes.optimizer_costs import OptimizerFactory
+from .replan import Replanner, choose
 
 __all__ = ["Optimized", "cost_passes", "hold_passes", "optimize", "optimize_module"]
 
@@ -63,13 +71,20 @@ def optimize(
     optimizer_in_backward: OptimizerFactory | None = None,
     same_branches: bool = False,
     forwards_in_flight: int = 1,
+    plans: int = 8,
+    dynamic: str | None = None,
 ) -> Any:
     """A module that trains as `model` does, within `budget` bytes on the device.
 
     It shares the model's parameters, buffers and submodules, and is a subclass of the model's class.
-    With gradients enabled and in the modes the model is in now, its forward and backward run a fixed
-    schedule whose peak was predicted; `.plan` tells what was chosen. In eval() or under no_grad it
-    runs the original forward.
+    With gradients enabled its forward and backward run a fixed schedule whose peak was predicted; `.plan`
+    tells what was chosen. In eval(), unless the model is in eval() now, or under no_grad it runs the
+    original forward.
+
+    A call unlike the example (other shapes or constants, `requires_grad`, train/eval modes or settings of
+    submodules, autocast) is planned when it comes, within the bytes of the first budget; that takes as long
+    as the first plan, and a line is logged to the logger `irc`. Such plans hold no parameter and are kept:
+    `.irc_plans`. `.plan` and `.irc_plan` stay those of the example.
 
     Args:
         model: An `nn.Module` (an `fx.GraphModule` is one), on its device, in train() mode for training.
@@ -92,7 +107,8 @@ def optimize(
             backward, as soon as nothing reads its parameter any more, and the gradient is freed: `.grad` is
             None afterwards. The optimizers' state is part of the budget. They are `.irc_optimizers`, by the
             names of the parameters: set learning rates and save their state there. What needs all gradients
-            at once (clipping by their norm, a gradient scaler) is refused.
+            at once (clipping by their norm, a gradient scaler) is refused. A parameter that requires a
+            gradient only later gets its optimizer then.
         same_branches: For a model whose Python code looks at the values of its tensors (a check, an assert,
             a branch) and sees the same in every step: it is run once on the example arguments, without
             gradients, and planned as it goes there. Each step checks what it sees and raises IRC347 where it
@@ -103,6 +119,11 @@ def optimize(
             them finds gradients, a second set unless they are accumulated as they come. More forwards than
             planned, or a backward that retains its graph (one more), give the right numbers and are logged
             once, to the logger `irc`: the budget may not hold.
+        plans: How many plans are kept; the least recently used one is given up. 1 refuses other calls than
+            the example.
+        dynamic: `"batch"` says that the example has the largest batch: calls that differ from it in the first
+            dimension of their tensors alone take over its schedule without a search, where their operations
+            are the same and it fits. Others, larger ones among them, are planned as usual.
 
     Returns:
         The module, with the attribute `plan` (`irc.Plan`).
@@ -111,7 +132,11 @@ def optimize(
         BudgetError: It cannot fit; `minimum_bytes` is the smallest budget that a schedule was found for.
         UnsupportedError: The model or the optimizer uses what irc does not support; nothing has run.
         UsageError: The budget or another argument is malformed.
+
+    Calling the module raises BudgetError, IRC520, when a call unlike the example cannot fit; nothing has run
+    then.
     """
+    _check_calls(plans, dynamic)
     *before, cost = cost_passes(profile)
     release = _release_passes(accumulate_gradients, optimizer_in_backward)
     hold = hold_passes(forwards_in_flight, optimizer_in_backward)
@@ -126,8 +151,31 @@ def optimize(
         )
     arguments = (given,) if isinstance(given, Tensor) else tuple(example_args)
     return optimize_module(
-        model, arguments, passes, kwargs=example_kwargs, loss=loss, same_branches=same_branches
+        model,
+        arguments,
+        passes,
+        kwargs=example_kwargs,
+        loss=loss,
+        same_branches=same_branches,
+        plans=plans,
+        dynamic=dynamic,
     ).module
+
+
+def _check_calls(plans: object, dynamic: object) -> None:
+    """Refuses malformed options for calls unlike the example."""
+    if isinstance(plans, bool) or not isinstance(plans, int) or plans < 1:
+        raise UsageError(
+            "IRC406",
+            f"plans is {plans!r}, not a number of plans",
+            help="give 1 or more; 1 refuses other calls",
+        )
+    if dynamic not in (None, "batch"):
+        raise UsageError("IRC406", f"dynamic is {dynamic!r}", help='give dynamic="batch", or leave it out')
+    if dynamic is not None and plans == 1:
+        raise UsageError(
+            "IRC406", "dynamic shapes need more than one plan", help="give plans=8, or leave dynamic out"
+        )
 
 
 def _release_passes(accumulate: object, optimizer: OptimizerFactory | None) -> list[ReleaseGradients]:
@@ -202,6 +250,8 @@ def optimize_module(
     loss: Loss | None = None,
     same_branches: bool = False,
     observers: Sequence[Observer] = (),
+    plans: int = 1,
+    dynamic: str | None = None,
 ) -> Optimized:
     """Captures a module, runs passes over its graph, and fits the schedule that they choose.
 
@@ -213,6 +263,8 @@ def optimize_module(
         loss: As in `optimize`.
         same_branches: As in `optimize`.
         observers: Told of each pass.
+        plans: As in `optimize`; 1 refuses other calls than the example.
+        dynamic: As in `optimize`.
 
     Raises:
         UsageError: IRC405 when no pass chooses a schedule; IRC406 when `model` is no module.
@@ -224,25 +276,18 @@ def optimize_module(
     if kwargs is not None and not isinstance(cast(object, kwargs), Mapping):
         raise UsageError("IRC406", f"example_kwargs is a {type(kwargs).__name__}, not a dict")
     check_passes(passes)
+    refuse_unplannable(model, pytree.tree_leaves((args, kwargs)))
+    model = unfitted(model)
     refuse_hooks(model)
-    captured = capture(model, args, kwargs, loss=loss, same_branches=same_branches)
-    program = PassManager(passes, observers).run(Program(captured.graph))
-    if program.schedule is None or program.plan is None:
-        raise UsageError(
-            "IRC405", "no pass of the pipeline chooses a schedule", help="add select-checkpoints{budget=...}"
-        )
-    graph = program.graph
-    plan = replace(program.plan, gradients=graph.gradients.value, reserved_bytes=graph.reserved_bytes)
-    compiled = compile_program(program.schedule, captured.constants)
-    optimizers = _optimizers(model, passes, compiled.released)
-    module = fit(model, compiled, captured.signature, plan, optimizers)
-    return Optimized(module, captured, replace(program, plan=plan))
-
-
-def _optimizers(model: nn.Module, passes: Sequence[Pass], released: Iterable[str]) -> dict[str, Optimizer]:
-    """An optimizer of each parameter whose gradient is applied, by its name."""
-    factories = (step.optimizer for step in passes if isinstance(step, ReleaseGradients))
-    factory = next(filter(None, factories), None)
-    if factory is None:
-        return {}
-    return {name: optimizer_of(factory, [model.get_parameter(name)]) for name in released}
+    with planning:
+        original = Original(model)
+        with tracing():
+            captured = capture(original.module, args, kwargs, loss=loss, same_branches=same_branches)
+        choice = choose(model, captured, passes, observers=observers)
+    replan = None
+    if plans > 1:
+        carries = dynamic is not None
+        replan = Replanner.of(choice, passes, loss, same_branches=same_branches, carries=carries)
+    fitting = replace(choice.fitting, reads=original.reads())
+    module = fit_planned(model, fitting, choice.optimizers, replan=replan, limit=plans)
+    return Optimized(module, captured, choice.program)

@@ -1,167 +1,220 @@
-"""Checks that a planned step is called as it was captured: modes, settings, hooks, autocast, arguments."""
+"""A call of a planned module: what it is made of, in what way it differs from others, and what is refused."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...ir import Input, IrcError, Signature, Slot, UnsupportedError, UsageError
+from ...ir import DType, Input, IrcError, Slot, TensorType, UsageError
+from .snapshot import ABSENT, Attributes, Kind, Snapshot, State, is_plain
 
-__all__ = [
-    "check_arguments",
-    "check_autocast",
-    "check_submodules",
-    "check_tensor",
-    "refuse_hooks",
-    "settings",
-]
+__all__ = ["Call", "Difference", "autocast_state"]
 
 
-def check_tensor(tensor: Tensor, static: Input) -> None:
-    """Refuses a tensor of another type than the plan was made for.
-
-    Raises:
-        IrcError: IRC503 where it requires a gradient and the planned one did not, or the other way round.
-        UsageError: IRC501 for another shape, layout, element type or device.
-    """
-    if tensor.requires_grad != static.requires_grad:
-        raise IrcError(
-            "IRC503",
-            f"{static.role.value} {static.target} has requires_grad={tensor.requires_grad}, "
-            f"the plan was made for requires_grad={static.requires_grad}",
-            help="call irc.optimize again, with inputs and parameters that require gradients as they do "
-            "in the training step",
-        )
-    wanted = static.value.type
-    same = tuple(tensor.shape) == wanted.shape and tuple(tensor.stride()) == wanted.strides
-    if not same or str(tensor.dtype) != f"torch.{wanted.dtype.value}" or str(tensor.device) != wanted.device:
-        raise UsageError(
-            "IRC501",
-            f"{static.role.value} {static.target} is {_described(tensor)}; the plan was made for "
-            f"{wanted.dtype.value}{list(wanted.shape)} with strides {list(wanted.strides)} "
-            f"on {wanted.device}",
-            help="call irc.optimize with example arguments of this type, or pad to the planned shape",
-        )
-
-
-def _described(tensor: Tensor) -> str:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return f"{dtype}{list(tensor.shape)} with strides {list(tensor.stride())} on {tensor.device}"
-
-
-def settings(module: nn.Module) -> dict[str, object]:
-    """The plain values among a module's attributes, such as a dropout's rate."""
-    plain = (bool, int, float, str, tuple)
-    return {k: v for k, v in module.__dict__.items() if k != "training" and isinstance(v, plain)}
-
-
-def check_submodules(
-    root: nn.Module, modules: list[nn.Module], planned_settings: list[dict[str, object]]
-) -> None:
-    """Refuses a step after a submodule or a setting of one was replaced: the plan has the old ones.
+@dataclass(eq=False, slots=True)
+class Call:
+    """A call, and what it finds.
 
     Args:
         root: The fitted module.
-        modules: The submodules at planning.
-        planned_settings: Their settings at planning.
-
-    Raises:
-        UsageError: IRC507.
+        args: The positional arguments.
+        kwargs: The keyword arguments.
+        leaves: Both, flat.
+        tree: How they nest.
+        tensors: The tensors among the leaves.
+        snapshot: The modules at the time of the call.
+        autocast: The device types for which automatic casting is on, each with its element type.
     """
-    now = list(root.modules())[1:]
-    if len(now) != len(modules) or any(a is not b for a, b in zip(now, modules, strict=True)):
-        raise UsageError(
-            "IRC507",
-            "submodules were replaced, added or removed since the plan",
-            help="call irc.optimize again",
-        )
-    for child, planned in zip(now, planned_settings, strict=True):
-        if settings(child) != planned:
-            name = next(name for name, module in root.named_modules() if module is child)
-            raise UsageError(
-                "IRC507",
-                f"a setting of submodule {name!r} has changed since the plan: {planned} is now "
-                f"{settings(child)}",
-                help="call irc.optimize again",
-            )
+
+    root: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    leaves: list[Any]
+    tree: Any
+    tensors: list[Tensor]
+    snapshot: Snapshot
+    autocast: tuple[tuple[str, str], ...]
+
+    def trains(self) -> bool:
+        """Whether anything asks for a gradient."""
+        return any(tensor.requires_grad for tensor in (*self.tensors, *self.root.parameters()))
 
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-def refuse_hooks(root: nn.Module) -> None:
-    """Refuses hooks on submodules: a planned step does not call submodules, so their hooks would be lost.
-
-    torch's own, such as those of weight and spectral norm, compute tensors and are part of the graph.
-
-    Raises:
-        UnsupportedError: IRC505.
-    """
-    for name, child in root.named_modules():
-        if child is root or not any(child.__dict__[kind] for kind in _HOOKS):
-            continue
-        for kind in _HOOKS:
-            for hook in child.__dict__[kind].values():
-                home = getattr(hook, "__module__", None) or type(hook).__module__
-                if not str(home).startswith("torch."):
-                    raise UnsupportedError(
-                        "IRC505",
-                        f"submodule {name!r} has a hook ({kind.strip('_').replace('_', ' ')}: "
-                        f"{hook!r}), which a planned step would not call",
-                        help="remove it, or register it on the root module or on a parameter",
-                    )
-
-
-def check_autocast(signature: Signature) -> None:
-    """Refuses another state of automatic casting than at capture.
-
-    Raises:
-        IrcError: IRC502.
-    """
-    now = tuple(
+def autocast_state() -> tuple[tuple[str, str], ...]:
+    """The device types for which automatic casting is on, each with its element type."""
+    return tuple(
         (device, str(torch.get_autocast_dtype(device)).removeprefix("torch."))
         for device in ("cpu", "cuda")
         if torch.is_autocast_enabled(device)
     )
-    if now != signature.autocast:
-        raise IrcError(
-            "IRC502",
-            f"automatic casting is {_autocast_text(now)}; the plan was made with it "
-            f"{_autocast_text(signature.autocast)}",
-            help="call irc.optimize under the same torch.autocast as the training step",
-        )
 
 
-def _autocast_text(state: tuple[tuple[str, str], ...]) -> str:
-    return ", ".join(f"on for {device} with {dtype}" for device, dtype in state) or "off"
+# ---------------------------------------------------------------------- differences
 
 
-def check_arguments(signature: Signature, leaves: list[Any], tree: Any) -> None:
-    """Refuses arguments that nest in another way, or whose constants differ.
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How a call differs from the one that a plan was made for.
 
-    Raises:
-        UsageError: IRC501.
+    Args:
+        code: Of the error that refuses it.
+        message: What differs.
+        help: What to do where it is refused.
+        is_plannable: Whether a plan can be made for the call.
     """
-    if tree != signature.in_tree:
-        raise UsageError(
-            "IRC501",
-            f"the arguments nest as {tree}; the plan was made for {signature.in_tree}",
-            help="call the module as in the example arguments, or optimize it for this call",
-        )
-    for leaf, wanted in zip(leaves, signature.leaves, strict=True):
-        if isinstance(wanted, Slot):
-            same = isinstance(leaf, Tensor)
-        else:
-            same = not isinstance(leaf, Tensor) and type(leaf) is type(wanted) and leaf == wanted
-        if not same:
-            raise UsageError(
-                "IRC501",
-                f"an argument is {_shown(leaf)}; the plan was made for {_shown(wanted)}",
-                help="constants are part of the plan: optimize the module for this value",
-            )
+
+    code: str
+    message: str
+    help: str
+    is_plannable: bool = True
+
+    def error(self) -> IrcError:
+        """The refusal."""
+        kind = UsageError if self.code in ("IRC501", "IRC507") else IrcError
+        return kind(self.code, self.message, help=self.help)
+
+
+def other_nesting(now: object, planned: object) -> Difference:
+    """The arguments nest in another way."""
+    shown = [" ".join(str(tree).split()) for tree in (now, planned)]
+    return Difference(
+        "IRC501",
+        f"the arguments nest as {shown[0]}; the plan was made for {shown[1]}",
+        "call the module as in the example arguments, or optimize it for this call",
+    )
+
+
+def other_constant(now: object, planned: object) -> Difference:
+    """An argument that is no tensor has another value, or one of the two is a tensor.
+
+    No plan is made for what cannot be known again: an object that equals only itself, not a number.
+    """
+    is_known: bool = is_plain(now) and not isinstance(now, FunctionType) and bool(now == now)
+    return Difference(
+        "IRC501",
+        f"an argument is {_shown(now)}; the plan was made for {_shown(planned)}",
+        "constants are part of the plan: optimize the module for this value",
+        is_plannable=isinstance(now, Tensor) or is_known,
+    )
 
 
 def _shown(leaf: object) -> str:
     return "a tensor" if isinstance(leaf, (Tensor, Slot)) else repr(leaf)
+
+
+def other_tensor(name: str, tensor: Tensor | None, static: Input) -> Difference:
+    """A tensor has another type than the plan was made for, or is none."""
+    help = "call irc.optimize with example arguments of this type, or pad to the planned shape"
+    if tensor is None:
+        return Difference("IRC501", f"{name} is gone; the plan was made with it", help)
+    wanted = static.value.type
+    same = (
+        tuple(tensor.shape) == wanted.shape
+        and tuple(tensor.stride()) == wanted.strides
+        and str(tensor.dtype) == f"torch.{wanted.dtype.value}"
+        and str(tensor.device) == wanted.device
+    )
+    if same:
+        return Difference(
+            "IRC503",
+            f"{name} has requires_grad={tensor.requires_grad}, "
+            f"the plan was made for requires_grad={static.requires_grad}",
+            "call irc.optimize again, with inputs and parameters that require gradients as they do "
+            "in the training step",
+        )
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    now = _described(dtype, tuple(tensor.shape), tuple(tensor.stride()), str(tensor.device))
+    planned = _described(wanted.dtype.value, wanted.shape, wanted.strides, wanted.device)
+    return Difference("IRC501", f"{name} is {now}; the plan was made for {planned}", help)
+
+
+def _described(dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], device: str) -> str:
+    rows = TensorType.contiguous(shape, DType.FLOAT32).strides
+    layout = "" if strides == rows else f" with strides {list(strides)}"
+    return f"{dtype}{list(shape)}{layout} on {device}"
+
+
+def other_sharing(names: tuple[str, str], *, shares: bool) -> Difference:
+    """Two tensors share their memory and did not when the plan was made, or the other way round."""
+    now = "share" if shares else "do not share"
+    return Difference(
+        "IRC501",
+        f"{names[0]} and {names[1]} {now} their memory; the plan was made for the contrary",
+        "call the module with tensors that share memory as in the example arguments",
+    )
+
+
+def other_state(now: Snapshot, planned: State) -> Difference:
+    """Submodules are in other modes, or have other settings."""
+    pairs = list(zip(now.names, now.state, planned, strict=True))
+    modes = [
+        (name, dict(mine)["training"])
+        for name, (_, mine), (_, its) in pairs
+        if dict(mine).get("training") != dict(its).get("training")
+    ]
+    if modes:
+        name, training = modes[0]
+        return Difference(
+            "IRC502",
+            f"submodule {name or '(root)'!r} is in {'train' if training else 'eval'}() mode; "
+            f"the plan was made for the other ({len(modes)} submodules differ)",
+            "call irc.optimize with the modules in the modes that you train in",
+        )
+    name, (kind, mine), (planned_kind, its) = next(pair for pair in pairs if pair[1] != pair[2])
+    changed = (f"of class {planned_kind.__name__}", f"of class {kind.__name__}")
+    if kind is planned_kind:
+        changed = (_settings(its, mine), _settings(mine, its))
+    return Difference(
+        "IRC507",
+        f"a setting of submodule {name!r} has changed since the plan: {changed[0]} is now {changed[1]}",
+        "call irc.optimize again",
+    )
+
+
+def other_attribute(name: str, now: object, planned: object) -> Difference:
+    """An attribute of the root that the forward reads has changed."""
+    return Difference(
+        "IRC507",
+        f"attribute {name!r}, which the forward reads, has changed since the plan: "
+        f"{_value(planned)} is now {_value(now)}",
+        "call irc.optimize again",
+    )
+
+
+def _settings(mine: Attributes, its: Attributes) -> str:
+    """The settings that are not among the others."""
+    others = dict(its)
+    return repr({k: v for k, v in mine if others.get(k, ABSENT) is not v and others.get(k, ABSENT) != v})
+
+
+def _value(value: object) -> str:
+    if value is ABSENT:
+        return "absent"
+    return f"a {value.name}" if isinstance(value, Kind) else repr(value)
+
+
+def other_part(name: str | None) -> Difference:
+    """A module of the tree holds others than it did; it has no name where no plan is left to compare with."""
+    where = "the module" if not name else f"submodule {name!r}"
+    return Difference(
+        "IRC507",
+        f"{where} has other submodules, parameters or buffers than at planning",
+        "call irc.optimize again",
+    )
+
+
+def other_autocast(now: tuple[tuple[str, str], ...], planned: tuple[tuple[str, str], ...]) -> Difference:
+    """Automatic casting is in another state."""
+    return Difference(
+        "IRC502",
+        f"automatic casting is {_autocast_text(now)}; the plan was made with it {_autocast_text(planned)}",
+        "call irc.optimize under the same torch.autocast as the training step",
+    )
+
+
+def _autocast_text(state: tuple[tuple[str, str], ...]) -> str:
+    return ", ".join(f"on for {device} with {dtype}" for device, dtype in state) or "off"

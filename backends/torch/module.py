@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,22 +10,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from ...ir import Delivery, InputRole, IrcError, Location, Origin, Plan, Signature, Slot
-from .call import (
-    check_arguments,
-    check_autocast,
-    check_submodules,
-    check_tensor,
-    refuse_hooks,
-    settings,
-)
-from .guards import guard
-from .in_flight import InFlight
+from ...ir import Delivery, IrcError, Location, Origin, Plan, Signature
+from .fitting import Fitting, Replan
+from .hooks import refuse_hooks
+from .original import FITTED, ORIGINAL, own_forward, unfitted
+from .persist import Persistent, fitted_class
+from .plans import PlannedCall, Plans
 from .program import Program
-from .release import Release, check_deliveries, check_parameters
 from .step import run_step
+from .unbound import Unbound
 
-__all__ = ["deliver_leaf", "fit"]
+__all__ = ["deliver_leaf", "fit", "fit_planned"]
 
 
 def fit(
@@ -37,170 +30,91 @@ def fit(
     plan: Plan | None = None,
     optimizers: Mapping[str, Optimizer] | None = None,
 ) -> nn.Module:
-    """A module that trains by `program` and is in every other way `module`.
-
-    It is of a subclass of the module's class and shares its parameters, buffers, submodules and hooks.
-    With gradients enabled and in the captured modes it runs the program; in eval() or under no_grad it
-    runs the original forward.
+    """As `fit_planned`, for this one program: other calls are refused.
 
     Args:
         module: What was captured.
         program: What its schedule compiled to.
         signature: How to call it.
-        plan: The certificate, for the attribute `irc_plan`, and `plan` where the module has none of its own.
+        plan: Its certificate.
         optimizers: Where the program applies gradients: an optimizer of each parameter alone, by its name.
+    """
+    return fit_planned(module, Fitting(program, signature, plan), optimizers or {})
+
+
+def fit_planned(
+    module: nn.Module,
+    fitting: Fitting,
+    optimizers: Mapping[str, Optimizer],
+    *,
+    replan: Replan | None = None,
+    limit: int = 1,
+) -> nn.Module:
+    """A module that trains by planned programs and is in every other way `module`.
+
+    It is of a subclass of the module's class and shares its parameters, buffers, submodules and hooks.
+    With gradients enabled and in training it runs the program for the call, and plans one where there is
+    none; in eval() or under no_grad it runs the original forward.
+
+    Args:
+        module: What was captured; a fitted module stands for the one that it was made of.
+        fitting: The plan for the example arguments. Its certificate becomes the attribute `irc_plan`, and
+            `plan` where the module has none of its own.
+        optimizers: Where the program applies gradients: an optimizer of each parameter alone, by its name.
+        replan: Plans calls of other shapes, in other modes and so on; None refuses them.
+        limit: How many plans are kept.
 
     Raises:
         UnsupportedError: IRC505 for hooks on submodules; IRC509 and IRC510 for what stands in the way of
             releasing gradients.
     """
-    original = type(module)
+    module = unfitted(module)
     refuse_hooks(module)
-    members: dict[str, Any] = {"__module__": original.__module__}
-    if not hasattr(module, "plan"):
-        members["plan"] = _Fitted.irc_plan
-    fitted_type = type(f"Fitted{original.__name__}", (_Fitted, original), members)
-    fitted = fitted_type.__new__(fitted_type)
-    fitted.__dict__.update(module.__dict__)
-    program = replace(program, unused=signature.unused)
-    fitted.__dict__["_irc"] = _Binding.of(module, program, signature, plan, optimizers or {})
+    fitted = object.__new__(fitted_class(_Fitted, module))
+    fitted.__dict__.update({ORIGINAL: module, **vars(module)})
+    fitted.__dict__.pop("forward", None)
+    plans_eval = not dict(fitting.signature.modes)[""]
+    unbound = Unbound(
+        (fitting,), fitting.plan, plans_eval, optimizers, replan, limit, reserved=fitting.reserved
+    )
+    plans = fitted.__dict__[FITTED] = Plans(unbound, fitted)
+    plans.check()
     return fitted
 
 
-@dataclass
-class _Binding:
-    """Where a fitted module finds the program's inputs, and what takes its gradients."""
-
-    program: Program
-    signature: Signature
-    plan: Plan | None
-    release: Release | None
-    in_flight: InFlight
-    modules: list[nn.Module]
-    settings: list[dict[str, object]]
-    slots: list[tuple[dict[str, Tensor | None], str] | Slot | Tensor]
-
-    @staticmethod
-    def of(
-        module: nn.Module,
-        program: Program,
-        signature: Signature,
-        plan: Plan | None,
-        optimizers: Mapping[str, Optimizer],
-    ) -> _Binding:
-        slots: list[tuple[dict[str, Tensor | None], str] | Slot | Tensor] = []
-        for static in program.statics:
-            match static.role:
-                case InputRole.PARAMETER | InputRole.BUFFER:
-                    path, _, name = static.target.rpartition(".")
-                    owner = module.get_submodule(path)
-                    held: Any = owner._parameters if static.role is InputRole.PARAMETER else owner._buffers
-                    slots.append((held, name))
-                case InputRole.INPUT:
-                    slots.append(Slot(int(static.target)))
-                case _:
-                    slots.append(program.constants[static.target])
-        modules = list(module.modules())[1:]
-        release = Release(optimizers) if program.released else None
-        in_flight = InFlight(program.forwards_in_flight)
-        planned = [settings(m) for m in modules]
-        binding = _Binding(program, signature, plan, release, in_flight, modules, planned, slots)
-        binding.take_over()
-        return binding
-
-    def take_over(self) -> None:
-        """Makes sure that nobody else waits for gradients that are released."""
-        if self.release is None:
-            return
-        check_parameters(self.program, self.held, self.release)
-        check_deliveries(self.program, self.signature.deliveries)
-        if self.release.optimizers:
-            guard((self.held(released.index) for released in self.program.released.values()), self.release)
-
-    def held(self, index: int) -> Tensor:
-        """The parameter that the program's input `index` binds."""
-        slot = self.slots[index]
-        assert isinstance(slot, tuple), "only parameters are looked for"
-        found = slot[0][slot[1]]
-        assert found is not None
-        return found
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Binding:
-        slots = [
-            (memo.get(id(slot[0]), slot[0]), slot[1]) if isinstance(slot, tuple) else slot
-            for slot in self.slots
-        ]
-        modules = [memo.get(id(child), child) for child in self.modules]
-        release = copy.deepcopy(self.release, memo)
-        in_flight = copy.deepcopy(self.in_flight)
-        copied = _Binding(
-            self.program, self.signature, self.plan, release, in_flight, modules, self.settings, slots
-        )
-        copied.take_over()
-        return copied
-
-    def tensor(self, index: int, leaves: list[Any]) -> Tensor:
-        """The tensor that the program's input `index` binds in this call."""
-        slot = self.slots[index]
-        match slot:
-            case Slot():
-                tensor = leaves[slot.index]
-            case Tensor():
-                tensor = slot
-            case (held, name):
-                tensor = held[name]
-        assert isinstance(tensor, Tensor)
-        check_tensor(tensor, self.program.statics[index])
-        return tensor
-
-
-class _Fitted(nn.Module):
-    """Runs the program where it applies, and the original forward elsewhere."""
+class _Fitted(Persistent):
+    """Runs a program where one applies, and the original forward elsewhere."""
 
     @property
     def irc_plan(self) -> Plan | None:
-        """What was chosen, and the proof of how good it is."""
-        return self.__dict__["_irc"].plan
+        """What was chosen for the example arguments, and the proof of how good it is."""
+        return self.__dict__[FITTED].first_plan
+
+    @property
+    def irc_plans(self) -> tuple[PlannedCall, ...]:
+        """The plans that are kept, each with the call that it was made for; the last used one first."""
+        return self.__dict__[FITTED].calls
 
     @property
     def irc_optimizers(self) -> dict[str, Optimizer]:
         """The optimizers that take their steps within backward, by the name of their parameter."""
-        release: Release | None = self.__dict__["_irc"].release
-        return dict(release.optimizers) if release is not None else {}
+        plans: Plans = self.__dict__[FITTED]
+        return dict(plans.release.optimizers)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        binding: _Binding = self.__dict__["_irc"]
-        if not torch.is_grad_enabled() or not self._is_planned(binding.signature):
-            return super().forward(*args, **kwargs)
-        leaves, tree = pytree.tree_flatten((args, kwargs))
-        check_arguments(binding.signature, leaves, tree)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        inputs = [binding.tensor(index, tensors) for index in range(len(binding.slots))]
-        outputs = run_step(binding.program, inputs, binding.release, binding.in_flight)
-        _check_branches(binding.signature, inputs, outputs)
-        return _deliver(binding.signature, inputs, outputs)
-
-    def _is_planned(self, signature: Signature) -> bool:
-        modes = dict(signature.modes)
-        if modes[""] != self.training and not self.training:
-            return False
-        changed = [
-            name for name, child in self.named_modules() if child.training != modes.get(name, child.training)
-        ]
-        if not changed:
-            refuse_hooks(self)
-            check_autocast(signature)
-            binding: _Binding = self.__dict__["_irc"]
-            check_submodules(self, binding.modules, binding.settings)
-            return True
-        if not self.training:
-            return False
-        raise IrcError(
-            "IRC502",
-            f"submodule {changed[0] or '(root)'!r} is in {'eval' if modes[changed[0]] else 'train'}() mode; "
-            f"the plan was made for the other ({len(changed)} submodules differ)",
-            help="call irc.optimize with the modules in the modes that you train in",
-        )
+        plans: Plans = self.__dict__[FITTED]
+        if torch.is_grad_enabled() and plans.apply_to(self):
+            found = plans.find(self, args, kwargs)
+            if found is not None:
+                fitting, inputs = found
+                program, signature = fitting.program, fitting.signature
+                release = plans.release if program.released else None
+                outputs = run_step(program, inputs, release, plans.in_flight, signature.unused)
+                _check_branches(signature, inputs, outputs)
+                return _deliver(signature, inputs, outputs)
+        if (forward := own_forward(self)) is not None:
+            return forward(*args, **kwargs)
+        return super().forward(*args, **kwargs)
 
 
 def _check_branches(signature: Signature, inputs: list[Tensor], outputs: tuple[Tensor, ...]) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import linecache
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from itertools import count
 from typing import Any
 
 from torch import Tensor
@@ -50,14 +52,16 @@ class Program:
         tangents: For each forward output, whether a gradient of it is taken.
         gradients: For each static input, its place among the gradients, or None.
         depends: For each gradient, the forward outputs whose gradients it is computed from.
+        differentiable: Indices of the static inputs to which a gradient flows; the others that ask for one
+            are not part of the autograd graph, as in eager.
         kind: What becomes of the gradients of parameters.
         released: The parameters whose gradients are released within backward, by name.
         read_by_backward: Indices of the static inputs that backward reads and forward does not write.
+        written: Indices of the static inputs that forward writes.
         forward: The emitted function.
         backward: The emitted function; it takes a `Release` where gradients are released.
         constants: Values of the constant inputs.
         source: The emitted source.
-        unused: The forward outputs whose gradients were planned away, as the loss does not use them.
         forwards_in_flight: How many calls the plan counted whose backward has not run.
     """
 
@@ -65,18 +69,23 @@ class Program:
     tangents: tuple[Input | None, ...]
     gradients: tuple[int | None, ...]
     depends: tuple[frozenset[int], ...]
+    differentiable: tuple[int, ...]
     kind: Gradients
     released: Mapping[str, Released]
     read_by_backward: tuple[int, ...]
+    written: tuple[int, ...]
     forward: Callable[[list[Tensor]], tuple[list[Tensor], list[Tensor]]]
     backward: Callable[..., list[Tensor | None]]
     constants: Mapping[str, Tensor]
     source: str = field(repr=False)
-    unused: frozenset[int] = frozenset()
     forwards_in_flight: int = 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
         return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        functions = ("forward", "backward")  # compiled from the source again
+        return _again, ({f.name: getattr(self, f.name) for f in fields(self) if f.name not in functions},)
 
 
 def compile_program(schedule: Schedule, constants: Mapping[str, Tensor]) -> Program:
@@ -87,10 +96,7 @@ def compile_program(schedule: Schedule, constants: Mapping[str, Tensor]) -> Prog
         constants: The tensors of the graph's constant inputs, by target.
     """
     source = emit_source(schedule)
-    filename = f"<irc program {id(schedule):x}>"
-    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    namespace: dict[str, Any] = {}
-    exec(compile(source, filename, "exec"), namespace)
+    forward, backward = _functions(source)
     graph = schedule.graph
     statics = tuple(i for i in graph.inputs if i.role is not InputRole.TANGENT)
     tangents = {i.target: i for i in graph.inputs if i.role is InputRole.TANGENT}
@@ -105,6 +111,9 @@ def compile_program(schedule: Schedule, constants: Mapping[str, Tensor]) -> Prog
         if Trait.EFFECT in node.traits and node.releases is None
     }
     reached = _reached(graph)
+    released = _released(graph, statics, reached)
+    flows = {o.target for o in graph.outputs if o.role is OutputRole.GRADIENT and o.value is not None}
+    flows |= {f"{InputRole.PARAMETER.value}:{name}" for name in released}
     return Program(
         statics=statics,
         tangents=tuple(tangents.get(str(index)) for index in range(len(outputs))),
@@ -114,15 +123,39 @@ def compile_program(schedule: Schedule, constants: Mapping[str, Tensor]) -> Prog
             for o in graph.outputs
             if o.role is OutputRole.GRADIENT
         ),
+        differentiable=tuple(
+            k for k, i in enumerate(statics) if i.requires_grad and f"{i.role.value}:{i.target}" in flows
+        ),
         kind=graph.gradients,
-        released=_released(graph, statics, reached),
+        released=released,
         read_by_backward=tuple(k for k, i in enumerate(statics) if i.value.storage in read - written),
-        forward=namespace["forward"],
-        backward=namespace["backward"],
+        written=tuple(k for k, i in enumerate(statics) if i.value.storage in written),
+        forward=forward,
+        backward=backward,
         constants=constants,
         source=source,
         forwards_in_flight=graph.forwards_in_flight,
     )
+
+
+_numbers = count(1)
+"""Of the programs, for the file names that their tracebacks show."""
+
+
+def _functions(source: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Forward and backward of an emitted source, whose lines stand in tracebacks."""
+    filename = f"<irc program {next(_numbers)}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    namespace: dict[str, Any] = {}
+    exec(compile(source, filename, "exec"), namespace)
+    weakref.finalize(namespace["forward"], linecache.cache.pop, filename, None)
+    return namespace["forward"], namespace["backward"]
+
+
+def _again(known: Mapping[str, Any]) -> Program:
+    """A program that was written down."""
+    forward, backward = _functions(known["source"])
+    return Program(**known, forward=forward, backward=backward)
 
 
 def _reached(graph: Graph) -> dict[Value, frozenset[int]]:

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 from ...ir import Delivery, Gradients, IrcError, Origin, UnsupportedError, UsageError
 from .program import Program
 
-__all__ = ["Release", "check_backward", "check_deliveries", "check_parameters"]
+__all__ = ["Release", "alone", "check_backward", "check_deliveries", "check_parameters"]
 
 Taker = Callable[[str, Tensor, Tensor], None]
 """Disposes of a gradient: (name of the parameter, parameter, gradient)."""
@@ -35,9 +36,10 @@ class Release:
         self.optimizers = dict(optimizers)
         self.pending: weakref.WeakSet[Any] = weakref.WeakSet()
         """The steps (autograd nodes) whose backward has not run yet."""
+        self.lock = threading.RLock()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Release:
-        return Release(copy.deepcopy(self.optimizers, memo))
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Release, (self.optimizers,)
 
     def taker(self, program: Program, given: frozenset[int]) -> Taker:
         """What disposes of gradients in one backward.
@@ -64,12 +66,21 @@ class Release:
             parameter.grad = None
 
 
+def alone(release: Release | None) -> contextlib.AbstractContextManager[Any]:
+    """While active, no other thread reads parameters that are updated within backward, or updates them."""
+    return release.lock if release is not None and release.optimizers else contextlib.nullcontext()
+
+
+_accumulating = threading.Lock()
+
+
 def _accumulate(name: str, parameter: Tensor, gradient: Tensor) -> None:
     """Does what the autograd engine does with a gradient that nobody else holds."""
-    if parameter.grad is None:
-        parameter.grad = gradient.detach()
-    else:
-        parameter.grad.add_(gradient)
+    with _accumulating:  # two threads may be in backward at once
+        if parameter.grad is None:
+            parameter.grad = gradient.detach()
+        else:
+            parameter.grad.add_(gradient)
 
 
 def check_parameters(program: Program, bound: Callable[[int], Tensor], release: Release) -> None:
@@ -173,8 +184,7 @@ def check_backward(node: Any, program: Program, inputs: list[Tensor], *, keeps_g
 
 def _check_asked(node: Any, program: Program) -> None:
     """Whether the engine would have accumulated a gradient into each of the parameters."""
-    differentiable = [k for k, static in enumerate(program.statics) if static.requires_grad]
-    place = {index: k for k, index in enumerate(differentiable)}
+    place = {index: k for k, index in enumerate(program.differentiable)}
     for name, released in program.released.items():
         accumulates = node.next_functions[place[released.index]][0]
         try:

@@ -46,7 +46,7 @@ class StandaloneModule(nn.Module):
         self.deliveries = deliveries
         self.plan = plan
         self.release = Release({}) if program.released else None
-        self.in_flight = InFlight(program.forwards_in_flight)
+        self.in_flight = InFlight()
         parameters: dict[int, nn.Parameter] = {}
         for static in program.statics:
             if static.role in (InputRole.PARAMETER, InputRole.BUFFER):

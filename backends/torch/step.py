@@ -12,15 +12,21 @@ import torch
 from torch import Tensor
 
 from ...ir import Input, UnsupportedError
+from .hooks import refuse_missing_gradients, refuse_saved_tensor_hooks
 from .in_flight import InFlight
 from .program import Program
-from .release import Release, check_backward, check_parameters
+from .release import Release, alone, check_backward, check_parameters
+from .transforms import refuse_batches, refuse_second_derivatives, refuse_transforms
 
 __all__ = ["run_step"]
 
 
 def run_step(
-    program: Program, inputs: list[Tensor], release: Release | None, in_flight: InFlight
+    program: Program,
+    inputs: list[Tensor],
+    release: Release | None,
+    in_flight: InFlight,
+    unused: frozenset[int] = frozenset(),
 ) -> tuple[Tensor, ...]:
     """Runs forward; the outputs carry one autograd node that runs backward.
 
@@ -29,14 +35,18 @@ def run_step(
         inputs: The static inputs, in order.
         release: What takes the gradients that are released within backward; None where none is.
         in_flight: Counts the calls whose backward has not run.
+        unused: The forward outputs whose gradients were planned away, as the loss does not use them.
 
     Raises:
-        UnsupportedError: IRC509 when a parameter asks for what a released gradient cannot do.
+        UnsupportedError: IRC509 when a parameter asks for what a released gradient cannot do; IRC533 within a
+            function transform; IRC535 under hooks on saved tensors.
     """
+    refuse_transforms(inputs)
+    refuse_saved_tensor_hooks()
     if release is not None:
         check_parameters(program, inputs.__getitem__, release)
-    differentiable = [t for t, i in zip(inputs, program.statics, strict=True) if i.requires_grad]
-    return _Step.apply(program, inputs, release, in_flight, *differentiable)
+    differentiable = (inputs[index] for index in program.differentiable)
+    return _Step.apply(program, inputs, release, in_flight, unused, *differentiable)
 
 
 _engine: Any = vars(torch._C)["_autograd"]
@@ -53,71 +63,73 @@ class _Step(torch.autograd.Function):
         inputs: list[Tensor],
         release: Release | None,
         in_flight: InFlight,
+        unused: frozenset[int],
         *differentiable: Tensor,
     ) -> tuple[Tensor, ...]:
-        in_flight.enter(ctx)
-        with torch._C._DisableAutocast():
-            outputs, saved = program.forward(inputs)
+        in_flight.enter(ctx, program)
+        with alone(release):
+            versions = [(k, inputs[k]._version) for k in program.read_by_backward]
+            with torch._C._DisableAutocast():
+                outputs, saved = program.forward(inputs)
+            if release is not None:
+                release.pending.add(ctx)
         # autograd would refuse to let the caller write into a view that this function made
         outputs = [output.detach() if output._is_view() else output for output in outputs]
         ctx.program, ctx.inputs, ctx.saved, ctx.release = program, inputs, saved, release
-        ctx.in_flight = in_flight
-        if release is not None:
-            release.pending.add(ctx)
-        ctx.versions = [(k, inputs[k]._version) for k in program.read_by_backward]
+        ctx.in_flight, ctx.unused = in_flight, unused
+        ctx.versions = versions
         ctx.saved_versions = [tensor._version for tensor in saved]
         ctx.set_materialize_grads(False)
         planned = enumerate(zip(outputs, program.tangents, strict=True))
-        ctx.mark_non_differentiable(*(o for k, (o, t) in planned if t is None and k not in program.unused))
+        ctx.mark_non_differentiable(*(o for k, (o, t) in planned if t is None and k not in unused))
         return tuple(outputs)
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *gradients: Tensor | None
     ) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():
-            raise UnsupportedError(
-                "IRC504",
-                "the backward of a planned module cannot be differentiated again (create_graph=True)",
-                help="use the original module where gradients of gradients are needed",
-            )
-        program: Program = ctx.program
-        inputs, saved = ctx.inputs, ctx.saved
-        if saved is None:
+        refuse_second_derivatives()
+        refuse_batches(gradients)
+        if ctx.saved is None:
             raise RuntimeError(
                 "Trying to backward through the graph a second time: the saved values were freed as backward "
                 "went. Specify retain_graph=True if you need to backward through the graph a second time."
             )
-        _check_unused(program, gradients)
-        _check_unchanged(program, inputs, ctx.versions)
-        _check_outputs_unchanged(saved, ctx.saved_versions)
-        release: Release | None = ctx.release
-        if release is not None:
-            check_backward(ctx, program, inputs, keeps_graph=_keeps_graph())
-            release.pending.discard(ctx)
-        if _keeps_graph():
-            saved = list(saved)
-            ctx.in_flight.retain()
-        else:
-            ctx.in_flight.leave(ctx)
-            ctx.saved = ctx.inputs = None
         given = frozenset(k for k, gradient in enumerate(gradients) if gradient is not None)
-        tangents = [
-            _in_layout(gradient, tangent)
-            for gradient, tangent in zip(gradients, program.tangents, strict=True)
-            if tangent is not None
-        ]
-        with torch._C._DisableAutocast():
-            takers = () if release is None else (release.taker(program, given),)
-            results = program.backward(inputs, saved, tangents, *takers)
-        asked = (k for k, i in enumerate(program.statics) if i.requires_grad)
-        return (
-            None,
-            None,
-            None,
-            None,
-            *(_pick(program, results, program.gradients[k], given) for k in asked),
-        )
+        with alone(ctx.release):
+            results = _run_backward(ctx, gradients, given)
+        program: Program = ctx.program
+        picked = (_pick(program, results, program.gradients[k], given) for k in program.differentiable)
+        return (*[None] * 5, *picked)
+
+
+def _run_backward(
+    ctx: Any, gradients: tuple[Tensor | None, ...], given: frozenset[int]
+) -> list[Tensor | None]:
+    program: Program = ctx.program
+    inputs, saved = ctx.inputs, ctx.saved
+    _check_unused(program, ctx.unused, given)
+    _check_unchanged(program, inputs, ctx.versions)
+    _check_outputs_unchanged(saved, ctx.saved_versions)
+    refuse_missing_gradients(ctx, program, inputs, given)
+    release: Release | None = ctx.release
+    if release is not None:
+        check_backward(ctx, program, inputs, keeps_graph=_keeps_graph())
+        release.pending.discard(ctx)
+    if _keeps_graph():
+        saved = list(saved)
+        ctx.in_flight.retain(program)
+    else:
+        ctx.in_flight.leave(ctx)
+        ctx.saved = ctx.inputs = None
+    tangents = [
+        _in_layout(gradient, tangent)
+        for gradient, tangent in zip(gradients, program.tangents, strict=True)
+        if tangent is not None
+    ]
+    takers = () if release is None else (release.taker(program, given),)
+    with torch._C._DisableAutocast():
+        return program.backward(inputs, saved, tangents, *takers)
 
 
 def _pick(
@@ -131,9 +143,9 @@ def _pick(
     return found.detach() if found is not None and found._is_view() else found
 
 
-def _check_unused(program: Program, gradients: tuple[Tensor | None, ...]) -> None:
-    for index in program.unused:
-        if program.tangents[index] is None and gradients[index] is not None:
+def _check_unused(program: Program, unused: frozenset[int], given: frozenset[int]) -> None:
+    for index in unused & given:
+        if program.tangents[index] is None:
             raise UnsupportedError(
                 "IRC346",
                 f"output {index} of the module has a gradient; the plan was made for a loss that does "

@@ -44,6 +44,7 @@ from .recurrent import StepwiseRNN
 from .rules import own_rules
 from .scopes import Scopes
 from .state import State
+from .tensor_hooks import tensor_hooks
 from .tracer import MADE, WAYS, WAYS_OF_EXAMPLE, Way, quiet_tracer, unread_draws_stay
 from .translate import Translation, translate
 from .whole import whole_operations
@@ -129,7 +130,7 @@ def capture(
     Args:
         module: The model, in the modes (train, eval) that it will be trained in.
         args: Example arguments; tensors may be nested in lists, tuples and dicts.
-        kwargs: Example keyword arguments.
+        kwargs: Example keyword arguments; they are taken in the order of their names.
         loss: What the caller will do with the result, a function from it to a scalar; its memory is
             counted, and outputs that it does not use have no gradient in the graph. Without it, twice the
             outputs' bytes are counted, unless the only output is a scalar.
@@ -138,11 +139,11 @@ def capture(
             the signature tells what was seen.
 
     Raises:
-        UnsupportedError: IRC332 to IRC339, IRC348 and IRC554, when something in the module has no place in
-            the graph.
+        UnsupportedError: IRC332 to IRC339, IRC348, IRC536 and IRC554, when something in the module has no
+            place in the graph.
         UsageError: IRC340, when nothing in the result depends on anything that asks for a gradient.
     """
-    leaves, tree = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
+    leaves, tree = pytree.tree_flatten((tuple(args), dict(sorted((kwargs or {}).items()))))
     flat = _Flat(module, tree, leaves, loss)
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
     translation = _traced(flat, module, tensors, WAYS + (WAYS_OF_EXAMPLE if same_branches else ()))
@@ -243,6 +244,7 @@ def _trace(
     stack.enter_context(tracing(TracingContext(fake_mode)))
     scopes = stack.enter_context(recording(module))
     stack.enter_context(StepwiseRNN())
+    stack.enter_context(tensor_hooks())
     stack.enter_context(own_rules())
     stack.enter_context(whole_operations())
     stack.enter_context(flat.state.restored())

@@ -77,7 +77,7 @@ def recording(root: nn.Module) -> Generator[Scopes]:
     names = {id(module): name for name, module in root.named_modules()}
     path: list[str] = []
     scopes = Scopes(root)
-    thread = threading.get_ident()
+    thread = threading.get_ident()  # modules run in other threads meanwhile
 
     def enter(module: nn.Module, args: object) -> None:
         if threading.get_ident() == thread:

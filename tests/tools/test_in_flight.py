@@ -65,7 +65,7 @@ def test_a_written_folder_is_held_to_so_many_forwards(
     plan = Plan.load(out / "plan.json")
     assert plan.forwards_in_flight == 3 and plan.peak_with_gradients_bytes is not None
     written = read_folder(out)
-    assert written.schedule.graph.forwards_in_flight == written.module().in_flight.planned == 3
+    assert written.schedule.graph.forwards_in_flight == written.module().program.forwards_in_flight == 3
     report = check_folder(written, 2, with_original=True)
     assert report.failures == () and report.comparison is not None and report.comparison.is_equal
     assert 0.995 * plan.peak_bytes <= report.measured_bytes <= plan.peak_bytes

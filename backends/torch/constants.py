@@ -1,0 +1,49 @@
+"""The constants that the plans of one module hold on the device; equal ones are held once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .fitting import Fitting
+from .program import Program
+
+__all__ = ["constants_of", "fits_beside", "sharing", "storage_bytes"]
+
+
+def constants_of(fittings: Iterable[Fitting]) -> list[Tensor]:
+    """The constants that plans hold, each once."""
+    found = {id(c): c for fitting in fittings for c in fitting.program.constants.values()}
+    return list(found.values())
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages of some tensors, each once."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def sharing(program: Program, known: Sequence[Tensor]) -> Program:
+    """The program with constants that are there already, where they are equal."""
+
+    def same(a: Tensor, b: Tensor) -> bool:
+        alike = (a.dtype, a.device, a.shape, a.stride()) == (b.dtype, b.device, b.shape, b.stride())
+        return alike and torch.equal(a, b)
+
+    constants = {
+        name: next((other for other in known if same(other, constant)), constant)
+        for name, constant in program.constants.items()
+    }
+    return replace(program, constants=constants)
+
+
+def fits_beside(fitting: Fitting, others: Iterable[Fitting]) -> bool:
+    """Whether a plan's peak still fits beside the constants of others, those that it did not count."""
+    if fitting.plan is None:
+        return True
+    own = {id(constant) for constant in fitting.program.constants.values()}
+    beside = storage_bytes(constant for constant in constants_of(others) if id(constant) not in own)
+    return fitting.plan.peak_bytes + max(beside - fitting.constants_bytes, 0) <= fitting.plan.budget_bytes

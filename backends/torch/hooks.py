@@ -1,0 +1,200 @@
+"""Hooks that a planned step would not call, or would call without need, are refused by name."""
+
+# torch keeps these hooks in private tables.
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...ir import UnsupportedError
+from .program import Program
+from .wrappers import refuse_wrapped_parts
+
+__all__ = [
+    "refuse_hooks",
+    "refuse_hooks_of",
+    "refuse_missing_gradients",
+    "refuse_saved_tensor_hooks",
+]
+
+_PACKAGE = __name__.partition(".backends.")[0]
+_TABLES = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_WATCHERS = ("torch.utils.", f"{_PACKAGE}.")
+"""Global hooks of these modules only note which module runs, such as those of `FlopCounterMode`."""
+
+
+def _home(hook: Any) -> str:
+    """The module that a hook comes from."""
+    return str(getattr(hook, "__module__", None) or type(hook).__module__)
+
+
+def _homes(hook: Any) -> list[str]:
+    """The same for the classes that a hook inherits from, as a user's pruning method does from torch's."""
+    return [_home(hook), *(kind.__module__ for kind in type(hook).__mro__)]
+
+
+def refuse_hooks(root: nn.Module) -> None:
+    """Refuses hooks and wrappers of submodules: a planned step does not call them, so they would be lost.
+
+    torch's own hooks, such as those of weight and spectral norm, compute tensors and are part of the graph.
+
+    Raises:
+        UnsupportedError: IRC505; IRC532 for hooks on all modules; IRC534 for wrappers.
+    """
+    named = dict(root.named_modules())
+    refuse_hooks_of(root, tuple(named)[1:], tuple(named.values())[1:])
+
+
+def refuse_hooks_of(root: nn.Module, names: Sequence[str], submodules: Sequence[nn.Module]) -> None:
+    """As `refuse_hooks`, where the submodules and their names are known.
+
+    Raises:
+        UnsupportedError: As `refuse_hooks`.
+    """
+    _refuse_global_hooks(root)
+    _refuse_root_hooks(root)
+    refuse_wrapped_parts(root, names, submodules)
+    for name, child in zip(names, submodules, strict=True):
+        held = child.__dict__
+        if not any(map(held.__getitem__, _HOOKS)):
+            continue
+        for kind in _HOOKS:
+            for hook in held[kind].values():
+                if not _is_part_of_graph(hook):
+                    raise UnsupportedError(
+                        "IRC505",
+                        f"submodule {name!r} has a hook ({kind.strip('_').replace('_', ' ')}: "
+                        f"{hook!r}), which a planned step would not call",
+                        help="remove it, or register it on the root module or on a parameter",
+                    )
+
+
+def _is_part_of_graph(hook: Any) -> bool:
+    """Whether a hook of a submodule is torch's own and computes tensors, such as that of weight norm."""
+    return any(h.startswith("torch.") and not h.startswith("torch.distributed.") for h in _homes(hook))
+
+
+def _refuse_global_hooks(root: nn.Module) -> None:
+    """Refuses hooks on all modules where there are submodules, which a planned step does not call.
+
+    Raises:
+        UnsupportedError: IRC532.
+    """
+    tables = vars(torch.nn.modules.module)
+    if tables["_global_backward_hooks"] and tables["_global_is_full_backward_hook"] is False:
+        raise _legacy("all modules")
+    if not any(tables[table] for table in _TABLES) or not root._modules:
+        return
+    for table in _TABLES:
+        for hook in tables[table].values():
+            if not _home(hook).startswith(_WATCHERS):
+                kind = table.removeprefix("_global_").replace("_", " ")
+                raise UnsupportedError(
+                    "IRC532",
+                    f"there is a hook on all modules ({kind}: {hook!r}), which a planned step would not call "
+                    "for submodules",
+                    help="remove it while the fitted module trains, or register it on the root module",
+                )
+
+
+def _refuse_root_hooks(root: nn.Module) -> None:
+    """Refuses hooks on the root that depend on how its forward is made up.
+
+    Raises:
+        UnsupportedError: IRC532 for one that computes weights before each forward, as a plan begins after it;
+            and for one on the last operation, as a planned step has one operation.
+    """
+    if root._backward_hooks and root._is_full_backward_hook is False:
+        raise _legacy("the root module")
+    for hook in root._forward_pre_hooks.values():
+        if any(home.startswith("torch.nn.utils.") for home in _homes(hook)):
+            raise UnsupportedError(
+                "IRC532",
+                f"a hook of the root module computes its weights before each forward ({type(hook).__name__})",
+                help="use torch.nn.utils.parametrizations, or wrap the module: torch.nn.Sequential(module)",
+            )
+
+
+def _legacy(where: str) -> UnsupportedError:
+    return UnsupportedError(
+        "IRC532",
+        f"register_backward_hook() put a hook on {where}; it sees the last operation of the forward alone, "
+        "which in a planned step is the whole forward",
+        help="use register_full_backward_hook()",
+    )
+
+
+def refuse_missing_gradients(
+    node: Any, program: Program, inputs: Sequence[Tensor], given: frozenset[int]
+) -> None:
+    """Refuses a backward that would call a hook of a tensor without a gradient.
+
+    The node of a planned step leads to all parameters. One whose gradient comes only from outputs that the
+    loss does not use gets none, and no call of its hooks in eager.
+
+    Args:
+        node: The autograd node that runs.
+        program: Whose backward it runs.
+        inputs: The static inputs of that step.
+        given: The outputs that the loss uses.
+
+    Raises:
+        UnsupportedError: IRC537.
+    """
+    missing = dict[int, int]()
+    for place, index in enumerate(program.differentiable):
+        gradient = program.gradients[index]
+        depends = program.depends[gradient] if gradient is not None else frozenset[int]()
+        if depends and not depends & given:
+            missing[index] = place
+    arriving = {id(inputs[index]) for index in program.differentiable if index not in missing}
+    for index, place in missing.items():
+        tensor = inputs[index]
+        hooks = [*(tensor._backward_hooks or {}).values(), *_accumulate_hooks(tensor)]
+        if hooks and id(tensor) not in arriving and _is_asked(node.next_functions[place][0]):
+            static = program.statics[index]
+            raise UnsupportedError(
+                "IRC537",
+                f"{static.role.value} {static.target} has a hook ({hooks[0]!r}), and no gradient: the loss "
+                "uses none of the outputs that it comes from",
+                help="remove the hook, or let the module return only what the loss uses",
+            )
+
+
+def _accumulate_hooks(tensor: Tensor) -> list[Any]:
+    found: Any = tensor._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue]
+    return list((found or {}).values())
+
+
+def _is_asked(node: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # torch.autograd.grad() asks for this very gradient
+        return True
+
+
+def refuse_saved_tensor_hooks() -> None:
+    """Refuses hooks on saved tensors: what a planned step saves does not pass through autograd.
+
+    Raises:
+        UnsupportedError: IRC535.
+    """
+    found: Any = vars(torch._C)["_autograd"]._top_saved_tensors_default_hooks(True)
+    if found is not None:
+        raise UnsupportedError(
+            "IRC535",
+            f"a planned step runs under hooks on saved tensors ({found[0]!r}), which would see nothing of it",
+            help="call the fitted module outside of torch.utils.checkpoint, save_on_cpu and "
+            "saved_tensors_hooks; its plan decides what is kept",
+        )

@@ -1,0 +1,132 @@
+"""Refuses modules and tensors that do more than the forward that is planned: wrappers, sharded tensors."""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from ...ir import UnsupportedError
+
+__all__ = [
+    "refuse_subclass",
+    "refuse_subclasses",
+    "refuse_unplannable",
+    "refuse_wrapped_parts",
+    "wrapper_of",
+]
+
+_WRAPPERS = {
+    "DistributedDataParallel": "DistributedDataParallel",
+    "FullyShardedDataParallel": "FullyShardedDataParallel",
+    "FSDPModule": "fully_shard",
+    "DataParallel": "DataParallel",
+    "OptimizedModule": "torch.compile",
+    "ScriptModule": "torch.jit",
+}
+
+
+@functools.lru_cache(maxsize=1024)
+def wrapper_of(kind: type[nn.Module]) -> str | None:
+    """What of torch made a class that wraps modules, in the user's terms."""
+    of_torch = (each.__name__ for each in kind.__mro__ if each.__module__.startswith("torch."))
+    return next((_WRAPPERS[name] for name in of_torch if name in _WRAPPERS), None)
+
+
+def refuse_unplannable(root: nn.Module, arguments: Iterable[Any]) -> None:
+    """Refuses to plan a module that another mechanism wraps, or whose tensors do more than hold numbers.
+
+    Args:
+        root: The module, before it is captured.
+        arguments: The leaves of its example arguments.
+
+    Raises:
+        UnsupportedError: IRC534 for a wrapper; IRC531 as in `refuse_subclasses`.
+    """
+    wrapper = wrapper_of(type(root))
+    if wrapper is not None:
+        raise UnsupportedError(
+            "IRC534",
+            f"the model is a {type(root).__name__}, made by {wrapper}: a plan would bypass what that does",
+            help=f"call irc.optimize with the plain module, and {wrapper} with the fitted one",
+        )
+    refuse_subclasses(root, arguments)
+
+
+def refuse_subclasses(root: nn.Module, arguments: Iterable[Any]) -> None:
+    """Refuses to plan tensors that do more than hold numbers.
+
+    Args:
+        root: Whose parameters and buffers are looked at.
+        arguments: The leaves of the arguments.
+
+    Raises:
+        UnsupportedError: IRC531 for a tensor of another class, such as a sharded one.
+    """
+    for name, parameter in root.named_parameters():
+        refuse_subclass(parameter, "parameter", name)
+    for name, buffer in root.named_buffers():
+        refuse_subclass(buffer, "buffer", name)
+    for index, tensor in enumerate(leaf for leaf in arguments if isinstance(leaf, Tensor)):
+        refuse_subclass(tensor, "input", str(index))
+
+
+def refuse_wrapped_parts(root: nn.Module, names: Sequence[str], submodules: Sequence[nn.Module]) -> None:
+    """Refuses a step whose submodules are wrapped, and a replica of `DataParallel`.
+
+    Raises:
+        UnsupportedError: IRC534.
+    """
+    if "_is_replica" in root.__dict__:
+        raise UnsupportedError(
+            "IRC534",
+            "this is a replica of a fitted module, made by DataParallel; its plan is for one device",
+            help="use DistributedDataParallel, with one process for each device",
+        )
+    for name, child in zip(names, submodules, strict=True):
+        if (wrapper := wrapper_of(type(child))) is not None:
+            raise UnsupportedError(
+                "IRC534",
+                f"submodule {name!r} is wrapped by {wrapper}, and a planned step does not call submodules",
+                help=f"call {wrapper} with the whole fitted module, and with no part of it",
+            )
+
+
+def refuse_subclass(tensor: Tensor, role: str, target: str) -> None:
+    """Refuses a tensor whose class takes over the operations: a planned step would run others.
+
+    Args:
+        tensor: What goes into the step.
+        role: What it is, such as `parameter`.
+        target: Its name, or the index of the input.
+
+    Raises:
+        UnsupportedError: IRC531.
+    """
+    kind = type(tensor)
+    is_plain = kind in (Tensor, nn.Parameter) or issubclass(kind, _TRACERS)
+    if is_plain or (_function(kind) in _PLAIN and kind.__torch_dispatch__ is Tensor.__torch_dispatch__):
+        return
+    sharded = kind.__name__ == "DTensor"
+    raise UnsupportedError(
+        "IRC531",
+        f"{role} {target} is a {kind.__name__}{', sharded over devices' if sharded else ''}; "
+        "a plan is for plain tensors",
+        help="call irc.optimize before fully_shard, and fully_shard with the whole fitted module"
+        if sharded
+        else "convert it to a torch.Tensor",
+    )
+
+
+def _function(kind: type[Tensor]) -> object:
+    return getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
+
+
+_TRACERS = (FakeTensor, FunctionalTensor)
+_PLAIN = tuple(map(_function, (Tensor, nn.Parameter)))

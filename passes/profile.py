@@ -175,6 +175,8 @@ def _processor() -> str:
 
 def _measure(nodes: Sequence[Node], repeats: int, progress: Progress | None) -> list[Measured]:
     """Times and workspaces: one pass for the times, which also warms kernels up, one for the allocations."""
+    if not nodes:
+        return []  # and no profiler session, which would end one that is open
     seconds: list[float] = []
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         with one_thread():

@@ -25,7 +25,16 @@ def test_links_resolve(name: str) -> None:
 
 def test_public_names_exist() -> None:
     wanted = {"BudgetError", "Front", "IrcError", "Plan", "TimeLimitError", "UnsupportedError", "UsageError"}
-    wanted |= {"VerificationError", "from_onnx", "keep", "optimize", "pareto", "recompute", "unmark"}
+    wanted |= {
+        "VerificationError",
+        "backend",
+        "from_onnx",
+        "keep",
+        "optimize",
+        "pareto",
+        "recompute",
+        "unmark",
+    }
     assert wanted == set(irc.__all__)
     assert all(getattr(irc, name) is not None for name in irc.__all__)
     assert set(irc.__all__) <= set(dir(irc))

@@ -1,17 +1,23 @@
 """Schedules out as executable torch modules."""
 
-from .emit import emit_source
+from .alive import AliveTensors, storage_key
+from .bound import check_tensor
+from .emit import emit_source, saved_values
 from .fitting import Beside, Fitting, Replan, Replanned, pack_signature, unpack_signature
+from .history import held_by_history
 from .hooks import refuse_hooks
-from .module import fit, fit_planned
+from .module import deliver_leaf, fit, fit_planned
 from .original import Original, unfitted
 from .plans import PlannedCall
 from .program import Program, compile_program
 from .standalone import StandaloneModule
+from .step import run_step
 from .tracing import planning, tracing
+from .waiting import WaitingStep
 from .wrappers import refuse_unplannable
 
 __all__ = [
+    "AliveTensors",
     "Beside",
     "Fitting",
     "Original",
@@ -20,14 +26,21 @@ __all__ = [
     "Replan",
     "Replanned",
     "StandaloneModule",
+    "WaitingStep",
+    "check_tensor",
     "compile_program",
+    "deliver_leaf",
     "emit_source",
     "fit",
     "fit_planned",
+    "held_by_history",
     "pack_signature",
     "planning",
     "refuse_hooks",
     "refuse_unplannable",
+    "run_step",
+    "saved_values",
+    "storage_key",
     "tracing",
     "unfitted",
     "unpack_signature",

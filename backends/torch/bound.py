@@ -29,7 +29,7 @@ from .fitting import Fitting
 from .snapshot import attribute, has, is_equal
 from .wrappers import refuse_subclass
 
-__all__ = ["Bound", "Explain"]
+__all__ = ["Bound", "Explain", "check_tensor"]
 
 
 Explain = Callable[[], Difference]
@@ -187,6 +187,17 @@ def _is_of(tensor: Tensor, wanted: _Type) -> bool:
         and tensor.device == device
         and tensor.requires_grad is requires_grad
     )
+
+
+def check_tensor(tensor: Tensor, static: Input) -> None:
+    """Refuses a tensor of another type than the plan was made for.
+
+    Raises:
+        IrcError: IRC503 where it requires a gradient and the planned one did not, or the other way round;
+            IRC501 for another shape, layout, element type or device.
+    """
+    if not _is_of(tensor, _type_of(static)):
+        raise other_tensor(_name(static), tensor, static).error()
 
 
 def _name(static: Input) -> str:

@@ -24,7 +24,7 @@ from ...ir import (
     Value,
 )
 
-__all__ = ["emit_source"]
+__all__ = ["emit_source", "saved_values"]
 
 _HEADER = '''"""One training step as straight-line Python, written by irc.
 
@@ -49,6 +49,13 @@ def emit_source(schedule: Schedule) -> str:
     return _Emitter(schedule).source()
 
 
+def saved_values(schedule: Schedule) -> tuple[Value, ...]:
+    """What the emitted `forward` returns as `saved`, in that order."""
+    split = next(k for k, instruction in enumerate(schedule.instructions) if isinstance(instruction, Loss))
+    before, after = schedule.instructions[:split], schedule.instructions[split + 1 :]
+    return tuple(_Emitter(schedule).saved(before, after))
+
+
 @dataclass
 class _Emitter:
     schedule: Schedule
@@ -70,7 +77,7 @@ class _Emitter:
         before, after = self.schedule.instructions[:split], self.schedule.instructions[split + 1 :]
         outputs = [o.value for o in self.graph.outputs if o.role is OutputRole.OUTPUT]
         gradients = [o.value for o in self.graph.outputs if o.role is OutputRole.GRADIENT]
-        saved = self._saved(before, after)
+        saved = self.saved(before, after)
         forward = [
             *self._unpack([i.value for i in statics], "inputs", before, outputs),
             *self._body(before),
@@ -111,7 +118,7 @@ class _Emitter:
 
     # ------------------------------------------------------------------ what is alive where
 
-    def _saved(self, before: Iterable[Instruction], after: Iterable[Instruction]) -> list[Value]:
+    def saved(self, before: Iterable[Instruction], after: Iterable[Instruction]) -> list[Value]:
         """What forward hands to backward: alive at the loss, and read after it before it is made again."""
         alive: dict[Storage, list[Value]] = {}
         for instruction in before:

@@ -10,6 +10,7 @@ makes the class anew and compiles the source.
 from __future__ import annotations
 
 import copy
+import functools
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -77,12 +78,22 @@ def fitted_class(base: type[Persistent], original: nn.Module) -> type[Persistent
         original: The module; an attribute `plan` of its own stays.
     """
     kind = type(original)
-    members: dict[str, Any] = {"__module__": kind.__module__, MARK: True}
+    forward = functools.wraps(kind.forward)(_signed(base.forward))  # what it takes stays to be seen
+    members: dict[str, Any] = {"__module__": kind.__module__, MARK: True, "forward": forward}
     if not hasattr(original, "plan"):
         members["plan"] = vars(base)["irc_plan"]
     if isinstance(original, fx.GraphModule):
         members["recompile"] = _refuse_recompile
     return type(f"Fitted{kind.__name__}", (base, kind), members)
+
+
+def _signed(function: Any) -> Any:
+    """A function that does the same, to write another signature on."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(self, *args, **kwargs)
+
+    return forward
 
 
 def _refuse_recompile(module: nn.Module) -> None:

@@ -24,8 +24,8 @@ __all__ = ["run_step"]
 def run_step(
     program: Program,
     inputs: list[Tensor],
-    release: Release | None,
-    in_flight: InFlight,
+    release: Release | None = None,
+    in_flight: InFlight | None = None,
     unused: frozenset[int] = frozenset(),
 ) -> tuple[Tensor, ...]:
     """Runs forward; the outputs carry one autograd node that runs backward.
@@ -34,7 +34,7 @@ def run_step(
         program: What runs.
         inputs: The static inputs, in order.
         release: What takes the gradients that are released within backward; None where none is.
-        in_flight: Counts the calls whose backward has not run.
+        in_flight: Counts the calls whose backward has not run; None where the caller does.
         unused: The forward outputs whose gradients were planned away, as the loss does not use them.
 
     Raises:
@@ -62,11 +62,12 @@ class _Step(torch.autograd.Function):
         program: Program,
         inputs: list[Tensor],
         release: Release | None,
-        in_flight: InFlight,
+        in_flight: InFlight | None,
         unused: frozenset[int],
         *differentiable: Tensor,
     ) -> tuple[Tensor, ...]:
-        in_flight.enter(ctx, program)
+        if in_flight is not None:
+            in_flight.enter(ctx, program)
         with alone(release):
             versions = [(k, inputs[k]._version) for k in program.read_by_backward]
             with torch._C._DisableAutocast():
@@ -116,11 +117,14 @@ def _run_backward(
     if release is not None:
         check_backward(ctx, program, inputs, keeps_graph=_keeps_graph())
         release.pending.discard(ctx)
+    in_flight: InFlight | None = ctx.in_flight
     if _keeps_graph():
         saved = list(saved)
-        ctx.in_flight.retain(program)
+        if in_flight is not None:
+            in_flight.retain(program)
     else:
-        ctx.in_flight.leave(ctx)
+        if in_flight is not None:
+            in_flight.leave(ctx)
         ctx.saved = ctx.inputs = None
     tangents = [
         _in_layout(gradient, tangent)

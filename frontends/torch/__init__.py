@@ -1,6 +1,18 @@
 """torch modules in: captured as one training graph."""
 
 from .capture import Captured, capture
+from .dynamo import CapturedGraph, capture_graph, graph_name, lifted_names, tensors_of_frame
+from .forward_bytes import forward_bytes
 from .loss import Loss
 
-__all__ = ["Captured", "Loss", "capture"]
+__all__ = [
+    "Captured",
+    "CapturedGraph",
+    "Loss",
+    "capture",
+    "capture_graph",
+    "forward_bytes",
+    "graph_name",
+    "lifted_names",
+    "tensors_of_frame",
+]

@@ -45,6 +45,7 @@ from .rules import own_rules
 from .scopes import Scopes
 from .state import State
 from .tensor_hooks import tensor_hooks
+from .tied import TiedParameters
 from .tracer import MADE, WAYS, WAYS_OF_EXAMPLE, Way, quiet_tracer, unread_draws_stay
 from .translate import Translation, translate
 from .whole import whole_operations
@@ -78,6 +79,7 @@ class _Flat(nn.Module):
         self.tree = tree
         self.leaves = leaves
         self.state = State(module)
+        self.tied = TiedParameters(module)
         self.result_leaves: list[Any] = []
         self.result_tree: pytree.TreeSpec | None = None
         self.loss = loss
@@ -92,7 +94,8 @@ class _Flat(nn.Module):
         return self.module.forward(*args, **kwargs)
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        with self.state.one_run(), self.branches.replayed() if self.branches else contextlib.nullcontext():
+        branches = self.branches.replayed() if self.branches else contextlib.nullcontext()
+        with self.state.one_run(), branches, self.tied.as_one():
             result = self.call(*tensors)
         self.result_leaves, self.result_tree = pytree.tree_flatten(result)
         if self.unused is None:

@@ -18,12 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...ir import UsageError
 
-__all__ = ["Loss", "loss_bytes", "unused_outputs"]
+__all__ = ["AliveBytes", "Loss", "loss_bytes", "unused_outputs"]
 
 Loss = Callable[[Any], Tensor]
 
 
-class _Alive(TorchDispatchMode):
+class AliveBytes(TorchDispatchMode):
     """Follows the bytes of the storages that operations create, as long as anything refers to them."""
 
     def __init__(self) -> None:
@@ -33,6 +33,7 @@ class _Alive(TorchDispatchMode):
         self.peak_bytes = 0
 
     def ignore(self, tensor: Tensor) -> None:
+        """Does not count this one."""
         storage = tensor.untyped_storage()
         self.known[storage._cdata] = weakref.ref(storage)
 
@@ -80,7 +81,7 @@ def loss_bytes(loss: Loss | None, result_leaves: list[Any], result_tree: Any) ->
             saved = transient + _SCALARS_BYTES
             return saved + relaid, relaid + _SCALARS_BYTES, saved
         gc.collect()
-        alive = _Alive()
+        alive = AliveBytes()
         for output in outputs:
             alive.ignore(output)
         with alive:

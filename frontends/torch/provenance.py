@@ -43,7 +43,7 @@ class _Annotate(TorchFunctionMode):
         self.scopes = scopes
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        where = Location(
+        where = getattr(self.root, "current_location", None) or Location(
             module=self.path[-1] if self.path and self.path[-1] else None,
             onnx_node=getattr(self.root, "current_node", None),
             source=user_line(inspect.currentframe()),

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         UsageError,
         VerificationError,
     )
+    from .tools.compile_backend import backend
     from .tools.optimize import optimize
     from .tools.pareto import pareto
     from .tools.pareto_front import Front
@@ -35,6 +36,7 @@ __all__ = [
     "UnsupportedError",
     "UsageError",
     "VerificationError",
+    "backend",
     "from_onnx",
     "keep",
     "optimize",
@@ -45,6 +47,7 @@ __all__ = [
 
 _HOMES = {
     "Front": ".tools.pareto_front",
+    "backend": ".tools.compile_backend",
     "from_onnx": ".frontends.onnx",
     "keep": ".frontends.torch.wishes",
     "optimize": ".tools.optimize",

@@ -234,7 +234,7 @@ def test_a_forward_that_fails_is_not_counted(
 ) -> None:
     module, x = nn.Linear(4, 4), torch.randn(3, 4)
     ours = planned_for(1, module, x)
-    program = ours.__dict__["_irc"].program
+    program = ours.__dict__["_irc"].fittings[0].program
 
     def fails(inputs: object) -> object:
         raise MemoryError("there is none left")

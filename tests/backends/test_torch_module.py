@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -202,7 +203,33 @@ def test_the_fitted_module_is_the_module_in_every_other_way() -> None:
     assert all(a is b for a, b in zip(ours.parameters(), module.parameters(), strict=True))
     assert all(a is b for a, b in zip(ours.buffers(), module.buffers(), strict=True))
     assert [n for n, _ in ours.named_modules()] == [n for n, _ in module.named_modules()]
+    assert inspect.signature(ours.forward) == inspect.signature(module.forward)
+    assert ours.forward.__doc__ == module.forward.__doc__
     ours.load_state_dict(net().state_dict())
+
+
+def test_a_weight_with_three_uses_gets_the_sum_in_the_order_of_eager() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.linear = nn.Embedding(64, 32), nn.Linear(32, 32)
+            self.encoder = nn.ModuleList([self.embedding])
+            self.head = nn.Linear(32, 64, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = torch.tanh(self.linear(self.encoder[0](tokens)))
+            y = torch.tanh(self.linear(self.embedding(tokens + 1) + x))
+            return functional.cross_entropy(self.head(y).flatten(0, 1), tokens.flatten())
+
+    torch.manual_seed(0)
+    module, tokens = Shared(), torch.randint(60, (4, 12))
+    original = copy.deepcopy(module)
+    ours = fitted(module, tokens)
+    ours(tokens).backward()
+    original(tokens).backward()
+    for (name, a), b in zip(ours.named_parameters(), original.parameters(), strict=True):
+        assert a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad), name
 
 
 @pytest.mark.parametrize("how", ["eval", "no_grad", "inference_mode"])

@@ -98,6 +98,9 @@ def test_a_tied_weight_is_one_storage_that_is_counted_once() -> None:
     parameters = {i.value.storage for i in graph.inputs if i.role is InputRole.PARAMETER}
     assert len(parameters) == 1
     assert graph.static_bytes == 7 * 4 * 4 + 2 * 8
+    gradients = [o.value for o in graph.outputs if o.role is OutputRole.GRADIENT]
+    assert len(gradients) == 2 and gradients.count(None) == 1  # one for both names, summed by backward
+    assert head.weight is embedding.weight
 
 
 def test_regions_traits_and_storages(x: Tensor) -> None:

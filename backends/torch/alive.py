@@ -1,0 +1,63 @@
+"""Which of the tensors that were seen still exist, and what memory they take."""
+
+# Storages have no public identity.
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ...ir import allocation_bytes
+
+__all__ = ["AliveTensors", "storage_key"]
+
+
+def storage_key(tensor: Tensor) -> int:
+    """What tells storages apart, as long as they exist."""
+    return tensor.untyped_storage()._cdata
+
+
+class AliveTensors:
+    """Counts the bytes of tensors that were noted, each storage once, as long as anybody holds them.
+
+    The gradients (`.grad`) of noted leaves count too.
+    """
+
+    def __init__(self) -> None:
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._leaves: dict[int, weakref.ref[Tensor]] = {}
+
+    def note(self, tensors: Iterable[Tensor]) -> None:
+        """Counts these from now on."""
+        for tensor in tensors:
+            self._storage(tensor)
+            if tensor.requires_grad and tensor.is_leaf:
+                self._leaves[id(tensor)] = weakref.ref(tensor)
+
+    def _storage(self, tensor: Tensor) -> None:
+        key = storage_key(tensor)
+        if key not in self._storages:
+            storage = tensor.untyped_storage()
+            nbytes = allocation_bytes(storage.nbytes(), str(tensor.device))
+            self._storages[key] = StorageWeakRef(storage), nbytes
+
+    def alive_bytes(self) -> int:
+        """Bytes of all noted storages that still exist, rounded as the allocator rounds."""
+        for key, leaf in list(self._leaves.items()):
+            tensor = leaf()
+            if tensor is None or not tensor.is_leaf:
+                del self._leaves[key]
+            elif tensor.grad is not None:
+                self._storage(tensor.grad)
+        gone = [key for key, (storage, _) in self._storages.items() if storage.expired()]
+        for key in gone:
+            del self._storages[key]
+        return sum(nbytes for _, nbytes in self._storages.values())
+
+    def bytes_of(self, keys: Iterable[int]) -> int:
+        """What of these storages still exists, as of the last `alive_bytes`."""
+        return sum(self._storages[key][1] for key in set(keys) if key in self._storages)

@@ -1,0 +1,50 @@
+"""What autograd holds for operations that ran outside of planned steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["held_by_history"]
+
+
+def held_by_history(
+    tensors: Iterable[Tensor], is_known: Callable[[Any], bool]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """What the operations that made some tensors hold for their backward.
+
+    Args:
+        tensors: Where to begin.
+        is_known: Whether an autograd node is accounted for: what is behind it is not looked at.
+
+    Returns:
+        The tensors that the nodes on the way have saved, and the leaves that will get a gradient from them.
+    """
+    saved: list[Tensor] = []
+    leaves: list[Tensor] = []
+    pending: list[Any] = [tensor.grad_fn for tensor in tensors]
+    seen: set[Any] = set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen or is_known(node):
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor):
+            leaves.append(leaf)
+        saved.extend(_saved_by(node))
+        pending.extend(before for before, _ in node.next_functions)
+    return saved, leaves
+
+
+def _saved_by(node: Any) -> Iterator[Tensor]:
+    for name in ("saved_tensors", *(n for n in dir(node) if n.startswith("_saved_"))):
+        try:
+            held = getattr(node, name, None)
+        except RuntimeError:  # freed by a backward, or written since: the backward will say so
+            continue
+        for tensor in held if isinstance(held, (tuple, list)) else (held,):
+            if isinstance(tensor, Tensor):
+                yield tensor

@@ -1,0 +1,86 @@
+"""A PyTorch Lightning module around a fitted model: the Trainer drives it as any other.
+
+Run it with `python examples/lightning_module.py`; it needs `pip install pytorch-lightning`.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytorch_lightning as lightning
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+import irc
+
+BATCH = 128
+
+
+class Classifier(lightning.LightningModule):
+    """Trains a model by cross entropy."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
+        """The loss of a batch."""
+        inputs, labels = batch
+        return functional.cross_entropy(self.model(inputs), labels)
+
+    def configure_optimizers(self) -> Any:
+        """AdamW for all parameters."""
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def make_model() -> nn.Sequential:
+    """A deep perceptron with dropout."""
+    layers = [nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.1)) for _ in range(6)]
+    return nn.Sequential(*layers, nn.Linear(32, 10))
+
+
+def train(model: nn.Module) -> dict[str, Tensor]:
+    """Two epochs on random data, always the same; returns the weights."""
+    lightning.seed_everything(1, verbose=False)
+    data = TensorDataset(torch.randn(300, 32), torch.randint(10, (300,)))
+    # a plan is made for one batch size: leave out what does not fill a batch
+    loader = DataLoader(data, batch_size=BATCH, shuffle=True, drop_last=True)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Classifier(model), loader)
+    return model.state_dict()
+
+
+def main(budget: int | str = "75%", **options: Any) -> bool:
+    """Trains a model as it is and fitted; returns whether the weights are the same bit for bit."""
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    torch.manual_seed(0)
+    expected = train(make_model())
+
+    torch.manual_seed(0)
+    labels = torch.zeros(BATCH, dtype=torch.long)
+    fitted = irc.optimize(
+        make_model(),
+        (torch.randn(BATCH, 32),),
+        budget,
+        loss=lambda y: functional.cross_entropy(y, labels),
+        **options,
+    )
+    print(fitted.plan.summary())
+    found = train(fitted)
+    same = all(torch.equal(value, found[name]) for name, value in expected.items())
+    print(f"the weights are {'the same' if same else 'DIFFERENT'}")
+    return same
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""Captures a graph that `torch.compile` (Dynamo) hands to a backend, for one set of concrete arguments."""
+
+# Dynamo writes where an input comes from into the node, as an attribute without a public name.
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ...ir import InputRole, Location, UnsupportedError, UsageError
+from .capture import Captured, capture
+
+__all__ = ["CapturedGraph", "capture_graph", "graph_name", "lifted_names", "tensors_of_frame"]
+
+
+@dataclass(frozen=True)
+class CapturedGraph:
+    """A graph of Dynamo turned into a training graph.
+
+    Args:
+        captured: The training graph; parameters and buffers have the names that they have in the model.
+        bindings: For each static input of it, the position among the graph's arguments, or, where the graph
+            itself holds it, the tensor.
+    """
+
+    captured: Captured
+    bindings: tuple[int | Tensor, ...]
+
+
+_STEP = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
+_TENSOR = re.compile(r"\._(?:parameters|buffers)\['[^']+'\]$")
+
+
+def lifted_names(graph: fx.GraphModule) -> tuple[str | None, ...]:
+    """For each argument of a graph, the dotted name of the parameter or buffer that it is; None for others.
+
+    Dynamo passes parameters and buffers as arguments. Names start at the object that its frame calls
+    `self` (or whatever holds the model there).
+    """
+    names: list[str | None] = []
+    for node in graph.graph.find_nodes(op="placeholder"):
+        source = str(getattr(getattr(node, "_dynamo_source", None), "name", ""))
+        name = ".".join(_STEP.findall(source)) if _TENSOR.search(source) else None
+        names.append(None if name in names else name)
+    return tuple(names)
+
+
+def tensors_of_frame() -> list[Tensor]:
+    """Parameters and buffers of the modules among the variables of the frame that Dynamo compiles now."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    variables = dict(InstructionTranslator.current_tx().output.local_scope)
+    modules = [variable for variable in variables.values() if isinstance(variable, nn.Module)]
+    return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+
+
+def graph_name(graph: fx.GraphModule) -> str:
+    """Where in the user's code a graph begins, such as `model.py:12 in forward`."""
+    for node in graph.graph.nodes:
+        where = _location(node)
+        if node.op.startswith("call") and where is not None and where.source is not None:
+            return where.source
+    return "unknown line"
+
+
+def capture_graph(
+    graph: fx.GraphModule, args: Sequence[Any], names: Sequence[str | None]
+) -> CapturedGraph | None:
+    """The training graph of `graph(*args)`; None where there is nothing to differentiate.
+
+    Args:
+        graph: What Dynamo traced.
+        args: Its arguments in one call: tensors, and numbers where Dynamo left a size open. The capture
+            holds for these sizes.
+        names: Of the parameters and buffers among them.
+
+    Raises:
+        UnsupportedError: IRC543 for an argument of another kind; what `capture` raises.
+    """
+    for arg in args:
+        if not isinstance(arg, Tensor | bool | int | float):
+            raise UnsupportedError(
+                "IRC543",
+                f"a compiled graph ({graph_name(graph)}) takes an argument of type {type(arg).__name__}",
+                help="keep such objects out of the compiled function, for instance by torch.compiler.disable",
+            )
+    if not torch.is_grad_enabled():
+        return None
+    module = _LiftedGraph(graph, args, names)
+    try:
+        captured = capture(module, tuple(module.stand_ins))
+    except UsageError as error:
+        if error.code == "IRC340":
+            return None
+        raise
+    finally:
+        module.let_go()
+    positions = {name: k for k, name in enumerate(names) if name is not None}
+    bindings: list[int | Tensor] = []
+    for static in captured.graph.inputs:
+        match static.role:
+            case InputRole.PARAMETER | InputRole.BUFFER if static.target in positions:
+                bindings.append(positions[static.target])
+            case InputRole.PARAMETER | InputRole.BUFFER:
+                bindings.append(_held(graph, static.target.removeprefix(f"{_GRAPH}.")))
+            case InputRole.INPUT:
+                bindings.append(module.plain[int(static.target)])
+            case InputRole.CONSTANT:
+                bindings.append(captured.constants[static.target])
+            case InputRole.TANGENT:
+                pass
+    return CapturedGraph(captured, tuple(bindings))
+
+
+def _held(graph: fx.GraphModule, name: str) -> Tensor:
+    path, _, last = name.rpartition(".")
+    found = getattr(graph.get_submodule(path), last)
+    assert isinstance(found, Tensor)
+    return found
+
+
+_GRAPH = "dynamo_graph"
+
+
+class _LiftedGraph(nn.Module):
+    """A graph of Dynamo as a module: parameters and buffers are its own again, the rest are arguments.
+
+    Attributes:
+        plain: The positions of the tensors that are arguments.
+        stand_ins: Leaves that stand for these tensors while the graph is traced.
+        current_location: Of the operation that runs.
+    """
+
+    def __init__(self, graph: fx.GraphModule, args: Sequence[Any], names: Sequence[str | None]) -> None:
+        super().__init__()
+        self.add_module(_GRAPH, graph)
+        self.given: list[Any] = list(args)
+        self.owners: list[tuple[nn.Module, str] | None] = []
+        for arg, name in zip(args, names, strict=True):
+            self.owners.append(self._register(name, arg) if name is not None else None)
+        pairs = enumerate(zip(args, self.owners, strict=True))
+        self.plain = [k for k, (arg, owner) in pairs if owner is None and isinstance(arg, Tensor)]
+        self.stand_ins = [args[k].detach().requires_grad_(args[k].requires_grad) for k in self.plain]
+        self.current_location: Location | None = None
+
+    def _register(self, name: str, tensor: Tensor) -> tuple[nn.Module, str]:
+        path, _, last = name.rpartition(".")
+        owner: nn.Module = self
+        for part in filter(None, path.split(".")):
+            child = owner._modules.get(part)
+            if child is None:
+                child = nn.Module()
+                owner.add_module(part, child)
+            owner = child
+        if isinstance(tensor, nn.Parameter):
+            owner.register_parameter(last, tensor)
+        else:
+            owner.register_buffer(last, tensor)
+        return owner, last
+
+    def forward(self, *tensors: Tensor) -> Any:
+        args = list(self.given)
+        for index, tensor in zip(self.plain, tensors, strict=True):
+            args[index] = tensor
+        for index, owner in enumerate(self.owners):
+            if owner is not None:
+                args[index] = getattr(*owner)
+        return _Located(self.get_submodule(_GRAPH), self).run(*args)
+
+    def let_go(self) -> None:
+        """Drops every tensor that was given."""
+        self.given.clear()
+        self.stand_ins.clear()
+        self.owners.clear()
+        self._modules.clear()
+        self._parameters.clear()
+        self._buffers.clear()
+
+
+class _Located(fx.Interpreter):
+    """Runs a graph, and says of each operation where in the user's code it is."""
+
+    def __init__(self, graph: nn.Module, told: _LiftedGraph) -> None:
+        super().__init__(graph)
+        self.told = told
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.told.current_location = _location(n)
+        try:
+            return super().run_node(n)
+        finally:
+            self.told.current_location = None
+
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+_RESUMED = re.compile(r"torch_dynamo_resume_in_(\w+)_at_\d+")
+_TORCH = str(Path(torch.__file__).parent)
+_ROOT = re.compile(r"^[LG]\['[^']*'\]\.?")
+
+
+def _location(node: fx.Node) -> Location | None:
+    """The innermost line of the user's code that Dynamo recorded for an operation, and its module."""
+    frames = _FRAME.findall(str(node.meta.get("stack_trace") or ""))
+    outside = [frame for frame in frames if not frame[0].startswith(_TORCH)]
+    modules = [str(path) for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+    if not frames and not modules:
+        return None
+    source = None
+    if outside:
+        file, line, function = outside[-1]
+        resumed = _RESUMED.fullmatch(function)
+        source = f"{Path(file).name}:{line} in {resumed[1] if resumed else function}"
+    module = _ROOT.sub("", modules[-1]) if modules else ""
+    return Location(module=module or None, source=source)

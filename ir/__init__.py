@@ -30,6 +30,7 @@ from .in_flight import Others, loss_waiting_bytes, others_after, others_before
 from .liveness import Timeline, liveness
 from .nondeterminism import NONDETERMINISTIC, nondeterminism
 from .plan import Decision, Plan, WishEffect
+from .recorders import RECORDERS_MARK, is_recorder, is_recording
 from .schedule import Compute, Free, Instruction, Loss, Schedule, with_frees
 from .signature import Branch, Delivery, Origin, Signature, Slot
 from .text import (
@@ -50,6 +51,7 @@ __all__ = [
     "ACCUMULATE_GRADIENT",
     "APPLY_GRADIENT",
     "NONDETERMINISTIC",
+    "RECORDERS_MARK",
     "RUN_ONCE",
     "Argument",
     "Branch",
@@ -92,6 +94,8 @@ __all__ = [
     "WishEffect",
     "allocation_bytes",
     "format_bytes",
+    "is_recorder",
+    "is_recording",
     "liveness",
     "loss_waiting_bytes",
     "named_wishes",

@@ -30,12 +30,14 @@ class Delivery:
         index: Position among the graph's static inputs (`INPUT`) or forward outputs (`COMPUTED`, `OUTPUT`).
         view: Shape, strides and offset (in elements) of the view; None for the whole tensor.
         constant: The value itself, for `CONSTANT`.
+        is_detached: Whether a view of something that requires a gradient has none itself.
     """
 
     origin: Origin
     index: int = 0
     view: tuple[tuple[int, ...], tuple[int, ...], int] | None = None
     constant: bool | int | float | str | None = None
+    is_detached: bool = False
 
 
 @dataclass(frozen=True, slots=True)

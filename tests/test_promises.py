@@ -147,7 +147,7 @@ def test_what_changes_after_planning_is_refused_where_it_is_not_planned_anew() -
     fitted[1].p = 0.5
     fitted(x)
     fitted[0] = nn.Linear(8, 8)
-    with pytest.raises(irc.UsageError, match=r"IRC507.*replaced"):
+    with pytest.raises(irc.UsageError, match=r"IRC507.*the module has other submodules"):
         fitted(x)
 
 

@@ -380,6 +380,7 @@ def _delivery_to_json(delivery: Delivery) -> dict[str, Any]:
         "origin": delivery.origin.value,
         "index": delivery.index,
         "view": delivery.view,
+        "detached": delivery.is_detached,
         "constant": delivery.constant,
     }
 
@@ -388,4 +389,6 @@ def _delivery_from_json(row: dict[str, Any]) -> Delivery:
     view = row["view"]
     if view is not None:
         view = (tuple(view[0]), tuple(view[1]), int(view[2]))
-    return Delivery(Origin(row["origin"]), int(row["index"]), view, row["constant"])
+    return Delivery(
+        Origin(row["origin"]), int(row["index"]), view, row["constant"], bool(row.get("detached", False))
+    )

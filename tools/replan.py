@@ -91,9 +91,6 @@ class Replanner:
         )
         return Replanned(choice.fitting, choice.optimizers)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Replanner:
-        return self
-
     def __reduce__(self) -> tuple[Any, ...]:
         known = {each.name: getattr(self, each.name) for each in fields(self)}
         return _replanner, ({**known, "signature": pack_signature(self.signature)},)
@@ -255,6 +252,7 @@ def _beside(error: BudgetError, nbytes: int) -> BudgetError:
 
 def _counting(plan: Plan, nbytes: int) -> Plan:
     """The plan with what is held beside it counted."""
+    there_bytes = plan.peak_with_gradients_bytes
     return replace(
         plan,
         budget_bytes=plan.budget_bytes + nbytes,
@@ -263,6 +261,7 @@ def _counting(plan: Plan, nbytes: int) -> Plan:
         static_bytes=plan.static_bytes + nbytes,
         minimum_budget_bytes=plan.minimum_budget_bytes + nbytes,
         floor_bytes=plan.floor_bytes + nbytes,
+        peak_with_gradients_bytes=None if there_bytes is None else there_bytes + nbytes,
     )
 
 

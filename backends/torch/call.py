@@ -199,10 +199,12 @@ def _value(value: object) -> str:
 
 def other_part(name: str | None) -> Difference:
     """A module of the tree holds others than it did; it has no name where no plan is left to compare with."""
-    where = "the module" if not name else f"submodule {name!r}"
+    changed = "has other submodules, parameters or buffers than at planning"
+    if name is None:
+        changed = "has changed since the plan"
     return Difference(
         "IRC507",
-        f"{where} has other submodules, parameters or buffers than at planning",
+        f"{f'submodule {name!r}' if name else 'the module'} {changed}",
         "call irc.optimize again",
     )
 

@@ -43,9 +43,6 @@ class Fitting:
     constants_bytes: int = 0
     reason: str = "the example arguments"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Fitting:
-        return self
-
     def __reduce__(self) -> tuple[Any, ...]:
         known = {each.name: getattr(self, each.name) for each in fields(self)}
         return _fitting, ({**known, "signature": pack_signature(self.signature)},)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...ir import UnsupportedError
+from ...ir import UnsupportedError, is_recorder, is_recording
 from .program import Program
 from .wrappers import refuse_wrapped_parts
 
@@ -48,6 +48,8 @@ def refuse_hooks(root: nn.Module) -> None:
     """Refuses hooks and wrappers of submodules: a planned step does not call them, so they would be lost.
 
     torch's own hooks, such as those of weight and spectral norm, compute tensors and are part of the graph.
+    So are those that only record what submodules return (`ir/recorders`), unless a module around this one
+    records.
 
     Raises:
         UnsupportedError: IRC505; IRC532 for hooks on all modules; IRC534 for wrappers.
@@ -76,12 +78,16 @@ def refuse_hooks_of(root: nn.Module, names: Sequence[str], submodules: Sequence[
                         "IRC505",
                         f"submodule {name!r} has a hook ({kind.strip('_').replace('_', ' ')}: "
                         f"{hook!r}), which a planned step would not call",
-                        help="remove it, or register it on the root module or on a parameter",
+                        help="a module around this one collects its outputs: call irc.optimize with it"
+                        if is_recorder(hook)
+                        else "remove it, or register it on the root module or on a parameter",
                     )
 
 
 def _is_part_of_graph(hook: Any) -> bool:
-    """Whether a hook of a submodule is torch's own and computes tensors, such as that of weight norm."""
+    """Whether a hook of a submodule is torch's own and computes tensors, or records within the forward."""
+    if is_recorder(hook):
+        return not is_recording()
     return any(h.startswith("torch.") and not h.startswith("torch.distributed.") for h in _homes(hook))
 
 

@@ -151,4 +151,6 @@ def deliver_leaf(delivery: Delivery, inputs: list[Tensor], outputs: tuple[Tensor
             return outputs[delivery.index]
         case Origin.INPUT | Origin.OUTPUT:
             base = (inputs if delivery.origin is Origin.INPUT else outputs)[delivery.index]
+            if delivery.is_detached:
+                base = base.detach()
             return base if delivery.view is None else base.as_strided(*delivery.view)

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from ...ir import UsageError
+from ...ir import RECORDERS_MARK, UsageError
 from .snapshot import Attributes, attribute
 from .wrappers import wrapper_of
 
@@ -18,7 +18,7 @@ FITTED, ORIGINAL = "_irc", "_irc_original"
 MARK = "_irc_made"
 """What the class of a fitted module has, and no class that is made of it later."""
 
-_UNREAD = frozenset(vars(nn.Module())) | {"forward", FITTED, ORIGINAL}
+_UNREAD = frozenset(vars(nn.Module())) | {"forward", FITTED, ORIGINAL, RECORDERS_MARK}
 
 
 class Original:
@@ -41,7 +41,9 @@ class Original:
             names.add(name)
             return cast(Any, original).__getattribute__(self, name)
 
-        members = {"__module__": original.__module__, "__getattribute__": read}
+        # transformers has tables by the text of a class
+        named = {"__module__": original.__module__, "__qualname__": original.__qualname__}
+        members = {**named, "__getattribute__": read}
         kind = type(f"Original{original.__name__}", (original,), members)
         self.module: nn.Module = _instance(kind, vars(plain))
 
@@ -52,10 +54,15 @@ class Original:
 
 
 def unfitted(module: nn.Module) -> nn.Module:
-    """What a fitted module was made of, sharing all that it holds; another module as it is."""
+    """What a fitted module was made of, sharing all that it holds; another module as it is.
+
+    Raises:
+        UsageError: IRC530 as in `check_class`.
+    """
     original: nn.Module | None = vars(module).get(ORIGINAL)
     if original is None:
         return module
+    check_class(module, "planned again", may_be_sharded=True)
     held = {name: value for name, value in vars(module).items() if name not in (FITTED, ORIGINAL)}
     forward = own_forward(module)
     if forward is not None:

@@ -79,7 +79,8 @@ def fitted_class(base: type[Persistent], original: nn.Module) -> type[Persistent
     """
     kind = type(original)
     forward = functools.wraps(kind.forward)(_signed(base.forward))  # what it takes stays to be seen
-    members: dict[str, Any] = {"__module__": kind.__module__, MARK: True, "forward": forward}
+    named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}  # as texts name classes
+    members: dict[str, Any] = {**named, MARK: True, "forward": forward}
     if not hasattr(original, "plan"):
         members["plan"] = vars(base)["irc_plan"]
     if isinstance(original, fx.GraphModule):

@@ -26,7 +26,7 @@ from .fitting import Beside, Fitting, Replan
 from .guards import guard
 from .hooks import refuse_hooks_of
 from .in_flight import InFlight
-from .original import Original, check_class
+from .original import Original
 from .release import Release, check_deliveries, check_parameters
 from .snapshot import Snapshot
 from .tracing import is_tracing, planning, settled
@@ -127,7 +127,8 @@ class Plans:
         Raises:
             IrcError: IRC501, IRC502, IRC503 or IRC507 for another call than planned, where no other may be.
             BudgetError: IRC520 when no schedule for this call fits into the budget.
-            UsageError: IRC521 when what the call is made of changes while it is planned.
+            UsageError: IRC521 when what the call is made of changes while it is planned; IRC530 where the
+                class of the module was changed.
             UnsupportedError: IRC505, IRC532 and IRC534 for hooks and wrappers of submodules; IRC523 within a
                 dispatch mode; IRC531 for tensors of other classes; IRC533 within a transform.
         """
@@ -150,7 +151,6 @@ class Plans:
             if not difference.is_plannable:
                 raise difference.error()
             _refuse_modes(difference)
-            check_class(root, "planned again", may_be_sharded=True)
             refuse_subclasses(root, leaves)
             with planning:
                 with settled:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ...ir import RECORDERS_MARK
+
 __all__ = ["ABSENT", "Attributes", "Kind", "Snapshot", "State", "attribute", "has", "is_equal", "is_plain"]
 
 Attributes = tuple[tuple[str, object], ...]
@@ -66,7 +68,7 @@ _PLAIN = (
 )
 _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 """What sharding of the whole module leaves in its parts."""
-_NO_SETTINGS = (frozenset(vars(nn.Module())) - {"training"}).union(_MARKS)
+_NO_SETTINGS = (frozenset(vars(nn.Module())) - {"training"}).union(_MARKS, [RECORDERS_MARK])
 """What every module holds and what is no setting: parameters, buffers, submodules, hooks."""
 
 

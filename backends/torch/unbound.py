@@ -49,7 +49,9 @@ class Unbound:
 
     def __reduce__(self) -> tuple[Any, ...]:
         known = {each.name: getattr(self, each.name) for each in fields(self)}
-        known["fittings"] = tuple(each for each in self.fittings if _why_not(each.state) is None)
+        known["fittings"] = tuple(
+            each for each in self.fittings if _why_not((each.state, each.reads)) is None
+        )
         why_not = _why_not(self.replan)
         if why_not is not None:
             known["replan"] = None
@@ -66,11 +68,11 @@ def _unbound(known: dict[str, Any]) -> Unbound:
 
 
 def _why_not(value: object) -> Exception | None:
-    """Why a value cannot be pickled; None where it can.
+    """Why a value cannot be pickled, such as a class that no file holds; None where it can.
 
     What is pickled on trial may hold the module that asks; that one carries nothing on trial.
     """
-    if not value:
+    if value is None:
         return None
     if getattr(_trial, "runs", False):
         return pickle.PicklingError("on trial")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,6 +41,7 @@ from .loss import Loss, loss_bytes, unused_outputs
 from .placing import place_wishes
 from .provenance import raised_at, raised_code, recording
 from .recurrent import StepwiseRNN
+from .results import flattened
 from .rules import own_rules
 from .scopes import Scopes
 from .state import State
@@ -81,6 +82,7 @@ class _Flat(nn.Module):
         self.state = State(module)
         self.tied = TiedParameters(module)
         self.result_leaves: list[Any] = []
+        self.places: list[int] = []
         self.result_tree: pytree.TreeSpec | None = None
         self.loss = loss
         self.unused: frozenset[int] | None = frozenset() if loss is None else None
@@ -97,15 +99,27 @@ class _Flat(nn.Module):
         branches = self.branches.replayed() if self.branches else contextlib.nullcontext()
         with self.state.one_run(), branches, self.tied.as_one():
             result = self.call(*tensors)
-        self.result_leaves, self.result_tree = pytree.tree_flatten(result)
+        self.result_leaves, self.result_tree = flattened(result)
         if self.unused is None:
             raise _ResultKnown
         found = [leaf for leaf in self.result_leaves if isinstance(leaf, Tensor)]
         as_they_are = {id(t) for t in (*tensors, *self.module.parameters(), *self.module.buffers())}
         as_they_are |= {id(leaf) for k, leaf in enumerate(found) if k not in self.unused}
-        detached = {id(leaf): leaf.detach() for leaf in found if id(leaf) not in as_they_are}
+        # a tensor that is returned twice is one output with one gradient, as in eager
+        distinct = {id(leaf): leaf for leaf in found}
+        order = {key: place for place, key in enumerate(distinct)}
+        self.places = [order[id(leaf)] for leaf in found]
         read = [] if self.branches is None else self.branches.tensors
-        return (*(detached.get(id(leaf), leaf) for leaf in found), *read)
+        results = (leaf if key in as_they_are else leaf.detach() for key, leaf in distinct.items())
+        return (*results, *read)
+
+    def with_detached(self, deliveries: Sequence[Delivery]) -> list[Delivery]:
+        """The deliveries of the result's tensors, with the views marked that the module has detached."""
+        found = (leaf for leaf in self.result_leaves if isinstance(leaf, Tensor))
+        return [
+            replace(d, is_detached=d.view is not None and not leaf.requires_grad)
+            for d, leaf in zip(deliveries, found, strict=True)
+        ]
 
     def ask_loss(self) -> None:
         """Finds out which tensors of the result, known from a first run, have no part in the loss."""
@@ -142,8 +156,8 @@ def capture(
             the signature tells what was seen.
 
     Raises:
-        UnsupportedError: IRC332 to IRC339, IRC348, IRC536 and IRC554, when something in the module has no
-            place in the graph.
+        UnsupportedError: IRC332 to IRC339, IRC342, IRC348, IRC536 and IRC554, when something in the module
+            has no place in the graph.
         UsageError: IRC340, when nothing in the result depends on anything that asks for a gradient.
     """
     leaves, tree = pytree.tree_flatten((tuple(args), dict(sorted((kwargs or {}).items()))))
@@ -153,17 +167,21 @@ def capture(
     graph = translation.graph
     if not any(o.value is not None and o.role is OutputRole.GRADIENT for o in graph.outputs):
         raise _nothing_to_train()
-    deliveries = iter(translation.deliveries)
+    count = len(set(flat.places))
+    distinct, read = translation.deliveries[:count], translation.deliveries[count:]
+    found = flat.with_detached([distinct[place] for place in flat.places])
+    deliveries = iter(found)
     result = [
-        next(deliveries) if isinstance(leaf, Tensor) else _constant(leaf) for leaf in flat.result_leaves
+        next(deliveries) if isinstance(leaf, Tensor) else Delivery(Origin.CONSTANT, constant=leaf)
+        for leaf in flat.result_leaves
     ]
     most, held, saved = loss_bytes(loss, flat.result_leaves, flat.result_tree)
-    read = list(deliveries)
-    aliased = _aliased_bytes(graph, translation.deliveries[: len(translation.deliveries) - len(read)])
+    trained = {flat.places[k]: d for k, d in enumerate(found) if k not in (flat.unused or ())}
+    aliased = _aliased_bytes(graph, trained.values())
     most, held = most + 2 * aliased, held + aliased
     graph = replace(graph, loss_bytes=most, loss_held_bytes=held, loss_saved_bytes=saved)
     slots = map(Slot, range(len(tensors)))
-    unused = (translation.deliveries[k] for k in flat.unused or ())
+    unused = (found[k] for k in flat.unused or ())
     signature = Signature(
         in_tree=tree,
         out_tree=flat.result_tree,
@@ -184,15 +202,11 @@ def capture(
     return Captured(graph, signature, translation.constants)
 
 
-def _aliased_bytes(graph: Graph, deliveries: Sequence[Delivery]) -> int:
+def _aliased_bytes(graph: Graph, deliveries: Iterable[Delivery]) -> int:
     """What the gradients of outputs that are views of others take before they become one gradient."""
     outputs = [o.value for o in graph.outputs if o.role is OutputRole.OUTPUT]
-    bases = [outputs[d.index] for d in deliveries if d.origin is Origin.OUTPUT]
+    bases = [outputs[d.index] for d in deliveries if d.origin is Origin.OUTPUT and not d.is_detached]
     return sum(base.storage.nbytes for base in bases if base is not None)
-
-
-def _constant(leaf: Any) -> Delivery:
-    return Delivery(Origin.CONSTANT, constant=leaf)
 
 
 def _nothing_to_train() -> UsageError:
@@ -203,19 +217,26 @@ def _nothing_to_train() -> UsageError:
     )
 
 
-_DEPENDS_ON_DATA, _UNTRACEABLE, _NO_OPERATION = "IRC332", "IRC333", "IRC335"
+_ANOTHER_WAY = ("IRC332", "IRC333", "IRC335")
+"""Data that decides, a failure, or an unknown operation: another way to trace may go round them."""
 
 
 def _traced(flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...], ways: Sequence[Way]) -> Translation:
-    """The module's training graph, traced in the first of `ways` that has one."""
+    """The module's training graph, traced in the first of `ways` that has one.
+
+    Where none has, the reason is that of the first: the others run code that the module's training does not.
+    With the example's branches it is that of the last, which is the module as it runs.
+    """
+    errors: list[UnsupportedError] = []
     for way in ways:
         with way.announced():
             try:
                 return _traced_so(flat, module, tensors, way)
             except UnsupportedError as error:
-                if error.code not in (_DEPENDS_ON_DATA, _UNTRACEABLE, _NO_OPERATION) or way is ways[-1]:
+                if error.code not in _ANOTHER_WAY:
                     raise
-    raise AssertionError("the last way returns or raises")
+                errors.append(error)
+    raise errors[-1 if ways[-1].same_branches else 0]
 
 
 def _traced_so(flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...], way: Way) -> Translation:
@@ -284,7 +305,7 @@ def _writes_constant() -> UnsupportedError:
 def _depends_on_data(error: Exception) -> UnsupportedError:
     code = raised_code(error)
     return UnsupportedError(
-        _DEPENDS_ON_DATA,
+        "IRC332",
         f"the model's shapes or control flow depend on the values of its tensors ({_first_line(error)})"
         + (f" in `{code}`" if code else ""),
         at=raised_at(error),
@@ -295,7 +316,7 @@ def _depends_on_data(error: Exception) -> UnsupportedError:
 
 def _untraceable(error: Exception) -> UnsupportedError:
     return UnsupportedError(
-        _UNTRACEABLE,
+        "IRC333",
         f"the module cannot be traced: {type(error).__name__}: {_first_line(error)}",
         at=raised_at(error),
         help="check that module(*args) runs with these example arguments; then simplify what is named here",

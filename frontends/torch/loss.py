@@ -72,7 +72,7 @@ def loss_bytes(loss: Loss | None, result_leaves: list[Any], result_tree: Any) ->
         bytes that it holds between its forward and its backward.
     """
     with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
-        leaves = [_stand_in(leaf) if isinstance(leaf, Tensor) else leaf for leaf in result_leaves]
+        leaves = _stand_ins(result_leaves)
         outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         trained = [leaf for leaf in outputs if leaf.requires_grad]
         if loss is None:
@@ -80,6 +80,7 @@ def loss_bytes(loss: Loss | None, result_leaves: list[Any], result_tree: Any) ->
             relaid = sum(_bytes(leaf) for leaf in trained if not leaf.is_contiguous())
             saved = transient + _SCALARS_BYTES
             return saved + relaid, relaid + _SCALARS_BYTES, saved
+        trained = list({id(leaf): leaf for leaf in trained}.values())
         gc.collect()
         alive = AliveBytes()
         for output in outputs:
@@ -114,7 +115,7 @@ def unused_outputs(loss: Loss, result_leaves: list[Any], result_tree: Any) -> fr
         UsageError: IRC341 when the loss fails, or is no scalar that depends on the result.
     """
     with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
-        leaves = [_stand_in(leaf) if isinstance(leaf, Tensor) else leaf for leaf in result_leaves]
+        leaves = _stand_ins(result_leaves)
         outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for output, leaf in zip(outputs, filter(_is_tensor, result_leaves), strict=True):
             output.requires_grad_(leaf.requires_grad)
@@ -157,6 +158,12 @@ def _called(loss: Loss, result: Any) -> Tensor:
             "IRC341", f"the loss returns {shown}, no scalar that depends on the result", help=help
         )
     return scalar
+
+
+def _stand_ins(leaves: list[Any]) -> list[Any]:
+    """The leaves of a result with others in place of its tensors; one that is there twice stays one."""
+    made = {id(leaf): _stand_in(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+    return [made.get(id(leaf), leaf) for leaf in leaves]
 
 
 def _stand_in(leaf: Tensor) -> Tensor:

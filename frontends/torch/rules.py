@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._decomp import decomposition_table
+from torch._prims_common import suggest_memory_format
 from torch._subclasses import FakeTensorMode, fake_impls
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -52,7 +53,108 @@ def _dropout_backward(mode: Any, operation: Any, gradient: Tensor, mask: Tensor,
         return _torch_dropout_backward(gradient, mask, scale)
 
 
+_COL2IM = torch.ops.aten.col2im.default
+_torch_col2im = decomposition_table[_COL2IM]
+
+
+def _col2im(mode: Any, operation: Any, columns: Tensor, *sizes: Any) -> Tensor:
+    """The CPU's kernel makes its result out of memory of the columns' size, which is larger."""
+    with mode:
+        image = _torch_col2im(columns, *sizes)
+        if columns.device.type != "cpu" or columns.numel() <= image.numel():
+            return image
+        return columns.new_empty(columns.numel()).as_strided(image.shape, image.contiguous().stride())
+
+
+_Layout = Callable[..., tuple[int, ...]]
+
+
+def _rows(shaped: Tensor) -> tuple[int, ...]:
+    """Strides of an element next to the next of its row."""
+    return torch.empty(shaped.shape, device="meta").stride()
+
+
+def _suggested(shaped: Tensor, operand: Tensor) -> tuple[int, ...]:
+    """Strides of the format that an operand is nearest to: rows, or channels last."""
+    return torch.empty(shaped.shape, device="meta", memory_format=suggest_memory_format(operand)).stride()
+
+
+def _relaid(operation: Any, strides: _Layout, count: int) -> Callable[..., Any]:
+    """The rule of torch, with the strides that the CPU's kernel gives its first results.
+
+    torch's rules take some operations apart, and so find the layout of their parts.
+
+    Args:
+        operation: For which torch has a rule.
+        strides: Of a result, from the result as torch's rule has it and the operation's arguments.
+        count: How many results have these strides.
+    """
+    rule = decomposition_table[operation]
+
+    def relaid(mode: Any, _: Any, *args: Any, **kwargs: Any) -> Any:
+        with mode:
+            found = rule(*args, **kwargs)
+            results = [found] if isinstance(found, Tensor) else list(found)
+            for place, result in enumerate(results[:count]):
+                if not isinstance(result, Tensor) or result.device.type != "cpu":
+                    continue
+                wanted = strides(result, *args)
+                if _differ(result, wanted):
+                    results[place] = result.new_empty_strided(tuple(result.shape), wanted)
+            return results[0] if isinstance(found, Tensor) else tuple(results)
+
+    return relaid
+
+
+def _differ(tensor: Tensor, strides: tuple[int, ...]) -> bool:
+    """Whether strides differ where they matter: not in sizes of one."""
+    pairs = zip(tensor.shape, tensor.stride(), strides, strict=True)
+    return tensor.numel() > 0 and any(size > 1 and a != b for size, a, b in pairs)
+
+
+def _in_rows(result: Tensor, *_: Any) -> tuple[int, ...]:
+    return _rows(result)
+
+
+def _as_first(result: Tensor, first: Tensor, *_: Any) -> tuple[int, ...]:
+    return _suggested(result, first)
+
+
+def _as_second(result: Tensor, _: Any, second: Tensor, *others: Any) -> tuple[int, ...]:
+    return _suggested(result, second)
+
+
+def _elementwise(_: Any, first: Tensor, second: Tensor, *others: Any) -> tuple[int, ...]:
+    return (first * second).stride()
+
+
+_aten = torch.ops.aten
+_LAYOUTS: tuple[tuple[Any, _Layout, int], ...] = (
+    (_aten._log_softmax_backward_data.default, _in_rows, 1),
+    (_aten.native_layer_norm_backward.default, _in_rows, 1),
+    (_aten.mse_loss_backward.default, _in_rows, 1),
+    (_aten.smooth_l1_loss_backward.default, _in_rows, 1),
+    (_aten.huber_loss_backward.default, _in_rows, 1),
+    (_aten.log_sigmoid_forward.default, _in_rows, 2),
+    (_aten.native_batch_norm.default, _as_first, 1),
+    (_aten._native_batch_norm_legit.default, _as_first, 1),
+    (_aten._native_batch_norm_legit.no_stats, _as_first, 1),
+    (_aten._native_batch_norm_legit_functional.default, _as_first, 1),
+    (_aten.native_batch_norm_backward.default, _as_second, 1),
+    (_aten.reflection_pad3d.default, _as_first, 1),
+    (_aten.replication_pad3d.default, _as_first, 1),
+    (_aten.reflection_pad2d_backward.default, _as_second, 1),
+    (_aten.reflection_pad3d_backward.default, _as_second, 1),
+    (_aten.hardtanh_backward.default, _elementwise, 1),
+    (_aten.hardswish_backward.default, _elementwise, 1),
+    (_aten.max_unpool2d.default, _as_first, 1),
+    (_aten.channel_shuffle.default, _as_first, 1),
+)
+"""Operations whose layout on the CPU torch's rules miss, with the layout and how many results have it."""
+
 _RULES: dict[Any, Callable[..., Any]] = {
+    **{operation: _relaid(operation, strides, count) for operation, strides, count in _LAYOUTS},
+    _COL2IM: _col2im,
     torch.ops.aten._ctc_loss.Tensor: _ctc_loss,
     torch.ops.aten._ctc_loss.default: _ctc_loss,
     torch.ops.aten._ctc_loss_backward.Tensor: _ctc_loss_backward,

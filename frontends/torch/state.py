@@ -11,11 +11,9 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.utils import _pytree as pytree
 
-from ...ir import UnsupportedError
+from ...ir import RECORDERS_MARK, UnsupportedError, is_recorder
+from .caches import caches_of, forget_traced, is_traced
 
 __all__ = ["State"]
 
@@ -51,7 +49,11 @@ class State:
         buffers = [dict(child._buffers) for _, child in modules]
         parameters = [dict(child._parameters) for _, child in modules]
         generators = _generators()
-        yield
+        caches = caches_of(self.module)
+        try:
+            yield
+        finally:
+            forget_traced(caches)
         self.drawn = [name for name, state in _generators().items() if state != generators[name]]
         self.replaced = []
         for (name, child), held, trained in zip(modules, buffers, parameters, strict=True):
@@ -73,26 +75,36 @@ class State:
         """
         before = [(name, child, dict(vars(child))) for name, child in self.module.named_modules()]
         contents = _contents(self.module)
+        hooks = [(name, held, dict(held)) for name, held in _hooks(self.module)]
         assigned: list[str] = []
         counted: list[str] = []
         with self.kept():
             yield
+            for name, held, entries in hooks:
+                left = [hook for key, hook in held.items() if key not in entries]
+                counted += [name for hook in left if not is_recorder(hook)]
             for name, child, attributes in before:
                 for key, value in _changed(child, attributes):
-                    found = assigned if _is_traced(value) else counted
+                    found = assigned if is_traced(value) else counted
                     if found is assigned or isinstance(value, (int, float, str)):
                         found.append(f"{name}.{key}".lstrip("."))
             for name, value, items in contents:
                 if not _are_same(items, list(_items(value))):
-                    (assigned if _is_traced(value) else counted).append(name)
+                    (assigned if is_traced(value) else counted).append(name)
         self._refuse(assigned, counted)
 
     @contextlib.contextmanager
     def kept(self) -> Generator[None]:
-        """Afterwards, attributes and Python's generators are as before, whatever they were meanwhile."""
+        """Afterwards, attributes and Python's generators are as before, whatever they were meanwhile.
+
+        So are hooks: what a forward installs for its next run would see traced tensors, or be there twice.
+        """
         attributes = [(child, dict(vars(child))) for child in self.module.modules()]
-        tensors = [
-            (held, dict(held)) for child, _ in attributes for held in (child._parameters, child._buffers)
+        own = [
+            (value, list(_items(value)))
+            for _, entries in attributes
+            for key, value in entries.items()
+            if key in _OWN and isinstance(value, (dict, set))
         ]
         contents = _contents(self.module)
         python, numpy = random.getstate(), np.random.get_state()
@@ -104,9 +116,8 @@ class State:
             for child, entries in attributes:
                 vars(child).clear()
                 vars(child).update(entries)
-            for held, entries in tensors:
-                held.clear()
-                held.update(entries)
+            for value, items in own:
+                _refill(value, items)
             for _, value, items in contents:
                 _refill(value, items)
 
@@ -175,8 +186,16 @@ def _changed(child: nn.Module, attributes: dict[str, Any]) -> Iterator[tuple[str
     if child._forward_pre_hooks or type(child).__module__.startswith("torch."):
         return  # such as the flat weights of an LSTM
     for key, value in vars(child).items():
-        if attributes.get(key, _ABSENT) is not value:
+        if attributes.get(key, _ABSENT) is not value and key != RECORDERS_MARK:
             yield key, value
+
+
+def _hooks(module: nn.Module) -> Iterator[tuple[str, dict[int, Any]]]:
+    """The tables of hooks of a module and its submodules, each with a name."""
+    for name, child in module.named_modules():
+        for key, value in vars(child).items():
+            if key.endswith("_hooks") and key in _OWN and isinstance(value, dict):
+                yield f"{name}.{key}".lstrip("."), value
 
 
 def _contents(module: nn.Module) -> list[tuple[str, Any, list[Any]]]:
@@ -208,10 +227,3 @@ def _refill(container: Any, items: list[Any]) -> None:
         container.update(zip(items[::2], items[1::2], strict=True))
     else:
         getattr(container, "extend" if isinstance(container, list) else "update")(items)
-
-
-def _is_traced(attribute: object) -> bool:
-    """Whether an attribute holds a tensor that exists only while a module is traced."""
-    if isinstance(attribute, (set, frozenset)):
-        attribute = list(cast("set[object]", attribute))
-    return any(isinstance(leaf, (FakeTensor, FunctionalTensor)) for leaf in pytree.tree_leaves(attribute))

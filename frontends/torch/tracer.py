@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from .translate import draws
 
@@ -55,11 +55,24 @@ whole is exported.
 WAYS_OF_EXAMPLE = (Way(compiling=True, same_branches=True), Way(same_branches=True))
 """How it is traced after these where its branches may be those of the example."""
 
+
+def _dropout_backward(gradient: Tensor, mask: Tensor, scale: float) -> Any:
+    """In half precision eager on the CPU rounds the scaled mask, where one kernel would round at the end."""
+    if gradient.device.type != "cpu" or gradient.dtype not in (torch.bfloat16, torch.float16):
+        return NotImplemented
+    return gradient * (mask.type_as(gradient) * scale)
+
+
 MADE: dict[Any, Any] = {
     torch.ops.aten._conj.default: torch.ops.aten.conj_physical.default,
     torch.ops.aten._neg_view.default: torch.ops.aten.neg.default,
+    torch.ops.aten.native_dropout_backward.default: _dropout_backward,
 }
-"""Views that are a flag of the tensor, which a type does not tell: each is made, as its reader would."""
+"""What is traced as other operations than torch's tracer would write down.
+
+The first two are views that are a flag of the tensor, which a type does not tell: each is made, as its
+reader would.
+"""
 
 
 @contextlib.contextmanager

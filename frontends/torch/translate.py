@@ -26,6 +26,7 @@ from torch._functorch._aot_autograd.descriptors import (
     PlainAOTInput,
     PlainAOTOutput,
     TangentAOTInput,
+    ViewBaseAOTInput,
 )
 from torch._functorch._aot_autograd.schemas import JointWithDescriptors, OutputType
 
@@ -187,6 +188,12 @@ class _Translator:
         elif not isinstance(node.meta["desc"], ForwardTokenAOTInput | BackwardTokenAOTInput):
             described = node.meta["desc"]
             role = _ROLES.get(type(described))
+            if isinstance(described, ViewBaseAOTInput):
+                raise UnsupportedError(
+                    "IRC334",
+                    "two arguments are views of one tensor, and the module writes into one of them",
+                    help="pass copies (clone()), or the one tensor, and take the views in the forward",
+                )
             if role is None or not isinstance(node.meta["val"], Tensor):
                 raise UnsupportedError(
                     "IRC334", f"the traced module has an input of an unknown kind: {described!r}"

@@ -232,6 +232,8 @@ def test_a_module_whose_class_was_changed_is_not_planned_again() -> None:
     message = r"IRC530.*planned again: its class was changed to ParametrizedFittedLinear"
     with pytest.raises(irc.UsageError, match=message):
         ours(*rows(6))
+    with pytest.raises(irc.UsageError, match=message):
+        planned(ours)
     with torch.no_grad():
         ours(*rows(6))
 

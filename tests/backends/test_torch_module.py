@@ -41,6 +41,7 @@ from irc.ir import (
 from irc.passes.allocations import peak_bytes
 from irc.passes.profile import profile_costs
 from irc.tools import models
+from irc.tools.training import measured_peak_bytes
 
 torch.set_num_threads(1)
 
@@ -573,3 +574,26 @@ def test_autocast_other_than_at_capture_is_refused() -> None:
     assert mine.dtype == expected.dtype == torch.bfloat16
     with pytest.raises(IrcError, match="IRC502"):
         cast(x)
+
+
+def test_a_tensor_returned_twice_has_one_gradient_as_in_eager() -> None:
+    def forward(m: Any, x: Tensor) -> dict[str, Tensor]:
+        h = m.lin(x).tanh()
+        return {"states": h, "again": h, "head": h.exp()}
+
+    def loss(result: dict[str, Tensor]) -> Tensor:
+        return result["states"].square().sum() + result["head"].sum() + result["again"].sum()
+
+    module, x = Model(forward, lin=nn.Linear(64, 64)), torch.randn(256, 64)
+    original = copy.deepcopy(module)
+    captured = capture(module, (x,), loss=loss)
+    schedule = keep_all(captured.graph)
+    predicted = liveness(schedule, profile_costs(captured.graph).workspace_bytes).peak_bytes
+    ours = fit(module, compile_program(schedule, captured.constants), captured.signature)
+    result = ours(x)
+    assert result["states"] is result["again"]
+    loss(result).backward()
+    loss(original(x)).backward()
+    for mine, theirs in zip(module.parameters(), original.parameters(), strict=True):
+        assert mine.grad is not None and theirs.grad is not None and torch.equal(mine.grad, theirs.grad)
+    assert measured_peak_bytes(ours, (x,), captured.graph.static_bytes, loss=loss) <= predicted

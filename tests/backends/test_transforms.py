@@ -166,6 +166,19 @@ def test_a_transform_is_refused_by_name_before_the_forward(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_no_call_is_planned_within_a_transform() -> None:
+    module, _, x = pair()
+    ours: Any = irc.optimize(module, x, "200%", profile=False, time_limit=1)
+    other = torch.randn(5, 4, requires_grad=True)
+    for name in ("grad", "vjp", "jacrev", "hessian", "forward mode"):
+        with pytest.raises(NotImplementedError, match="IRC533"):
+            FORWARDS[name][0](ours, other)
+    assert len(ours.irc_plans) == 1
+    loss(ours, other).backward()
+    assert len(ours.irc_plans) == 2
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", FORWARDS)
 def test_what_is_refused_in_training_runs_the_original_in_eval_mode(name: str) -> None:
     original, ours, x = pair()

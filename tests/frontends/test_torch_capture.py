@@ -358,3 +358,14 @@ def test_after_a_refusal_the_model_works_and_is_captured_when_mended(x: Tensor) 
     assert type(module(x)) is Tensor
     module.function = lambda m, x: m.lin(x)
     captured(module, x)
+
+
+def test_where_no_way_to_trace_succeeds_the_reason_is_that_of_the_model_as_it_runs(x: Tensor) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            raise NotImplementedError("for compilers")
+        return m.lin(x) if x.sum() > 0 else x
+
+    with pytest.raises(UnsupportedError, match="IRC332") as caught:
+        captured(Model(forward), x)
+    assert "same_branches" in str(caught.value.help)

@@ -15,6 +15,7 @@ from torch_cases import Model, assert_same, fitted, outcome
 
 from irc.frontends.torch import capture
 from irc.ir import Graph, Trait, UnsupportedError
+from irc.passes.profile import _runner, profile_costs  # pyright: ignore[reportPrivateUsage]
 
 torch.set_num_threads(1)
 
@@ -162,3 +163,62 @@ def test_an_operation_that_only_checks_runs_once_and_raises_as_in_eager() -> Non
     assert_trains_the_same(module, x)
     with pytest.raises(torch.linalg.LinAlgError, match="singular"):
         fitted(module, x)(torch.zeros(3, 3))
+
+
+# ---------------------------------------------------------------------- layouts
+
+_TARGET = torch.zeros(2, 3, 4)
+LAYOUTS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "_log_softmax_backward_data": lambda m, x: x.log_softmax(-1).mT.contiguous(),
+    "native_layer_norm_backward": lambda m, x: functional.layer_norm(x, (4,)).mT.contiguous(),
+    "mse_loss_backward": lambda m, x: functional.mse_loss(x, _TARGET),
+    "smooth_l1_loss_backward": lambda m, x: functional.smooth_l1_loss(x, _TARGET),
+    "huber_loss_backward": lambda m, x: functional.huber_loss(x, _TARGET),
+    "log_sigmoid_forward": lambda m, x: functional.logsigmoid(x).view(-1),
+    "_native_batch_norm_legit_functional": lambda m, x: m.norm(x).view(-1),
+    "native_batch_norm_backward": lambda m, x: m.norm(x).exp(),
+    "hardtanh_backward": lambda m, x: functional.hardtanh(x).contiguous(),
+    "hardswish_backward": lambda m, x: functional.hardswish(x).contiguous(),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("order", [(0, 2, 1), (1, 2, 0), (1, 0, 2)])
+def test_results_have_the_layout_that_the_kernel_gives_them(name: str, order: tuple[int, int, int]) -> None:
+    """On operands that are transposed: what is a view of a result is one in eager too."""
+    places = [order.index(dim) for dim in range(3)]
+    shape = [(2, 3, 4)[dim] for dim in order]
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return LAYOUTS[name](m, (x * m.weight).permute(places))
+
+    module = Model(forward, weight=nn.Parameter(torch.randn(shape)), norm=nn.BatchNorm1d(3))
+    nodes = graph_of(module, torch.randn(shape)).operations
+    assert name in [node.op.split(".")[1] for node in nodes]
+    for node in nodes:
+        made = _runner(node)()
+        for value, tensor in zip(node.results, made if isinstance(made, tuple) else (made,), strict=False):
+            if value is not None:
+                steps = [
+                    [step for size, step in zip(value.type.shape, strides, strict=True) if size > 1]
+                    for strides in (value.type.strides, tensor.stride())
+                ]
+                assert steps[0] == steps[1], node.op
+
+
+def test_the_memory_of_folded_columns_is_the_kernels() -> None:
+    module = Model(
+        lambda m, x: functional.unfold(x * m.weight, 3, padding=1), weight=nn.Parameter(torch.ones(1))
+    )
+    x = torch.randn(2, 3, 6, 6)
+    graph = graph_of(module, x)
+    profile_costs(graph)  # refuses an operation that returns more bytes than were traced
+    (node,) = [node for node in graph.operations if node.op.startswith("aten.col2im")]
+    assert node.values[0].storage.nbytes == 9 * x.nbytes
+    assert_trains_the_same(module, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_gradient_of_dropout_is_rounded_as_eager_does(dtype: torch.dtype) -> None:
+    module = weighted(lambda m, x: functional.dropout(x * m.weight, 0.3), 64, dtype=dtype)
+    assert_trains_the_same(module, torch.randn(8, 64, dtype=dtype))

@@ -1,0 +1,73 @@
+"""The tensors of what a forward returns, and the refusal of tensors that nobody could find."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import FunctionType, ModuleType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils import _pytree as pytree
+
+from ...ir import UnsupportedError
+
+__all__ = ["flattened"]
+
+_OPAQUE = (nn.Module, ModuleType, FunctionType, type)
+_MOST = 10_000
+"""Objects that are looked into, of one leaf."""
+
+
+def flattened(result: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """The leaves of a forward's result while it is traced, and how they nest; sizes stay what they are.
+
+    Raises:
+        UnsupportedError: IRC342 for a tensor within an object that is no tree of torch's: a planned step
+            could not put its own tensor there.
+    """
+    leaves, tree = pytree.tree_flatten(result, is_leaf=_is_size)
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor) and _holds_traced(leaf):
+            raise UnsupportedError(
+                "IRC342",
+                f"the forward returns a tensor within an object of class {type(leaf).__qualname__}, which a "
+                "planned step cannot make anew",
+                help="return tuples, lists or dicts, or register the class with torch's pytree before "
+                "irc.optimize (torch.utils._pytree.register_dataclass for a dataclass)",
+            )
+    return leaves, tree
+
+
+def _is_size(part: object) -> bool:
+    """Whether a part is a size: torch's trees would make a tuple of it."""
+    return isinstance(part, torch.Size)
+
+
+def _holds_traced(leaf: object) -> bool:
+    """Whether tensors that exist only while a module is traced are somewhere within an object."""
+    seen: set[int] = set()
+    waiting: list[object] = [leaf]
+    while waiting and len(seen) < _MOST:
+        found = waiting.pop()
+        if isinstance(found, (FakeTensor, FunctionalTensor)):
+            return True
+        if id(found) in seen or isinstance(found, _OPAQUE):
+            continue
+        seen.add(id(found))
+        waiting += _within(found)
+    return False
+
+
+def _within(found: object) -> Iterable[object]:
+    if isinstance(found, dict):
+        yield from cast("dict[object, object]", found).values()
+    elif isinstance(found, (list, tuple, set, frozenset)):
+        yield from cast("Iterable[object]", found)
+    yield from getattr(found, "__dict__", {}).values()
+    for kind in type(found).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            yield getattr(found, name, None)

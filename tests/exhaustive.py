@@ -381,4 +381,5 @@ def at_random(problem: CheckpointProblem, random: Random) -> Simulated:
             split = len(trace)
             there -= problem.transient
         compute(node)
+    split = len(trace) if split is None else split
     return problem.simulate_order(trace[:split], trace[split:])

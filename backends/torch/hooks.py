@@ -73,15 +73,20 @@ def refuse_hooks_of(root: nn.Module, names: Sequence[str], submodules: Sequence[
             continue
         for kind in _HOOKS:
             for hook in held[kind].values():
-                if not _is_part_of_graph(hook):
+                if _is_part_of_graph(hook):
+                    continue
+                if is_recorder(hook):
                     raise UnsupportedError(
                         "IRC505",
-                        f"submodule {name!r} has a hook ({kind.strip('_').replace('_', ' ')}: "
-                        f"{hook!r}), which a planned step would not call",
-                        help="a module around this one collects its outputs: call irc.optimize with it"
-                        if is_recorder(hook)
-                        else "remove it, or register it on the root module or on a parameter",
+                        f"submodule {name!r} records its outputs for a module around this one",
+                        help="call irc.optimize with that module",
                     )
+                raise UnsupportedError(
+                    "IRC505",
+                    f"submodule {name!r} has a hook ({kind.strip('_').replace('_', ' ')}: "
+                    f"{hook!r}), which a planned step would not call",
+                    help="remove it, or register it on the root module or on a parameter",
+                )
 
 
 def _is_part_of_graph(hook: Any) -> bool:

@@ -14,7 +14,7 @@ from .models import Arguments
 
 __all__ = ["PLANS", "PlanKind"]
 
-_SECONDS = 10.0
+_SECONDS = 1.0
 """For the search of a schedule: the models are small, and any schedule will do."""
 
 

@@ -52,10 +52,11 @@ def _sixty_percent(module: nn.Module, arguments: Arguments, options: Mapping[str
 
 
 def _smallest(module: nn.Module, arguments: Arguments, options: Mapping[str, Any]) -> nn.Module:
+    options = {"strategy": "eviction", "time_limit": 20.0, **options}
     budget = 1
     while True:
         try:
-            return _optimize(module, arguments, {"budget": budget, "strategy": "eviction", **options})
+            return _optimize(module, arguments, {**options, "budget": budget})
         except BudgetError as error:
             if error.minimum_bytes <= budget:
                 raise

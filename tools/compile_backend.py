@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from ..backends.torch import check_tensor, deliver_leaf, run_step
+from ..backends.torch import check_tensor, deliver_leaf, planning, run_step, tracing
 from ..frontends.torch import capture_graph, forward_bytes, graph_name, lifted_names, tensors_of_frame
 from ..ir import Plan, UsageError, parse_budget
 from ..passes import PassManager, Program, SelectCheckpoints
@@ -181,12 +181,14 @@ class Backend:
         self, graph: fx.GraphModule, args: Sequence[Any], names: Sequence[str | None]
     ) -> Variant | Unplanned:
         """A graph captured for these arguments, with what its operations cost, if it has a backward."""
-        captured = capture_graph(graph, args, names)
+        with planning, tracing():
+            captured = capture_graph(graph, args, names)
         name = f"graph {next(self._numbers)} ({graph_name(graph)})"
         if captured is None:
             _LOG.info("%s has nothing to differentiate and runs as it is", name)
             return Unplanned(name, forward_bytes(graph, args) if torch.is_grad_enabled() else 0)
-        program = PassManager(self._passes).run(Program(captured.captured.graph))
+        with planning, torch._C._DisableAutocast():  # pyright: ignore[reportPrivateUsage]
+            program = PassManager(self._passes).run(Program(captured.captured.graph))
         return Variant(name, captured, Pool(program))
 
 

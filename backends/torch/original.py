@@ -63,7 +63,8 @@ def unfitted(module: nn.Module) -> nn.Module:
     if original is None:
         return module
     check_class(module, "planned again", may_be_sharded=True)
-    held = {name: value for name, value in vars(module).items() if name not in (FITTED, ORIGINAL)}
+    # a forward that was set on the fitted module since wraps the planned one
+    held = {k: value for k, value in vars(module).items() if k not in (FITTED, ORIGINAL, "forward")}
     forward = own_forward(module)
     if forward is not None:
         held["forward"] = forward

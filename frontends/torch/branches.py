@@ -122,12 +122,12 @@ class _Replay(TorchFunctionMode):
         if name not in _READS:
             return func(*args, **(kwargs or {}))
         if name == "tolist":
-            self.tensors += args[0].detach().flatten().unbind()
+            self.tensors += args[0].detach().clone().flatten().unbind()
             return func(*args)
         place = len(self.tensors)
         if place == len(self.readings):
             raise _another_way()
-        self.tensors.append(args[0].detach())
+        self.tensors.append(args[0].detach().clone())  # it may be written later
         return self.readings[place].value
 
 

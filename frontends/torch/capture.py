@@ -41,7 +41,7 @@ from .loss import Loss, loss_bytes, unused_outputs
 from .placing import place_wishes
 from .provenance import raised_at, raised_code, recording
 from .recurrent import StepwiseRNN
-from .results import flattened
+from .results import flattened, refuse_hidden_tensors
 from .rules import own_rules
 from .scopes import Scopes
 from .state import State
@@ -84,7 +84,7 @@ class _Flat(nn.Module):
         self.result_leaves: list[Any] = []
         self.places: list[int] = []
         self.result_tree: pytree.TreeSpec | None = None
-        self.loss = loss
+        self.losses = (loss,)  # in a tuple: a loss that is a module is no part of this one
         self.unused: frozenset[int] | None = frozenset() if loss is None else None
         self.branches: Branches | None = None
 
@@ -123,8 +123,9 @@ class _Flat(nn.Module):
 
     def ask_loss(self) -> None:
         """Finds out which tensors of the result, known from a first run, have no part in the loss."""
-        assert self.loss is not None
-        self.unused = unused_outputs(self.loss, self.result_leaves, self.result_tree)
+        (loss,) = self.losses
+        assert loss is not None
+        self.unused = unused_outputs(loss, self.result_leaves, self.result_tree)
 
 
 class _ResultKnown(BaseException):
@@ -156,11 +157,12 @@ def capture(
             the signature tells what was seen.
 
     Raises:
-        UnsupportedError: IRC332 to IRC339, IRC342, IRC348, IRC536 and IRC554, when something in the module
-            has no place in the graph.
+        UnsupportedError: IRC332 to IRC339, IRC342, IRC343, IRC348, IRC536 and IRC554, when something in the
+            module has no place in the graph.
         UsageError: IRC340, when nothing in the result depends on anything that asks for a gradient.
     """
     leaves, tree = pytree.tree_flatten((tuple(args), dict(sorted((kwargs or {}).items()))))
+    refuse_hidden_tensors(leaves)
     flat = _Flat(module, tree, leaves, loss)
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
     translation = _traced(flat, module, tensors, WAYS + (WAYS_OF_EXAMPLE if same_branches else ()))

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...ir import UsageError
+from .traceless import traceless
 
 __all__ = ["AliveBytes", "Loss", "loss_bytes", "unused_outputs"]
 
@@ -63,7 +64,8 @@ def loss_bytes(loss: Loss | None, result_leaves: list[Any], result_tree: Any) ->
 
     Args:
         loss: A function from the module's result to a scalar. None stands for a loss that takes twice the
-            outputs' bytes, as cross entropy does in the outputs' own element type; a scalar output is a loss.
+            outputs' bytes, as cross entropy does in the outputs' own element type, and six times those in
+            half precision under autocast, where it computes in float32; a scalar output is a loss.
         result_leaves: The leaves of that result as traced; only the tensors' types are looked at.
         result_tree: How the leaves nest.
 
@@ -76,7 +78,8 @@ def loss_bytes(loss: Loss | None, result_leaves: list[Any], result_tree: Any) ->
         outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         trained = [leaf for leaf in outputs if leaf.requires_grad]
         if loss is None:
-            transient = sum(2 * leaf.untyped_storage().nbytes() for leaf in trained if leaf.dim())
+            sizes = (_times(leaf) * leaf.untyped_storage().nbytes() for leaf in trained if leaf.dim())
+            transient = sum(sizes)
             relaid = sum(_bytes(leaf) for leaf in trained if not leaf.is_contiguous())
             saved = transient + _SCALARS_BYTES
             return saved + relaid, relaid + _SCALARS_BYTES, saved
@@ -139,6 +142,12 @@ def _bytes(tensor: Tensor) -> int:
     return int(tensor.untyped_storage().nbytes())
 
 
+def _times(output: Tensor) -> int:
+    """How often an output's bytes are counted for a loss that is not known."""
+    is_cast = output.dtype in (torch.bfloat16, torch.float16)
+    return 6 if is_cast and torch.is_autocast_enabled(output.device.type) else 2
+
+
 def _called(loss: Loss, result: Any) -> Tensor:
     """The loss of a result.
 
@@ -147,7 +156,8 @@ def _called(loss: Loss, result: Any) -> Tensor:
     """
     help = "give a function from the module's result to a scalar tensor"
     try:
-        scalar: object = loss(result)
+        with traceless(loss):
+            scalar: object = loss(result)
     except Exception as error:
         raise UsageError("IRC341", f"the loss fails: {type(error).__name__}: {error}", help=help) from error
     if not isinstance(scalar, Tensor) or scalar.numel() != 1 or not scalar.requires_grad:

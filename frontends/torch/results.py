@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from ...ir import UnsupportedError
 
-__all__ = ["flattened"]
+__all__ = ["flattened", "refuse_hidden_tensors"]
 
 _OPAQUE = (nn.Module, ModuleType, FunctionType, type)
 _MOST = 10_000
@@ -30,7 +30,7 @@ def flattened(result: Any) -> tuple[list[Any], pytree.TreeSpec]:
     """
     leaves, tree = pytree.tree_flatten(result, is_leaf=_is_size)
     for leaf in leaves:
-        if not isinstance(leaf, Tensor) and _holds_traced(leaf):
+        if not isinstance(leaf, Tensor) and _holds(leaf, (FakeTensor, FunctionalTensor)):
             raise UnsupportedError(
                 "IRC342",
                 f"the forward returns a tensor within an object of class {type(leaf).__qualname__}, which a "
@@ -41,18 +41,35 @@ def flattened(result: Any) -> tuple[list[Any], pytree.TreeSpec]:
     return leaves, tree
 
 
+def refuse_hidden_tensors(leaves: Iterable[Any]) -> None:
+    """Refuses arguments that hold tensors out of sight: a plan would take their values for all steps.
+
+    Raises:
+        UnsupportedError: IRC343.
+    """
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor) and _holds(leaf, (Tensor,)):
+            raise UnsupportedError(
+                "IRC343",
+                f"an argument of class {type(leaf).__qualname__} holds a tensor, and a plan would take its "
+                "value for all steps",
+                help="pass tensors, tuples, lists or dicts, or register the class with torch's pytree before "
+                "irc.optimize (torch.utils._pytree.register_dataclass for a dataclass)",
+            )
+
+
 def _is_size(part: object) -> bool:
     """Whether a part is a size: torch's trees would make a tuple of it."""
     return isinstance(part, torch.Size)
 
 
-def _holds_traced(leaf: object) -> bool:
-    """Whether tensors that exist only while a module is traced are somewhere within an object."""
+def _holds(leaf: object, kinds: tuple[type, ...]) -> bool:
+    """Whether tensors of some kinds are somewhere within an object."""
     seen: set[int] = set()
     waiting: list[object] = [leaf]
     while waiting and len(seen) < _MOST:
         found = waiting.pop()
-        if isinstance(found, (FakeTensor, FunctionalTensor)):
+        if isinstance(found, kinds):
             return True
         if id(found) in seen or isinstance(found, _OPAQUE):
             continue

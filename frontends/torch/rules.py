@@ -152,8 +152,46 @@ _LAYOUTS: tuple[tuple[Any, _Layout, int], ...] = (
 )
 """Operations whose layout on the CPU torch's rules miss, with the layout and how many results have it."""
 
+_NORMS = (
+    (_aten.native_layer_norm.default, 2),
+    (_aten.native_group_norm.default, 1),
+    (_aten.native_batch_norm.default, 1),
+    (_aten._native_batch_norm_legit.default, 1),
+    (_aten._native_batch_norm_legit_functional.default, 1),
+)
+"""Norms, with the place of their weight among the arguments."""
+
+
+def _mixed(operation: Any, place: int) -> Callable[..., Any]:
+    """The statistics that the CPU's kernel saves of an input in half precision are of the weight's type."""
+    layouts = {each: (strides, count) for each, strides, count in _LAYOUTS}
+    rule = _relaid(operation, *layouts[operation]) if operation in layouts else _of_torch(operation)
+
+    def mixed(mode: Any, _: Any, *args: Any, **kwargs: Any) -> Any:
+        results = rule(mode, _, *args, **kwargs)
+        weight = args[place] if len(args) > place else None
+        if not isinstance(weight, Tensor) or weight.device.type != "cpu" or weight.dtype == args[0].dtype:
+            return results
+        with mode:
+            saved = (torch.empty_like(result, dtype=weight.dtype) for result in results[1:3])
+            return (results[0], *saved, *results[3:])
+
+    return mixed
+
+
+def _of_torch(operation: Any) -> Callable[..., Any]:
+    rule = decomposition_table[operation]
+
+    def as_it_is(mode: Any, _: Any, *args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return rule(*args, **kwargs)
+
+    return as_it_is
+
+
 _RULES: dict[Any, Callable[..., Any]] = {
     **{operation: _relaid(operation, strides, count) for operation, strides, count in _LAYOUTS},
+    **{operation: _mixed(operation, place) for operation, place in _NORMS},
     _COL2IM: _col2im,
     torch.ops.aten._ctc_loss.Tensor: _ctc_loss,
     torch.ops.aten._ctc_loss.default: _ctc_loss,

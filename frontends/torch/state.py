@@ -30,12 +30,14 @@ class State:
     Attributes:
         drawn: Python generators that the last run of the forward drew from. A forward that seeds one itself
             leaves it as it found it from the second run on, and draws the same in each step.
+        flipped: Attributes that the last run left with another number or text than it found.
         replaced: Buffers and parameters that the last run put others in the place of, with the reason why
             that is no write into them.
     """
 
     module: nn.Module
     drawn: list[str] = field(default_factory=list[str])
+    flipped: list[str] = field(default_factory=list[str])
     replaced: list[str] = field(default_factory=list[str])
 
     @contextlib.contextmanager
@@ -50,11 +52,18 @@ class State:
         parameters = [dict(child._parameters) for _, child in modules]
         generators = _generators()
         caches = caches_of(self.module)
+        attributes = [dict(vars(child)) for _, child in modules]
         try:
             yield
         finally:
             forget_traced(caches)
         self.drawn = [name for name, state in _generators().items() if state != generators[name]]
+        self.flipped = [
+            f"{name}.{key}".lstrip(".")
+            for (name, child), known in zip(modules, attributes, strict=True)
+            for key, value in _changed(child, known)
+            if isinstance(value, (int, float, str))
+        ]
         self.replaced = []
         for (name, child), held, trained in zip(modules, buffers, parameters, strict=True):
             for key, reason in _written(child, held):
@@ -91,6 +100,7 @@ class State:
             for name, value, items in contents:
                 if not _are_same(items, list(_items(value))):
                     (assigned if is_traced(value) else counted).append(name)
+        counted += [name for name in self.flipped if name not in counted]
         self._refuse(assigned, counted)
 
     @contextlib.contextmanager

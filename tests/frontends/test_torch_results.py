@@ -81,3 +81,16 @@ def test_an_object_without_tensors_and_a_registered_class_are_returned() -> None
     assert isinstance(found, _Registered) and found.count == 3 and other is plain
     found.scores.sum().backward()
     assert model.lin.weight.grad is not None
+
+
+def test_an_argument_that_holds_a_tensor_out_of_sight_is_refused() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(4, 6)
+
+        def forward(self, given: Any) -> Tensor:
+            return self.lin(given.x)
+
+    with pytest.raises(UnsupportedError, match=r"IRC343.*class SimpleNamespace"):
+        capture(Scaled(), (SimpleNamespace(x=torch.randn(8, 4)),))

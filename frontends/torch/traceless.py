@@ -1,0 +1,85 @@
+"""Runs what a user wrote, as a loss, on tensors without data, and leaves no trace of it in their objects."""
+
+# Functions keep what they close over, and modules what they hold, under names of Python's and torch's own.
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, cast
+
+from torch import nn
+
+from .state import State
+
+__all__ = ["traceless"]
+
+
+@contextlib.contextmanager
+def traceless(function: Callable[..., Any]) -> Generator[None]:
+    """Afterwards, what a function holds is as before: its object, its closure, modules, Python's generators.
+
+    A loss may keep state, as a running mean of what it has seen: run on tensors without data it would keep
+    one of these, and train on it.
+
+    Args:
+        function: A function, a method, a partial function, or an object that can be called.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(State(nn.Module()).kept())  # Python's generators
+        for held in _held_by(function):
+            if isinstance(held, nn.Module):
+                stack.enter_context(State(held).kept())
+            else:
+                stack.enter_context(_kept(held))
+        yield
+
+
+def _held_by(function: Any) -> Iterator[Any]:
+    """What a function can write to without naming a global."""
+    seen: set[int] = set()
+    waiting: list[Any] = [function]
+    while waiting:
+        found = waiting.pop()
+        if id(found) in seen or isinstance(found, type):
+            continue
+        seen.add(id(found))
+        if isinstance(found, functools.partial):
+            waiting += [found.func, *found.args, *found.keywords.values()]
+        elif inspect.ismethod(found):
+            waiting += [found.__self__, found.__func__]
+        elif inspect.isfunction(found):
+            waiting += [cell.cell_contents for cell in found.__closure__ or () if _is_filled(cell)]
+        elif isinstance(found, (nn.Module, list, dict, set)) or hasattr(found, "__dict__"):
+            yield found
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _kept(held: Any) -> Generator[None]:
+    """Afterwards, a container or the attributes of an object, with the containers in them, are as before."""
+    within = held if isinstance(held, (list, dict, set)) else vars(held)
+    parts = [within]
+    if isinstance(within, dict):
+        values = cast("dict[Any, Any]", within).values()
+        parts += [value for value in values if isinstance(value, (list, dict, set))]
+    before = [(part, part.copy()) for part in parts]
+    try:
+        yield
+    finally:
+        for part, contents in before:
+            part.clear()
+            if isinstance(part, list):
+                part.extend(contents)
+            else:
+                part.update(contents)

@@ -34,6 +34,7 @@ class _Centred:
 class _Weighted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.weight: Tensor
         self.register_buffer("weight", torch.ones(8))
         self.calls = 0
 

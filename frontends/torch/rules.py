@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import warnings
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._decomp import decomposition_table
+from torch._functorch.vmap import lazy_load_decompositions
 from torch._prims_common import suggest_memory_format
 from torch._subclasses import FakeTensorMode, fake_impls
 from torch.nn import functional
@@ -214,6 +217,7 @@ class _LengthsAsTensors(TorchFunctionMode):
 @contextlib.contextmanager
 def own_rules() -> Generator[None]:
     """Meanwhile, these rules stand before torch's."""
+    _read_by_torch()
     _forget()
     rules = fake_impls.op_implementations_dict
     with _without(rules, _RULES), _without(decomposition_table, _RULES), _LengthsAsTensors():
@@ -222,6 +226,14 @@ def own_rules() -> Generator[None]:
             yield
         finally:
             _forget()
+
+
+def _read_by_torch() -> None:
+    """Lets torch's transforms read the table of rules, which they do once, while it is whole."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module("torch._decomp.decompositions_for_jvp")
+        lazy_load_decompositions()
 
 
 def _forget() -> None:

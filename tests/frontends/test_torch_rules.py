@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -222,3 +224,20 @@ def test_the_memory_of_folded_columns_is_the_kernels() -> None:
 def test_the_gradient_of_dropout_is_rounded_as_eager_does(dtype: torch.dtype) -> None:
     module = weighted(lambda m, x: functional.dropout(x * m.weight, 0.3), 64, dtype=dtype)
     assert_trains_the_same(module, torch.randn(8, 64, dtype=dtype))
+
+
+def test_a_transform_inside_a_model_finds_torchs_rules() -> None:
+    """In a process of its own: torch reads its table of rules once, when the first transform needs it."""
+    script = (
+        "import torch, irc\n"
+        "class Slope(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.lin = torch.nn.Linear(2, 1)\n"
+        "    def forward(self, x):\n"
+        "        return torch.func.vmap(torch.func.grad(lambda v: self.lin(v).tanh().sum()))(x)\n"
+        "fitted = irc.optimize(Slope(), torch.randn(4, 2), '100%', profile=False)\n"
+        "fitted(torch.randn(4, 2)).square().mean().backward()\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr

@@ -13,6 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
 
+from .closures import closed_over
+
 __all__ = ["caches_of", "forget_traced", "is_traced"]
 
 _Cache: Any = type(functools.lru_cache(lambda: None))
@@ -39,20 +41,13 @@ def caches_of(module: nn.Module) -> list[Any]:
         if type(value) is _Cache:
             found.append(value)
         elif type(value) is FunctionType:
-            waiting += [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+            waiting += closed_over(value)
             if id(value.__globals__) not in seen:
                 seen.add(id(value.__globals__))
                 waiting += value.__globals__.values()
         else:
             waiting.append(value.__func__)
     return found
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
 
 
 def forget_traced(caches: Iterable[Any]) -> None:

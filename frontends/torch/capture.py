@@ -142,16 +142,17 @@ def capture(
 ) -> Captured:
     """The training graph of one call `module(*args, **kwargs)`, followed by a loss and its backward.
 
-    The module is traced once, on tensors without data: nothing is computed, no buffer changes and no
-    random number is drawn. Python control flow is followed as these arguments take it.
+    The module is traced on tensors without data, again where a loss is given or the way it runs has no graph:
+    nothing is computed, no buffer changes and no random number is drawn. Python control flow is followed as
+    these arguments take it.
 
     Args:
         module: The model, in the modes (train, eval) that it will be trained in.
         args: Example arguments; tensors may be nested in lists, tuples and dicts.
         kwargs: Example keyword arguments; they are taken in the order of their names.
         loss: What the caller will do with the result, a function from it to a scalar; its memory is
-            counted, and outputs that it does not use have no gradient in the graph. Without it, twice the
-            outputs' bytes are counted, unless the only output is a scalar.
+            counted, and outputs that it does not use have no gradient in the graph. Without it, what
+            `loss_bytes` says is counted.
         same_branches: Whether the Python code of the module that looks at the values of its tensors may be
             taken to see in each step what it sees in a run on the example arguments: that run is made, and
             the signature tells what was seen.

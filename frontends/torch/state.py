@@ -193,11 +193,17 @@ def _written(child: nn.Module, held: dict[str, Tensor | None]) -> Iterator[tuple
 
 def _changed(child: nn.Module, attributes: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """The attributes that are others than before; caches of torch's own modules do not count."""
-    if child._forward_pre_hooks or type(child).__module__.startswith("torch."):
-        return  # such as the flat weights of an LSTM
+    if type(child).__module__.startswith("torch.") or any(map(_is_torchs, child._forward_pre_hooks.values())):
+        return  # such as the flat weights of an LSTM, or the weight that weight norm computes
     for key, value in vars(child).items():
         if attributes.get(key, _ABSENT) is not value and key != RECORDERS_MARK:
             yield key, value
+
+
+def _is_torchs(hook: Any) -> bool:
+    """Whether a hook is one of torch's, as of weight norm, or of a class made from one of torch's."""
+    homes = [getattr(hook, "__module__", None), *(kind.__module__ for kind in type(hook).__mro__)]
+    return any(str(home).startswith("torch.") for home in homes)
 
 
 def _hooks(module: nn.Module) -> Iterator[tuple[str, dict[int, Any]]]:

@@ -1,8 +1,5 @@
 """Runs what a user wrote, as a loss, on tensors without data, and leaves no trace of it in their objects."""
 
-# Functions keep what they close over, and modules what they hold, under names of Python's and torch's own.
-# pyright: reportPrivateUsage=false
-
 from __future__ import annotations
 
 import contextlib
@@ -13,6 +10,7 @@ from typing import Any, cast
 
 from torch import nn
 
+from .closures import closed_over
 from .state import State
 
 __all__ = ["traceless"]
@@ -52,17 +50,9 @@ def _held_by(function: Any) -> Iterator[Any]:
         elif inspect.ismethod(found):
             waiting += [found.__self__, found.__func__]
         elif inspect.isfunction(found):
-            waiting += [cell.cell_contents for cell in found.__closure__ or () if _is_filled(cell)]
+            waiting += closed_over(found)
         elif isinstance(found, (nn.Module, list, dict, set)) or hasattr(found, "__dict__"):
             yield found
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return False
-    return True
 
 
 @contextlib.contextmanager

@@ -78,8 +78,8 @@ def test_norms_under_autocast_are_measured_and_equal(norm: nn.Module) -> None:
         fitted = irc.optimize(module, x, "100%")
         for each in (fitted, original):
             each(x).square().mean().backward()
-    pairs = zip(module.parameters(), original.parameters(), strict=True)
-    assert all(torch.equal(p.grad, q.grad) for p, q in pairs if p.grad is not None and q.grad is not None)
+    for p, q in zip(module.parameters(), original.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad)
 
 
 class _Flipping(nn.Module):
@@ -139,3 +139,21 @@ def test_a_forward_that_was_set_on_the_fitted_module_is_not_what_is_planned() ->
     assert torch.equal(fitted(x[:2]), module.lin(x[:2]))
     fitted.alpha = 3.0
     assert torch.equal(fitted(x[:2]), module.lin(x[:2]) * 3.0)
+
+
+class _Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+        self.steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return self.lin(x) * self.steps
+
+
+def test_a_hook_of_the_users_hides_no_counter() -> None:
+    module = _Counting()
+    module.register_forward_pre_hook(lambda m, args: None)
+    with pytest.raises(UnsupportedError, match=r"IRC338.*steps"):
+        capture(module, (torch.randn(3, 4),))

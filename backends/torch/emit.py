@@ -21,18 +21,22 @@ from ...ir import (
     Schedule,
     Storage,
     Symbol,
+    Trait,
     Value,
 )
+from .reach import reached_by
 
-__all__ = ["emit_source", "saved_values"]
+__all__ = ["emit_source", "is_partial", "saved_values"]
 
 _HEADER = '''"""One training step as straight-line Python, written by irc.
 
 forward(inputs) -> (outputs, saved); {backward} -> gradients.
 `inputs` are the parameters, buffers, inputs and constants below, in this order. `saved` is emptied
-by backward, so that what it holds is freed as backward goes.{releases}
+by backward, so that what it holds is freed as backward goes.{partial}{releases}
 """
 '''
+_PARTIAL = """
+`given` has bit k where output k has a gradient: what comes from others alone is zero, and not computed."""
 _RELEASES = """
 backward calls `release(name, parameter, gradient)`, which takes the gradient of a parameter."""
 
@@ -43,10 +47,32 @@ def emit_source(schedule: Schedule) -> str:
     `forward(inputs)` takes the static inputs in graph order and returns `(outputs, saved)`.
     `backward(inputs, saved, tangents)` empties `saved` and returns the gradients in graph order, with
     None where there is none. Views are derived where they are used. Both must run without gradients.
+    Where parts of backward come from some outputs alone, `backward` takes `given`, with bit k where output k
+    has a gradient: the others' parts are zeros, as the product of a zero and an infinite derivative is none.
     Where gradients are released, `backward` takes one more argument, which it calls for each of them as
     `release(name, parameter, gradient)`.
     """
     return _Emitter(schedule).source()
+
+
+def is_partial(graph: Graph) -> bool:
+    """Whether some operation of backward comes from the gradients of some outputs alone."""
+    return bool(_partial(graph))
+
+
+def _partial(graph: Graph) -> dict[Node, int]:
+    """Such operations, each with the outputs as bits; what has an effect or gives nothing new always runs."""
+    reached = reached_by(graph)
+    every = frozenset(int(i.target) for i in graph.inputs if i.role is InputRole.TANGENT)
+    found: dict[Node, int] = {}
+    for node in graph.operations:
+        comes_from = frozenset[int]().union(*(reached.get(value, frozenset()) for value in node.values))
+        own = {value.storage for value in node.values}
+        makes_all = len(own) == len(node.values) and own == set(graph.allocates(node))
+        plain = node.releases is None and not node.traits & {Trait.EFFECT, Trait.RANDOM}
+        if comes_from and comes_from != every and makes_all and plain:
+            found[node] = sum(1 << index for index in comes_from)
+    return found
 
 
 def saved_values(schedule: Schedule) -> tuple[Value, ...]:
@@ -60,11 +86,14 @@ def saved_values(schedule: Schedule) -> tuple[Value, ...]:
 class _Emitter:
     schedule: Schedule
     names: dict[Value, str] = field(default_factory=dict)
-    taken: set[str] = field(default_factory=lambda: {"inputs", "saved", "tangents", "release", "torch", "_"})
+    taken: set[str] = field(
+        default_factory=lambda: {"inputs", "saved", "tangents", "given", "release", "torch", "_"}
+    )
     operations: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.makers = {value: node for node in self.graph.nodes for value in node.values}
+        self.partial = _partial(self.graph)
 
     @property
     def graph(self) -> Graph:
@@ -92,12 +121,17 @@ class _Emitter:
             f"return [{self._list(gradients)}]",
         ]
         releases = bool(self.graph.releases)
-        signature = f"backward(inputs, saved, tangents{', release' if releases else ''})"
+        more = f"{', given' if self.partial else ''}{', release' if releases else ''}"
+        signature = f"backward(inputs, saved, tangents{more})"
         operations = [f"{name} = torch.ops.{op}" for op, name in self.operations.items()]
         table = [f"#   {self._name(i.value)}: {i.role.value} {i.target}" for i in statics]
         return "\n".join(
             [
-                _HEADER.format(backward=signature, releases=_RELEASES if releases else ""),
+                _HEADER.format(
+                    backward=signature,
+                    partial=_PARTIAL if self.partial else "",
+                    releases=_RELEASES if releases else "",
+                ),
                 "import torch",
                 "",
                 *operations,
@@ -180,6 +214,8 @@ class _Emitter:
     def _compute(self, node: Node, retained: frozenset[Storage]) -> Iterator[str]:
         kept = [v if v is not None and v.storage in retained else None for v in node.results]
         call = self._call(node)
+        if node in self.partial:
+            call = f"{call} if given & {self.partial[node]} else {self._zeros(node)}"
         if not any(kept):
             yield call
         elif not node.is_sequence:
@@ -245,6 +281,15 @@ class _Emitter:
                 return f"float({str(argument)!r})"
             case _:
                 return repr(argument)
+
+    def _zeros(self, node: Node) -> str:
+        made = ["None" if value is None else self._zero(value) for value in node.results]
+        return f"({', '.join(made)},)" if node.is_sequence else made[0]
+
+    def _zero(self, value: Value) -> str:
+        kind = value.type
+        where = f"dtype=torch.{kind.dtype.value}, device={kind.device!r}"
+        return f"torch.empty_strided({kind.shape!r}, {kind.strides!r}, {where}).zero_()"
 
     def _list(self, values: Iterable[Value | None]) -> str:
         return ", ".join("None" if value is None else self._expression(value) for value in values)

@@ -23,7 +23,8 @@ from ...ir import (
     Trait,
     Value,
 )
-from .emit import emit_source
+from .emit import emit_source, is_partial
+from .reach import reached_by
 
 __all__ = ["Program", "Released", "compile_program"]
 
@@ -59,7 +60,9 @@ class Program:
         read_by_backward: Indices of the static inputs that backward reads and forward does not write.
         written: Indices of the static inputs that forward writes.
         forward: The emitted function.
-        backward: The emitted function; it takes a `Release` where gradients are released.
+        backward: The emitted function; it takes which outputs have a gradient where that matters, and a
+            `Release` where gradients are released.
+        is_partial: Whether it matters: parts of backward come from some outputs alone.
         constants: Values of the constant inputs.
         source: The emitted source.
         forwards_in_flight: How many calls the plan counted whose backward has not run.
@@ -79,6 +82,7 @@ class Program:
     constants: Mapping[str, Tensor]
     source: str = field(repr=False)
     forwards_in_flight: int = 1
+    is_partial: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
         return self
@@ -110,7 +114,7 @@ def compile_program(schedule: Schedule, constants: Mapping[str, Tensor]) -> Prog
         for node in graph.nodes
         if Trait.EFFECT in node.traits and node.releases is None
     }
-    reached = _reached(graph)
+    reached = reached_by(graph)
     released = _released(graph, statics, reached)
     flows = {o.target for o in graph.outputs if o.role is OutputRole.GRADIENT and o.value is not None}
     flows |= {f"{InputRole.PARAMETER.value}:{name}" for name in released}
@@ -135,6 +139,7 @@ def compile_program(schedule: Schedule, constants: Mapping[str, Tensor]) -> Prog
         constants=constants,
         source=source,
         forwards_in_flight=graph.forwards_in_flight,
+        is_partial=is_partial(graph),
     )
 
 
@@ -156,19 +161,6 @@ def _again(known: Mapping[str, Any]) -> Program:
     """A program that was written down."""
     forward, backward = _functions(known["source"])
     return Program(**known, forward=forward, backward=backward)
-
-
-def _reached(graph: Graph) -> dict[Value, frozenset[int]]:
-    """The values that tangents reach, each with the indices of their outputs."""
-    reached: dict[Value, frozenset[int]] = {
-        i.value: frozenset([int(i.target)]) for i in graph.inputs if i.role is InputRole.TANGENT
-    }
-    nothing = frozenset[int]()
-    for node in graph.nodes:
-        through = nothing.union(*(reached.get(value, nothing) for value in node.operands))
-        if through:
-            reached.update(dict.fromkeys(node.values, through))
-    return reached
 
 
 def _released(

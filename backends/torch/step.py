@@ -131,9 +131,11 @@ def _run_backward(
         for gradient, tangent in zip(gradients, program.tangents, strict=True)
         if tangent is not None
     ]
-    takers = () if release is None else (release.taker(program, given),)
+    more: list[Any] = [sum(1 << index for index in given)] if program.is_partial else []
+    if release is not None:
+        more.append(release.taker(program, given))
     with torch._C._DisableAutocast():
-        return program.backward(inputs, saved, tangents, *takers)
+        return program.backward(inputs, saved, tangents, *more)
 
 
 def _pick(

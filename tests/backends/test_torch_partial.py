@@ -1,0 +1,111 @@
+"""A loss on some of the outputs: what comes from the others alone is zero, and not computed."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch_cases import keep_all, recompute_some
+
+import irc
+from irc.backends.torch import compile_program
+from irc.frontends.torch import capture
+from irc.ir import Graph, Schedule, verify_schedule
+from irc.tools.training import measured_peak_bytes
+
+torch.set_num_threads(1)
+
+SUBSETS = [k for n in (1, 2, 3) for k in itertools.combinations(range(3), n)]
+
+
+def recomputing(graph: Graph) -> Schedule:
+    return recompute_some(graph, 1)
+
+
+class InfiniteTails(nn.Module):
+    """Three outputs of shared features; the derivatives of the last two are infinite at zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(6, 6), nn.GELU())))
+        self.second = nn.Linear(6, 6)
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        shared = torch.relu(self.first(x))
+        middle = torch.relu(self.second(shared))
+        normed = self.norm(shared)
+        return normed.sum(1), (middle * 0).sum(1).sqrt(), (shared * 0).sum().pow(0.25) + middle.mean()
+
+
+def gradients(module: nn.Module, x: Tensor, used: tuple[int, ...]) -> list[Tensor | None]:
+    module.zero_grad()
+    results = module(x)
+    sum((results[k] * (k + 1)).sum() for k in used).backward()
+    return [p.grad for p in module.parameters()]
+
+
+def assert_equal(found: list[Tensor | None], wanted: list[Tensor | None]) -> None:
+    for ours, theirs in zip(found, wanted, strict=True):
+        if ours is None or theirs is None:
+            assert ours is theirs
+        else:
+            assert torch.equal(ours.isnan(), theirs.isnan())
+            assert torch.equal(ours.nan_to_num(7.0), theirs.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("budget", ["100%", "70%"])
+def test_an_ignored_output_with_an_infinite_derivative_changes_nothing(budget: str) -> None:
+    original, x = InfiniteTails(), torch.randn(512, 6)
+    fitted = irc.optimize(copy.deepcopy(original), x, budget, profile=False)
+    for used in SUBSETS * 2:
+        assert_equal(gradients(fitted, x, used), gradients(original, x, used))
+    of_all, of_one = (gradients(fitted, x, used) for used in [(0, 1, 2), (0,)])
+    assert not all(gradient is None or gradient.isfinite().all() for gradient in of_all)
+    assert all(gradient is None or gradient.isfinite().all() for gradient in of_one)
+
+
+@pytest.mark.parametrize("schedule", [keep_all, recomputing])
+def test_what_comes_from_an_ignored_output_is_not_computed(schedule: Callable[[Graph], Schedule]) -> None:
+    captured = capture(InfiniteTails(), (torch.randn(512, 6),))
+    chosen = schedule(captured.graph)
+    verify_schedule(chosen, {})
+    program = compile_program(chosen, captured.constants)
+    assert program.is_partial
+    assert "backward(inputs, saved, tangents, given)" in program.source
+    assert " if given & 2 else " in program.source and " if given & 4 else " in program.source
+    assert " if given & 7 else " not in program.source
+
+
+def test_a_module_with_one_output_has_a_backward_of_one_piece() -> None:
+    captured = capture(nn.Linear(3, 3), (torch.randn(2, 3),))
+    program = compile_program(keep_all(captured.graph), captured.constants)
+    assert not program.is_partial
+    assert "given" not in program.source
+
+
+def test_released_gradients_and_pickles_know_the_outputs_too() -> None:
+    original, x = InfiniteTails(), torch.randn(512, 6)
+    fitted: Any = irc.optimize(copy.deepcopy(original), x, "100%", profile=False, accumulate_gradients=True)
+    for module in (fitted, pickle.loads(pickle.dumps(fitted))):
+        for used in SUBSETS:
+            assert_equal(gradients(module, x, used), gradients(original, x, used))
+
+
+def test_a_loss_on_some_outputs_stays_within_the_predicted_peak() -> None:
+    x = torch.randn(512, 6)
+    fitted: Any = irc.optimize(InfiniteTails(), x, "70%", profile=False)
+    plan = fitted.plan
+    fitted(x)
+    for used in SUBSETS:
+
+        def loss(results: Any, used: tuple[int, ...] = used) -> Tensor:
+            return torch.stack([results[k].sum() for k in used]).sum()
+
+        assert measured_peak_bytes(fitted, (x,), plan.static_bytes, loss=loss) <= plan.peak_bytes

@@ -1,6 +1,7 @@
 """The intermediate representation: types, graph, schedule, liveness, verifier, text form and errors."""
 
 from .errors import (
+    BackwardError,
     BudgetError,
     IrcError,
     Location,
@@ -54,6 +55,7 @@ __all__ = [
     "RECORDERS_MARK",
     "RUN_ONCE",
     "Argument",
+    "BackwardError",
     "Branch",
     "BudgetError",
     "Compute",

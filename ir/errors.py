@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 __all__ = [
+    "BackwardError",
     "BudgetError",
     "IrcError",
     "Location",
@@ -111,6 +112,10 @@ class UnsupportedError(IrcError):
     """The model uses something that irc does not support: refused by name, before anything runs."""
 
     exit_status = 4
+
+
+class BackwardError(UnsupportedError, RuntimeError):
+    """What only backward can tell, and autograd might let through: a RuntimeError, as autograd's own are."""
 
 
 class TimeLimitError(IrcError):

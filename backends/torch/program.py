@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import count
 from typing import Any
@@ -19,6 +19,7 @@ from ...ir import (
     InputRole,
     Loss,
     OutputRole,
+    Region,
     Schedule,
     Trait,
     Value,
@@ -58,11 +59,13 @@ class Program:
         kind: What becomes of the gradients of parameters.
         released: The parameters whose gradients are released within backward, by name.
         read_by_backward: Indices of the static inputs that backward reads and forward does not write.
+        read_again: Those of them that only what is computed again reads.
         written: Indices of the static inputs that forward writes.
         forward: The emitted function.
         backward: The emitted function; it takes which outputs have a gradient where that matters, and a
             `Release` where gradients are released.
         is_partial: Whether it matters: parts of backward come from some outputs alone.
+        parts: The outputs whose gradients meet in an operation that reads what forward left, for each such.
         constants: Values of the constant inputs.
         source: The emitted source.
         forwards_in_flight: How many calls the plan counted whose backward has not run.
@@ -76,6 +79,7 @@ class Program:
     kind: Gradients
     released: Mapping[str, Released]
     read_by_backward: tuple[int, ...]
+    read_again: frozenset[int]
     written: tuple[int, ...]
     forward: Callable[[list[Tensor]], tuple[list[Tensor], list[Tensor]]]
     backward: Callable[..., list[Tensor | None]]
@@ -83,6 +87,7 @@ class Program:
     source: str = field(repr=False)
     forwards_in_flight: int = 1
     is_partial: bool = False
+    parts: frozenset[frozenset[int]] = frozenset()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
         return self
@@ -108,7 +113,9 @@ def compile_program(schedule: Schedule, constants: Mapping[str, Tensor]) -> Prog
     gradients = {o.target: k for k, o in enumerate(o for o in graph.outputs if o.role is OutputRole.GRADIENT)}
     loss = next(k for k, i in enumerate(schedule.instructions) if isinstance(i, Loss))
     after = [i.node for i in schedule.instructions[loss:] if isinstance(i, Compute)]
-    read = {storage for node in after if node.releases is None for storage in graph.reads(node)}
+    after = [node for node in after if node.releases is None]
+    read = {storage for node in after for storage in graph.reads(node)}
+    read_once = {s for node in after if node.region is Region.BACKWARD for s in graph.reads(node)}
     written = {
         node.operands[0].storage
         for node in graph.nodes
@@ -133,6 +140,9 @@ def compile_program(schedule: Schedule, constants: Mapping[str, Tensor]) -> Prog
         kind=graph.gradients,
         released=released,
         read_by_backward=tuple(k for k, i in enumerate(statics) if i.value.storage in read - written),
+        read_again=frozenset(
+            k for k, i in enumerate(statics) if i.value.storage in read - written - read_once
+        ),
         written=tuple(k for k, i in enumerate(statics) if i.value.storage in written),
         forward=forward,
         backward=backward,
@@ -140,6 +150,7 @@ def compile_program(schedule: Schedule, constants: Mapping[str, Tensor]) -> Prog
         source=source,
         forwards_in_flight=graph.forwards_in_flight,
         is_partial=is_partial(graph),
+        parts=frozenset(_parts(graph, reached)),
     )
 
 
@@ -161,6 +172,13 @@ def _again(known: Mapping[str, Any]) -> Program:
     """A program that was written down."""
     forward, backward = _functions(known["source"])
     return Program(**known, forward=forward, backward=backward)
+
+
+def _parts(graph: Graph, reached: Mapping[Value, frozenset[int]]) -> Iterator[frozenset[int]]:
+    for node in graph.operations:
+        if any(value not in reached for value in node.operands):
+            through = [reached[value] for value in node.operands if value in reached]
+            yield frozenset[int]().union(*through)
 
 
 def _released(

@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from ...ir import Input, UnsupportedError
+from ...ir import BackwardError, Input, UnsupportedError
 from .hooks import refuse_missing_gradients, refuse_saved_tensor_hooks
 from .in_flight import InFlight
 from .program import Program
@@ -40,6 +40,9 @@ def run_step(
     Raises:
         UnsupportedError: IRC509 when a parameter asks for what a released gradient cannot do; IRC533 within a
             function transform; IRC535 under hooks on saved tensors.
+
+    Backward raises a BackwardError, which is a RuntimeError, where autograd might go through: IRC524 when
+    what it computes again reads an input that was written since, IRC525 when it runs again for other outputs.
     """
     refuse_transforms(inputs)
     refuse_saved_tensor_hooks()
@@ -78,7 +81,7 @@ class _Step(torch.autograd.Function):
         outputs = [output.detach() if output._is_view() else output for output in outputs]
         ctx.program, ctx.inputs, ctx.saved, ctx.release = program, inputs, saved, release
         ctx.in_flight, ctx.unused = in_flight, unused
-        ctx.versions = versions
+        ctx.versions, ctx.went = versions, frozenset[int]()
         ctx.saved_versions = [tensor._version for tensor in saved]
         ctx.set_materialize_grads(False)
         planned = enumerate(zip(outputs, program.tangents, strict=True))
@@ -91,12 +94,10 @@ class _Step(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         refuse_second_derivatives()
         refuse_batches(gradients)
-        if ctx.saved is None:
-            raise RuntimeError(
-                "Trying to backward through the graph a second time: the saved values were freed as backward "
-                "went. Specify retain_graph=True if you need to backward through the graph a second time."
-            )
         given = frozenset(k for k, gradient in enumerate(gradients) if gradient is not None)
+        if ctx.saved is None:
+            _refuse_second_backward(ctx.program, ctx.went, given)
+        ctx.went |= given
         with alone(ctx.release):
             results = _run_backward(ctx, gradients, given)
         program: Program = ctx.program
@@ -161,15 +162,44 @@ def _check_unused(program: Program, unused: frozenset[int], given: frozenset[int
             )
 
 
+def _refuse_second_backward(program: Program, went: frozenset[int], given: frozenset[int]) -> NoReturn:
+    if not any(part & went and part & given for part in program.parts):
+        raise BackwardError(
+            "IRC525",
+            f"backward runs a second time, now from {_outputs(given)} and before from {_outputs(went)}: "
+            "a fitted module has one backward for all outputs, which freed what it had saved",
+            help="add the losses and call backward() once (the gradients are the same), or call the first "
+            "one with retain_graph=True",
+        )
+    raise RuntimeError(
+        "Trying to backward through the graph a second time: the saved values were freed as backward "
+        "went. Specify retain_graph=True if you need to backward through the graph a second time."
+    )
+
+
+def _outputs(indices: frozenset[int]) -> str:
+    return f"output{'s' if len(indices) > 1 else ''} {', '.join(map(str, sorted(indices)))}"
+
+
 def _check_unchanged(program: Program, inputs: list[Tensor], versions: list[tuple[int, int]]) -> None:
-    for index, version in versions:
-        if inputs[index]._version != version:
-            changed = program.statics[index]
-            raise RuntimeError(
-                f"one of the variables needed for gradient computation has been modified by an inplace "
-                f"operation: {changed.role.value} {changed.target} is at version {inputs[index]._version}; "
-                f"expected version {version} instead"
+    """Autograd's own error where autograd would raise it, before the one for what it would let through."""
+    changed = [(index, version) for index, version in versions if inputs[index]._version != version]
+    for index, version in sorted(changed, key=lambda pair: pair[0] in program.read_again):
+        written = program.statics[index]
+        if index in program.read_again:
+            raise BackwardError(
+                "IRC524",
+                f"{written.role.value} {written.target} was written in place between forward and backward, "
+                f"and backward computes values again from it (version {inputs[index]._version}, {version} in "
+                "forward)",
+                help="write after backward, or keep what is made from it: irc.keep(module) before "
+                "irc.optimize",
             )
+        raise RuntimeError(
+            f"one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: {written.role.value} {written.target} is at version {inputs[index]._version}; "
+            f"expected version {version} instead"
+        )
 
 
 def _check_outputs_unchanged(saved: list[Tensor], versions: list[int]) -> None:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .frontends.onnx import from_onnx
     from .frontends.torch.wishes import keep, recompute, unmark
     from .ir import (
+        BackwardError,
         BudgetError,
         IrcError,
         Plan,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BackwardError",
     "BudgetError",
     "Front",
     "IrcError",

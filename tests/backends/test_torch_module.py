@@ -30,6 +30,7 @@ from torch_cases import (
 from irc.backends.torch import compile_program, emit_source, fit
 from irc.frontends.torch import capture
 from irc.ir import (
+    BackwardError,
     Graph,
     IrcError,
     Schedule,
@@ -134,11 +135,52 @@ def test_a_second_backward_without_retain_graph_is_refused_as_in_eager() -> None
             loss.backward()
 
 
+def test_a_second_backward_from_other_outputs_says_what_to_do() -> None:
+    torch.manual_seed(0)
+    module = Model(
+        lambda m, x: (torch.tanh(m.a(x)), torch.tanh(m.b(x))), a=nn.Linear(4, 4), b=nn.Linear(4, 4)
+    )
+    x = torch.randn(3, 4)
+    ours = fitted(module, x)
+    for retain_graph in (False, True):
+        module.zero_grad()
+        first, second = ours(x)
+        second.sum().backward(retain_graph=retain_graph)
+        if retain_graph:
+            first.sum().backward()
+            assert all(parameter.grad is not None for parameter in module.parameters())
+        else:
+            with pytest.raises(RuntimeError, match=r"IRC525.* from output 0 and before from output 1"):
+                first.sum().backward()
+
+
 def test_a_graph_of_gradients_is_refused() -> None:
     _, x, ours = _tanh()
     parameter = next(ours.parameters())
     with pytest.raises(UnsupportedError, match="IRC504"):
         torch.autograd.grad(ours(x).sum(), parameter, create_graph=True)
+
+
+def test_what_recomputation_reads_is_not_written_before_backward() -> None:
+    torch.manual_seed(0)
+
+    def model(m: Any, x: Tensor) -> Tensor:
+        return torch.tanh(torch.sigmoid(m.lin(torch.sin(x)))) * x
+
+    module, x = Model(model, lin=nn.Linear(4, 4)), torch.randn(3, 4)
+    ours: Any = fitted(module, x, schedule=lambda graph: recompute_some(graph, 0))
+    y = ours(x)
+    with torch.no_grad():
+        ours.lin.bias.mul_(2.0)
+    with pytest.raises(BackwardError, match=r"IRC524.*parameter lin.bias was written in place"):
+        y.sum().backward()
+    y = ours(x)
+    with torch.no_grad():
+        x.mul_(2.0)
+        ours.lin.bias.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation: input") as caught:
+        y.sum().backward()
+    assert not isinstance(caught.value, BackwardError), "autograd would raise it too"
 
 
 @pytest.mark.parametrize("what", ["weight", "input", "output", "statistics"])

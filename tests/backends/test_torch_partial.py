@@ -47,7 +47,7 @@ class InfiniteTails(nn.Module):
 def gradients(module: nn.Module, x: Tensor, used: tuple[int, ...]) -> list[Tensor | None]:
     module.zero_grad()
     results = module(x)
-    sum((results[k] * (k + 1)).sum() for k in used).backward()
+    torch.stack([(results[k] * (k + 1)).sum() for k in used]).sum().backward()
     return [p.grad for p in module.parameters()]
 
 

@@ -333,7 +333,7 @@ def _two_losses(result: Any) -> list[Tensor]:
     return [result[0].square().mean(), result[1].sin().mean()]
 
 
-@check(14)
+@check(14, in_backward=True)
 def losses_on_disjoint_parts(trial: Trial) -> None:
     """Two heads that share nothing: each loss goes backward by itself, without a retained graph."""
 
@@ -344,6 +344,7 @@ def losses_on_disjoint_parts(trial: Trial) -> None:
         optimizer.zero_grad()
         one, other = side()
         other.square().mean().backward()
+        side.mark()
         one.square().mean().backward()
         optimizer.step()
 

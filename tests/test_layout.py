@@ -24,7 +24,16 @@ def test_links_resolve(name: str) -> None:
 
 
 def test_public_names_exist() -> None:
-    wanted = {"BudgetError", "Front", "IrcError", "Plan", "TimeLimitError", "UnsupportedError", "UsageError"}
+    wanted = {
+        "BackwardError",
+        "BudgetError",
+        "Front",
+        "IrcError",
+        "Plan",
+        "TimeLimitError",
+        "UnsupportedError",
+        "UsageError",
+    }
     wanted |= {
         "VerificationError",
         "backend",

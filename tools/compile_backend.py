@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from ..backends.torch import check_tensor, deliver_leaf, planning, run_step, tracing
+from ..backends.torch import check_tensor, deliver, planning, run_step, tracing
 from ..frontends.torch import capture_graph, forward_bytes, graph_name, lifted_names, tensors_of_frame
 from ..ir import Plan, UsageError, parse_budget
 from ..passes import PassManager, Program, SelectCheckpoints
@@ -225,9 +225,8 @@ class _Compiled:
             check_tensor(tensor, static)
         outputs = self.backend.run(variant, inputs)
         signature = captured.captured.signature
-        leaves = [deliver_leaf(delivery, inputs, outputs) for delivery in signature.deliveries]
         tree: Any = signature.out_tree
-        return pytree.tree_unflatten(leaves, tree)
+        return pytree.tree_unflatten(deliver(signature.deliveries, inputs, outputs), tree)
 
     def _variant(self, args: Sequence[Any]) -> Variant | Unplanned:
         """What was captured for arguments of these sizes; Dynamo may have left sizes open."""

@@ -2,11 +2,12 @@
 
 from .alive import AliveTensors, storage_key
 from .bound import check_tensor
+from .deliver import deliver
 from .emit import emit_source, saved_values
 from .fitting import Beside, Fitting, Replan, Replanned, pack_signature, unpack_signature
 from .history import held_by_history
 from .hooks import refuse_hooks
-from .module import deliver_leaf, fit, fit_planned
+from .module import fit, fit_planned
 from .original import Original, unfitted
 from .plans import PlannedCall
 from .program import Program, compile_program
@@ -29,7 +30,7 @@ __all__ = [
     "WaitingStep",
     "check_tensor",
     "compile_program",
-    "deliver_leaf",
+    "deliver",
     "emit_source",
     "fit",
     "fit_planned",

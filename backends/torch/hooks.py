@@ -30,7 +30,7 @@ _TABLES = (
     "_global_backward_pre_hooks",
 )
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_WATCHERS = ("torch.utils.", f"{_PACKAGE}.")
+_WATCHERS = ("torch.utils.", f"{_PACKAGE}.frontends.")
 """Global hooks of these modules only note which module runs, such as those of `FlopCounterMode`."""
 
 

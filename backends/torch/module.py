@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from ...ir import Delivery, IrcError, Location, Origin, Plan, Signature
+from ...ir import IrcError, Location, Plan, Signature
+from .deliver import deliver, deliver_leaf
 from .fitting import Fitting, Replan
 from .hooks import refuse_hooks
 from .original import FITTED, ORIGINAL, own_forward, unfitted
@@ -20,7 +21,7 @@ from .program import Program
 from .step import run_step
 from .unbound import Unbound
 
-__all__ = ["deliver_leaf", "fit", "fit_planned"]
+__all__ = ["fit", "fit_planned"]
 
 
 def fit(
@@ -139,18 +140,4 @@ def _check_branches(signature: Signature, inputs: list[Tensor], outputs: tuple[T
 
 def _deliver(signature: Signature, inputs: list[Tensor], outputs: tuple[Tensor, ...]) -> Any:
     tree: Any = signature.out_tree
-    return pytree.tree_unflatten([deliver_leaf(d, inputs, outputs) for d in signature.deliveries], tree)
-
-
-def deliver_leaf(delivery: Delivery, inputs: list[Tensor], outputs: tuple[Tensor, ...]) -> Any:
-    """One leaf of the user's result, from the program's static inputs and forward outputs."""
-    match delivery.origin:
-        case Origin.CONSTANT:
-            return delivery.constant
-        case Origin.COMPUTED:
-            return outputs[delivery.index]
-        case Origin.INPUT | Origin.OUTPUT:
-            base = (inputs if delivery.origin is Origin.INPUT else outputs)[delivery.index]
-            if delivery.is_detached:
-                base = base.detach()
-            return base if delivery.view is None else base.as_strided(*delivery.view)
+    return pytree.tree_unflatten(deliver(signature.deliveries, inputs, outputs), tree)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import linecache
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, fields
 from itertools import count
 from typing import Any
@@ -18,6 +20,7 @@ from ...ir import (
     Input,
     InputRole,
     Loss,
+    Output,
     OutputRole,
     Region,
     Schedule,
@@ -65,6 +68,7 @@ class Program:
         backward: The emitted function; it takes which outputs have a gradient where that matters, and a
             `Release` where gradients are released.
         is_partial: Whether it matters: parts of backward come from some outputs alone.
+        feeds: For the outputs that other outputs are computed from, which these are.
         parts: The outputs whose gradients meet in an operation that reads what forward left, for each such.
         constants: Values of the constant inputs.
         source: The emitted source.
@@ -88,6 +92,7 @@ class Program:
     forwards_in_flight: int = 1
     is_partial: bool = False
     parts: frozenset[frozenset[int]] = frozenset()
+    feeds: Mapping[int, frozenset[int]] = field(default_factory=dict[int, frozenset[int]])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
         return self
@@ -151,8 +156,11 @@ def compile_program(schedule: Schedule, constants: Mapping[str, Tensor]) -> Prog
         forwards_in_flight=graph.forwards_in_flight,
         is_partial=is_partial(graph),
         parts=frozenset(_parts(graph, reached)),
+        feeds=_feeds(graph, outputs, {int(target) for target in tangents}),
     )
 
+
+_DETACH = "aten.detach.default"
 
 _numbers = count(1)
 """Of the programs, for the file names that their tracebacks show."""
@@ -179,6 +187,26 @@ def _parts(graph: Graph, reached: Mapping[Value, frozenset[int]]) -> Iterator[fr
         if any(value not in reached for value in node.operands):
             through = [reached[value] for value in node.operands if value in reached]
             yield frozenset[int]().union(*through)
+
+
+def _feeds(
+    graph: Graph, outputs: Sequence[Output], differentiable: AbstractSet[int]
+) -> dict[int, frozenset[int]]:
+    """The differentiable outputs that others are computed from, with the indices of these."""
+    values = {index: value for index in differentiable if (value := outputs[index].value) is not None}
+    made_of: dict[Value, frozenset[int]] = defaultdict(frozenset)
+    for index, value in values.items():
+        made_of[value] |= {index}
+    for node in graph.operations:
+        if node.region is Region.FORWARD and node.op != _DETACH:
+            through = frozenset[int]().union(*(made_of[value] for value in node.operands))
+            for value in node.values:
+                made_of[value] |= through
+    found: dict[int, frozenset[int]] = defaultdict(frozenset)
+    for index, value in values.items():
+        for source in made_of[value] - {index}:
+            found[source] |= {index}
+    return dict(found)
 
 
 def _released(

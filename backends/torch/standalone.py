@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ...ir import Delivery, Gradients, InputRole, IrcError, Plan, UsageError
+from .deliver import deliver
 from .in_flight import InFlight
-from .module import deliver_leaf
 from .program import Program
 from .release import Release
 from .step import run_step
@@ -84,7 +84,7 @@ class StandaloneModule(nn.Module):
             )
         inputs = [self._input(index, tensors) for index in range(len(self.program.statics))]
         outputs = run_step(self.program, inputs, self.release, self.in_flight)
-        leaves = [deliver_leaf(delivery, inputs, outputs) for delivery in self.deliveries]
+        leaves = deliver(self.deliveries, inputs, outputs)
         return leaves[0] if len(leaves) == 1 else tuple(leaves)
 
     def _input(self, index: int, tensors: tuple[Tensor, ...]) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...ir import BackwardError, Input, UnsupportedError
+from .deliver import Watched, refuse_hooks_on_results
 from .hooks import refuse_missing_gradients, refuse_saved_tensor_hooks
 from .in_flight import InFlight
 from .program import Program
@@ -42,7 +43,8 @@ def run_step(
             function transform; IRC535 under hooks on saved tensors.
 
     Backward raises a BackwardError, which is a RuntimeError, where autograd might go through: IRC524 when
-    what it computes again reads an input that was written since, IRC525 when it runs again for other outputs.
+    what it computes again reads an input that was written since, IRC525 when it runs again for other outputs,
+    IRC526 when a hook of a result would see less than in eager.
     """
     refuse_transforms(inputs)
     refuse_saved_tensor_hooks()
@@ -82,6 +84,7 @@ class _Step(torch.autograd.Function):
         ctx.program, ctx.inputs, ctx.saved, ctx.release = program, inputs, saved, release
         ctx.in_flight, ctx.unused = in_flight, unused
         ctx.versions, ctx.went = versions, frozenset[int]()
+        ctx.watched = list[Watched]()
         ctx.saved_versions = [tensor._version for tensor in saved]
         ctx.set_materialize_grads(False)
         planned = enumerate(zip(outputs, program.tangents, strict=True))
@@ -114,6 +117,7 @@ def _run_backward(
     _check_unchanged(program, inputs, ctx.versions)
     _check_outputs_unchanged(saved, ctx.saved_versions)
     refuse_missing_gradients(ctx, program, inputs, given)
+    refuse_hooks_on_results(ctx.watched, program.feeds, given)
     release: Release | None = ctx.release
     if release is not None:
         check_backward(ctx, program, inputs, keeps_graph=_keeps_graph())
@@ -127,6 +131,7 @@ def _run_backward(
         if in_flight is not None:
             in_flight.leave(ctx)
         ctx.saved = ctx.inputs = None
+        ctx.watched = list[Watched]()
     tangents = [
         _in_layout(gradient, tangent)
         for gradient, tangent in zip(gradients, program.tangents, strict=True)

@@ -154,6 +154,38 @@ def test_a_second_backward_from_other_outputs_says_what_to_do() -> None:
                 first.sum().backward()
 
 
+@pytest.mark.parametrize("way", ["hook", "hook of a view", "retain_grad"])
+def test_a_hook_on_a_result_that_another_result_is_computed_from_is_refused(way: str) -> None:
+    def model(m: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        scores = m.lin(x).t() if way == "hook of a view" else m.lin(x)
+        return scores, scores.square().mean(), m.other(x)
+
+    torch.manual_seed(0)
+    module = Model(model, lin=nn.Linear(4, 4), other=nn.Linear(4, 4))
+    x = torch.randn(3, 4)
+
+    def step(m: nn.Module, used: tuple[int, ...]) -> dict[str, Tensor]:
+        results, seen = m(x), dict[str, Tensor]()
+        for k in (0, 2):
+            if way == "retain_grad":
+                results[k].retain_grad()
+            else:
+                results[k].register_hook(lambda gradient, k=k: seen.update({str(k): gradient}))
+        torch.stack([results[k].sum() for k in used]).sum().backward()
+        return {str(k): results[k].grad for k in (0, 2)} if way == "retain_grad" else seen
+
+    ours = fitted(copy.deepcopy(module), x)
+    for used in [(0,), (0, 2), (2, 0)]:
+        assert_same(step(ours, used), step(module, used))
+    for used in [(1,), (0, 1, 2)]:
+        with pytest.raises(BackwardError, match=r"IRC526.* computes from it"):
+            step(ours, used)
+    first, second, _ = ours(x)
+    handle = first.register_hook(print)
+    handle.remove()
+    second.backward()
+
+
 def test_a_graph_of_gradients_is_refused() -> None:
     _, x, ours = _tanh()
     parameter = next(ours.parameters())

@@ -183,7 +183,7 @@ def an_optimizer_in_a_hook(trial: Trial) -> None:
     trial.same(trial.pair(), script)
 
 
-@check(17, every())
+@check(17, every(), in_backward=True)
 def hooks_on_results(trial: Trial) -> None:
     """register_hook and retain_grad on the results see and change eager's gradients."""
 

@@ -1,0 +1,123 @@
+"""The user's result, from what a planned step gives."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import Tensor
+
+from ...ir import BackwardError, Delivery, Origin
+
+__all__ = ["Watched", "deliver", "deliver_leaf", "refuse_hooks_on_results"]
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """A result that other results are computed from.
+
+    Attributes:
+        index: The output that it is, or that it is a view of.
+        hooks: The table of its hooks, which the autograd node reads too.
+        tensor: The result.
+    """
+
+    index: int
+    hooks: Mapping[int, Any]
+    tensor: weakref.ref[Tensor]
+
+
+def deliver(deliveries: Sequence[Delivery], inputs: list[Tensor], outputs: tuple[Tensor, ...]) -> list[Any]:
+    """The leaves of the user's result, from the program's static inputs and forward outputs.
+
+    A hook on one of several is called where the loss uses that one, as in eager. Those that others are
+    computed from are noted with their autograd node, for `refuse_hooks_on_results`.
+    """
+    leaves = [deliver_leaf(delivery, inputs, outputs) for delivery in deliveries]
+    made = [
+        (delivery.index, leaf)
+        for delivery, leaf in zip(deliveries, leaves, strict=True)
+        if delivery.origin in (Origin.COMPUTED, Origin.OUTPUT) and leaf.requires_grad
+    ]
+    if len(made) > 1:
+        for index, leaf in made:
+            hooks, node = _hooks_of(leaf), outputs[index].grad_fn
+            if index in cast("Any", node).program.feeds:
+                cast("Any", node).watched.append(Watched(index, hooks, weakref.ref(leaf)))
+    return leaves
+
+
+def deliver_leaf(delivery: Delivery, inputs: list[Tensor], outputs: tuple[Tensor, ...]) -> Any:
+    """One leaf of the user's result."""
+    match delivery.origin:
+        case Origin.CONSTANT:
+            return delivery.constant
+        case Origin.COMPUTED:
+            return outputs[delivery.index]
+        case Origin.INPUT | Origin.OUTPUT:
+            base = (inputs if delivery.origin is Origin.INPUT else outputs)[delivery.index]
+            if delivery.is_detached:
+                base = base.detach()
+            return base if delivery.view is None else base.as_strided(*delivery.view)
+
+
+def _hooks_of(tensor: Tensor) -> Mapping[int, Any]:
+    """The table of a tensor's hooks, as its first hook would make it."""
+    if tensor._backward_hooks is None:
+        tensor._backward_hooks = cast("OrderedDict[int, Any]", _Hooks())
+        cast("Any", tensor.grad_fn)._register_hook_dict(tensor)
+    return tensor._backward_hooks
+
+
+class _Hooks(OrderedDict[int, Callable[[Tensor], Any]]):
+    """Hooks of one result of several: their autograd node calls all hooks in each of its backwards."""
+
+    def __setitem__(self, key: int, hook: Callable[[Tensor], Any]) -> None:
+        super().__setitem__(key, _Given(hook))
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """A hook that is called where there is a gradient."""
+
+    hook: Callable[[Tensor], Any]
+
+    def __call__(self, gradient: Tensor | None) -> Any:
+        return None if gradient is None else self.hook(gradient)
+
+    def __repr__(self) -> str:
+        return repr(self.hook)
+
+
+def refuse_hooks_on_results(
+    watched: Iterable[Watched], feeds: Mapping[int, frozenset[int]], given: frozenset[int]
+) -> None:
+    """Refuses a backward in which a hook would see less of a gradient than in eager.
+
+    What another result adds to the gradient of a result that it is computed from stays within the planned
+    step.
+
+    Args:
+        watched: The results that others are computed from.
+        feeds: For each such output, the outputs that are computed from it.
+        given: The outputs that the loss uses.
+
+    Raises:
+        BackwardError: IRC526 for a hook, or `retain_grad()`.
+    """
+    for each in watched:
+        others = feeds[each.index] & given
+        tensor = each.tensor()
+        retains = tensor is not None and tensor.retains_grad
+        if others and (each.hooks or retains):
+            what = f"a hook ({next(iter(each.hooks.values()))!r})" if each.hooks else "retain_grad()"
+            raise BackwardError(
+                "IRC526",
+                f"a result of the module (output {each.index}) has {what}, and the loss uses output "
+                f"{min(others)}, which the module computes from it: the gradient that comes from there "
+                "stays within the planned step",
+                help="let the module return that result alone, and compute the other from it outside",
+            )

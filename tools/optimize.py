@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from ..backends.torch import (
     Original,
@@ -20,6 +19,7 @@ from ..backends.torch import (
 )
 from ..frontends.torch import Captured, Loss, capture
 from ..ir import Plan, UsageError
+from ..ir.nesting import flatten
 from ..passes import (
     Cost,
     HoldForwards,
@@ -276,7 +276,7 @@ def optimize_module(
     if kwargs is not None and not isinstance(cast(object, kwargs), Mapping):
         raise UsageError("IRC406", f"example_kwargs is a {type(kwargs).__name__}, not a dict")
     check_passes(passes)
-    refuse_unplannable(model, pytree.tree_leaves((args, kwargs)))
+    refuse_unplannable(model, flatten((args, kwargs))[0])
     model = unfitted(model)
     refuse_hooks(model)
     with planning:

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ...ir import DType, Input, IrcError, Slot, TensorType, UsageError
 from .snapshot import ABSENT, Attributes, Kind, Snapshot, State, is_plain
 
-__all__ = ["Call", "Difference", "autocast_state"]
+__all__ = ["Call", "Difference"]
 
 
 @dataclass(eq=False, slots=True)
@@ -42,15 +41,6 @@ class Call:
     def trains(self) -> bool:
         """Whether anything asks for a gradient."""
         return any(tensor.requires_grad for tensor in (*self.tensors, *self.root.parameters()))
-
-
-def autocast_state() -> tuple[tuple[str, str], ...]:
-    """The device types for which automatic casting is on, each with its element type."""
-    return tuple(
-        (device, str(torch.get_autocast_dtype(device)).removeprefix("torch."))
-        for device in ("cpu", "cuda")
-        if torch.is_autocast_enabled(device)
-    )
 
 
 # ---------------------------------------------------------------------- differences

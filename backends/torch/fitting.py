@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from ...ir import Plan, Signature
+from ...ir.nesting import flatten
 from .program import Program
 from .snapshot import Attributes, State
 
@@ -61,7 +62,7 @@ def pack_signature(signature: Signature) -> tuple[Signature, Any, Any]:
 def unpack_signature(packed: tuple[Signature, Any, Any]) -> Signature:
     """What `pack_signature` was given."""
     signature, *nested = packed
-    in_tree, out_tree = map(pytree.tree_structure, nested)
+    in_tree, out_tree = (flatten(each)[1] for each in nested)
     return replace(signature, in_tree=in_tree, out_tree=out_tree)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from ..backends.torch import (
@@ -279,7 +280,7 @@ def optimize_module(
     refuse_unplannable(model, flatten((args, kwargs))[0])
     model = unfitted(model)
     refuse_hooks(model)
-    with planning:
+    with planning, torch.inference_mode(False):  # under it there is no backward
         original = Original(model)
         with tracing():
             captured = capture(original.module, args, kwargs, loss=loss, same_branches=same_branches)

@@ -13,6 +13,7 @@ from ..backends.torch import (
     Original,
     fit_planned,
     planning,
+    reading,
     refuse_hooks,
     refuse_unplannable,
     tracing,
@@ -282,13 +283,13 @@ def optimize_module(
     refuse_hooks(model)
     with planning, torch.inference_mode(False):  # under it there is no backward
         original = Original(model)
-        with tracing():
+        with tracing(), reading() as readings:
             captured = capture(original.module, args, kwargs, loss=loss, same_branches=same_branches)
         choice = choose(model, captured, passes, observers=observers)
     replan = None
     if plans > 1:
         carries = dynamic is not None
         replan = Replanner.of(choice, passes, loss, same_branches=same_branches, carries=carries)
-    fitting = replace(choice.fitting, reads=original.reads())
+    fitting = replace(choice.fitting, reads=original.reads(), names=readings.of(original.module))
     module = fit_planned(model, fitting, choice.optimizers, replan=replan, limit=plans)
     return Optimized(module, captured, choice.program)

@@ -16,6 +16,7 @@ from ..backends.torch import (
     Replanned,
     compile_program,
     pack_signature,
+    reading,
     tracing,
     unpack_signature,
 )
@@ -84,12 +85,13 @@ class Replanner:
             BudgetError: IRC204 when no schedule fits; nothing has run.
             UsageError: IRC522 when the loss does not run on a result that is larger than the example's.
         """
-        captured = self._capture(module, args, kwargs)
+        with reading() as readings:
+            captured = self._capture(module, args, kwargs)
         is_batch = self.carried is not None and self._differs_in_batch(captured)
         choice = choose(
             module, captured, self.passes, beside=beside, carried=self.carried if is_batch else None
         )
-        return Replanned(choice.fitting, choice.optimizers)
+        return Replanned(replace(choice.fitting, names=readings.of(module)), choice.optimizers)
 
     def __reduce__(self) -> tuple[Any, ...]:
         known = {each.name: getattr(self, each.name) for each in fields(self)}

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from ...ir import Plan, Signature
 from ...ir.nesting import flatten
 from .program import Program
+from .reading import Names, differences
 from .snapshot import Attributes, State
 
 __all__ = ["Beside", "Fitting", "Replan", "Replanned", "pack_signature", "unpack_signature"]
@@ -31,6 +32,7 @@ class Fitting:
         reads: The attributes of the root that the forward reads.
         state: The modes and settings of the submodules that it was planned for; none stands for those that
             the module has when the fitting is bound to it.
+        names: What was read of each module while the call was captured; nothing says that all settings count.
         constants_bytes: What its peak counts of the constants of other plans.
         reason: The call that it was made for, in words.
     """
@@ -41,8 +43,13 @@ class Fitting:
     reserved: Mapping[str, int] = field(default_factory=dict[str, int])
     reads: Attributes = ()
     state: State = ()
+    names: Names = ()
     constants_bytes: int = 0
     reason: str = "the example arguments"
+
+    def is_for(self, state: State) -> bool:
+        """Whether the submodules are in the state that it was planned for, as far as that counts."""
+        return next(differences(state, self.state, self.names), None) is None
 
     def __reduce__(self) -> tuple[Any, ...]:
         known = {each.name: getattr(self, each.name) for each in fields(self)}

@@ -1,12 +1,16 @@
 """The module behind a fitted one: what is traced, and which of the root's attributes its forward reads."""
 
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
+import sys
 from typing import Any, cast
 
 from torch import nn
 
 from ...ir import RECORDERS_MARK, UnsupportedError, UsageError
+from .reading import reads_all
 from .snapshot import Attributes, attribute
 from .wrappers import wrapper_of
 
@@ -40,7 +44,7 @@ class Original:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._held = vars(module)
+        held = self._held = vars(module)
         self._names: set[str] = set()
         plain = unfitted(module)
         original = type(plain)
@@ -48,6 +52,8 @@ class Original:
 
         def read(self: nn.Module, name: str) -> Any:
             names.add(name)
+            if reads_all(name, sys._getframe(1)):
+                names.update(held)
             return cast(Any, original).__getattribute__(self, name)
 
         kind = class_of_same_name(original, (_Unnoticed, original), {"__getattribute__": read})

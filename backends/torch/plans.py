@@ -83,7 +83,7 @@ class Plans:
             if self._snapshot.other_part() is None:
                 state = Snapshot(root).state
                 fittings = tuple(
-                    replace(fitting, state=() if fitting.state == state else fitting.state)
+                    replace(fitting, state=() if fitting.is_for(state) else fitting.state)
                     for fitting in self.fittings
                 )
         optimizers = self.release.optimizers

@@ -6,7 +6,7 @@ import copy
 import pickle
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -38,7 +38,14 @@ def files(folder: Path) -> dict[str, bytes]:
 def test_save_pretrained_writes_what_the_original_writes(tmp_path: Path) -> None:
     transformers: Any = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
-        n_layer=1, n_head=2, n_embd=8, vocab_size=32, n_positions=8, use_cache=False, bos_token_id=0, eos_token_id=1
+        n_layer=1,
+        n_head=2,
+        n_embd=8,
+        vocab_size=32,
+        n_positions=8,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=1,
     )
     torch.manual_seed(0)
     original, tokens = transformers.GPT2LMHeadModel(config).eval(), torch.randint(0, 32, (2, 6))
@@ -51,7 +58,9 @@ def test_save_pretrained_writes_what_the_original_writes(tmp_path: Path) -> None
         model.save_pretrained(tmp_path / name)
     assert files(tmp_path / "ours") == files(tmp_path / "read") == files(tmp_path / "original")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
-    assert type(again) is transformers.GPT2LMHeadModel and torch.equal(again(tokens).logits, original(tokens).logits)
+    assert type(again) is transformers.GPT2LMHeadModel and torch.equal(
+        again(tokens).logits, original(tokens).logits
+    )
 
 
 def test_a_fitted_module_says_so_in_its_text_alone() -> None:
@@ -65,7 +74,7 @@ def test_a_fitted_module_says_so_in_its_text_alone() -> None:
 class Tagged(nn.Module):
     """Its subclasses have to say a tag, and are kept in a list."""
 
-    known: list[type] = []
+    known: ClassVar[list[type]] = []
     tag: str
 
     def __init_subclass__(cls, *, tag: str, **keywords: Any) -> None:

@@ -111,7 +111,7 @@ def refuse_subclass(tensor: Tensor, role: str, target: str) -> None:
         UnsupportedError: IRC531; IRC557 for a tensor that autograd does not take either.
     """
     kind = type(tensor)
-    if tensor.is_inference():
+    if kind in (Tensor, nn.Parameter) and tensor.is_inference():
         raise UnsupportedError(
             "IRC557",
             f"{role} {target} was made under torch.inference_mode(), and autograd cannot train with it",

@@ -104,17 +104,10 @@ def refuse_hooks_of(root: nn.Module, names: Sequence[str], submodules: Sequence[
                     "IRC505",
                     f"submodule {name!r} has a hook ({kind.strip('_').replace('_', ' ')}: "
                     f"{hook!r}), which a planned step would not call",
-                    help=_way_out(hook),
+                    help="remove it, or register it on the root module or on a parameter; where it is there for "
+                    "gradient checkpointing, call gradient_checkpointing_disable(): irc chooses what is computed "
+                    "again",
                 )
-
-
-def _way_out(hook: Any) -> str:
-    if "require_grad" in str(getattr(hook, "__qualname__", "")):
-        return (
-            "if it is there for gradient checkpointing, call gradient_checkpointing_disable() or "
-            "disable_input_require_grads(): irc chooses what is computed again; else remove it"
-        )
-    return "remove it, or register it on the root module or on a parameter"
 
 
 def _is_part_of_graph(hook: Any) -> bool:

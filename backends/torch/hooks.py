@@ -104,9 +104,8 @@ def refuse_hooks_of(root: nn.Module, names: Sequence[str], submodules: Sequence[
                     "IRC505",
                     f"submodule {name!r} has a hook ({kind.strip('_').replace('_', ' ')}: "
                     f"{hook!r}), which a planned step would not call",
-                    help="remove it, or register it on the root module or on a parameter; where it is there for "
-                    "gradient checkpointing, call gradient_checkpointing_disable(): irc chooses what is computed "
-                    "again",
+                    help="remove it, or register it on the root module or on a parameter; if it is there for "
+                    "gradient checkpointing, gradient_checkpointing_disable(): irc chooses what runs again",
                 )
 
 

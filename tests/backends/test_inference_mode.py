@@ -15,7 +15,7 @@ import irc
 torch.set_num_threads(1)
 
 
-def model() -> nn.Module:
+def model() -> Any:
     torch.manual_seed(0)
     weights = torch.arange(4.0)
     return Model(lambda m, x: m.norm(m.lin(x)) * weights, lin=nn.Linear(4, 4), norm=nn.BatchNorm1d(4))
@@ -28,7 +28,7 @@ def planned(module: nn.Module, x: Tensor) -> Any:
 @pytest.mark.parametrize("context", [torch.inference_mode, torch.no_grad])
 def test_a_module_is_planned_where_nothing_is_trained_as_elsewhere(context: Any) -> None:
     x, ours = torch.randn(6, 4), model()
-    original = copy.deepcopy(ours)
+    original: Any = copy.deepcopy(ours)
     with context():
         ours = planned(ours, x)
         assert torch.equal(ours(x), original(x))

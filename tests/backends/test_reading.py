@@ -151,11 +151,12 @@ def test_copies_and_pickles_know_what_counts() -> None:
 
 def test_reads_are_noted_while_it_is_open_and_not_after() -> None:
     model = nn.Sequential(Counting(), Own(), Counting())
-    with pytest.raises(ValueError, match="stop"), reading() as outer:
+    with reading() as outer:
         with reading() as inner:
             assert model[0].scale == 1.0
+        with pytest.raises(ValueError, match="stop"), reading():
+            raise ValueError("stop")
         assert model[0].calls == 0
-        raise ValueError("stop")
     _, first, lin, own, *_ = inner.of(model)
     assert first is not None and lin is not None and own is None
     assert "scale" in first and "calls" not in first and "scale" not in lin

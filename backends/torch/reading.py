@@ -1,6 +1,7 @@
 """Which attributes of submodules are read while a module is captured; others may change without a new plan.
 
-What is not seen is a read that goes round Python's own way, `object.__getattribute__(module, name)`.
+What is not seen is a read that goes round the module, by `object.__getattribute__(module, name)` or by a
+`__dict__` that was taken before.
 """
 
 from __future__ import annotations

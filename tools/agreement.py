@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from ..ir.nesting import flatten
 from .loading import training_loss
 
 __all__ = ["TOLERANCE", "Numbers", "compare_step", "compare_training", "difference", "largest"]
@@ -190,7 +190,7 @@ def _outcome(
         result = module(*args, **keywords)
         loss(result).backward()
         generator = torch.get_rng_state()
-    outputs = [leaf.detach().clone() for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+    outputs = [leaf.detach().clone() for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
     gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
     after = {name: buffer.clone() for name, buffer in module.named_buffers()}
     return _Outcome(outputs, gradients, after, generator)

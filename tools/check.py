@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..ir import UsageError, format_bytes
+from ..ir.nesting import flatten
 from .folder import Written
 from .loading import Loaded, load
 from .training import Comparison, Step, compare, measured_peak_bytes, train
@@ -186,7 +187,7 @@ def _original(written: Written) -> Loaded:
 
 def _given_as(args: tuple[Any, ...], written: Written) -> tuple[Any, ...]:
     """The written inputs, nested among constants as the original takes them; the tensors are copies."""
-    leaves, tree = pytree.tree_flatten(args)
+    leaves, tree = flatten(args)
     shapes = [leaf.shape for leaf in leaves if isinstance(leaf, Tensor)]
     if shapes != [example.shape for example in written.examples]:
         raise _changed(written, "takes other inputs than the written ones")

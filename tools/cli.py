@@ -313,8 +313,8 @@ def _optimize(options: argparse.Namespace) -> int:
     progress = _Progress(options)
     with progress.phase(f"loading {options.model}"):
         from torch import Tensor
-        from torch.utils import _pytree as pytree
 
+        from ..ir.nesting import flatten
         from .loading import load, training_loss
         from .optimize import optimize_module
 
@@ -328,7 +328,7 @@ def _optimize(options: argparse.Namespace) -> int:
         from .folder import write_folder
 
         with progress.phase(f"writing {options.output}"):
-            examples = tuple(leaf for leaf in pytree.tree_leaves(loaded.args) if isinstance(leaf, Tensor))
+            examples = tuple(leaf for leaf in flatten(loaded.args)[0] if isinstance(leaf, Tensor))
             write_folder(options.output, optimized, source, examples)
     if options.json:
         print(json.dumps(optimized.plan.to_json(), indent=1))

@@ -205,9 +205,9 @@ def parse_input(text: str) -> tuple[str, tuple[int, ...]]:
 
 def training_loss(result: Any) -> Tensor:
     """What the command line trains with: a result that is a scalar, else the mean squares of its floats."""
-    from torch.utils import _pytree as pytree
+    from ..ir.nesting import flatten
 
-    leaves = (leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad)
+    leaves = (leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor) and leaf.requires_grad)
     floats = [torch.view_as_real(leaf) if leaf.is_complex() else leaf for leaf in leaves]
     if len(floats) == 1 and floats[0].dim() == 0:
         return floats[0]

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from ..backends.torch import (
     Original,
     fit_planned,
     planning,
+    reading,
     refuse_hooks,
     refuse_unplannable,
     tracing,
@@ -20,6 +21,7 @@ from ..backends.torch import (
 )
 from ..frontends.torch import Captured, Loss, capture
 from ..ir import Plan, UsageError
+from ..ir.nesting import flatten
 from ..passes import (
     Cost,
     HoldForwards,
@@ -276,18 +278,18 @@ def optimize_module(
     if kwargs is not None and not isinstance(cast(object, kwargs), Mapping):
         raise UsageError("IRC406", f"example_kwargs is a {type(kwargs).__name__}, not a dict")
     check_passes(passes)
-    refuse_unplannable(model, pytree.tree_leaves((args, kwargs)))
+    refuse_unplannable(model, flatten((args, kwargs))[0])
     model = unfitted(model)
     refuse_hooks(model)
-    with planning:
+    with planning, torch.inference_mode(False):  # under it there is no backward
         original = Original(model)
-        with tracing():
+        with tracing(), reading() as readings:
             captured = capture(original.module, args, kwargs, loss=loss, same_branches=same_branches)
         choice = choose(model, captured, passes, observers=observers)
     replan = None
     if plans > 1:
         carries = dynamic is not None
         replan = Replanner.of(choice, passes, loss, same_branches=same_branches, carries=carries)
-    fitting = replace(choice.fitting, reads=original.reads())
+    fitting = replace(choice.fitting, reads=original.reads(), names=readings.of(original.module))
     module = fit_planned(model, fitting, choice.optimizers, replan=replan, limit=plans)
     return Optimized(module, captured, choice.program)

@@ -16,12 +16,22 @@ from ..backends.torch import (
     Replanned,
     compile_program,
     pack_signature,
+    reading,
     tracing,
     unpack_signature,
 )
 from ..frontends.torch import Captured, Loss, capture
 from ..ir import BudgetError, Gradients, Graph, Input, InputRole, OutputRole, Plan, Signature, UsageError
-from ..passes import Observer, Pass, PassManager, Program, ReleaseGradients, SelectCheckpoints, carry_over
+from ..passes import (
+    Cost,
+    Observer,
+    Pass,
+    PassManager,
+    Program,
+    ReleaseGradients,
+    SelectCheckpoints,
+    carry_over,
+)
 from ..passes.costs import StepCost
 from ..passes.optimizer_costs import optimizer_of
 
@@ -48,6 +58,12 @@ class Choice:
 @dataclass(frozen=True)
 class Replanner:
     """Plans other calls of a module.
+
+    Operations that were not measured before are measured then, amid training: one after another on tensors
+    made up for it (see `profile_costs`), and nothing stays. What that takes, the operands, results and
+    workspace of one operation and a mark of a megabyte, comes on top of what is alive between two steps
+    (parameters, gradients, the optimizer's state) and of what forwards in flight have saved. Operations that
+    cannot fit into the budget are not run.
 
     Args:
         passes: The pipeline of the first plan, with its budget in bytes.
@@ -84,12 +100,13 @@ class Replanner:
             BudgetError: IRC204 when no schedule fits; nothing has run.
             UsageError: IRC522 when the loss does not run on a result that is larger than the example's.
         """
-        captured = self._capture(module, args, kwargs)
+        with reading() as readings:
+            captured = self._capture(module, args, kwargs)
         is_batch = self.carried is not None and self._differs_in_batch(captured)
         choice = choose(
             module, captured, self.passes, beside=beside, carried=self.carried if is_batch else None
         )
-        return Replanned(choice.fitting, choice.optimizers)
+        return Replanned(replace(choice.fitting, names=readings.of(module)), choice.optimizers)
 
     def __reduce__(self) -> tuple[Any, ...]:
         known = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -194,8 +211,13 @@ def choose(
         UsageError: IRC405 when no pass chooses a schedule.
     """
     at = next((k for k, step in enumerate(passes) if isinstance(step, SelectCheckpoints)), len(passes))
+    first = next((k for k, step in enumerate(passes[:at]) if isinstance(step, Cost)), at)
     with torch._C._DisableAutocast():  # pyright: ignore[reportPrivateUsage]
-        program = PassManager(passes[:at], observers).run(Program(captured.graph))
+        program = PassManager(passes[:first], observers).run(Program(captured.graph))
+        costs = passes[first:at]
+        if beside is not None and not _can_run(program, passes[at:], beside):
+            costs = [replace(step, profile="cpu") if isinstance(step, Cost) else step for step in costs]
+        program = PassManager(costs, observers).run(program)
         reserved = _reserved(program.graph)
         kept = {} if beside is None else dict(beside.reserved)
         constants_bytes = 0 if beside is None else beside.constants_bytes
@@ -224,6 +246,24 @@ def choose(
         Fitting(compiled, captured.signature, plan, reserved={**kept, **reserved}),
         _optimizers(module, passes, fresh),
     )
+
+
+def _can_run(program: Program, passes: Sequence[Pass], beside: Beside) -> bool:
+    """Whether each operation fits into the budget by itself, beside what is there before and after a step."""
+    budgets = (step.budget for step in passes if isinstance(step, SelectCheckpoints))
+    budget = next(budgets, None)
+    if not isinstance(budget, int):
+        return True
+    graphs = (program.graph, *([] if program.original is None else [program.original]))
+    return all(
+        graph.static_bytes + _largest_bytes(graph) + beside.constants_bytes <= budget for graph in graphs
+    )
+
+
+def _largest_bytes(graph: Graph) -> int:
+    """What the largest operation reads and allocates beyond what is there before and after a step."""
+    touched = ({*graph.reads(node), *graph.allocates(node)} for node in graph.operations)
+    return max((sum(s.nbytes for s in each - graph.static_storages) for each in touched), default=0)
 
 
 def _with_less(step: Pass, nbytes: int) -> Pass:

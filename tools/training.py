@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from ..ir import Gradients, Plan
+from ..ir.nesting import flatten
 from ..passes.allocations import peak_bytes
 from .loading import training_loss
 
@@ -152,7 +153,8 @@ def _copied(inputs: Sequence[Any]) -> tuple[Any, ...]:
             return leaf
         return copy.deepcopy(leaf.detach()).requires_grad_(leaf.requires_grad)
 
-    return pytree.tree_map(copied, tuple(inputs))
+    leaves, tree = flatten(tuple(inputs))
+    return pytree.tree_unflatten(map(copied, leaves), tree)
 
 
 def _forwards_backward(
@@ -260,7 +262,7 @@ def _gradients(module: nn.Module, inputs: Sequence[Any]) -> dict[str, Tensor]:
 
 
 def _tensors(inputs: Sequence[Any]) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tuple(inputs)) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in flatten(tuple(inputs))[0] if isinstance(leaf, Tensor)]
 
 
 def _clear_gradients(module: nn.Module, inputs: Sequence[Any]) -> None:

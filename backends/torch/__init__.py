@@ -11,6 +11,7 @@ from .module import fit, fit_planned
 from .original import Original, unfitted
 from .plans import PlannedCall
 from .program import Program, compile_program
+from .reading import reading
 from .standalone import StandaloneModule
 from .step import run_step
 from .tracing import planning, tracing
@@ -37,6 +38,7 @@ __all__ = [
     "held_by_history",
     "pack_signature",
     "planning",
+    "reading",
     "refuse_hooks",
     "refuse_unplannable",
     "run_step",

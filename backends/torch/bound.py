@@ -51,6 +51,8 @@ class Bound:
     def __init__(self, fitting: Fitting, module: nn.Module) -> None:
         self.fitting = fitting
         program = fitting.program
+        self._state = fitting.state
+        """The state of the submodules that was last found to be right, too."""
         self._inputs: list[Any] = []
         """The program's inputs, with None for what is looked up in each call."""
         self._held: list[tuple[int, Mapping[str, Tensor | None], str, _Type]] = []
@@ -120,8 +122,10 @@ class Bound:
 
     def _other_state(self, call: Call) -> Explain | None:
         now, planned = call.snapshot.state, self.fitting.state
-        if now is not planned and now != planned:
-            return partial(other_state, call.snapshot, planned)
+        if now is not planned and now is not self._state:
+            if not self.fitting.is_for(now):
+                return partial(other_state, call.snapshot, planned, self.fitting.names)
+            self._state = now
         if call.autocast != self.fitting.signature.autocast:
             return partial(other_autocast, call.autocast, self.fitting.signature.autocast)
         held = vars(call.root)

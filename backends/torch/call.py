@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ...ir import DType, Input, IrcError, Slot, TensorType, UsageError
-from .snapshot import ABSENT, Attributes, Kind, Snapshot, State, is_plain
+from .reading import Names, counting, differences
+from .snapshot import ABSENT, Kind, Snapshot, State, is_plain
 
-__all__ = ["Call", "Difference", "autocast_state"]
+__all__ = ["Call", "Difference"]
 
 
 @dataclass(eq=False, slots=True)
@@ -42,15 +42,6 @@ class Call:
     def trains(self) -> bool:
         """Whether anything asks for a gradient."""
         return any(tensor.requires_grad for tensor in (*self.tensors, *self.root.parameters()))
-
-
-def autocast_state() -> tuple[tuple[str, str], ...]:
-    """The device types for which automatic casting is on, each with its element type."""
-    return tuple(
-        (device, str(torch.get_autocast_dtype(device)).removeprefix("torch."))
-        for device in ("cpu", "cuda")
-        if torch.is_autocast_enabled(device)
-    )
 
 
 # ---------------------------------------------------------------------- differences
@@ -148,9 +139,10 @@ def other_sharing(names: tuple[str, str], *, shares: bool) -> Difference:
     )
 
 
-def other_state(now: Snapshot, planned: State) -> Difference:
-    """Submodules are in other modes, or have other settings."""
-    pairs = list(zip(now.names, now.state, planned, strict=True))
+def other_state(now: Snapshot, planned: State, names: Names) -> Difference:
+    """Submodules are in other modes, or have other settings of those that count."""
+    places = list(differences(now.state, planned, names))
+    pairs = [(now.names[place], now.state[place], planned[place]) for place in places]
     modes = [
         (name, dict(mine)["training"])
         for name, (_, mine), (_, its) in pairs
@@ -164,10 +156,12 @@ def other_state(now: Snapshot, planned: State) -> Difference:
             f"the plan was made for the other ({len(modes)} submodules differ)",
             "call irc.optimize with the modules in the modes that you train in",
         )
-    name, (kind, mine), (planned_kind, its) = next(pair for pair in pairs if pair[1] != pair[2])
+    name, (kind, mine), (planned_kind, its) = pairs[0]
     changed = (f"of class {planned_kind.__name__}", f"of class {kind.__name__}")
     if kind is planned_kind:
-        changed = (_settings(its, mine), _settings(mine, its))
+        read = names[places[0]] if names else None
+        known, found = counting(its, read), counting(mine, read)
+        changed = (_settings(known, found), _settings(found, known))
     return Difference(
         "IRC507",
         f"a setting of submodule {name!r} has changed since the plan: {changed[0]} is now {changed[1]}",
@@ -185,10 +179,9 @@ def other_attribute(name: str, now: object, planned: object) -> Difference:
     )
 
 
-def _settings(mine: Attributes, its: Attributes) -> str:
+def _settings(mine: dict[str, object], its: dict[str, object]) -> str:
     """The settings that are not among the others."""
-    others = dict(its)
-    return repr({k: v for k, v in mine if others.get(k, ABSENT) is not v and others.get(k, ABSENT) != v})
+    return repr({k: v for k, v in mine.items() if its.get(k, ABSENT) is not v and its.get(k, ABSENT) != v})
 
 
 def _value(value: object) -> str:

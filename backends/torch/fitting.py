@@ -11,7 +11,9 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from ...ir import Plan, Signature
+from ...ir.nesting import flatten
 from .program import Program
+from .reading import Names, differences
 from .snapshot import Attributes, State
 
 __all__ = ["Beside", "Fitting", "Replan", "Replanned", "pack_signature", "unpack_signature"]
@@ -30,6 +32,7 @@ class Fitting:
         reads: The attributes of the root that the forward reads.
         state: The modes and settings of the submodules that it was planned for; none stands for those that
             the module has when the fitting is bound to it.
+        names: What was read of each module while the call was captured; nothing says that all settings count.
         constants_bytes: What its peak counts of the constants of other plans.
         reason: The call that it was made for, in words.
     """
@@ -40,8 +43,13 @@ class Fitting:
     reserved: Mapping[str, int] = field(default_factory=dict[str, int])
     reads: Attributes = ()
     state: State = ()
+    names: Names = ()
     constants_bytes: int = 0
     reason: str = "the example arguments"
+
+    def is_for(self, state: State) -> bool:
+        """Whether the submodules are in the state that it was planned for, as far as that counts."""
+        return next(differences(state, self.state, self.names), None) is None
 
     def __reduce__(self) -> tuple[Any, ...]:
         known = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -61,7 +69,7 @@ def pack_signature(signature: Signature) -> tuple[Signature, Any, Any]:
 def unpack_signature(packed: tuple[Signature, Any, Any]) -> Signature:
     """What `pack_signature` was given."""
     signature, *nested = packed
-    in_tree, out_tree = map(pytree.tree_structure, nested)
+    in_tree, out_tree = (flatten(each)[1] for each in nested)
     return replace(signature, in_tree=in_tree, out_tree=out_tree)
 
 

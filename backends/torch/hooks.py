@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -34,6 +35,24 @@ _WATCHERS = ("torch.utils.", f"{_PACKAGE}.frontends.")
 """Global hooks of these modules only note which module runs, such as those of `FlopCounterMode`."""
 
 
+def _asking(module: Any, args: Any, output: Any) -> None:
+    output.requires_grad_(True)
+
+
+def _is_same_code(function: Any, other: FunctionType) -> bool:
+    """Whether a function does what another does, whatever its arguments are called."""
+    if type(function) is not FunctionType or function.__closure__ or function.__defaults__:
+        return False
+    mine, its = function.__code__, other.__code__
+    return (mine.co_code, mine.co_consts, mine.co_names, mine.co_argcount, mine.co_nlocals) == (
+        its.co_code,
+        its.co_consts,
+        its.co_names,
+        its.co_argcount,
+        its.co_nlocals,
+    )
+
+
 def _home(hook: Any) -> str:
     """The module that a hook comes from."""
     return str(getattr(hook, "__module__", None) or type(hook).__module__)
@@ -49,7 +68,7 @@ def refuse_hooks(root: nn.Module) -> None:
 
     torch's own hooks, such as those of weight and spectral norm, compute tensors and are part of the graph.
     So are those that only record what submodules return (`ir/recorders`), unless a module around this one
-    records.
+    records, and those of gradient checkpointing, which ask for the gradient of an embedding.
 
     Raises:
         UnsupportedError: IRC505; IRC532 for hooks on all modules; IRC534 for wrappers.
@@ -85,14 +104,21 @@ def refuse_hooks_of(root: nn.Module, names: Sequence[str], submodules: Sequence[
                     "IRC505",
                     f"submodule {name!r} has a hook ({kind.strip('_').replace('_', ' ')}: "
                     f"{hook!r}), which a planned step would not call",
-                    help="remove it, or register it on the root module or on a parameter",
+                    help="remove it, or register it on the root module or on a parameter; if it is there for "
+                    "gradient checkpointing, gradient_checkpointing_disable(): irc chooses what runs again",
                 )
 
 
 def _is_part_of_graph(hook: Any) -> bool:
-    """Whether a hook of a submodule is torch's own and computes tensors, or records within the forward."""
+    """Whether what a hook of a submodule does is part of what is traced.
+
+    It is where the hook is torch's own and computes tensors, where it records within the forward, and where
+    it asks for the gradient of what the submodule returns and does nothing else.
+    """
     if is_recorder(hook):
         return not is_recording()
+    if _is_same_code(hook, _asking):
+        return True
     return any(h.startswith("torch.") and not h.startswith("torch.distributed.") for h in _homes(hook))
 
 

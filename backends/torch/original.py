@@ -1,16 +1,29 @@
 """The module behind a fitted one: what is traced, and which of the root's attributes its forward reads."""
 
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
+import sys
 from typing import Any, cast
 
 from torch import nn
 
-from ...ir import RECORDERS_MARK, UsageError
+from ...ir import RECORDERS_MARK, UnsupportedError, UsageError
+from .reading import reads_all
 from .snapshot import Attributes, attribute
 from .wrappers import wrapper_of
 
-__all__ = ["FITTED", "MARK", "ORIGINAL", "Original", "check_class", "own_forward", "unfitted"]
+__all__ = [
+    "FITTED",
+    "MARK",
+    "ORIGINAL",
+    "Original",
+    "check_class",
+    "class_of_same_name",
+    "own_forward",
+    "unfitted",
+]
 
 FITTED, ORIGINAL = "_irc", "_irc_original"
 """Where a fitted module keeps its plans and the module that was planned, in its `__dict__`."""
@@ -31,7 +44,7 @@ class Original:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._held = vars(module)
+        held = self._held = vars(module)
         self._names: set[str] = set()
         plain = unfitted(module)
         original = type(plain)
@@ -39,18 +52,49 @@ class Original:
 
         def read(self: nn.Module, name: str) -> Any:
             names.add(name)
+            if reads_all(name, sys._getframe(1)):
+                names.update(held)
             return cast(Any, original).__getattribute__(self, name)
 
-        # transformers has tables by the text of a class
-        named = {"__module__": original.__module__, "__qualname__": original.__qualname__}
-        members = {**named, "__getattribute__": read}
-        kind = type(f"Original{original.__name__}", (original,), members)
+        kind = class_of_same_name(original, (_Unnoticed, original), {"__getattribute__": read})
         self.module: nn.Module = _instance(kind, vars(plain))
 
     def reads(self) -> Attributes:
         """The root's own attributes that were read so far, parameters and submodules left aside."""
         wanted = (n for n in self._names if n not in _UNREAD and not n.startswith("__"))
         return tuple((name, attribute(self._held, name)) for name in sorted(wanted))
+
+
+class _Unnoticed:
+    """Goes before a class in the bases of another, which the class is then not told of."""
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        pass
+
+
+def class_of_same_name(kind: type, bases: tuple[type, ...], members: dict[str, Any]) -> type[Any]:
+    """A subclass that texts cannot tell from the class: transformers has tables by them, and writes them.
+
+    Args:
+        kind: The class.
+        bases: Of the subclass. The first of them leaves out the class's own `__init_subclass__`: it may need
+            keywords, or keep a list of what a script defines.
+        members: Of the subclass.
+
+    Raises:
+        UnsupportedError: IRC555 when the class lets nobody make a subclass in this way.
+    """
+    named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    try:
+        return type(kind.__name__, bases, {**named, **members})
+    except Exception as error:  # whatever a metaclass raises
+        raise UnsupportedError(
+            "IRC555",
+            f"no subclass can be made of the model's class {kind.__qualname__}, as a fitted module needs: "
+            f"{type(error).__name__}: {error}",
+            help="wrap the model in a module of a plain class; what stands in the way is the metaclass "
+            f"{type(kind).__qualname__}",
+        ) from error
 
 
 def unfitted(module: nn.Module) -> nn.Module:

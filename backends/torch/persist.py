@@ -17,7 +17,7 @@ from typing import Any, Self
 from torch import fx, nn
 
 from ...ir import UsageError
-from .original import FITTED, MARK, ORIGINAL, check_class
+from .original import FITTED, MARK, ORIGINAL, check_class, class_of_same_name
 from .plans import Plans
 from .unbound import Unbound
 
@@ -48,6 +48,15 @@ class Carried:
 class Persistent(nn.Module):
     """A fitted module as far as it can be copied, pickled and saved."""
 
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """Leaves out what the user's class does with subclasses, for those that are made of it here."""
+        if MARK not in vars(cls):
+            super().__init_subclass__(**keywords)
+
+    def _get_name(self) -> str:
+        """What stands before the parts in the module's text; its class has the original's name."""
+        return f"Fitted{super()._get_name()}"
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _blank, (_base(type(self)),), _carried(self)
 
@@ -71,21 +80,25 @@ class Persistent(nn.Module):
 
 
 def fitted_class(base: type[Persistent], original: nn.Module) -> type[Persistent]:
-    """The class of what is fitted to a module: a subclass of the module's.
+    """The class of what is fitted to a module: a subclass of the module's, of the same name.
+
+    Libraries write the name of a class into files, as `save_pretrained` does, and read it again.
 
     Args:
         base: What the class has beyond the module's own.
         original: The module; an attribute `plan` of its own stays.
+
+    Raises:
+        UnsupportedError: IRC555 as in `class_of_same_name`.
     """
     kind = type(original)
     forward = functools.wraps(kind.forward)(_signed(base.forward))  # what it takes stays to be seen
-    named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}  # as texts name classes
-    members: dict[str, Any] = {**named, MARK: True, "forward": forward}
+    members: dict[str, Any] = {MARK: True, "forward": forward}
     if not hasattr(original, "plan"):
         members["plan"] = vars(base)["irc_plan"]
     if isinstance(original, fx.GraphModule):
         members["recompile"] = _refuse_recompile
-    return type(f"Fitted{kind.__name__}", (base, kind), members)
+    return class_of_same_name(kind, (base, kind), members)
 
 
 def _signed(function: Any) -> Any:

@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ...ir import BudgetError, IrcError, Plan, UnsupportedError, UsageError, format_bytes
+from ...ir.autocast import autocast_state
+from ...ir.nesting import flatten
 from .bound import Bound, Explain
-from .call import Call, Difference, autocast_state, other_part
+from .call import Call, Difference, other_part
 from .constants import constants_of, fits_beside, sharing, storage_bytes
 from .fitting import Beside, Fitting, Replan
 from .guards import guard
@@ -82,7 +83,7 @@ class Plans:
             if self._snapshot.other_part() is None:
                 state = Snapshot(root).state
                 fittings = tuple(
-                    replace(fitting, state=() if fitting.state == state else fitting.state)
+                    replace(fitting, state=() if fitting.is_for(state) else fitting.state)
                     for fitting in self.fittings
                 )
         optimizers = self.release.optimizers
@@ -134,7 +135,7 @@ class Plans:
         """
         if kwargs:
             kwargs = dict(sorted(kwargs.items()))  # as at capture: their order is no difference
-        leaves, tree = pytree.tree_flatten((args, kwargs))
+        leaves, tree = flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for index, tensor in enumerate(tensors):
             refuse_subclass(tensor, "input", str(index))

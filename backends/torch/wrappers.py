@@ -47,7 +47,7 @@ def refuse_unplannable(root: nn.Module, arguments: Iterable[Any]) -> None:
         arguments: The leaves of its example arguments.
 
     Raises:
-        UnsupportedError: IRC534 for a wrapper; IRC531 as in `refuse_subclasses`.
+        UnsupportedError: IRC534 for a wrapper; IRC531 and IRC557 as in `refuse_subclasses`.
     """
     wrapper = wrapper_of(type(root))
     if wrapper is not None:
@@ -67,7 +67,8 @@ def refuse_subclasses(root: nn.Module, arguments: Iterable[Any]) -> None:
         arguments: The leaves of the arguments.
 
     Raises:
-        UnsupportedError: IRC531 for a tensor of another class, such as a sharded one.
+        UnsupportedError: IRC531 for a tensor of another class, such as a sharded one; IRC557 as in
+            `refuse_subclass`.
     """
     for name, parameter in root.named_parameters():
         refuse_subclass(parameter, "parameter", name)
@@ -99,7 +100,7 @@ def refuse_wrapped_parts(root: nn.Module, names: Sequence[str], submodules: Sequ
 
 
 def refuse_subclass(tensor: Tensor, role: str, target: str) -> None:
-    """Refuses a tensor whose class takes over the operations: a planned step would run others.
+    """Refuses a tensor whose class takes over the operations, as a planned step would run others.
 
     Args:
         tensor: What goes into the step.
@@ -107,9 +108,15 @@ def refuse_subclass(tensor: Tensor, role: str, target: str) -> None:
         target: Its name, or the index of the input.
 
     Raises:
-        UnsupportedError: IRC531.
+        UnsupportedError: IRC531; IRC557 for a tensor that autograd does not take either.
     """
     kind = type(tensor)
+    if kind in (Tensor, nn.Parameter) and tensor.is_inference():
+        raise UnsupportedError(
+            "IRC557",
+            f"{role} {target} was made under torch.inference_mode(), and autograd cannot train with it",
+            help="make it outside of inference_mode() (under no_grad(), if need be), or clone() it there",
+        )
     is_plain = kind in (Tensor, nn.Parameter) or issubclass(kind, _TRACERS)
     if is_plain or (_function(kind) in _PLAIN and kind.__torch_dispatch__ is Tensor.__torch_dispatch__):
         return

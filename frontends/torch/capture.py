@@ -36,12 +36,14 @@ from ...ir import (
     UnsupportedError,
     UsageError,
 )
+from ...ir.autocast import autocast_state
+from ...ir.nesting import flatten, has_dataclass
 from .branches import Branches
 from .loss import Loss, loss_bytes, unused_outputs
 from .placing import place_wishes
 from .provenance import raised_at, raised_code, recording
 from .recurrent import StepwiseRNN
-from .results import flattened, refuse_hidden_tensors
+from .results import flattened, refuse_hidden_tensors, refuse_written
 from .rules import own_rules
 from .scopes import Scopes
 from .state import State
@@ -78,6 +80,7 @@ class _Flat(nn.Module):
         super().__init__()
         self.module = module
         self.tree = tree
+        self.has_dataclass = has_dataclass(tree)
         self.leaves = leaves
         self.state = State(module)
         self.tied = TiedParameters(module)
@@ -93,7 +96,10 @@ class _Flat(nn.Module):
         given = iter(tensors)
         leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.tree)
-        return self.module.forward(*args, **kwargs)
+        result = self.module.forward(*args, **kwargs)
+        if self.has_dataclass:
+            refuse_written((args, kwargs), leaves, self.tree)
+        return result
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         branches = self.branches.replayed() if self.branches else contextlib.nullcontext()
@@ -158,11 +164,11 @@ def capture(
             the signature tells what was seen.
 
     Raises:
-        UnsupportedError: IRC332 to IRC339, IRC342, IRC343, IRC348, IRC536 and IRC554, when something in the
-            module has no place in the graph.
+        UnsupportedError: IRC332 to IRC339, IRC342, IRC343, IRC348, IRC536, IRC554 and IRC556, when something
+            in the module has no place in the graph.
         UsageError: IRC340, when nothing in the result depends on anything that asks for a gradient.
     """
-    leaves, tree = pytree.tree_flatten((tuple(args), dict(sorted((kwargs or {}).items()))))
+    leaves, tree = flatten((tuple(args), dict(sorted((kwargs or {}).items()))))
     refuse_hidden_tensors(leaves)
     flat = _Flat(module, tree, leaves, loss)
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
@@ -191,11 +197,7 @@ def capture(
         leaves=tuple(next(slots) if isinstance(leaf, Tensor) else leaf for leaf in leaves),
         deliveries=tuple(result),
         modes=tuple((name, child.training) for name, child in module.named_modules()),
-        autocast=tuple(
-            (device, str(torch.get_autocast_dtype(device)).removeprefix("torch."))
-            for device in ("cpu", "cuda")
-            if torch.is_autocast_enabled(device)
-        ),
+        autocast=autocast_state(),
         unused=frozenset(d.index for d in unused if d.origin in (Origin.COMPUTED, Origin.OUTPUT)),
         branches=tuple(
             Branch(delivery, reading.read, reading.value, reading.where)

@@ -13,8 +13,9 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
 
 from ...ir import UnsupportedError
+from ...ir.nesting import flatten
 
-__all__ = ["flattened", "refuse_hidden_tensors"]
+__all__ = ["flattened", "refuse_hidden_tensors", "refuse_written"]
 
 _OPAQUE = (nn.Module, ModuleType, FunctionType, type)
 _MOST = 10_000
@@ -28,15 +29,15 @@ def flattened(result: Any) -> tuple[list[Any], pytree.TreeSpec]:
         UnsupportedError: IRC342 for a tensor within an object that is no tree of torch's: a planned step
             could not put its own tensor there.
     """
-    leaves, tree = pytree.tree_flatten(result, is_leaf=_is_size)
+    leaves, tree = flatten(result, is_leaf=_is_size)
     for leaf in leaves:
         if not isinstance(leaf, Tensor) and _holds(leaf, (FakeTensor, FunctionalTensor)):
             raise UnsupportedError(
                 "IRC342",
                 f"the forward returns a tensor within an object of class {type(leaf).__qualname__}, which a "
                 "planned step cannot make anew",
-                help="return tuples, lists or dicts, or register the class with torch's pytree before "
-                "irc.optimize (torch.utils._pytree.register_dataclass for a dataclass)",
+                help="return tuples, lists, dicts or plain dataclasses, or register the class with torch's "
+                "pytree before irc.optimize",
             )
     return leaves, tree
 
@@ -53,9 +54,29 @@ def refuse_hidden_tensors(leaves: Iterable[Any]) -> None:
                 "IRC343",
                 f"an argument of class {type(leaf).__qualname__} holds a tensor, and a plan would take its "
                 "value for all steps",
-                help="pass tensors, tuples, lists or dicts, or register the class with torch's pytree before "
-                "irc.optimize (torch.utils._pytree.register_dataclass for a dataclass)",
+                help="pass tensors, tuples, lists, dicts or plain dataclasses, or register the class with "
+                "torch's pytree before irc.optimize",
             )
+
+
+def refuse_written(arguments: Any, leaves: list[Any], tree: pytree.TreeSpec) -> None:
+    """Refuses a forward that assigns to its arguments: a planned step does not run its Python code.
+
+    Args:
+        arguments: What the forward was given, after it ran.
+        leaves: Their leaves before.
+        tree: How they nested before.
+
+    Raises:
+        UnsupportedError: IRC556.
+    """
+    found, now = flatten(arguments)
+    if now != tree or any(a is not b for a, b in zip(found, leaves, strict=True)):
+        raise UnsupportedError(
+            "IRC556",
+            "the forward assigns to a dataclass among its arguments, or to what is in it",
+            help="return what it computes, or let it work on a copy (dataclasses.replace)",
+        )
 
 
 def _is_size(part: object) -> bool:

@@ -246,7 +246,7 @@ def test_a_hook_on_all_modules_is_refused_by_name_where_there_are_submodules(kin
         handle.remove()
         handle = GLOBAL[kind](lambda module, *_: calls.append(type(module).__name__))
         leaf(x).sum().backward()
-        assert calls == ["FittedLinear"]
+        assert calls == ["Linear"]
     finally:
         handle.remove()
     total(ours(x)).backward()
@@ -490,3 +490,74 @@ def test_a_replaced_parameter_is_the_one_that_is_trained_and_ties_are_those_of_n
         trained.first.weight = trained.second.weight  # tied again
         trained.zero_grad()
     assert_same(outcome(ours, (x,), {}), outcome(original, (x,), {}))
+
+
+# ---------------------------------------------------------------------- gradient checkpointing
+
+
+def _tokens() -> Any:
+    torch.manual_seed(0)
+    module: Any = Model(
+        lambda m, tokens: m.head(torch.tanh(h := m.embedding(tokens))).sum() + h.sum() * 0,
+        embedding=nn.Embedding(11, 4),
+        head=nn.Linear(4, 3),
+    )
+    return module
+
+
+def asking(module: Any, _: Any, made: Any) -> None:
+    made.requires_grad_(True)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_hook_that_asks_for_an_embedding_s_gradient_is_taken(is_frozen: bool) -> None:
+    ours: Any = _tokens()
+    tokens = torch.randint(11, (2, 5))
+    ours.embedding.requires_grad_(not is_frozen)
+    ours.embedding.register_forward_hook(asking)
+    original = copy.deepcopy(ours)
+    ours = fitted(ours, tokens, schedule=recomputing)
+    ours.embedding.register_forward_hook(asking)
+    assert_same(outcome(ours, (tokens,), {}), outcome(original, (tokens,), {}))
+
+
+def _scaling(module: Any, _: Any, made: Any) -> None:
+    made.requires_grad_(True).mul_(2)
+
+
+def _flag(module: Any, _: Any, made: Any, flag: bool = True) -> None:
+    made.requires_grad_(flag)
+
+
+@pytest.mark.parametrize("hook", [_scaling, _flag])
+def test_a_hook_that_does_more_is_refused_with_the_way_out(hook: Any) -> None:
+    ours = _tokens()
+    ours.embedding.register_forward_hook(hook)
+    with pytest.raises(irc.UnsupportedError, match=r"IRC505.*'embedding' has a hook") as raised:
+        irc.optimize(ours, torch.randint(11, (2, 5)), "100%", profile=False)
+    assert raised.value.help is not None and "gradient_checkpointing_disable()" in raised.value.help
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
+@pytest.mark.parametrize("is_before", [True, False])
+def test_gradient_checkpointing_of_transformers_adds_nothing(is_before: bool) -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_layer=1, n_head=2, n_embd=8, vocab_size=16, n_positions=8, use_cache=False, bos_token_id=0
+    )
+    torch.manual_seed(0)
+    ours: Any = transformers.GPT2LMHeadModel(config)
+    tokens = torch.randint(16, (2, 6))
+    named = {"input_ids": tokens, "labels": tokens}
+    models = [ours, copy.deepcopy(ours)]
+    for model in models if is_before else ():
+        model.gradient_checkpointing_enable()
+    models[0] = irc.optimize(ours, (), "1MiB", example_kwargs=named, profile=False, time_limit=1)
+    for model in () if is_before else models:
+        model.gradient_checkpointing_enable()
+    for model in models:
+        torch.manual_seed(1)
+        model(**named).loss.backward()
+    for mine, its in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert mine.grad is not None and torch.equal(mine.grad, its.grad)
+    assert len(models[0].irc_plans) == (1 if is_before else 2)

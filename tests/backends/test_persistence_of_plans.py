@@ -229,7 +229,7 @@ class Squared(nn.Module):
 def test_a_module_whose_class_was_changed_is_not_planned_again() -> None:
     ours = planned(nn.Linear(4, 4))
     parametrize.register_parametrization(ours, "weight", Squared())
-    message = r"IRC530.*planned again: its class was changed to ParametrizedFittedLinear"
+    message = r"IRC530.*planned again: its class was changed to ParametrizedLinear"
     with pytest.raises(irc.UsageError, match=message):
         ours(*rows(6))
     with pytest.raises(irc.UsageError, match=message):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -50,6 +52,28 @@ def test_a_wrong_module_is_seen() -> None:
     numbers = compare_step(module, other, args)
     assert not numbers.agrees and not numbers.bit_equal and numbers.gradients > 0
     assert "gradients" in str(numbers)
+
+
+@dataclass
+class Result:
+    loss: Tensor
+    beside: float | Tensor
+
+
+class Returning(nn.Module):
+    def __init__(self, beside: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.beside = beside
+
+    def forward(self, x: Tensor) -> Result:
+        return Result((x * self.weight).sum(), (x + self.beside).detach())
+
+
+def test_tensors_within_dataclasses_are_compared() -> None:
+    args = (torch.ones(3),)
+    assert compare_step(Returning(1.0), Returning(1.0), args).bit_equal
+    assert not compare_step(Returning(1.0), Returning(2.0), args).bit_equal
 
 
 def test_nan_is_no_agreement() -> None:

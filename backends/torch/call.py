@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ...ir import DType, Input, IrcError, Slot, TensorType, UsageError
-from .snapshot import ABSENT, Attributes, Kind, Snapshot, State, is_plain
+from .contents import ABSENT, differing, is_plain
+from .snapshot import Attributes, Snapshot, State
 
 __all__ = ["Call", "Difference", "autocast_state"]
 
@@ -170,7 +171,8 @@ def other_state(now: Snapshot, planned: State) -> Difference:
         changed = (_settings(its, mine), _settings(mine, its))
     return Difference(
         "IRC507",
-        f"a setting of submodule {name!r} has changed since the plan: {changed[0]} is now {changed[1]}",
+        f"a setting {f'of submodule {name!r}' if name else 'of the code'} has changed since the plan: "
+        f"{changed[0]} is now {changed[1]}",
         "call irc.optimize again",
     )
 
@@ -180,7 +182,7 @@ def other_attribute(name: str, now: object, planned: object) -> Difference:
     return Difference(
         "IRC507",
         f"attribute {name!r}, which the forward reads, has changed since the plan: "
-        f"{_value(planned)} is now {_value(now)}",
+        f"{differing(planned, now)} is now {differing(now, planned)}",
         "call irc.optimize again",
     )
 
@@ -188,13 +190,12 @@ def other_attribute(name: str, now: object, planned: object) -> Difference:
 def _settings(mine: Attributes, its: Attributes) -> str:
     """The settings that are not among the others."""
     others = dict(its)
-    return repr({k: v for k, v in mine if others.get(k, ABSENT) is not v and others.get(k, ABSENT) != v})
-
-
-def _value(value: object) -> str:
-    if value is ABSENT:
-        return "absent"
-    return f"a {value.name}" if isinstance(value, Kind) else repr(value)
+    shown = (
+        f"{k!r}: {differing(v, others.get(k, ABSENT))}"
+        for k, v in mine
+        if others.get(k, ABSENT) is not v and others.get(k, ABSENT) != v
+    )
+    return f"{{{', '.join(shown)}}}"
 
 
 def other_part(name: str | None) -> Difference:

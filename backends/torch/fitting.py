@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from ...ir import Plan, Signature
+from .places import Place, places_of
 from .program import Program
 from .snapshot import Attributes, State
 
@@ -32,6 +33,8 @@ class Fitting:
             the module has when the fitting is bound to it.
         constants_bytes: What its peak counts of the constants of other plans.
         reason: The call that it was made for, in words.
+        places: Where the module holds the tensors that are constants of the program, by their names; None
+            where that is not known yet. They are looked up in each call.
     """
 
     program: Program
@@ -42,6 +45,19 @@ class Fitting:
     state: State = ()
     constants_bytes: int = 0
     reason: str = "the example arguments"
+    places: Mapping[str, Place] | None = None
+
+    def placed(self, module: nn.Module) -> Fitting:
+        """The same, where it is known which constants of the program the module holds.
+
+        Args:
+            module: What was planned.
+        """
+        if self.places is not None:
+            return self
+        constants = self.program.constants
+        found = places_of(module, constants.values())
+        return replace(self, places={k: found[id(t)] for k, t in constants.items() if id(t) in found})
 
     def __reduce__(self) -> tuple[Any, ...]:
         known = {each.name: getattr(self, each.name) for each in fields(self)}

@@ -67,7 +67,7 @@ class Plans:
             snapshot = Snapshot(root)
             states = (fitting.state or snapshot.state for fitting in unbound.fittings)
             self._bound = tuple(
-                Bound(replace(fitting, state=state), root)
+                Bound(replace(fitting, state=state).placed(root), root)
                 for fitting, state in zip(unbound.fittings, states, strict=True)
             )
             """The plans, the most recently used one first."""
@@ -200,7 +200,7 @@ class Plans:
         """A new plan for a call, and its inputs."""
         started = time.perf_counter()
         original = Original(root)
-        known = constants_of(self.fittings)
+        known, written = constants_of(self.fittings), constants_of(self.fittings, are_held=False)
         beside = Beside(dict(self.reserved), storage_bytes(known))
         try:
             fitting, optimizers = replan(original.module, call.args, call.kwargs, beside)
@@ -216,10 +216,11 @@ class Plans:
         except IrcError as error:
             error.add_note(f"while planning for another call: {difference.message}")
             raise
+        fitting = fitting.placed(root)
         bound = Bound(
             replace(
                 fitting,
-                program=sharing(fitting.program, known),
+                program=sharing(fitting.program, written, fitting.places or ()),
                 reads=original.reads(),
                 state=call.snapshot.state,
                 constants_bytes=beside.constants_bytes,

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import enum
 import functools
 import pickle
 import random
-import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -18,6 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ...ir import is_inspectable, is_of_library, slots_of, store_of
 from .caches import is_traced
 from .closures import closed_over
 
@@ -48,9 +47,6 @@ _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 _OF_ALL = (vars(random)["_inst"], vars(np.random)["mtrand"]._rand)
 """The generators behind the functions of these modules."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), enum.Enum)
-_OPEN_OF_PYTHON = (types.SimpleNamespace, argparse.Namespace)
-_CLOSED = frozenset(sys.stdlib_module_names | {"torch", "numpy", __name__.partition(".")[0]})
-"""Objects of these packages are not looked into, and functions of them have no state of the model."""
 
 
 @dataclass(eq=False, frozen=True, slots=True)
@@ -87,6 +83,12 @@ class Holder:
         return isinstance(self.value, (*_CONTAINERS, np.ndarray)) and not self._is_globals
 
     @property
+    def is_object(self) -> bool:
+        """Whether it is an object with attributes, and no module."""
+        kind = cast("type[Any]", type(self.value))
+        return not issubclass(kind, (nn.Module, *_CONTAINERS)) and is_inspectable(kind)
+
+    @property
     def store(self) -> Any:
         """The dict or list in which its items are; None where they are elsewhere, or cannot be replaced."""
         if isinstance(self.value, (dict, list)):
@@ -95,7 +97,7 @@ class Holder:
             self.value
         ):
             return None
-        return _store(self.value)
+        return store_of(self.value)
 
     @property
     def _is_globals(self) -> bool:
@@ -150,9 +152,9 @@ class Holder:
         elif isinstance(value, (list, set, deque)):
             self.put_back()
         elif old is ABSENT:
-            _store(value).pop(key, None) if _is_in_dict(value, key) else _forget(value, key)
+            store_of(value).pop(key, None) if _is_in_dict(value, key) else _forget(value, key)
         elif _is_in_dict(value, key):
-            _store(value)[key] = old
+            store_of(value)[key] = old
         else:
             _remember(value, key, old)
 
@@ -191,7 +193,7 @@ def code_reach(module: nn.Module) -> list[Holder]:
         if function is None or id(function) in seen:
             continue
         seen.add(id(function))
-        if _home(str(function.__globals__.get("__name__"))) in _CLOSED:
+        if is_of_library(str(function.__globals__.get("__name__"))):
             continue
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if items := _items(cell):
@@ -318,7 +320,7 @@ def _items(value: Any) -> dict[Any, Any] | None:
             return None
     if issubclass(kind, type):
         return None if _is_closed(value) else _class_items(value)
-    return _attributes(value) if _is_open(kind) else None
+    return _attributes(value) if is_inspectable(kind) else None
 
 
 def _without(module: nn.Module, names: frozenset[str]) -> dict[str, Any]:
@@ -347,8 +349,8 @@ def _class_items(kind: type) -> dict[str, Any]:
 
 def _attributes(value: Any) -> dict[str, Any] | None:
     """The attributes of an object, those in slots among them; None where it has none."""
-    held: dict[str, Any] = dict(_store(value))
-    slots = _slots(type(value))
+    held: dict[str, Any] = dict(store_of(value))
+    slots = slots_of(type(value))
     for name in slots:
         found = getattr(value, name, ABSENT)
         if found is not ABSENT:
@@ -356,34 +358,8 @@ def _attributes(value: Any) -> dict[str, Any] | None:
     return held if held or slots or hasattr(value, "__dict__") else None
 
 
-@functools.lru_cache(maxsize=4096)
-def _slots(kind: type) -> tuple[str, ...]:
-    slots = types.MemberDescriptorType
-    return tuple(
-        name for each in kind.__mro__ for name, member in vars(each).items() if isinstance(member, slots)
-    )
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_open(kind: type) -> bool:
-    """Whether objects of a class are looked into: those of the model's own code and libraries."""
-    if issubclass(kind, _OPEN_OF_PYTHON):
-        return True
-    if issubclass(kind, (enum.Enum, type, BaseException, types.ModuleType)):
-        return False
-    return not any(_is_closed(each) for each in kind.__mro__[:-1] if each.__module__ not in _NEUTRAL)
-
-
-_NEUTRAL = frozenset({"abc", "typing", "collections.abc", "builtins"})
-"""Bases in these say nothing about where a class comes from."""
-
-
 def _is_closed(kind: type) -> bool:
-    return _home(kind.__module__) in _CLOSED
-
-
-def _home(module: str) -> str:
-    return module.partition(".")[0]
+    return is_of_library(kind.__module__)
 
 
 _WRAPPERS: dict[type, str] = {
@@ -410,15 +386,8 @@ def _joined(path: str, key: Any, *, is_container: bool = False) -> str:
     return f"{path}.{key}".strip(".")
 
 
-def _store(value: Any) -> dict[str, Any]:
-    try:
-        return object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return {}
-
-
 def _is_in_dict(value: Any, key: Any) -> bool:
-    return not isinstance(value, type) and key not in _slots(type(value))
+    return not isinstance(value, type) and key not in slots_of(type(value))
 
 
 def _remember(value: Any, key: str, old: Any) -> None:

@@ -106,7 +106,7 @@ class State:
                 counted += [name for hook in left if not is_recorder(hook)]
             for holder in holders:
                 for key, old, new in changed(holder):
-                    if _is_state(holder, old, new):
+                    if _is_state(holder, old, new) and not _is_learned(holder, old, new):
                         counted.append(holder.path_of(key))
         counted += [name for name in self.flipped if name not in counted]
         self._refuse(self.assigned, counted)
@@ -116,8 +116,8 @@ class State:
         """Afterwards, all that is looked at is as before, whatever it was meanwhile.
 
         So are hooks: what a forward installs for its next run would see traced tensors, or be there twice.
-        What only code leads to keeps what it learned, such as the names in a registry: numbers, texts and
-        generators are put back, and traced tensors go.
+        Some stays that a first call sets once: an attribute of a configuration that was None, such as
+        `config.problem_type`, and names in a registry that only code leads to.
         """
         attributes = [(child, dict(vars(child))) for child in self.module.modules()]
         tables = [Holder.of_container(table) for table in _tables(self.module)]
@@ -137,12 +137,19 @@ class State:
             for holder in tables:
                 holder.put_back()
             for holder in holders:
-                if holder.is_own:
-                    holder.put_back()
-                    continue
-                for key, old, new in changed(holder):
-                    if _is_number(old, new) or is_generator(holder.value) or holds_traced(new):
-                        holder.put_back_item(key)
+                self._put_back(holder)
+
+    def _put_back(self, holder: Holder) -> None:
+        if holder.is_own and not holder.is_object:
+            holder.put_back()
+            return
+        for key, old, new in list(changed(holder)):
+            if holder.is_own:
+                stays = _is_learned(holder, old, new) and holder.path_of(key) not in self.flipped
+            else:
+                stays = not (_is_number(old, new) or is_generator(holder.value) or holds_traced(new))
+            if not stays:
+                holder.put_back_item(key)
 
     def _holders(self) -> list[Holder]:
         return [*own_reach(self.module, _excused), *code_reach(self.module)]
@@ -257,6 +264,11 @@ def _is_state(holder: Holder, old: Any, new: Any) -> bool:
     if holder.is_container or is_plain(new) or new is ABSENT:
         return not is_generator(holder.value)
     return old is not ABSENT and old is not None and (is_plain(old) or not _are_alike(old, new))
+
+
+def _is_learned(holder: Holder, old: Any, new: Any) -> bool:
+    """Whether an object that is no module fills in what it has not known yet."""
+    return holder.is_object and (old is None or old is ABSENT) and is_plain(new)
 
 
 def _are_alike(old: Any, new: Any) -> bool:

@@ -32,7 +32,7 @@ from .snapshot import Snapshot
 from .tracing import is_tracing, planning, settled
 from .transforms import refuse_transforms
 from .unbound import Unbound
-from .wrappers import refuse_subclass, refuse_subclasses
+from .wrappers import refuse_cached_parametrizations, refuse_subclass, refuse_subclasses
 
 __all__ = ["PlannedCall", "Plans"]
 
@@ -129,8 +129,8 @@ class Plans:
             BudgetError: IRC520 when no schedule for this call fits into the budget.
             UsageError: IRC521 when what the call is made of changes while it is planned; IRC530 where the
                 class of the module was changed.
-            UnsupportedError: IRC505, IRC532 and IRC534 for hooks and wrappers of submodules; IRC523 within a
-                dispatch mode; IRC531 for tensors of other classes; IRC533 within a transform.
+            UnsupportedError: IRC505, IRC532 and IRC534 for hooks and wrappers of submodules; IRC538 within
+                `parametrize.cached()`; IRC523 within a dispatch mode; IRC531 for tensors of other classes; IRC533 within a transform.
         """
         if kwargs:
             kwargs = dict(sorted(kwargs.items()))  # as at capture: their order is no difference
@@ -172,6 +172,7 @@ class Plans:
         elif not self._snapshot.has_same_state(root):
             self._snapshot = self._known(Snapshot(root))
         refuse_hooks_of(root, self._snapshot.names[1:], self._snapshot.submodules)
+        refuse_cached_parametrizations(root)
         return self._snapshot
 
     def _known(self, snapshot: Snapshot) -> Snapshot:

@@ -113,7 +113,7 @@ class Holder:
 
     def path_of(self, key: Any) -> str:
         """The path of one of its items."""
-        if isinstance(self.value, types.CellType) or is_generator(self.value):
+        if isinstance(self.value, (types.CellType, np.ndarray)) or is_generator(self.value):
             return self.path
         return _joined(self.path, key, is_container=self.is_container)
 
@@ -295,7 +295,7 @@ def _parts(value: Any) -> tuple[dict[Any, Any], bool] | None:
         return dict(zip(value.__code__.co_freevars, cells, strict=True)), False
     if issubclass(kind, tuple):
         return dict(enumerate(value)), False
-    items = _items(value)
+    items = None if issubclass(kind, type) else _items(value)
     return None if items is None else (items, True)
 
 

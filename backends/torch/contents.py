@@ -153,7 +153,7 @@ def _all_parts(value: Any) -> list[tuple[object, object]] | None:
         if issubclass(kind, dict):
             return [(_name(key), dict.__getitem__(value, key)) for key in dict.keys(value)]
         if issubclass(kind, (set, frozenset)):
-            return [("items", frozenset(map(_name, value)))]
+            return [(each, None) for each in sorted(map(_name, value), key=repr)]
         return cast("list[tuple[object, object]]", list(enumerate(value)))
     if kind is np.ndarray:
         if value.dtype.hasobject or value.nbytes > _ARRAY_BYTES:
@@ -191,6 +191,7 @@ class Watch:
     def __init__(self, values: Iterable[object]) -> None:
         self._tables: list[tuple[Mapping[Any, Any], int, list[Any], list[Any]]] = []
         self._lists: list[tuple[Any, list[Any]]] = []
+        self._sets: list[tuple[Any, frozenset[Any]]] = []
         self._kinds: list[tuple[Any, Any, type]] = []
         """Container, key and class of what is not looked into."""
         self._others: list[tuple[Any, object]] = []
@@ -211,6 +212,9 @@ class Watch:
         for held, items in self._lists:
             if len(held) != len(items) or not all(map(operator.is_, held, items)):
                 return False
+        for held, items in self._sets:
+            if held != items:
+                return False
         for held, key, kind in self._kinds:
             if type(_item(held, key)) is not kind:
                 return False
@@ -224,10 +228,12 @@ class Watch:
             return
         seen.add(id(value))
         kind = cast("type[Any]", type(value))
-        if issubclass(kind, (list, tuple, dict)) and len(value) > _MOST:
+        if issubclass(kind, (list, tuple, dict, set, frozenset)) and len(value) > _MOST:
             self._others.append((value, stand_in(value)))
         elif issubclass(kind, dict):
             self._watch(value, list(dict.items(value)), depth, seen)
+        elif issubclass(kind, (set, frozenset)) and all(map(is_plain, value)):
+            self._sets.append((value, frozenset(value)))
         elif issubclass(kind, list):
             self._watch_list(value, depth, seen)
         elif kind in (types.MethodType, functools.partial) or issubclass(kind, tuple):

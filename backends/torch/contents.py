@@ -94,7 +94,9 @@ def kind_of(kind: type) -> Kind:
     return Kind(f"{kind.__module__}.{kind.__qualname__}")
 
 
-def stand_in(value: object, known: dict[tuple[int, int], object] | None = None, depth: int = _DEPTH) -> object:
+def stand_in(
+    value: object, known: dict[tuple[int, int], object] | None = None, depth: int = _DEPTH
+) -> object:
     """What stands for a value in comparisons.
 
     Args:
@@ -244,7 +246,9 @@ class Watch:
         else:
             self._others.append((value, stand_in(value)))
 
-    def _watch(self, table: Mapping[Any, Any], items: list[tuple[Any, Any]], depth: int, seen: set[int]) -> None:
+    def _watch(
+        self, table: Mapping[Any, Any], items: list[tuple[Any, Any]], depth: int, seen: set[int]
+    ) -> None:
         held = [(key, part) for key, part in items if _is_held(part)]
         self._tables.append((table, len(table), [key for key, _ in held], [part for _, part in held]))
         self._kinds += [(table, key, type(part)) for key, part in items if not _is_held(part)]

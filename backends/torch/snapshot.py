@@ -16,7 +16,18 @@ from torch import nn
 from ...ir import RECORDERS_MARK, is_of_library
 from .contents import ABSENT, Content, Kind, Watch, is_plain, stand_in
 
-__all__ = ["ABSENT", "Attributes", "Kind", "Reads", "Snapshot", "State", "attribute", "has", "is_equal", "is_plain"]
+__all__ = [
+    "ABSENT",
+    "Attributes",
+    "Kind",
+    "Reads",
+    "Snapshot",
+    "State",
+    "attribute",
+    "has",
+    "is_equal",
+    "is_plain",
+]
 
 Attributes = tuple[tuple[str, object], ...]
 """Names with values; a `Content` or a `Kind` stands for what is not compared as it is."""
@@ -82,7 +93,9 @@ class Reads:
     def holds(self, held: Mapping[str, object]) -> bool:
         """Whether they are."""
         return (
-            all(held.get(name, ABSENT) is value for name, value in zip(self._names, self._values, strict=True))
+            all(
+                held.get(name, ABSENT) is value for name, value in zip(self._names, self._values, strict=True)
+            )
             and has(held, self._slow)
             and self._watch.holds()
         )

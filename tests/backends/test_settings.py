@@ -56,7 +56,7 @@ class Settled(nn.Module):
         self.lin = nn.Linear(4, 4)
         self.config = Config()
         self.weights = {"a": {"b": 1.0}}
-        self.list = [1.0, (2.0, [3.0])]
+        self.list: Any = [1.0, (2.0, [3.0])]
         self.set = {"one"}
         self.queue = collections.deque([1.0])
         self.array = np.ones(2)
@@ -257,8 +257,9 @@ class Written(nn.Module):
 
 
 def test_what_code_writes_down_is_not_shared_with_an_attribute(x: Tensor) -> None:
-    module = nn.Sequential(Written())
-    ours, original = planned(module, x), copy.deepcopy(module)
+    module: Any = nn.Sequential(Written())
+    original: Any = copy.deepcopy(module)
+    ours = planned(module, x)
     for each in (ours, original):
         each[0].is_written = True
     assert_steps_agree(ours, original, x)
@@ -299,7 +300,7 @@ def test_a_configuration_of_transformers_is_looked_into() -> None:
 
 
 def test_parametrized_tensors_that_are_cached_are_refused(x: Tensor) -> None:
-    module = nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 4)), nn.Tanh())
+    module: Any = nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 4)), nn.Tanh())
     ours, original = planned(module, x), copy.deepcopy(module)
     for refused in (lambda: ours(x), lambda: planned(copy.deepcopy(original), x)):
         with (

@@ -147,11 +147,11 @@ def _calls(m: Any, x: Tensor) -> Tensor:
         (_adds, [1], "part"),
         (_scales_array, np.ones(2), "part"),
         (
-            lambda m, x: m.lin(x) * m.part(),
+            _calls,
             functools.partial(Schedule.step, Schedule()),
             "part.args[0].count",
         ),
-        (lambda m, x: m.lin(x) * m.part(), Schedule().step, "part.count"),
+        (_calls, Schedule().step, "part.count"),
     ],
 )
 def test_state_that_attributes_lead_to_is_refused_and_put_back(

@@ -19,11 +19,12 @@ Place = tuple[str, tuple[object, ...]]
 """The name of a submodule, and the names and keys that lead from its attributes to a tensor."""
 
 _DEPTH = 4
+"""So many steps away from an attribute a tensor is still found."""
 _OWN = frozenset(vars(nn.Module()))
 
 
 def places_of(module: nn.Module, tensors: Iterable[Tensor]) -> dict[int, Place]:
-    """Where some tensors are held, by their identity: attributes, and what is in their containers and objects.
+    """Where some tensors are held, by their identity: in attributes, and in their containers and objects.
 
     A tensor that is in no such place is one that the module's code wrote down or found elsewhere.
     """

@@ -130,7 +130,8 @@ class Plans:
             UsageError: IRC521 when what the call is made of changes while it is planned; IRC530 where the
                 class of the module was changed.
             UnsupportedError: IRC505, IRC532 and IRC534 for hooks and wrappers of submodules; IRC538 within
-                `parametrize.cached()`; IRC523 within a dispatch mode; IRC531 for tensors of other classes; IRC533 within a transform.
+                `parametrize.cached()`; IRC523 within a dispatch mode; IRC531 for tensors of
+                other classes; IRC533 within a transform.
         """
         if kwargs:
             kwargs = dict(sorted(kwargs.items()))  # as at capture: their order is no difference

@@ -131,6 +131,13 @@ class _Settings:
         self.names = [name for name, _ in self.all if name not in others]
         self.values = [self.held[name] for name in self.names]
 
+    def is_equal(self) -> bool:
+        """Whether all are equal to what they were; what is looked into is the very same."""
+        wanted = dict(self.all)
+        pairs = zip(self.names, self.values, strict=True)
+        others = (name for name, value in pairs if self.held.get(name, ABSENT) is not value)
+        return has(self.held, self.all) and not any(isinstance(wanted[name], Content) for name in others)
+
 
 def _own_classes(modules: Iterable[nn.Module]) -> list[type]:
     """The classes that the code of some modules is written in, but those of torch, Python and irc."""
@@ -211,8 +218,9 @@ class Snapshot:
         for each in self._settings:
             if len(each.held) != each.count or type(each.module) is not each.kind:
                 return False
-            if not all(map(operator.is_, map(each.held.get, each.names), each.values)) and not has(
-                each.held, each.all
+            if (
+                not all(map(operator.is_, map(each.held.get, each.names), each.values))
+                and not each.is_equal()
             ):
                 return False
             if each.others and not has(each.held, each.others):

@@ -8,6 +8,7 @@ import functools
 import logging
 import pickle
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -151,12 +152,14 @@ def test_settings_that_change_in_whatever_holds_them_are_planned_anew(is_part: b
 def test_settings_that_are_replaced_by_their_equals_need_no_plan(is_part: bool, x: Tensor) -> None:
     ours, original = pair(is_part, x)
     module = settled(ours)
+    old = weakref.ref(module.config)
     module.config, module.list, module.array = Config(), [1.0, (2.0, [3.0])], np.ones(2)
     module.total = Pair(1.0, 2.0).total
     module.unread.handlers.append(logging.NullHandler())
     for _ in range(2):
         assert_steps_agree(ours, original, x)
     assert len(ours.irc_plans) == 1
+    assert old() is None or not is_part, "the original keeps the root's"
     for each in (ours, original):  # what replaced them is looked at from now on
         settled(each).config.scale = 2.0
     assert_steps_agree(ours, original, x)

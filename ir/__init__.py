@@ -28,6 +28,7 @@ from .graph import (
     values_in,
 )
 from .in_flight import Others, loss_waiting_bytes, others_after, others_before
+from .inspectable import is_inspectable, is_of_library, slots_of, store_of
 from .liveness import Timeline, liveness
 from .nondeterminism import NONDETERMINISTIC, nondeterminism
 from .plan import Decision, Plan, WishEffect
@@ -96,6 +97,8 @@ __all__ = [
     "WishEffect",
     "allocation_bytes",
     "format_bytes",
+    "is_inspectable",
+    "is_of_library",
     "is_recorder",
     "is_recording",
     "liveness",
@@ -112,6 +115,8 @@ __all__ = [
     "print_schedule",
     "same_graph",
     "same_schedule",
+    "slots_of",
+    "store_of",
     "values_in",
     "verify_graph",
     "verify_schedule",

@@ -26,7 +26,8 @@ from .call import (
     other_tensor,
 )
 from .fitting import Fitting
-from .snapshot import attribute, has, is_equal
+from .places import Place, at
+from .snapshot import Reads, attribute, has, is_equal
 from .wrappers import refuse_subclass
 
 __all__ = ["Bound", "Explain", "check_tensor"]
@@ -50,6 +51,7 @@ class Bound:
 
     def __init__(self, fitting: Fitting, module: nn.Module) -> None:
         self.fitting = fitting
+        self._reads = Reads({}, fitting.reads)
         program = fitting.program
         self._state = fitting.state
         """The state of the submodules that was last found to be right, too."""
@@ -59,6 +61,8 @@ class Bound:
         """Place among the inputs, and where the parameter or buffer is found."""
         self._given: list[tuple[int, int, _Type]] = []
         """Place among the inputs, and place among the tensors of the arguments."""
+        self._placed: list[tuple[int, Place, _Type]] = []
+        """Place among the inputs, and where the module holds a tensor that is none of its buffers."""
         for index, static in enumerate(program.statics):
             wanted = _type_of(static)
             constant = None
@@ -73,6 +77,10 @@ class Bound:
                     self._given.append((index, int(static.target), wanted))
                 case _:
                     constant = program.constants[static.target]
+                    place = (fitting.places or {}).get(static.target)
+                    if place is not None:
+                        constant = None
+                        self._placed.append((index, place, wanted))
             self._inputs.append(constant)
         self._found = {place: (held, name) for place, held, name, _ in self._held}
         storages: defaultdict[object, list[int]] = defaultdict(list)
@@ -128,15 +136,23 @@ class Bound:
             self._state = now
         if call.autocast != self.fitting.signature.autocast:
             return partial(other_autocast, call.autocast, self.fitting.signature.autocast)
+        return None if self._reads.holds(vars(call.root)) else self._other_read(call)
+
+    def _other_read(self, call: Call) -> Explain | None:
         held = vars(call.root)
-        if not has(held, self.fitting.reads):
-            for name, planned in self.fitting.reads:
-                if not has(held, ((name, planned),)):
-                    return partial(other_attribute, name, attribute(held, name), planned)
+        for name, planned in self.fitting.reads:
+            if not has(held, ((name, planned),)):
+                return partial(other_attribute, name, attribute(held, name), planned)
+        self._reads = Reads(held, self.fitting.reads)
         return None
 
     def _bind(self, call: Call) -> list[Tensor] | Explain:
         inputs = self._inputs.copy()
+        for index, place, wanted in self._placed:
+            tensor = at(call.root, place)
+            if tensor is None or not _is_of(tensor, wanted):
+                return partial(self._other_tensor, index, tensor)
+            inputs[index] = tensor
         for place, held, name, (shape, strides, dtype, device, requires_grad) in self._held:
             tensor = held.get(name)
             if tensor is not None and type(tensor) not in _PLAIN:

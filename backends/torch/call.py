@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...ir import DType, Input, IrcError, Slot, TensorType, UsageError
+from .contents import ABSENT, differing, is_plain
 from .reading import Names, counting, differences
-from .snapshot import ABSENT, Kind, Snapshot, State, is_plain
+from .snapshot import Snapshot, State
 
 __all__ = ["Call", "Difference"]
 
@@ -164,7 +165,8 @@ def other_state(now: Snapshot, planned: State, names: Names) -> Difference:
         changed = (_settings(known, found), _settings(found, known))
     return Difference(
         "IRC507",
-        f"a setting of submodule {name!r} has changed since the plan: {changed[0]} is now {changed[1]}",
+        f"a setting {f'of submodule {name!r}' if name else 'of the code'} has changed since the plan: "
+        f"{changed[0]} is now {changed[1]}",
         "call irc.optimize again",
     )
 
@@ -174,20 +176,19 @@ def other_attribute(name: str, now: object, planned: object) -> Difference:
     return Difference(
         "IRC507",
         f"attribute {name!r}, which the forward reads, has changed since the plan: "
-        f"{_value(planned)} is now {_value(now)}",
+        f"{differing(planned, now)} is now {differing(now, planned)}",
         "call irc.optimize again",
     )
 
 
 def _settings(mine: dict[str, object], its: dict[str, object]) -> str:
     """The settings that are not among the others."""
-    return repr({k: v for k, v in mine.items() if its.get(k, ABSENT) is not v and its.get(k, ABSENT) != v})
-
-
-def _value(value: object) -> str:
-    if value is ABSENT:
-        return "absent"
-    return f"a {value.name}" if isinstance(value, Kind) else repr(value)
+    shown = (
+        f"{k!r}: {differing(v, its.get(k, ABSENT))}"
+        for k, v in mine.items()
+        if its.get(k, ABSENT) is not v and its.get(k, ABSENT) != v
+    )
+    return f"{{{', '.join(shown)}}}"
 
 
 def other_part(name: str | None) -> Difference:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,9 +14,19 @@ from .program import Program
 __all__ = ["constants_of", "fits_beside", "sharing", "storage_bytes"]
 
 
-def constants_of(fittings: Iterable[Fitting]) -> list[Tensor]:
-    """The constants that plans hold, each once."""
-    found = {id(c): c for fitting in fittings for c in fitting.program.constants.values()}
+def constants_of(fittings: Iterable[Fitting], *, are_held: bool = True) -> list[Tensor]:
+    """The constants that plans hold, each once.
+
+    Args:
+        fittings: The plans.
+        are_held: Whether those count that the module holds too: they may change.
+    """
+    found = {
+        id(constant): constant
+        for fitting in fittings
+        for name, constant in fitting.program.constants.items()
+        if are_held or name not in (fitting.places or ())
+    }
     return list(found.values())
 
 
@@ -26,15 +36,21 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(storages.values())
 
 
-def sharing(program: Program, known: Sequence[Tensor]) -> Program:
-    """The program with constants that are there already, where they are equal."""
+def sharing(program: Program, known: Sequence[Tensor], held: Container[str] = ()) -> Program:
+    """The program with constants that are there already, where they are equal.
+
+    Args:
+        program: A program.
+        known: The constants that are there, and do not change.
+        held: Names of the constants that the module holds: those are looked up there.
+    """
 
     def same(a: Tensor, b: Tensor) -> bool:
         alike = (a.dtype, a.device, a.shape, a.stride()) == (b.dtype, b.device, b.shape, b.stride())
         return alike and torch.equal(a, b)
 
     constants = {
-        name: next((other for other in known if same(other, constant)), constant)
+        name: constant if name in held else next((o for o in known if same(o, constant)), constant)
         for name, constant in program.constants.items()
     }
     return replace(program, constants=constants)

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from ...ir import Plan, Signature
 from ...ir.nesting import flatten
+from .places import Place, places_of
 from .program import Program
 from .reading import Names, differences
 from .snapshot import Attributes, State
@@ -35,6 +36,8 @@ class Fitting:
         names: What was read of each module while the call was captured; nothing says that all settings count.
         constants_bytes: What its peak counts of the constants of other plans.
         reason: The call that it was made for, in words.
+        places: Where the module holds the tensors that are constants of the program, by their names; None
+            where that is not known yet. They are looked up in each call.
     """
 
     program: Program
@@ -46,6 +49,19 @@ class Fitting:
     names: Names = ()
     constants_bytes: int = 0
     reason: str = "the example arguments"
+    places: Mapping[str, Place] | None = None
+
+    def placed(self, module: nn.Module) -> Fitting:
+        """The same, where it is known which constants of the program the module holds.
+
+        Args:
+            module: What was planned.
+        """
+        if self.places is not None:
+            return self
+        constants = self.program.constants
+        found = places_of(module, constants.values())
+        return replace(self, places={k: found[id(t)] for k, t in constants.items() if id(t) in found})
 
     def is_for(self, state: State) -> bool:
         """Whether the submodules are in the state that it was planned for, as far as that counts."""

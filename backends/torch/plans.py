@@ -33,7 +33,7 @@ from .snapshot import Snapshot
 from .tracing import is_tracing, planning, settled
 from .transforms import refuse_transforms
 from .unbound import Unbound
-from .wrappers import refuse_subclass, refuse_subclasses
+from .wrappers import refuse_cached_parametrizations, refuse_subclass, refuse_subclasses
 
 __all__ = ["PlannedCall", "Plans"]
 
@@ -68,7 +68,7 @@ class Plans:
             snapshot = Snapshot(root)
             states = (fitting.state or snapshot.state for fitting in unbound.fittings)
             self._bound = tuple(
-                Bound(replace(fitting, state=state), root)
+                Bound(replace(fitting, state=state).placed(root), root)
                 for fitting, state in zip(unbound.fittings, states, strict=True)
             )
             """The plans, the most recently used one first."""
@@ -130,8 +130,9 @@ class Plans:
             BudgetError: IRC520 when no schedule for this call fits into the budget.
             UsageError: IRC521 when what the call is made of changes while it is planned; IRC530 where the
                 class of the module was changed.
-            UnsupportedError: IRC505, IRC532 and IRC534 for hooks and wrappers of submodules; IRC523 within a
-                dispatch mode; IRC531 for tensors of other classes; IRC533 within a transform.
+            UnsupportedError: IRC505, IRC532 and IRC534 for hooks and wrappers of submodules; IRC538 within
+                `parametrize.cached()`; IRC523 within a dispatch mode; IRC531 for tensors of
+                other classes; IRC533 within a transform.
         """
         if kwargs:
             kwargs = dict(sorted(kwargs.items()))  # as at capture: their order is no difference
@@ -173,6 +174,7 @@ class Plans:
         elif not self._snapshot.has_same_state(root):
             self._snapshot = self._known(Snapshot(root))
         refuse_hooks_of(root, self._snapshot.names[1:], self._snapshot.submodules)
+        refuse_cached_parametrizations(root)
         return self._snapshot
 
     def _known(self, snapshot: Snapshot) -> Snapshot:
@@ -201,7 +203,7 @@ class Plans:
         """A new plan for a call, and its inputs."""
         started = time.perf_counter()
         original = Original(root)
-        known = constants_of(self.fittings)
+        known, written = constants_of(self.fittings), constants_of(self.fittings, are_held=False)
         beside = Beside(dict(self.reserved), storage_bytes(known))
         try:
             fitting, optimizers = replan(original.module, call.args, call.kwargs, beside)
@@ -217,10 +219,11 @@ class Plans:
         except IrcError as error:
             error.add_note(f"while planning for another call: {difference.message}")
             raise
+        fitting = fitting.placed(root)
         bound = Bound(
             replace(
                 fitting,
-                program=sharing(fitting.program, known),
+                program=sharing(fitting.program, written, fitting.places or ()),
                 reads=original.reads(),
                 state=call.snapshot.state,
                 constants_bytes=beside.constants_bytes,

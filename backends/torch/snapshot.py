@@ -5,86 +5,53 @@
 
 from __future__ import annotations
 
-import enum
-import functools
 import operator
 import types
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from typing import cast
 
 import torch
 from torch import nn
 
-from ...ir import RECORDERS_MARK
+from ...ir import RECORDERS_MARK, is_of_library
+from .contents import ABSENT, Content, Kind, Watch, is_plain, stand_in
 
-__all__ = ["ABSENT", "Attributes", "Kind", "Snapshot", "State", "attribute", "has", "is_equal", "is_plain"]
+__all__ = [
+    "ABSENT",
+    "Attributes",
+    "Kind",
+    "Reads",
+    "Snapshot",
+    "State",
+    "attribute",
+    "has",
+    "is_equal",
+    "is_plain",
+]
 
 Attributes = tuple[tuple[str, object], ...]
-"""Names with values; of what cannot be compared, the `Kind` stands for the value."""
+"""Names with values; a `Content` or a `Kind` stands for what is not compared as it is."""
+
+Known = dict[tuple[int, int], object]
+"""What stands for objects, by identity and depth."""
 
 
 State = tuple[tuple[type, Attributes], ...]
 """The type and the settings of each submodule, its mode among them, the root first."""
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """Stands for a value of which only the type is looked at, by its name: pickles hold no class for it."""
-
-    name: str
-
-
-@functools.lru_cache(maxsize=1024)
-def _kind(kind: type) -> Kind:
-    return Kind(f"{kind.__module__}.{kind.__qualname__}")
-
-
-class _Absent(enum.Enum):
-    ABSENT = "absent"
-
-
-ABSENT = _Absent.ABSENT
-"""Stands for an attribute that an object has not got."""
-
-_PLAIN = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    type(...),
-    slice,
-    range,
-    type,
-    enum.Enum,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-)
 _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 """What sharding of the whole module leaves in its parts."""
 _NO_SETTINGS = (frozenset(vars(nn.Module())) - {"training"}).union(_MARKS, [RECORDERS_MARK])
 """What every module holds and what is no setting: parameters, buffers, submodules, hooks."""
 
 
-def attribute(held: Mapping[str, object], name: str) -> object:
+def attribute(held: Mapping[str, object], name: str, known: Known | None = None) -> object:
     """What stands for an attribute in comparisons; for a method, its function: a copy has another method."""
     value = held.get(name, ABSENT)
-    if isinstance(value, types.MethodType):
+    if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
         value = value.__func__
-    return value if value is ABSENT or is_plain(value) else _kind(type(value))
-
-
-def is_plain(value: object) -> bool:
-    """Whether a value is compared as it is: numbers, texts, functions, and tuples of such."""
-    if isinstance(value, tuple):
-        return all(is_plain(item) for item in value)
-    return isinstance(value, _PLAIN)
+    return value if value is ABSENT else stand_in(value, known)
 
 
 def is_equal(a: object, b: object) -> bool:
@@ -101,7 +68,37 @@ def has(held: Mapping[str, object], attributes: Attributes) -> bool:
 
 
 def _is_same(now: object, wanted: object) -> bool:
-    return now is wanted or (now == wanted if isinstance(wanted, Kind) else is_equal(now, wanted))
+    return now is wanted or (now == wanted if isinstance(wanted, (Content, Kind)) else is_equal(now, wanted))
+
+
+class Reads:
+    """A quick look whether the attributes of a root that its forward reads are the very same.
+
+    Args:
+        held: What the root holds while they are as planned; nothing where that is not known yet.
+        attributes: Their names, with what stands for them.
+    """
+
+    def __init__(self, held: Mapping[str, object], attributes: Attributes) -> None:
+        self._slow = tuple(
+            (name, wanted)
+            for name, wanted in attributes
+            if isinstance(wanted, Kind) or isinstance(held.get(name), types.MethodType)
+        )
+        slow = {name for name, _ in self._slow}
+        self._names = [name for name, _ in attributes if name not in slow]
+        self._values = [held.get(name, ABSENT) for name in self._names]
+        self._watch = Watch(self._values)
+
+    def holds(self, held: Mapping[str, object]) -> bool:
+        """Whether they are."""
+        return (
+            all(
+                held.get(name, ABSENT) is value for name, value in zip(self._names, self._values, strict=True)
+            )
+            and has(held, self._slow)
+            and self._watch.holds()
+        )
 
 
 class _Row:
@@ -120,17 +117,43 @@ class _Row:
 class _Settings:
     """The settings of a submodule; those that are compared by identity first apart from the others."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, known: Known) -> None:
         self.module, self.kind, self.held = module, type(module), vars(module)
         self.count = len(self.held)
         # FullyShardedDataParallel sets whole parameters beside their shards, while the module runs
         whole = module._parameters if _MARKS[0] in self.held else ()
         names = (name for name in self.held if name not in _NO_SETTINGS and name not in whole)
-        self.all = tuple((name, attribute(self.held, name)) for name in names)
-        plain = [(name, value) for name, value in self.all if type(value) is not Kind]
-        self.names = [name for name, _ in plain]
-        self.values = [value for _, value in plain]
-        self.others = tuple(pair for pair in self.all if type(pair[1]) is Kind)
+        self.all = tuple((name, attribute(self.held, name, known)) for name in names)
+        self.others = tuple(
+            pair for pair in self.all if type(pair[1]) is Kind or type(self.held[pair[0]]) is types.MethodType
+        )
+        others = {name for name, _ in self.others}
+        self.names = [name for name, _ in self.all if name not in others]
+        self.values = [self.held[name] for name in self.names]
+
+    def is_equal(self) -> bool:
+        """Whether all are equal to what they were; what is looked into is the very same."""
+        wanted = dict(self.all)
+        pairs = zip(self.names, self.values, strict=True)
+        others = (name for name, value in pairs if self.held.get(name, ABSENT) is not value)
+        return has(self.held, self.all) and not any(isinstance(wanted[name], Content) for name in others)
+
+
+def _own_classes(modules: Iterable[nn.Module]) -> list[type]:
+    """The classes that the code of some modules is written in, but those of torch, Python and irc."""
+    kinds = dict.fromkeys(kind for one in dict.fromkeys(map(type, modules)) for kind in one.__mro__)
+    return [kind for kind in kinds if not is_of_library(kind.__module__)]
+
+
+def _class_attributes(kind: type) -> list[str]:
+    """What is written down in a class besides methods and other classes."""
+    return [
+        name
+        for name, value in vars(kind).items()
+        if not name.startswith(("__", "_abc_", "_irc_"))
+        and not isinstance(value, type)
+        and not hasattr(type(value), "__get__")
+    ]
 
 
 class Snapshot:
@@ -142,7 +165,8 @@ class Snapshot:
 
     Attributes:
         names: Of the modules, the root ("") first.
-        state: For each of them its type and its settings.
+        state: For each of them its type and its settings. With the root's mode are torch's default type and
+            what is written down in the classes of the modules.
         submodules: All but the root.
     """
 
@@ -154,9 +178,19 @@ class Snapshot:
         self._absent = [
             (name, *pair) for name, row in zip(self.names, self._rows, strict=True) for pair in row.absent
         ]
-        self._settings = [_Settings(module) for module in self.submodules]
-        self._training = root.training
-        of_root: tuple[type, Attributes] = (nn.Module, (("training", root.training),))
+        known: Known = {}
+        self._settings = [_Settings(module, known) for module in self.submodules]
+        self._training, self._dtype = root.training, torch.get_default_dtype()
+        self._watch = Watch(value for each in self._settings for value in each.values)
+        of_classes: list[tuple[str, object]] = []
+        for kind in _own_classes(named.values()):
+            held, names = cast("Mapping[str, object]", vars(kind)), _class_attributes(kind)
+            if names:
+                self._watch.add_table(held, names)
+                home = f"{kind.__module__}.{kind.__qualname__}"
+                of_classes += [(f"{home}.{name}", attribute(held, name, known)) for name in names]
+        plain = (("training", root.training), ("torch.get_default_dtype()", self._dtype))
+        of_root: tuple[type, Attributes] = (nn.Module, (*plain, *of_classes))
         self.state: State = (of_root, *((each.kind, each.all) for each in self._settings))
 
     def other_part(self) -> str | None:
@@ -175,16 +209,20 @@ class Snapshot:
         return next((name for name, held, key in self._absent if held.get(key) is not None), None)
 
     def has_same_state(self, root: nn.Module) -> bool:
-        """Whether the modules' modes and settings are still the same."""
-        if root.training is not self._training:
+        """Whether the modules' modes and settings are still the same.
+
+        It may say no where something was replaced by its equal: then another snapshot has an equal state.
+        """
+        if root.training is not self._training or torch.get_default_dtype() is not self._dtype:
             return False
         for each in self._settings:
             if len(each.held) != each.count or type(each.module) is not each.kind:
                 return False
-            if not all(map(operator.is_, map(each.held.get, each.names), each.values)) and not has(
-                each.held, each.all
+            if (
+                not all(map(operator.is_, map(each.held.get, each.names), each.values))
+                and not each.is_equal()
             ):
                 return False
             if each.others and not has(each.held, each.others):
                 return False
-        return True
+        return self._watch.holds()

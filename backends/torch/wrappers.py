@@ -11,10 +11,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.nn.utils import parametrize
 
 from ...ir import UnsupportedError
 
 __all__ = [
+    "refuse_cached_parametrizations",
     "refuse_subclass",
     "refuse_subclasses",
     "refuse_unplannable",
@@ -47,8 +49,10 @@ def refuse_unplannable(root: nn.Module, arguments: Iterable[Any]) -> None:
         arguments: The leaves of its example arguments.
 
     Raises:
-        UnsupportedError: IRC534 for a wrapper; IRC531 and IRC557 as in `refuse_subclasses`.
+        UnsupportedError: IRC534 for a wrapper; IRC531 and IRC557 as in `refuse_subclasses`; IRC538 within
+            `parametrize.cached()`.
     """
+    refuse_cached_parametrizations(root)
     wrapper = wrapper_of(type(root))
     if wrapper is not None:
         raise UnsupportedError(
@@ -57,6 +61,26 @@ def refuse_unplannable(root: nn.Module, arguments: Iterable[Any]) -> None:
             help=f"call irc.optimize with the plain module, and {wrapper} with the fitted one",
         )
     refuse_subclasses(root, arguments)
+
+
+def refuse_cached_parametrizations(root: nn.Module) -> None:
+    """Refuses a step of a parametrized module within `torch.nn.utils.parametrize.cached()`.
+
+    There, eager computes each parametrized tensor once for all forwards; a planned step computes its own.
+
+    Raises:
+        UnsupportedError: IRC538.
+    """
+    if not parametrize._cache_enabled:
+        return
+    for name, child in root.named_modules():
+        if parametrize.is_parametrized(child):
+            raise UnsupportedError(
+                "IRC538",
+                f"{f'submodule {name!r}' if name else 'the module'} is parametrized, and the call is within "
+                "torch.nn.utils.parametrize.cached(): a planned step would compute its tensors again",
+                help="call the fitted module outside of parametrize.cached(), or open it within the forward",
+            )
 
 
 def refuse_subclasses(root: nn.Module, arguments: Iterable[Any]) -> None:

@@ -250,6 +250,8 @@ def _traced_so(flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...], way:
     if flat.branches is not None:
         try:
             flat.branches.record(flat.call, tensors)
+        except IrcError:
+            raise
         except Exception as error:
             raise _untraceable(error) from error
     if flat.unused is None:

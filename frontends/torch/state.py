@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
@@ -13,24 +14,39 @@ import torch
 from torch import Tensor, nn
 
 from ...ir import RECORDERS_MARK, UnsupportedError, is_recorder
-from .caches import caches_of, forget_traced, is_traced
+from .caches import caches_of, forget_traced
+from .closures import closed_over
+from .iterators import untouched_iterators
+from .reached import (
+    ABSENT,
+    Holder,
+    changed,
+    code_reach,
+    digest,
+    holds_traced,
+    is_generator,
+    is_plain,
+    own_reach,
+)
 
 __all__ = ["State"]
-
-_ABSENT = object()
 
 
 @dataclass
 class State:
     """Watches a module while it is traced.
 
+    Looked at is what its attributes lead to (containers, objects with attributes, generators), and what its
+    code leads to: attributes of its classes, globals and closures of their functions. See `reached`.
+
     Args:
         module: The module.
 
     Attributes:
-        drawn: Python generators that the last run of the forward drew from. A forward that seeds one itself
-            leaves it as it found it from the second run on, and draws the same in each step.
-        flipped: Attributes that the last run left with another number or text than it found.
+        drawn: Generators that the last run of the forward drew from. A forward that seeds one itself leaves
+            it as it found it from the second run on, and draws the same in each step.
+        flipped: What the last run left with another number or text than it found.
+        assigned: Where runs left a tensor that they computed.
         replaced: Buffers and parameters that the last run put others in the place of, with the reason why
             that is no write into them.
     """
@@ -38,6 +54,7 @@ class State:
     module: nn.Module
     drawn: list[str] = field(default_factory=list[str])
     flipped: list[str] = field(default_factory=list[str])
+    assigned: list[str] = field(default_factory=list[str])
     replaced: list[str] = field(default_factory=list[str])
 
     @contextlib.contextmanager
@@ -45,25 +62,21 @@ class State:
         """Around one run of the forward.
 
         A buffer that is assigned (`self.mean = 0.9 * self.mean + ...`) is written into instead: its values
-        after the step are the same, and the tensor stays the one that the plan knows.
+        after the step are the same, and the tensor stays the one that the plan knows. Tensors that are left
+        elsewhere are taken away again: the next run would find them, and have no use for them.
         """
         modules = list(self.module.named_modules())
         buffers = [dict(child._buffers) for _, child in modules]
         parameters = [dict(child._parameters) for _, child in modules]
         generators = _generators()
         caches = caches_of(self.module)
-        attributes = [dict(vars(child)) for _, child in modules]
+        holders = self._holders()
         try:
             yield
         finally:
             forget_traced(caches)
-        self.drawn = [name for name, state in _generators().items() if state != generators[name]]
-        self.flipped = [
-            f"{name}.{key}".lstrip(".")
-            for (name, child), known in zip(modules, attributes, strict=True)
-            for key, value in _changed(child, known)
-            if isinstance(value, (int, float, str))
-        ]
+            self._compare(holders)
+        self.drawn += [name for name, state in _generators().items() if state != generators[name]]
         self.replaced = []
         for (name, child), held, trained in zip(modules, buffers, parameters, strict=True):
             for key, reason in _written(child, held):
@@ -74,62 +87,86 @@ class State:
 
     @contextlib.contextmanager
     def restored(self) -> Generator[None]:
-        """Afterwards, every attribute of the module and its submodules is what it was before.
+        """Afterwards, all that is looked at is what it was before.
 
         Raises:
             UnsupportedError: IRC338 when the forward assigns what it computes to an attribute, replaces a
                 buffer by another kind of tensor, changes other Python state, or draws from a Python
-                generator. A hook before the forward may assign (pruning, weight norm): it computes the
-                attribute from parameters in each call.
+                generator or iterator. A hook before the forward may assign (pruning, weight norm): it
+                computes the attribute from parameters in each call.
         """
-        before = [(name, child, dict(vars(child))) for name, child in self.module.named_modules()]
-        contents = _contents(self.module)
         hooks = [(name, held, dict(held)) for name, held in _hooks(self.module)]
-        assigned: list[str] = []
         counted: list[str] = []
+        self.assigned = []
         with self.kept():
+            holders = own_reach(self.module, _excused)
             yield
             for name, held, entries in hooks:
                 left = [hook for key, hook in held.items() if key not in entries]
                 counted += [name for hook in left if not is_recorder(hook)]
-            for name, child, attributes in before:
-                for key, value in _changed(child, attributes):
-                    found = assigned if is_traced(value) else counted
-                    if found is assigned or isinstance(value, (int, float, str)):
-                        found.append(f"{name}.{key}".lstrip("."))
-            for name, value, items in contents:
-                if not _are_same(items, list(_items(value))):
-                    (assigned if is_traced(value) else counted).append(name)
+            for holder in holders:
+                for key, old, new in changed(holder):
+                    if _is_state(holder, old, new) and not _is_learned(holder, old, new):
+                        counted.append(holder.path_of(key))
         counted += [name for name in self.flipped if name not in counted]
-        self._refuse(assigned, counted)
+        self._refuse(self.assigned, counted)
 
     @contextlib.contextmanager
     def kept(self) -> Generator[None]:
-        """Afterwards, attributes and Python's generators are as before, whatever they were meanwhile.
+        """Afterwards, all that is looked at is as before, whatever it was meanwhile.
 
         So are hooks: what a forward installs for its next run would see traced tensors, or be there twice.
+        Some stays that a first call sets once: an attribute of a configuration that was None, such as
+        `config.problem_type`, and names in a registry that only code leads to.
         """
         attributes = [(child, dict(vars(child))) for child in self.module.modules()]
-        own = [
-            (value, list(_items(value)))
-            for _, entries in attributes
-            for key, value in entries.items()
-            if key in _OWN and isinstance(value, (dict, set))
-        ]
-        contents = _contents(self.module)
+        tables = [Holder.of_container(table) for table in _tables(self.module)]
+        holders = self._holders()
+        caches = caches_of(self.module)
         python, numpy = random.getstate(), np.random.get_state()
         try:
-            yield
+            with untouched_iterators(_places(holders)):
+                yield
         finally:
             random.setstate(python)
             np.random.set_state(numpy)
+            forget_traced(caches)
             for child, entries in attributes:
                 vars(child).clear()
                 vars(child).update(entries)
-            for value, items in own:
-                _refill(value, items)
-            for _, value, items in contents:
-                _refill(value, items)
+            for holder in tables:
+                holder.put_back()
+            for holder in holders:
+                self._put_back(holder)
+
+    def _put_back(self, holder: Holder) -> None:
+        if holder.is_own and not holder.is_object:
+            holder.put_back()
+            return
+        for key, old, new in list(changed(holder)):
+            if holder.is_own:
+                stays = _is_learned(holder, old, new) and holder.path_of(key) not in self.flipped
+            else:
+                stays = not (_is_number(old, new) or is_generator(holder.value) or holds_traced(new))
+            if not stays:
+                holder.put_back_item(key)
+
+    def _holders(self) -> list[Holder]:
+        return [*own_reach(self.module, _excused), *code_reach(self.module)]
+
+    def _compare(self, holders: list[Holder]) -> None:
+        """Notes what one run changed, and takes away what exists only while it is traced."""
+        self.drawn, self.flipped = [], []
+        for holder in holders:
+            for key, old, new in list(changed(holder)):
+                path = holder.path_of(key)
+                if is_generator(holder.value):
+                    self.drawn.append(f"the generator {path}")
+                elif holds_traced(new):
+                    self.assigned += [path] * (path not in self.assigned)
+                    holder.put_back_item(key)
+                elif _is_number(old, new) and (holder.is_own or old is not ABSENT):
+                    self.flipped.append(path)
 
     def _refuse(self, assigned: list[str], counted: list[str]) -> None:
         if assigned:
@@ -137,7 +174,8 @@ class State:
                 "IRC338",
                 f"the forward assigns a tensor to the attribute {assigned[0]} "
                 f"({len(assigned)} such attributes)",
-                help="return the tensor, or register a buffer and write into it with copy_()",
+                help="return the tensor, or register a buffer and write into it with copy_(); where it is a "
+                "cache, call the module once before, so that it is full",
             )
         if self.replaced:
             raise UnsupportedError(
@@ -191,13 +229,52 @@ def _written(child: nn.Module, held: dict[str, Tensor | None]) -> Iterator[tuple
             child._buffers[key] = old
 
 
-def _changed(child: nn.Module, attributes: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The attributes that are others than before; caches of torch's own modules do not count."""
-    if type(child).__module__.startswith("torch.") or any(map(_is_torchs, child._forward_pre_hooks.values())):
-        return  # such as the flat weights of an LSTM, or the weight that weight norm computes
-    for key, value in vars(child).items():
-        if attributes.get(key, _ABSENT) is not value and key != RECORDERS_MARK:
-            yield key, value
+def _excused(child: nn.Module) -> frozenset[str] | None:
+    """The attributes of a module that are none of its state; None for all, as of torch's own modules.
+
+    Those are the tables of every module, and what torch's hooks compute before each forward (pruning, weight
+    norm). torch's own modules have caches, such as the flat weights of an LSTM.
+    """
+    if type(child).__module__.startswith("torch."):
+        return None
+    found = {*_OWN, RECORDERS_MARK}
+    for hook in child._forward_pre_hooks.values():
+        if _is_torchs(hook):
+            found.update(_texts(hook))
+    return frozenset(found)
+
+
+def _texts(hook: Any) -> Iterator[str]:
+    """The texts that a hook holds: names of attributes are among them."""
+    if isinstance(hook, functools.partial):
+        values: list[Any] = [*hook.args, *hook.keywords.values()]
+    else:
+        function = getattr(hook, "__func__", hook)
+        values = [*getattr(hook, "__dict__", {}).values()]
+        values += closed_over(function) if hasattr(function, "__closure__") else []
+    return (value for value in values if isinstance(value, str))
+
+
+def _is_number(old: Any, new: Any) -> bool:
+    """Whether a number, a text, None or a tuple of such is another one."""
+    return (is_plain(old) or old is ABSENT) and (is_plain(new) or new is ABSENT)
+
+
+def _is_state(holder: Holder, old: Any, new: Any) -> bool:
+    """Whether a change is one of the module's state, and not what it lazily makes for itself."""
+    if holder.is_container or is_plain(new) or new is ABSENT:
+        return not is_generator(holder.value)
+    return old is not ABSENT and old is not None and (is_plain(old) or not _are_alike(old, new))
+
+
+def _is_learned(holder: Holder, old: Any, new: Any) -> bool:
+    """Whether an object that is no module fills in what it has not known yet."""
+    return holder.is_object and (old is None or old is ABSENT) and is_plain(new)
+
+
+def _are_alike(old: Any, new: Any) -> bool:
+    """Whether two objects that were made one after the other hold the same."""
+    return digest(old) == digest(new)
 
 
 def _is_torchs(hook: Any) -> bool:
@@ -214,32 +291,20 @@ def _hooks(module: nn.Module) -> Iterator[tuple[str, dict[int, Any]]]:
                 yield f"{name}.{key}".lstrip("."), value
 
 
-def _contents(module: nn.Module) -> list[tuple[str, Any, list[Any]]]:
-    """The lists, dicts and sets among the attributes, each with its path and what is in it."""
-    return [
-        (f"{name}.{key}".lstrip("."), value, list(_items(value)))
-        for name, child in module.named_modules()
-        for key, value in vars(child).items()
-        if key not in _OWN and isinstance(value, (list, dict, set))
-    ]
+def _tables(module: nn.Module) -> Iterator[Any]:
+    """What torch keeps of each module, and the lists and dicts of torch's own modules."""
+    for child in module.modules():
+        is_excused = _excused(child) is None
+        for key, value in vars(child).items():
+            if isinstance(value, (dict, set, list)) and (key in _OWN or is_excused):
+                yield cast(Any, value)
 
 
-def _items(container: Any) -> Iterator[Any]:
-    for item in cast("dict[Any, Any] | list[Any]", container):
-        yield item
-        if isinstance(container, dict):
-            yield container[item]
-
-
-def _are_same(some: list[Any], others: list[Any]) -> bool:
-    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
-
-
-def _refill(container: Any, items: list[Any]) -> None:
-    if _are_same(items, list(_items(container))):
-        return
-    container.clear()
-    if isinstance(container, dict):
-        container.update(zip(items[::2], items[1::2], strict=True))
-    else:
-        getattr(container, "extend" if isinstance(container, list) else "update")(items)
+def _places(holders: list[Holder]) -> Iterator[tuple[str, Any, Any]]:
+    """Where items of holders are, for those that can be replaced for a while."""
+    for holder in holders:
+        held = holder.store
+        if held is not None:
+            for key in holder.items:
+                if not isinstance(held, dict) or key in held:
+                    yield holder.path_of(key), held, key

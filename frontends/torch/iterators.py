@@ -1,0 +1,77 @@
+"""Iterators that a forward may hold and must not draw from: nobody can see how far one is, or put it back."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Generator, Iterable, Iterator, MutableMapping, MutableSequence
+from typing import Any, cast
+
+from ...ir import UnsupportedError
+
+__all__ = ["untouched_iterators"]
+
+_HOMES = ("builtins", "itertools", "collections", "_collections_abc")
+"""Where the iterators of Python come from; others are objects whose attributes can be looked at."""
+_DRAWING = frozenset({"send", "throw", "close", "__setstate__"})
+
+
+class _Untouched:
+    """Stands for an iterator, and refuses to be drawn from by the thread that made it."""
+
+    def __init__(self, iterator: Any, path: str) -> None:
+        self._iterator, self._path = iterator, path
+        self._thread = threading.get_ident()
+
+    def __iter__(self) -> _Untouched:
+        return self
+
+    def __next__(self) -> Any:
+        self._refuse()
+        return next(self._iterator)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _DRAWING:
+            self._refuse()
+        return getattr(self._iterator, name)
+
+    def __repr__(self) -> str:
+        return repr(self._iterator)
+
+    def _refuse(self) -> None:
+        if threading.get_ident() == self._thread:
+            raise UnsupportedError(
+                "IRC338",
+                f"the forward draws from the iterator {self._path}; a plan would freeze what it drew",
+                help="draw outside of the module, and pass what was drawn as an argument",
+            )
+
+
+@contextlib.contextmanager
+def untouched_iterators(places: Iterable[tuple[str, Any, Any]]) -> Generator[None]:
+    """Meanwhile, what a forward draws from the iterators of Python at these places is refused (IRC338).
+
+    Args:
+        places: The path of each item, the dict or list that holds it, and its key there.
+    """
+    replaced: list[tuple[Any, Any, _Untouched, Any]] = []
+    made: dict[int, _Untouched] = {}
+    for path, held, key in places:
+        value = held[key]
+        if isinstance(value, Iterator) and type(cast(Any, value)).__module__ in _HOMES:
+            stand_in = made.setdefault(id(cast(Any, value)), _Untouched(value, path))
+            held[key] = stand_in
+            replaced.append((held, key, stand_in, value))
+    try:
+        yield
+    finally:
+        for held, key, stand_in, value in replaced:
+            if _holds(held, key, stand_in):
+                held[key] = value
+
+
+def _holds(held: MutableMapping[Any, Any] | MutableSequence[Any], key: Any, value: Any) -> bool:
+    try:
+        return held[key] is value
+    except LookupError:
+        return False

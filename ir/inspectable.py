@@ -1,0 +1,51 @@
+"""Which objects of a model are looked into for what they hold: those of its own code and its libraries."""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import functools
+import sys
+import types
+from typing import Any
+
+__all__ = ["is_inspectable", "is_of_library", "slots_of", "store_of"]
+
+_LIBRARIES = frozenset(sys.stdlib_module_names | {"torch", "numpy", __name__.partition(".")[0]})
+_OF_PYTHON = (types.SimpleNamespace, argparse.Namespace)
+_CLOSED = (enum.Enum, type, BaseException, types.ModuleType)
+_NEUTRAL = frozenset({"abc", "builtins", "collections.abc", "typing"})
+"""Bases in these say nothing about where a class comes from."""
+
+
+def is_of_library(module: str) -> bool:
+    """Whether a module is one of Python, torch, numpy or irc, by its dotted name."""
+    return module.partition(".")[0] in _LIBRARIES
+
+
+@functools.lru_cache(maxsize=4096)
+def is_inspectable(kind: type) -> bool:
+    """Whether objects of a class are looked into: not those of Python, torch and numpy, nor their heirs."""
+    if issubclass(kind, _OF_PYTHON):
+        return True
+    if issubclass(kind, _CLOSED):
+        return False
+    homes = {each.__module__ for each in kind.__mro__} - _NEUTRAL
+    return bool(homes) and not any(map(is_of_library, homes))
+
+
+@functools.lru_cache(maxsize=4096)
+def slots_of(kind: type) -> tuple[str, ...]:
+    """The attributes that objects of a class have outside of their `__dict__`."""
+    member = types.MemberDescriptorType
+    return tuple(
+        name for each in kind.__mro__ for name, held in vars(each).items() if isinstance(held, member)
+    )
+
+
+def store_of(value: Any) -> dict[str, Any]:
+    """The `__dict__` of an object; an empty one where it has none."""
+    try:
+        return object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["flatten", "has_dataclass"]
+__all__ = ["flatten"]
 
 
 class Dataclass:
@@ -58,11 +58,6 @@ def flatten(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[l
     if not any(map(_is_openable, leaves)):
         return leaves, tree
     return pytree.tree_flatten(_opened(value, is_leaf, ()), is_leaf)
-
-
-def has_dataclass(tree: pytree.TreeSpec) -> bool:
-    """Whether `flatten` opened a dataclass."""
-    return tree.type is Dataclass or any(map(has_dataclass, tree.children()))
 
 
 def _opened(value: Any, is_leaf: Callable[[Any], bool] | None, around: tuple[int, ...]) -> Any:

@@ -37,13 +37,13 @@ from ...ir import (
     UsageError,
 )
 from ...ir.autocast import autocast_state
-from ...ir.nesting import flatten, has_dataclass
+from ...ir.nesting import flatten
 from .branches import Branches
 from .loss import Loss, loss_bytes, unused_outputs
 from .placing import place_wishes
 from .provenance import raised_at, raised_code, recording
 from .recurrent import StepwiseRNN
-from .results import flattened, refuse_hidden_tensors, refuse_written
+from .results import flattened, refuse_hidden_tensors, refusing_writes
 from .rules import own_rules
 from .scopes import Scopes
 from .state import State
@@ -80,7 +80,6 @@ class _Flat(nn.Module):
         super().__init__()
         self.module = module
         self.tree = tree
-        self.has_dataclass = has_dataclass(tree)
         self.leaves = leaves
         self.state = State(module)
         self.tied = TiedParameters(module)
@@ -96,10 +95,8 @@ class _Flat(nn.Module):
         given = iter(tensors)
         leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.tree)
-        result = self.module.forward(*args, **kwargs)
-        if self.has_dataclass:
-            refuse_written((args, kwargs), leaves, self.tree)
-        return result
+        with refusing_writes((args, kwargs)):
+            return self.module.forward(*args, **kwargs)
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         branches = self.branches.replayed() if self.branches else contextlib.nullcontext()

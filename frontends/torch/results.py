@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Generator, Iterable
 from types import FunctionType, ModuleType
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from torch.utils import _pytree as pytree
 from ...ir import UnsupportedError
 from ...ir.nesting import flatten
 
-__all__ = ["flattened", "refuse_hidden_tensors", "refuse_written"]
+__all__ = ["flattened", "refuse_hidden_tensors", "refusing_writes"]
 
 _OPAQUE = (nn.Module, ModuleType, FunctionType, type)
 _MOST = 10_000
@@ -59,23 +60,27 @@ def refuse_hidden_tensors(leaves: Iterable[Any]) -> None:
             )
 
 
-def refuse_written(arguments: Any, leaves: list[Any], tree: pytree.TreeSpec) -> None:
-    """Refuses a forward that assigns to its arguments: a planned step does not run its Python code.
+@contextlib.contextmanager
+def refusing_writes(arguments: Any) -> Generator[None]:
+    """Refuses a forward that writes into lists, dicts and dataclasses that it is given.
+
+    A planned step does not run its Python code, and eager's callers see what is written.
 
     Args:
-        arguments: What the forward was given, after it ran.
-        leaves: Their leaves before.
-        tree: How they nested before.
+        arguments: What the forward is given.
 
     Raises:
         UnsupportedError: IRC556.
     """
+    leaves, tree = flatten(arguments)
+    yield
     found, now = flatten(arguments)
     if now != tree or any(a is not b for a, b in zip(found, leaves, strict=True)):
         raise UnsupportedError(
             "IRC556",
-            "the forward assigns to a dataclass among its arguments, or to what is in it",
-            help="return what it computes, or let it work on a copy (dataclasses.replace)",
+            "the forward writes into its arguments: a list, a dict or a dataclass is another afterwards",
+            help="return what it computes, or let it work on a copy: list(...), dict(...), "
+            "dataclasses.replace(...)",
         )
 
 

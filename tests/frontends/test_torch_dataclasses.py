@@ -221,11 +221,36 @@ def test_a_dataclass_within_itself_is_refused() -> None:
         capture(layer(forward), (torch.randn(8, 4),))
 
 
+@pytest.mark.parametrize(
+    "write",
+    [lambda d: d.pop("x"), lambda d: d["more"].append(1), lambda d: d.update(y=d["x"] * 2)],
+)
+def test_a_forward_that_writes_into_a_dict_or_list_is_refused(
+    write: Callable[[dict[str, Any]], object],
+) -> None:
+    def forward(m: Any, given: dict[str, Any]) -> Tensor:
+        made = m.lin(given["x"])
+        write(given)
+        return made
+
+    example = {"x": torch.randn(8, 4), "more": [3]}
+    with pytest.raises(irc.UnsupportedError, match=r"IRC556"):
+        capture(layer(forward), (example,))
+    assert example.keys() == {"x", "more"} and example["more"] == [3]
+
+
+def test_a_forward_may_take_keywords_away() -> None:
+    def forward(m: Any, x: Tensor, **more: Any) -> Tensor:
+        return m.lin(x) * more.pop("scale")
+
+    capture(layer(forward), (torch.randn(8, 4),), {"scale": 2.0})
+
+
 def test_a_forward_that_assigns_to_its_argument_is_refused() -> None:
     def forward(m: Any, x: Tensor, given: Plain) -> Tensor:
         given.loss = made = m.lin(x)
         return made
 
-    with pytest.raises(irc.UnsupportedError, match=r"IRC556.*assigns to a dataclass") as raised:
+    with pytest.raises(irc.UnsupportedError, match=r"IRC556.*writes into its arguments") as raised:
         capture(layer(forward), (torch.randn(8, 4), Plain(None, [torch.ones(2)])))
     assert raised.value.help is not None and "dataclasses.replace" in raised.value.help

@@ -44,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--plans", metavar="A,B", help="these plans alone")
     parser.add_argument("--models", metavar="A,B", help="these models alone; own is the checks' own ones")
     parser.add_argument("--checks", metavar="TEXT", help="the checks alone whose names contain this")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="so many processes share the checks")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table as a page")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every outcome")
     parser.add_argument("--refusals", type=Path, metavar="FILE", help="write the page of refusals and stop")
@@ -59,14 +60,12 @@ def _run(options: argparse.Namespace, given: Sequence[str]) -> int:
 
         write_whole(options.refusals, page())
         return 0
-    from . import families
     from .models import MODELS
     from .plans import PLANS
-    from .registry import CHECKS, OWN, ROWS, run_check, selected
+    from .registry import CHECKS, OWN, ROWS, selected
+    from .running import run_lines
     from .table import Line, count, lines_of_text, summary, to_json, to_page
-    from .trial import Workshop
 
-    assert families
     if options.list:
         for check in sorted(CHECKS.values(), key=lambda check: check.row):
             print(f"{check.row:>2}  {check.name:<52} {check.promise}")
@@ -77,15 +76,15 @@ def _run(options: argparse.Namespace, given: Sequence[str]) -> int:
     chosen = [
         (check, model) for check, model in selected(rows, models) if (options.checks or "") in check.name
     ]
+    if options.jobs < 1:
+        raise UsageError("IRC400", f"--jobs is {options.jobs}; at least one process runs the checks")
     if not chosen:
         raise UsageError("IRC400", "no check fits these options", help="see --list for the names")
-    workshop = Workshop()
     started = time.monotonic()
     lines: list[Line] = []
-    for check, model in chosen:
-        outcomes = {name: run_check(check, PLANS[name], model, workshop) for name in plans}
-        lines.append(Line(check, model, outcomes))
-        print("\n".join(lines_of_text(lines[-1])), flush=True)
+    for line in run_lines(chosen, plans, options.jobs):
+        lines.append(line)
+        print("\n".join(lines_of_text(line)), flush=True)
     print(f"\n{summary(lines)}\n")
     found = count(lines)
     total = ", ".join(f"{number} {verdict.value}" for verdict, number in found.items())

@@ -119,9 +119,7 @@ _structure("integers and booleans beside", lambda m, x: (_h(m, x), _h(m, x).argm
 _structure("a result of no elements", lambda m, x: (_h(m, x), x[:0], _h(m, x)[:0]))
 _structure("sizes and types", lambda m, x: (_h(m, x), x.shape, x.dtype, x.device))
 _EITHER = "It goes out as in eager, with tensors that train, or is refused by name."
-_structure(
-    "a dataclass unknown to pytree", lambda m, x: _Plain(_h(m, x), _h(m, x)), promise=_EITHER, refusable=True
-)
+_structure("a dataclass unknown to pytree", lambda m, x: _Plain(_h(m, x), _h(m, x)))
 _structure("an object", lambda m, x: (h := _h(m, x), _Attributes(h.mean())), promise=_EITHER, refusable=True)
 _structure("a dict of the script's own", lambda m, x: _Dict(h=_h(m, x)), promise=_EITHER, refusable=True)
 _structure("a set", lambda m, x: (_h(m, x), {1, 2}), promise=_EITHER, refusable=True)
@@ -176,7 +174,12 @@ _structure(
     "a dataclass as argument",
     lambda m, x, p: _h(m, x) * p.scores + p.hidden,
     lambda: Arguments((torch.randn(8, 4),), {"p": _Plain(torch.ones(6), torch.ones(8, 1))}),
-    "It comes in as in eager, or is refused by name.",
+)
+_structure(
+    "a dict as argument that the forward writes into",
+    lambda m, x, p: _h(m, x) * p.pop("scale"),
+    _named({"p": {"scale": torch.ones(6), "more": [1]}}),
+    "The caller's dict is as after eager, or it is refused by name.",
     refusable=True,
 )
 _structure(

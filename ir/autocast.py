@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["autocast_state"]
+__all__ = ["Autocast", "autocast_state"]
+
+Autocast = tuple[tuple[str, str, bool], ...]
+"""Device types with the element type that is cast to, and whether casts of parameters are kept."""
 
 
-def autocast_state() -> tuple[tuple[str, str], ...]:
-    """The device types for which automatic casting is on, each with its element type."""
+def autocast_state() -> Autocast:
+    """The device types for which automatic casting is on."""
     return tuple(
-        (device, str(torch.get_autocast_dtype(device)).removeprefix("torch."))
+        (
+            device,
+            str(torch.get_autocast_dtype(device)).removeprefix("torch."),
+            torch.is_autocast_cache_enabled(),
+        )
         for device in ("cpu", "cuda")
         if torch.is_autocast_enabled(device)
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from .autocast import Autocast
+
 __all__ = ["Branch", "Delivery", "Origin", "Signature", "Slot"]
 
 
@@ -75,7 +77,7 @@ class Signature:
             the graph was specialised to.
         deliveries: How each leaf of the result is made.
         modes: The `training` flag of every submodule at capture, by dotted path ("" is the root).
-        autocast: The device types for which automatic casting was on at capture, each with its element type.
+        autocast: The device types for which automatic casting was on at capture.
         unused: The forward outputs that have a gradient in the original, and none in the graph, because the
             loss that it was captured for does not use them.
         branches: What the module's Python code reads from tensors, where the graph was specialised to that.
@@ -86,6 +88,6 @@ class Signature:
     leaves: tuple[object, ...]
     deliveries: tuple[Delivery, ...]
     modes: tuple[tuple[str, bool], ...]
-    autocast: tuple[tuple[str, str], ...] = ()
+    autocast: Autocast = ()
     unused: frozenset[int] = frozenset()
     branches: tuple[Branch, ...] = ()

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...ir import DType, Input, IrcError, Slot, TensorType, UsageError
+from ...ir.autocast import Autocast
 from .contents import ABSENT, differing, is_plain
 from .reading import Names, counting, differences
 from .snapshot import Snapshot, State
@@ -28,7 +29,7 @@ class Call:
         tree: How they nest.
         tensors: The tensors among the leaves.
         snapshot: The modules at the time of the call.
-        autocast: The device types for which automatic casting is on, each with its element type.
+        autocast: The device types for which automatic casting is on.
     """
 
     root: nn.Module
@@ -38,7 +39,7 @@ class Call:
     tree: Any
     tensors: list[Tensor]
     snapshot: Snapshot
-    autocast: tuple[tuple[str, str], ...]
+    autocast: Autocast
 
     def trains(self) -> bool:
         """Whether anything asks for a gradient."""
@@ -203,7 +204,7 @@ def other_part(name: str | None) -> Difference:
     )
 
 
-def other_autocast(now: tuple[tuple[str, str], ...], planned: tuple[tuple[str, str], ...]) -> Difference:
+def other_autocast(now: Autocast, planned: Autocast) -> Difference:
     """Automatic casting is in another state."""
     return Difference(
         "IRC502",
@@ -212,5 +213,6 @@ def other_autocast(now: tuple[tuple[str, str], ...], planned: tuple[tuple[str, s
     )
 
 
-def _autocast_text(state: tuple[tuple[str, str], ...]) -> str:
-    return ", ".join(f"on for {device} with {dtype}" for device, dtype in state) or "off"
+def _autocast_text(state: Autocast) -> str:
+    texts = (f"on for {d} with {dtype}{'' if keeps else ', no casts kept'}" for d, dtype, keeps in state)
+    return ", ".join(texts) or "off"

@@ -39,6 +39,7 @@ from ...ir import (
 from ...ir.autocast import autocast_state
 from ...ir.nesting import flatten
 from .branches import Branches
+from .casts import share_casts
 from .loss import Loss, loss_bytes, unused_outputs
 from .placing import place_wishes
 from .provenance import raised_at, raised_code, recording
@@ -257,6 +258,7 @@ def _traced_so(flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...], way:
         flat.ask_loss()
     with contextlib.ExitStack() as stack:
         joint, scopes = _trace(stack, flat, module, tensors)
+        share_casts(joint.graph_module.graph)
         translation = translate(joint)
     graph = place_wishes(translation.graph, translation.notes, scopes.asked)
     return replace(translation, graph=graph)

@@ -37,6 +37,20 @@ def _forward_under_autocast(side: Side, optimizer: torch.optim.Optimizer) -> Any
     return loss.detach(), gradients
 
 
+@check(4)
+def a_layer_used_several_times_under_autocast(trial: Trial) -> None:
+    """Its parameters are cast once, and their gradients summed in bfloat16, as in eager."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = torch.tanh(m.lin(x))
+        return x * m.lin.weight.sum()
+
+    with _cast():
+        pair = trial.fit(Calls(forward, lin=nn.Linear(8, 8)), Arguments((torch.randn(16, 8),)))
+    trains(trial, pair, step=_forward_under_autocast)
+
+
 @check(4, every())
 def autocast_around_the_forward(trial: Trial) -> None:
     """Planned and run under bfloat16 autocast, backward outside: numbers and element types are eager's.

@@ -72,11 +72,16 @@ def _hooks_of(tensor: Tensor) -> Mapping[int, Any]:
     return tensor._backward_hooks
 
 
+_COUNTING = "inner_hook"
+"""What `torch.autograd.graph.register_multi_grad_hook` registers; it waits for a call for each result."""
+
+
 class _Hooks(OrderedDict[int, Callable[[Tensor], Any]]):
     """Hooks of one result of several: their autograd node calls all hooks in each of its backwards."""
 
     def __setitem__(self, key: int, hook: Callable[[Tensor], Any]) -> None:
-        super().__setitem__(key, _Given(hook))
+        counts_calls = getattr(hook, "__name__", None) == _COUNTING and hook.__module__.startswith("torch.")
+        super().__setitem__(key, hook if counts_calls else _Given(hook))
 
 
 @dataclass(frozen=True, slots=True)

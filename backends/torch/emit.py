@@ -24,7 +24,7 @@ from ...ir import (
     Trait,
     Value,
 )
-from .reach import reached_by
+from .reach import zero_without
 
 __all__ = ["emit_source", "is_partial", "saved_values"]
 
@@ -62,11 +62,11 @@ def is_partial(graph: Graph) -> bool:
 
 def _partial(graph: Graph) -> dict[Node, int]:
     """Such operations, each with the outputs as bits; what has an effect or gives nothing new always runs."""
-    reached = reached_by(graph)
+    zero = zero_without(graph)
     every = frozenset(int(i.target) for i in graph.inputs if i.role is InputRole.TANGENT)
     found: dict[Node, int] = {}
     for node in graph.operations:
-        comes_from = frozenset[int]().union(*(reached.get(value, frozenset()) for value in node.values))
+        comes_from = next((zero.get(value) for value in node.values), None)
         own = {value.storage for value in node.values}
         makes_all = len(own) == len(node.values) and own == set(graph.allocates(node))
         plain = node.releases is None and not node.traits & {Trait.EFFECT, Trait.RANDOM}

@@ -103,7 +103,9 @@ class _Fitted(Persistent):
         return dict(plans.release.optimizers)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        plans: Plans = self.__dict__[FITTED]
+        plans: Plans | None = self.__dict__.get(FITTED)
+        if plans is None:  # somebody called the class for another module
+            return super().forward(*args, **kwargs)
         if torch.is_grad_enabled() and plans.apply_to(self):
             found = plans.find(self, args, kwargs)
             if found is not None:

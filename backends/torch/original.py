@@ -84,9 +84,8 @@ def class_of_same_name(kind: type, bases: tuple[type, ...], members: dict[str, A
     Raises:
         UnsupportedError: IRC555 when the class lets nobody make a subclass in this way.
     """
-    named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    try:
-        return type(kind.__name__, bases, {**named, **members})
+    try:  # under a name of its own: metaclasses may keep lists of classes
+        made = type(f"_Irc{kind.__name__}", bases, {"__module__": kind.__module__, **members})
     except Exception as error:  # whatever a metaclass raises
         raise UnsupportedError(
             "IRC555",
@@ -95,6 +94,8 @@ def class_of_same_name(kind: type, bases: tuple[type, ...], members: dict[str, A
             help="wrap the model in a module of a plain class; what stands in the way is the metaclass "
             f"{type(kind).__qualname__}",
         ) from error
+    made.__name__, made.__qualname__ = kind.__name__, kind.__qualname__
+    return made
 
 
 def unfitted(module: nn.Module) -> nn.Module:

@@ -1,20 +1,134 @@
-"""Which values of backward come from the gradients of which outputs."""
+"""Which values of backward come from the gradients of which outputs, and which are zero without them."""
 
 from __future__ import annotations
 
-from ...ir import Graph, InputRole, Value
+from ...ir import Argument, Graph, InputRole, Node, Value, values_in
 
-__all__ = ["reached_by"]
+__all__ = ["reached_by", "zero_without"]
+
+_Outputs = frozenset[int]
 
 
 def reached_by(graph: Graph) -> dict[Value, frozenset[int]]:
     """The values that tangents reach, each with the indices of their outputs."""
-    reached: dict[Value, frozenset[int]] = {
-        i.value: frozenset([int(i.target)]) for i in graph.inputs if i.role is InputRole.TANGENT
-    }
+    reached = _tangents(graph)
     nothing = frozenset[int]()
     for node in graph.nodes:
         through = nothing.union(*(reached.get(value, nothing) for value in node.operands))
         if through:
             reached.update(dict.fromkeys(node.values, through))
     return reached
+
+
+def zero_without(graph: Graph) -> dict[Value, frozenset[int]]:
+    """The values that are zero where none of these outputs has a gradient, as far as that is known.
+
+    An operation that is linear in gradients makes zeros of zeros. A backward that a user wrote need not be:
+    what it adds to a gradient is there without one.
+    """
+    zero = _tangents(graph)
+    for node in graph.nodes:
+        found = _zero(node, zero)
+        if found is not None:
+            zero.update(dict.fromkeys(node.values, found))
+    return zero
+
+
+def _tangents(graph: Graph) -> dict[Value, _Outputs]:
+    return {i.value: frozenset([int(i.target)]) for i in graph.inputs if i.role is InputRole.TANGENT}
+
+
+_OF_FIRST = frozenset(
+    {
+        "_conj",
+        "_fft_c2c",
+        "_fft_c2r",
+        "_fft_r2c",
+        "_to_copy",
+        "_unsafe_view",
+        "alias",
+        "as_strided",
+        "clone",
+        "conj_physical",
+        "cumsum",
+        "detach",
+        "diagonal",
+        "expand",
+        "flip",
+        "gather",
+        "imag",
+        "index",
+        "index_select",
+        "mean",
+        "neg",
+        "permute",
+        "real",
+        "repeat",
+        "reshape",
+        "roll",
+        "select",
+        "slice",
+        "split",
+        "split_with_sizes",
+        "squeeze",
+        "sum",
+        "t",
+        "transpose",
+        "tril",
+        "triu",
+        "unbind",
+        "unfold",
+        "unsqueeze",
+        "view",
+        "view_as_complex",
+        "view_as_real",
+    }
+)
+"""Linear in the first argument, whatever the others are. So are torch's backwards in the gradient."""
+_OF_EITHER = frozenset({"bmm", "convolution", "dot", "mm", "mul", "mv"})
+"""Zero where one of the first two arguments is."""
+_OF_ALL = {
+    "add.Tensor": (0, 1),
+    "cat.default": (0,),
+    "div.Tensor": (0,),
+    "index_add.default": (0, 3),
+    "index_put.default": (0, 2),
+    "scatter.src": (0, 3),
+    "scatter_add.default": (0, 3),
+    "select_scatter.default": (0, 1),
+    "slice_scatter.default": (0, 1),
+    "stack.default": (0,),
+    "sub.Tensor": (0, 1),
+    "where.self": (1, 2),
+}
+"""Zero where the arguments at these places are."""
+_ZEROS = frozenset({"new_zeros", "zeros", "zeros_like"})
+_BACKWARDS = ("_backward", "_backward_data")
+
+
+def _zero(node: Node, zero: dict[Value, _Outputs]) -> _Outputs | None:
+    """Without which outputs the results of an operation are zero; None where they may be anything."""
+    home, _, overload = node.op.partition(".")
+    name = overload.partition(".")[0]
+    if home != "aten":
+        return None
+    if name in _ZEROS:
+        return frozenset()
+    if name in _OF_EITHER:
+        either = [found for place in (0, 1) if (found := _all(node.arguments[place], zero)) is not None]
+        return min(either, key=len, default=None)
+    is_of_first = name in _OF_FIRST or name.endswith(_BACKWARDS)
+    places = (0,) if is_of_first else _OF_ALL.get(overload)
+    if places is None:
+        return None
+    found = [_all(node.arguments[place], zero) for place in places]
+    known = [each for each in found if each is not None]
+    return frozenset[int]().union(*known) if len(known) == len(found) else None
+
+
+def _all(argument: Argument, zero: dict[Value, _Outputs]) -> _Outputs | None:
+    """Without which outputs all tensors in an argument are zero; None where that is not known."""
+    values = list(values_in(argument))
+    if not values or not all(value in zero for value in values):
+        return None
+    return frozenset[int]().union(*(zero[value] for value in values))

@@ -96,16 +96,19 @@ def _reads_as_any(kind: type) -> bool:
 
 
 _open: tuple[Readings, ...] = ()
+_before: Any = None
+"""How modules' attributes were read before, where somebody else stands in the way as well."""
 _lock = threading.Lock()
 
 
 @contextmanager
 def reading() -> Generator[Readings]:
     """While it is open, reads of modules' attributes are noted."""
-    global _open
+    global _open, _before
     readings = Readings()
     with _lock:
         if not _open:
+            _before = vars(nn.Module).get("__getattribute__")
             nn.Module.__getattribute__ = _read  # pyright: ignore[reportAttributeAccessIssue]
         _open = (*_open, readings)
     try:
@@ -113,12 +116,14 @@ def reading() -> Generator[Readings]:
     finally:
         with _lock:
             _open = tuple(each for each in _open if each is not readings)
-            if not _open:
+            if not _open and _before is None:
                 del nn.Module.__getattribute__
+            elif not _open:
+                nn.Module.__getattribute__ = _before  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _read(self: nn.Module, name: str) -> Any:
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     for readings in _open:
         readings.note(self, name, frame)
-    return super(nn.Module, self).__getattribute__(name)
+    return super(nn.Module, self).__getattribute__(name) if _before is None else _before(self, name)

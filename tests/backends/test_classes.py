@@ -143,3 +143,32 @@ def test_a_class_that_lets_nobody_inherit_is_refused() -> None:
     assert raised.value.help is not None and "Sealing" in raised.value.help
     wrapped = optimized(nn.Sequential(Sealed()), torch.randn(3, 4))
     wrapped(torch.randn(3, 4)).sum().backward()
+
+
+class _Registering(type):
+    """Keeps the last class of each name, as registries of model classes do."""
+
+    known: ClassVar[dict[str, type]] = {}
+
+    def __new__(cls, name: str, bases: tuple[type, ...], members: dict[str, Any]) -> Any:
+        made = super().__new__(cls, name, bases, members)
+        cls.known[name] = cls.known[made.__qualname__] = made
+        return made
+
+
+class Registered(Layer, metaclass=_Registering):
+    pass
+
+
+def test_a_metaclass_that_keeps_classes_by_name_keeps_the_users() -> None:
+    x = torch.randn(2, 4)
+    ours = optimized(Registered(), x)
+    ours(x).sum().backward()
+    assert _Registering.known["Registered"] is Registered
+    assert type(ours).__name__ == type(ours).__qualname__ == "Registered"
+
+
+def test_another_module_of_the_fitted_class_runs_its_forward() -> None:
+    x = torch.randn(2, 4)
+    other = type(optimized(Layer(), x))()
+    assert torch.equal(other(x), other.lin(x))

@@ -163,3 +163,19 @@ def test_reads_are_noted_while_it_is_open_and_not_after() -> None:
     again = outer.of(model)[1]
     assert again is not None and "calls" in again
     assert "__getattribute__" not in vars(nn.Module)
+
+
+def test_who_stood_in_the_way_of_reads_before_still_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def noting(self: nn.Module, name: str) -> Any:
+        seen.append(name)
+        return object.__getattribute__(self, name)
+
+    monkeypatch.setattr(nn.Module, "__getattribute__", noting, raising=False)
+    module = nn.Linear(2, 2)
+    with reading() as readings:
+        seen.clear()
+        _ = module.in_features
+        assert seen == ["in_features"]
+    assert readings and vars(nn.Module)["__getattribute__"] is noting

@@ -154,6 +154,22 @@ def test_a_second_backward_from_other_outputs_says_what_to_do() -> None:
                 first.sum().backward()
 
 
+@pytest.mark.parametrize("used", [(0,), (1,), (0, 1)])
+def test_a_hook_on_several_results_is_called_once(used: tuple[int, ...]) -> None:
+    def model(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        return m.lin(x), m.other(x)
+
+    module, x = Model(model, lin=nn.Linear(4, 4), other=nn.Linear(4, 4)), torch.randn(3, 4)
+    found: list[list[Any]] = []
+    for each in (module, fitted(copy.deepcopy(module), x)):
+        calls: list[Any] = []
+        results = each(x)
+        torch.autograd.graph.register_multi_grad_hook(results, calls.append)
+        torch.stack([results[k].sum() for k in used]).sum().backward()
+        found.append([[g is None for g in call] for call in calls])
+    assert found[0] == found[1] and len(found[0]) == 1
+
+
 @pytest.mark.parametrize("way", ["hook", "hook of a view", "retain_grad"])
 def test_a_hook_on_a_result_that_another_result_is_computed_from_is_refused(way: str) -> None:
     def model(m: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -109,3 +109,35 @@ def test_a_loss_on_some_outputs_stays_within_the_predicted_peak() -> None:
             return torch.stack([results[k].sum() for k in used]).sum()
 
         assert measured_peak_bytes(fitted, (x,), plan.static_bytes, loss=loss) <= plan.peak_bytes
+
+
+class _Uneven(torch.autograd.Function):
+    """Two results, whose backward is no linear function of their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x)
+        return x.sin(), x.cos()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        first, second = gradients
+        return first * x.cos() + (second + 1) * x.sin() + torch.where(first == 0, second, 5 * first)
+
+
+class Uneven(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        first, second = _Uneven.apply(self.lin(x))  # pyright: ignore[reportGeneralTypeIssues]
+        return first, second, self.lin(x)
+
+
+def test_a_backward_that_is_not_linear_in_its_gradients_runs_whole() -> None:
+    original, x = Uneven(), torch.randn(64, 6)
+    fitted = irc.optimize(copy.deepcopy(original), x, "100%", profile=False)
+    for used in [(0,), (1,), (0, 1), (0, 1, 2)]:
+        assert_equal(gradients(fitted, x, used), gradients(original, x, used))

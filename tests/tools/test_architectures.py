@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -73,23 +74,24 @@ class _Choosing(nn.Module):
 
 
 class _Counting(nn.Module):
-    """Scales by what it keeps outside of itself: what no plan can see."""
+    """Scales by what it keeps in the environment: what no plan can see."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lin = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        _CALLS[0] += 1
-        return self.lin(x).tanh() * _CALLS[0]
+        os.environ[_CALLS] = str(int(os.environ.get(_CALLS, "0")) + 1)
+        return self.lin(x).tanh() * int(os.environ[_CALLS])
 
 
-_CALLS = [0]
+_CALLS = "IRC_TEST_CALLS"
 
 
 def test_wrong_numbers_fail_the_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv(_CALLS, "0")
     monkeypatch.setitem(ARCHITECTURES, "wrong", lambda: Instance(_Counting(), (torch.randn(64, 4),)))
     assert main(["--only", "wrong", "--json", str(tmp_path / "rows.json")]) == 1
     [row] = rows_of(tmp_path / "rows.json").values()

@@ -5,11 +5,11 @@ Run it with `python examples/hugging_face_trainer.py gpt2 bert`, or without name
 
 What to look out for:
 
-- A plan is for one call: the batch's shapes and keywords. So the example is what the Trainer itself hands to
-  the model (`first_batch`), and the last batch, if smaller, is left out.
+- The example is what the Trainer itself hands to the model (`first_batch`): its shapes and keywords. A
+  smaller last batch would be planned when it comes, which takes a while; it is left out here.
 - `use_cache=False`: a cache of keys and values has no place in training.
 - `attn_implementation="eager"`, or no attention mask: with others, some models look at the values of the mask
-  and take another way where it masks nothing; a plan has one way.
+  and take another way where it masks nothing; a plan has one way (or pass `same_branches=True`).
 """
 
 from __future__ import annotations

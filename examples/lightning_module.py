@@ -46,7 +46,7 @@ def train(model: nn.Module) -> dict[str, Tensor]:
     """Two epochs on random data, always the same; returns the weights."""
     lightning.seed_everything(1, verbose=False)
     data = TensorDataset(torch.randn(300, 32), torch.randint(10, (300,)))
-    # a plan is made for one batch size: leave out what does not fill a batch
+    # another batch size would be planned when it comes: leave out what does not fill a batch
     loader = DataLoader(data, batch_size=BATCH, shuffle=True, drop_last=True)
     trainer = lightning.Trainer(
         accelerator="cpu",

@@ -34,7 +34,7 @@ from .nondeterminism import NONDETERMINISTIC, nondeterminism
 from .plan import Decision, Plan, WishEffect
 from .recorders import RECORDERS_MARK, is_recorder, is_recording
 from .schedule import Compute, Free, Instruction, Loss, Schedule, with_frees
-from .signature import Branch, Delivery, Origin, Signature, Slot
+from .signature import Autocast, Branch, Delivery, Origin, Signature, Slot
 from .text import (
     parse_graph,
     parse_program,
@@ -56,6 +56,7 @@ __all__ = [
     "RECORDERS_MARK",
     "RUN_ONCE",
     "Argument",
+    "Autocast",
     "BackwardError",
     "Branch",
     "BudgetError",

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["Autocast", "autocast_state"]
+from .signature import Autocast
 
-Autocast = tuple[tuple[str, str, bool], ...]
-"""Device types with the element type that is cast to, and whether casts of parameters are kept."""
+__all__ = ["autocast_state"]
 
 
 def autocast_state() -> Autocast:

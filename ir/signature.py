@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from .autocast import Autocast
+__all__ = ["Autocast", "Branch", "Delivery", "Origin", "Signature", "Slot"]
 
-__all__ = ["Branch", "Delivery", "Origin", "Signature", "Slot"]
+
+Autocast = tuple[tuple[str, str, bool], ...]
+"""Device types with the element type that is cast to, and whether casts of parameters are kept."""
 
 
 class Origin(Enum):

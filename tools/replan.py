@@ -137,8 +137,8 @@ class Replanner:
         if len(known) != len(found) or any(now > then for now, then in zip(found, known, strict=True)):
             raise UsageError(
                 "IRC522",
-                f"the loss does not run on the result of this call, whose tensors take {found} bytes where "
-                f"those of the example take {known} bytes: {failed.message}",
+                f"the loss does not run on the result of this call, whose tensors take {_listed(found)} "
+                f"bytes where those of the example take {_listed(known)} bytes: {failed.message}",
                 help="give irc.optimize a loss that runs on results of any size, or the largest call as the "
                 "example",
             ) from failed
@@ -166,6 +166,10 @@ def _knowing(step: Pass, chosen: Program) -> Pass:
             )
         case _:
             return step
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def _output_bytes(graph: Graph) -> list[int]:

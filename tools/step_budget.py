@@ -379,6 +379,8 @@ class StepBudget:
         for part in self.parts.values():
             if part.choice is not None:
                 lines.append(f"{' ' * 16}  {'  ' * len(part.below)}{_described(part)}")
+        if not self.parts:
+            lines.append(f"{' ' * 16}  no graph was compiled: the budget binds nothing")
         return "\n".join(lines)
 
     def _over(self, part: Part, now: _Now) -> BudgetError:

@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...ir import DType, Input, IrcError, Slot, TensorType, UsageError
-from ...ir.autocast import Autocast
+from ...ir import Autocast, DType, Input, IrcError, Slot, TensorType, UsageError
 from .contents import ABSENT, differing, is_plain
 from .reading import Names, counting, differences
 from .snapshot import Snapshot, State
@@ -133,10 +132,10 @@ def _described(dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], dev
 
 def other_sharing(names: tuple[str, str], *, shares: bool) -> Difference:
     """Two tensors share their memory and did not when the plan was made, or the other way round."""
-    now = "share" if shares else "do not share"
+    now, planned = ("share", "did not") if shares else ("do not share", "did")
     return Difference(
         "IRC501",
-        f"{names[0]} and {names[1]} {now} their memory; the plan was made for the contrary",
+        f"{names[0]} and {names[1]} {now} their memory; the plan was made when they {planned}",
         "call the module with tensors that share memory as in the example arguments",
     )
 

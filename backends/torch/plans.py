@@ -184,7 +184,7 @@ class Plans:
         return snapshot
 
     def _hit(self, call: Call) -> tuple[Bound, list[Tensor]] | Explain:
-        """The plan for a call with its inputs, or how the call differs from the last one that was planned."""
+        """The plan for a call with its inputs, or how the call differs from the example, or from the last."""
         explain: Explain | None = None
         for bound in self._bound:
             found = bound.bind(call)
@@ -192,7 +192,8 @@ class Plans:
                 if bound is not self._bound[0]:
                     self._bound = (bound, *(other for other in self._bound if other is not bound))
                 return bound, found
-            explain = explain or found
+            if explain is None or bound.fitting.plan is self.first_plan:
+                explain = found
         return explain or partial(other_part, None)
 
     # ------------------------------------------------------------------ planning
@@ -300,7 +301,7 @@ class Plans:
         )
         for fitting in given_up:
             _log.warning(
-                "gave up a plan, that for %s: if such calls come again, give irc.optimize plans=%d or more, "
+                "gave up the plan for (%s): if such calls come again, give irc.optimize plans=%d or more, "
                 "pad to fewer shapes, or pass numbers that change as tensors",
                 fitting.reason,
                 self.limit + 1,

@@ -57,10 +57,17 @@ def refuse_unplannable(root: nn.Module, arguments: Iterable[Any]) -> None:
     if wrapper is not None:
         raise UnsupportedError(
             "IRC534",
-            f"the model is a {type(root).__name__}, made by {wrapper}: a plan would bypass what that does",
-            help=f"call irc.optimize with the plain module, and {wrapper} with the fitted one",
+            f"the model is of class {type(root).__name__}, made by {wrapper}: a plan would bypass what that "
+            "does",
+            help=_help_for(wrapper),
         )
     refuse_subclasses(root, arguments)
+
+
+def _help_for(wrapper: str) -> str:
+    if wrapper == "DataParallel":
+        return "call irc.optimize with the plain module, and DistributedDataParallel with the fitted one"
+    return f"call irc.optimize with the plain module, and {wrapper} with the fitted one"
 
 
 def refuse_cached_parametrizations(root: nn.Module) -> None:

@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="exit status: 0 no check failed; 1 a check failed; 2 the command is wrong",
     )
     parser.add_argument("--rows", metavar="1,5", help="these rows alone")
-    parser.add_argument("--plans", metavar="A,B", help="these plans alone")
+    parser.add_argument("--plans", metavar="A,B", help="these plans alone: keep-all, 60%%, min")
     parser.add_argument("--models", metavar="A,B", help="these models alone; own is the checks' own ones")
     parser.add_argument("--checks", metavar="TEXT", help="the checks alone whose names contain this")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="so many processes share the checks")

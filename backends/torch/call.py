@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...ir import Autocast, DType, Input, IrcError, Slot, TensorType, UsageError
+from ...ir.nesting import is_openable
 from .contents import ABSENT, differing, is_plain
 from .reading import Names, counting, differences
 from .snapshot import Snapshot, State
@@ -89,12 +90,16 @@ def other_constant(now: object, planned: object) -> Difference:
     return Difference(
         "IRC501",
         f"an argument is {_shown(now)}; the plan was made for {_shown(planned)}",
-        "constants are part of the plan: optimize the module for this value",
+        "pass the very object that the plan was made for: the forward could tell another one from it"
+        if is_openable(now)
+        else "constants are part of the plan: optimize the module for this value",
         is_plannable=isinstance(now, Tensor) or is_known,
     )
 
 
 def _shown(leaf: object) -> str:
+    if is_openable(leaf):  # the text of dataclasses that refer to each other may have no end
+        return f"an object of class {type(leaf).__qualname__} at {id(leaf):#x}"
     return "a tensor" if isinstance(leaf, (Tensor, Slot)) else repr(leaf)
 
 

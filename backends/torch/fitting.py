@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
@@ -90,8 +91,8 @@ def unpack_signature(packed: tuple[Signature, Any, Any]) -> Signature:
 
 
 def _nested(tree: Any) -> Any:
-    """Arguments that nest as a tree does."""
-    return pytree.tree_unflatten(list(range(tree.num_leaves)), tree)
+    """Arguments that nest as a tree does; dataclasses are opened for tensors."""
+    return pytree.tree_unflatten([torch.empty(0)] * tree.num_leaves, tree)
 
 
 @dataclass(frozen=True, slots=True)

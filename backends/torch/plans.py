@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ...ir import BudgetError, IrcError, Plan, UnsupportedError, UsageError, format_bytes
 from ...ir.autocast import autocast_state
-from ...ir.nesting import flatten
+from ...ir.nesting import flatten_arguments
 from .bound import Bound, Explain
 from .call import Call, Difference, other_part
 from .constants import constants_of, fits_beside, sharing, storage_bytes
@@ -136,7 +136,7 @@ class Plans:
         """
         if kwargs:
             kwargs = dict(sorted(kwargs.items()))  # as at capture: their order is no difference
-        leaves, tree = flatten((args, kwargs))
+        leaves, tree = flatten_arguments((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for index, tensor in enumerate(tensors):
             refuse_subclass(tensor, "input", str(index))

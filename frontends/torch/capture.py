@@ -37,7 +37,7 @@ from ...ir import (
     UsageError,
 )
 from ...ir.autocast import autocast_state
-from ...ir.nesting import flatten
+from ...ir.nesting import flatten_arguments
 from .branches import Branches
 from .casts import share_casts
 from .loss import Loss, loss_bytes, unused_outputs
@@ -166,7 +166,7 @@ def capture(
             in the module has no place in the graph.
         UsageError: IRC340, when nothing in the result depends on anything that asks for a gradient.
     """
-    leaves, tree = flatten((tuple(args), dict(sorted((kwargs or {}).items()))))
+    leaves, tree = flatten_arguments((tuple(args), dict(sorted((kwargs or {}).items()))))
     refuse_hidden_tensors(leaves)
     flat = _Flat(module, tree, leaves, loss)
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))

@@ -8,7 +8,7 @@ import pickle
 import random
 import types
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -30,6 +30,7 @@ __all__ = [
     "is_generator",
     "is_plain",
     "own_reach",
+    "reach_of",
 ]
 
 ABSENT: Any = object()
@@ -173,6 +174,11 @@ def own_reach(module: nn.Module, excused: Callable[[nn.Module], frozenset[str] |
     ]
     roots = [(each.path_of(key), value) for each in modules for key, value in each.items.items()]
     return modules + _walk(roots, is_own=True)
+
+
+def reach_of(values: Iterable[Any]) -> list[Holder]:
+    """What some values are and lead to; not what is in tensors."""
+    return _walk([("", value) for value in values], is_own=True)
 
 
 def code_reach(module: nn.Module) -> list[Holder]:

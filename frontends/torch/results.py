@@ -14,11 +14,13 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
 
 from ...ir import UnsupportedError
-from ...ir.nesting import flatten
+from ...ir.nesting import flatten, flatten_arguments, is_openable
+from .reached import reach_of
 
 __all__ = ["flattened", "refuse_hidden_tensors", "refusing_writes"]
 
 _OPAQUE = (nn.Module, ModuleType, FunctionType, type)
+_TRACED = (FakeTensor, FunctionalTensor)
 _MOST = 10_000
 """Objects that are looked into, of one leaf."""
 
@@ -30,16 +32,23 @@ def flattened(result: Any) -> tuple[list[Any], pytree.TreeSpec]:
         UnsupportedError: IRC342 for a tensor within an object that is no tree of torch's: a planned step
             could not put its own tensor there.
     """
-    leaves, tree = flatten(result, is_leaf=_is_size)
-    for leaf in leaves:
-        if not isinstance(leaf, Tensor) and _holds(leaf, (FakeTensor, FunctionalTensor)):
+    leaves, tree = flatten(result, is_leaf=_is_size, kinds=_TRACED)
+    hidden = _hidden(leaves, _TRACED)
+    if hidden is not None:
+        if _is_openable_for(hidden, _TRACED):
             raise UnsupportedError(
                 "IRC342",
-                f"the forward returns a tensor within an object of class {type(leaf).__qualname__}, which a "
-                "planned step cannot make anew",
-                help="return tuples, lists, dicts or plain dataclasses, or register the class with torch's "
-                "pytree before irc.optimize",
+                f"the forward returns one object of class {type(hidden).__qualname__}, with a tensor in it, "
+                "in two places or within itself: a planned step makes it anew for one place",
+                help="return it once, or a copy in each place (dataclasses.replace)",
             )
+        raise UnsupportedError(
+            "IRC342",
+            f"the forward returns a tensor within an object of class {type(hidden).__qualname__}, which a "
+            "planned step cannot make anew",
+            help="return tuples, lists, dicts or plain dataclasses, or register the class with torch's "
+            "pytree before irc.optimize",
+        )
     return leaves, tree
 
 
@@ -49,22 +58,31 @@ def refuse_hidden_tensors(leaves: Iterable[Any]) -> None:
     Raises:
         UnsupportedError: IRC343.
     """
-    for leaf in leaves:
-        if not isinstance(leaf, Tensor) and _holds(leaf, (Tensor,)):
-            raise UnsupportedError(
-                "IRC343",
-                f"an argument of class {type(leaf).__qualname__} holds a tensor, and a plan would take its "
-                "value for all steps",
-                help="pass tensors, tuples, lists, dicts or plain dataclasses, or register the class with "
-                "torch's pytree before irc.optimize",
-            )
+    hidden = _hidden(leaves, (Tensor,))
+    if hidden is None:
+        return
+    if _is_openable_for(hidden, (Tensor,)):
+        raise UnsupportedError(
+            "IRC343",
+            f"one object of class {type(hidden).__qualname__}, with a tensor in it, is in two places of the "
+            "arguments or within itself: a plan makes it anew for one place",
+            help="pass it once, or a copy in each place (dataclasses.replace)",
+        )
+    raise UnsupportedError(
+        "IRC343",
+        f"an argument of class {type(hidden).__qualname__} holds a tensor, and a plan would take its "
+        "value for all steps",
+        help="pass tensors, tuples, lists, dicts or plain dataclasses, or register the class with "
+        "torch's pytree before irc.optimize",
+    )
 
 
 @contextlib.contextmanager
 def refusing_writes(arguments: Any) -> Generator[None]:
     """Refuses a forward that writes into lists, dicts and dataclasses that it is given.
 
-    A planned step does not run its Python code, and eager's callers see what is written.
+    A planned step does not run its Python code, and eager's callers see what is written. Dataclasses without
+    tensors, which are the caller's own, hold afterwards what they held.
 
     Args:
         arguments: What the forward is given.
@@ -72,9 +90,14 @@ def refusing_writes(arguments: Any) -> Generator[None]:
     Raises:
         UnsupportedError: IRC556.
     """
-    leaves, tree = flatten(arguments)
-    yield
-    found, now = flatten(arguments)
+    leaves, tree = flatten_arguments(arguments)
+    holders = reach_of(filter(is_openable, leaves))
+    try:
+        yield
+        found, now = flatten_arguments(arguments)
+    finally:
+        for holder in holders:
+            holder.put_back()
     if now != tree or any(a is not b for a, b in zip(found, leaves, strict=True)):
         raise UnsupportedError(
             "IRC556",
@@ -89,11 +112,22 @@ def _is_size(part: object) -> bool:
     return isinstance(part, torch.Size)
 
 
-def _holds(leaf: object, kinds: tuple[type, ...]) -> bool:
-    """Whether tensors of some kinds are somewhere within an object."""
+def _is_openable_for(leaf: Any, kinds: tuple[type, ...]) -> bool:
+    """Whether a leaf is a dataclass that would have been opened for its tensors, had it not been before."""
+    return any(isinstance(part, kinds) for part in flatten(leaf, is_leaf=_is_size, kinds=kinds)[0])
+
+
+def _hidden(leaves: Iterable[Any], kinds: tuple[type, ...]) -> Any:
+    """A leaf that is no tensor, with tensors of some kinds somewhere within; None where there is none."""
     seen: set[int] = set()
+    return next((leaf for leaf in leaves if not isinstance(leaf, Tensor) and _holds(leaf, kinds, seen)), None)
+
+
+def _holds(leaf: object, kinds: tuple[type, ...], seen: set[int]) -> bool:
+    """Whether tensors of some kinds are somewhere within an object, apart from what was seen."""
+    most = len(seen) + _MOST
     waiting: list[object] = [leaf]
-    while waiting and len(seen) < _MOST:
+    while waiting and len(seen) < most:
         found = waiting.pop()
         if isinstance(found, kinds):
             return True

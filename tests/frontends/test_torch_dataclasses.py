@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, Generic, TypeVar
@@ -177,16 +178,96 @@ def test_a_dataclass_is_taken_as_eager_takes_it(name: str) -> None:
 
 def test_other_numbers_in_a_dataclass_are_another_call() -> None:
     def forward(m: Any, x: Tensor, given: Plain) -> Tensor:
-        return m.lin(x) * given.count
+        return m.lin(x) * given.count * given.parts[0].count
 
-    x = torch.randn(8, 4)
-    ours = irc.optimize(layer(forward), (x, Plain(None, [])), "100%", profile=False, time_limit=1)
-    for count in (3, 4):
-        assert torch.equal(ours(x, Plain(None, [], count)), ours.lin(x) * count)
+    x, given = torch.randn(8, 4), Plain(None, [Plain(None, [], 1)])
+    ours = irc.optimize(layer(forward), (x, given), "100%", profile=False, time_limit=1)
+    for given.count in (3, 4):
+        assert torch.equal(ours(x, given), ours.lin(x) * given.count)
+    given.parts[0].count = 2
+    assert torch.equal(ours(x, given), ours.lin(x) * 4 * 2)
     assert [call.call for call in ours.irc_plans] == [
+        "an argument is 2; the plan was made for 1",
         "an argument is 4; the plan was made for 3",
         "the example arguments",
     ]
+
+
+DEFAULT = Plain(None, [])
+
+
+def test_a_dataclass_without_tensors_stays_the_very_object() -> None:
+    """As an argument, within one that is opened, as a key, and in a result."""
+
+    @dataclass(eq=False)
+    class Key:
+        sub: Any = None
+
+    key, cfg = Key(), Plain(None, [], 2)
+    both = Key(sub=(key, [key]))
+    table = {key: 2.0}
+
+    def forward(m: Any, x: Tensor, given: Any, batch: Any, keys: Key) -> Any:
+        h = torch.tanh(m.lin(x)) * (3.0 if given is DEFAULT else 1.0) * table[keys.sub[0]]
+        h = h * (5.0 if keys.sub[0] is keys.sub[1][0] else 1.0) + batch.loss
+        return Plain(h, [m.cfg, batch.parts[0] is DEFAULT]), m.cfg, m.stats
+
+    ours = layer(forward)
+    ours.cfg, ours.stats = cfg, Frozen(torch.ones(2))
+    original, x = copy.copy(ours), torch.randn(8, 4)
+    batches = [Plain(torch.rand(6), [DEFAULT]) for _ in range(2)]
+    args = [(x, DEFAULT, batch, both) for batch in batches]
+    ours = irc.optimize(ours, args[0], "100%", profile=False, time_limit=1, loss=loss_of)
+    for each in args:
+        result, returned, stats = ours(*each)
+        assert shown(result) == shown(original(*each)[0]) and result.parts[1] is True
+        assert returned is cfg and result.parts[0] is cfg and stats is original.stats
+    assert len(ours.irc_plans) == 1
+    with pytest.raises(irc.UsageError, match=r"IRC501.*object of class .*Key") as raised:
+        ours(x, DEFAULT, batches[0], Key(both.sub))
+    assert raised.value.help is not None and "the very object" in raised.value.help
+
+
+@pytest.mark.parametrize("place", ["result", "argument"])
+def test_a_dataclass_with_tensors_in_two_places_is_refused(place: str) -> None:
+    def forward(m: Any, x: Tensor, given: Any = None) -> Any:
+        made = Plain(m.lin(x), [])
+        return (made, [made]) if place == "result" else made.loss
+
+    x = torch.randn(8, 4)
+    given = Plain(x, [])
+    code, args = ("IRC342", (x,)) if place == "result" else ("IRC343", (x, [given, {"again": given}]))
+    with pytest.raises(irc.UnsupportedError, match=rf"{code}.*one object of class Plain") as raised:
+        capture(layer(forward), args)
+    assert raised.value.help is not None and "a copy in each place" in raised.value.help
+
+
+def test_dataclasses_that_refer_to_each_other_are_looked_into_once() -> None:
+    """There are more paths through 60 of them than anybody could go."""
+    nodes = [Plain(None, [], count) for count in range(60)]
+    for node in nodes:
+        node.parts = nodes
+    x = torch.randn(8, 4)
+    started = time.perf_counter()
+    model = layer(lambda m, x, given: m.lin(x) * given.parts[7].count)
+    ours = irc.optimize(model, (x, nodes[0]), "100%", profile=False, time_limit=1)
+    for nodes[7].count in (7, 8):
+        assert torch.equal(ours(x, nodes[0]), ours.lin(x) * nodes[7].count)
+    with pytest.raises(irc.UsageError, match=r"IRC501.*object of class Plain"):
+        ours(x, nodes[1])
+    assert time.perf_counter() - started < 30
+
+
+def test_what_a_forward_writes_into_a_dataclass_without_tensors_is_taken_back() -> None:
+    def forward(m: Any, x: Tensor, given: Plain) -> Tensor:
+        given.count += 1
+        given.parts.append(given.count)
+        return m.lin(x) * given.count
+
+    given = Plain(None, [1])
+    with pytest.raises(irc.UnsupportedError, match="IRC556"):
+        capture(layer(forward), (torch.randn(8, 4), given))
+    assert given == Plain(None, [1])
 
 
 def test_nothing_is_registered_for_the_user_s_class() -> None:
@@ -198,7 +279,9 @@ def test_nothing_is_registered_for_the_user_s_class() -> None:
 
 def test_a_signature_with_dataclasses_is_read_as_it_was_written() -> None:
     model = layer(lambda m, x, given: FrozenSlots(m.lin(x), given.parts))
-    signature = capture(model, (torch.randn(8, 4), Plain(torch.ones(2), [torch.ones(2)]))).signature
+    none = Plain(None, [Plain(None, [])])
+    given = Plain(None, [torch.ones(2), none, none])
+    signature = capture(model, (torch.randn(8, 4), given)).signature
     assert unpack_signature(pickle.loads(pickle.dumps(pack_signature(signature)))) == signature
 
 

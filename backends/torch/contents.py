@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
+import math
 import operator
 import types
 from collections import deque
@@ -27,6 +29,8 @@ _DEPTH = 4
 """So many steps away from a setting something is still compared."""
 _MOST = 1000
 """Of containers with more items, only the number is compared."""
+_MOST_EXACT = 4096
+"""So many items of lists and dicts are compared by identity in each step; see `Watch`."""
 _ARRAY_BYTES = 1 << 12
 """Of arrays of numpy with more bytes, only the class is compared."""
 _PLAIN = (
@@ -49,6 +53,8 @@ _PLAIN = (
     types.FunctionType,
     types.BuiltinFunctionType,
 )
+_CONTAINERS = (list, tuple, deque, dict, set, frozenset)
+_COMPARED = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _ON_SAVING = frozenset({"architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"})
 """What transformers writes into a configuration when it is saved."""
 
@@ -83,9 +89,10 @@ ABSENT = _Absent.ABSENT
 
 def is_plain(value: object) -> bool:
     """Whether a value is compared as it is: numbers, texts, functions, and tuples of such."""
-    if isinstance(value, tuple):
-        return all(is_plain(item) for item in value)
-    return isinstance(value, _PLAIN)
+    kind = cast("type[Any]", type(value))  # not isinstance(), which asks the object for its class
+    if issubclass(kind, tuple):
+        return all(map(is_plain, tuple.__iter__(cast("tuple[object, ...]", value))))
+    return issubclass(kind, _PLAIN)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -105,7 +112,7 @@ def stand_in(
         depth: How many steps are gone.
     """
     if is_plain(value):
-        return value
+        return math.nan if type(value) is float and value != value else value
     parts = _parts(value) if depth else None
     if parts is None:
         return kind_of(type(value))
@@ -139,24 +146,26 @@ def _parts(value: Any) -> list[tuple[object, object]] | None:
     parts = _all_parts(value)
     if parts is None:
         return None
-    return [part for part in parts if not isinstance(part[1], nn.Module)]
+    return [part for part in parts if not issubclass(type(part[1]), nn.Module)]
 
 
 def _all_parts(value: Any) -> list[tuple[object, object]] | None:
     kind = cast("type[Any]", type(value))
     if kind is types.MethodType:
-        owner = None if isinstance(value.__self__, nn.Module) else value.__self__
+        owner = None if issubclass(type(value.__self__), nn.Module) else value.__self__
         return [("function", value.__func__), ("owner", owner)]
     if kind is functools.partial:
         return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
-    if issubclass(kind, (list, tuple, deque, dict, set, frozenset)):
-        if len(value) > _MOST:
-            return [("number of items", len(value))]
-        if issubclass(kind, dict):
-            return [(_name(key), dict.__getitem__(value, key)) for key in dict.keys(value)]
-        if issubclass(kind, (set, frozenset)):
-            return [(each, None) for each in sorted(map(_name, value), key=repr)]
-        return cast("list[tuple[object, object]]", list(enumerate(value)))
+    base = _base_of(kind)
+    if base is not None:
+        count = base.__len__(value)
+        if count > _MOST:
+            return [("number of items", count)]
+        if base is dict:
+            return [(_name(key), part) for key, part in dict.items(value)]
+        if base in (set, frozenset):
+            return [(each, None) for each in sorted(map(_name, base.__iter__(value)), key=repr)]
+        return cast("list[tuple[object, object]]", list(enumerate(base.__iter__(value))))
     if kind is np.ndarray:
         if value.dtype.hasobject or value.nbytes > _ARRAY_BYTES:
             return None
@@ -164,6 +173,12 @@ def _all_parts(value: Any) -> list[tuple[object, object]] | None:
     if issubclass(kind, np.generic):
         return [("type", str(value.dtype)), ("value", value.tobytes())]
     return _attributes(value) if is_inspectable(kind) else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _base_of(kind: type) -> Any:
+    """The class of containers that a class is made from, whose methods tell what is held."""
+    return next((base for base in _CONTAINERS if issubclass(kind, base)), None)
 
 
 def _name(key: object) -> object:
@@ -176,8 +191,15 @@ def _attributes(value: Any) -> list[tuple[object, object]]:
     unread = _ON_SAVING if kind.__module__.startswith("transformers.") else ()
     held = [(name, part) for name, part in store_of(value).items() if name not in unread]
     if slots := slots_of(kind):
-        held += [(name, getattr(value, name, ABSENT)) for name in slots]
+        held += [(name, _slot(value, name)) for name in slots]
     return cast("list[tuple[object, object]]", held)
+
+
+def _slot(value: object, name: str) -> object:
+    try:
+        return object.__getattribute__(value, name)
+    except AttributeError:
+        return ABSENT
 
 
 class Watch:
@@ -186,13 +208,26 @@ class Watch:
     What it says differs from what `stand_in` says where something was replaced by its equal. Tensors and
     others that are not looked into are not held; only their class counts.
 
+    Beyond so many items, lists and dicts of numbers and texts are compared by value, which takes a tenth of
+    the time: there, a number that is replaced by an equal one of another class (1 by 1.0) is not seen.
+
     Args:
         values: What to look at.
     """
 
     def __init__(self, values: Iterable[object]) -> None:
         self._tables: list[tuple[Mapping[Any, Any], int, list[Any], list[Any]]] = []
-        self._lists: list[tuple[Any, list[Any]]] = []
+        """Tables that are no dicts, as those of classes."""
+        self._dicts: list[dict[Any, Any]] = []
+        self._lists: list[list[Any]] = []
+        self._counts: tuple[list[int], list[int]] = [], []
+        """How many items each of the dicts has, and each of the lists."""
+        self._entries: tuple[list[dict[Any, Any]], list[Any], list[Any]] = [], [], []
+        """Of all entries of dicts: the dicts, keys and values."""
+        self._items: list[Any] = []
+        """The items of all lists, one list after the other."""
+        self._many: tuple[list[Any], list[Any]] = [], []
+        """Lists and dicts that are compared by value, and copies of them."""
         self._sets: list[tuple[Any, frozenset[Any]]] = []
         self._kinds: list[tuple[Any, Any, type]] = []
         """Container, key and class of what is not looked into."""
@@ -211,9 +246,20 @@ class Watch:
         for table, count, names, values in self._tables:
             if len(table) != count or not all(map(operator.is_, map(table.get, names), values)):
                 return False
-        for held, items in self._lists:
-            if len(held) != len(items) or not all(map(operator.is_, held, items)):
-                return False
+        dict_counts, list_counts = self._counts
+        if [*map(dict.__len__, self._dicts)] != dict_counts or [
+            *map(list.__len__, self._lists)
+        ] != list_counts:
+            return False
+        dicts, keys, values = self._entries
+        if not all(map(operator.is_, map(dict.get, dicts, keys), values)):
+            return False
+        many, copies = self._many
+        if many != copies:
+            return False
+        items = itertools.chain.from_iterable(map(list.__iter__, self._lists))
+        if not all(map(operator.is_, items, self._items)):
+            return False
         for held, items in self._sets:
             if held != items:
                 return False
@@ -230,12 +276,16 @@ class Watch:
             return
         seen.add(id(value))
         kind = cast("type[Any]", type(value))
-        if issubclass(kind, (list, tuple, dict, set, frozenset)) and len(value) > _MOST:
+        base = _base_of(kind)
+        if base is not None and base.__len__(value) > _MOST:
             self._others.append((value, stand_in(value)))
+        elif kind in (list, dict) and self._is_by_value(value):
+            for held, each in zip(self._many, (value, value.copy()), strict=True):
+                held.append(each)
         elif issubclass(kind, dict):
             self._watch(value, list(dict.items(value)), depth, seen)
-        elif issubclass(kind, (set, frozenset)) and all(map(is_plain, value)):
-            self._sets.append((value, frozenset(value)))
+        elif base in (set, frozenset) and all(map(is_plain, base.__iter__(value))):
+            self._sets.append((value, frozenset(base.__iter__(value))))
         elif issubclass(kind, list):
             self._watch_list(value, depth, seen)
         elif kind in (types.MethodType, functools.partial) or issubclass(kind, tuple):
@@ -246,21 +296,37 @@ class Watch:
         else:
             self._others.append((value, stand_in(value)))
 
+    def _is_by_value(self, value: dict[Any, Any] | list[Any]) -> bool:
+        if len(self._items) + len(self._entries[1]) + len(value) <= _MOST_EXACT:
+            return False
+        items = value.values() if isinstance(value, dict) else value
+        return _COMPARED.issuperset(map(type, items))
+
     def _watch(
         self, table: Mapping[Any, Any], items: list[tuple[Any, Any]], depth: int, seen: set[int]
     ) -> None:
         held = [(key, part) for key, part in items if _is_held(part)]
-        self._tables.append((table, len(table), [key for key, _ in held], [part for _, part in held]))
+        names, values = [key for key, _ in held], [part for _, part in held]
+        if isinstance(table, dict):
+            self._dicts.append(table)
+            self._counts[0].append(dict.__len__(table))
+            for known, more in zip(self._entries, ([table] * len(held), names, values), strict=True):
+                known += more
+        else:
+            self._tables.append((table, len(table), names, values))
         self._kinds += [(table, key, type(part)) for key, part in items if not _is_held(part)]
-        for _, part in held:
+        for part in values:
             self._add(part, depth - 1, seen)
 
     def _watch_list(self, value: list[Any], depth: int, seen: set[int]) -> None:
-        if all(map(_is_held, value)):
-            self._lists.append((value, list(value)))
+        items = list(list.__iter__(value))
+        if all(map(_is_held, items)):
+            self._lists.append(value)
+            self._counts[1].append(len(items))
+            self._items += items
         else:
             self._others.append((value, stand_in(value)))
-        for part in value:
+        for part in items:
             self._add(part, depth - 1, seen)
 
 
@@ -270,4 +336,4 @@ def _is_held(value: object) -> bool:
 
 
 def _item(held: Any, key: Any) -> object:
-    return held.get(key, ABSENT)
+    return dict.get(held, key, ABSENT) if isinstance(held, dict) else held.get(key, ABSENT)

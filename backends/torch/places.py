@@ -41,7 +41,7 @@ def places_of(module: nn.Module, tensors: Iterable[Tensor]) -> dict[int, Place]:
     )
     while waiting:
         name, steps, value = waiting.popleft()
-        if isinstance(value, Tensor):
+        if issubclass(type(value), Tensor):  # not isinstance(), which asks the object for its class
             if id(value) in wanted:
                 found.setdefault(id(value), (name, steps))
         elif len(steps) <= _DEPTH and id(value) not in seen:
@@ -63,9 +63,10 @@ def _inside(value: Any) -> Mapping[object, object]:
     """What a container or an object holds, by key, position or name."""
     kind = cast("type[Any]", type(value))
     if issubclass(kind, dict):
-        return cast("dict[object, object]", value)
+        return dict.copy(cast("dict[object, object]", value))
     if issubclass(kind, (list, tuple)):
-        return dict(enumerate(value))
+        base = list if issubclass(kind, list) else tuple
+        return dict(enumerate(base.__iter__(value)))
     if issubclass(kind, nn.Module) or not is_inspectable(kind):
         return {}
     return cast("Mapping[object, object]", store_of(value))

@@ -49,7 +49,7 @@ _NO_SETTINGS = (frozenset(vars(nn.Module())) - {"training"}).union(_MARKS, [RECO
 def attribute(held: Mapping[str, object], name: str, known: Known | None = None) -> object:
     """What stands for an attribute in comparisons; for a method, its function: a copy has another method."""
     value = held.get(name, ABSENT)
-    if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
+    if type(value) is types.MethodType and issubclass(type(value.__self__), nn.Module):
         value = value.__func__
     return value if value is ABSENT else stand_in(value, known)
 
@@ -83,7 +83,7 @@ class Reads:
         self._slow = tuple(
             (name, wanted)
             for name, wanted in attributes
-            if isinstance(wanted, Kind) or isinstance(held.get(name), types.MethodType)
+            if isinstance(wanted, Kind) or type(held.get(name)) is types.MethodType
         )
         slow = {name for name, _ in self._slow}
         self._names = [name for name, _ in attributes if name not in slow]
@@ -151,7 +151,7 @@ def _class_attributes(kind: type) -> list[str]:
         name
         for name, value in vars(kind).items()
         if not name.startswith(("__", "_abc_", "_irc_"))
-        and not isinstance(value, type)
+        and not issubclass(type(value), type)
         and not hasattr(type(value), "__get__")
     ]
 

@@ -64,6 +64,7 @@ def _held(cache: Any) -> list[Any]:
 
 def is_traced(held: object) -> bool:
     """Whether something is or holds a tensor that exists only while a module is traced."""
-    if isinstance(held, (set, frozenset)):
+    kind = cast("type[Any]", type(held))  # not isinstance(), which asks the object for its class
+    if issubclass(kind, (set, frozenset)):
         held = list(cast("set[object]", held))
-    return any(isinstance(leaf, (FakeTensor, FunctionalTensor)) for leaf in pytree.tree_leaves(held))
+    return any(issubclass(type(leaf), (FakeTensor, FunctionalTensor)) for leaf in pytree.tree_leaves(held))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from collections.abc import Generator, Iterable, Iterator, MutableMapping, MutableSequence
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any, cast
 
 from ...ir import UnsupportedError
+from .containers import base_of, put_item
 
-__all__ = ["untouched_iterators"]
+__all__ = ["is_iterator", "untouched_iterators"]
 
 _HOMES = ("builtins", "itertools", "collections", "_collections_abc")
 """Where the iterators of Python come from; others are objects whose attributes can be looked at."""
@@ -56,22 +58,33 @@ def untouched_iterators(places: Iterable[tuple[str, Any, Any]]) -> Generator[Non
     """
     replaced: list[tuple[Any, Any, _Untouched, Any]] = []
     made: dict[int, _Untouched] = {}
-    for path, held, key in places:
-        value = held[key]
-        if isinstance(value, Iterator) and type(cast(Any, value)).__module__ in _HOMES:
-            stand_in = made.setdefault(id(cast(Any, value)), _Untouched(value, path))
-            held[key] = stand_in
-            replaced.append((held, key, stand_in, value))
     try:
+        for path, held, key in places:
+            value = _get(held, key)
+            if is_iterator(value):
+                stand_in = made.setdefault(id(value), _Untouched(value, path))
+                replaced.append((held, key, stand_in, value))
+                put_item(held, key, stand_in)
         yield
     finally:
         for held, key, stand_in, value in replaced:
-            if _holds(held, key, stand_in):
-                held[key] = value
+            if _get(held, key) is stand_in:
+                put_item(held, key, value)
 
 
-def _holds(held: MutableMapping[Any, Any] | MutableSequence[Any], key: Any, value: Any) -> bool:
+def is_iterator(value: Any) -> bool:
+    """Whether a value is one of Python's iterators."""
+    return _is_of_iterators(cast("type[Any]", type(value)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_of_iterators(kind: type) -> bool:
+    return kind.__module__ in _HOMES and issubclass(kind, Iterator)
+
+
+def _get(held: Any, key: Any) -> Any:
+    """An item of a dict or list; None where it is gone."""
     try:
-        return held[key] is value
+        return base_of(type(held)).__getitem__(held, key)
     except LookupError:
-        return False
+        return None

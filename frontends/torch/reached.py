@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
+import operator
 import pickle
 import random
 import types
@@ -18,19 +20,21 @@ from torch import nn
 
 from ...ir import is_inspectable, is_of_library, slots_of, store_of
 from .caches import is_traced
-from .closures import closed_over
+from .containers import CONTAINERS, base_of, copied, drop_item, put_item, refill, size_of
 
 __all__ = [
     "ABSENT",
     "Holder",
     "changed",
-    "code_reach",
+    "class_items",
     "digest",
     "holds_traced",
+    "is_closed",
     "is_generator",
     "is_plain",
     "own_reach",
     "reach_of",
+    "walk_from",
 ]
 
 ABSENT: Any = object()
@@ -38,16 +42,23 @@ ABSENT: Any = object()
 
 _DEPTH = 6
 """So many steps away from an attribute something is still looked at."""
-_MOST = 20_000
-"""So many objects are looked at, and containers with more items than this are not."""
+_MOST = 10_000
+"""So many objects are looked at; containers with more items than this are not looked into."""
+_MOST_ITEMS = 50_000
+"""So many items of objects and containers are looked at."""
+_MOST_LARGE = 4_000_000
+"""Of a module's own containers that are not looked into, so many items are compared by identity."""
 _ARRAY_BYTES = 1 << 16
 """Arrays of numpy up to this size are looked at."""
 
-_CONTAINERS = (dict, list, set, deque)
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 _OF_ALL = (vars(random)["_inst"], vars(np.random)["mtrand"]._rand)
 """The generators behind the functions of these modules."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), enum.Enum)
+
+
+Path = str | tuple["Path", Any, bool]
+"""How something is reached: in words, or a path, a key there, and whether it is one of a container."""
 
 
 @dataclass(eq=False, frozen=True, slots=True)
@@ -55,109 +66,164 @@ class Holder:
     """Something that can change, and what it held when it was looked at.
 
     Args:
-        path: How it is reached, such as `block.schedule` or `Model.cache`.
+        where: How it is reached.
         value: The container, object, generator, class, table of globals, or cell of a closure.
-        items: What it held: attributes by name, elements by key or position, or a generator's state.
+        held: What it held: attributes by name, elements by key or in order, or a generator's state.
         is_own: Whether an attribute of the module leads there; otherwise the code of its classes does.
         without: The attributes of a module that are none of its state.
+        names: Of a table of globals, those that are looked at.
     """
 
-    path: str
+    where: Path
     value: Any
-    items: dict[Any, Any]
+    held: dict[Any, Any] | list[Any]
     is_own: bool
     without: frozenset[str] = frozenset()
+    names: tuple[str, ...] | None = None
 
     @staticmethod
     def of_container(value: Any) -> Holder:
         """A container of the module."""
-        return Holder("", value, _items(value) or {}, is_own=True)
+        return Holder("", value, copied(value), is_own=True)
 
     @staticmethod
     def of_module(path: str, module: nn.Module, without: frozenset[str]) -> Holder:
         """A module with its attributes."""
         return Holder(path, module, _without(module, without), is_own=True, without=without)
 
+    @staticmethod
+    def of_globals(table: dict[str, Any], names: tuple[str, ...]) -> Holder:
+        """Some globals of a file."""
+        path = str(table.get("__name__"))
+        return Holder(path, table, _named(table, names), is_own=False, names=names)
+
+    @property
+    def path(self) -> str:
+        """How it is reached, such as `block.schedule` or `Model.cache`."""
+        return _shown(self.where)
+
+    @property
+    def items(self) -> dict[Any, Any]:
+        """What it held, by name, key or position."""
+        return self.held if isinstance(self.held, dict) else dict(enumerate(self.held))
+
     @property
     def is_container(self) -> bool:
         """Whether it is a container or an array, all of whose items count."""
-        return isinstance(self.value, (*_CONTAINERS, np.ndarray)) and not self._is_globals
+        return issubclass(type(self.value), (*CONTAINERS, np.ndarray)) and self.names is None
 
     @property
     def is_object(self) -> bool:
         """Whether it is an object with attributes, and no module."""
         kind = cast("type[Any]", type(self.value))
-        return not issubclass(kind, (nn.Module, *_CONTAINERS)) and is_inspectable(kind)
+        return not issubclass(kind, (nn.Module, *CONTAINERS)) and is_inspectable(kind)
 
     @property
     def store(self) -> Any:
         """The dict or list in which its items are; None where they are elsewhere, or cannot be replaced."""
-        if isinstance(self.value, (dict, list)):
-            return cast(Any, self.value)
-        if isinstance(self.value, (type, types.CellType, *_CONTAINERS, np.ndarray)) or is_generator(
-            self.value
-        ):
+        kind = cast("type[Any]", type(self.value))
+        if issubclass(kind, (dict, list)):
+            return self.value
+        if issubclass(kind, (type, types.CellType, *CONTAINERS, np.ndarray)) or is_generator(self.value):
             return None
         return store_of(self.value)
 
-    @property
-    def _is_globals(self) -> bool:
-        return not self.is_own and type(self.value) is dict and "__name__" in self.value
-
-    def now(self) -> dict[Any, Any]:
+    def now(self) -> dict[Any, Any] | list[Any]:
         """What it holds now."""
-        if isinstance(self.value, nn.Module):
+        if self.names is not None:
+            return _named(self.value, self.names)
+        if issubclass(type(self.value), nn.Module):
             return _without(self.value, self.without)
-        if self._is_globals:
-            return _named(self.value)
+        if issubclass(type(self.value), CONTAINERS):
+            return copied(self.value)
         return _items(self.value) or {}
+
+    def step_to(self, key: Any) -> Path:
+        """How one of its items is reached."""
+        if issubclass(type(self.value), (types.CellType, np.ndarray)) or is_generator(self.value):
+            return self.where
+        return self.where, key, self.is_container
 
     def path_of(self, key: Any) -> str:
         """The path of one of its items."""
-        if isinstance(self.value, (types.CellType, np.ndarray)) or is_generator(self.value):
-            return self.path
-        return _joined(self.path, key, is_container=self.is_container)
+        return _shown(self.step_to(key))
 
     def put_back(self) -> None:
         """Lets it hold what it held; of what only code leads to, see `put_back_item`."""
         now = self.now()
-        if _are_same(self.items, now):
+        if _are_same(self.held, now):
             return
-        value = self.value
-        if isinstance(value, list):
-            value[:] = self.items.values()
-        elif isinstance(value, _CONTAINERS):
-            value.clear()
-            if isinstance(value, dict):
-                cast("dict[Any, Any]", value).update(self.items)
-            else:
-                getattr(value, "extend" if isinstance(value, deque) else "update")(self.items.values())
+        if issubclass(type(self.value), CONTAINERS):
+            refill(self.value, self.held)
         else:
-            for key in now.keys() | self.items.keys():
+            for key in _by_key(now).keys() | self.items.keys():
                 self.put_back_item(key)
 
     def put_back_item(self, key: Any) -> None:
-        """Lets it hold one item as it did."""
+        """Lets it hold one item as it did.
+
+        Of a list, deque or set, the others with it. Where only code leads there, others than the forward may
+        have added to it meanwhile, such as threads: those items stay.
+        """
         old, value = self.items.get(key, ABSENT), self.value
+        kind = cast("type[Any]", type(value))
         if is_generator(value):
             _set_state(value, old)
-        elif isinstance(value, np.ndarray):
+        elif issubclass(kind, np.ndarray):
             value[...] = np.frombuffer(old, value.dtype).reshape(value.shape)
-        elif isinstance(value, types.CellType):
+        elif issubclass(kind, types.CellType):
             value.cell_contents = old
-        elif isinstance(value, dict):
+        elif issubclass(kind, dict):
             if old is ABSENT:
-                value.pop(key, None)
+                drop_item(value, key)
             else:
-                value[key] = old
-        elif isinstance(value, (list, set, deque)):
-            self.put_back()
+                put_item(value, key, old)
+        elif issubclass(kind, (list, set, deque)):
+            if self.is_own:
+                self.put_back()
+            elif issubclass(kind, set):
+                self._put_back_elements()
+            else:
+                self._put_back_positions()
         elif old is ABSENT:
             store_of(value).pop(key, None) if _is_in_dict(value, key) else _forget(value, key)
         elif _is_in_dict(value, key):
             store_of(value)[key] = old
         else:
             _remember(value, key, old)
+
+    def _put_back_elements(self) -> None:
+        """Of a set, takes out what is traced, and adds what is missing."""
+        now = self.now()
+        for item in now:
+            if item not in self.items and holds_traced(item):
+                set.discard(self.value, item)
+        for item in self.items:
+            set.add(self.value, item)
+
+    def _put_back_positions(self) -> None:
+        """Of a list or deque, takes out what is traced, and puts numbers back where none came or went."""
+        base, old, now = (
+            base_of(type(self.value)),
+            list(self.items.values()),
+            list(_by_key(self.now()).values()),
+        )
+        known = set(map(id, old))
+        added = [i for i, item in enumerate(now) if id(item) not in known and holds_traced(item)]
+        if len(now) > len(old):
+            for i in reversed(added):
+                base.__delitem__(self.value, i)
+                del now[i]
+            added = []
+        if len(now) == len(old):
+            for i, (was, item) in enumerate(zip(old, now, strict=True)):
+                if not _is_same(was, item) and (i in added or (is_plain(was) and is_plain(item))):
+                    base.__setitem__(self.value, i, was)
+        elif len(now) < len(old) and _are_same(old[: len(now)], now):  # taken from the end
+            base.extend(self.value, old[len(now) :])
+        elif len(now) < len(old) and _are_same(old[len(old) - len(now) :], now):
+            for i, item in enumerate(old[: len(old) - len(now)]):
+                base.insert(self.value, i, item)
 
 
 def own_reach(module: nn.Module, excused: Callable[[nn.Module], frozenset[str] | None]) -> list[Holder]:
@@ -172,8 +238,7 @@ def own_reach(module: nn.Module, excused: Callable[[nn.Module], frozenset[str] |
         for name, child in module.named_modules()
         if (without := excused(child)) is not None
     ]
-    roots = [(each.path_of(key), value) for each in modules for key, value in each.items.items()]
-    return modules + _walk(roots, is_own=True)
+    return modules + walk_from(modules)
 
 
 def reach_of(values: Iterable[Any]) -> list[Holder]:
@@ -181,54 +246,29 @@ def reach_of(values: Iterable[Any]) -> list[Holder]:
     return _walk([("", value) for value in values], is_own=True)
 
 
-def code_reach(module: nn.Module) -> list[Holder]:
-    """What the code of a module leads to: its classes, and globals and closures of their functions.
-
-    Code of torch, numpy and Python counts for nothing; of what a file imports, functions count with the
-    globals beside them.
-    """
-    kinds = {kind: None for child in module.modules() for kind in type(child).__mro__ if not _is_closed(kind)}
-    found = [Holder(kind.__name__, kind, _class_items(kind), is_own=False) for kind in kinds]
-    tables: dict[int, dict[str, Any]] = {}
-    seen: set[int] = set()
-    waiting: list[tuple[Any, int]] = [(value, 0) for kind in kinds for value in vars(kind).values()]
-    waiting += [(value, 0) for child in module.modules() for value in vars(child).values()]
-    while waiting:
-        value, level = waiting.pop()
-        function = _function_of(value)
-        if function is None or id(function) in seen:
-            continue
-        seen.add(id(function))
-        if is_of_library(str(function.__globals__.get("__name__"))):
-            continue
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            if items := _items(cell):
-                found.append(Holder(name, cell, items, is_own=False))
-        waiting += [(held, level) for held in closed_over(function)]
-        if id(function.__globals__) not in tables:
-            tables[id(function.__globals__)] = function.__globals__
-            if level == 0:
-                waiting += [(held, 1) for held in function.__globals__.values()]
-    found += [Holder(str(t.get("__name__")), t, _named(t), is_own=False) for t in tables.values()]
-    roots = [(each.path_of(key), value) for each in found for key, value in each.items.items()]
-    return found + _walk(roots, is_own=False)
-
-
 def changed(holder: Holder) -> Iterator[tuple[Any, Any, Any]]:
     """The items of a holder that are others than they were: key, before and now."""
-    now = holder.now()
-    for key in dict.fromkeys((*holder.items, *now)):
-        old, new = holder.items.get(key, ABSENT), now.get(key, ABSENT)
+    found = holder.now()
+    if _are_identical(holder.held, found):
+        return
+    items, now = holder.items, _by_key(found)
+    for key in dict.fromkeys((*items, *now)):
+        old, new = items.get(key, ABSENT), now.get(key, ABSENT)
         if not _is_same(old, new):
             yield key, old, new
 
 
 def holds_traced(value: Any) -> bool:
     """Whether something is or leads to a tensor that exists only while a module is traced."""
+    if type(value) in _PLAIN:
+        return False
     if is_traced(value):
         return True
     return any(
-        is_traced(item) for holder in _walk([("", value)], is_own=True) for item in holder.items.values()
+        is_traced(item)
+        for holder in _walk([("", value)], is_own=True)
+        for item in _by_key(holder.held).values()
+        if type(item) not in _PLAIN and type(item) not in CONTAINERS
     )
 
 
@@ -239,14 +279,15 @@ def digest(value: Any, depth: int = 4) -> Any:
     parts = _parts(value) if depth else None
     if parts is None or is_generator(value):
         return type(value)
-    return type(value), tuple((digest(k, 1), digest(v, depth - 1)) for k, v in parts[0].items())
+    return type(value), tuple((digest(k, 1), digest(v, depth - 1)) for k, v in _by_key(parts[0]).items())
 
 
 def is_plain(value: Any) -> bool:
     """Whether a value is a number, a text, None, or a tuple of such."""
-    if isinstance(value, (tuple, frozenset)):
-        return all(map(is_plain, cast("tuple[Any, ...]", value)))
-    return isinstance(value, _PLAIN) or type(value) in _NAMES
+    kind = cast("type[Any]", type(value))  # not isinstance(), which asks the object for its class
+    if issubclass(kind, (tuple, frozenset)):
+        return all(map(is_plain, value))
+    return issubclass(kind, _PLAIN) or kind in _NAMES
 
 
 _NAMES = (torch.dtype, torch.device, torch.layout, torch.memory_format, slice, range)
@@ -254,7 +295,7 @@ _NAMES = (torch.dtype, torch.device, torch.layout, torch.memory_format, slice, r
 
 def is_generator(value: Any) -> bool:
     """Whether a value is a generator of random numbers, of Python or numpy."""
-    return isinstance(value, _GENERATORS)
+    return issubclass(type(value), _GENERATORS)
 
 
 def _is_same(old: Any, new: Any) -> bool:
@@ -263,33 +304,69 @@ def _is_same(old: Any, new: Any) -> bool:
     )
 
 
-def _are_same(some: dict[Any, Any], others: dict[Any, Any]) -> bool:
+def _are_same(some: dict[Any, Any] | list[Any], others: dict[Any, Any] | list[Any]) -> bool:
+    if _are_identical(some, others):
+        return True
+    some, others = _by_key(some), _by_key(others)
     return list(some) == list(others) and all(map(_is_same, some.values(), others.values()))
 
 
-def _walk(roots: list[tuple[str, Any]], *, is_own: bool) -> list[Holder]:
+def _are_identical(some: dict[Any, Any] | list[Any], others: dict[Any, Any] | list[Any]) -> bool:
+    """Whether two hold the very same in the same order: a quick look."""
+    if len(some) != len(others) or not all(map(operator.is_, some, others)):
+        return False
+    if isinstance(some, list) or isinstance(others, list):
+        return True
+    return all(map(operator.is_, some.values(), others.values()))
+
+
+def _by_key(held: dict[Any, Any] | list[Any]) -> dict[Any, Any]:
+    return held if isinstance(held, dict) else dict(enumerate(held))
+
+
+def walk_from(holders: list[Holder]) -> list[Holder]:
+    """What some holders lead to, which are all the module's own or none is; nearest first."""
+    roots = [
+        (each.step_to(key), value)
+        for each in holders
+        for key, value in each.items.items()
+        if type(value) not in _PLAIN
+    ]
+    return _walk(roots, is_own=all(each.is_own for each in holders))
+
+
+def _walk(roots: list[tuple[Path, Any]], *, is_own: bool) -> list[Holder]:
     """What these values are and lead to, nearest first."""
     waiting = deque((path, value, 0) for path, value in roots)
     seen: set[int] = set()
     found: list[Holder] = []
-    while waiting and len(found) < _MOST:
+    items_left, large_left = _MOST_ITEMS, _MOST_LARGE if is_own else 0
+    while waiting and len(found) < _MOST and items_left > 0:
         path, value, depth = waiting.popleft()
-        if type(value) in _PLAIN or id(value) in seen:
+        if id(value) in seen:
             continue
         seen.add(id(value))
+        kind = cast("type[Any]", type(value))
+        if issubclass(kind, CONTAINERS) and (size := size_of(value)) > _MOST:
+            if size <= large_left:
+                large_left -= size
+                found.append(Holder(path, value, copied(value), is_own))
+            continue
         parts = _parts(value)
         if parts is None:
             continue
-        items, is_holder = parts
+        held, is_holder = parts
+        items_left -= len(held)
         if is_holder:
-            found.append(Holder(path, value, items, is_own))
+            found.append(Holder(path, value, held, is_own))
         if depth < _DEPTH and not is_generator(value):
-            inside = isinstance(value, (*_CONTAINERS, tuple))
-            waiting += [(_joined(path, k, is_container=inside), v, depth + 1) for k, v in items.items()]
+            inside = issubclass(kind, (*CONTAINERS, tuple))
+            pairs = held.items() if isinstance(held, dict) else enumerate(held)
+            waiting += [((path, k, inside), v, depth + 1) for k, v in pairs if type(v) not in _PLAIN]
     return found
 
 
-def _parts(value: Any) -> tuple[dict[Any, Any], bool] | None:
+def _parts(value: Any) -> tuple[dict[Any, Any] | list[Any], bool] | None:
     """What something leads to, and whether it can change itself; None for what is not looked into."""
     kind = type(value)
     if kind is functools.partial:
@@ -300,22 +377,18 @@ def _parts(value: Any) -> tuple[dict[Any, Any], bool] | None:
         cells = value.__closure__ or ()
         return dict(zip(value.__code__.co_freevars, cells, strict=True)), False
     if issubclass(kind, tuple):
-        return dict(enumerate(value)), False
+        return list(tuple.__iter__(value)), False
     items = None if issubclass(kind, type) else _items(value)
     return None if items is None else (items, True)
 
 
-def _items(value: Any) -> dict[Any, Any] | None:
+def _items(value: Any) -> dict[Any, Any] | list[Any] | None:
     """What something that can change holds; None for what is not looked into."""
     kind = type(value)
-    if issubclass(kind, _CONTAINERS):
-        if len(value) > _MOST:
-            return None
-        if issubclass(kind, dict):
-            return dict(dict.items(value))
-        return {item: item for item in value} if issubclass(kind, set) else dict(enumerate(value))
+    if issubclass(kind, CONTAINERS):
+        return copied(value)
     if issubclass(kind, _GENERATORS):
-        return None if value in _OF_ALL else {"state": _state_of(value)}
+        return None if any(value is each for each in _OF_ALL) else {"state": _state_of(value)}
     if kind is np.ndarray:
         is_looked_at = value.nbytes <= _ARRAY_BYTES and not value.dtype.hasobject
         return {"values": value.tobytes()} if is_looked_at else None
@@ -325,7 +398,7 @@ def _items(value: Any) -> dict[Any, Any] | None:
         except ValueError:  # not assigned yet
             return None
     if issubclass(kind, type):
-        return None if _is_closed(value) else _class_items(value)
+        return None if is_closed(value) else class_items(value)
     return _attributes(value) if is_inspectable(kind) else None
 
 
@@ -333,23 +406,24 @@ def _without(module: nn.Module, names: frozenset[str]) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in names}
 
 
-def _named(table: dict[str, Any]) -> dict[str, Any]:
-    """Globals without what Python keeps among them."""
+def _named(table: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    """Some globals without modules, functions and classes."""
+    found = {name: table.get(name, ABSENT) for name in names}
     return {
         name: value
-        for name, value in table.copy().items()
-        if not name.startswith("__") and type(value) not in (types.ModuleType, types.FunctionType, type)
+        for name, value in found.items()
+        if value is not ABSENT and type(value) not in (types.ModuleType, types.FunctionType, type)
     }
 
 
-def _class_items(kind: type) -> dict[str, Any]:
+def class_items(kind: type) -> dict[str, Any]:
     """What is written down in a class, besides its methods."""
     return {
         name: value
         for name, value in dict(vars(kind)).items()
         if not name.startswith(("__", "_abc_"))
         and not hasattr(type(value), "__get__")
-        and not isinstance(value, type)
+        and not issubclass(type(value), type)
     }
 
 
@@ -358,32 +432,25 @@ def _attributes(value: Any) -> dict[str, Any] | None:
     held: dict[str, Any] = dict(store_of(value))
     slots = slots_of(type(value))
     for name in slots:
-        found = getattr(value, name, ABSENT)
-        if found is not ABSENT:
-            held[name] = found
-    return held if held or slots or hasattr(value, "__dict__") else None
+        with contextlib.suppress(AttributeError):
+            held[name] = object.__getattribute__(value, name)
+    return held if held or slots or _has_dict(value) else None
 
 
-def _is_closed(kind: type) -> bool:
+def _has_dict(value: Any) -> bool:
+    return any("__dict__" in vars(kind) for kind in type(value).__mro__)
+
+
+def is_closed(kind: type) -> bool:
+    """Whether a class is one of Python, torch, numpy or irc, whose attributes are not looked at."""
     return is_of_library(kind.__module__)
 
 
-_WRAPPERS: dict[type, str] = {
-    staticmethod: "__func__",
-    classmethod: "__func__",
-    property: "fget",
-    types.MethodType: "__func__",
-    functools.partial: "func",
-    functools.cached_property: "func",
-    type(functools.lru_cache(lambda: None)): "__wrapped__",
-}
-
-
-def _function_of(value: Any) -> types.FunctionType | None:
-    """The function that a method, a property or a decorator stands for."""
-    while (name := _WRAPPERS.get(type(value))) is not None:
-        value = getattr(value, name)
-    return value if type(value) is types.FunctionType else None
+def _shown(path: Path) -> str:
+    if isinstance(path, str):
+        return path
+    parent, key, is_container = path
+    return _joined(_shown(parent), key, is_container=is_container)
 
 
 def _joined(path: str, key: Any, *, is_container: bool = False) -> str:
@@ -393,18 +460,18 @@ def _joined(path: str, key: Any, *, is_container: bool = False) -> str:
 
 
 def _is_in_dict(value: Any, key: Any) -> bool:
-    return not isinstance(value, type) and key not in slots_of(type(value))
+    return not issubclass(type(value), type) and key not in slots_of(type(value))
 
 
 def _remember(value: Any, key: str, old: Any) -> None:
-    if isinstance(value, type):
+    if issubclass(type(value), type):
         setattr(value, key, old)
     else:
         object.__setattr__(value, key, old)
 
 
 def _forget(value: Any, key: str) -> None:
-    if isinstance(value, type):
+    if issubclass(type(value), type):
         delattr(value, key)
     else:
         object.__delattr__(value, key)
@@ -412,18 +479,18 @@ def _forget(value: Any, key: str) -> None:
 
 def _state_of(generator: Any) -> bytes:
     """The state of a generator, to be compared."""
-    if isinstance(generator, random.Random):
+    if issubclass(type(generator), random.Random):
         return pickle.dumps(generator.getstate())
-    if isinstance(generator, np.random.RandomState):
+    if issubclass(type(generator), np.random.RandomState):
         return pickle.dumps(generator.get_state(legacy=False))
     return pickle.dumps(generator.bit_generator.state)
 
 
 def _set_state(generator: Any, state: bytes) -> None:
     known = pickle.loads(state)
-    if isinstance(generator, random.Random):
+    if issubclass(type(generator), random.Random):
         generator.setstate(known)
-    elif isinstance(generator, np.random.RandomState):
+    elif issubclass(type(generator), np.random.RandomState):
         generator.set_state(known)
     else:
         generator.bit_generator.state = known

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from ...ir import RECORDERS_MARK, UnsupportedError, is_recorder
 from .caches import caches_of, forget_traced
 from .closures import closed_over
-from .iterators import untouched_iterators
+from .code import code_reach
+from .iterators import is_iterator, untouched_iterators
 from .reached import (
     ABSENT,
     Holder,
     changed,
-    code_reach,
     digest,
     holds_traced,
     is_generator,
@@ -146,13 +146,16 @@ class State:
         for key, old, new in list(changed(holder)):
             if holder.is_own:
                 stays = _is_learned(holder, old, new) and holder.path_of(key) not in self.flipped
+            elif old is ABSENT and holder.is_container and is_plain(new):
+                stays = holder.path_of(key) not in self.flipped  # a thread may have added it
             else:
                 stays = not (_is_number(old, new) or is_generator(holder.value) or holds_traced(new))
             if not stays:
                 holder.put_back_item(key)
 
     def _holders(self) -> list[Holder]:
-        return [*own_reach(self.module, _excused), *code_reach(self.module)]
+        own = own_reach(self.module, _excused)
+        return [*own, *code_reach(self.module, own)]
 
     def _compare(self, holders: list[Holder]) -> None:
         """Notes what one run changed, and takes away what exists only while it is traced."""
@@ -252,7 +255,7 @@ def _texts(hook: Any) -> Iterator[str]:
         function = getattr(hook, "__func__", hook)
         values = [*getattr(hook, "__dict__", {}).values()]
         values += closed_over(function) if hasattr(function, "__closure__") else []
-    return (value for value in values if isinstance(value, str))
+    return (value for value in values if issubclass(type(value), str))
 
 
 def _is_number(old: Any, new: Any) -> bool:
@@ -287,7 +290,7 @@ def _hooks(module: nn.Module) -> Iterator[tuple[str, dict[int, Any]]]:
     """The tables of hooks of a module and its submodules, each with a name."""
     for name, child in module.named_modules():
         for key, value in vars(child).items():
-            if key.endswith("_hooks") and key in _OWN and isinstance(value, dict):
+            if key.endswith("_hooks") and key in _OWN and issubclass(type(value), dict):
                 yield f"{name}.{key}".lstrip("."), value
 
 
@@ -296,15 +299,14 @@ def _tables(module: nn.Module) -> Iterator[Any]:
     for child in module.modules():
         is_excused = _excused(child) is None
         for key, value in vars(child).items():
-            if isinstance(value, (dict, set, list)) and (key in _OWN or is_excused):
-                yield cast(Any, value)
+            if issubclass(type(value), (dict, set, list)) and (key in _OWN or is_excused):
+                yield value
 
 
 def _places(holders: list[Holder]) -> Iterator[tuple[str, Any, Any]]:
-    """Where items of holders are, for those that can be replaced for a while."""
+    """Where iterators among the items of holders are, for those that can be replaced for a while."""
     for holder in holders:
-        held = holder.store
+        found = [key for key, value in holder.items.items() if is_iterator(value)]
+        held = holder.store if found else None
         if held is not None:
-            for key in holder.items:
-                if not isinstance(held, dict) or key in held:
-                    yield holder.path_of(key), held, key
+            yield from ((holder.path_of(key), held, key) for key in found)

@@ -8,6 +8,7 @@ import functools
 import logging
 import pickle
 import tempfile
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch_cases import assert_same, outcome
 
 import irc
+from irc.backends.torch.contents import Watch
 
 torch.set_num_threads(1)
 
@@ -317,3 +319,74 @@ def test_parametrized_tensors_that_are_cached_are_refused(x: Tensor) -> None:
     fitted, its = planned(plain, x), copy.deepcopy(plain)
     with parametrize.cached():
         assert_steps_agree(fitted, its, x)
+
+
+# ---------------------------------------------------------------------- large tables, and foreign objects
+
+
+def test_large_tables_are_compared_in_little_time() -> None:
+    tables = [{i: [i, str(i)] for i in range(900)} for _ in range(20)]
+    watch = Watch(tables)
+    times = [_seconds(watch.holds) for _ in range(5)]
+    assert min(times) < 1.5 * min(_seconds(lambda: _look_at_keys(tables)) for _ in range(5)) + 2e-3
+    for change, back in [
+        (lambda: tables[19][899].append(1), lambda: tables[19][899].pop()),
+        (lambda: tables[0][0].__setitem__(0, True), lambda: tables[0][0].__setitem__(0, 0)),
+        (lambda: tables[19].pop(5), lambda: None),
+    ]:
+        assert watch.holds()
+        change()
+        assert not watch.holds()
+        back()
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def _look_at_keys(tables: list[dict[int, Any]]) -> int:
+    return sum(table.get(key) is not None for table in tables for key in table)
+
+
+class Lazy:
+    """A proxy whose object is not there yet."""
+
+    @property
+    def __class__(self) -> Any:
+        raise RuntimeError("not loaded yet")
+
+    @__class__.setter
+    def __class__(self, value: Any) -> None: ...
+
+
+class Guarded(dict[Any, Any]):
+    """A dict that nobody else may ask."""
+
+    def __len__(self) -> int:
+        raise RuntimeError("no")
+
+    get: Any = __len__
+    __iter__: Any = __len__
+
+
+def test_objects_that_refuse_to_be_looked_at_are_settings_like_others(x: Tensor) -> None:
+    ours, original = pair(True, x)
+    for module in (ours, original):
+        settled(module).weights.update(others=[Lazy(), Guarded(a=1.0)])
+    for _ in range(2):
+        assert_steps_agree(ours, original, x)
+    assert len(ours.irc_plans) == 2
+    dict.__setitem__(settled(ours).weights["others"][1], "a", 2.0)
+    assert_steps_agree(ours, original, x)
+    assert len(ours.irc_plans) == 3
+
+
+def test_a_nan_that_is_assigned_anew_is_no_other_setting(x: Tensor) -> None:
+    ours, original = pair(True, x)
+    for _ in range(3):
+        for module in (ours, original):
+            settled(module).weights.update(limit=float("nan"))
+        assert_steps_agree(ours, original, x)
+    assert len(ours.irc_plans) == 2

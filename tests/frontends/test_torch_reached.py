@@ -7,6 +7,8 @@ import copy
 import functools
 import itertools
 import random
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -62,6 +64,11 @@ class Counting(nn.Module):
 calls = 0
 DRAWS = random.Random(3)
 MASKS: dict[int, Tensor] = {}
+LOADED: list[int] = []
+LOADER = Schedule()
+NOTED: list[Any] = []
+PAIR = [1, 2]
+ROWS: list[list[int]] = []
 
 
 @pytest.fixture
@@ -350,3 +357,154 @@ def test_no_traced_tensor_is_left_anywhere(where: str, fails: bool, x: Tensor) -
     expected = copy.deepcopy(module)(x)  # would fail on a tensor without data
     assert torch.equal(module(x), expected)
     assert_trains_the_same(module, x)  # the mask is there now
+
+
+# ---------------------------------------------------------------------- what others do meanwhile
+
+
+def _load(i: int) -> None:
+    LOADED.append(i)
+    LOADER.count = i
+
+
+def test_what_another_thread_does_to_globals_of_the_file_is_none_of_the_forwards(x: Tensor) -> None:
+    ends, loaded = threading.Event(), 0
+
+    def load() -> None:
+        nonlocal loaded
+        while not ends.is_set():
+            loaded += 1
+            _load(loaded)
+            NOTED.append(loaded)
+            time.sleep(1e-4)
+
+    def reads(m: Any, x: Tensor) -> Tensor:
+        return m.lin(x) * float(bool(NOTED.append))
+
+    NOTED.clear()
+    thread = threading.Thread(target=load)
+    thread.start()
+    try:
+        capture(model(reads), (x,))
+    finally:
+        ends.set()
+        thread.join()
+    assert LOADED == NOTED == list(range(1, loaded + 1)) and LOADER.count == loaded
+
+
+def test_of_a_list_of_the_file_only_what_the_forward_changed_is_put_back(x: Tensor) -> None:
+    def notes(m: Any, x: Tensor) -> Tensor:
+        hidden = m.lin(x)
+        NOTED.extend((7, hidden))
+        return hidden
+
+    def turns(m: Any, x: Tensor) -> Tensor:
+        PAIR.reverse()
+        return m.lin(x) * PAIR[0]
+
+    NOTED[:] = ["kept"]
+    assert ".NOTED[2]" in refusal(model(notes), x)
+    assert NOTED[0] == "kept" and set(NOTED[1:]) == {7}
+    assert ".PAIR[0] (" in refusal(model(turns), x) and PAIR == [1, 2]
+
+    def takes(m: Any, x: Tensor) -> Tensor:
+        return m.lin(x) * PAIR.pop()
+
+    assert ".PAIR[0] (" in refusal(model(takes), x) and PAIR == [1, 2]
+
+
+def _helps() -> int:
+    return _counts()
+
+
+def _counts() -> int:
+    LOADER.count += 1
+    return 1
+
+
+def test_globals_count_where_the_forward_reaches_the_function_that_names_them(x: Tensor) -> None:
+    LOADER.count = 0
+    assert ".LOADER.count (1 such)" in refusal(model(lambda m, x: m.lin(x) * _helps()), x)
+    assert LOADER.count == 0
+
+
+def test_large_data_is_no_burden(x: Tensor) -> None:
+    ROWS.extend(list(range(200)) for _ in range(5000))
+    start = time.perf_counter()
+    capture(model(lambda m, x: m.lin(x)), (x,))
+    small = time.perf_counter() - start
+    for module in (model(lambda m, x: m.lin(x) * len(ROWS)), model(lambda m, x: m.lin(x), data=[*ROWS] * 3)):
+        start = time.perf_counter()
+        capture(module, (x,))
+        assert time.perf_counter() - start < small + 2.0
+    ROWS.clear()
+
+
+@pytest.mark.parametrize("make", [list, lambda items: dict(enumerate(items))])
+def test_large_containers_of_the_module_are_compared_and_put_back(
+    make: Callable[[Any], Any], x: Tensor
+) -> None:
+    def counts(m: Any, x: Tensor) -> Tensor:
+        m.data[0] += 1
+        return m.lin(x) * m.data[0]
+
+    module = model(counts, data=make([0] * 30_000))
+    assert "changes Python state: data[0] (1 such)" in refusal(module, x)
+    assert module.data[0] == 0 and len(module.data) == 30_000
+
+
+# ---------------------------------------------------------------------- objects that refuse to be looked at
+
+
+class Lazy:
+    """A proxy whose object is not there yet."""
+
+    @property
+    def __class__(self) -> Any:
+        raise RuntimeError("not loaded yet")
+
+    @__class__.setter
+    def __class__(self, value: Any) -> None: ...
+
+
+class Guarded(dict[Any, Any]):
+    """A dict that nobody else may ask."""
+
+    def _refuse(self, *_: Any) -> Any:
+        raise RuntimeError("no")
+
+    get: Any = _refuse
+    __setitem__: Any = _refuse
+    __delitem__: Any = _refuse
+    update: Any = _refuse
+
+
+class Sealed(list[Any]):
+    """A list that nobody else may ask."""
+
+    def __len__(self) -> int:
+        raise RuntimeError("no")
+
+    __iter__: Any = __len__
+
+
+LAZY: Any = Lazy()
+GUARDED: Any = Guarded(a=1)
+
+
+def test_objects_that_refuse_to_be_looked_at_are_no_reason_to_fail(x: Tensor) -> None:
+    held = iter([1, 2])
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.lin(x) if LAZY is not None and GUARDED is not None else x
+
+    module = model(forward, part=[Lazy()], table=Guarded(it=held, n=Lazy()), sealed=Sealed([1, [held]]))
+    capture(module, (x,))
+    assert dict(module.table)["it"] is held and list.__getitem__(module.sealed, 1) == [held]
+
+    def counts(m: Any, x: Tensor) -> Tensor:
+        dict.__setitem__(m.table, "n", dict.__getitem__(m.table, "n") + 1)
+        return m.lin(x)
+
+    module = model(counts, table=Guarded(n=1))
+    assert "table['n'] (1 such)" in refusal(module, x) and dict(module.table) == {"n": 1}

@@ -1,0 +1,178 @@
+"""The code of a module: its functions and those they name, with the classes, globals and cells they use."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
+
+from torch import nn
+
+from ...ir import is_inspectable, is_of_library
+from .closures import closed_over
+from .containers import CONTAINERS
+from .reached import Holder, class_items, is_closed, walk_from
+
+__all__ = ["code_reach"]
+
+_ALL_NAMES = frozenset({"globals", "vars"})
+"""A function that names one of these may use any name of its file."""
+
+_ENTRIES = ("forward", "backward", "setup_context")
+"""The methods that torch calls."""
+
+_WRAPPERS: dict[type, tuple[str, ...]] = {
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    property: ("fget", "fset", "fdel"),
+    types.MethodType: ("__func__",),
+    functools.partial: ("func",),
+    functools.cached_property: ("func",),
+    type(functools.lru_cache(lambda: None)): ("__wrapped__",),
+}
+"""What stands for a function, with the attributes that hold it."""
+
+
+def code_reach(module: nn.Module, own: Iterable[Holder]) -> list[Holder]:
+    """What the code of a module leads to: its classes, and globals and closures of its functions.
+
+    Of globals, those count that a function names which the forward reaches; others are other code's. Code of
+    torch, numpy and Python counts for nothing. Functions of other files count where the code of the module's
+    own files names them, with the functions beside them.
+
+    Args:
+        module: The module.
+        own: What its attributes lead to: methods of these objects are code, too.
+    """
+    children = list(module.modules())
+    kinds = {kind: None for child in children for kind in type(child).__mro__ if not is_closed(kind)}
+    found = [Holder(kind.__name__, kind, class_items(kind), is_own=False) for kind in kinds]
+    code = _Code()
+    code.follow(kinds, 0)
+    for child in children:
+        held = list(vars(child).values())
+        code.follow(held, 0)
+        code.follow(
+            [hook for one in held if type(one) in (dict, OrderedDict) for hook in list(one.values())], 0
+        )
+    code.follow(_code_in(own), 1)
+    while True:
+        known = code.size
+        roots = [*found, *code.holders()]
+        reached = walk_from(roots)
+        code.follow(_code_in([*roots, *reached]), 1)
+        if code.size == known:
+            return roots + reached
+
+
+class _Code:
+    """Functions that were found, with the globals that they name and the cells of their closures.
+
+    Of classes, a method counts where a function names it (some method of that name, whatever the class).
+    """
+
+    def __init__(self) -> None:
+        self._tables: dict[int, tuple[dict[str, Any], set[str]]] = {}
+        self._cells: dict[int, tuple[str, types.CellType]] = {}
+        self._named = set[str](_ENTRIES)
+        self._unnamed: dict[str, list[tuple[Any, int, int]]] = {}
+        """Methods that no function has named so far."""
+        self._seen: dict[int, int] = {}
+        """The levels of functions and classes."""
+
+    @property
+    def size(self) -> int:
+        """How much was found."""
+        return len(self._cells) + sum(len(names & table.keys()) for table, names in self._tables.values())
+
+    def holders(self) -> list[Holder]:
+        """The cells that hold something, and the tables of globals."""
+        cells = [
+            Holder(name, cell, {"": cell.cell_contents}, is_own=False)
+            for name, cell in self._cells.values()
+            if _is_filled(cell)
+        ]
+        return cells + [
+            Holder.of_globals(table, tuple(sorted(names))) for table, names in self._tables.values()
+        ]
+
+    def follow(self, values: Iterable[Any], level: int) -> None:
+        """Notes the functions that these values are, and those that these name.
+
+        Args:
+            values: What may be a function, a class, or an object with methods.
+            level: 0 for code of the module, 1 for other code: of that, only the same file is followed.
+        """
+        waiting = deque((value, level, 0) for value in values)
+        while waiting:
+            value, at, home = waiting.popleft()
+            kind = cast("type[Any]", type(value))
+            if kind is types.FunctionType:
+                waiting += self._of_function(value, at + (home not in (0, id(value.__globals__))))
+            elif kind in _WRAPPERS:
+                waiting += [(getattr(value, name), at, home) for name in _WRAPPERS[kind]]
+            elif issubclass(kind, type) or is_inspectable(kind):
+                waiting += self._of_class(value if issubclass(kind, type) else kind, at, home)
+
+    def _of_class(self, kind: type, level: int, home: int) -> Iterator[tuple[Any, int, int]]:
+        if self._seen.get(id(kind), 2) <= level:
+            return
+        self._seen[id(kind)] = level
+        for each in kind.__mro__:
+            for name, value in () if is_closed(each) else list(vars(each).items()):
+                if type(value) is types.FunctionType or type(value) in _WRAPPERS:
+                    if name in self._named or name.startswith("__"):
+                        yield value, level, home
+                    else:
+                        self._unnamed.setdefault(name, []).append((value, level, home))
+
+    def _of_function(self, function: types.FunctionType, level: int) -> Iterator[tuple[Any, int, int]]:
+        table = function.__globals__
+        if self._seen.get(id(function), 2) <= level or is_of_library(str(table.get("__name__"))):
+            return
+        self._seen[id(function)] = level
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            self._cells[id(cell)] = name, cell
+        yield from ((held, level, 0) for held in closed_over(function))
+        names = _names_in(function.__code__)
+        for name in sorted(names - self._named):
+            self._named.add(name)
+            yield from self._unnamed.pop(name, ())
+        if names & _ALL_NAMES:
+            names |= set(table)
+        names = {name for name in names if not name.startswith("__")}
+        self._tables.setdefault(id(table), (table, set()))[1].update(names)
+        yield from ((table[name], level, id(table)) for name in sorted(names) if name in table)
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    """The globals and attributes that a function and those inside of it name, in texts also."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if type(constant) is types.CodeType:
+            names |= _names_in(constant)
+        elif type(constant) is str and constant.isidentifier():
+            names.add(constant)
+    return names
+
+
+def _code_in(holders: Iterable[Holder]) -> Iterator[Any]:
+    """The functions, classes and objects with methods among holders and what they held."""
+    for holder in holders:
+        if holder.is_object:
+            yield holder.value
+        if holder.is_container and not issubclass(type(holder.value), CONTAINERS):
+            continue
+        for value in holder.items.values():
+            kind = cast("type[Any]", type(value))
+            if kind is types.FunctionType or kind in _WRAPPERS or issubclass(kind, type):
+                yield value
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return bool(cell.cell_contents is not cell)
+    except ValueError:  # not assigned yet
+        return False

@@ -1,0 +1,60 @@
+"""Containers of Python as they are, whatever a class made from one does when it is asked."""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict, deque
+from typing import Any, cast
+
+__all__ = ["CONTAINERS", "base_of", "copied", "drop_item", "put_item", "refill", "size_of"]
+
+CONTAINERS = (dict, list, set, deque)
+_BASES = (OrderedDict, dict, list, deque, set)
+
+
+@functools.lru_cache(maxsize=4096)
+def base_of(kind: type) -> Any:
+    """The class of Python that a class of containers is or is made from; None for other classes."""
+    return next((base for base in _BASES if issubclass(kind, base)), None)
+
+
+def size_of(value: Any) -> int:
+    """How many items a container has."""
+    return base_of(type(value)).__len__(value)
+
+
+def copied(value: Any) -> dict[Any, Any] | list[Any]:
+    """The items of a container: by key, of a list or deque in order, of a set by themselves."""
+    base = base_of(type(value))
+    if issubclass(base, dict):
+        return cast("dict[Any, Any]", dict.copy(value))  # at once, also while another thread adds to it
+    items: list[Any] = list(base.__iter__(value))
+    return dict(zip(items, items, strict=True)) if base is set else items
+
+
+def put_item(value: Any, key: Any, item: Any) -> None:
+    """Sets one item of a dict, list or deque."""
+    base_of(type(value)).__setitem__(value, key, item)
+
+
+def drop_item(value: Any, key: Any) -> None:
+    """Takes one item out of a dict, if it is there."""
+    base = base_of(type(value))
+    if base.__contains__(value, key):
+        base.__delitem__(value, key)
+
+
+def refill(value: Any, items: dict[Any, Any] | list[Any]) -> None:
+    """Lets a container hold these items and no others."""
+    base = base_of(type(value))
+    if base is list:
+        list.__setitem__(value, slice(None), cast("list[Any]", items))
+        return
+    base.clear(value)
+    if isinstance(items, list):
+        deque.extend(value, items)
+    elif base is set:
+        set.update(value, items)
+    else:
+        for key, item in items.items():
+            base.__setitem__(value, key, item)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, fx
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput
 
+from .provenance import is_converted_by_code
+
 __all__ = ["share_casts"]
 
 _CAST = torch.ops.aten._to_copy.default
@@ -44,11 +46,12 @@ def share_casts(graph: fx.Graph) -> None:
 
 
 def _casts_of(leaf: fx.Node, to: Set[torch.dtype]) -> Iterator[list[fx.Node]]:
-    """The casts of one leaf to one type, where there are several."""
+    """Autocast's own casts of one leaf to one type, where there are several; it keeps no other."""
     found: dict[torch.dtype, list[fx.Node]] = defaultdict(list)
     if leaf.meta["val"].dtype == torch.float32:
         for user in leaf.users:
-            if user.target is _CAST and user.kwargs.keys() == {"dtype"} and user.kwargs["dtype"] in to:
+            is_cast = user.target is _CAST and user.kwargs.keys() == {"dtype"} and user.kwargs["dtype"] in to
+            if is_cast and not is_converted_by_code(user):
                 found[user.meta["val"].dtype].append(user)
     return (casts for casts in found.values() if len(casts) > 1)
 

@@ -27,10 +27,20 @@ from ...ir import Location
 from .scopes import Scope, Scopes
 from .source_lines import described, is_capture, is_library, user_line
 
-__all__ = ["location_of", "raised_at", "raised_code", "recording", "scopes_of"]
+__all__ = ["is_converted_by_code", "location_of", "raised_at", "raised_code", "recording", "scopes_of"]
 
 _KEY = "irc.location"
 _SCOPES_KEY = "irc.scopes"
+_CONVERTS_KEY = "irc.converts"
+_CONVERSIONS = frozenset(
+    {
+        torch.Tensor.to,
+        torch.Tensor.type,
+        torch.Tensor.type_as,
+        torch.Tensor.bfloat16,
+        torch.Tensor.half,
+    }
+)
 
 
 class _Annotate(TorchFunctionMode):
@@ -48,7 +58,12 @@ class _Annotate(TorchFunctionMode):
             onnx_node=getattr(self.root, "current_node", None),
             source=user_line(inspect.currentframe()),
         )
-        with fx_traceback.annotate({_KEY: where, _SCOPES_KEY: self.scopes.around(where.onnx_node)}):
+        notes = {
+            _KEY: where,
+            _SCOPES_KEY: self.scopes.around(where.onnx_node),
+            _CONVERTS_KEY: func in _CONVERSIONS,
+        }
+        with fx_traceback.annotate(notes):
             return func(*args, **(kwargs or {}))
 
 
@@ -101,6 +116,11 @@ def recording(root: nn.Module) -> Generator[Scopes]:
 def location_of(node: torch.fx.Node) -> Location | None:
     """The location recorded for a traced node; a backward node has its forward operation's."""
     return (node.meta.get("custom") or {}).get(_KEY)
+
+
+def is_converted_by_code(node: torch.fx.Node) -> bool:
+    """Whether the model's code asks for the element type of what a traced node makes, as `Tensor.to` does."""
+    return bool((node.meta.get("custom") or {}).get(_CONVERTS_KEY))
 
 
 def scopes_of(node: torch.fx.Node) -> tuple[Scope, ...]:

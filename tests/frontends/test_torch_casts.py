@@ -37,7 +37,12 @@ def of_the_input(m: Any, x: Tensor) -> Tensor:
     return (x @ x.t()) @ m.lin(x)
 
 
-MODELS = [loop, with_other_uses, through_views, of_the_input]
+def by_its_own_casts(m: Any, x: Tensor) -> Tensor:
+    x, w = x.bfloat16(), m.lin.weight
+    return (x @ w.to(torch.bfloat16)) + (x @ w.bfloat16()).tanh() + (x @ w.type(torch.bfloat16)).sin()
+
+
+MODELS = [loop, with_other_uses, through_views, of_the_input, by_its_own_casts]
 
 
 def model(forward: Callable[[Any, Tensor], Tensor]) -> nn.Module:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from foreign import Lazy
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize
@@ -348,17 +349,6 @@ def _seconds(run: Callable[[], object]) -> float:
 
 def _look_at_keys(tables: list[dict[int, Any]]) -> int:
     return sum(table.get(key) is not None for table in tables for key in table)
-
-
-class Lazy:
-    """A proxy whose object is not there yet."""
-
-    @property
-    def __class__(self) -> Any:
-        raise RuntimeError("not loaded yet")
-
-    @__class__.setter
-    def __class__(self, value: Any) -> None: ...
 
 
 class Guarded(dict[Any, Any]):

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from foreign import Lazy
 from torch import Tensor, nn
 from torch.nn.utils import weight_norm
 from torch_cases import Model, assert_same, fitted, outcome
@@ -454,17 +455,6 @@ def test_large_containers_of_the_module_are_compared_and_put_back(
 
 
 # ---------------------------------------------------------------------- objects that refuse to be looked at
-
-
-class Lazy:
-    """A proxy whose object is not there yet."""
-
-    @property
-    def __class__(self) -> Any:
-        raise RuntimeError("not loaded yet")
-
-    @__class__.setter
-    def __class__(self, value: Any) -> None: ...
 
 
 class Guarded(dict[Any, Any]):

@@ -17,6 +17,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
+from torch import Tensor
+
 from .importer import from_model
 from .lowerings import operators
 from .module import OnnxModule, example_inputs
@@ -27,7 +29,10 @@ __all__ = ["OnnxModule", "example_inputs", "from_model", "from_onnx", "operators
 
 
 def from_onnx(
-    path: str | os.PathLike[str], batch: int | None = None, inputs: Mapping[str, Sequence[int]] | None = None
+    path: str | os.PathLike[str],
+    batch: int | None = None,
+    inputs: Mapping[str, Sequence[int]] | None = None,
+    constants: Mapping[str, Tensor] | None = None,
 ) -> OnnxModule:
     """The model in an ONNX file as a trainable module, in train mode.
 
@@ -36,14 +41,16 @@ def from_onnx(
         batch: Size of the leading axis of every input that leaves it open. A file that fixes the same size in
             all its inputs is changed to this one, and refused where its samples would mix.
         inputs: Whole shapes by input name, where the file leaves axes open.
+        constants: Inputs whose values are settled now, by name; the module does not take them. Where a value
+            decides a shape or a branch the module runs without this, but can only be planned with it.
 
     Raises:
         UsageError: IRC310 to IRC318: the file is missing or broken, or a shape is missing or contradicts it.
         UnsupportedError: IRC301 to IRC304: an operator, an option, an operator set or a type is not covered.
     """
     model = read(path)
-    fixed = None if inputs else fixed_batch(model.graph, batch)
-    module = from_model(model, batch, inputs)
+    fixed = None if inputs or constants else fixed_batch(model.graph, batch)
+    module = from_model(model, batch, inputs, constants)
     if fixed is not None and batch is not None:
         check_samples(from_model(read(path)), module, fixed, batch)
     return module

@@ -12,13 +12,14 @@ from .tensors import torch_dtype
 
 __all__ = ["InputSpec", "bind_inputs"]
 
-InputSpec = tuple[str, tuple[int, ...], torch.dtype]
+InputSpec = tuple[str, "tuple[int, ...] | None", torch.dtype]
+"""Name, shape and element type; without a shape it is a list of tensors, or a value that may be absent."""
 
 
 def bind_inputs(
     graph: ir.Graph, batch: int | None = None, inputs: Mapping[str, Sequence[int]] | None = None
 ) -> list[InputSpec]:
-    """Name, shape and element type of each input, with nothing left open.
+    """Name, shape and element type of each input, with no axis of a tensor left open.
 
     A symbol stands for one size: bound in one input, it is bound in all. Initializers that older files also
     list as inputs are weights, not inputs.
@@ -124,14 +125,21 @@ def _spec(
     value: ir.Value, inputs: Mapping[str, Sequence[int]], symbols: Mapping[str, int], batch: int | None
 ) -> InputSpec:
     name = value.name or ""
-    dtype = torch_dtype(value.dtype)
+    kind = value.type
+    if isinstance(kind, ir.SparseTensorType):
+        raise UnsupportedError(
+            "IRC304", f"the input {name!r} is a sparse tensor", help="export the model with dense tensors"
+        )
+    dtype = torch_dtype(None if kind is None else kind.dtype)
     if dtype is None:
-        named = "no element type" if value.dtype is None else value.dtype.name
+        named = "no element type" if kind is None else kind.dtype.name
         raise UnsupportedError(
             "IRC304",
             f"the input {name!r} has {named}, which torch has not",
             help="export the model with another type",
         )
+    if isinstance(kind, ir.SequenceType | ir.OptionalType):
+        return name, None, dtype
     if name in inputs:
         return name, tuple(inputs[name]), dtype
     if value.shape is None:

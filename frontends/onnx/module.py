@@ -2,47 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from ...ir.errors import UnsupportedError
 from .binding import InputSpec
-from .lowerings.table import Call, Lowering, NodeInfo
+from .lowerings.table import Value
+from .program import Frame, Operand, Output, Step, run
 from .tensors import Static
 
-__all__ = ["OnnxModule", "Operand", "Step", "example_inputs"]
-
-
-@dataclass(frozen=True, slots=True)
-class Operand:
-    """Where a step reads a value: a slot that an earlier step filled, a weight, a constant, or nowhere."""
-
-    kind: Literal["slot", "weight", "constant", "absent"]
-    index: int = 0
-
-
-@dataclass(frozen=True)
-class Step:
-    """One node to run.
-
-    Args:
-        node: What is fixed about it.
-        lowering: What it means in torch.
-        operands: Where its operands come from.
-        results: The slot of each result; `None` where nothing reads it.
-        literals: Constants that the lowering worked out at import, in order.
-        frees: Slots that nothing reads after this step.
-    """
-
-    node: NodeInfo
-    lowering: Lowering
-    operands: tuple[Operand, ...]
-    results: tuple[int | None, ...]
-    literals: tuple[int, ...]
-    frees: tuple[int, ...] = ()
+__all__ = ["OnnxModule", "example_inputs"]
 
 
 class _Scope(nn.Module):
@@ -98,7 +69,7 @@ class OnnxModule(nn.Module):
         constants: Sequence[Static],
         as_tensors: Mapping[int, Tensor],
         steps: Sequence[Step],
-        outputs: Mapping[str, Operand],
+        outputs: Mapping[str, Output],
     ) -> None:
         super().__init__()
         self.input_specs = list(input_specs)
@@ -124,11 +95,11 @@ class OnnxModule(nn.Module):
     @property
     def onnx_node_names(self) -> tuple[str, ...]:
         """The names of the nodes, in the order that they run in."""
-        return tuple(step.node.name for step in self._steps)
+        return tuple(step.name for step in self._steps)
 
-    def _tensors(self, steps: Sequence[Step]) -> dict[Operand, Tensor]:
+    def _tensors(self) -> dict[Operand, Value]:
         """The weights and constants as they are now, so that swapped-in ones are seen."""
-        found: dict[Operand, Tensor] = {}
+        found: dict[Operand, Value] = {}
         for index, key in enumerate(self._weight_keys):
             owner, _, leaf = key.rpartition(".")
             found[Operand("weight", index)] = getattr(self.get_submodule(owner), leaf)
@@ -136,45 +107,32 @@ class OnnxModule(nn.Module):
             found[Operand("constant", int(name[1:]))] = tensor
         return found
 
-    def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """The outputs for these inputs, given in the order of `input_specs`."""
+    def forward(self, *inputs: Value) -> Value | tuple[Value, ...]:
+        """The outputs for these inputs, given in the order of `input_specs`.
+
+        A list of tensors comes and goes as a list, and an optional value that is absent as `None`.
+        """
         if len(inputs) != len(self.input_specs):
             names = ", ".join(name for name, _, _ in self.input_specs)
             raise TypeError(f"expected {len(self.input_specs)} inputs ({names}), got {len(inputs)}")
-        values = self._tensors(self._steps)
-        values.update((Operand("slot", i), tensor) for i, tensor in enumerate(inputs))
+        frame = Frame(self._tensors(), self._statics, self.training, self._enter)
+        frame.fill(range(len(inputs)), inputs)
         del inputs
         try:
-            for step in self._steps:
-                self.current_node = step.node.name
-                self._run(step, values)
+            run(self._steps, frame)
         finally:
             self.current_node = None
-        outputs = tuple(values[operand] for operand in self._outputs)
+        outputs = tuple(frame.output(output) for output in self._outputs)
         return outputs[0] if len(outputs) == 1 else outputs
 
-    def _run(self, step: Step, values: dict[Operand, Tensor]) -> None:
-        literals: Iterator[int] = iter(step.literals)
-        call = Call(
-            step.node,
-            [values.get(operand) for operand in step.operands],
-            [self._statics[o.index] if o.kind == "constant" else None for o in step.operands],
-            [o.kind == "weight" for o in step.operands],
-            self.training,
-            lambda _: values[Operand("constant", next(literals))],
-        )
-        result = step.lowering(call)
-        results = result if isinstance(result, tuple | list) else (result,)
-        for slot, tensor in zip(step.results, results, strict=False):
-            if slot is not None:
-                assert tensor is not None
-                values[Operand("slot", slot)] = tensor
-        for slot in step.frees:
-            values.pop(Operand("slot", slot), None)
+    def _enter(self, node_name: str) -> None:
+        self.current_node = node_name
 
     def extra_repr(self) -> str:
         """Inputs and outputs, for printing."""
-        inputs = ", ".join(f"{name}{list(shape)}" for name, shape, _ in self.input_specs)
+        inputs = ", ".join(
+            f"{name}{'' if shape is None else list(shape)}" for name, shape, _ in self.input_specs
+        )
         return f"{inputs} -> {', '.join(self.output_names)}; {len(self._steps)} nodes"
 
 
@@ -186,11 +144,20 @@ def example_inputs(module: nn.Module, seed: int = 0) -> tuple[Tensor, ...]:
     Args:
         module: What `from_onnx` returned.
         seed: Seed of the generator.
+
+    Raises:
+        UnsupportedError: IRC304 when an input is a list of tensors, or may be absent.
     """
     assert isinstance(module, OnnxModule)
     generator = torch.Generator().manual_seed(seed)
     inputs: list[Tensor] = []
-    for _, shape, dtype in module.input_specs:
+    for name, shape, dtype in module.input_specs:
+        if shape is None:
+            raise UnsupportedError(
+                "IRC304",
+                f"the input {name!r} is a list of tensors, or may be absent: no example is drawn for it",
+                help="give the inputs yourself",
+            )
         if dtype.is_floating_point or dtype.is_complex:
             wide = torch.complex64 if dtype.is_complex else torch.float32
             inputs.append(torch.randn(shape, generator=generator, dtype=wide).to(dtype))

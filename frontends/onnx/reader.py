@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass, RemoveUnusedNodesPass, TopologicalSortPass
 
-from ...ir.errors import Location, UnsupportedError, UsageError
+from ...ir.errors import Location, UsageError
 
 __all__ = ["node_name", "normalise", "read", "subgraphs"]
 
@@ -113,24 +113,13 @@ def _check_external(model: ir.Model) -> None:
 
 
 def normalise(model: ir.Model) -> None:
-    """Inline the model's own functions, put nodes in order, and drop what no output needs; in place.
-
-    Raises:
-        UnsupportedError: IRC304 on sparse weights or string tensors as inputs.
-    """
+    """Inline the model's own functions, put nodes in order, and drop what no output needs; in place."""
     if model.functions:
         InlinePass()(model)
     if not _sorted(model.graph):
         TopologicalSortPass()(model)
     # The pass switches training_mode off where the running statistics are unread; this importer ignores it.
     RemoveUnusedNodesPass()(model)
-    for value in model.graph.inputs:
-        if value.type is not None and not isinstance(value.type, ir.TensorType):
-            raise UnsupportedError(
-                "IRC304",
-                f"the input {value.name!r} is a {type(value.type).__name__}, not a tensor",
-                help="export the model with tensors as inputs",
-            )
 
 
 def _sorted(graph: ir.Graph) -> bool:

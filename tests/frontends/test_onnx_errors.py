@@ -67,22 +67,6 @@ def test_an_option_that_is_not_exact(tmp_path: Path) -> None:
     assert "ai.onnx::Relu (opset 17) with surprise=1 is not supported" in text and "ONNX node odd" in text
 
 
-def test_a_condition_on_the_inputs(tmp_path: Path) -> None:
-    branch = helper.make_graph(
-        [helper.make_node("Relu", ["x"], ["z"])],
-        "b",
-        [],
-        [helper.make_tensor_value_info("z", TensorProto.FLOAT, None)],
-    )
-    nodes = [
-        helper.make_node("ReduceSum", ["x"], ["s"], keepdims=0),
-        helper.make_node("Cast", ["s"], ["c"], to=TensorProto.BOOL),
-        helper.make_node("If", ["c"], ["y"], name="choice", then_branch=branch, else_branch=branch),
-    ]
-    text = refused(UnsupportedError, "IRC302", lambda: from_onnx(save(tmp_path, nodes)))
-    assert "condition that depends on the inputs" in text and "ONNX node choice" in text
-
-
 def test_an_operator_set_of_the_future(tmp_path: Path) -> None:
     text = refused(UnsupportedError, "IRC303", lambda: from_onnx(save(tmp_path, opset=99)))
     assert "opset 99" in text and "opset_version=" in text

@@ -394,8 +394,6 @@ REFUSED: list[tuple[Any, ...]] = [
         {"hidden_size": 4, "activations": ["Relu", "Tanh"]},
         "Relu",
     ),
-    ("Reshape", 13, [normal(2, 3), ints(3, 2)], {}, "not a constant"),
-    ("NonZero", 13, [normal(2, 3)], {}, "not a constant"),
 ]
 
 

@@ -13,15 +13,30 @@ from . import (
     reduction,
     resize,
     sampling,
+    sequences,
     shape,
 )
-from .table import Attribute, Call, Lowering, NodeInfo, find, newest_opset, operators
+from .table import (
+    Attribute,
+    Call,
+    Lowering,
+    NodeInfo,
+    NotConstant,
+    Result,
+    Value,
+    find,
+    newest_opset,
+    operators,
+)
 
 __all__ = [
     "Attribute",
     "Call",
     "Lowering",
     "NodeInfo",
+    "NotConstant",
+    "Result",
+    "Value",
     "activation",
     "arithmetic",
     "attention",
@@ -37,5 +52,6 @@ __all__ = [
     "reduction",
     "resize",
     "sampling",
+    "sequences",
     "shape",
 ]

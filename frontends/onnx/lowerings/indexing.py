@@ -180,6 +180,8 @@ def cumulate(c: Call) -> Result:
 
 @lowering("NonZero", since=9)
 def non_zero(c: Call) -> Result:
-    """Of constants only: how many there are is part of the result's shape."""
-    array = c.constant(0, "data").array
-    return c.literal(lambda: torch.from_numpy(np.stack(np.nonzero(array)).astype(np.int64)))
+    """Where the elements are that are not zero; how many there are is part of the result's shape."""
+    static = c.static(0)
+    if static is None:
+        return torch.nonzero(c[0]).t()
+    return c.literal(lambda: torch.from_numpy(np.stack(np.nonzero(static.array)).astype(np.int64)))

@@ -16,8 +16,9 @@ from .table import Call, Result, lowering
 
 @lowering("Identity")
 def identity(c: Call) -> Result:
-    """The operand itself."""
-    return c[0]
+    """The operand itself, be it a list or absent."""
+    value = c.tensors[0]
+    return c[0] if isinstance(value, Tensor) else (value,)
 
 
 def _dtype(c: Call, code: int) -> torch.dtype:
@@ -169,13 +170,18 @@ def split(c: Call) -> Result:
 
 @lowering("SplitToSequence", since=11)
 def split_to_sequence(c: Call) -> Result:
-    """The parts, of a size, of given sizes, or of one element each, which may lose the axis."""
+    """The parts, of a size, of given sizes, or of one element each, which may lose the axis.
+
+    A list that only a run tells is one result; a list of known length has a result for each of its parts.
+    """
     x, axis, keep = c[0], c.int_("axis", 0), bool(c.int_("keepdims", 1))
-    if not c.has(1):
-        return tuple(torch.split(x, 1, axis) if keep else x.unbind(axis))
-    sizes = c.integers(1, "list of sizes")
-    scalar = c.constant(1, "list of sizes").array.ndim == 0
-    return tuple(torch.split(x, sizes[0] if scalar else sizes, axis))
+    if c.has(1):
+        sizes = c.integers(1, "list of sizes")
+        scalar = c.constant(1, "list of sizes").array.ndim == 0
+        parts = torch.split(x, sizes[0] if scalar else sizes, axis)
+    else:
+        parts = torch.split(x, 1, axis) if keep else x.unbind(axis)
+    return list(parts) if c.runs else tuple(parts)
 
 
 @lowering("ConcatFromSequence", since=11)

@@ -7,17 +7,20 @@ from dataclasses import dataclass, field
 from typing import NoReturn, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ....ir.errors import Location, UnsupportedError
 from ..tensors import Static
 
 __all__ = [
+    "SETTLE",
     "Attribute",
     "Call",
     "Lowering",
     "NodeInfo",
+    "NotConstant",
     "Result",
+    "Value",
     "find",
     "lowering",
     "newest_opset",
@@ -25,7 +28,8 @@ __all__ = [
 ]
 
 Attribute: TypeAlias = "int | float | str | tuple[int, ...] | tuple[float, ...] | tuple[str, ...] | Tensor"
-Result: TypeAlias = "Tensor | tuple[Tensor | None, ...]"
+Value: TypeAlias = "Tensor | list[Tensor] | None"
+Result: TypeAlias = "Tensor | list[Tensor] | tuple[Value, ...]"
 Scalar: TypeAlias = "int | float | bool"
 
 # Attributes that no lowering needs: they repeat what shapes say, or they are about execution, or they matter
@@ -53,6 +57,15 @@ _HARMLESS = frozenset(
         "value",
     }
 )
+
+
+SETTLE = "where an input decides it, settle that input at import: from_onnx(path, constants={name: tensor})"
+"""What to do where a plan needs a value that only a run tells."""
+
+
+class NotConstant(UnsupportedError):
+    """A lowering needs the elements of an operand while only its type is known."""
+
 
 newest_opset = 28
 """The newest version of the default operator set whose changes this table has been read against."""
@@ -93,19 +106,21 @@ class Call:
 
     Args:
         node: The node.
-        tensors: Operands as tensors; `None` where an optional one is absent.
+        tensors: Operands as tensors or lists of them; `None` where an optional one is absent.
         statics: The same operands as plain data, where they are constants.
         weights: Which operands are parameters or buffers.
         training: Whether the module is in train mode.
         make_literal: Turns what follows from shapes alone into a tensor that lives with the module.
+        runs: Whether operands hold their elements, so that an operand that is no constant can be read too.
     """
 
     node: NodeInfo
-    tensors: Sequence[Tensor | None]
+    tensors: Sequence[Value]
     statics: Sequence[Static | None]
     weights: Sequence[bool]
     training: bool
     make_literal: Callable[[Callable[[], Tensor]], Tensor]
+    runs: bool = False
     touched: set[int] = field(default_factory=set[int])
     read: set[str] = field(default_factory=set[str])
 
@@ -124,11 +139,15 @@ class Call:
         Raises:
             UnsupportedError: IRC302, always.
         """
-        raise UnsupportedError(
+        raise self._refusal(UnsupportedError, what)
+
+    def _refusal(self, kind: type[UnsupportedError], what: str) -> UnsupportedError:
+        late = kind is NotConstant
+        return kind(
             "IRC302",
-            f"{self.node.title} {what} is not supported",
+            f"{self.node.title} {what} is not supported" + (" in a plan" if late else ""),
             at=Location(onnx_node=self.node.name),
-            help="export the model without this option, or replace the node",
+            help=SETTLE if late else "export the model without this option, or replace the node",
         )
 
     # Operands
@@ -146,10 +165,21 @@ class Call:
         self.touched.add(index)
         tensor = self.tensors[index]
         assert tensor is not None, f"{self.node.title}: operand {index} was not read as a tensor at import"
+        if isinstance(tensor, list):
+            self.refuse(f"of a list of tensors as operand {index}")
         return tensor
 
+    def list_(self, index: int) -> list[Tensor]:
+        """The operand as a list of tensors."""
+        value = self.tensors[index] if index < len(self.tensors) else None
+        if not isinstance(value, list):
+            self.refuse(f"without a list of tensors as operand {index}")
+        return value
+
     def all(self) -> list[Tensor]:
-        """Every operand as a tensor."""
+        """Every operand as a tensor; a list that stands alone stands for its elements."""
+        if len(self.tensors) == 1 and isinstance(self.tensors[0], list):
+            return list(self.tensors[0])
         return [self[i] for i in range(len(self.tensors)) if self.has(i)]
 
     def static(self, index: int) -> Static | None:
@@ -157,15 +187,19 @@ class Call:
         return self.statics[index] if index < len(self.statics) else None
 
     def constant(self, index: int, what: str) -> Static:
-        """The operand as plain data; refuses when it depends on the inputs or on weights.
+        """The operand as plain data, which a run reads even where it depends on the inputs.
 
         Raises:
-            UnsupportedError: IRC302.
+            NotConstant: IRC302: its elements are not known, at import or under a tracer.
         """
         static = self.static(index)
-        if static is None:
-            self.refuse(f"with a {what} that is not a constant")
-        return static
+        if static is not None:
+            return static
+        tensor = self.tensors[index] if index < len(self.tensors) else None
+        # A tracer's tensors are of classes of their own, and hold no elements.
+        if not self.runs or type(tensor) not in (Tensor, nn.Parameter):
+            raise self._refusal(NotConstant, f"with a {what} that is not a constant")
+        return Static.of(self[index])
 
     def integers(self, index: int, what: str) -> list[int]:
         """A constant operand as a flat list of integers."""

@@ -1,0 +1,342 @@
+"""Branches, loops and scans: taken or unrolled where constants decide, else left to each run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from .coverage import check_covered, refusal, title, version_of
+from .program import Branch, Loop, Map, Operand
+from .reader import node_name
+from .tensors import Static, torch_dtype
+from .tracing import Known, Tracer
+
+__all__ = ["ControlFlow"]
+
+_MOST_UNROLLED = 100_000
+"""Nodes that the unrolled loops of a model may have in all."""
+
+
+@dataclass
+class ControlFlow:
+    """Imports the nodes that carry graphs.
+
+    Args:
+        tracer: What is known so far, and the steps.
+        run_nodes: Imports the nodes of a graph.
+    """
+
+    tracer: Tracer
+    run_nodes: Callable[[ir.Graph], None]
+    unrolled: int = 0
+
+    @property
+    def _model(self) -> ir.Model:
+        return self.tracer.model
+
+    def _body(self, node: ir.Node, name: str) -> ir.Graph:
+        graph = node.attributes[name].as_graph()
+        check_covered(self._model, graph)
+        return graph
+
+    # If
+
+    def branch(self, node: ir.Node) -> None:
+        """Run the branch that a constant condition takes; else keep both."""
+        assert node.inputs[0] is not None
+        condition = self.tracer.known(node.inputs[0])
+        if condition.constant:
+            assert condition.tensor is not None
+            name = "then_branch" if bool(condition.tensor.item()) else "else_branch"
+            taken = self._body(node, name)
+            self.run_nodes(taken)
+            for outer, inner in zip(node.outputs, taken.outputs, strict=True):
+                self.tracer.alias(outer, inner)
+            return
+        operand = self.tracer.operand(node.inputs[0])
+        then, otherwise = (self._body(node, name) for name in ("then_branch", "else_branch"))
+        first = self.tracer.block([], lambda: self._outputs(then))
+        second = self.tracer.block([], lambda: self._outputs(otherwise))
+        types = [self._common(a, b) for a, b in zip(then.outputs, otherwise.outputs, strict=True)]
+        results = self.tracer.new_results(node.outputs, _wanted(node), types)
+        self.tracer.steps.append(
+            Branch(node_name(node), title(self._model, node), operand, first, second, results)
+        )
+
+    def _outputs(self, graph: ir.Graph) -> Sequence[ir.Value]:
+        self.run_nodes(graph)
+        return graph.outputs
+
+    def _common(self, a: ir.Value, b: ir.Value) -> torch.Tensor | None:
+        """A fake of the type that two values share."""
+        if self.tracer.list_of(a) is not None or self.tracer.list_of(b) is not None:
+            return None
+        one, other = self.tracer.known(a).tensor, self.tracer.known(b).tensor
+        if one is None or other is None or one.shape != other.shape or one.dtype is not other.dtype:
+            return None
+        return self.tracer.fake_empty(one.shape, one.dtype)
+
+    # Loop
+
+    def loop(self, node: ir.Node) -> None:
+        """Unroll a loop whose end constants decide; else keep its body."""
+        inputs = [*node.inputs, None, None][: max(len(node.inputs), 2)]
+        count, condition, *carried = [v if v is not None and v.name else None for v in inputs]
+        body = self._body(node, "body")
+        with self.tracer.undone() as undo:
+            if self._unroll(node, body, count, condition, carried):
+                return
+            undo()
+        self._keep_loop(node, body, count, condition, carried)
+
+    def _constant(self, value: ir.Value | None, absent: int) -> int | None:
+        """The number that a value is, or `None` when only a run tells."""
+        if value is None:
+            return absent
+        known = self.tracer.known(value)
+        if not known.constant or known.tensor is None:
+            return None
+        return int(known.tensor.item())
+
+    def _unroll(
+        self,
+        node: ir.Node,
+        body: ir.Graph,
+        count: ir.Value | None,
+        condition: ir.Value | None,
+        carried: Sequence[ir.Value | None],
+    ) -> bool:
+        most, goes_on = self._constant(count, -1), self._constant(condition, 1)
+        if most is None or goes_on is None:
+            return False
+        now, stacks = list(carried), [list[ir.Value]() for _ in body.outputs[1 + len(carried) :]]
+        iteration = 0
+        while goes_on and (most < 0 or iteration < most):
+            self._count(node, body)
+            self.tracer.bind(body.inputs[0], Known(torch.tensor(iteration)))
+            self.tracer.bind(body.inputs[1], Known(torch.tensor(True)))
+            for inner, outer in zip(body.inputs[2:], now, strict=True):
+                self._enter(inner, outer)
+            self.run_nodes(body)
+            goes_on = self._constant(body.outputs[0], 1)
+            if goes_on is None:
+                return False
+            outputs = [self.tracer.settled(value) for value in body.outputs[1:]]
+            now = list[ir.Value | None](outputs[: len(carried)])
+            for stack, value in zip(stacks, outputs[len(carried) :], strict=True):
+                stack.append(value)
+            iteration += 1
+        for outer, value in zip(node.outputs, now, strict=False):
+            self._enter(outer, value)
+        for outer, stack, inner in zip(
+            node.outputs[len(carried) :], stacks, body.outputs[1 + len(carried) :], strict=False
+        ):
+            self._stack(node, outer, stack, inner)
+        return True
+
+    def _count(self, node: ir.Node, body: ir.Graph) -> None:
+        self.unrolled += len(body)
+        if self.unrolled > _MOST_UNROLLED:
+            raise refusal(
+                self._model,
+                node,
+                f"that unrolls to more than {_MOST_UNROLLED:,} nodes",
+                "export the model with fewer iterations",
+            )
+
+    def _enter(self, inner: ir.Value, outer: ir.Value | None) -> None:
+        if outer is None:
+            self.tracer.bind(inner, Known(None, Operand("absent")))
+        else:
+            self.tracer.alias(inner, outer)
+
+    def _stack(
+        self, node: ir.Node, outer: ir.Value, stack: Sequence[ir.Value], inner: ir.Value, axis: int = 0
+    ) -> None:
+        if stack:
+            name = outer.name or node_name(node)
+            self.tracer.alias(
+                outer, self.tracer.apply(name, "ConcatFromSequence", stack, axis=axis, new_axis=1)
+            )
+            return
+        empty = _empty(inner)
+        if empty is None:
+            raise refusal(
+                self._model, node, "of no iteration, without the shape of its results,", "export with shapes"
+            )
+        self.tracer.bind(outer, Known(torch.from_numpy(empty.array).to(empty.dtype)))
+
+    def _keep_loop(
+        self,
+        node: ir.Node,
+        body: ir.Graph,
+        count: ir.Value | None,
+        condition: ir.Value | None,
+        carried: Sequence[ir.Value | None],
+    ) -> None:
+        tracer = self.tracer
+        operands = [tracer.tensor_operand(value) for value in (count, condition, *carried)]
+        number = tracer.new_slot(tracer.fake_empty((), torch.int64))
+        again = tracer.new_slot(tracer.fake_empty((), torch.bool))
+        inputs = [(value, tracer.new_slot(None)) for value in body.inputs[2:]]
+        block = tracer.block(
+            [(body.inputs[0], number), (body.inputs[1], again), *inputs], lambda: self._outputs(body)
+        )
+        empty = tuple(_empty(value) for value in body.outputs[1 + len(carried) :])
+        results = tracer.new_results(node.outputs, _wanted(node))
+        tracer.steps.append(
+            Loop(
+                node_name(node),
+                title(self._model, node),
+                operands[0],
+                operands[1],
+                tuple(operands[2:]),
+                block,
+                empty,
+                results,
+            )
+        )
+
+    # Scan
+
+    def scan(self, node: ir.Node) -> None:
+        """Unroll a scan, whose length the shapes of its inputs give."""
+        body = self._body(node, "body")
+        inputs = [v for v in node.inputs if v is not None and v.name]
+        if version_of(self._model, "") < 9:
+            self._scan_batches(node, body, inputs)
+            return
+        scanned = node.attributes["num_scan_inputs"].as_int()
+        states, sequences = inputs[: len(inputs) - scanned], inputs[len(inputs) - scanned :]
+        stacked = len(body.outputs) - len(states)
+        results = self._scan(
+            node,
+            body,
+            states,
+            sequences,
+            _ints(node, "scan_input_axes", scanned),
+            _ints(node, "scan_input_directions", scanned),
+            _ints(node, "scan_output_axes", stacked),
+            _ints(node, "scan_output_directions", stacked),
+        )
+        for outer, value in zip(node.outputs, results, strict=False):
+            self.tracer.alias(outer, value)
+
+    def _scan_batches(self, node: ir.Node, body: ir.Graph, inputs: Sequence[ir.Value]) -> None:
+        """The first version: each sample of a batch is scanned on its own."""
+        if node.inputs[0] is not None and node.inputs[0].name:
+            raise refusal(self._model, node, "with sequence lengths", "export with opset 9 or newer")
+        scanned = node.attributes["num_scan_inputs"].as_int()
+        count, zeros = len(inputs) - scanned, [0] * max(scanned, len(body.outputs))
+        directions = _ints(node, "directions", scanned)
+        columns: list[list[ir.Value]] = [[] for _ in body.outputs]
+        for sample in range(self._length(node, inputs[0], 0)):
+            mine = [self._pick(node, value, 0, sample) for value in inputs]
+            results = self._scan(
+                node, body, mine[:count], mine[count:], zeros[:scanned], directions, zeros, zeros
+            )
+            for column, value in zip(columns, results, strict=True):
+                column.append(value)
+        for outer, column, inner in zip(node.outputs, columns, body.outputs, strict=False):
+            self._stack(node, outer, column, inner)
+
+    def _length(self, node: ir.Node, value: ir.Value, axis: int) -> int:
+        tensor = self.tracer.known(value).tensor
+        if tensor is None:
+            raise refusal(
+                self._model,
+                node,
+                "over an input whose length only a run tells",
+                "give the shapes of the inputs at import",
+            )
+        return tensor.shape[axis]
+
+    def _pick(self, node: ir.Node, value: ir.Value, axis: int, index: int) -> ir.Value:
+        position = ir.Value(name=f"{value.name}_index")
+        self.tracer.bind(position, Known(torch.tensor(index)))
+        return self.tracer.apply(f"{value.name}_{index}", "Gather", [value, position], axis=axis)
+
+    def _scan(
+        self,
+        node: ir.Node,
+        body: ir.Graph,
+        states: Sequence[ir.Value],
+        sequences: Sequence[ir.Value],
+        axes: Sequence[int],
+        backwards: Sequence[int],
+        output_axes: Sequence[int],
+        output_backwards: Sequence[int],
+    ) -> list[ir.Value]:
+        lengths = [self._length(node, v, axis) for v, axis in zip(sequences, axes, strict=True)]
+        now, stacks = list(states), [list[ir.Value]() for _ in body.outputs[len(states) :]]
+        for step in range(lengths[0]):
+            self._count(node, body)
+            for inner, outer in zip(body.inputs, now, strict=False):
+                self.tracer.alias(inner, outer)
+            for inner, whole, axis, back in zip(
+                body.inputs[len(states) :], sequences, axes, backwards, strict=True
+            ):
+                index = lengths[0] - 1 - step if back else step
+                self.tracer.alias(inner, self._pick(node, whole, axis, index))
+            self.run_nodes(body)
+            outputs = [self.tracer.settled(value) for value in body.outputs]
+            now = outputs[: len(states)]
+            for stack, value in zip(stacks, outputs[len(states) :], strict=True):
+                stack.append(value)
+        results = now
+        for i, (stack, inner) in enumerate(zip(stacks, body.outputs[len(states) :], strict=True)):
+            whole = ir.Value(name=f"{node_name(node)}_{i}")
+            self._stack(node, whole, stack[::-1] if output_backwards[i] else stack, inner, output_axes[i])
+            results.append(whole)
+        return results
+
+    # SequenceMap
+
+    def sequence_map(self, node: ir.Node) -> None:
+        """Run the body for each element of a list of known length."""
+        body = self._body(node, "body")
+        inputs = [v for v in node.inputs if v is not None]
+        items = self.tracer.list_of(inputs[0])
+        if items is None:
+            self._map_late(node, body, inputs)
+            return
+        columns: list[list[ir.Value]] = [[] for _ in body.outputs]
+        for i, item in enumerate(items):
+            self._count(node, body)
+            self.tracer.alias(body.inputs[0], item)
+            for inner, outer in zip(body.inputs[1:], inputs[1:], strict=True):
+                elements = self.tracer.list_of(outer)
+                self.tracer.alias(inner, outer if elements is None else elements[i])
+            self.run_nodes(body)
+            for column, value in zip(columns, body.outputs, strict=True):
+                column.append(self.tracer.settled(value))
+        for outer, column in zip(node.outputs, columns, strict=False):
+            self.tracer.bind_list(outer, column)
+
+    def _map_late(self, node: ir.Node, body: ir.Graph, inputs: Sequence[ir.Value]) -> None:
+        operands = tuple(self.tracer.tensor_operand(value) for value in inputs)
+        slots = [(value, self.tracer.new_slot(None)) for value in body.inputs]
+        block = self.tracer.block(slots, lambda: self._outputs(body))
+        results = self.tracer.new_results(node.outputs, _wanted(node))
+        self.tracer.steps.append(Map(node_name(node), title(self._model, node), operands, block, results))
+
+
+def _empty(value: ir.Value) -> Static | None:
+    """What stacking no value gives, as far as the file says what one would be."""
+    dtype = torch_dtype(value.dtype)
+    if dtype is None or value.shape is None or any(not isinstance(n, int) for n in value.shape):
+        return None
+    return Static(np.zeros((0, *value.shape.numpy()), np.float32), dtype)
+
+
+def _ints(node: ir.Node, name: str, count: int) -> list[int]:
+    attribute = node.attributes.get(name)
+    return [0] * count if attribute is None else [int(n) for n in attribute.as_ints()]
+
+
+def _wanted(node: ir.Node) -> tuple[bool, ...]:
+    return tuple(bool(o.name) and (bool(o.uses()) or o.is_graph_output()) for o in node.outputs)

@@ -1,0 +1,448 @@
+"""What is known of each value of a graph, and the steps that compute the rest.
+
+Nodes run once on fake tensors. What is constant folds; what has a known type becomes a step whose sizes are
+settled; and where a size or a type depends on data, the step settles it in each run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import onnx_ir as ir
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+
+from ...ir.errors import IrcError, Location, UnsupportedError, UsageError
+from .coverage import domain_of, version_of
+from .lowerings import Attribute, Call, Lowering, NodeInfo, NotConstant, Value, find
+from .program import Block, NodeStep, Operand, Output, Step
+from .reader import node_name
+from .tensors import Static, torch_tensor
+from .weights import Kind, Leaf, leaf_of
+
+__all__ = ["Known", "Tracer"]
+
+# The mode of the module decides what these do, so they never fold.
+_LIVE = ("Dropout", "BatchNormalization")
+# These read no element of their operands, only sizes and types.
+_OF_SHAPES = ("Shape", "Size", "EyeLike")
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of a value at import.
+
+    Args:
+        tensor: Its elements where it is constant, else a fake of its type; `None` where only a run tells.
+        operand: Where steps read it; `None` for a constant that no step has read yet.
+    """
+
+    tensor: Tensor | None
+    operand: Operand | None = None
+
+    @property
+    def constant(self) -> bool:
+        """Whether the elements are known."""
+        return self.tensor is not None and (self.operand is None or self.operand.kind == "constant")
+
+    @property
+    def absent(self) -> bool:
+        """Whether it is an optional value that is not there."""
+        return self.operand is not None and self.operand.kind == "absent"
+
+
+@dataclass
+class Tracer:
+    """The values known so far, and the steps, weights and constants that a module gets.
+
+    Args:
+        model: The model that is imported.
+    """
+
+    model: ir.Model
+    weights: dict[str, Leaf] = field(default_factory=dict[str, Leaf])
+    constants: list[Tensor] = field(default_factory=list[Tensor])
+    as_tensors: set[int] = field(default_factory=set[int])
+    steps: list[Step] = field(default_factory=list[Step])
+    _fake: FakeTensorMode = field(default_factory=FakeTensorMode)
+    _values: dict[ir.Value, Known] = field(default_factory=dict[ir.Value, Known])
+    _lists: dict[ir.Value, list[ir.Value]] = field(default_factory=dict[ir.Value, list[ir.Value]])
+    _slots: int = 0
+
+    # Values
+
+    def fake_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A fake tensor of this type."""
+        with self._fake:
+            return torch.empty(tuple(shape), dtype=dtype)
+
+    def new_slot(self, tensor: Tensor | None) -> Known:
+        """A value that a step will put into a new slot."""
+        self._slots += 1
+        return Known(tensor, Operand("slot", self._slots - 1))
+
+    def bind(self, value: ir.Value, known: Known) -> None:
+        """Say what is known of a value."""
+        self._values[value] = known
+        self._lists.pop(value, None)
+
+    def bind_list(self, value: ir.Value, items: Sequence[ir.Value]) -> None:
+        """Say that a value is a list of these."""
+        self._lists[value] = list(items)
+        self._values.pop(value, None)
+
+    def alias(self, value: ir.Value, source: ir.Value) -> None:
+        """Say that a value is another one."""
+        items = self._lists.get(source)
+        if items is None:
+            self.bind(value, self.known(source))
+        else:
+            self.bind_list(value, items)
+
+    def settled(self, value: ir.Value) -> ir.Value:
+        """A new name for what a value is now, for values that the next iteration of a loop computes anew."""
+        fresh = ir.Value(name=value.name)
+        items = self._lists.get(value)
+        if items is None:
+            self.bind(fresh, self.known(value))
+        else:
+            self.bind_list(fresh, [self.settled(item) for item in items])
+        return fresh
+
+    def list_of(self, value: ir.Value) -> list[ir.Value] | None:
+        """The elements of a list whose length is known."""
+        return self._lists.get(value)
+
+    def known(self, value: ir.Value) -> Known:
+        """What is known of a value; a list of known length gets a slot.
+
+        Raises:
+            UsageError: IRC311 when nothing computes it.
+            UnsupportedError: IRC304 when it is a constant of a type that torch lacks.
+        """
+        found = self._values.get(value)
+        if found is None:
+            found = self._values[value] = self._first_known(value)
+        return found
+
+    def _first_known(self, value: ir.Value) -> Known:
+        items = self._lists.get(value)
+        if items is not None:
+            return self._as_list(value, items)
+        leaf = leaf_of(value)
+        if leaf is None:
+            raise UsageError(
+                "IRC311",
+                f"nothing computes {value.name!r}",
+                help="`onnx.checker.check_model` says more about the file",
+            )
+        return self._leaf(leaf)
+
+    def _as_list(self, value: ir.Value, items: Sequence[ir.Value]) -> Known:
+        made = find("", "SequenceConstruct", 11)
+        assert made is not None
+        info = NodeInfo(value.name or "list", "SequenceConstruct", "", 11, {}, (True,))
+        operands = tuple(self.tensor_operand(item) for item in items)
+        known = self.new_slot(None)
+        assert known.operand is not None
+        self.steps.append(NodeStep(info, made, operands, (known.operand.index,), decided_late=True))
+        return known
+
+    def _leaf(self, leaf: Leaf) -> Known:
+        if leaf.kind is Kind.CONSTANT:
+            tensor = torch_tensor(leaf.tensor)
+            if tensor is None:
+                raise UnsupportedError(
+                    "IRC304",
+                    f"the constant {leaf.value.name!r} is of {leaf.tensor.dtype.name}, which torch has not",
+                    help="export the model with another element type",
+                )
+            return Known(tensor)
+        name = leaf.value.name or f"weight_{len(self.weights)}"
+        while name in self.weights:  # a branch may name its own weight like one outside
+            name += "_"
+        index = len(self.weights)
+        self.weights[name] = leaf
+        sample = torch_tensor(ir.tensor(leaf.tensor.numpy().reshape(-1)[:1], dtype=leaf.tensor.dtype))
+        assert sample is not None
+        return Known(self.fake_empty(leaf.shape, sample.dtype), Operand("weight", index))
+
+    def operand(self, value: ir.Value | None) -> Operand:
+        """Where a step reads the value; gives a constant its place among the module's constants."""
+        if value is None:
+            return Operand("absent")
+        known = self.known(value)
+        if known.operand is None:
+            assert known.tensor is not None
+            known = self._values[value] = Known(known.tensor, self._new_constant(known.tensor))
+        assert known.operand is not None
+        return known.operand
+
+    def tensor_operand(self, value: ir.Value | None) -> Operand:
+        """Where a step reads the value as a tensor, be it a constant."""
+        operand = self.operand(value)
+        if operand.kind == "constant":
+            self.as_tensors.add(operand.index)
+        return operand
+
+    def output(self, value: ir.Value) -> Output:
+        """Where the value is read at the end; a list of known length is read element by element."""
+        items = self._lists.get(value)
+        if items is not None:
+            return tuple(self.tensor_operand(item) for item in items)
+        return self.tensor_operand(value)
+
+    def _new_constant(self, tensor: Tensor) -> Operand:
+        self.constants.append(tensor.contiguous())
+        return Operand("constant", len(self.constants) - 1)
+
+    # Blocks
+
+    @contextmanager
+    def undone(self) -> Generator[Callable[[], None]]:
+        """Within this, calling what it gives takes back all that has been traced since."""
+        steps, values, lists = list(self.steps), dict(self._values), dict(self._lists)
+        as_tensors, weights, constants = set(self.as_tensors), dict(self.weights), len(self.constants)
+
+        def undo() -> None:
+            self.steps[:] = steps
+            self._values, self._lists = values, lists
+            self.as_tensors, self.weights = as_tensors, weights
+            del self.constants[constants:]
+
+        yield undo
+
+    def block(
+        self, inputs: Sequence[tuple[ir.Value, Known]], body: Callable[[], Sequence[ir.Value]]
+    ) -> Block:
+        """What `body` traces, as a block.
+
+        Args:
+            inputs: The block's inputs, each in a slot of its own.
+            body: Traces the steps, and gives the block's outputs.
+        """
+        outer, self.steps = self.steps, []
+        try:
+            slots: list[int] = []
+            for value, known in inputs:
+                assert known.operand is not None
+                self.bind(value, known)
+                slots.append(known.operand.index)
+            outputs = [self.output(value) for value in body()]
+            return Block.of(slots, self.steps, outputs)
+        finally:
+            self.steps = outer
+
+    # Nodes
+
+    def node(
+        self,
+        node: ir.Node,
+        inputs: Sequence[ir.Value | None] | None = None,
+        outputs: Sequence[ir.Value] | None = None,
+    ) -> None:
+        """Fold or trace a node.
+
+        Args:
+            node: The node.
+            inputs: What stands for its inputs, such as the elements of a list.
+            outputs: What stands for its outputs, all of them wanted.
+
+        Raises:
+            UnsupportedError: IRC302 when the lowering declines it.
+            UsageError: IRC318 when the shapes do not fit.
+        """
+        domain = domain_of(node)
+        wanted = _wanted(node) if outputs is None else (True,) * len(outputs)
+        attributes = _attributes(node)
+        version = version_of(self.model, domain)
+        info = NodeInfo(node_name(node), node.op_type, domain, version, attributes, wanted)
+        self._apply(info, list(node.inputs if inputs is None else inputs), outputs or node.outputs)
+
+    def apply(self, name: str, op: str, inputs: Sequence[ir.Value], **attributes: Attribute) -> ir.Value:
+        """The result of an operator of the default domain that stands in no file."""
+        output = ir.Value(name=name)
+        version = version_of(self.model, "")
+        self._apply(NodeInfo(name, op, "", max(version, 13), attributes, (True,)), list(inputs), [output])
+        return output
+
+    def _apply(self, info: NodeInfo, inputs: list[ir.Value | None], outputs: Sequence[ir.Value]) -> None:
+        lowering = find(info.domain, info.op, info.version)
+        assert lowering is not None
+        while inputs and (inputs[-1] is None or not inputs[-1].name):
+            inputs.pop()
+        values = [v if v is not None and v.name else None for v in inputs]
+        known = [None if v is None else self.known(v) for v in values]
+        try:
+            if self._folds(info, known):
+                self._fold(outputs, info, lowering, known)
+                return
+            if all(k is None or k.tensor is not None for k in known):
+                self._trace(outputs, info, lowering, values)
+                return
+        except (NotConstant, DataDependentOutputException, DynamicOutputShapeException):
+            pass
+        self._decide_late(outputs, info, lowering, values)
+
+    def _folds(self, info: NodeInfo, known: Sequence[Known | None]) -> bool:
+        if info.domain != "" or info.op in _LIVE or any(k is not None and k.tensor is None for k in known):
+            return False
+        first = known[0] if known else None
+        if info.op in _OF_SHAPES or (info.op == "CastLike" and first is not None and first.constant):
+            return True
+        return all(k is None or k.constant for k in known)
+
+    def _fold(
+        self, outputs: Sequence[ir.Value], info: NodeInfo, lowering: Lowering, known: Sequence[Known | None]
+    ) -> None:
+        call = Call(
+            info,
+            [None if k is None else k.tensor for k in known],
+            [_static(k) for k in known],
+            [False] * len(known),
+            True,
+            lambda make: make(),
+        )
+        for value, result in zip(outputs, self._call(lowering, call), strict=False):
+            if result is not None:
+                assert isinstance(result, Tensor)
+                self.bind(value, Known(result))
+
+    def _trace(
+        self,
+        outputs: Sequence[ir.Value],
+        info: NodeInfo,
+        lowering: Lowering,
+        values: Sequence[ir.Value | None],
+    ) -> None:
+        operands = [self.operand(v) for v in values]
+        literals: list[int] = []
+
+        def make_literal(make: Callable[[], Tensor]) -> Tensor:
+            with unset_fake_temporarily():
+                tensor = make().contiguous()
+                literals.append(self._new_constant(tensor).index)
+            return self._fake.from_tensor(tensor)
+
+        known = [None if v is None else self.known(v) for v in values]
+        call = Call(
+            info,
+            [self._faked(k) for k in known],
+            [_static(k) for k in known],
+            [o.kind == "weight" for o in operands],
+            True,
+            make_literal,
+        )
+        with self._fake:
+            results = self._call(lowering, call)
+        if info.op in _LIVE:
+            # What only eval mode reads must be kept too.
+            with self._fake:
+                self._call(lowering, replace(call, training=False))
+        self.as_tensors.update(
+            o.index for i, o in enumerate(operands) if o.kind == "constant" and i in call.touched
+        )
+        self.as_tensors.update(literals)
+        slots: list[int | None] = []
+        for value, result, wanted in zip(outputs, results, info.wanted, strict=False):
+            if result is None or not wanted:
+                slots.append(None)
+                continue
+            assert isinstance(result, Tensor)
+            slots.append(self._bind_new_slot(value, result))
+        self.steps.append(NodeStep(info, lowering, tuple(operands), tuple(slots), tuple(literals)))
+
+    def _faked(self, known: Known | None) -> Tensor | None:
+        if known is None or known.tensor is None:
+            return None
+        return known.tensor if isinstance(known.tensor, FakeTensor) else self._fake.from_tensor(known.tensor)
+
+    def _bind_new_slot(self, value: ir.Value, tensor: Tensor | None) -> int:
+        known = self.new_slot(tensor)
+        assert known.operand is not None
+        self.bind(value, known)
+        return known.operand.index
+
+    def _decide_late(
+        self,
+        outputs: Sequence[ir.Value],
+        info: NodeInfo,
+        lowering: Lowering,
+        values: Sequence[ir.Value | None],
+    ) -> None:
+        """A step whose sizes only a run tells; of its results nothing is known."""
+        operands = tuple(self.tensor_operand(v) for v in values)
+        self.steps.append(
+            NodeStep(info, lowering, operands, self.new_results(outputs, info.wanted), decided_late=True)
+        )
+
+    def new_results(
+        self,
+        outputs: Sequence[ir.Value],
+        wanted: Sequence[bool],
+        tensors: Sequence[Tensor | None] | None = None,
+    ) -> tuple[int | None, ...]:
+        """Slots for the results of a step; `None` for those that nothing reads."""
+        types = tensors or [None] * len(outputs)
+        return tuple(
+            self._bind_new_slot(value, tensor) if wants else None
+            for value, tensor, wants in zip(outputs, types, wanted, strict=True)
+        )
+
+    def _call(self, lowering: Lowering, call: Call) -> Sequence[Value]:
+        try:
+            result = lowering(call)
+        except (IrcError, DataDependentOutputException, DynamicOutputShapeException):
+            raise
+        except NotImplementedError as error:
+            call.refuse(f"here (torch: {_first_line(error)})")
+        except Exception as error:
+            shapes = ", ".join(str(list(t.shape)) if isinstance(t, Tensor) else "-" for t in call.tensors)
+            raise UsageError(
+                "IRC318",
+                f"{call.node.title} cannot take operands of shapes {shapes}: {_first_line(error)}",
+                at=Location(onnx_node=call.node.name),
+                help="check the shapes given for the inputs against those the model was exported with",
+            ) from error
+        call.refuse_unread()
+        return result if isinstance(result, tuple) else (result,)
+
+
+def _static(known: Known | None) -> Static | None:
+    if known is None or not known.constant:
+        return None
+    assert known.tensor is not None
+    return Static.of(known.tensor)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__)[:200]
+
+
+def _wanted(node: ir.Node) -> tuple[bool, ...]:
+    return tuple(bool(o.name) and (bool(o.uses()) or o.is_graph_output()) for o in node.outputs)
+
+
+def _attributes(node: ir.Node) -> dict[str, Attribute]:
+    found: dict[str, Attribute] = {}
+    for name, attribute in node.attributes.items():
+        kind, value = attribute.type, attribute.value
+        if kind in (ir.AttributeType.INT, ir.AttributeType.FLOAT, ir.AttributeType.STRING):
+            found[name] = value
+        elif kind in (ir.AttributeType.INTS, ir.AttributeType.FLOATS, ir.AttributeType.STRINGS):
+            found[name] = tuple(value)
+        elif kind is ir.AttributeType.TENSOR:
+            tensor = torch_tensor(value)
+            if tensor is not None:
+                found[name] = tensor
+    return found

@@ -162,6 +162,20 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         help="shape of an ONNX input, as 8x3x224x224",
     )
     parser.add_argument(
+        "--constant",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="value of an ONNX input that is settled at import, as shape=[3,4]",
+    )
+    parser.add_argument(
+        "--role",
+        action="append",
+        default=[],
+        metavar="NAME=ROLE",
+        help="what an ONNX weight or constant becomes: parameter, buffer or constant; NAME may be a pattern",
+    )
+    parser.add_argument(
         "--draw-weights",
         type=int,
         metavar="SEED",
@@ -231,12 +245,14 @@ class _Progress:
 
 
 def _source(options: argparse.Namespace) -> Source:
-    from .loading import Source, parse_input
+    from .loading import Source, parse_constant, parse_input, parse_role
 
     if options.batch is not None and options.batch <= 0:
         raise UsageError("IRC400", f"--batch {options.batch} is not positive", help="give 1 or more")
     inputs = dict(parse_input(text) for text in options.input) or None
-    return Source(options.model, options.batch, inputs, options.draw_weights)
+    constants = dict(parse_constant(text) for text in options.constant) or None
+    roles = dict(parse_role(text) for text in options.role) or None
+    return Source(options.model, options.batch, inputs, options.draw_weights, constants, roles)
 
 
 def _mark(module: nn.Module, options: argparse.Namespace) -> None:
@@ -396,6 +412,7 @@ def _inspect(options: argparse.Namespace) -> int:
         from .inspection import inspect_program
         from .loading import load, training_loss
         from .optimize import cost_passes
+        from .stored import stored_of
 
         loaded = load(source)
         _mark(loaded.module, options)
@@ -404,9 +421,10 @@ def _inspect(options: argparse.Namespace) -> int:
         program = PassManager(cost_passes(options.profile), [progress]).run(Program(captured.graph))
         report = inspect_program(program, options.top)
     if options.json:
-        print(json.dumps(report.to_json(), indent=1))
+        print(json.dumps({**report.to_json(), "weights": stored_of(loaded.module).to_json()}, indent=1))
     elif not options.quiet:
         print(report.table())
+        print(stored_of(loaded.module).table(), end="")
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import os
 import sys
 import traceback
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from ..ir import IrcError, Location, UsageError
 
-__all__ = ["Loaded", "Source", "load", "parse_input", "training_loss"]
+__all__ = ["Loaded", "Source", "load", "parse_constant", "parse_input", "parse_role", "training_loss"]
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,16 @@ class Source:
         batch: Batch size of an ONNX model.
         inputs: Shapes of an ONNX model's inputs.
         seed: Draws the parameters anew; None leaves them as the model has them.
+        constants: Values of an ONNX model's inputs that are settled.
+        roles: Roles of an ONNX model's weights and constants, by name or pattern.
     """
 
     model: str
     batch: int | None = None
     inputs: Mapping[str, Sequence[int]] | None = None
     seed: int | None = None
+    constants: Mapping[str, Any] | None = None
+    roles: Mapping[str, str] | None = None
 
     def located(self) -> Source:
         """The same source from any folder: the path of a file is absolute."""
@@ -80,16 +85,16 @@ def _from_onnx(source: Source) -> Loaded:
     suffix = Path(source.model).suffix
     if suffix == ".py" or (suffix != ".onnx" and not Path(source.model).exists()):
         raise UsageError("IRC420", f"{source.model!r} names no ONNX file and no factory", help=_HELP)
-    module = from_onnx(source.model, batch=source.batch, inputs=source.inputs)
+    module = from_onnx(source.model, source.batch, source.inputs, source.constants, source.roles)
     return Loaded(module, example_inputs(module))
 
 
 def _from_factory(source: Source) -> Loaded:
     place, _, name = source.model.rpartition(":")
-    if source.batch is not None or source.inputs:
+    if source.batch is not None or source.inputs or source.constants or source.roles:
         raise UsageError(
             "IRC420",
-            "--batch and --input are for ONNX files",
+            "--batch, --input, --constant and --role are for ONNX files",
             help="the factory decides on its example inputs",
         )
     path = Path(place)
@@ -201,6 +206,36 @@ def parse_input(text: str) -> tuple[str, tuple[int, ...]]:
             "IRC421", f"--input {text!r} is no name=shape", help="write --input name=8x3x224x224"
         )
     return name, tuple(int(size) for size in sizes)
+
+
+def parse_constant(text: str) -> tuple[str, Any]:
+    """The name and value of `--constant name=[3,4]`.
+
+    Raises:
+        UsageError: IRC421 when it is written in another way.
+    """
+    name, equals, value = text.partition("=")
+    try:
+        parsed: Any = json.loads(value)
+    except ValueError:
+        parsed = None
+    if not equals or not name or not isinstance(parsed, bool | int | float | list):
+        raise UsageError(
+            "IRC421", f"--constant {text!r} is no name=value", help="write --constant shape=[3,4]"
+        )
+    return name, cast("Any", parsed)
+
+
+def parse_role(text: str) -> tuple[str, str]:
+    """The pattern and role of `--role 'position*=buffer'`.
+
+    Raises:
+        UsageError: IRC421 when it is written in another way.
+    """
+    pattern, equals, role = text.rpartition("=")
+    if not equals or not pattern or not role:
+        raise UsageError("IRC421", f"--role {text!r} is no name=role", help="write --role 'position*=buffer'")
+    return pattern, role
 
 
 def training_loss(result: Any) -> Tensor:

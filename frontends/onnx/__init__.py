@@ -17,8 +17,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
-from torch import Tensor
-
+from .binding import Constant
 from .importer import from_model
 from .lowerings import operators
 from .module import OnnxModule, example_inputs
@@ -32,7 +31,8 @@ def from_onnx(
     path: str | os.PathLike[str],
     batch: int | None = None,
     inputs: Mapping[str, Sequence[int]] | None = None,
-    constants: Mapping[str, Tensor] | None = None,
+    constants: Mapping[str, Constant] | None = None,
+    roles: Mapping[str, str] | None = None,
 ) -> OnnxModule:
     """The model in an ONNX file as a trainable module, in train mode.
 
@@ -43,14 +43,17 @@ def from_onnx(
         inputs: Whole shapes by input name, where the file leaves axes open.
         constants: Inputs whose values are settled now, by name; the module does not take them. Where a value
             decides a shape or a branch the module runs without this, but can only be planned with it.
+        roles: What becomes of weights and constants, where the rules of `weights` are wrong about a file:
+            `parameter` (trained), `buffer` (kept in the state, not trained) or `constant`, by ONNX name or by
+            a pattern such as `*.position_ids`. The first that fits counts.
 
     Raises:
-        UsageError: IRC310 to IRC318: the file is missing or broken, or a shape is missing or contradicts it.
+        UsageError: IRC310 to IRC319: the file is missing or broken, or a shape is missing or contradicts it.
         UnsupportedError: IRC301 to IRC304: an operator, an option, an operator set or a type is not covered.
     """
     model = read(path)
     fixed = None if inputs or constants else fixed_batch(model.graph, batch)
-    module = from_model(model, batch, inputs, constants)
+    module = from_model(model, batch, inputs, constants, roles)
     if fixed is not None and batch is not None:
         check_samples(from_model(read(path)), module, fixed, batch)
     return module

@@ -3,17 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 import onnx_ir as ir
 import torch
+from torch import Tensor
 
 from ...ir.errors import UnsupportedError, UsageError
 from .tensors import torch_dtype
 
-__all__ = ["InputSpec", "bind_inputs"]
+__all__ = ["Constant", "InputSpec", "bind_constants", "bind_inputs"]
+
+Constant: TypeAlias = "Tensor | bool | float | Sequence[Constant]"
+"""A tensor, a number, or numbers in nested lists."""
 
 InputSpec = tuple[str, "tuple[int, ...] | None", torch.dtype]
 """Name, shape and element type; without a shape it is a list of tensors, or a value that may be absent."""
+
+
+def bind_constants(graph: ir.Graph, constants: Mapping[str, Constant]) -> dict[str, Tensor]:
+    """The values that are given for inputs, as tensors of their types.
+
+    Raises:
+        UsageError: IRC314 when there is no such input, IRC315 when its value does not fit.
+        UnsupportedError: IRC304 for an element type that torch lacks.
+    """
+    values = {v.name or "": v for v in graph.inputs if not v.is_initializer()}
+    settled: dict[str, Tensor] = {}
+    for name, constant in constants.items():
+        if name not in values:
+            raise _no_input(name, list(values))
+        _, _, dtype = _spec(values[name], {name: ()}, {}, None)
+        try:
+            tensor = torch.as_tensor(constant)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UsageError(
+                "IRC315", f"the value of the input {name!r} is no tensor: {error}", help="give numbers"
+            ) from error
+        if not torch.can_cast(tensor.dtype, dtype):
+            raise UsageError(
+                "IRC315",
+                f"the value of the input {name!r} is of {tensor.dtype}, where the file has {dtype}",
+                help="give a value of that type",
+            )
+        settled[name] = tensor.detach().to(dtype)
+    return settled
+
+
+def _no_input(name: str, names: Sequence[str]) -> UsageError:
+    return UsageError(
+        "IRC314",
+        f"the model has no input {name!r}",
+        help=f"its inputs are {', '.join(map(repr, names))}",
+    )
 
 
 def bind_inputs(
@@ -38,11 +80,7 @@ def bind_inputs(
     names = [v.name or "" for v in values]
     for name in inputs:
         if name not in names:
-            raise UsageError(
-                "IRC314",
-                f"the model has no input {name!r}",
-                help=f"its inputs are {', '.join(map(repr, names))}",
-            )
+            raise _no_input(name, names)
     symbols: dict[str, int] = {}
     for value in values:
         if value.name is not None and value.name in inputs:

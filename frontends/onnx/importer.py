@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from ...ir.errors import Location, UnsupportedError, UsageError
-from .binding import InputSpec, bind_inputs
+from .binding import Constant, InputSpec, bind_constants, bind_inputs
 from .control_flow import ControlFlow
 from .coverage import check_covered, domain_of
 from .lists import OPTIONALS, SEQUENCES, import_optional, import_sequence
-from .module import OnnxModule
+from .module import OnnxModule, Stored
 from .program import with_frees
 from .reader import node_name, normalise
 from .rebatch import fixed_batch, rebatch
-from .tensors import Static, torch_tensor
+from .tensors import Static, torch_dtype, torch_tensor
 from .tracing import Known, Tracer
-from .weights import Kind, Leaf, leaf_of
+from .weights import Leaf, Leaves, Role
 
 __all__ = ["from_model"]
 
@@ -28,7 +28,8 @@ def from_model(
     model: ir.Model,
     batch: int | None = None,
     inputs: Mapping[str, Sequence[int]] | None = None,
-    constants: Mapping[str, Tensor] | None = None,
+    constants: Mapping[str, Constant] | None = None,
+    roles: Mapping[str, str] | None = None,
 ) -> OnnxModule:
     """The module for a model in memory, which is normalised in place.
 
@@ -36,25 +37,31 @@ def from_model(
         model: The model.
         batch: See `from_onnx`.
         inputs: See `from_onnx`.
-        constants: Inputs whose values are already known; they fold, and are no inputs of the module.
+        constants: See `from_onnx`.
+        roles: See `from_onnx`.
 
     Raises:
         UnsupportedError: IRC301 to IRC304.
-        UsageError: IRC314 to IRC318.
+        UsageError: IRC314 to IRC319.
     """
     normalise(model)
     check_covered(model)
-    constants = constants or {}
-    shapes = {**(inputs or {}), **{name: tuple(t.shape) for name, t in constants.items()}}
-    fixed = None if inputs or constants else fixed_batch(model.graph, batch)
+    settled = bind_constants(model.graph, constants or {})
+    shapes = {**(inputs or {}), **{name: tuple(t.shape) for name, t in settled.items()}}
+    fixed = None if inputs or settled else fixed_batch(model.graph, batch)
     if fixed is not None and batch is not None:
         rebatch(model.graph, fixed, batch)
     specs = bind_inputs(model.graph, batch, shapes)
-    return _module(model, [s for s in specs if s[0] not in constants], constants)
+    leaves = Leaves(roles or {})
+    module = _module(model, leaves, [s for s in specs if s[0] not in settled], settled)
+    leaves.check_given()
+    return module
 
 
-def _module(model: ir.Model, specs: Sequence[InputSpec], given: Mapping[str, Tensor]) -> OnnxModule:
-    graph, tracer = model.graph, Tracer(model)
+def _module(
+    model: ir.Model, leaves: Leaves, specs: Sequence[InputSpec], given: Mapping[str, Tensor]
+) -> OnnxModule:
+    graph, tracer = model.graph, Tracer(model, leaves)
     by_name = {v.name: v for v in graph.inputs}
     for name, shape, dtype in specs:
         fake = None if shape is None else tracer.fake_empty(shape, dtype)
@@ -67,6 +74,7 @@ def _module(model: ir.Model, specs: Sequence[InputSpec], given: Mapping[str, Ten
         return OnnxModule(
             input_specs=specs,
             weights={name: _materialise(leaf) for name, leaf in tracer.weights.items()},
+            stored=[_stored(leaf) for leaf in tracer.read.values()],
             not_saved={name for name, leaf in tracer.weights.items() if not leaf.persistent},
             constants=[Static.of(t) for t in tracer.constants],
             as_tensors={i: tracer.constants[i] for i in sorted(tracer.as_tensors)},
@@ -108,19 +116,24 @@ class _Nodes:
         elif op == "Identity" and node.inputs[0] is not None and self.tracer.list_of(node.inputs[0]):
             self.tracer.alias(node.outputs[0], node.inputs[0])
         elif op == "Constant":
-            _check_constant(node)
-        elif not (op == "ConstantOfShape" and leaf_of(node.outputs[0]) is not None):
+            _check_constant(self.tracer.leaves, node)
+        elif not (op == "ConstantOfShape" and self.tracer.leaves.of(node.outputs[0]) is not None):
             self.tracer.node(node)
 
 
-def _check_constant(node: ir.Node) -> None:
-    if leaf_of(node.outputs[0]) is None:
+def _check_constant(leaves: Leaves, node: ir.Node) -> None:
+    if leaves.of(node.outputs[0]) is None:
         raise UnsupportedError(
             "IRC302",
             "ai.onnx::Constant of strings or of sparse values is not supported",
             at=Location(onnx_node=node_name(node)),
             help="export the model with dense numbers",
         )
+
+
+def _stored(leaf: Leaf) -> Stored:
+    dtype = torch_dtype(leaf.tensor.dtype)
+    return Stored(leaf.name, leaf.role.value, leaf.shape, str(dtype).removeprefix("torch."), leaf.why)
 
 
 def _materialise(leaf: Leaf) -> Tensor:
@@ -136,4 +149,4 @@ def _materialise(leaf: Leaf) -> Tensor:
     assert tensor is not None
     if tuple(tensor.shape) != leaf.shape:
         tensor = tensor.reshape(()).expand(leaf.shape).clone()
-    return nn.Parameter(tensor) if leaf.kind is Kind.PARAMETER else tensor
+    return nn.Parameter(tensor) if leaf.role is Role.PARAMETER else tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from .lowerings.table import Value
 from .program import Frame, Operand, Output, Step, run
 from .tensors import Static
 
-__all__ = ["OnnxModule", "example_inputs"]
+__all__ = ["OnnxModule", "Stored", "example_inputs"]
 
 
 class _Scope(nn.Module):
@@ -42,6 +43,24 @@ def _place(root: nn.Module, name: str) -> tuple[nn.Module, str, str]:
     return owner, leaf, ".".join([*keys, leaf])
 
 
+class Stored(NamedTuple):
+    """A weight or constant of the file that the module reads, for people to look at.
+
+    Args:
+        name: Its ONNX name.
+        role: `parameter`, `buffer` or `constant`.
+        shape: Its shape.
+        dtype: Its element type.
+        why: The rule that gave it the role.
+    """
+
+    name: str
+    role: str
+    shape: tuple[int, ...]
+    dtype: str
+    why: str
+
+
 class OnnxModule(nn.Module):
     """An ONNX graph as a trainable module.
 
@@ -52,12 +71,14 @@ class OnnxModule(nn.Module):
         input_specs: Name, shape and element type of each input.
         output_names: Names of the outputs.
         onnx_names: The ONNX name of each parameter and buffer.
+        stored: What becomes of each weight and constant of the file.
         current_node: While running, the name of the ONNX node that runs; else `None`.
     """
 
     input_specs: list[InputSpec]
     output_names: list[str]
     onnx_names: dict[str, str]
+    stored: list[Stored]
     current_node: str | None
 
     def __init__(
@@ -65,6 +86,7 @@ class OnnxModule(nn.Module):
         *,
         input_specs: Sequence[InputSpec],
         weights: Mapping[str, Tensor | nn.Parameter],
+        stored: Sequence[Stored],
         not_saved: Container[str],
         constants: Sequence[Static],
         as_tensors: Mapping[int, Tensor],
@@ -75,6 +97,7 @@ class OnnxModule(nn.Module):
         self.input_specs = list(input_specs)
         self.output_names = list(outputs)
         self.onnx_names = {}
+        self.stored = list(stored)
         self.current_node = None
         self._outputs = tuple(outputs.values())
         self._statics = tuple(constants)

@@ -27,7 +27,7 @@ from .lowerings import Attribute, Call, Lowering, NodeInfo, NotConstant, Value, 
 from .program import Block, NodeStep, Operand, Output, Step
 from .reader import node_name
 from .tensors import Static, torch_tensor
-from .weights import Kind, Leaf, leaf_of
+from .weights import Leaf, Leaves, Role
 
 __all__ = ["Known", "Tracer"]
 
@@ -66,10 +66,13 @@ class Tracer:
 
     Args:
         model: The model that is imported.
+        leaves: What becomes of its weights and constants.
     """
 
     model: ir.Model
+    leaves: Leaves = field(default_factory=Leaves)
     weights: dict[str, Leaf] = field(default_factory=dict[str, Leaf])
+    read: dict[ir.Value, Leaf] = field(default_factory=dict[ir.Value, Leaf])
     constants: list[Tensor] = field(default_factory=list[Tensor])
     as_tensors: set[int] = field(default_factory=set[int])
     steps: list[Step] = field(default_factory=list[Step])
@@ -138,7 +141,7 @@ class Tracer:
         items = self._lists.get(value)
         if items is not None:
             return self._as_list(value, items)
-        leaf = leaf_of(value)
+        leaf = self.leaves.of(value)
         if leaf is None:
             raise UsageError(
                 "IRC311",
@@ -158,7 +161,8 @@ class Tracer:
         return known
 
     def _leaf(self, leaf: Leaf) -> Known:
-        if leaf.kind is Kind.CONSTANT:
+        self.read[leaf.value] = leaf
+        if leaf.role is Role.CONSTANT:
             tensor = torch_tensor(leaf.tensor)
             if tensor is None:
                 raise UnsupportedError(

@@ -18,25 +18,27 @@ arrive (through operators that only move them):
    that there is no scale and no bias.
 
 Everything else is a constant. Tables that torch keeps as buffers (positions, input means) cannot be told from
-weights and count as parameters: freeze them with `requires_grad_(False)`.
+weights and count as parameters, unless the user gives them another role.
 """
 
 from __future__ import annotations
 
 import enum
+import fnmatch
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import onnx_ir as ir
 
+from ...ir.errors import UsageError
 from .tensors import FLOATS, torch_dtype
 
-__all__ = ["Kind", "Leaf", "leaf_of"]
+__all__ = ["Leaf", "Leaves", "Role"]
 
 
-class Kind(enum.Enum):
+class Role(enum.Enum):
     """What a leaf of the graph becomes in the module."""
 
     PARAMETER = "parameter"
@@ -52,15 +54,22 @@ class Leaf:
         value: The graph value.
         tensor: Its elements, or for a repeated one a single element.
         shape: Its shape.
-        kind: What it becomes.
+        role: What it becomes.
+        why: By which rule.
         persistent: Whether a buffer is part of the state.
     """
 
     value: ir.Value
     tensor: ir.TensorProtocol
     shape: tuple[int, ...]
-    kind: Kind
+    role: Role
+    why: str
     persistent: bool = True
+
+    @property
+    def name(self) -> str:
+        """Its ONNX name; empty when it has none."""
+        return self.value.name or ""
 
 
 # Operators that hand on the values they get.
@@ -161,12 +170,12 @@ def _fills(tensor: ir.TensorProtocol) -> bool:
     array = np.asarray(tensor.numpy())
     if array.size == 0:
         return False
-    peak = float(np.max(np.abs(array)))
+    low, high = float(array.min()), float(array.max())
+    peak = max(abs(low), abs(high))
     if np.isinf(peak) or peak >= 1e30:
         return True
     if peak < 1e4:
         return False
-    low = array.min()
     return bool(low <= -1e4 and np.all((array == 0) | (array == low)))
 
 
@@ -176,53 +185,130 @@ def _is_plain(value: ir.Value, tensor: ir.TensorProtocol) -> bool:
     return node is not None and node.op_type == "Constant" and bool(np.all(array == 0) or np.all(array == 1))
 
 
-def _classify(value: ir.Value, tensor: ir.TensorProtocol, shape: tuple[int, ...], named: bool) -> Kind:
+def _classify(
+    value: ir.Value, tensor: ir.TensorProtocol, shape: tuple[int, ...], named: bool
+) -> tuple[Role, str]:
+    """The role of a leaf that the user has given none, and why."""
     if torch_dtype(tensor.dtype) not in FLOATS:
-        return Kind.CONSTANT
+        return Role.CONSTANT, f"of type {tensor.dtype.name.lower()}"
     sinks = list(_sinks(value))
     if any(i in _STATISTICS.get(op, ()) for op, i in sinks):
-        return Kind.BUFFER
+        return Role.BUFFER, "running statistics"
     told = value.metadata_props.get(_SPEC + "kind")
     if told == "PARAMETER":
-        return Kind.PARAMETER
+        return Role.PARAMETER, "the exporter says so"
     sinks = [(op, i) for op, i in sinks if not _is_setting(op, i)]
     if told == "BUFFER" and sinks:
-        return Kind.BUFFER
-    if not shape or not sinks or _fills(tensor):
-        return Kind.CONSTANT
+        return Role.BUFFER, "the exporter says so"
+    if not sinks:
+        return Role.CONSTANT, "sets bounds, shapes, scales or conditions"
+    if not shape:
+        return Role.CONSTANT, "a scalar"
+    if _fills(tensor):
+        return Role.CONSTANT, "a mask"
     if all(i in _STATES.get(op, ()) for op, i in sinks) and not np.any(np.asarray(tensor.numpy())):
-        return Kind.CONSTANT
-    weight = any(i in _WEIGHTS.get(op, ()) for op, i in sinks)
-    arithmetic = any(op in _ARITHMETIC for op, _ in sinks)
+        return Role.CONSTANT, "an initial state of zeros"
+    weighted = sorted({op for op, i in sinks if i in _WEIGHTS.get(op, ())})
+    arithmetic = sorted({op for op, _ in sinks if op in _ARITHMETIC})
+    if weighted:
+        place = f"a weight's place in {', '.join(weighted)}"
+    else:
+        place = f"in {', '.join(sorted({op or 'an output' for op, _ in sinks}))}"
     if int(np.prod(shape)) == 1:
         own = named and not _EXPORTERS_NAME.fullmatch(value.name or "")
-        return Kind.PARAMETER if weight or (own and arithmetic) else Kind.CONSTANT
+        trained = bool(weighted or (own and arithmetic))
+        return (Role.PARAMETER, place) if trained else (Role.CONSTANT, "a single number")
     if not named and all(op == "InstanceNormalization" for op, _ in sinks) and _is_plain(value, tensor):
-        return Kind.CONSTANT
-    return Kind.PARAMETER if named or weight or arithmetic else Kind.CONSTANT
+        return Role.CONSTANT, "no scale and no bias"
+    if named or weighted or arithmetic:
+        return Role.PARAMETER, place
+    return Role.CONSTANT, f"a Constant node {place}"
 
 
-def leaf_of(value: ir.Value) -> Leaf | None:
-    """The leaf that a value is, or `None` when it is computed."""
-    node = value.producer()
-    if node is None:
-        if not value.is_initializer() or value.const_value is None:
+@dataclass
+class Leaves:
+    """The leaves of a model, and what the user says of them.
+
+    Args:
+        given: Roles by ONNX name, or by a pattern of names as the shell has them; the first that fits counts.
+    """
+
+    given: Mapping[str, str | Role] = field(default_factory=dict[str, "str | Role"])
+    _fitting: set[str] = field(default_factory=set[str])
+
+    def __post_init__(self) -> None:
+        for pattern, role in self.given.items():
+            if role not in [r.value for r in Role] and not isinstance(role, Role):
+                raise UsageError(
+                    "IRC319",
+                    f"{role!r} is no role for {pattern!r}",
+                    help=f"the roles are {', '.join(r.value for r in Role)}",
+                )
+
+    def of(self, value: ir.Value) -> Leaf | None:
+        """The leaf that a value is, or `None` when it is computed."""
+        node = value.producer()
+        if node is None:
+            if not value.is_initializer() or value.const_value is None:
+                return None
+            return self._leaf(value, value.const_value, tuple(value.const_value.shape.numpy()), named=True)
+        if node.domain not in ("", "ai.onnx"):
             return None
-        shape = tuple(value.const_value.shape.numpy())
-        kind = _classify(value, value.const_value, shape, named=True)
-        persistent = value.metadata_props.get(_SPEC + "persistent") != "False"
-        return Leaf(value, value.const_value, shape, kind, persistent)
-    if node.domain not in ("", "ai.onnx"):
+        if node.op_type == "Constant":
+            tensor = _constant(node)
+            return (
+                None
+                if tensor is None
+                else self._leaf(value, tensor, tuple(tensor.shape.numpy()), named=False)
+            )
+        if node.op_type == "ConstantOfShape" and node.inputs[0] is not None:
+            return self._repeated(value, node, node.inputs[0])
         return None
-    if node.op_type == "Constant":
-        tensor = _constant(node)
-        if tensor is None:
+
+    def _leaf(self, value: ir.Value, tensor: ir.TensorProtocol, shape: tuple[int, ...], named: bool) -> Leaf:
+        role, why = self._given(value, tensor) or _classify(value, tensor, shape, named)
+        persistent = value.metadata_props.get(_SPEC + "persistent") != "False"
+        return Leaf(value, tensor, shape, role, why, persistent)
+
+    def _given(self, value: ir.Value, tensor: ir.TensorProtocol) -> tuple[Role, str] | None:
+        name = value.name or ""
+        for pattern, text in self.given.items():
+            if fnmatch.fnmatchcase(name, pattern):
+                role = Role(text)
+                if role is Role.PARAMETER and torch_dtype(tensor.dtype) not in FLOATS:
+                    raise UsageError(
+                        "IRC319",
+                        f"{name!r} is of type {tensor.dtype.name.lower()}, which cannot be trained",
+                        help="give it the role buffer or constant, or leave it out",
+                    )
+                self._fitting.add(pattern)
+                return role, f"given as {pattern}={role.value}"
+        return None
+
+    def check_given(self) -> None:
+        """Refuse patterns that fit no leaf.
+
+        Raises:
+            UsageError: IRC319.
+        """
+        idle = [pattern for pattern in self.given if pattern not in self._fitting]
+        if idle:
+            raise UsageError(
+                "IRC319",
+                f"no weight or constant that the model reads is named {idle[0]!r}",
+                help="`irc inspect` lists their names",
+            )
+
+    def _repeated(self, value: ir.Value, node: ir.Node, sizes: ir.Value) -> Leaf | None:
+        """A `ConstantOfShape` whose shape is in the file, if it is a weight; else it folds like any node."""
+        source = self.of(sizes)
+        if source is None:
             return None
-        shape = tuple(tensor.shape.numpy())
-        return Leaf(value, tensor, shape, _classify(value, tensor, shape, named=False))
-    if node.op_type == "ConstantOfShape" and node.inputs[0] is not None:
-        return _repeated(value, node, node.inputs[0])
-    return None
+        shape = tuple(int(n) for n in np.asarray(source.tensor.numpy()).reshape(-1))
+        attribute = node.attributes.get("value")
+        tensor = ir.tensor(np.zeros(1, np.float32)) if attribute is None else attribute.as_tensor()
+        leaf = self._leaf(value, tensor, shape, named=False)
+        return None if leaf.role is Role.CONSTANT else leaf
 
 
 def _constant(node: ir.Node) -> ir.TensorProtocol | None:
@@ -238,15 +324,3 @@ def _constant(node: ir.Node) -> ir.TensorProtocol | None:
         if name == "value_ints":
             return ir.tensor(np.array(attribute.as_ints(), np.int64))
     return None
-
-
-def _repeated(value: ir.Value, node: ir.Node, sizes: ir.Value) -> Leaf | None:
-    """A `ConstantOfShape` whose shape stands in the file, if it is a weight; else it folds like any node."""
-    source = leaf_of(sizes)
-    if source is None:
-        return None
-    shape = tuple(int(n) for n in np.asarray(source.tensor.numpy()).reshape(-1))
-    attribute = node.attributes.get("value")
-    tensor = ir.tensor(np.zeros(1, np.float32)) if attribute is None else attribute.as_tensor()
-    kind = _classify(value, tensor, shape, named=False)
-    return None if kind is Kind.CONSTANT else Leaf(value, tensor, shape, kind)

@@ -12,6 +12,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from irc.frontends.onnx import OnnxModule, example_inputs, from_onnx
+from irc.ir.errors import UsageError
 
 
 def save(
@@ -211,3 +212,39 @@ def test_example_inputs_are_the_same_for_a_seed(tmp_path: Path) -> None:
     assert a.shape == (3, 4) and torch.equal(a, b) and not torch.equal(a, c)
     with pytest.raises(TypeError, match="expected 1 inputs"):
         module()
+
+
+def test_roles_that_the_user_gives(tmp_path: Path) -> None:
+    nodes = [*chain(("MatMul", "block.w"), ("Add", "block.table"), ("Mul", "factor"))]
+    weights = {"block.w": np.ones((4, 3)), "block.table": np.ones((2, 3)), "factor": 0.5}
+    path = save(tmp_path, nodes, weights)
+    assert names(from_onnx(path)) == ({"block.w", "block.table"}, set())
+    module = from_onnx(path, roles={"*.table": "buffer", "factor": "parameter", "block.*": "parameter"})
+    assert names(module) == ({"block.w", "factor"}, {"block.table"})
+    frozen = from_onnx(path, roles={"*": "constant"})
+    assert names(frozen) == (set(), set())
+    assert torch.equal(frozen(torch.ones(2, 4)), module(torch.ones(2, 4)))
+    stored = {row.name: (row.role, row.why) for row in module.stored}
+    assert stored["block.table"] == ("buffer", "given as *.table=buffer")
+    by_rule = {row.name: (row.role, row.why) for row in from_onnx(path).stored}
+    assert by_rule == {
+        "block.w": ("parameter", "a weight's place in MatMul"),
+        "block.table": ("parameter", "in Add"),
+        "factor": ("constant", "a scalar"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("roles", "why"),
+    [
+        ({"w": "trainable"}, "'trainable' is no role for 'w'"),
+        ({"no*": "buffer"}, "no weight or constant that the model reads is named 'no*'"),
+        ({"shape": "parameter"}, "'shape' is of type int64, which cannot be trained"),
+    ],
+)
+def test_roles_that_do_not_fit(tmp_path: Path, roles: dict[str, str], why: str) -> None:
+    nodes = [node("MatMul", ["x", "w"], ["t"]), node("Reshape", ["t", "shape"], ["y"])]
+    path = save(tmp_path, nodes, {"w": np.ones((4, 3)), "shape": np.array([3, 2])})
+    with pytest.raises(UsageError) as caught:
+        from_onnx(path, roles=roles)
+    assert caught.value.code == "IRC319" and caught.value.message == why and caught.value.help

@@ -177,8 +177,8 @@ def test_outputs_are_compared_in_kind_type_and_value() -> None:
     assert difference([one], [one * np.float32(1.002)], 1e-3, 0) == (
         "output 0: 1 of 3 values are off, by up to 0.002"
     )
-    half = one[:1].astype(ml_dtypes.bfloat16)
-    assert difference([half], [half * ml_dtypes.bfloat16(1.0078125)], 1e-3, 0) is None
+    half, near = np.array([[1.0], [1.0078125]]).astype(ml_dtypes.bfloat16)
+    assert difference([half], [near], 1e-3, 0) is None
     assert difference([half], [half.view(np.uint16)], 1e-3, 0) == "output 0: uint16 for bfloat16"
     assert difference([[one, one]], [[one, one]], 0, 0) is None
     assert difference([[one, one]], [[one]], 0, 0) == "output 0: in the sequence, 1 outputs for 2"
@@ -189,9 +189,9 @@ def test_outputs_are_compared_in_kind_type_and_value() -> None:
     assert difference([np.array(["a"], object)], [np.array(["a"])], 0, 0) is None
     assert difference([np.array(["a"], object)], [np.array(["b"], object)], 0, 0) == "output 0: other strings"
     assert difference([one[:1]], [-one[1:2]], 1e-3, 0) == "output 0: 1 of 1 values are off"
-    wide = np.array([2**62, -5])
+    wide, other = np.array([[2**62, -5], [2**62, -4]])
     assert difference([wide], [wide], 0, 0) is None
-    assert difference([wide], [wide + [0, 1]], 0, 0) == "output 0: 1 of 2 values are off, by up to 1"
+    assert difference([wide], [other], 0, 0) == "output 0: 1 of 2 values are off, by up to 1"
     turned = np.array([1 + 1j], np.complex64)
     assert difference([turned], [turned.conj()], 1e-3, 0) == "output 0: 1 of 1 values are off, by up to 2"
 
@@ -327,17 +327,14 @@ def stored() -> list[Report]:
     def result(name: str, outcome: str, why: str, *operators: str, **more: Any) -> Result:
         return Result(name, "node", Outcome(outcome), why, 0.1, operators, 18, ("original", "core"), **more)
 
+    antialias = "with antialias=1 is not supported"
     own = [
         result("test_a", "pass", "", "Add"),
         result(
             "test_b", "unsupported", "IRC301: the operator ai.onnx::Det (opset 22) is not supported", "Det"
         ),
-        result(
-            "test_c", "unsupported", "IRC302: ai.onnx::Resize (opset 19) with antialias=1 is not supported"
-        ),
-        result(
-            "test_d", "unsupported", "IRC302: ai.onnx::Resize (opset 18) with antialias=1 is not supported"
-        ),
+        result("test_c", "unsupported", f"IRC302: ai.onnx::Resize (opset 19) {antialias}"),
+        result("test_d", "unsupported", f"IRC302: ai.onnx::Resize (opset 18) {antialias}"),
         result("test_e", "unsupported", "IRC304: the input 'x' has STRING, which torch has not", "Cast"),
         result("test_f", "wrong", "output 0: 1 of 9 values are off, by up to 2", "Mul"),
         result("test_g", "timeout", "not done after 30 s", "Loop"),
@@ -347,45 +344,51 @@ def stored() -> list[Report]:
         result("test_a", "wrong", "output 0: shape [1] for [2]", "Add"),
         result("test_b", "error", "RuntimeError: Couldn't load custom C++ ops.", "Det"),
     ]
-    about = {"date": "2026-01-31", "limit": 30.0}
+    day = "2026-01-31"
     return [
-        Report("irc", {"irc-compiler": "1.0"}, seconds=12.4, results=own, **about),
-        Report("onnx2fx", {"onnx2fx": "0.0.1", "torch": "2.13.0"}, seconds=3, results=peer, **about),
-        Report("onnx2torch", {"onnx2torch": "1"}, failure="cannot be installed: no network", **about),
+        Report("irc", {"irc": "1.0"}, day, 30.0, 12.4, own),
+        Report("onnx2fx", {"onnx2fx": "0.0.1", "torch": "2.13.0"}, day, 30.0, 3, peer),
+        Report("onnx2pytorch", {"onnx2pytorch": "0.6.0"}, day, 30.0, 1, own[:1]),
+        Report("onnx2torch", {"onnx2torch": "1"}, day, 30.0, failure="no pip"),
     ]
 
 
 PAGE = """\
-| importer   | core | wrong | original | wrong | node | wrong | all | wrong |
-|------------|------|-------|----------|-------|------|-------|-----|-------|
-| irc        | 1/8  | 1     | 1/8      | 1     | 1/8  | 1     | 1/8 | 1     |
-| onnx2fx    | 0/2  | 1     | 0/2      | 1     | 0/2  | 1     | 0/2 | 1     |
-| onnx2torch | -    | -     | -        | -     | -    | -     | -   | -     |
+| importer                     | core | wrong | original | wrong | node | wrong | all | wrong |
+|------------------------------|------|-------|----------|-------|------|-------|-----|-------|
+| irc                          | 1/8  | 1     | 1/8      | 1     | 1/8  | 1     | 1/8 | 1     |
+| onnx2fx                      | 0/2  | 1     | 0/2      | 1     | 0/2  | 1     | 0/2 | 1     |
+| onnx2pytorch                 | 1/1  | 0     | 1/1      | 0     | 1/1  | 0     | 1/1 | 0     |
+| onnx2torch                   | -    | -     | -        | -     | -    | -     | -   | -     |
+| any of onnx2fx, onnx2pytorch | 1/2  |       | 1/2      |       | 1/2  |       | 1/2 |       |
 
 How all cases end:
 
-| importer   | cases                           | pass | unsupported | wrong | random | error | timeout | crash | seconds |
-|------------|---------------------------------|------|-------------|-------|--------|-------|---------|-------|---------|
-| irc        | 8                               | 1    | 4           | 1     | 1      | 0     | 1       | 0     | 12      |
-| onnx2fx    | 2                               | 0    | 0           | 1     | 0      | 1     | 0       | 0     | 3       |
-| onnx2torch | cannot be installed: no network | -    | -           | -     | -      | -     | -       | -     | -       |
+| importer     | cases  | pass | unsupported | wrong | random | error | timeout | crash | seconds |
+|--------------|--------|------|-------------|-------|--------|-------|---------|-------|---------|
+| irc          | 8      | 1    | 4           | 1     | 1      | 0     | 1       | 0     | 12      |
+| onnx2fx      | 2      | 0    | 0           | 1     | 0      | 1     | 0       | 0     | 3       |
+| onnx2pytorch | 1      | 1    | 0           | 0     | 0      | 0     | 0       | 0     | 1       |
+| onnx2torch   | no pip | -    | -           | -     | -      | -     | -       | -     | -       |
 
 Some importers leave operators on regions of images to torchvision. Where its wheel is for another build of
-torch (for CUDA, beside torch for the CPU), it lacks them, and such cases fail for that reason: 1 of onnx2fx.
+torch (for CUDA, beside torch for the CPU), it lacks them, and such cases fail for that reason:
+1 of onnx2fx.
 
-| importer   | versions                    | date       | time limit |
-|------------|-----------------------------|------------|------------|
-| irc        | irc-compiler 1.0            | 2026-01-31 | 30 s       |
-| onnx2fx    | onnx2fx 0.0.1, torch 2.13.0 | 2026-01-31 | 30 s       |
-| onnx2torch | onnx2torch 1                | 2026-01-31 | 30 s       |
+| importer     | versions                    | date       | time limit |
+|--------------|-----------------------------|------------|------------|
+| irc          | irc 1.0                     | 2026-01-31 | 30 s       |
+| onnx2fx      | onnx2fx 0.0.1, torch 2.13.0 | 2026-01-31 | 30 s       |
+| onnx2pytorch | onnx2pytorch 0.6.0          | 2026-01-31 | 30 s       |
+| onnx2torch   | onnx2torch 1                | 2026-01-31 | 30 s       |
 
 ## What irc refuses
 
-| operator | cases | reasons                                                  |
-|----------|-------|----------------------------------------------------------|
-| Resize   | 2     | with antialias=1 is not supported (IRC302) x2            |
-| Cast     | 1     | the input '...' has STRING, which torch has not (IRC304) |
-| Det      | 1     | no lowering for opset 22 (IRC301)                        |
+| operator | reason                                                   | cases |
+|----------|----------------------------------------------------------|-------|
+| Resize   | with antialias=1 (IRC302)                                | 2     |
+| Cast     | the input '...' has STRING, which torch has not (IRC304) | 1     |
+| Det      | no lowering for opset 22 (IRC301)                        | 1     |
 
 ## Where irc is wrong, fails or does not end
 
@@ -399,9 +402,9 @@ torch (for CUDA, beside torch for the CPU), it lacks them, and such cases fail f
 The outputs of these are drawn, from a generator that the standard leaves open. Another implementation cannot
 have the expected numbers, so *wrong* says nothing here; it is counted as *random* above.
 
-| case   | irc   | onnx2fx | onnx2torch |
-|--------|-------|---------|------------|
-| test_h | wrong | -       | -          |
+| case   | irc   | onnx2fx | onnx2pytorch | onnx2torch |
+|--------|-------|---------|--------------|------------|
+| test_h | wrong | -       | -            | -          |
 """
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from ..tables import to_markdown
 from .cases import GROUPS, SUBSETS
@@ -68,7 +68,7 @@ def _reason(result: Result) -> str:
     if code == "IRC301":
         version = _NODE.search(text)
         return f"no lowering for opset {version['opset']} ({code})" if version else f"{text} ({code})"
-    text = _QUOTED.sub("'...'", _NODE.sub("", text)).strip()
+    text = _QUOTED.sub("'...'", _NODE.sub("", text)).strip().removesuffix(" is not supported")
     return f"{text} ({code})"
 
 
@@ -139,16 +139,36 @@ _COLUMNS = ("core", "torch-types", "original", *GROUPS, "all")
 def _side_by_side(reports: Sequence[Report]) -> str:
     header = ["importer"]
     rows = [[report.importer] for report in reports]
-    for name in _COLUMNS:
-        if not any(report.of(name) for report in reports):
-            continue
+    for name in _columns(reports):
         header += [name, "wrong"]
         for report, row in zip(reports, rows, strict=True):
             results = report.of(name)
             passed = f"{_number(total(results, Outcome.PASS))}/{_number(len(results))}"
             wrong = _number(sum(result.is_wrong for result in results))
             row += [passed, wrong] if results else ["-", "-"]
-    return to_markdown(header, rows)
+    return to_markdown(header, rows + _any_of(reports))
+
+
+_TO_TORCH = ("onnx2torch", "onnx2pytorch", "onnx2fx")
+
+
+def _any_of(reports: Sequence[Report]) -> list[list[str]]:
+    """A row of what at least one of the other importers to torch passes."""
+    others = [report for report in reports if report.importer in _TO_TORCH and report.results]
+    if len(others) < 2:
+        return []
+    row = [f"any of {', '.join(report.importer for report in others)}"]
+    for name in _columns(reports):
+        results = [(r.group, r.name, r.outcome) for report in others for r in report.of(name)]
+        cases = {(group, case) for group, case, _ in results}
+        passed = {(group, case) for group, case, outcome in results if outcome is Outcome.PASS}
+        row += [f"{_number(len(passed))}/{_number(len(cases))}", ""]
+    return [row]
+
+
+def _columns(reports: Sequence[Report]) -> list[str]:
+    """The groups and subsets that any importer has run."""
+    return [name for name in _COLUMNS if any(report.of(name) for report in reports)]
 
 
 def _outcomes(reports: Sequence[Report]) -> str:
@@ -168,13 +188,14 @@ def _without_torchvision(reports: Sequence[Report]) -> list[str]:
         for report in reports
         if (number := sum(_NO_TORCHVISION in result.why for result in report.results))
     ]
-    return [_ABOUT_TORCHVISION.format(lacking=" and ".join(lacking)).rstrip()] if lacking else []
+    return [_ABOUT_TORCHVISION.format(lacking=", ".join(lacking)).rstrip()] if lacking else []
 
 
 _NO_TORCHVISION = "Couldn't load custom C++ ops"
 _ABOUT_TORCHVISION = """\
 Some importers leave operators on regions of images to torchvision. Where its wheel is for another build of
-torch (for CUDA, beside torch for the CPU), it lacks them, and such cases fail for that reason: {lacking}.
+torch (for CUDA, beside torch for the CPU), it lacks them, and such cases fail for that reason:
+{lacking}.
 """
 
 
@@ -193,15 +214,11 @@ def _versions(reports: Sequence[Report]) -> str:
 
 def _refused(results: Sequence[Result]) -> str:
     rows = [
-        [name, _number(reasons.total()), "; ".join(_times(reasons))]
+        [name, reason, _number(number)]
         for name, reasons in refusals(results).items()
+        for reason, number in sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
     ]
-    return to_markdown(["operator", "cases", "reasons"], rows) if rows else "Nothing."
-
-
-def _times(reasons: Mapping[str, int]) -> list[str]:
-    ordered = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
-    return [f"{reason} x{number}" if number > 1 else reason for reason, number in ordered]
+    return to_markdown(["operator", "reason", "cases"], rows) if rows else "Nothing."
 
 
 def _listed(results: Sequence[Result]) -> str:

@@ -210,6 +210,12 @@ def test_values_go_to_torch_and_back() -> None:
         to_torch(np.zeros(2, ml_dtypes.int4))
 
 
+def test_onnxruntime_gets_and_gives_types_that_numpy_lacks(cases: list[Case]) -> None:
+    pattern = "^test_castlike_(FLOAT_to_BFLOAT16|INT4_to_FLOAT|FLOAT_to_UINT2|FLOAT8E5M2_to_FLOAT16)$"
+    results = list(run_cases(find("onnxruntime"), named(cases, pattern), 30))
+    assert [(result.outcome, result.why) for result in results] == [(Outcome.PASS, "")] * 4
+
+
 # ---------------------------------------------------------------------- irc
 
 

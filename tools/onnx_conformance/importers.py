@@ -118,17 +118,11 @@ def _is_alone(result: Any) -> bool:
 
 
 def _onnxruntime() -> Load:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 4
+    from .runtime import Session
 
     def load(model: ModelProto) -> Run:
-        session = onnxruntime.InferenceSession(
-            model.SerializeToString(), options, providers=["CPUExecutionProvider"]
-        )
-        return lambda *values: session.run(None, _feeds(model, values))
+        session = Session(model)
+        return lambda *values: session.run(_feeds(model, values))
 
     return load
 

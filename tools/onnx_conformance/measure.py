@@ -18,7 +18,7 @@ from .running import run_cases, select
 
 __all__ = ["line", "main", "measure", "today", "versions"]
 
-_PACKAGES = ("onnx", "numpy", "torch")
+_PACKAGES = ("onnx", "numpy", "torch", "torchvision")
 
 
 def measure(

@@ -112,7 +112,8 @@ class _Worker:
     def __init__(self, importer: Importer, cases: Sequence[Case]) -> None:
         context = multiprocessing.get_context("fork")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(importer, cases, theirs), daemon=True)
+        arguments = (importer, cases, theirs, self._pipe)
+        self._process = context.Process(target=_serve, args=arguments, daemon=True)
         with warnings.catch_warnings():
             # Python 3.12 warns of threads that the fork does not take along; the worker starts its own.
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -139,7 +140,10 @@ def _ending(code: int | None) -> str:
     return f"signal {-code}" if code is not None and code < 0 else f"status {code}"
 
 
-def _serve(importer: Importer, cases: Sequence[Case], pipe: Connection[Any, Any]) -> None:
+def _serve(
+    importer: Importer, cases: Sequence[Case], pipe: Connection[Any, Any], other: Connection[Any, Any]
+) -> None:
+    other.close()  # so that the pipe ends when the process at its other end does
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)  # importers write to both
     os.dup2(quiet, 2)

@@ -21,7 +21,7 @@ _QUOTED = re.compile(r"'[^']*'")
 def summary(report: Report) -> str:
     """One line for each group and subset, one column for each outcome, as Markdown."""
     rows = [
-        [_TITLES.get(name, name), str(len(results)), *_counted(results)]
+        [_TITLES.get(name, name), _number(len(results)), *_counted(results)]
         for name in (*GROUPS, *SUBSETS, "all")
         if (results := report.of(name))
     ]
@@ -98,7 +98,7 @@ def to_page(reports: Sequence[Report]) -> str:
     own = reports[0]
     parts = [
         "# ONNX conformance",
-        _INTRODUCTION.format(name=own.importer).rstrip(),
+        _INTRODUCTION.rstrip(),
         "## Side by side",
         _SIDE_BY_SIDE.rstrip(),
         _side_by_side(reports),
@@ -123,7 +123,7 @@ image classifiers, most of whose weights are computed by nodes (`real`). A case 
 the expected one in number, kind, shape, element type and value, within the suite's own tolerances.
 *Unsupported*: the importer says that it does not do this. *Wrong*: it runs, says nothing, and an output
 differs. *Error*, *timeout*, *crash*: it raises anything else, is not done within the time limit, or its
-process dies. {name} must refuse by an error of its own; of the others, each error that speaks of what is not
+process dies. irc must refuse by an error of its own; of others, each error that speaks of what is not
 supported or not implemented counts as a refusal.
 """
 

@@ -377,8 +377,9 @@ How all cases end:
 | onnx2pytorch | 1      | 1    | 0           | 0     | 0      | 0     | 0       | 0     | 1       |
 | onnx2torch   | no pip | -    | -           | -     | -      | -     | -       | -     | -       |
 
-Some importers leave operators on regions of images to torchvision. Where its wheel is for another build of
-torch (for CUDA, beside torch for the CPU), it lacks them, and such cases fail for that reason:
+Some importers leave regions of images, and reading images, to torchvision's operators. Where its wheel is
+for another build of torch (for CUDA, beside torch for the CPU), it lacks them, and such cases fail for that
+reason:
 1 of onnx2fx.
 
 | importer     | versions                    | date       | time limit |

@@ -100,4 +100,5 @@ def _call(command: Sequence[str], is_told: bool = False) -> None:
     if done.returncode != 0:
         said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
         what = "cannot be installed" if "pip" in command or "venv" in command else "cannot be run"
-        raise Unavailable(f"{what}: {said[-1] if said else f'exit status {done.returncode}'}")
+        why = said[-1].removeprefix("ERROR: ") if said else f"exit status {done.returncode}"
+        raise Unavailable(f"{what}: {why}")

@@ -187,15 +187,16 @@ def _without_torchvision(reports: Sequence[Report]) -> list[str]:
     lacking = [
         f"{number} of {report.importer}"
         for report in reports
-        if (number := sum(_NO_TORCHVISION in result.why for result in report.results))
+        if (number := sum(_NO_TORCHVISION.search(result.why) is not None for result in report.results))
     ]
     return [_ABOUT_TORCHVISION.format(lacking=", ".join(lacking)).rstrip()] if lacking else []
 
 
-_NO_TORCHVISION = "Couldn't load custom C++ ops"
+_NO_TORCHVISION = re.compile("Couldn't load (custom C[+][+] ops|the image extension)")
 _ABOUT_TORCHVISION = """\
-Some importers leave operators on regions of images to torchvision. Where its wheel is for another build of
-torch (for CUDA, beside torch for the CPU), it lacks them, and such cases fail for that reason:
+Some importers leave regions of images, and reading images, to torchvision's operators. Where its wheel is
+for another build of torch (for CUDA, beside torch for the CPU), it lacks them, and such cases fail for that
+reason:
 {lacking}.
 """
 

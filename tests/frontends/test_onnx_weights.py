@@ -216,7 +216,7 @@ def test_example_inputs_are_the_same_for_a_seed(tmp_path: Path) -> None:
 
 def test_roles_that_the_user_gives(tmp_path: Path) -> None:
     nodes = [*chain(("MatMul", "block.w"), ("Add", "block.table"), ("Mul", "factor"))]
-    weights = {"block.w": np.ones((4, 3)), "block.table": np.ones((2, 3)), "factor": 0.5}
+    weights = {"block.w": np.ones((4, 3), np.float32), "block.table": np.ones((2, 3), np.float32), "factor": 0.5}
     path = save(tmp_path, nodes, weights)
     assert names(from_onnx(path)) == ({"block.w", "block.table"}, set())
     module = from_onnx(path, roles={"*.table": "buffer", "factor": "parameter", "block.*": "parameter"})
@@ -244,7 +244,7 @@ def test_roles_that_the_user_gives(tmp_path: Path) -> None:
 )
 def test_roles_that_do_not_fit(tmp_path: Path, roles: dict[str, str], why: str) -> None:
     nodes = [node("MatMul", ["x", "w"], ["t"]), node("Reshape", ["t", "shape"], ["y"])]
-    path = save(tmp_path, nodes, {"w": np.ones((4, 3)), "shape": np.array([3, 2])})
+    path = save(tmp_path, nodes, {"w": np.ones((4, 3), np.float32), "shape": np.array([3, 2])})
     with pytest.raises(UsageError) as caught:
         from_onnx(path, roles=roles)
     assert caught.value.code == "IRC319" and caught.value.message == why and caught.value.help

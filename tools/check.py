@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -32,6 +36,7 @@ class Report:
         comparison: The original beside it, where it was asked for.
         original_bytes: The original's measured peak.
         failures: What does not hold; empty when all is well.
+        state: The trained parameters and buffers.
     """
 
     budget_bytes: int
@@ -42,6 +47,7 @@ class Report:
     comparison: Comparison | None
     original_bytes: int | None
     failures: tuple[str, ...]
+    state: dict[str, Tensor]
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON-ready data."""
@@ -95,6 +101,22 @@ class Report:
             ]
         return "\n".join(lines)
 
+    def save_weights(self, path: Path) -> None:
+        """Writes the trained parameters and buffers as safetensors; the file appears when it is whole.
+
+        Raises:
+            UsageError: IRC434 when it cannot be written.
+        """
+        draft = path.with_name(f".{path.name}.part")
+        try:
+            save_file({name: tensor.detach().clone() for name, tensor in self.state.items()}, draft)
+            os.replace(draft, path)
+        except (OSError, SafetensorError) as error:
+            draft.unlink(missing_ok=True)
+            raise UsageError(
+                "IRC434", f"{path} cannot be written: {error}", help="choose another file"
+            ) from error
+
     @property
     def _over(self) -> bool:
         return not self.measured_bytes <= self.predicted_bytes <= self.budget_bytes
@@ -118,6 +140,7 @@ def check_folder(written: Written, steps: int, *, with_original: bool) -> Report
         UsageError: IRC432 when the original is not what the folder was made from.
     """
     fitted = written.module()
+    state = fitted.state_dict(keep_vars=True)
     static_bytes = written.plan.static_bytes
     forwards = written.plan.forwards_in_flight
     comparison = None
@@ -150,6 +173,7 @@ def check_folder(written: Written, steps: int, *, with_original: bool) -> Report
         comparison,
         original_bytes,
         tuple(failures),
+        state,
     )
 
 

@@ -1,4 +1,4 @@
-"""The command line: `irc optimize`, `irc pareto`, `irc inspect`, `irc run`."""
+"""The command line: `irc optimize`, `irc pareto`, `irc inspect`, `irc run`, `irc export`."""
 
 from __future__ import annotations
 
@@ -146,8 +146,25 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("folder", type=Path, metavar="DIR")
     run.add_argument("--steps", type=int, default=3, metavar="N", help="training steps (3)")
     run.add_argument("--check", action="store_true", help="compare each step with the original model")
+    run.add_argument(
+        "--save-weights", type=Path, metavar="FILE", help="write the trained weights here, as .safetensors"
+    )
     _add_verbosity(run)
     run.set_defaults(command=_run)
+
+    export = commands.add_parser(
+        "export", help="write trained weights back into the ONNX file that they came from", epilog=_EXITS
+    )
+    export.add_argument("folder", type=Path, metavar="DIR", help="what irc optimize wrote for an ONNX file")
+    export.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the new ONNX file")
+    export.add_argument(
+        "--weights",
+        type=Path,
+        metavar="FILE",
+        help="a state_dict as .safetensors, or saved by torch.save; without it DIR's own weights",
+    )
+    _add_verbosity(export)
+    export.set_defaults(command=_export)
     return parser
 
 
@@ -445,4 +462,20 @@ def _run(options: argparse.Namespace) -> int:
         print(report.text())
     for failure in report.failures:
         print(f"error[IRC130]: {failure}", file=sys.stderr)
+    if options.save_weights is not None and not report.failures:
+        report.save_weights(options.save_weights)
     return 1 if report.failures else 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    progress = _Progress(options)
+    with progress.phase(f"loading {options.folder}"):
+        from .export import export_folder
+
+    with progress.phase(f"writing {options.output}"):
+        report = export_folder(options.folder, options.weights, options.output)
+    if options.json:
+        print(json.dumps(report.to_json(), indent=1))
+    elif not options.quiet:
+        print(report.text())
+    return 0

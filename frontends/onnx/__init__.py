@@ -56,4 +56,5 @@ def from_onnx(
     module = from_model(model, batch, inputs, constants, roles)
     if fixed is not None and batch is not None:
         check_samples(from_model(read(path)), module, fixed, batch)
+    module.path = os.path.abspath(path)
     return module

@@ -80,6 +80,7 @@ def _module(
             as_tensors={i: tracer.constants[i] for i in sorted(tracer.as_tensors)},
             steps=with_frees(tracer.steps, outputs.values()),
             outputs=outputs,
+            settled=list(given),
         )
 
 

@@ -72,6 +72,8 @@ class OnnxModule(nn.Module):
         output_names: Names of the outputs.
         onnx_names: The ONNX name of each parameter and buffer.
         stored: What becomes of each weight and constant of the file.
+        path: The file; `None` for a model that came from memory.
+        settled: The inputs whose values were settled at import.
         current_node: While running, the name of the ONNX node that runs; else `None`.
     """
 
@@ -79,6 +81,8 @@ class OnnxModule(nn.Module):
     output_names: list[str]
     onnx_names: dict[str, str]
     stored: list[Stored]
+    path: str | None
+    settled: tuple[str, ...]
     current_node: str | None
 
     def __init__(
@@ -92,8 +96,11 @@ class OnnxModule(nn.Module):
         as_tensors: Mapping[int, Tensor],
         steps: Sequence[Step],
         outputs: Mapping[str, Output],
+        settled: Sequence[str] = (),
     ) -> None:
         super().__init__()
+        self.path = None
+        self.settled = tuple(settled)
         self.input_specs = list(input_specs)
         self.output_names = list(outputs)
         self.onnx_names = {}

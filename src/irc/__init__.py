@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         VerificationError,
     )
     from .tools.compile_backend import backend
+    from .tools.export import export_onnx
     from .tools.optimize import optimize
     from .tools.pareto import pareto
     from .tools.pareto_front import Front
@@ -39,6 +40,7 @@ __all__ = [
     "UsageError",
     "VerificationError",
     "backend",
+    "export_onnx",
     "from_onnx",
     "keep",
     "optimize",
@@ -50,6 +52,7 @@ __all__ = [
 _HOMES = {
     "Front": ".tools.pareto_front",
     "backend": ".tools.compile_backend",
+    "export_onnx": ".tools.export",
     "from_onnx": ".frontends.onnx",
     "keep": ".frontends.torch.wishes",
     "optimize": ".tools.optimize",

@@ -216,7 +216,11 @@ def test_example_inputs_are_the_same_for_a_seed(tmp_path: Path) -> None:
 
 def test_roles_that_the_user_gives(tmp_path: Path) -> None:
     nodes = [*chain(("MatMul", "block.w"), ("Add", "block.table"), ("Mul", "factor"))]
-    weights = {"block.w": np.ones((4, 3), np.float32), "block.table": np.ones((2, 3), np.float32), "factor": 0.5}
+    weights = {
+        "block.w": np.ones((4, 3), np.float32),
+        "block.table": np.ones((2, 3), np.float32),
+        "factor": 0.5,
+    }
     path = save(tmp_path, nodes, weights)
     assert names(from_onnx(path)) == ({"block.w", "block.table"}, set())
     module = from_onnx(path, roles={"*.table": "buffer", "factor": "parameter", "block.*": "parameter"})

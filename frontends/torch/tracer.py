@@ -45,12 +45,13 @@ class Way:
             torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = before
 
 
-WAYS = (Way(), Way(compiling=True), Way(compiling=True, exporting=True))
+WAYS = (Way(), Way(compiling=True, exporting=True), Way(compiling=True))
 """How a module is traced, in this order until one succeeds.
 
 First as it runs. Libraries look at data to save work (a mask that masks nothing is left out), unless they
-are told that they are traced; then they take the way that holds for all data. Some take one only where the
-whole is exported.
+are told that they are traced; then they take the way that holds for all data. Told that the whole is exported
+they keep to plain operations; told only that it is compiled, some take another algorithm (a scan in another
+order), whose numbers differ from eager's by rounding.
 """
 WAYS_OF_EXAMPLE = (Way(compiling=True, same_branches=True), Way(same_branches=True))
 """How it is traced after these where its branches may be those of the example."""

@@ -57,6 +57,19 @@ def test_code_that_is_whole_only_where_it_is_exported_is_traced_so(x: Tensor) ->
     assert not torch.compiler.is_exporting()
 
 
+def test_code_that_is_told_keeps_to_its_plain_operations(x: Tensor) -> None:
+    """As scans in transformers: compiled they run in another order, whose numbers are not eager's."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling() and (x > 0).all():
+            return m.lin(x)
+        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+            return m.lin(x).flip(0).cumsum(0)
+        return m.lin(x).sin()
+
+    assert "sin" in operations(capture(linear(forward), (x,)))
+
+
 def test_code_that_need_not_know_is_not_told(x: Tensor) -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
         return m.lin(x).sin() if torch.compiler.is_compiling() else m.lin(x).cos()

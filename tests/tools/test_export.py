@@ -82,7 +82,7 @@ def test_all_kinds_of_weights_go_back_and_nothing_else_changes(tmp_path: Path) -
     assert report.written == 4 and report.difference is not None and report.difference < 1e-6
     assert "onnxruntime" in report.text()
     session = ort.InferenceSession(str(tmp_path / "tuned.onnx"), providers=["CPUExecutionProvider"])
-    (y,) = session.run(None, {"x": x.numpy()})
+    y: Any = session.run(None, {"x": x.numpy()})[0]
     np.testing.assert_allclose(y, fitted.eval()(x).detach().numpy(), rtol=1e-6)
 
     before, after = onnx.load(str(path)), onnx.load(str(tmp_path / "tuned.onnx"))

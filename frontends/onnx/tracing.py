@@ -25,14 +25,24 @@ from ...ir.errors import IrcError, Location, UnsupportedError, UsageError
 from .coverage import domain_of, version_of
 from .lowerings import Attribute, Call, Lowering, NodeInfo, NotConstant, Value, find
 from .program import Block, NodeStep, Operand, Output, Step
+from .quantized import held_type, widened
 from .reader import node_name
 from .tensors import Static, torch_tensor
 from .weights import Kind, Leaf, leaf_of
 
 __all__ = ["Known", "Tracer"]
 
-# The mode of the module decides what these do, so they never fold.
-_LIVE = ("Dropout", "BatchNormalization")
+# The mode of the module or a generator decides what these do, so they never fold.
+_LIVE = (
+    "Dropout",
+    "BatchNormalization",
+    "Bernoulli",
+    "Multinomial",
+    "RandomNormal",
+    "RandomNormalLike",
+    "RandomUniform",
+    "RandomUniformLike",
+)
 # These read no element of their operands, only sizes and types.
 _OF_SHAPES = ("Shape", "Size", "EyeLike")
 
@@ -160,6 +170,7 @@ class Tracer:
     def _leaf(self, leaf: Leaf) -> Known:
         if leaf.kind is Kind.CONSTANT:
             tensor = torch_tensor(leaf.tensor)
+            tensor = widened(leaf.value, leaf.tensor) if tensor is None else tensor
             if tensor is None:
                 raise UnsupportedError(
                     "IRC304",
@@ -264,6 +275,9 @@ class Tracer:
         domain = domain_of(node)
         wanted = _wanted(node) if outputs is None else (True,) * len(outputs)
         attributes = _attributes(node)
+        held = held_type(node) if domain == "" and node.op_type == "QuantizeLinear" else None
+        if held is not None:
+            attributes |= {"output_dtype": int(held), "_held": 1}
         version = version_of(self.model, domain)
         info = NodeInfo(node_name(node), node.op_type, domain, version, attributes, wanted)
         self._apply(info, list(node.inputs if inputs is None else inputs), outputs or node.outputs)

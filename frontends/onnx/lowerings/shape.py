@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import onnx_ir as ir
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..tensors import torch_dtype
+from .casting import element_type
 from .table import Call, Result, lowering
 
 
@@ -19,25 +18,6 @@ def identity(c: Call) -> Result:
     """The operand itself, be it a list or absent."""
     value = c.tensors[0]
     return c[0] if isinstance(value, Tensor) else (value,)
-
-
-def _dtype(c: Call, code: int) -> torch.dtype:
-    dtype = torch_dtype(code)
-    if dtype is None:
-        c.refuse(f"to {ir.DataType(code).name}")
-    return dtype
-
-
-@lowering("Cast", since=6)
-def cast(c: Call) -> Result:
-    """To another element type."""
-    return c[0].to(_dtype(c, c.int_("to", 0)))
-
-
-@lowering("CastLike", since=15)
-def cast_like(c: Call) -> Result:
-    """To the element type of the other operand."""
-    return c[0].to(c[1].dtype)
 
 
 @lowering("Shape")
@@ -78,7 +58,7 @@ def range_(c: Call) -> Result:
 def eye_like(c: Call) -> Result:
     """Ones on one diagonal."""
     x, k = c[0], c.int_("k", 0)
-    dtype = _dtype(c, c.int_("dtype", 0)) if c.given("dtype") else x.dtype
+    dtype = element_type(c, c.int_("dtype", 0)) if c.given("dtype") else x.dtype
     rows, columns = x.shape
     return c.literal(lambda: torch.ones(rows, columns).triu(k).tril(k).to(dtype))
 

@@ -108,16 +108,18 @@ def test_a_pair_has_the_gradient_of_fake_quantisation(axis: int | None, tmp_path
     np.testing.assert_allclose(actual.detach(), onnxruntimes(model, _X, scale)[0])
     weight = torch.randn_like(actual)
     found = torch.autograd.grad((actual * weight).sum(), (x, s))
+    kind = "tensor" if axis is None else "channel"
+    fake: Any = getattr(torch, f"_fake_quantize_learnable_per_{kind}_affine")
     if axis is None:
         zeros = torch.tensor([10.0], requires_grad=True)
-        expected = torch._fake_quantize_learnable_per_tensor_affine(x, s, zeros, -128, 127)
+        expected = fake(x, s, zeros, -128, 127)
     else:
         zeros = torch.tensor([10.0, 0, -10], requires_grad=True)
-        expected = torch._fake_quantize_learnable_per_channel_affine(x, s, zeros, 1, -128, 127)
+        expected = fake(x, s, zeros, 1, -128, 127)
     wanted = torch.autograd.grad((expected.transpose(1, 2) * weight).sum(), (x, s))
     torch.testing.assert_close(actual, expected.transpose(1, 2))
     assert 0 < int((wanted[0] == 0).sum()) < x.numel(), "some are cut, some are not"
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_quantised_training_runs_within_a_plan(tmp_path: Path) -> None:
@@ -183,7 +185,9 @@ def test_four_bits_elsewhere_are_refused(tmp_path: Path) -> None:
 def test_float8_pair_is_the_references(tmp_path: Path) -> None:
     zero = helper.make_tensor("z", onnx.TensorProto.FLOAT8E4M3FN, (), [0.0])
     model = model_of(
-        "g (float[2,3,4] x) => (float[2,3,4] y) { q = QuantizeLinear(x, s, z) y = DequantizeLinear(q, s, z) }",
+        """g (float[2,3,4] x) => (float[2,3,4] y) {
+            q = QuantizeLinear(x, s, z)
+            y = DequantizeLinear(q, s, z) }""",
         {"s": np.float32(0.1), "z": zero},
     )
     module = imported(model, tmp_path)

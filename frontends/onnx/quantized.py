@@ -47,7 +47,7 @@ def _arrives_only_at(value: ir.Value, places: set[tuple[str, int]]) -> bool:
             return False
         for use in current.uses():
             op, index = use.node.op_type, use.idx
-            if use.node.domain not in ("", "ai.onnx"):
+            if use.node.domain not in ("", "ai.onnx", "com.microsoft"):
                 return False
             if op in _HAND_ON and (index == 0 or op == "Concat"):
                 pending.extend(o for o in use.node.outputs if o not in seen)

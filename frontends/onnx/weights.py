@@ -87,6 +87,11 @@ _MOVES = {
 _MOVES_FIRST_ONLY = _MOVES - {"Concat"}
 
 _COMPARE = ("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "And", "Or", "Xor", "Not")
+# Operators whose floats are scales only.
+_QLINEAR = (
+    *("Add", "AveragePool", "Concat", "Conv", "GlobalAveragePool", "LeakyRelu", "MatMul", "Mul"),
+    *("Sigmoid", "Softmax"),
+)
 # Operands that set how an operator works and are not data; `None` stands for all of them.
 _SETTINGS: dict[str, set[int] | None] = {
     **dict.fromkeys(
@@ -100,13 +105,22 @@ _SETTINGS: dict[str, set[int] | None] = {
     "DFT": {1, 2},
     "DequantizeLinear": {1, 2},
     "Dropout": {1, 2},
+    "DynamicQuantizeMatMul": {2, 3},
     "Expand": {1},
+    "MatMulIntegerToFloat": {2, 3, 4, 5},
+    "MatMulNBits": {2, 3, 4},
+    "MelWeightMatrix": None,
+    "NonMaxSuppression": {2, 3, 4},
     "OneHot": {1, 2},
     "Pad": {1, 2, 3},
+    "QGemm": None,
+    **dict.fromkeys((f"QLinear{name}" for name in _QLINEAR), None),
     "QuantizeLinear": {1, 2},
     "Reshape": {1},
+    "ReverseSequence": {1},
     "Resize": {1, 2, 3},
     "Slice": {1, 2, 3, 4},
+    "STFT": {1, 3},
     "SequenceAt": {1},
     "Split": {1},
     "SplitToSequence": {1},
@@ -126,6 +140,10 @@ _WEIGHTS: dict[str, set[int]] = {
     "ConvTranspose": {1, 2},
     "GRU": {1, 2, 3},
     "Gather": {0},
+    "EmbedLayerNormalization": {2, 3, 4, 5, 6},
+    "FusedConv": {1, 2},
+    "FusedGemm": {0, 1, 2},
+    "FusedMatMul": {0, 1},
     "Gemm": {0, 1, 2},
     "GroupNormalization": {1, 2},
     "InstanceNormalization": {1, 2},
@@ -135,6 +153,9 @@ _WEIGHTS: dict[str, set[int]] = {
     "PRelu": {1},
     "RMSNormalization": {1},
     "RNN": {1, 2, 3},
+    "SimplifiedLayerNormalization": {1},
+    "SkipLayerNormalization": {2, 3, 4},
+    "SkipSimplifiedLayerNormalization": {2, 3},
 }
 _ARITHMETIC = {"Add", "Div", "Mul", "Sub", "Sum", "Einsum"}
 _SPEC = "pkg.torch.export.graph_signature.InputSpec."

@@ -102,12 +102,13 @@ def quantize_linear(c: Call) -> Result:
         c.refuse(f"to {code.name}")
     if c.int_("saturate", 1) or code is ir.DataType.FLOAT4E2M1:
         q = q.clamp(-peak, peak)
-    return _through(q, code)
+    return through(q, code)
 
 
-def _through(q: Tensor, code: ir.DataType) -> Tensor:
-    through: Any = _Through.apply
-    return through(q, int(code))
+def through(q: Tensor, code: ir.DataType) -> Tensor:
+    """The nearest value of a type, within its range already, with the gradient of the identity."""
+    apply: Any = _Through.apply
+    return apply(q, int(code))
 
 
 def _to_whole(c: Call, q: Tensor, code: ir.DataType, held: bool) -> Tensor:
@@ -120,7 +121,7 @@ def _to_whole(c: Call, q: Tensor, code: ir.DataType, held: bool) -> Tensor:
         zero = _spread(c, 2, q).float()
         cut = torch.clamp(q, low - zero, high - zero)
     if held:
-        return _through(cut, code) + zero
+        return through(cut, code) + zero
     dtype = torch_dtype(code)
     if dtype is None:
         c.refuse(f"to {code.name}")

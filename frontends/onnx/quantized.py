@@ -1,4 +1,4 @@
-"""Quantised values that never leave their dequantisation, and so need not be of their own element type.
+"""Quantised values that are only turned back into floats, and so need not be of their own element type.
 
 Such a value stays a float tensor of whole numbers, through which gradients pass; and constants of two or
 four bits, which torch cannot compute with, are held in a wider type.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import onnx_ir as ir
 import torch
 
-__all__ = ["held_type", "only_dequantised", "widened"]
+__all__ = ["held_type", "widened"]
 
 # Operators whose results hold values of their first operand and no others.
 _HAND_ON = {
@@ -39,6 +39,16 @@ _WIDER: dict[ir.DataType, torch.dtype] = {
 }
 
 
+# Where a quantised value may arrive as floats: what reads it there computes the same, and passes gradients.
+_READERS = {
+    ("DequantizeLinear", 0),
+    ("MatMulIntegerToFloat", 0),
+    ("MatMulInteger", 0),
+    ("ConvInteger", 0),
+}
+_FLOATS = {ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE}
+
+
 def _arrives_only_at(value: ir.Value, places: set[tuple[str, int]]) -> bool:
     pending, seen, arrived = [value], {value}, False
     while pending:
@@ -52,21 +62,31 @@ def _arrives_only_at(value: ir.Value, places: set[tuple[str, int]]) -> bool:
             if op in _HAND_ON and (index == 0 or op == "Concat"):
                 pending.extend(o for o in use.node.outputs if o not in seen)
                 seen.update(use.node.outputs)
-            elif (op, index) not in places or (op == "QuantizeLinear" and not held_type(use.node)):
+            elif (op, index) not in places or not _reads(use.node):
                 return False
             else:
                 arrived = True
     return arrived
 
 
-def only_dequantised(value: ir.Value) -> bool:
-    """Whether everything that a value's elements arrive at is a DequantizeLinear."""
-    return _arrives_only_at(value, {("DequantizeLinear", 0)})
+def _reads(node: ir.Node) -> bool:
+    """Whether what a reader gives can be of another type too."""
+    if node.op_type == "QuantizeLinear":
+        return held_type(node) is not None
+    if node.op_type in ("MatMulInteger", "ConvInteger"):
+        output = node.outputs[0]
+        return not output.is_graph_output() and all(_casts_to_float(use.node) for use in output.uses())
+    return True
+
+
+def _casts_to_float(node: ir.Node) -> bool:
+    to = node.attributes.get("to")
+    return node.op_type == "Cast" and to is not None and to.as_int() in _FLOATS
 
 
 def held_type(node: ir.Node) -> ir.DataType | None:
-    """The element type that a QuantizeLinear quantises to, where its result is only dequantised."""
-    if not only_dequantised(node.outputs[0]):
+    """The element type that a node quantises to, where its result can stay in floats; else `None`."""
+    if not _arrives_only_at(node.outputs[0], _READERS):
         return None
     given = node.attributes.get("output_dtype")
     if given is not None and given.as_int():

@@ -275,7 +275,7 @@ class Tracer:
         domain = domain_of(node)
         wanted = _wanted(node) if outputs is None else (True,) * len(outputs)
         attributes = _attributes(node)
-        held = held_type(node) if node.op_type == "QuantizeLinear" else None
+        held = held_type(node) if node.op_type in ("QuantizeLinear", "DynamicQuantizeLinear") else None
         if held is not None:
             attributes |= {"output_dtype": int(held), "_held": 1}
         version = version_of(self.model, domain)

@@ -153,6 +153,35 @@ def test_quantised_training_runs_within_a_plan(tmp_path: Path) -> None:
         torch.testing.assert_close(parameter.grad, plain[name])
 
 
+DYNAMIC = {
+    "MatMulInteger": ("float[3,4]", "float[3,5]", whole(np.int8, 4, 5), np.int8(3)),
+    "ConvInteger": ("float[1,4,6,5]", "float[1,6,4,3]", whole(np.uint8, 6, 4, 3, 3), np.uint8(120)),
+}
+
+
+@pytest.mark.parametrize("op", DYNAMIC)
+def test_dynamic_quantisation_passes_gradients(op: str, tmp_path: Path) -> None:
+    """As the same product of floats that are not rounded."""
+    shape, result, w, zero = DYNAMIC[op]
+    model = model_of(
+        f"""g ({shape} x) => ({result} y) {{
+            q, s, z = DynamicQuantizeLinear(x)
+            p = {op}(q, w, z, wz)
+            f = Cast<to=1>(p)
+            y = Mul(f, s) }}""",
+        {"w": w, "wz": zero},
+    )
+    x = normal(*map(int, shape[6:-1].split(",")))
+    module, data = imported(model, tmp_path), torch.from_numpy(x).requires_grad_()
+    same(module, onnxruntimes(model, x), x)
+    real = torch.from_numpy(w).float() - float(zero)
+    y = module(data)
+    smooth = data @ real if op == "MatMulInteger" else torch.nn.functional.conv2d(data, real)
+    weight = torch.randn_like(y)
+    found, wanted = (torch.autograd.grad((v * weight).sum(), data) for v in (y, smooth))
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-2)
+
+
 @pytest.mark.parametrize("kind", ["INT4", "UINT4"])
 def test_four_bits_are_held_wider(kind: str, tmp_path: Path) -> None:
     """As constants that are dequantised, and between a pair."""

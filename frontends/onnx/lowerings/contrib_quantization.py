@@ -15,7 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .pooling import average_pool
-from .quantization import dequantize_linear, quantize_linear, requantized, shifted, through
+from .quantization import (
+    dequantize_linear,
+    extremes,
+    quantize_linear,
+    requantized,
+    shifted,
+    summed,
+    through,
+)
 from .table import Call, Result, lowering
 
 _DOMAIN = "com.microsoft"
@@ -91,10 +99,8 @@ def dynamic_quantize_matmul(c: Call) -> Result:
     The rounding counts as the identity in the gradient.
     """
     x = c[0]
-    low, high = x.detach().amin().clamp(max=0), x.detach().amax().clamp(min=0)
-    scale = torch.where(high == low, torch.ones_like(high), high - low) / 255
-    zero = torch.round(torch.clamp(-low / scale, 0, 255))
-    q = through(torch.clamp(x / scale, -zero, 255 - zero), ir.DataType.UINT8)
+    scale, zero = extremes(x)
+    q = torch.clamp(through(x / scale, ir.DataType.UINT8), -zero, 255 - zero)
     weight = c[1].float()
     weight = weight - c[3].float() if c.has(3) else weight
     y = torch.matmul(q, weight) * (scale * c[2])
@@ -104,7 +110,8 @@ def dynamic_quantize_matmul(c: Call) -> Result:
 @lowering("MatMulIntegerToFloat", domain=_DOMAIN)
 def matmul_integer_to_float(c: Call) -> Result:
     """The product of what two operands stand for; the scales pass gradients."""
-    total = torch.matmul(shifted(c[0], c.optional(4)), shifted(c[1], c.optional(5)))
+    dtype = summed(c[0])
+    total = torch.matmul(shifted(c[0], c.optional(4), dtype), shifted(c[1], c.optional(5), dtype))
     y = total.to(c[2].dtype) * (c[2] * c[3])
     return y + c[6] if c.has(6) else y
 

@@ -1,17 +1,20 @@
 """Quantisation: to and from whole numbers, and products of them.
 
-QuantizeLinear gives whole numbers, which have no gradient. Where its result is only dequantised, directly or
-through operators that move data, the importer keeps it in a float tensor (the attribute `_held`), and then it
-has the **straight-through** gradient: rounding counts as the identity. So with `q = x / scale`, which the
-range of the type cuts to `[low - zero, high - zero]`, a pair `QuantizeLinear -> DequantizeLinear` gives
+QuantizeLinear gives whole numbers, which have no gradient. Where its result is only turned back into floats,
+directly or through operators that move data, the importer keeps it in a float tensor (the attribute `_held`),
+and then it has the **straight-through** gradient: rounding counts as the identity. So with `q = x / scale`,
+whose nearest whole number the range of the type cuts to `[low - zero, high - zero]`, a pair of QuantizeLinear
+and DequantizeLinear gives
 
-- to `x` the gradient of its result within the range, and zero outside;
+- to `x` the gradient of its result where that number is within the range, and zero outside;
 - to `scale`, where that is a computed or trained float, the sum of `round(q) - q` within the range and of the
   bound itself outside, times the gradient of the result. This follows from the same rule and is the
   gradient of learned step sizes (LSQ: Esser et al., 2020) without that paper's factor;
 - to a zero point none, for it is whole.
 
-DynamicQuantizeLinear, the QLinear operators and the Integer operators give whole numbers and no gradient.
+DynamicQuantizeLinear has it too, where its result goes to a DequantizeLinear, or to a MatMulInteger or
+ConvInteger that is cast to floats; its scale and zero point count as given. The QLinear operators, and what
+else gives whole numbers that are read as such, have no gradient.
 """
 
 from __future__ import annotations
@@ -106,26 +109,25 @@ def quantize_linear(c: Call) -> Result:
 
 
 def through(q: Tensor, code: ir.DataType) -> Tensor:
-    """The nearest value of a type, within its range already, with the gradient of the identity."""
+    """The nearest value of a type, be it out of its range, with the gradient of the identity."""
     apply: Any = _Through.apply
     return apply(q, int(code))
 
 
 def _to_whole(c: Call, q: Tensor, code: ir.DataType, held: bool) -> Tensor:
-    low, high = _RANGES[code]
-    static = c.static(2)
+    (low, high), dtype, static = _RANGES[code], torch_dtype(code), c.static(2)
+    q = through(q, code) if held else torch.round(q)
     if not c.has(2) or (static is not None and static.array.size == 1):
         zero = int(c.number(2, "zero point")) if c.has(2) else 0
-        cut = torch.clamp(q, low - zero, high - zero)
+        q = torch.clamp(q, low - zero, high - zero) + zero
     else:
         zero = _spread(c, 2, q).float()
-        cut = torch.clamp(q, low - zero, high - zero)
+        q = torch.clamp(q, low - zero, high - zero) + zero
     if held:
-        return through(cut, code) + zero
-    dtype = torch_dtype(code)
+        return q
     if dtype is None:
         c.refuse(f"to {code.name}")
-    return (torch.round(cut) + zero).to(torch.int32).to(dtype)
+    return q.to(torch.int32).to(dtype)
 
 
 @lowering("DequantizeLinear", since=10)
@@ -146,22 +148,36 @@ def dequantize_linear(c: Call) -> Result:
 
 @lowering("DynamicQuantizeLinear", since=11)
 def dynamic_quantize_linear(c: Call) -> Result:
-    """To uint8, with the scale and zero point that the extremes ask for; nothing of it has a gradient."""
-    x = c[0].detach()
+    """To uint8, with the scale and zero point that the extremes ask for; see the module for its gradient."""
+    x, held = c[0], bool(c.int_("_held", 0))
+    c.int_("output_dtype", 0)
+    scale, zero = extremes(x)
+    q = through(x / scale, ir.DataType.UINT8) if held else torch.round(x / scale)
+    y = torch.clamp(q, -zero, 255 - zero) + zero
+    return y if held else y.to(torch.uint8), scale, zero.to(torch.uint8)
+
+
+def extremes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale and zero point of uint8 that bring zero and all of `x` into the range; without a gradient."""
+    x = x.detach()
     low, high = x.amin().clamp(max=0), x.amax().clamp(min=0)
     scale = torch.where(high == low, torch.ones_like(high), high - low) / 255
-    zero = torch.round(torch.clamp(-low / scale, 0, 255))
-    y = torch.clamp(torch.round(x / scale) + zero, 0, 255)
-    return y.to(torch.uint8), scale, zero.to(torch.uint8)
+    return scale, torch.round(torch.clamp(-low / scale, 0, 255))
 
 
-# Products of whole numbers are summed in float64, which is exact to 2**53.
+# Products of whole numbers are summed in float64, which is exact to 2**53; those of held ones, whose sums
+# become float32 anyway, in float32.
 
 
-def shifted(x: Tensor, zero: Tensor | None) -> Tensor:
-    """Whole numbers less their zero point, in float64."""
-    wide = x.to(torch.float64)
-    return wide if zero is None else wide - zero.to(torch.float64)
+def shifted(x: Tensor, zero: Tensor | None, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Whole numbers less their zero point, in a float type."""
+    wide = x.to(dtype)
+    return wide if zero is None else wide - zero.to(dtype)
+
+
+def summed(x: Tensor) -> torch.dtype:
+    """The type to multiply and sum an operand's whole numbers in."""
+    return torch.float32 if x.is_floating_point() else torch.float64
 
 
 def requantized(c: Call, total: Tensor, factor: Tensor, zero: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -176,7 +192,8 @@ def requantized(c: Call, total: Tensor, factor: Tensor, zero: Tensor | None, dty
 
 def _whole(c: Call, *operands: Tensor) -> None:
     for x in operands:
-        if x.dtype not in (torch.int8, torch.uint8, torch.int16, torch.uint16):
+        # A held operand is a float; no operator here lets the file give one.
+        if x.dtype not in (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.float32):
             c.refuse(f"on {x.dtype}")
 
 
@@ -198,8 +215,10 @@ def qlinear_matmul(c: Call) -> Result:
 @lowering("MatMulInteger", since=10)
 def matmul_integer(c: Call) -> Result:
     """The product in int32; left operand by rows, the right by columns."""
-    _whole(c, c[0], c[1])
-    return torch.matmul(shifted(c[0], _by_row(c.optional(2))), shifted(c[1], c.optional(3))).to(torch.int32)
+    a, b, dtype = c[0], c[1], summed(c[0])
+    _whole(c, a, b)
+    y = torch.matmul(shifted(a, _by_row(c.optional(2)), dtype), shifted(b, c.optional(3), dtype))
+    return y if a.is_floating_point() else y.to(torch.int32)
 
 
 def _convolved(c: Call, x: Tensor, w: Tensor) -> Tensor:
@@ -221,11 +240,12 @@ def _by_channel(values: Tensor, rank: int) -> Tensor:
 @lowering("ConvInteger", since=10)
 def conv_integer(c: Call) -> Result:
     """The convolution in int32."""
-    x, w = c[0], c[1]
+    x, w, dtype = c[0], c[1], summed(c[0])
     _whole(c, x, w)
     zero = c.optional(3)
     zero = None if zero is None else _by_channel(zero, w.ndim - 1)
-    return _convolved(c, shifted(x, c.optional(2)), shifted(w, zero)).to(torch.int32)
+    y = _convolved(c, shifted(x, c.optional(2), dtype), shifted(w, zero, dtype))
+    return y if x.is_floating_point() else y.to(torch.int32)
 
 
 @lowering("QLinearConv", since=10)

@@ -25,7 +25,7 @@ from ...ir.errors import IrcError, Location, UnsupportedError, UsageError
 from .coverage import domain_of, version_of
 from .lowerings import Attribute, Call, Lowering, NodeInfo, NotConstant, Value, find
 from .program import Block, NodeStep, Operand, Output, Step
-from .quantized import held_type, widened
+from .quantized import Held
 from .reader import node_name
 from .tensors import Static, torch_tensor
 from .weights import Kind, Leaf, leaf_of
@@ -87,6 +87,9 @@ class Tracer:
     _values: dict[ir.Value, Known] = field(default_factory=dict[ir.Value, Known])
     _lists: dict[ir.Value, list[ir.Value]] = field(default_factory=dict[ir.Value, list[ir.Value]])
     _slots: int = 0
+
+    def __post_init__(self) -> None:
+        self._held = Held(self.model.graph)
 
     # Values
 
@@ -170,7 +173,7 @@ class Tracer:
     def _leaf(self, leaf: Leaf) -> Known:
         if leaf.kind is Kind.CONSTANT:
             tensor = torch_tensor(leaf.tensor)
-            tensor = widened(leaf.value, leaf.tensor) if tensor is None else tensor
+            tensor = self._held.widened(leaf.value, leaf.tensor) if tensor is None else tensor
             if tensor is None:
                 raise UnsupportedError(
                     "IRC304",
@@ -274,10 +277,7 @@ class Tracer:
         """
         domain = domain_of(node)
         wanted = _wanted(node) if outputs is None else (True,) * len(outputs)
-        attributes = _attributes(node)
-        held = held_type(node) if node.op_type in ("QuantizeLinear", "DynamicQuantizeLinear") else None
-        if held is not None:
-            attributes |= {"output_dtype": int(held), "_held": 1}
+        attributes = _attributes(node) | self._held.attributes(node)
         version = version_of(self.model, domain)
         info = NodeInfo(node_name(node), node.op_type, domain, version, attributes, wanted)
         self._apply(info, list(node.inputs if inputs is None else inputs), outputs or node.outputs)

@@ -211,3 +211,16 @@ def test_example_inputs_are_the_same_for_a_seed(tmp_path: Path) -> None:
     assert a.shape == (3, 4) and torch.equal(a, b) and not torch.equal(a, c)
     with pytest.raises(TypeError, match="expected 1 inputs"):
         module()
+
+
+def test_a_constant_of_two_names_is_read_under_both(tmp_path: Path) -> None:
+    rows = np.array([[1, 0], [0, 1]])
+    nodes = [
+        node("Identity", ["rows"], ["again"]),
+        node("Gather", ["x", "rows"], ["a"]),
+        node("Gather", ["x", "again"], ["b"]),
+        node("Add", ["a", "b"], ["y"]),
+    ]
+    module = from_onnx(save(tmp_path, nodes, {"rows": rows}))
+    x = torch.randn(2, 4)
+    assert torch.equal(module(x), 2 * x[torch.from_numpy(rows)])

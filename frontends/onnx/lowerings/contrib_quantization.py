@@ -1,7 +1,6 @@
 """Operators on whole numbers of onnxruntime (domain com.microsoft).
 
-What comes out quantised has no gradient. The products with a float result pass one to a float operand,
-through the rounding where they quantise it themselves.
+Their gradients are those of the default domain's quantisation: see `quantization`.
 """
 
 from __future__ import annotations
@@ -33,15 +32,16 @@ lowering("DequantizeLinear", domain=_DOMAIN)(dequantize_linear)
 
 
 def _real(c: Call, index: int) -> Tensor:
-    """The operand at `index` with its scale and zero point behind it, as floats without a gradient."""
+    """The operand at `index` with its scale and zero point behind it, as floats."""
     zero = c.optional(index + 2)
     x = c[index].float()
-    return ((x if zero is None else x - zero.float()) * c[index + 1]).detach()
+    return (x if zero is None else x - zero.float()) * c[index + 1]
 
 
 def _stored(c: Call, y: Tensor, scale: int, dtype: torch.dtype) -> Tensor:
     """Floats quantised by the scale and zero point at an index."""
-    return requantized(c, y.double(), 1.0 / c[scale].detach().double(), c.optional(scale + 1), dtype)
+    y = y if c.int_("_held", 0) else y.double()
+    return requantized(c, y, 1.0 / c[scale].double(), c.optional(scale + 1), dtype)
 
 
 @lowering("QLinearAdd", "QLinearMul", domain=_DOMAIN)
@@ -121,12 +121,13 @@ def qgemm(c: Call) -> Result:
     """A Gemm of whole numbers; with a scale of its own the result is quantised, else float."""
     a = c[0].t() if c.int_("transA", 0) else c[0]
     b = c[3].t() if c.int_("transB", 0) else c[3]
-    total = shifted(a, c.optional(2)) @ shifted(b, c.optional(5))
-    total = total + c[6].double() if c.has(6) else total
+    dtype = summed(a, b)
+    total = shifted(a, c.optional(2), dtype) @ shifted(b, c.optional(5), dtype)
+    total = total + c[6].to(dtype) if c.has(6) else total
     factor = c.float_("alpha", 1.0) * c[1] * c[4]
     if not c.has(7):
         return total.to(factor.dtype) * factor
-    return requantized(c, total, (factor / c[7]).detach(), c.optional(8), c[0].dtype)
+    return requantized(c, total, factor / c[7], c.optional(8), c[0].dtype)
 
 
 def _unpacked(packed: Tensor, bits: int) -> Tensor:

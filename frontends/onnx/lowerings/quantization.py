@@ -12,9 +12,9 @@ and DequantizeLinear gives
   gradient of learned step sizes (LSQ: Esser et al., 2020) without that paper's factor;
 - to a zero point none, for it is whole.
 
-DynamicQuantizeLinear has it too, where its result goes to a DequantizeLinear, or to a MatMulInteger or
-ConvInteger that is cast to floats; its scale and zero point count as given. The QLinear operators, and what
-else gives whole numbers that are read as such, have no gradient.
+DynamicQuantizeLinear and the QLinear operators have it too; the scale and zero point of the first count as
+given. A MatMulInteger or ConvInteger hands it on where its result is cast to floats. Whole numbers that are
+outputs of the graph, or that anything else reads, have no gradient.
 """
 
 from __future__ import annotations
@@ -150,7 +150,6 @@ def dequantize_linear(c: Call) -> Result:
 def dynamic_quantize_linear(c: Call) -> Result:
     """To uint8, with the scale and zero point that the extremes ask for; see the module for its gradient."""
     x, held = c[0], bool(c.int_("_held", 0))
-    c.int_("output_dtype", 0)
     scale, zero = extremes(x)
     q = through(x / scale, ir.DataType.UINT8) if held else torch.round(x / scale)
     y = torch.clamp(q, -zero, 255 - zero) + zero
@@ -175,18 +174,21 @@ def shifted(x: Tensor, zero: Tensor | None, dtype: torch.dtype = torch.float64) 
     return wide if zero is None else wide - zero.to(dtype)
 
 
-def summed(x: Tensor) -> torch.dtype:
-    """The type to multiply and sum an operand's whole numbers in."""
-    return torch.float32 if x.is_floating_point() else torch.float64
+def summed(*operands: Tensor) -> torch.dtype:
+    """The type to multiply and sum whole numbers in."""
+    return torch.float32 if any(x.is_floating_point() for x in operands) else torch.float64
 
 
 def requantized(c: Call, total: Tensor, factor: Tensor, zero: Tensor | None, dtype: torch.dtype) -> Tensor:
     """`total * factor` as whole numbers about a zero point, within the range of the type."""
+    dtype = dtype if zero is None else zero.dtype
     if dtype not in (torch.int8, torch.uint8, torch.int16, torch.uint16):
         c.refuse(f"on {dtype}")
-    y = total * factor.to(torch.float64)
-    y = y if zero is None else y + zero.to(torch.float64)
+    y = total * factor.to(total.dtype)
+    y = y if zero is None else y + zero.to(total.dtype)
     limits = torch.iinfo(dtype)
+    if c.int_("_held", 0):
+        return torch.clamp(through(y, onnx_dtype(dtype)), limits.min, limits.max)
     return torch.clamp(torch.round(y), limits.min, limits.max).to(torch.int32).to(dtype)
 
 
@@ -205,11 +207,12 @@ def _by_row(values: Tensor | None) -> Tensor | None:
 def qlinear_matmul(c: Call) -> Result:
     """The product of quantised operands, quantised; left operand and result by rows, the right by columns."""
     _whole(c, c[0], c[3])
-    total = torch.matmul(shifted(c[0], _by_row(c[2])), shifted(c[3], c[5]))
+    dtype = summed(c[0], c[3])
+    total = torch.matmul(shifted(c[0], _by_row(c[2]), dtype), shifted(c[3], c[5], dtype))
     scale = _by_row(c[1]), c[4], _by_row(c[6])
     assert scale[0] is not None and scale[2] is not None
     factor = scale[0] * scale[1] / scale[2]
-    return requantized(c, total, factor.detach(), _by_row(c[7]), c[7].dtype)
+    return requantized(c, total, factor, _by_row(c[7]), c[7].dtype)
 
 
 @lowering("MatMulInteger", since=10)
@@ -253,8 +256,9 @@ def qlinear_conv(c: Call) -> Result:
     """The convolution of quantised operands, quantised; the bias is in units of both scales' product."""
     x, w, rank = c[0], c[3], c[0].ndim - 2
     _whole(c, x, w)
-    total = _convolved(c, shifted(x, c[2]), shifted(w, _by_channel(c[5], rank + 1)))
+    dtype = summed(x)
+    total = _convolved(c, shifted(x, c[2], dtype), shifted(w, _by_channel(c[5], rank + 1), dtype))
     if c.has(8):
-        total = total + c[8].to(torch.float64).reshape(-1, *[1] * rank)
+        total = total + c[8].to(dtype).reshape(-1, *[1] * rank)
     factor = c[1].reshape(()) * _by_channel(c[4], rank) / c[6].reshape(())
-    return requantized(c, total, factor.detach(), c[7].reshape(()), c[7].dtype)
+    return requantized(c, total, factor, c[7].reshape(()), c[7].dtype)

@@ -13,14 +13,12 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import numpy as np
 import onnx_ir as ir
-import torch
 from torch import Tensor
 
 from ...ir.errors import UsageError
 from .reader import read, subgraphs
-from .tensors import torch_dtype
+from .tensors import onnx_tensor, torch_dtype
 
 __all__ = ["check_export_target", "write_back"]
 
@@ -133,11 +131,7 @@ def _as_onnx(name: str, tensor: Tensor, stored: ir.TensorProtocol | None) -> ir.
             f"the weight {name!r} is of shape {list(tensor.shape)}, where the file has {shape}",
             help="write back the weights of a module that came from this file",
         )
-    array = tensor.detach().to("cpu", dtype or tensor.dtype).contiguous()
-    if array.dtype is torch.bfloat16:
-        bits = array.view(torch.int16).numpy().view(np.uint16)
-        return ir.Tensor(bits, dtype=ir.DataType.BFLOAT16, name=name)
-    return ir.tensor(array.numpy(), name=name)
+    return onnx_tensor(tensor.to(dtype or tensor.dtype), name)
 
 
 def _in_place_of(node: ir.Node, value: ir.Value, tensor: ir.TensorProtocol) -> None:
@@ -149,7 +143,15 @@ def _in_place_of(node: ir.Node, value: ir.Value, tensor: ir.TensorProtocol) -> N
         name=name, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape.numpy())
     )
     ir.convenience.replace_all_uses_with(value, weight, replace_graph_outputs=True)
+    inputs = [v for v in node.inputs if v is not None]
     graph.remove(node, safe=True)
+    for idle in inputs:
+        if (
+            idle.is_initializer()
+            and not idle.uses()
+            and not (idle.is_graph_input() or idle.is_graph_output())
+        ):
+            graph.initializers.pop(idle.name or "", None)
     value.name = None
     graph.register_initializer(weight)
 

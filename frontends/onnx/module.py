@@ -133,7 +133,7 @@ class OnnxModule(nn.Module):
         for index, key in enumerate(self._weight_keys):
             owner, _, leaf = key.rpartition(".")
             found[Operand("weight", index)] = getattr(self.get_submodule(owner), leaf)
-        for name, tensor in self._constants.named_buffers():
+        for name, tensor in self._constants.named_buffers(remove_duplicate=False):
             found[Operand("constant", int(name[1:]))] = tensor
         return found
 

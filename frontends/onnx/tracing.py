@@ -25,14 +25,26 @@ from ...ir.errors import IrcError, Location, UnsupportedError, UsageError
 from .coverage import domain_of, version_of
 from .lowerings import Attribute, Call, Lowering, NodeInfo, NotConstant, Value, find
 from .program import Block, NodeStep, Operand, Output, Step
+from .quantized import Held
 from .reader import node_name
-from .tensors import Static, torch_tensor
+from .tensors import Static, onnx_tensor, torch_tensor
 from .weights import Leaf, Leaves, Role
 
 __all__ = ["Known", "Tracer"]
 
-# The mode of the module decides what these do, so they never fold.
-_LIVE = ("Dropout", "BatchNormalization")
+# The mode of the module or a generator decides what these do, so they never fold.
+_LIVE = (
+    "Dropout",
+    "BatchNormalization",
+    "Bernoulli",
+    "Multinomial",
+    "RandomNormal",
+    "RandomNormalLike",
+    "RandomUniform",
+    "RandomUniformLike",
+)
+# These unpack weights that a file stores in few bits.
+_UNPACK = ("DequantizeLinear",)
 # These read no element of their operands, only sizes and types.
 _OF_SHAPES = ("Shape", "Size", "EyeLike")
 
@@ -80,6 +92,9 @@ class Tracer:
     _values: dict[ir.Value, Known] = field(default_factory=dict[ir.Value, Known])
     _lists: dict[ir.Value, list[ir.Value]] = field(default_factory=dict[ir.Value, list[ir.Value]])
     _slots: int = 0
+
+    def __post_init__(self) -> None:
+        self._held = Held(self.model.graph)
 
     # Values
 
@@ -164,6 +179,7 @@ class Tracer:
         self.read[leaf.value] = leaf
         if leaf.role is Role.CONSTANT:
             tensor = torch_tensor(leaf.tensor)
+            tensor = self._held.widened(leaf.value, leaf.tensor) if tensor is None else tensor
             if tensor is None:
                 raise UnsupportedError(
                     "IRC304",
@@ -267,7 +283,7 @@ class Tracer:
         """
         domain = domain_of(node)
         wanted = _wanted(node) if outputs is None else (True,) * len(outputs)
-        attributes = _attributes(node)
+        attributes = _attributes(node) | self._held.attributes(node)
         version = version_of(self.model, domain)
         info = NodeInfo(node_name(node), node.op_type, domain, version, attributes, wanted)
         self._apply(info, list(node.inputs if inputs is None else inputs), outputs or node.outputs)
@@ -317,9 +333,11 @@ class Tracer:
             lambda make: make(),
         )
         for value, result in zip(outputs, self._call(lowering, call), strict=False):
-            if result is not None:
-                assert isinstance(result, Tensor)
-                self.bind(value, Known(result))
+            if result is None:
+                continue
+            assert isinstance(result, Tensor)
+            weight = self.leaves.unpacked(value, onnx_tensor(result)) if info.op in _UNPACK else None
+            self.bind(value, Known(result) if weight is None else self._leaf(weight))
 
     def _trace(
         self,

@@ -16,6 +16,8 @@ arrive (through operators that only move them):
    `ConstantOfShape` whose shape is written in the file, they are when they arrive at a weight's place or an
    arithmetic operator. Ones and zeros in a `Constant` for an InstanceNormalization are how an exporter writes
    that there is no scale and no bias.
+5. The result of a `DequantizeLinear` of constants is judged as an initializer of its name. It trains as a
+   float; its codes, scale and zero point are constants.
 
 Everything else is a constant. Tables that torch keeps as buffers (positions, input means) cannot be told from
 weights and count as parameters, unless the user gives them another role.
@@ -76,10 +78,13 @@ class Leaf:
 _MOVES = {
     "Cast",
     "CastLike",
+    "Compress",
     "Concat",
+    "DequantizeLinear",
     "Expand",
     "Flatten",
     "Identity",
+    "QuantizeLinear",
     "Reshape",
     "Slice",
     "Split",
@@ -93,6 +98,11 @@ _MOVES = {
 _MOVES_FIRST_ONLY = _MOVES - {"Concat"}
 
 _COMPARE = ("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "And", "Or", "Xor", "Not")
+# Operators whose floats are scales only.
+_QLINEAR = (
+    *("Add", "AveragePool", "Concat", "Conv", "GlobalAveragePool", "LeakyRelu", "MatMul", "Mul"),
+    *("Sigmoid", "Softmax"),
+)
 # Operands that set how an operator works and are not data; `None` stands for all of them.
 _SETTINGS: dict[str, set[int] | None] = {
     **dict.fromkeys(
@@ -100,14 +110,28 @@ _SETTINGS: dict[str, set[int] | None] = {
     ),
     "CastLike": {1},
     "Clip": {1, 2},
+    "Compress": {1},
+    "CumProd": {1},
     "CumSum": {1},
+    "DFT": {1, 2},
+    "DequantizeLinear": {1, 2},
     "Dropout": {1, 2},
+    "DynamicQuantizeMatMul": {2, 3},
     "Expand": {1},
+    "MatMulIntegerToFloat": {2, 3, 4, 5},
+    "MatMulNBits": {2, 3, 4},
+    "MelWeightMatrix": None,
+    "NonMaxSuppression": {2, 3, 4},
     "OneHot": {1, 2},
     "Pad": {1, 2, 3},
+    "QGemm": None,
+    **dict.fromkeys((f"QLinear{name}" for name in _QLINEAR), None),
+    "QuantizeLinear": {1, 2},
     "Reshape": {1},
+    "ReverseSequence": {1},
     "Resize": {1, 2, 3},
     "Slice": {1, 2, 3, 4},
+    "STFT": {1, 3},
     "SequenceAt": {1},
     "Split": {1},
     "SplitToSequence": {1},
@@ -127,6 +151,10 @@ _WEIGHTS: dict[str, set[int]] = {
     "ConvTranspose": {1, 2},
     "GRU": {1, 2, 3},
     "Gather": {0},
+    "EmbedLayerNormalization": {2, 3, 4, 5, 6},
+    "FusedConv": {1, 2},
+    "FusedGemm": {0, 1, 2},
+    "FusedMatMul": {0, 1},
     "Gemm": {0, 1, 2},
     "GroupNormalization": {1, 2},
     "InstanceNormalization": {1, 2},
@@ -136,6 +164,9 @@ _WEIGHTS: dict[str, set[int]] = {
     "PRelu": {1},
     "RMSNormalization": {1},
     "RNN": {1, 2, 3},
+    "SimplifiedLayerNormalization": {1},
+    "SkipLayerNormalization": {2, 3, 4},
+    "SkipSimplifiedLayerNormalization": {2, 3},
 }
 _ARITHMETIC = {"Add", "Div", "Mul", "Sub", "Sum", "Einsum"}
 _SPEC = "pkg.torch.export.graph_signature.InputSpec."
@@ -264,6 +295,11 @@ class Leaves:
         if node.op_type == "ConstantOfShape" and node.inputs[0] is not None:
             return self._repeated(value, node, node.inputs[0])
         return None
+
+    def unpacked(self, value: ir.Value, tensor: ir.TensorProtocol) -> Leaf | None:
+        """The leaf that a dequantised constant is: a float weight of its own, or `None`."""
+        leaf = self._leaf(value, tensor, tuple(tensor.shape.numpy()), named=True)
+        return None if leaf.role is Role.CONSTANT else leaf
 
     def _leaf(self, value: ir.Value, tensor: ir.TensorProtocol, shape: tuple[int, ...], named: bool) -> Leaf:
         role, why = self._given(value, tensor) or _classify(value, tensor, shape, named)

@@ -320,6 +320,47 @@ CASES: list[tuple[Any, ...]] = [
     ),
     ("SoftmaxCrossEntropyLoss", 13, [normal(3, 5), ints(1, 0, 4)], {"ignore_index": 0}),
     ("Shape", 15, [normal(2, 3, 4)], {"start": -2}),
+    ("Mod", 17, [np.array([7, 60000], np.uint16), np.array([2, 7], np.uint16)], {}),
+    ("Add", 17, [np.array([7, 2**32 - 1], np.uint32), np.array([2, 7], np.uint32)], {}),
+    ("Greater", 17, [np.array([7, 2**64 - 1], np.uint64), np.array([2**63, 7], np.uint64)], {}),
+    ("Max", 17, [np.array([7, 2**64 - 1], np.uint64), np.array([2**63, 7], np.uint64)], {}),
+    *[
+        (
+            "BitShift",
+            11,
+            [np.array([2**63 + 5, 9, 1], np.uint64), np.array([1, 0, 63], np.uint64)],
+            {"direction": d},
+        )
+        for d in ("LEFT", "RIGHT")
+    ],
+    ("Det", 11, [normal(2, 3, 3)], {}),
+    ("Unique", 11, [np.array([2, 1, 1, 3, 4, 3], F)], {"sorted": 0}, 4),
+    ("Unique", 11, [np.array([[2, 1], [0, 1], [2, 1]], F)], {"axis": 0}, 4),
+    ("Compress", 11, [normal(3, 4), np.array([True, False, True])], {"axis": -1}),
+    ("Compress", 11, [normal(3, 4), C([False, True, True])], {}),
+    ("ReverseSequence", 10, [normal(4, 3, 2), ints(1, 4, 3)], {}),
+    ("ReverseSequence", 10, [normal(3, 4, 2), ints(1, 0, 3)], {"batch_axis": 0, "time_axis": 1}),
+    *[
+        (
+            "NonMaxSuppression",
+            11,
+            [positive(2, 20, 4), normal(2, 3, 20), C(ints(5)), C([0.3], F), C([-0.5], F)],
+            {"center_point_box": centred},
+        )
+        for centred in (0, 1)
+    ],
+    ("DFT", 17, [normal(2, 8, 1)], {"onesided": 1}),
+    ("DFT", 17, [normal(2, 3, 7, 2), C(9, I)], {"axis": 2}),
+    ("DFT", 20, [normal(2, 3, 8, 2), None, C(1, I)], {"inverse": 1}),
+    ("STFT", 17, [normal(2, 32, 1), C(5, I), C(positive(8))], {}),
+    ("STFT", 17, [normal(2, 32, 1), C(5, I), None, C(8, I)], {"onesided": 0}),
+    *[
+        (f"{name}Window", 17, [C(9, I)], {"periodic": periodic})
+        for name in ("Hann", "Hamming", "Blackman")
+        for periodic in (0, 1)
+    ],
+    ("CenterCropPad", 18, [normal(5, 4, 3), C(ints(2, 7))], {"axes": [0, -2]}),
+    ("MelWeightMatrix", 17, [C(8, I), C(64, I), C(8192, I), C(100.0, F), C(4000.0, F)], {}),
     ("Size", 13, [normal(2, 3, 4)], {}),
 ]
 

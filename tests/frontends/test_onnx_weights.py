@@ -252,3 +252,45 @@ def test_roles_that_do_not_fit(tmp_path: Path, roles: dict[str, str], why: str) 
     with pytest.raises(UsageError) as caught:
         from_onnx(path, roles=roles)
     assert caught.value.code == "IRC319" and caught.value.message == why and caught.value.help
+
+
+def test_a_constant_of_two_names_is_read_under_both(tmp_path: Path) -> None:
+    rows = np.array([[1, 0], [0, 1]])
+    nodes = [
+        node("Identity", ["rows"], ["again"]),
+        node("Gather", ["x", "rows"], ["a"]),
+        node("Gather", ["x", "again"], ["b"]),
+        node("Add", ["a", "b"], ["y"]),
+    ]
+    module = from_onnx(save(tmp_path, nodes, {"rows": rows}))
+    x = torch.randn(2, 4)
+    assert torch.equal(module(x), 2 * x[torch.from_numpy(rows)])
+
+
+def test_dequantised_weights_are_trained_as_floats(tmp_path: Path) -> None:
+    """Their place in the file is the result of DequantizeLinear; its codes and scales are constants."""
+    codes = np.array([[-3, 2], [5, 0], [1, 1], [7, -8]], np.int8)
+    nodes = [
+        node("DequantizeLinear", ["codes", "scale", "zero"], ["w"], axis=1),
+        node("Transpose", ["w"], ["wt"]),
+        node("Transpose", ["wt"], ["wtt"]),
+        node("MatMul", ["x", "wtt"], ["t"]),
+        node("DequantizeLinear", ["bound", "one"], ["most"]),
+        node("Clip", ["t", "", "most"], ["y"]),
+    ]
+    weights = {
+        "codes": codes,
+        "scale": np.array([0.5, 0.25], np.float32),
+        "zero": np.array([1, -1], np.int8),
+        "bound": np.array(90, np.int8),
+        "one": np.array(1, np.float32),
+    }
+    module = from_onnx(save(tmp_path, nodes, weights, opset=17))
+    assert names(module) == ({"w"}, set())
+    expected = (codes.astype(np.float32) - weights["zero"]) * weights["scale"]
+    torch.testing.assert_close(module.get_parameter("w").detach(), torch.from_numpy(expected))
+    x = torch.randn(2, 4)
+    module(x).sum().backward()
+    assert module.get_parameter("w").grad is not None
+    assert names(from_onnx(tmp_path / "m.onnx", roles={"w": "buffer"})) == (set(), {"w"})
+    assert names(from_onnx(tmp_path / "m.onnx", roles={"w": "constant"})) == (set(), set())

@@ -91,7 +91,7 @@ def test_all_kinds_of_weights_go_back_and_nothing_else_changes(tmp_path: Path) -
     assert after.opset_import == before.opset_import and after.ir_version == before.ir_version
     assert after.graph.doc_string == "a graph" and after.graph.input == before.graph.input
     assert [n.name for n in after.graph.node] == [n.name for n in before.graph.node if n.name != "n_w2"]
-    assert {i.name for i in after.graph.initializer} == {"w", "size", "yes", "w2"}
+    assert {i.name for i in after.graph.initializer} == {"w", "yes", "w2"}
     weights = {i.name: numpy_helper.to_array(i) for i in after.graph.initializer}
     assert np.array_equal(weights["w"], fitted.w.detach().numpy()) and not np.array_equal(
         weights["w"], array(4, 3)
@@ -100,6 +100,33 @@ def test_all_kinds_of_weights_go_back_and_nothing_else_changes(tmp_path: Path) -
     assert dict(again.onnx_names) == dict(module.onnx_names)
     for name, tensor in fitted.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor)
+
+
+def test_a_dequantised_weight_goes_back_as_floats(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("DequantizeLinear", ["codes", "scale"], ["w"], name="unpack"),
+        helper.make_node("MatMul", ["x", "w"], ["y"], name="product"),
+    ]
+    stored = {"codes": np.ones((4, 3), np.int8), "scale": np.array(0.5, np.float32)}
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("x", FLOAT, (2, 4))],
+        [helper.make_tensor_value_info("y", FLOAT, (2, 3))],
+        [numpy_helper.from_array(value, name) for name, value in stored.items()],
+    )
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8),
+        tmp_path / "m.onnx",
+    )
+    module = irc.from_onnx(tmp_path / "m.onnx")
+    trained(module, *example_inputs(module))
+    irc.export_onnx(module, tmp_path / "tuned.onnx")
+    after = onnx.load(tmp_path / "tuned.onnx").graph
+    assert [n.name for n in after.node] == ["product"] and [i.name for i in after.initializer] == ["w"]
+    assert np.array_equal(
+        numpy_helper.to_array(after.initializer[0]), module.get_parameter("w").detach().numpy()
+    )
 
 
 def test_large_models_keep_their_weights_beside_them(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -59,9 +59,40 @@ _BINARY: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+# In two's complement these give the same bits for signed and unsigned numbers.
+_SIGNLESS = ("Add", "Sub", "Mul", "Equal", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "BitwiseNot")
+_ORDERED = ("Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Min", "Max")
+
+
+def _of_unsigned(c: Call) -> bool:
+    """Whether an operand is of an unsigned type that torch stores and does not compute with."""
+    return any(isinstance(value, Tensor) and value.dtype in _UNSIGNED for value in c.tensors)
+
+
+def _unsigned(c: Call, function: Callable[..., Tensor]) -> Tensor:
+    """What `function` gives for unsigned numbers, computed in int64."""
+    operands, op = c.all(), c.node.op
+    dtype = operands[0].dtype
+    if dtype is not torch.uint64:
+        result = function(*(x.to(torch.int64) for x in operands))
+        return result if result.dtype is torch.bool else result.to(dtype)
+    if op in _SIGNLESS:
+        result = function(*(x.view(torch.int64) for x in operands))
+        return result if result.dtype is torch.bool else result.view(dtype)
+    if op not in _ORDERED:
+        c.refuse("of uint64")
+    # With the highest bit turned over, the order of signed numbers is that of unsigned ones.
+    turn = torch.iinfo(torch.int64).min
+    result = function(*(x.view(torch.int64) ^ turn for x in operands))
+    return result if result.dtype is torch.bool else (result ^ turn).view(dtype)
+
+
 @lowering(*_UNARY)
 def unary(c: Call) -> Result:
     """One operand, one result of the same shape."""
+    if _of_unsigned(c):
+        return _unsigned(c, _UNARY[c.node.op])
     return _UNARY[c.node.op](c[0])
 
 
@@ -82,6 +113,8 @@ def pair(c: Call) -> tuple[Any, Any]:
 @lowering(*_BINARY)
 def binary(c: Call) -> Result:
     """Two operands that broadcast."""
+    if _of_unsigned(c):
+        return _unsigned(c, _BINARY[c.node.op])
     if c.node.op in ("And", "Or", "Xor") or c.node.op.startswith("Bitwise"):
         older = c.node.version < 7 and bool(c.int_("broadcast", 0))
         return _BINARY[c.node.op](*(pair(c) if older else (c[0], c[1])))
@@ -91,6 +124,8 @@ def binary(c: Call) -> Result:
 @lowering("Div")
 def div(c: Call) -> Result:
     """Integers divide towards zero."""
+    if _of_unsigned(c):
+        return _unsigned(c, lambda a, b: torch.div(a, b, rounding_mode="trunc"))
     a, b = pair(c)
     sample: Tensor = a if isinstance(a, Tensor) else b
     if sample.is_floating_point():
@@ -101,16 +136,23 @@ def div(c: Call) -> Result:
 @lowering("Mod", since=10)
 def mod(c: Call) -> Result:
     """The sign follows the divisor, or with `fmod` the dividend."""
-    return torch.fmod(c[0], c[1]) if c.int_("fmod", 0) else torch.remainder(c[0], c[1])
+    remainder = torch.fmod if c.int_("fmod", 0) else torch.remainder
+    return _unsigned(c, remainder) if _of_unsigned(c) else remainder(c[0], c[1])
 
 
 @lowering("BitShift", since=11)
 def bit_shift(c: Call) -> Result:
     """Shift each element by as many bits as the other operand says."""
-    shift = torch.bitwise_left_shift if c.str_("direction", "") == "LEFT" else torch.bitwise_right_shift
-    if c[0].dtype in (torch.uint16, torch.uint32, torch.uint64):
-        c.refuse(f"on {c[0].dtype}")
-    return shift(c[0], c[1])
+    left = c.str_("direction", "") == "LEFT"
+    shift = torch.bitwise_left_shift if left else torch.bitwise_right_shift
+    if c[0].dtype is torch.uint64 and not left:
+        # The sign must not be shifted in: its bit, and what it would leave behind, are cleared.
+        bits, by = c[0].view(torch.int64), c[1].view(torch.int64)
+        rest = torch.bitwise_right_shift((bits >> 1) & torch.iinfo(torch.int64).max, (by - 1).clamp(min=0))
+        return torch.where(by == 0, bits, rest).view(torch.uint64)
+    if c[0].dtype is torch.uint64:
+        return shift(c[0].view(torch.int64), c[1].view(torch.int64)).view(torch.uint64)
+    return _unsigned(c, shift) if _of_unsigned(c) else shift(c[0], c[1])
 
 
 @lowering("Pow")
@@ -131,7 +173,10 @@ def power(c: Call) -> Result:
 
 
 def _fold(c: Call, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    values = c.all()
+    return _unsigned(c, lambda *xs: _folded(xs, function)) if _of_unsigned(c) else _folded(c.all(), function)
+
+
+def _folded(values: Sequence[Tensor], function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     total = values[0]
     for value in values[1:]:
         total = function(total, value)
@@ -238,6 +283,13 @@ def gemm(c: Call) -> Result:
     if not (alpha.is_integer() and beta.is_integer()):
         c.refuse("of integers with a fractional factor")
     return int(alpha) * (a @ b) + int(beta) * bias
+
+
+@lowering("Det", since=11)
+def determinant(c: Call) -> Result:
+    """Of each matrix of the last two axes."""
+    x = c[0]
+    return torch.linalg.det(x if x.dtype in (torch.float32, torch.float64) else x.float()).to(x.dtype)
 
 
 @lowering("Einsum", since=12)

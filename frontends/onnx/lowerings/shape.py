@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import onnx_ir as ir
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..tensors import torch_dtype
+from .casting import element_type
 from .table import Call, Result, lowering
 
 
@@ -19,25 +18,6 @@ def identity(c: Call) -> Result:
     """The operand itself, be it a list or absent."""
     value = c.tensors[0]
     return c[0] if isinstance(value, Tensor) else (value,)
-
-
-def _dtype(c: Call, code: int) -> torch.dtype:
-    dtype = torch_dtype(code)
-    if dtype is None:
-        c.refuse(f"to {ir.DataType(code).name}")
-    return dtype
-
-
-@lowering("Cast", since=6)
-def cast(c: Call) -> Result:
-    """To another element type."""
-    return c[0].to(_dtype(c, c.int_("to", 0)))
-
-
-@lowering("CastLike", since=15)
-def cast_like(c: Call) -> Result:
-    """To the element type of the other operand."""
-    return c[0].to(c[1].dtype)
 
 
 @lowering("Shape")
@@ -78,7 +58,7 @@ def range_(c: Call) -> Result:
 def eye_like(c: Call) -> Result:
     """Ones on one diagonal."""
     x, k = c[0], c.int_("k", 0)
-    dtype = _dtype(c, c.int_("dtype", 0)) if c.given("dtype") else x.dtype
+    dtype = element_type(c, c.int_("dtype", 0)) if c.given("dtype") else x.dtype
     rows, columns = x.shape
     return c.literal(lambda: torch.ones(rows, columns).triu(k).tril(k).to(dtype))
 
@@ -246,6 +226,19 @@ def _pad(c: Call, pads: Sequence[int], axes: Sequence[int], value: float) -> Res
     if mode not in ("reflect", "edge", "wrap"):
         c.refuse(f"with mode={mode}")
     return _pad_by_copy(c, x, both, mode)
+
+
+@lowering("CenterCropPad", since=18)
+def center_crop_pad(c: Call) -> Result:
+    """Cut or padded with zeros about the middle; what is left over of an odd count is at the end."""
+    x, sizes = c[0], c.integers(1, "shape")
+    axes = c.ints_("axes") or list(range(x.ndim))
+    both = [(0, 0)] * x.ndim
+    for axis, size in zip(axes, sizes, strict=True):
+        more = size - x.shape[axis]
+        first = more // 2 if more >= 0 else -(-more // 2)
+        both[axis] = (first, more - first)
+    return F.pad(x, [n for counts in reversed(both) for n in counts])
 
 
 def _pad_by_copy(c: Call, x: Tensor, both: Sequence[tuple[int, int]], mode: str) -> Tensor:

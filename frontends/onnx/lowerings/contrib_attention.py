@@ -1,0 +1,128 @@
+"""Attention as onnxruntime's optimiser writes it: with the projection or its bias, masks and caches."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .table import Call, Result, lowering
+
+_DOMAIN = "com.microsoft"
+
+
+def _heads(x: Tensor, count: int) -> Tensor:
+    """Batch, sequence, features to batch, heads, sequence, size."""
+    return x.reshape(x.shape[0], x.shape[1], count, -1).transpose(1, 2)
+
+
+def _padding_bias(c: Call, index: int, batch: int, queries: int, keys: int, like: Tensor) -> Tensor | None:
+    """What is added to the scores for a mask: zero where it allows and `mask_filter_value` elsewhere."""
+    filled = c.float_("mask_filter_value", -10000.0)
+    if not c.has(index):
+        return None
+    mask = c[index]
+    if mask.shape == (batch, keys):
+        allowed = mask.bool().reshape(batch, 1, 1, keys)
+    elif mask.shape == (batch, queries, keys):
+        allowed = mask.bool().unsqueeze(1)
+    elif mask.shape in ((batch,), (2 * batch,)):
+        places = c.literal(lambda: torch.arange(keys))
+        allowed = places < mask[:batch].reshape(batch, 1, 1, 1)
+        if mask.shape[0] == 2 * batch:
+            allowed = allowed & (places >= mask[batch:].reshape(batch, 1, 1, 1))
+    else:
+        c.refuse(f"with a mask of shape {list(mask.shape)}")
+    return torch.where(allowed, 0.0, filled).to(like.dtype)
+
+
+def _attend(c: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Batch, queries, features; the last query sees all keys, of those that come after it none."""
+    scale = c.float_("scale", 0.0) or 1.0 / math.sqrt(q.shape[-1])
+    rows, columns = q.shape[2], k.shape[2]
+    added = bias if mask is None else mask if bias is None else mask + bias
+    causal = bool(c.int_("unidirectional", 0))
+    if causal and (added is not None or rows != columns):
+        seen = c.literal(lambda: torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows))
+        added = seen if added is None else torch.where(seen, added, torch.finfo(q.dtype).min)
+    y = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=added, is_causal=causal and added is None, scale=scale
+    )
+    return y.transpose(1, 2).flatten(2)
+
+
+@lowering("Attention", domain=_DOMAIN)
+def attention(c: Call) -> Result:
+    """Self-attention with the projection to queries, keys and values in one matrix."""
+    x, weight, heads = c[0], c[1], c.int_("num_heads", 1)
+    for name in ("do_rotary", "past_present_share_buffer"):
+        if c.int_(name, 0):
+            c.refuse(f"with {name}")
+    c.int_("rotary_embedding_dim", 0)
+    sizes = c.ints_("qkv_hidden_sizes") or [weight.shape[1] // 3] * 3
+    projected = F.linear(x, weight.t(), c.optional(2))
+    q, k, v = (_heads(part, heads) for part in projected.split(sizes, -1))
+    if c.has(4):
+        past = c[4]
+        k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+    mask = _padding_bias(c, 3, x.shape[0], x.shape[1], k.shape[2], q)
+    y = _attend(c, q, k, v, mask, c.optional(5))
+    return y, torch.stack([k, v]) if c.wants(1) else None
+
+
+@lowering("MultiHeadAttention", domain=_DOMAIN)
+def multi_head_attention(c: Call) -> Result:
+    """Attention of queries, keys and values that lack only the bias of their projection, and of a cache."""
+    heads = c.int_("num_heads", 1)
+    if c.has(8) or c.has(9):
+        c.refuse("with a shared cache")
+    if c.wants(3):
+        c.refuse("with its scores as an output")
+    q, k, v = _projected(c, heads)
+    if c.has(6):
+        k, v = torch.cat([c[6], k], 2), torch.cat([c[7], v], 2)
+    mask = _padding_bias(c, 4, q.shape[0], q.shape[2], k.shape[2], q)
+    return _attend(c, q, k, v, mask, c.optional(5)), k, v
+
+
+def _projected(c: Call, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    bias = c.optional(3)
+    if not c.has(1) or not c.has(2):
+        c.refuse("with packed operands")
+    q, k, v = c[0], c[1], c[2]
+    if k.ndim == 4:  # keys and values of another sequence, projected and cut into heads before
+        if bias is not None:
+            q = q + bias[: q.shape[-1]]
+        return _heads(q, heads), k, v
+    if bias is not None:
+        parts = bias.split([q.shape[-1], k.shape[-1], v.shape[-1]])
+        q, k, v = q + parts[0], k + parts[1], v + parts[2]
+    return _heads(q, heads), _heads(k, heads), _heads(v, heads)
+
+
+@lowering("RotaryEmbedding", domain=_DOMAIN)
+def rotary_embedding(c: Call) -> Result:
+    """Turn pairs of features by an angle that depends on the position: of each token, or counted from one."""
+    x, positions, cos, sin = c[0], c[1], c[2], c[3]
+    if c.int_("is_packed_batching", 0) or c.float_("scale", 1.0) != 1.0:
+        c.refuse("of packed batches or with a scale")
+    flat, size, heads = x.ndim == 3, c.int_("rotary_embedding_dim", 0), c.int_("num_heads", 0)
+    if flat:
+        heads = heads or x.shape[-1] // (size or 2 * cos.shape[-1])
+        x = _heads(x, heads)
+    size = size or x.shape[-1]
+    if positions.numel() == 1:
+        steps = c.literal(lambda: torch.arange(x.shape[2]))
+        positions = (positions.reshape(()) + steps).unsqueeze(0)
+    cos, sin = cos[positions.long()].unsqueeze(1), sin[positions.long()].unsqueeze(1)
+    turned, rest = x[..., :size], x[..., size:]
+    if c.int_("interleaved", 0):
+        a, b = turned[..., 0::2], turned[..., 1::2]
+        y = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+    else:
+        a, b = turned.chunk(2, -1)
+        y = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    y = torch.cat([y, rest], -1) if rest.shape[-1] else y
+    return y.transpose(1, 2).flatten(2) if flat else y

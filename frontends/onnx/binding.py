@@ -102,11 +102,13 @@ def describe(value: ir.Value) -> str:
 
 
 def _size(dim: int | ir.SymbolicDim) -> int | None:
-    return dim if isinstance(dim, int) else None
+    """The size of an axis; `None` where it is open, which some exporters write as -1."""
+    return dim if isinstance(dim, int) and dim >= 0 else None
 
 
 def _symbol(dim: int | ir.SymbolicDim) -> str | None:
-    return dim.value if isinstance(dim, ir.SymbolicDim) else None
+    """The symbol of an axis; `?` is how some exporters write that it has none."""
+    return dim.value if isinstance(dim, ir.SymbolicDim) and dim.value != "?" else None
 
 
 def _match(value: ir.Value, shape: tuple[int, ...], symbols: dict[str, int]) -> None:

@@ -121,8 +121,8 @@ def resize(c: Call) -> Result:
     elif mode == "linear":
         y = _filtered(c, x, axes, transform, _Filter(mode, 1, _triangle, antialias, exclude))
     elif mode == "cubic":
-        a = c.float_("cubic_coeff_a", -0.75)
-        y = _filtered(c, x, axes, transform, _Filter(mode, 2, _cubic(a), antialias, exclude))
+        weight = _Cubic(c.float_("cubic_coeff_a", -0.75))
+        y = _filtered(c, x, axes, transform, _Filter(mode, 2, weight, antialias, exclude))
     else:
         c.refuse(f"with mode={mode}")
     return _extrapolated(c, y, axes) if transform == "tf_crop_and_resize" else y
@@ -266,7 +266,6 @@ def _nearest(c: Call, x: Tensor, axes: Sequence[_Axis], transform: str, rounding
 # Weighted means
 
 _LINEAR = {3: "linear", 4: "bilinear", 5: "trilinear"}
-_TORCHS_CUBIC, _TORCHS_ANTIALIAS_CUBIC = -0.75, -0.5
 
 
 def _triangle(distance: _Numbers) -> _Numbers:
@@ -284,10 +283,6 @@ class _Cubic:
         return np.where(d <= 1, near, np.where(d < 2, far, 0.0))
 
 
-def _cubic(a: float) -> _Cubic:
-    return _Cubic(a)
-
-
 def _native(x: Tensor, axes: Sequence[_Axis], transform: str, how: _Filter) -> dict[str, Any] | None:
     """How torch's `interpolate` computes the same, if it does."""
     pixels = transform in ("half_pixel", "half_pixel_symmetric") or (
@@ -298,8 +293,8 @@ def _native(x: Tensor, axes: Sequence[_Axis], transform: str, how: _Filter) -> d
     if not (pixels or (transform == "align_corners" and not how.antialias)):
         return None
     if how.name == "cubic":
-        own = _TORCHS_ANTIALIAS_CUBIC if how.antialias else _TORCHS_CUBIC
-        if x.ndim != 4 or not isinstance(how.weight, _Cubic) or how.weight.a != own:
+        own = _Cubic(-0.5 if how.antialias else -0.75)
+        if x.ndim != 4 or how.weight != own:
             return None
     # Its own filters weigh the outermost element for what lies outside, its antialiasing ones do not.
     inside = how.antialias or how.name == "cubic"

@@ -307,7 +307,9 @@ def _native(x: Tensor, axes: Sequence[_Axis], transform: str, how: _Filter) -> d
 def _filtered(c: Call, x: Tensor, axes: Sequence[_Axis], transform: str, how: _Filter) -> Tensor:
     native = _native(x, axes, transform, how)
     if native is not None:
-        return F.interpolate(x, size=_sizes(x, axes), **native)
+        # Its cubic filter rounds the weights to the type of the data.
+        wide = x.float() if how.name == "cubic" and x.element_size() == 2 else x
+        return F.interpolate(wide, size=_sizes(x, axes), **native).to(x.dtype)
     if x.is_complex() or x.dtype is torch.bool:
         c.refuse(f"with mode={how.name} on {x.dtype}")
     dtype = x.dtype

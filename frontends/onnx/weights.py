@@ -8,7 +8,7 @@ arrive (through operators that only move them):
 1. Running statistics of a BatchNormalization are **buffers**, whatever else reads them.
 2. **Constants** are: what only sets bounds, shapes, scales, ratios or conditions; rank 0; masks, that is
    values with an infinity or of a magnitude from 1e30, or only zeros and one fill of -1e4 or less; initial
-   states of recurrent layers that are all zero.
+   states of recurrent layers, and caches, that are all zero.
 3. One element of rank 1 or more is a **parameter** where only a weight can stand (Conv, Gemm, MatMul,
    PRelu, a normalisation, a recurrent layer), or as an initializer with a name of the user's own in an
    arithmetic operator; exporters' names (`val_7`, `onnx::Mul_12`, ...) make it a constant.
@@ -109,9 +109,11 @@ _SETTINGS: dict[str, set[int] | None] = {
         (*_COMPARE, "ConstantOfShape", "Range", "NonZero", "Shape", "Size", "ArgMax", "ArgMin"), None
     ),
     "CastLike": {1},
+    "CenterCropPad": {1},
     "Clip": {1, 2},
     "Compress": {1},
     "CumProd": {1},
+    "Col2Im": {1, 2},
     "CumSum": {1},
     "DFT": {1, 2},
     "DequantizeLinear": {1, 2},
@@ -122,6 +124,9 @@ _SETTINGS: dict[str, set[int] | None] = {
     "MatMulNBits": {2, 3, 4},
     "MelWeightMatrix": None,
     "NonMaxSuppression": {2, 3, 4},
+    "MaxRoiPool": {1},
+    "MaxUnpool": {1, 2},
+    "NegativeLogLikelihoodLoss": {1, 2},
     "OneHot": {1, 2},
     "Pad": {1, 2, 3},
     "QGemm": None,
@@ -130,8 +135,11 @@ _SETTINGS: dict[str, set[int] | None] = {
     "Reshape": {1},
     "ReverseSequence": {1},
     "Resize": {1, 2, 3},
+    "RoiAlign": {1, 2},
+    "RotaryEmbedding": {1, 2, 3},
     "Slice": {1, 2, 3, 4},
     "STFT": {1, 3},
+    "SoftmaxCrossEntropyLoss": {1, 2},
     "SequenceAt": {1},
     "Split": {1},
     "SplitToSequence": {1},
@@ -144,11 +152,21 @@ _SETTINGS: dict[str, set[int] | None] = {
     "Where": {0},
 }
 _STATISTICS = {"BatchNormalization": {3, 4}}
-_STATES = {"LSTM": {5, 6}, "GRU": {5}, "RNN": {5}}
+_STATES = {
+    "Attention": {4, 5},
+    "CausalConvWithState": {3},
+    "GRU": {5},
+    "LSTM": {5, 6},
+    "LinearAttention": {3},
+    "RNN": {5},
+    "TensorScatter": {0},
+}
 _WEIGHTS: dict[str, set[int]] = {
     "BatchNormalization": {1, 2},
+    "CausalConvWithState": {1, 2},
     "Conv": {1, 2},
     "ConvTranspose": {1, 2},
+    "DeformConv": {1, 3},
     "GRU": {1, 2, 3},
     "Gather": {0},
     "EmbedLayerNormalization": {2, 3, 4, 5, 6},

@@ -36,6 +36,24 @@ _REDUCE: dict[str, Callable[[Tensor, _Axes, bool], Tensor]] = {
     "ReduceSumSquare": lambda x, axes, keep: _sum(x * x, axes, keep),
 }
 
+_FRACTIONS = ("ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMean")
+
+
+def _lowest(dtype: torch.dtype) -> float | int:
+    if dtype.is_floating_point:
+        return -math.inf
+    return 0 if dtype is torch.bool else torch.iinfo(dtype).min
+
+
+def _highest(dtype: torch.dtype) -> float | int:
+    if dtype.is_floating_point:
+        return math.inf
+    return 1 if dtype is torch.bool else torch.iinfo(dtype).max
+
+
+# What an operator makes of no elements, where torch refuses them.
+_LEAST: dict[str, Callable[[torch.dtype], float | int]] = {"ReduceMax": _lowest, "ReduceMin": _highest}
+
 # What is left of an operator that reduces over no axis at all.
 _NOTHING: dict[str, Callable[[Tensor], Tensor]] = {
     "ReduceL1": torch.abs,
@@ -53,25 +71,14 @@ def reduce(c: Call) -> Result:
     if not axes and (stay or x.ndim == 0):
         return _NOTHING.get(op, lambda x: x)(x)
     axes = axes or list(range(x.ndim))
-    if x.numel() == 0 and op in ("ReduceMax", "ReduceMin"):
-        return _extreme_of_none(x, axes, keep, least=op == "ReduceMax")
-    if x.numel() == 0 and op == "ReduceMean":
-        c.refuse("of no elements")
-    if not x.is_floating_point() and op in ("ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMean"):
-        c.refuse(f"of {x.dtype}")
+    if op in _LEAST and any(x.shape[axis] == 0 for axis in axes):
+        return torch.full_like(x.sum(axes, keepdim=keep), _LEAST[op](x.dtype), dtype=x.dtype)
+    if not x.is_floating_point() and op in _FRACTIONS:
+        if x.numel() == 0:
+            c.refuse(f"of no elements of {x.dtype}")
+        # Results of integers are cut off.
+        return _REDUCE[op](x.double(), axes, keep).to(x.dtype)
     return _REDUCE[op](x, axes, keep)
-
-
-def _extreme_of_none(x: Tensor, axes: _Axes, keep: bool, *, least: bool) -> Tensor:
-    """The least or the greatest value of the type, as many times as the result has elements."""
-    if x.dtype is torch.bool:
-        value: float | bool = not least
-    elif x.is_floating_point():
-        value = -math.inf if least else math.inf
-    else:
-        value = torch.iinfo(x.dtype).min if least else torch.iinfo(x.dtype).max
-    size = [1 if i in axes else n for i, n in enumerate(x.shape) if keep or i not in axes]
-    return torch.full(size, value, dtype=x.dtype, device=x.device)
 
 
 @lowering("ArgMax", "ArgMin")

@@ -17,8 +17,9 @@ __all__ = ["Constant", "InputSpec", "bind_constants", "bind_inputs"]
 Constant: TypeAlias = "Tensor | bool | float | Sequence[Constant]"
 """A tensor, a number, or numbers in nested lists."""
 
-InputSpec = tuple[str, "tuple[int, ...] | None", torch.dtype]
-"""Name, shape and element type; without a shape it is a list of tensors, or a value that may be absent."""
+InputSpec = tuple[str, "tuple[int, ...] | None", "torch.dtype | None"]
+"""Name, shape and element type; without a shape it is a list of tensors, a value that may be absent, or
+strings, which have no element type."""
 
 
 def bind_constants(graph: ir.Graph, constants: Mapping[str, Constant]) -> dict[str, Tensor]:
@@ -34,6 +35,12 @@ def bind_constants(graph: ir.Graph, constants: Mapping[str, Constant]) -> dict[s
         if name not in values:
             raise _no_input(name, list(values))
         _, _, dtype = _spec(values[name], {name: ()}, {}, None)
+        if dtype is None:
+            raise UnsupportedError(
+                "IRC304",
+                f"the input {name!r} is of strings, which do not settle",
+                help="give them to each call",
+            )
         try:
             tensor = torch.as_tensor(constant)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -170,6 +177,8 @@ def _spec(
         raise UnsupportedError(
             "IRC304", f"the input {name!r} is a sparse tensor", help="export the model with dense tensors"
         )
+    if isinstance(kind, ir.TensorType) and kind.dtype is ir.DataType.STRING:
+        return name, None, None
     dtype = torch_dtype(None if kind is None else kind.dtype)
     if dtype is None:
         named = "no element type" if kind is None else kind.dtype.name

@@ -64,7 +64,7 @@ def _module(
     graph, tracer = model.graph, Tracer(model, leaves)
     by_name = {v.name: v for v in graph.inputs}
     for name, shape, dtype in specs:
-        fake = None if shape is None else tracer.fake_empty(shape, dtype)
+        fake = None if shape is None or dtype is None else tracer.fake_empty(shape, dtype)
         tracer.bind(by_name[name], tracer.new_slot(fake))
     for name, tensor in given.items():
         tracer.bind(by_name[name], Known(tensor))

@@ -140,7 +140,8 @@ class OnnxModule(nn.Module):
     def forward(self, *inputs: Value) -> Value | tuple[Value, ...]:
         """The outputs for these inputs, given in the order of `input_specs`.
 
-        A list of tensors comes and goes as a list, and an optional value that is absent as `None`.
+        A list of tensors comes and goes as a list, strings as numpy's arrays of objects, and an optional
+        value that is absent as `None`.
         """
         if len(inputs) != len(self.input_specs):
             names = ", ".join(name for name, _, _ in self.input_specs)
@@ -182,10 +183,10 @@ def example_inputs(module: nn.Module, seed: int = 0) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(seed)
     inputs: list[Tensor] = []
     for name, shape, dtype in module.input_specs:
-        if shape is None:
+        if shape is None or dtype is None:
             raise UnsupportedError(
                 "IRC304",
-                f"the input {name!r} is a list of tensors, or may be absent: no example is drawn for it",
+                f"the input {name!r} is of strings or a list, or may be absent: no example is drawn for it",
                 help="give the inputs yourself",
             )
         if dtype.is_floating_point or dtype.is_complex:

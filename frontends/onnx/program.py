@@ -59,7 +59,7 @@ class Frame:
     def tensor(self, operand: Operand) -> Tensor | None:
         """A value that is a tensor or absent."""
         value = self.values.get(operand)
-        assert not isinstance(value, list)
+        assert value is None or isinstance(value, Tensor)
         return value
 
     def output(self, output: Output) -> Value:

@@ -44,8 +44,14 @@ def _run(model: ModelProto, values: Sequence[Any], is_training: bool) -> Sequenc
     shapes = {name: value.shape for name, value in given.items() if isinstance(value, np.ndarray)}
     module = from_model(onnx_ir.serde.deserialize_model(model), inputs=shapes).train(is_training)
     with torch.no_grad():
-        result = module(*(to_torch(given[name]) for name, *_ in module.input_specs))
+        result = module(*(_given(given[name]) for name, *_ in module.input_specs))
     return [to_numpy(value) for value in ([result] if len(module.output_names) == 1 else result)]
+
+
+def _given(value: Any) -> Any:
+    """A value of a data set as a module takes it: strings stay numpy's."""
+    is_text = isinstance(value, np.ndarray) and value.dtype.kind in "OSU"
+    return value if is_text else to_torch(value)
 
 
 IRC = Importer("irc", _load, is_strict=True)

@@ -28,6 +28,7 @@ from . import (
     shape,
     signal,
     state_space,
+    strings,
 )
 from .table import (
     Attribute,
@@ -80,4 +81,5 @@ __all__ = [
     "shape",
     "signal",
     "state_space",
+    "strings",
 ]

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -28,7 +30,8 @@ __all__ = [
 ]
 
 Attribute: TypeAlias = "int | float | str | tuple[int, ...] | tuple[float, ...] | tuple[str, ...] | Tensor"
-Value: TypeAlias = "Tensor | list[Tensor] | None"
+Text: TypeAlias = "npt.NDArray[np.object_]"
+Value: TypeAlias = "Tensor | list[Tensor] | Text | None"
 Result: TypeAlias = "Tensor | list[Tensor] | tuple[Value, ...]"
 Scalar: TypeAlias = "int | float | bool"
 
@@ -165,9 +168,17 @@ class Call:
         self.touched.add(index)
         tensor = self.tensors[index]
         assert tensor is not None, f"{self.node.title}: operand {index} was not read as a tensor at import"
-        if isinstance(tensor, list):
-            self.refuse(f"of a list of tensors as operand {index}")
+        if not isinstance(tensor, Tensor):
+            kind = "a list of tensors" if isinstance(tensor, list) else "strings"
+            self.refuse(f"of {kind} as operand {index}")
         return tensor
+
+    def text(self, index: int) -> Text:
+        """The operand as an array of strings."""
+        value = self.tensors[index] if index < len(self.tensors) else None
+        if not isinstance(value, np.ndarray):
+            self.refuse(f"without strings as operand {index}")
+        return value
 
     def list_(self, index: int) -> list[Tensor]:
         """The operand as a list of tensors."""

@@ -10,6 +10,7 @@ import onnx_ir as ir
 import torch
 
 from .coverage import check_covered, refusal, title, version_of
+from .lowerings.attention import flex_mix, flex_scores
 from .program import Branch, Loop, Map, Operand
 from .reader import node_name
 from .tensors import Static, torch_dtype
@@ -293,6 +294,24 @@ class ControlFlow:
             self._stack(node, whole, stack[::-1] if output_backwards[i] else stack, inner, output_axes[i])
             results.append(whole)
         return results
+
+    # FlexAttention
+
+    def flex_attention(self, node: ir.Node) -> None:
+        """Attention whose scores and shares pass through the graphs that the node carries."""
+        q, k, v = (value for value in node.inputs if value is not None)
+        scores = self._modified(node, "score_mod", self.tracer.part(node, flex_scores, [q, k]))
+        shares = self.tracer.apply(node_name(node), "Softmax", [scores], axis=-1)
+        shares = self._modified(node, "prob_mod", shares)
+        self.tracer.alias(node.outputs[0], self.tracer.part(node, flex_mix, [shares, v]))
+
+    def _modified(self, node: ir.Node, name: str, value: ir.Value) -> ir.Value:
+        if name not in node.attributes:
+            return value
+        body = self._body(node, name)
+        self.tracer.alias(body.inputs[0], value)
+        self.run_nodes(body)
+        return body.outputs[0]
 
     # SequenceMap
 

@@ -15,7 +15,7 @@ from .coverage import check_covered, domain_of
 from .lists import OPTIONALS, SEQUENCES, import_optional, import_sequence
 from .module import OnnxModule
 from .program import with_frees
-from .reader import node_name, normalise
+from .reader import node_name, normalise, subgraphs
 from .rebatch import fixed_batch, rebatch
 from .tensors import Static, torch_tensor
 from .tracing import Known, Tracer
@@ -87,6 +87,8 @@ class _Nodes:
         for node in graph:
             if domain_of(node) == "":
                 self.default(node)
+            elif node.op_type == "FlexAttention" and any(subgraphs(node)):
+                self.control_flow.flex_attention(node)
             else:
                 self.tracer.node(node)
 

@@ -275,8 +275,22 @@ class Tracer:
         self._apply(NodeInfo(name, op, "", max(version, 13), attributes, (True,)), list(inputs), [output])
         return output
 
-    def _apply(self, info: NodeInfo, inputs: list[ir.Value | None], outputs: Sequence[ir.Value]) -> None:
-        lowering = find(info.domain, info.op, info.version)
+    def part(self, node: ir.Node, lowering: Lowering, inputs: Sequence[ir.Value]) -> ir.Value:
+        """The result of a part of a node, with the node's name and attributes."""
+        domain, output = domain_of(node), ir.Value(name=node_name(node))
+        version = version_of(self.model, domain)
+        info = NodeInfo(node_name(node), node.op_type, domain, version, _attributes(node), (True,))
+        self._apply(info, list(inputs), [output], lowering)
+        return output
+
+    def _apply(
+        self,
+        info: NodeInfo,
+        inputs: list[ir.Value | None],
+        outputs: Sequence[ir.Value],
+        lowering: Lowering | None = None,
+    ) -> None:
+        lowering = lowering or find(info.domain, info.op, info.version)
         assert lowering is not None
         while inputs and (inputs[-1] is None or not inputs[-1].name):
             inputs.pop()

@@ -8,7 +8,7 @@ arrive (through operators that only move them):
 1. Running statistics of a BatchNormalization are **buffers**, whatever else reads them.
 2. **Constants** are: what only sets bounds, shapes, scales, ratios or conditions; rank 0; masks, that is
    values with an infinity or of a magnitude from 1e30, or only zeros and one fill of -1e4 or less; initial
-   states of recurrent layers that are all zero.
+   states of recurrent layers, and caches, that are all zero.
 3. One element of rank 1 or more is a **parameter** where only a weight can stand (Conv, Gemm, MatMul,
    PRelu, a normalisation, a recurrent layer), or as an initializer with a name of the user's own in an
    arithmetic operator; exporters' names (`val_7`, `onnx::Mul_12`, ...) make it a constant.
@@ -98,6 +98,7 @@ _SETTINGS: dict[str, set[int] | None] = {
     "Pad": {1, 2, 3},
     "Reshape": {1},
     "Resize": {1, 2, 3},
+    "RotaryEmbedding": {1, 2, 3},
     "Slice": {1, 2, 3, 4},
     "SequenceAt": {1},
     "Split": {1},
@@ -111,9 +112,18 @@ _SETTINGS: dict[str, set[int] | None] = {
     "Where": {0},
 }
 _STATISTICS = {"BatchNormalization": {3, 4}}
-_STATES = {"LSTM": {5, 6}, "GRU": {5}, "RNN": {5}}
+_STATES = {
+    "Attention": {4, 5},
+    "CausalConvWithState": {3},
+    "GRU": {5},
+    "LSTM": {5, 6},
+    "LinearAttention": {3},
+    "RNN": {5},
+    "TensorScatter": {0},
+}
 _WEIGHTS: dict[str, set[int]] = {
     "BatchNormalization": {1, 2},
+    "CausalConvWithState": {1, 2},
     "Conv": {1, 2},
     "ConvTranspose": {1, 2},
     "GRU": {1, 2, 3},

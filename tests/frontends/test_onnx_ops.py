@@ -276,6 +276,38 @@ CASES: list[tuple[Any, ...]] = [
     ],
     ("Resize", 13, [normal(1, 2, 4, 5), None, C([1, 1, 2, 2.5], F)], {"mode": "linear"}),
     *[
+        ("Resize", 18, [normal(1, 2, 9, 5), None, None, C(ints(1, 2, *out))], {"mode": mode, **more})
+        for out in ((13, 10), (3, 4))
+        for mode, more in (
+            ("cubic", {}),
+            ("cubic", {"coordinate_transformation_mode": "asymmetric"}),
+            ("cubic", {"coordinate_transformation_mode": "align_corners"}),
+            ("cubic", {"cubic_coeff_a": -0.5, "exclude_outside": 1}),
+            ("cubic", {"antialias": 1}),
+            ("cubic", {"antialias": 1, "cubic_coeff_a": -0.5, "exclude_outside": 1}),
+            ("linear", {"antialias": 1}),
+            ("linear", {"antialias": 1, "exclude_outside": 1}),
+        )
+    ],
+    ("Resize", 18, [normal(1, 2, 4, 4), None, C([1, 1, 0.8, 0.6], F)], {"mode": "cubic"}),
+    ("Resize", 18, [normal(4, 6), None, None, C(ints(3))], {"mode": "linear", "axes": [-1], "antialias": 1}),
+    *[
+        (
+            "Resize",
+            18,
+            [normal(1, 1, 6, 7), None, None, C(ints(5, 3))],
+            {"axes": [2, 3], "keep_aspect_ratio_policy": policy},
+        )
+        for policy in ("not_larger", "not_smaller")
+    ],
+    (
+        "Resize",
+        13,
+        [normal(1, 1, 4, 5), C([0, 0, 0.4, -0.2, 1, 1, 1.2, 0.7], F), None, C(ints(1, 1, 3, 4))],
+        {"mode": "linear", "coordinate_transformation_mode": "tf_crop_and_resize", "extrapolation_value": 9.0},
+    ),
+    ("Upsample", 9, [normal(2, 3), C([1.5, 2], F)], {"mode": "linear"}),
+    *[
         (
             "LSTM",
             14,
@@ -365,12 +397,11 @@ def test_lrn_of_an_even_window_is_the_standards(tmp_path: Path) -> None:
 
 
 REFUSED: list[tuple[Any, ...]] = [
-    ("Resize", 13, [normal(1, 2, 4, 5), None, None, C(ints(1, 2, 8, 10))], {"mode": "cubic"}, "mode=cubic"),
     (
         "Resize",
         18,
-        [normal(1, 2, 4, 5), None, None, C(ints(1, 2, 2, 2))],
-        {"mode": "linear", "antialias": 1},
+        [normal(1, 2, 4, 5), None, None, C(ints(1, 2, 8, 10))],
+        {"mode": "nearest", "antialias": 1},
         "antialias",
     ),
     (

@@ -15,6 +15,7 @@ from . import (
     sampling,
     sequences,
     shape,
+    state_space,
 )
 from .table import (
     Attribute,
@@ -54,4 +55,5 @@ __all__ = [
     "sampling",
     "sequences",
     "shape",
+    "state_space",
 ]

@@ -81,10 +81,18 @@ def gelu(c: Call) -> Result:
 
 
 @lowering("Swish", since=24)
-def swish(c: Call) -> Result:
+def swish(c: Call) -> Tensor:
     """`x * sigmoid(alpha * x)`."""
     alpha = c.float_("alpha", 1.0)
     return F.silu(c[0]) if alpha == 1.0 else c[0] * torch.sigmoid(alpha * c[0])
+
+
+@lowering("SwiGLU", since=28)
+def swiglu(c: Call) -> Result:
+    """One operand, gated by the Swish of the other."""
+    if c[0].shape != c[1].shape:
+        c.refuse(f"of shapes {list(c[0].shape)} and {list(c[1].shape)}")
+    return swish(c) * c[1]
 
 
 @lowering("ThresholdedRelu", since=10)
@@ -100,8 +108,21 @@ def shrink(c: Call) -> Result:
     return torch.where(x < -edge, x + bias, torch.where(x > edge, x - bias, torch.zeros_like(x)))
 
 
+def softmax_like_reference(x: Tensor, axis: int = -1) -> Tensor:
+    """Softmax; of float16 on a CPU with each step rounded, as the standard's reference does."""
+    if x.dtype is not torch.float16 or x.device.type != "cpu":
+        return torch.softmax(x, axis)
+    top = x.amax(axis, keepdim=True).detach()
+    powers = torch.exp(x - top.masked_fill(top == -math.inf, 0.0))
+    return powers / powers.sum(axis, keepdim=True)
+
+
+def _hardmax(x: Tensor, axis: int) -> Tensor:
+    return torch.zeros_like(x).scatter(axis, x.argmax(axis, keepdim=True), 1.0)
+
+
 _SOFT: dict[str, Callable[[Tensor, int], Tensor]] = {
-    "Softmax": torch.softmax,
+    "Softmax": softmax_like_reference,
     "LogSoftmax": torch.log_softmax,
 }
 
@@ -122,10 +143,6 @@ def softmax(c: Call) -> Result:
     """Normalise over one axis."""
     axis = c.int_("axis", -1)
     return _hardmax(c[0], axis) if c.node.op == "Hardmax" else _SOFT[c.node.op](c[0], axis)
-
-
-def _hardmax(x: Tensor, axis: int) -> Tensor:
-    return torch.zeros_like(x).scatter(axis, x.argmax(axis, keepdim=True), 1.0)
 
 
 @lowering("Dropout")

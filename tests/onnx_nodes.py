@@ -45,9 +45,7 @@ def model_of(
 
 def inputs_of(operands: Sequence[Any]) -> dict[str, np.ndarray]:
     """The operands that are inputs, by name."""
-    return {
-        f"x{i}": x for i, x in enumerate(operands) if x is not None and not isinstance(x, Const)
-    }
+    return {f"x{i}": x for i, x in enumerate(operands) if x is not None and not isinstance(x, Const)}
 
 
 def imported(model: onnx.ModelProto, folder: Path) -> torch.nn.Module:

@@ -304,7 +304,11 @@ CASES: list[tuple[Any, ...]] = [
         "Resize",
         13,
         [normal(1, 1, 4, 5), C([0, 0, 0.4, -0.2, 1, 1, 1.2, 0.7], F), None, C(ints(1, 1, 3, 4))],
-        {"mode": "linear", "coordinate_transformation_mode": "tf_crop_and_resize", "extrapolation_value": 9.0},
+        {
+            "mode": "linear",
+            "coordinate_transformation_mode": "tf_crop_and_resize",
+            "extrapolation_value": 9.0,
+        },
     ),
     ("Upsample", 9, [normal(2, 3), C([1.5, 2], F)], {"mode": "linear"}),
     *[
@@ -405,25 +409,18 @@ REFUSED: list[tuple[Any, ...]] = [
         "antialias",
     ),
     (
-        "LSTM",
-        14,
-        [normal(5, 2, 3), C(normal(1, 16, 3)), C(normal(1, 16, 4))],
-        {"hidden_size": 4, "clip": 1.0},
-        "clip",
-    ),
-    (
-        "LSTM",
-        14,
-        [normal(5, 2, 3), C(normal(1, 16, 3)), C(normal(1, 16, 4))],
-        {"hidden_size": 4, "input_forget": 1},
-        "input_forget",
-    ),
-    (
         "GRU",
         14,
         [normal(5, 2, 3), C(normal(1, 12, 3)), C(normal(1, 12, 4))],
-        {"hidden_size": 4, "activations": ["Relu", "Tanh"]},
-        "Relu",
+        {"hidden_size": 4, "activations": ["Affine", "Tanh"]},
+        "affine without activation_alpha",
+    ),
+    (
+        "LSTM",
+        14,
+        [normal(5, 2, 3), C(normal(1, 16, 3)), C(normal(1, 16, 4))],
+        {"hidden_size": 4, "activations": ["Elu", "Tanh", "Elu"], "activation_alpha": [1.0]},
+        "activation_alpha",
     ),
 ]
 

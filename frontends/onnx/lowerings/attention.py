@@ -12,7 +12,6 @@ from torch import Tensor
 from .activation import softmax_like_reference
 from .table import Call, Result, lowering
 
-
 _SIDES = ("left", "right")
 _PRECISIONS = {1: torch.float32, 10: torch.float16, 11: torch.float64, 16: torch.bfloat16}
 
@@ -82,7 +81,9 @@ def attention(c: Call) -> Result:
     return y, k, v, scores
 
 
-def _attend(c: Call, q: Tensor, k: Tensor, v: Tensor, past: int, scale: float) -> tuple[Tensor, Tensor | None]:
+def _attend(
+    c: Call, q: Tensor, k: Tensor, v: Tensor, past: int, scale: float
+) -> tuple[Tensor, Tensor | None]:
     cap, mode = c.float_("softcap", 0.0), c.int_("qk_matmul_output_mode", 0)
     precision = c.int_("softmax_precision", 0)
     if mode not in range(4) or (precision and precision not in _PRECISIONS):
@@ -90,7 +91,9 @@ def _attend(c: Call, q: Tensor, k: Tensor, v: Tensor, past: int, scale: float) -
     within = _PRECISIONS[precision] if precision else q.dtype
     grouped = q.shape[1] != k.shape[1]
     half = q.dtype in (torch.float16, torch.bfloat16) and q.device.type == "cpu"
-    sqrt_scale = c.literal(lambda: torch.tensor(math.sqrt(scale), dtype=q.dtype)) if half else math.sqrt(scale)
+    sqrt_scale = (
+        c.literal(lambda: torch.tensor(math.sqrt(scale), dtype=q.dtype)) if half else math.sqrt(scale)
+    )
     fused = not (c.wants(3) or cap > 0.0 or half) and (within is q.dtype or q.element_size() == 2)
     causal, left, right = bool(c.int_("is_causal", 0)), *(c.int_(f"{s}_window_size", -1) for s in _SIDES)
     if min(left, right) < -1:

@@ -2,56 +2,119 @@
 
 ONNX stacks the gates of one direction in another order than torch, and keeps both directions in one tensor.
 The weights stay as they are named in the file; they are cut and reordered on the way into torch's layer, so
-that gradients arrive at them in their own layout.
+that gradients arrive at them in their own layout. What torch's layers do not know runs step by step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from .recurrent_cells import Activations, activations_of, gru_cell, lstm_cell, rnn_cell, scan
 from .table import Call, Result, lowering
 
 # torch's gate k is ONNX's gate _ORDER[k].
 _LSTM_ORDER = (0, 2, 3, 1)  # ONNX i o f c, torch i f g o
 _GRU_ORDER = (1, 0, 2)  # ONNX z r h, torch r z n
 
+_States: TypeAlias = "tuple[Tensor, ...]"
+_Direction: TypeAlias = "Callable[[int], tuple[Tensor, _States]]"
+
 
 @dataclass(frozen=True, slots=True)
-class _Recurrence:
-    """The operands of a recurrent node, checked, with time first."""
+class _Layer:
+    """The operands of a recurrent node, with time first.
+
+    Args:
+        x: Input.
+        w: Weights of the input, for each direction.
+        r: Weights of the state, for each direction.
+        bias: Biases of both, for each direction.
+        states: Initial states, for each direction.
+        reverse: For each direction, whether it runs backwards.
+        batch_first: Whether the node keeps the batch before time.
+        activations: For each direction.
+        lengths: How long each sample is; `None` where all are as long as the input.
+        steps: The steps of time, as a column; `None` like the lengths.
+        valid: Which samples still run in each step; `None` where all do.
+    """
 
     x: Tensor
-    weights: list[list[Tensor]]  # of each direction: input, hidden and, if any, their two biases
-    hidden: Tensor
-    reverse: bool
-    both: bool
+    w: Tensor
+    r: Tensor
+    bias: Tensor | None
+    states: _States
+    reverse: tuple[bool, ...]
     batch_first: bool
+    activations: list[Activations]
+    lengths: Tensor | None
+    steps: Tensor | None
+    valid: Tensor | None
 
-    def forwards(self) -> Tensor:
-        """The input in the order in which a single direction reads it."""
-        return self.x.flip(0) if self.reverse else self.x
+    def turned(self, x: Tensor, d: int) -> Tensor:
+        """A sequence from its end to its start, where the direction runs backwards."""
+        if not self.reverse[d]:
+            return x
+        if self.lengths is None or self.steps is None or self.valid is None:
+            return x.flip(0)
+        places = torch.where(self.valid, self.lengths - 1 - self.steps, self.steps)
+        return x.gather(0, places.unsqueeze(-1).expand(x.shape))
 
-    def outputs(self, y: Tensor) -> Tensor:
-        """The output in ONNX's layout: time, direction, batch, hidden."""
-        y = y.flip(0) if self.reverse else y
-        directions = 2 if self.both else 1
-        y = y.reshape(*y.shape[:2], directions, -1).permute(0, 2, 1, 3)
-        return y.permute(2, 0, 1, 3) if self.batch_first else y
+    def projected(self, d: int, bias: Tensor | None) -> Tensor:
+        """The input's part of all gates of a direction, in its order."""
+        return F.linear(self.turned(self.x, d), self.w[d], bias)
 
-    def last(self, state: Tensor) -> Tensor:
-        """A final state in ONNX's layout."""
-        return state.transpose(0, 1) if self.batch_first else state
+    def both_biases(self, d: int) -> Tensor | None:
+        """The sum of a direction's biases."""
+        if self.bias is None:
+            return None
+        first, second = self.bias[d].chunk(2, 0)
+        return first + second
+
+    def result(self, ys: Sequence[Tensor], states: Sequence[_States]) -> Result:
+        """All outputs in the node's layout, from those of each direction."""
+        y = torch.stack([self.turned(y, d) for d, y in enumerate(ys)], 1)
+        return self.laid_out(y, tuple(torch.stack(s) for s in zip(*states, strict=True)))
+
+    def laid_out(self, y: Tensor, states: _States) -> Result:
+        """Time, direction, batch, hidden and direction, batch, hidden in the node's layout."""
+        if not self.batch_first:
+            return y, *states
+        return y.permute(2, 0, 1, 3), *(s.transpose(0, 1) for s in states)
 
 
-def _state(c: Call, index: int, directions: int, x: Tensor, size: int, batch_first: bool) -> Tensor:
-    state = c.optional(index)
-    if state is None:
-        return x.new_zeros(directions, x.shape[1], size)
-    return state.transpose(0, 1) if batch_first else state
+def _layer(c: Call, activations: Sequence[str], states: int) -> _Layer:
+    direction = c.str_("direction", "forward")
+    if direction not in ("forward", "reverse", "bidirectional"):
+        c.refuse(f"with direction={direction}")
+    reverse = (False, True) if direction == "bidirectional" else (direction == "reverse",)
+    batch_first = bool(c.int_("layout", 0))
+    c.int_("output_sequence", 0)  # of the first version; what is read says as much
+    x, w, r = c[0], c[1], c[2]
+    x = x.transpose(0, 1) if batch_first else x
+    begins: list[Tensor] = []
+    for index in range(5, 5 + states):
+        state = c.optional(index)
+        if state is None:
+            state = x.new_zeros(len(reverse), x.shape[1], r.shape[-1])
+        elif batch_first:
+            state = state.transpose(0, 1)
+        begins.append(state)
+    lengths, steps, valid = c.optional(4), None, None
+    static = c.static(4)
+    if static is not None and (static.array == x.shape[0]).all():
+        lengths = None
+    if lengths is not None:
+        steps = c.literal(lambda: torch.arange(x.shape[0]).unsqueeze(1))
+        valid = steps < lengths
+    functions = activations_of(c, activations, len(reverse))
+    bias, first = c.optional(3), tuple(begins)
+    return _Layer(x, w, r, bias, first, reverse, batch_first, functions, lengths, steps, valid)
 
 
 def _reordered(matrix: Tensor, order: Sequence[int]) -> Tensor:
@@ -61,106 +124,111 @@ def _reordered(matrix: Tensor, order: Sequence[int]) -> Tensor:
     return torch.cat([gates[k] for k in order], 0)
 
 
-def _recurrence(c: Call, order: Sequence[int], activations: Sequence[str]) -> _Recurrence:
-    direction = c.str_("direction", "forward")
-    directions = 2 if direction == "bidirectional" else 1
-    batch_first = bool(c.int_("layout", 0))
-    x, w, r = c[0], c[1], c[2]
-    x = x.transpose(0, 1) if batch_first else x
-    given = c.strs_("activations")
-    if given is not None and [a.lower() for a in given] != [a.lower() for a in activations] * directions:
-        c.refuse(f"with activations {', '.join(given)}")
-    for name in ("clip", "activation_alpha", "activation_beta"):
-        if c.given(name):
-            c.refuse(f"with {name}")
-    if c.has(4):
-        lengths = c.integers(4, "list of sequence lengths")
-        if any(n != x.shape[0] for n in lengths):
-            c.refuse(f"with sequence lengths {lengths} that differ from {x.shape[0]}")
-    bias = c.optional(3)
-    weights: list[list[Tensor]] = []
-    for d in range(directions):
-        parts = [_reordered(w[d], order), _reordered(r[d], order)]
-        if bias is not None:
-            parts += [_reordered(half, order) for half in bias[d].chunk(2, 0)]
-        weights.append(parts)
-    hidden = _state(c, 5, directions, x, r.shape[-1], batch_first)
-    return _Recurrence(x, weights, hidden, direction == "reverse", directions == 2, batch_first)
+def _weights(layer: _Layer, d: int, order: Sequence[int]) -> list[Tensor]:
+    """The weights of one direction as torch's layers take them."""
+    parts = [_reordered(layer.w[d], order), _reordered(layer.r[d], order)]
+    if layer.bias is not None:
+        parts += [_reordered(half, order) for half in layer.bias[d].chunk(2, 0)]
+    return parts
 
 
-def _flat(run: _Recurrence) -> list[Tensor]:
-    return [part for parts in run.weights for part in parts]
+def _fused(layer: _Layer, torchs: Callable[..., Any], order: Sequence[int]) -> Result:
+    """By a layer of torch, which knows no lengths: its steps beyond them are cut off."""
+    weights = [_weights(layer, d, order) for d in range(len(layer.reverse))]
+    if layer.valid is not None and layer.lengths is not None:
+        ys: list[Tensor] = []
+        ends: list[_States] = []
+        for d, parts in enumerate(weights):
+            begin = layer.states[0][d]
+            y = _run(torchs, layer, layer.turned(layer.x, d), parts, slice(d, d + 1))[0]
+            last = (layer.lengths - 1).clamp(min=0).to(torch.int64).reshape(1, -1, 1)
+            end = y.gather(0, last.expand(1, *y.shape[1:])).squeeze(0)
+            ends.append((torch.where(layer.valid[0].unsqueeze(-1), end, begin),))
+            ys.append(y.masked_fill(~layer.valid.unsqueeze(-1), 0.0))
+        return layer.result(ys, ends)
+    alone = len(weights) == 1
+    x = layer.turned(layer.x, 0) if alone else layer.x
+    y, *states = _run(torchs, layer, x, [p for parts in weights for p in parts], slice(None))
+    y = layer.turned(y, 0) if alone else y
+    return layer.laid_out(y.unflatten(-1, (len(weights), -1)).transpose(1, 2), tuple(states))
+
+
+def _run(
+    torchs: Callable[..., Any], layer: _Layer, x: Tensor, weights: list[Tensor], which: slice
+) -> tuple[Tensor, ...]:
+    states = tuple(s[which] for s in layer.states)
+    biased, both = layer.bias is not None, states[0].shape[0] == 2
+    begin = states[0] if len(states) == 1 else states
+    return torchs(x, begin, weights, biased, 1, 0.0, False, both, False)
+
+
+def _stepwise(layer: _Layer, direction: _Direction) -> Result:
+    ys: list[Tensor] = []
+    ends: list[_States] = []
+    for d in range(len(layer.reverse)):
+        y, states = direction(d)
+        ys.append(y)
+        ends.append(states)
+    return layer.result(ys, ends)
+
+
+def _plain(c: Call, layer: _Layer, *names: str) -> bool:
+    """Whether all directions have these activations, as they are."""
+    return not c.given("clip") and all(a.names == names for a in layer.activations)
 
 
 @lowering("LSTM")
 def lstm(c: Call) -> Result:
-    """An LSTM as torch has it; no peepholes, no coupled gates."""
-    if c.has(7):
-        static = c.static(7)
-        if static is None or static.array.any():
-            c.refuse("with peepholes")
-    if c.int_("input_forget", 0):
-        c.refuse("with input_forget=1")
-    run = _recurrence(c, _LSTM_ORDER, ("Sigmoid", "Tanh", "Tanh"))
-    cell = _state(c, 6, run.hidden.shape[0], run.x, run.hidden.shape[-1], run.batch_first)
-    y, h, s = torch._VF.lstm(  # pyright: ignore
-        run.forwards(),
-        (run.hidden, cell),
-        _flat(run),
-        len(run.weights[0]) == 4,
-        1,
-        0.0,
-        False,
-        run.both,
-        False,
-    )
-    return run.outputs(y), run.last(h), run.last(s)
+    """As torch has it where it does; peepholes, coupled gates and cut-off activations step by step."""
+    layer = _layer(c, ("Sigmoid", "Tanh", "Tanh"), 2)
+    coupled, static = bool(c.int_("input_forget", 0)), c.static(7)
+    peeps = c.has(7) and (static is None or bool(static.array.any()))
+    peepholes = c[7] if peeps else None
+    plain = _plain(c, layer, "sigmoid", "tanh", "tanh") and not coupled and peepholes is None
+    if plain and (layer.valid is None or not c.wants(2)):
+        return _fused(layer, torch._VF.lstm, _LSTM_ORDER)  # pyright: ignore
+
+    def direction(d: int) -> tuple[Tensor, _States]:
+        p = None if peepholes is None else peepholes[d]
+        cell = lstm_cell(layer.r[d], p, layer.activations[d].functions, coupled)
+        begin = tuple(s[d] for s in layer.states)
+        return scan(layer.projected(d, layer.both_biases(d)), begin, cell, layer.valid)
+
+    return _stepwise(layer, direction)
 
 
 @lowering("RNN")
 def rnn(c: Call) -> Result:
-    """The plain recurrent layer, with tanh or relu."""
-    given = c.strs_("activations") or ["Tanh"]
-    kind = given[0].lower()
-    if kind not in ("tanh", "relu"):
-        c.refuse(f"with activations {', '.join(given)}")
-    run = _recurrence(c, (0,), (kind,))
-    layer = torch._VF.rnn_tanh if kind == "tanh" else torch._VF.rnn_relu  # pyright: ignore
-    y, h = layer(
-        run.forwards(), run.hidden, _flat(run), len(run.weights[0]) == 4, 1, 0.0, False, run.both, False
-    )
-    return run.outputs(y), run.last(h)
+    """The plain recurrent layer, with any activation."""
+    layer = _layer(c, ("Tanh",), 1)
+    if _plain(c, layer, "tanh"):
+        return _fused(layer, torch._VF.rnn_tanh, (0,))  # pyright: ignore
+    if _plain(c, layer, "relu"):
+        return _fused(layer, torch._VF.rnn_relu, (0,))  # pyright: ignore
+
+    def direction(d: int) -> tuple[Tensor, _States]:
+        cell = rnn_cell(layer.r[d], layer.activations[d].functions)
+        return scan(layer.projected(d, layer.both_biases(d)), (layer.states[0][d],), cell, layer.valid)
+
+    return _stepwise(layer, direction)
 
 
 @lowering("GRU")
 def gru(c: Call) -> Result:
-    """As torch where the reset gate follows the matrix product; a loop over time where it precedes it."""
-    run = _recurrence(c, _GRU_ORDER, ("Sigmoid", "Tanh"))
-    if c.int_("linear_before_reset", 0):
-        y, h = torch._VF.gru(  # pyright: ignore
-            run.forwards(), run.hidden, _flat(run), len(run.weights[0]) == 4, 1, 0.0, False, run.both, False
-        )
-        return run.outputs(y), run.last(h)
-    ys: list[Tensor] = []
-    hs: list[Tensor] = []
-    for d, parts in enumerate(run.weights):
-        backwards = run.reverse or d == 1
-        y, h = _gru_reset_first(run.x.flip(0) if backwards else run.x, run.hidden[d], parts)
-        ys.append(y.flip(0) if backwards else y)
-        hs.append(h)
-    y = torch.stack(ys, 1)
-    return y.permute(2, 0, 1, 3) if run.batch_first else y, run.last(torch.stack(hs))
+    """As torch where the reset gate follows the matrix product; step by step where it precedes it."""
+    layer = _layer(c, ("Sigmoid", "Tanh"), 1)
+    reset_last = bool(c.int_("linear_before_reset", 0))
+    if reset_last and _plain(c, layer, "sigmoid", "tanh"):
+        return _fused(layer, torch._VF.gru, _GRU_ORDER)  # pyright: ignore
 
+    def direction(d: int) -> tuple[Tensor, _States]:
+        both, hidden = layer.both_biases(d), None
+        if reset_last and layer.bias is not None and both is not None:
+            # The hidden gate's second bias is reset too.
+            size = layer.r.shape[-1]
+            first, second = layer.bias[d].chunk(2, 0)
+            both, hidden = torch.cat([both[: 2 * size], first[2 * size :]]), second[2 * size :]
+        cell = gru_cell(layer.r[d], hidden, layer.activations[d].functions, reset_last)
+        return scan(layer.projected(d, both), (layer.states[0][d],), cell, layer.valid)
 
-def _gru_reset_first(x: Tensor, h: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    w, r = parts[0], parts[1]
-    bias = parts[2] + parts[3] if len(parts) == 4 else None
-    size = h.shape[-1]
-    projected = torch.nn.functional.linear(x, w, bias)
-    steps: list[Tensor] = []
-    for now in projected.unbind(0):
-        reset, update = torch.sigmoid(now[:, : 2 * size] + h @ r[: 2 * size].t()).chunk(2, -1)
-        new = torch.tanh(now[:, 2 * size :] + (reset * h) @ r[2 * size :].t())
-        h = (1 - update) * new + update * h
-        steps.append(h)
-    return torch.stack(steps), h
+    return _stepwise(layer, direction)

@@ -254,9 +254,7 @@ def _nearest(c: Call, x: Tensor, axes: Sequence[_Axis], transform: str, rounding
     picked = {
         a: np.clip(_ROUND[rounding](_sources(a, transform)), 0, a.size - 1).astype(np.int64) for a in axes
     }
-    if _spatial(x, axes) and all(
-        (p == np.arange(a.out) * a.size // a.out).all() for a, p in picked.items()
-    ):
+    if _spatial(x, axes) and all((p == np.arange(a.out) * a.size // a.out).all() for a, p in picked.items()):
         return F.interpolate(x, size=_sizes(x, axes), mode="nearest")
     for a, indices in picked.items():
         x = x.index_select(a.axis, c.literal(lambda indices=indices: torch.from_numpy(indices)))

@@ -178,6 +178,78 @@ CASES: list[tuple[Any, ...]] = [
     ),
     ("MaxPool", 11, [normal(2, 3, 9, 9)], {"kernel_shape": [2, 3], "dilations": [2, 1]}),
     ("MaxPool", 11, [normal(2, 3, 9, 9)], {"kernel_shape": [3, 3], "strides": [2, 2]}, 2),
+    *[
+        (
+            "MaxPool",
+            12,
+            [normal(2, 3, *size)],
+            {"kernel_shape": [3] * len(size), "strides": [2] * len(size), "storage_order": 1, "pads": pads},
+            2,
+        )
+        for size, pads in (((9, 8), [1, 1, 1, 1]), ((9, 8), [0, 1, 1, 0]), ((5, 6, 7), [1, 0, 1, 1, 0, 1]))
+    ],
+    ("MaxPool", 12, [normal(1, 2, 7) * 9], {"kernel_shape": [3], "ceil_mode": 1, "strides": [2]}, 2),
+    *[
+        ("LpPool", 18, [normal(2, 3, 9, 8)], {"kernel_shape": [3, 2], "strides": [2, 2], **more})
+        for more in ({}, {"p": 3, "pads": [1, 0, 1, 1]}, {"ceil_mode": 1}, {"dilations": [2, 1], "p": 1})
+    ],
+    (
+        "MaxUnpool",
+        11,
+        [normal(1, 2, 2, 2), np.array([5, 7, 13, 15, 16, 19, 25, 30], I).reshape(1, 2, 2, 2)],
+        {"kernel_shape": [2, 2], "strides": [2, 2]},
+    ),
+    *[
+        (
+            "RoiAlign",
+            16,
+            [
+                normal(2, 3, 7, 8),
+                C([[0.5, 1, 4, 6.5], [-3, -2, 5, 9], [3, 2, 3.5, 2.25]], F),
+                C(ints(1, 0, 1)),
+            ],
+            {"output_height": 3, "output_width": 2, "spatial_scale": 0.9, **more},
+        )
+        for more in (
+            {},
+            {"sampling_ratio": 2},
+            {"coordinate_transformation_mode": "output_half_pixel"},
+            {"sampling_ratio": 1, "mode": "max"},
+            {"mode": "max"},
+        )
+    ],
+    (
+        "MaxRoiPool",
+        1,
+        [normal(2, 3, 7, 8), C([[0, 1, 1, 5, 6], [1, -2, -1, 4, 20], [1, 3, 3, 3, 3]], F)],
+        {"pooled_shape": [3, 2], "spatial_scale": 0.8},
+    ),
+    *[
+        ("DeformConv", 19, [normal(2, 4, 5, 6), C(normal(6, 2, 2, 3)), *operands], more)
+        for operands, more in (
+            (
+                [normal(2, 12, 4, 6), C(normal(6)), normal(2, 6, 4, 6)],
+                {"group": 2, "kernel_shape": [2, 3], "pads": [0, 1, 0, 1]},
+            ),
+            (
+                [normal(2, 24, 2, 4) * 3],
+                {"group": 2, "offset_group": 2, "strides": [2, 1], "kernel_shape": [2, 3]},
+            ),
+        )
+    ],
+    (
+        "Col2Im",
+        18,
+        [normal(2, 12, 12), C(ints(5, 6)), C(ints(2, 3))],
+        {"pads": [0, 1, 1, 0], "dilations": [2, 1], "strides": [1, 2]},
+    ),
+    ("CenterCropPad", 18, [normal(5, 4, 3), C(ints(2, 7))], {"axes": [0, -1]}),
+    *[(f"Reduce{m}", 20, [np.zeros((2, 0, 3), F), C(ints(1))], {"keepdims": 0}) for m in ("Max", "Min")],
+    ("ReduceMean", 18, [np.array([[1, -2, 4], [-1, -4, -3]], np.int32), C(ints(1))], {}),
+    *[
+        ("GridSample", 20, [normal(2, 3, 4, 5, 3), normal(2, 2, 3, 2, 3)], {"mode": mode})
+        for mode in ("linear", "nearest")
+    ],
     ("GlobalAveragePool", 11, [normal(2, 3, 5, 4)], {}),
     ("GlobalMaxPool", 11, [normal(2, 3, 5, 4)], {}),
     *[("LRN", 13, [normal(2, 7, 3, 3)], {"size": n, "alpha": 0.5, "beta": 0.6, "bias": 1.5}) for n in (3, 5)],

@@ -24,21 +24,25 @@ def batch_normalization(c: Call) -> Result:
         return _with_running_outputs(x, scale, bias, mean, var, momentum, eps)
     if c.node.version < 14 and any(c.wants(i) for i in range(1, 5)):
         c.refuse("with its statistics as outputs")
-    if x.dtype is not scale.dtype or x.dtype is not mean.dtype:
-        c.refuse(f"of {x.dtype} data with {scale.dtype} scale and {mean.dtype} statistics")
     # Statistics that are themselves computed cannot be updated; they are used as they are.
     update = c.training and c.is_weight(3) and c.is_weight(4)
-    return F.batch_norm(x, mean, var, scale, bias, update, momentum, eps), mean, var
+    if x.dtype is scale.dtype is mean.dtype:
+        return F.batch_norm(x, mean, var, scale, bias, update, momentum, eps), mean, var
+    wide = mean.dtype
+    if not (x.element_size() <= wide.itemsize and scale.element_size() <= wide.itemsize):
+        c.refuse(f"of {x.dtype} data with {scale.dtype} scale and {mean.dtype} statistics")
+    y = F.batch_norm(x.to(wide), mean, var, scale.to(wide), bias.to(wide), update, momentum, eps)
+    return y.to(x.dtype), mean, var
 
 
 def _with_running_outputs(
     x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, var: Tensor, momentum: float, eps: float
 ) -> Result:
     """The node's own account of its new statistics, for graphs that read them; the buffers stay."""
-    axes = [0, *range(2, x.ndim)]
-    new_var, new_mean = torch.var_mean(x, axes, correction=0)
-    y = F.batch_norm(x, None, None, scale, bias, True, momentum, eps)
-    return y, torch.lerp(mean, new_mean, momentum), torch.lerp(var, new_var, momentum)
+    axes, wide = [0, *range(2, x.ndim)], x.to(mean.dtype)
+    new_var, new_mean = torch.var_mean(wide, axes, correction=0)
+    y = F.batch_norm(wide, None, None, scale.to(wide.dtype), bias.to(wide.dtype), True, momentum, eps)
+    return y.to(x.dtype), torch.lerp(mean, new_mean, momentum), torch.lerp(var, new_var, momentum)
 
 
 @lowering("LayerNormalization", since=17)
@@ -48,14 +52,16 @@ def layer_normalization(c: Call) -> Result:
     axis = c.int_("axis", -1) % x.ndim
     shape, eps = x.shape[axis:], c.float_("epsilon", 1e-5)
     fits = scale.shape == shape and (bias is None or bias.shape == shape)
-    if x.dtype in (torch.float16, torch.bfloat16) and (c.wants(1) or c.wants(2)):
-        c.refuse("of 16 bit floats with its statistics as outputs")
     if fits and not (c.wants(1) or c.wants(2)):
         return F.layer_norm(x, shape, scale, bias, eps)
-    y, mean, rstd = torch.native_layer_norm(x, shape, None, None, eps)
-    y = y * scale if bias is None else y * scale + bias
+    if c.int_("stash_type", 1) != 1:
+        c.refuse(f"with stash_type={c.int_('stash_type', 1)}")
+    # 16-bit floats are widened for the statistics, and rounded before they are scaled.
+    wide = x.float() if x.element_size() == 2 else x
+    y, mean, rstd = torch.native_layer_norm(wide, shape, None, None, eps)
+    y = y.to(x.dtype) * scale if bias is None else y.to(x.dtype) * scale + bias
     keep = [*x.shape[:axis], *[1] * len(shape)]
-    return y, mean.reshape(keep), rstd.reshape(keep)
+    return y, mean.reshape(keep).float(), rstd.reshape(keep).float()
 
 
 @lowering("RMSNormalization", since=23)

@@ -80,14 +80,47 @@ def max_pool(c: Call) -> Result:
 
 
 def _max_pool_with_indices(c: Call, x: Tensor, w: _Windows) -> Result:
-    if c.int_("storage_order", 0):
-        c.refuse("with storage_order=1 and indices")
-    if not w.native or not x.is_floating_point():
-        c.refuse("with indices and padding that differs before and after")
-    y, indices = _MAX_INDICES[x.ndim - 2](x, w.kernel, w.stride, w.before, w.dilation, ceil_mode=w.ceil)
-    planes, plane = math.prod(x.shape[:2]), math.prod(x.shape[2:])
-    first = torch.arange(planes, device=x.device) * plane
-    return y, indices + first.reshape(*x.shape[:2], *[1] * (x.ndim - 2))
+    """The second output counts through the whole tensor; within a plane by rows, or by columns if asked."""
+    by_columns, dtype, size = bool(c.int_("storage_order", 0)), x.dtype, x.shape[2:]
+    x = x if x.is_floating_point() else x.float()
+    if w.native:
+        y, found = _MAX_INDICES[x.ndim - 2](x, w.kernel, w.stride, w.before, w.dilation, ceil_mode=w.ceil)
+        searched, before = size, [0] * len(size)
+    else:
+        x = pad_spatial(x, w.before, w.after, value=-math.inf)
+        y, found = _MAX_INDICES[x.ndim - 2](x, w.kernel, w.stride, 0, w.dilation)
+        searched, before = x.shape[2:], w.before
+    indices = torch.zeros_like(found)
+    step, axes = 1, list(range(len(size)))
+    for axis in axes if by_columns else reversed(axes):
+        place = found // math.prod(searched[axis + 1 :]) % searched[axis] - before[axis]
+        indices = indices + place * step
+        step *= size[axis]
+    shape = (*x.shape[:2], *[1] * len(size))
+    first = c.literal(lambda: torch.arange(math.prod(x.shape[:2])).reshape(shape) * step)
+    return y.to(dtype), indices + first
+
+
+@lowering("MaxUnpool", since=9)
+def max_unpool(c: Call) -> Result:
+    """Zeros but for the elements given, at the places that a MaxPool found.
+
+    The places count through the shape that kernel, strides and padding imply; another shape that is asked for
+    is this one cut off or filled with zeros at its end.
+    """
+    x, rank = c[0], c[0].ndim - 2
+    kernel, stride = c.ints_("kernel_shape") or [], c.ints_("strides") or [1] * rank
+    pads = c.ints_("pads") or [0] * 2 * rank
+    implied = [
+        (n - 1) * s - pads[i] - pads[i + rank] + k
+        for i, (n, s, k) in enumerate(zip(x.shape[2:], stride, kernel, strict=True))
+    ]
+    y = x.new_zeros(math.prod(x.shape[:2]) * math.prod(implied))
+    y = y.scatter(0, c[1].reshape(-1), x.reshape(-1)).reshape(*x.shape[:2], *implied)
+    if not c.has(2):
+        return y
+    shape = c.integers(2, "output shape")
+    return pad_spatial(y, [0] * rank, [n - m for n, m in zip(shape[2:], implied, strict=True)])
 
 
 def _window_sum(x: Tensor, w: _Windows) -> Tensor:
@@ -127,7 +160,10 @@ def _window_counts(size: Sequence[int], w: _Windows, include: bool, dtype: torch
 def lp_pool(c: Call) -> Result:
     """The p-norm of each window."""
     x, p = c[0], c.int_("p", 2)
-    return _window_sum(x.abs() ** p, _windows(c, x)) ** (1.0 / p)
+    total = _window_sum(x.abs() ** p, _windows(c, x))
+    # Of zeros alone the root has no slope.
+    zero = total == 0.0
+    return (total.masked_fill(zero, 1.0) ** (1.0 / p)).masked_fill(zero, 0.0)
 
 
 @lowering("GlobalAveragePool")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -35,6 +36,24 @@ _REDUCE: dict[str, Callable[[Tensor, _Axes, bool], Tensor]] = {
     "ReduceSumSquare": lambda x, axes, keep: _sum(x * x, axes, keep),
 }
 
+_FRACTIONS = ("ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMean")
+
+
+def _lowest(dtype: torch.dtype) -> float | int:
+    if dtype.is_floating_point:
+        return -math.inf
+    return 0 if dtype is torch.bool else torch.iinfo(dtype).min
+
+
+def _highest(dtype: torch.dtype) -> float | int:
+    if dtype.is_floating_point:
+        return math.inf
+    return 1 if dtype is torch.bool else torch.iinfo(dtype).max
+
+
+# What an operator makes of no elements, where torch refuses them.
+_LEAST: dict[str, Callable[[torch.dtype], float | int]] = {"ReduceMax": _lowest, "ReduceMin": _highest}
+
 # What is left of an operator that reduces over no axis at all.
 _NOTHING: dict[str, Callable[[Tensor], Tensor]] = {
     "ReduceL1": torch.abs,
@@ -52,10 +71,13 @@ def reduce(c: Call) -> Result:
     if not axes and (stay or x.ndim == 0):
         return _NOTHING.get(op, lambda x: x)(x)
     axes = axes or list(range(x.ndim))
-    if x.numel() == 0 and op in ("ReduceMax", "ReduceMin", "ReduceMean"):
-        c.refuse("of no elements")
-    if not x.is_floating_point() and op in ("ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMean"):
-        c.refuse(f"of {x.dtype}")
+    if op in _LEAST and any(x.shape[axis] == 0 for axis in axes):
+        return torch.full_like(x.sum(axes, keepdim=keep), _LEAST[op](x.dtype), dtype=x.dtype)
+    if not x.is_floating_point() and op in _FRACTIONS:
+        if x.numel() == 0:
+            c.refuse(f"of no elements of {x.dtype}")
+        # Results of integers are cut off.
+        return _REDUCE[op](x.double(), axes, keep).to(x.dtype)
     return _REDUCE[op](x, axes, keep)
 
 

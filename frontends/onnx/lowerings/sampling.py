@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 
 from .table import Call, Result, lowering
@@ -17,12 +18,22 @@ _MODES = {
 
 @lowering("GridSample", since=16)
 def grid_sample(c: Call) -> Result:
-    """Interpolate at each point; cubic in two dimensions only."""
-    mode = c.str_("mode", "linear")
-    if mode not in _MODES or (_MODES[mode] == "bicubic" and c[0].ndim != 4):
-        c.refuse(f"with mode={mode} on {c[0].ndim - 2} spatial axes")
-    padding, corners = c.str_("padding_mode", "zeros"), bool(c.int_("align_corners", 0))
-    return F.grid_sample(c[0], c[1], mode=_MODES[mode], padding_mode=padding, align_corners=corners)
+    """Interpolate at each point; cubic in one and two dimensions only."""
+    mode, x, grid = c.str_("mode", "linear"), c[0], c[1]
+    if mode not in _MODES or (_MODES[mode] == "bicubic" and x.ndim > 4) or not 3 <= x.ndim <= 5:
+        c.refuse(f"with mode={mode} on {x.ndim - 2} spatial axes")
+    wide = torch.promote_types(x.dtype, grid.dtype)
+    line = x.ndim == 3
+    if line:  # a plane of one row
+        x, grid = x.unsqueeze(2), F.pad(grid, (0, 1)).unsqueeze(1)
+    y = F.grid_sample(
+        x.to(wide),
+        grid.to(wide),
+        mode=_MODES[mode],
+        padding_mode=c.str_("padding_mode", "zeros"),
+        align_corners=bool(c.int_("align_corners", 0)),
+    ).to(x.dtype)
+    return y.squeeze(2) if line else y
 
 
 @lowering("AffineGrid", since=20)

@@ -72,7 +72,6 @@ def check(
     opset: int,
     operands: Sequence[Any],
     outputs: int = 1,
-    rtol: float = 1e-4,
     **attributes: Any,
 ) -> None:
     """Compare all outputs of a node with the reference evaluator's: type, shape and values."""
@@ -83,4 +82,4 @@ def check(
     for ours, theirs in zip(actual, expected, strict=True):
         values = ours.detach().numpy()
         assert (values.dtype, values.shape) == (theirs.dtype, theirs.shape)
-        np.testing.assert_allclose(values, theirs, rtol=rtol, atol=1e-5)
+        np.testing.assert_allclose(values, theirs, rtol=1e-4, atol=1e-5)

@@ -57,11 +57,10 @@ def test_norm_of_a_window_of_zeros_hands_on_no_gradient(tmp_path: Path) -> None:
 @pytest.mark.parametrize("op", ["RoiAlign", "MaxRoiPool"])
 def test_regions_that_only_a_run_tells(op: str, tmp_path: Path) -> None:
     x, regions = normal(2, 2, 7, 8).astype(np.float32), _REGIONS.astype(np.float32)
-    if op == "RoiAlign":
-        fixed, free, attributes = [x, Const(regions), Const(_IMAGES)], [x, regions, _IMAGES], {}
-    else:
-        boxes = np.c_[_IMAGES, regions].astype(np.float32)
-        fixed, free, attributes = [x, Const(boxes)], [x, boxes], {"pooled_shape": [2, 3]}
+    boxes = np.c_[_IMAGES, regions].astype(np.float32)
+    attributes: dict[str, Any] = {} if op == "RoiAlign" else {"pooled_shape": [2, 3]}
+    free = [x, regions, _IMAGES] if op == "RoiAlign" else [x, boxes]
+    fixed = [x, *(Const(operand) for operand in free[1:])]
     expected = run(imported(model_of(op, 22, fixed, **attributes), tmp_path), fixed)
     actual = run(imported(model_of(op, 22, free, **attributes), tmp_path), free)
     torch.testing.assert_close(actual, expected)
@@ -94,8 +93,16 @@ def test_operator_is_the_references(case: tuple[str, int, list[Any], dict[str, A
 
 
 def test_layer_normalization_of_16_bits_tells_its_statistics_in_32(tmp_path: Path) -> None:
-    operands = [normal(2, 3, 4).astype(np.float16), *(Const(normal(4), np.float16) for _ in range(2))]
-    check(tmp_path, "LayerNormalization", 17, operands, 3, rtol=1e-3)
+    data, factors = normal(2, 3, 4).astype(np.float16), normal(2, 4).astype(np.float16)
+    operands = [data, *map(Const, factors)]
+    module = imported(model_of("LayerNormalization", 17, operands, 3), tmp_path)
+    y, mean, deviation = run(module, operands)
+    x = torch.from_numpy(data).float()
+    scale, bias = torch.from_numpy(factors)
+    assert (y.dtype, mean.dtype, deviation.dtype) == (torch.float16, torch.float32, torch.float32)
+    torch.testing.assert_close(mean, x.mean(-1, keepdim=True))
+    torch.testing.assert_close(deviation, (x.var(-1, correction=0, keepdim=True) + 1e-5).rsqrt())
+    torch.testing.assert_close(y, ((x - mean) * deviation).half() * scale + bias)
 
 
 def test_batch_normalization_of_16_bits_updates_its_statistics_in_32(tmp_path: Path) -> None:

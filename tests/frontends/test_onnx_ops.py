@@ -481,6 +481,13 @@ REFUSED: list[tuple[Any, ...]] = [
         "antialias",
     ),
     (
+        "MaxPool",
+        12,
+        [normal(1, 1, 9)],
+        {"kernel_shape": [1], "strides": [3], "auto_pad": "SAME_UPPER"},
+        "windows that leave gaps",
+    ),
+    (
         "GRU",
         14,
         [normal(5, 2, 3), C(normal(1, 12, 3)), C(normal(1, 12, 4))],

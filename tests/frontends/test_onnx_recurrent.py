@@ -54,7 +54,7 @@ def check_with_onnxruntime(
 
 
 _DIRECTIONS = [("forward", 1), ("reverse", 1), ("bidirectional", 2)]
-_LENGTHS = np.array([2, 5, 1], np.int32)
+_LENGTHS = np.array([2, 5, 0], np.int32)
 _ACTIVATIONS: dict[str, list[tuple[list[str], list[float], list[float]]]] = {
     "LSTM": [
         (["HardSigmoid", "LeakyRelu", "ScaledTanh"], [0.3, 0.1, 0.9], [0.4, 1.2]),

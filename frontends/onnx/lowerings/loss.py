@@ -12,10 +12,18 @@ _NOTHING = -(2**31)
 
 
 def _loss(c: Call, log_probabilities: Tensor) -> Tensor:
-    weight = c.optional(2)
-    ignored = c.int_("ignore_index", _NOTHING)
-    reduction = c.str_("reduction", "mean")
-    return F.nll_loss(log_probabilities, c[1].long(), weight, ignore_index=ignored, reduction=reduction)
+    weight, classes = c.optional(2), c[1].long()
+    ignored, reduction = c.int_("ignore_index", _NOTHING), c.str_("reduction", "mean")
+    if weight is None or c.static(2) is not None:
+        return F.nll_loss(log_probabilities, classes, weight, ignore_index=ignored, reduction=reduction)
+    # torch's own has no gradient to the weights of the classes.
+    counts = classes != ignored
+    picked = classes.masked_fill(~counts, 0)
+    shares = weight[picked].masked_fill(~counts, 0.0)
+    losses = -log_probabilities.gather(1, picked.unsqueeze(1)).squeeze(1) * shares
+    if reduction == "none":
+        return losses
+    return losses.sum() if reduction == "sum" else losses.sum() / shares.sum()
 
 
 @lowering("NegativeLogLikelihoodLoss", since=12)

@@ -52,10 +52,13 @@ def _windows(c: Call, x: Tensor) -> _Windows:
     dilation = c.ints_("dilations") or [1] * rank
     ceil = bool(c.int_("ceil_mode", 0))
     before, declared = padding_of(c, x.shape[2:], kernel, stride, dilation)
+    same = c.str_("auto_pad", "NOTSET").startswith("SAME")
     after: list[int] = []
     for n, k, s, d, b, e in zip(x.shape[2:], kernel, stride, dilation, before, declared, strict=True):
         reach = d * (k - 1) + 1
         room = n + b + e - reach
+        if same and (math.ceil(n / s) - 1) * s + reach < n:
+            c.refuse("with auto_pad and windows that leave gaps")  # where they begin is not agreed on
         out = (math.ceil(room / s) if ceil else room // s) + 1
         if ceil and (out - 1) * s >= n + b:
             out -= 1  # a window that would start past the data and its leading padding

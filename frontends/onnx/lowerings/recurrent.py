@@ -79,7 +79,11 @@ class _Layer:
     def result(self, ys: Sequence[Tensor], states: Sequence[_States]) -> Result:
         """All outputs in the node's layout, from those of each direction."""
         y = torch.stack([self.turned(y, d) for d, y in enumerate(ys)], 1)
-        return self.laid_out(y, tuple(torch.stack(s) for s in zip(*states, strict=True)))
+        ends = tuple(torch.stack(s) for s in zip(*states, strict=True))
+        if self.valid is not None:  # a sample without any step ends in zeros, as in onnxruntime
+            none = ~self.valid[0].unsqueeze(-1)
+            ends = tuple(s.masked_fill(none, 0.0) for s in ends)
+        return self.laid_out(y, ends)
 
     def laid_out(self, y: Tensor, states: _States) -> Result:
         """Time, direction, batch, hidden and direction, batch, hidden in the node's layout."""
@@ -139,11 +143,10 @@ def _fused(layer: _Layer, torchs: Callable[..., Any], order: Sequence[int]) -> R
         ys: list[Tensor] = []
         ends: list[_States] = []
         for d, parts in enumerate(weights):
-            begin = layer.states[0][d]
             y = _run(torchs, layer, layer.turned(layer.x, d), parts, slice(d, d + 1))[0]
             last = (layer.lengths - 1).clamp(min=0).to(torch.int64).reshape(1, -1, 1)
             end = y.gather(0, last.expand(1, *y.shape[1:])).squeeze(0)
-            ends.append((torch.where(layer.valid[0].unsqueeze(-1), end, begin),))
+            ends.append((end,))
             ys.append(y.masked_fill(~layer.valid.unsqueeze(-1), 0.0))
         return layer.result(ys, ends)
     alone = len(weights) == 1

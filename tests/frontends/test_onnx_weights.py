@@ -10,6 +10,7 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from onnx_nodes import Const, imported, model_of
 
 from irc.frontends.onnx import OnnxModule, example_inputs, from_onnx
 
@@ -211,3 +212,36 @@ def test_example_inputs_are_the_same_for_a_seed(tmp_path: Path) -> None:
     assert a.shape == (3, 4) and torch.equal(a, b) and not torch.equal(a, c)
     with pytest.raises(TypeError, match="expected 1 inputs"):
         module()
+
+
+_WEIGHTS_OF: list[tuple[str, int, list[Any], set[str]]] = [
+    (
+        "RotaryEmbedding",
+        23,
+        [np.ones((1, 2, 3, 4)), Const(np.ones((1, 3, 2))), Const(np.ones((1, 3, 2)))],
+        set(),
+    ),
+    ("SoftmaxCrossEntropyLoss", 13, [np.ones((2, 3)), Const([0, 1]), Const([1.0, 2.0, 3.0])], set()),
+    ("RoiAlign", 16, [np.ones((1, 1, 4, 4)), Const([[0.0, 0.0, 3.0, 3.0]]), Const([0])], set()),
+    (
+        "CausalConvWithState",
+        27,
+        [np.ones((1, 2, 3)), Const(np.ones((2, 1, 2))), Const([0.5, 1.0])],
+        {"x1", "x2"},
+    ),
+    (
+        "LinearAttention",
+        27,
+        [np.ones((1, 2, 3)), np.ones((1, 2, 3)), np.ones((1, 2, 3)), Const(np.zeros((1, 1, 3, 3)))],
+        set(),
+    ),
+    ("DeformConv", 19, [np.ones((1, 1, 3, 3)), Const(np.ones((1, 1, 2, 2))), np.ones((1, 8, 2, 2))], {"x1"}),
+]
+
+
+@pytest.mark.parametrize("case", _WEIGHTS_OF, ids=lambda case: case[0])
+def test_operands_that_are_weights(case: tuple[str, int, list[Any], set[str]], tmp_path: Path) -> None:
+    op, opset, operands, expected = case
+    heads = {"q_num_heads": 1, "kv_num_heads": 1, "update_rule": "linear"} if op == "LinearAttention" else {}
+    module = imported(model_of(op, opset, operands, **heads), tmp_path)
+    assert {name for name, _ in module.named_parameters()} == expected

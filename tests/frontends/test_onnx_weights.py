@@ -242,6 +242,8 @@ _WEIGHTS_OF: list[tuple[str, int, list[Any], set[str]]] = [
 @pytest.mark.parametrize("case", _WEIGHTS_OF, ids=lambda case: case[0])
 def test_operands_that_are_weights(case: tuple[str, int, list[Any], set[str]], tmp_path: Path) -> None:
     op, opset, operands, expected = case
-    heads = {"q_num_heads": 1, "kv_num_heads": 1, "update_rule": "linear"} if op == "LinearAttention" else {}
+    heads: dict[str, Any] = {}
+    if op == "LinearAttention":
+        heads = {"q_num_heads": 1, "kv_num_heads": 1, "update_rule": "linear"}
     module = imported(model_of(op, opset, operands, **heads), tmp_path)
     assert {name for name, _ in module.named_parameters()} == expected

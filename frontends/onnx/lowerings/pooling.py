@@ -164,10 +164,10 @@ def _window_counts(size: Sequence[int], w: _Windows, include: bool, dtype: torch
     return _window_sum(ones, w).to(dtype)
 
 
-@lowering("LpPool", since=2)
+@lowering("LpPool")
 def lp_pool(c: Call) -> Result:
     """The p-norm of each window."""
-    x, p = c[0], c.int_("p", 2)
+    x, p = c[0], c.float_("p", 2.0)
     total = _window_sum(x.abs() ** p, _windows(c, x))
     # Of zeros alone the root has no slope.
     zero = total == 0.0
@@ -186,7 +186,7 @@ def global_max_pool(c: Call) -> Result:
     return c[0].amax(tuple(range(2, c[0].ndim)), keepdim=True)
 
 
-@lowering("GlobalLpPool", since=2)
+@lowering("GlobalLpPool")
 def global_lp_pool(c: Call) -> Result:
     """The p-norm of each plane."""
-    return torch.linalg.vector_norm(c[0], c.int_("p", 2), tuple(range(2, c[0].ndim)), keepdim=True)
+    return torch.linalg.vector_norm(c[0], c.float_("p", 2.0), tuple(range(2, c[0].ndim)), keepdim=True)

@@ -75,6 +75,19 @@ def test_torchs_own_attention_runs_where_it_means_the_same(name: str, tmp_path: 
     assert "scaled_dot_product_attention" in calls.names
 
 
+@pytest.mark.parametrize("name", ["plain", "window", "left window", "window on a cache"])
+def test_16_bits_run_step_by_step_on_a_cpu_alone(name: str, tmp_path: Path) -> None:
+    opset, operands, attributes = CASES[name]
+    operands = [x.astype(np.float16) if x is not None and x.dtype == F else x for x in operands]
+    module = imported(model_of("Attention", opset, operands, **attributes), tmp_path)
+    inputs = [torch.from_numpy(x) for x in operands if x is not None]
+    for device in ("cpu", "meta"):  # the second stands for any accelerator
+        with _Calls() as calls:
+            y = module.to(device)(*(x.to(device) for x in inputs))
+        assert y.shape == (2, 4, 3, 6) and y.dtype is torch.float16
+        assert ("scaled_dot_product_attention" in calls.names) == (device == "meta")
+
+
 def test_steps_have_the_gradients_of_torchs_own(tmp_path: Path) -> None:
     operands = [*qkv(), Const(_FIRST_HALF)]
     gradients: list[list[torch.Tensor]] = []

@@ -121,3 +121,37 @@ def test_batch_normalization_of_16_bits_updates_its_statistics_in_32(tmp_path: P
     assert [b.dtype for b in buffers.values()] == [torch.float32] * 2
     for name, b in zip(("running_mean", "running_var"), buffers.values(), strict=True):
         torch.testing.assert_close(b, getattr(layer, name))
+
+
+_HALVES: list[tuple[str, int, list[Any], dict[str, Any]]] = [
+    ("AveragePool", 22, [normal(1, 2, 4, 5, 4)], {"kernel_shape": [2, 3, 2]}),
+    ("LRN", 13, [normal(2, 5, 3, 3)], {"size": 3}),
+    ("GridSample", 22, [normal(1, 2, 4, 5), normal(1, 3, 3, 2) / 2], {"mode": "cubic"}),
+]
+
+
+@pytest.mark.parametrize("case", _HALVES, ids=lambda case: case[0])
+def test_16_bits_where_torch_has_none_or_rounds_early(case: Any, tmp_path: Path) -> None:
+    op, opset, operands, attributes = case
+    results = [
+        run(imported(model_of(op, opset, typed, **attributes), tmp_path), typed)[0].float()
+        for typed in ([x.astype(dtype) for x in operands] for dtype in (np.float16, np.float32))
+    ]
+    torch.testing.assert_close(*results, rtol=1e-2, atol=1e-2)
+
+
+_SCALES = Const([1, 1, 2, 3], np.float32)
+_FIRST_VERSIONS: list[tuple[str, dict[str, Any], int, list[Any], dict[str, Any]]] = [
+    ("LpPool", {"kernel_shape": [2, 3], "p": 3.0}, 18, [], {"kernel_shape": [2, 3], "p": 3}),
+    ("GlobalLpPool", {"p": 3.0}, 13, [], {"p": 3}),
+    ("Upsample", {"height_scale": 2.0, "width_scale": 3.0}, 9, [_SCALES], {}),
+]
+
+
+@pytest.mark.parametrize("case", _FIRST_VERSIONS, ids=lambda case: case[0])
+def test_first_versions_say_the_same_otherwise(case: Any, tmp_path: Path) -> None:
+    op, first, opset, more, attributes = case
+    x = [normal(1, 2, 5, 4).astype(np.float32)]
+    old = run(imported(model_of(op, 1, x, **first), tmp_path), x)
+    new = run(imported(model_of(op, opset, [*x, *more], **attributes), tmp_path), x)
+    torch.testing.assert_close(old, new)

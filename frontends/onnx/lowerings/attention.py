@@ -90,9 +90,11 @@ def _attend(
         c.refuse(f"with qk_matmul_output_mode={mode} and softmax_precision={precision}")
     within = _PRECISIONS[precision] if precision else q.dtype
     grouped = q.shape[1] != k.shape[1]
-    half = q.dtype in (torch.float16, torch.bfloat16) and q.device.type == "cpu"
+    short = q.dtype in (torch.float16, torch.bfloat16)
+    half = short and q.device.type == "cpu"
+    # Of one dtype the literals are the same on every device: the module keeps them by their order.
     sqrt_scale = (
-        c.literal(lambda: torch.tensor(math.sqrt(scale), dtype=q.dtype)) if half else math.sqrt(scale)
+        c.literal(lambda: torch.tensor(math.sqrt(scale), dtype=q.dtype)) if short else math.sqrt(scale)
     )
     fused = not (c.wants(3) or cap > 0.0 or half) and (within is q.dtype or q.element_size() == 2)
     causal, left, right = bool(c.int_("is_causal", 0)), *(c.int_(f"{s}_window_size", -1) for s in _SIDES)

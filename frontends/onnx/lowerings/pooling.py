@@ -24,6 +24,12 @@ _AVERAGE: dict[int, Callable[..., Tensor]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 
 _CONV: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 
+def _average(x: Tensor, *how: Any) -> Tensor:
+    if x.ndim == 5 and x.element_size() == 2 and x.device.type == "cpu":  # which torch has not
+        return F.avg_pool3d(x.float(), *how).to(x.dtype)
+    return _AVERAGE[x.ndim - 2](x, *how)
+
+
 @dataclass(frozen=True, slots=True)
 class _Windows:
     """The windows of one pooling: `out` of them along each axis, the last ending `after` past the data."""
@@ -130,7 +136,7 @@ def _window_sum(x: Tensor, w: _Windows) -> Tensor:
     rank = x.ndim - 2
     x = pad_spatial(x, w.before, w.after)
     if all(d == 1 for d in w.dilation):
-        return _AVERAGE[rank](x, w.kernel, w.stride) * math.prod(w.kernel)
+        return _average(x, w.kernel, w.stride) * math.prod(w.kernel)
     ones = torch.ones(1, 1, *w.kernel, dtype=x.dtype, device=x.device)
     flat = x.reshape(-1, 1, *x.shape[2:])
     y = _CONV[rank](flat, ones, None, w.stride, 0, w.dilation)
@@ -142,10 +148,9 @@ def average_pool(c: Call) -> Result:
     """Padding counts in the divisor only when asked."""
     x = c[0]
     w = _windows(c, x)
-    rank = x.ndim - 2
     include = bool(c.int_("count_include_pad", 0))
     if w.native and all(d == 1 for d in w.dilation):
-        return _AVERAGE[rank](x, w.kernel, w.stride, w.before, w.ceil, include)
+        return _average(x, w.kernel, w.stride, w.before, w.ceil, include)
     return _window_sum(x, w) / c.literal(lambda: _window_counts(x.shape[2:], w, include, x.dtype))
 
 
@@ -159,10 +164,10 @@ def _window_counts(size: Sequence[int], w: _Windows, include: bool, dtype: torch
     return _window_sum(ones, w).to(dtype)
 
 
-@lowering("LpPool", since=2)
+@lowering("LpPool")
 def lp_pool(c: Call) -> Result:
     """The p-norm of each window."""
-    x, p = c[0], c.int_("p", 2)
+    x, p = c[0], c.float_("p", 2.0)
     total = _window_sum(x.abs() ** p, _windows(c, x))
     # Of zeros alone the root has no slope.
     zero = total == 0.0
@@ -181,7 +186,7 @@ def global_max_pool(c: Call) -> Result:
     return c[0].amax(tuple(range(2, c[0].ndim)), keepdim=True)
 
 
-@lowering("GlobalLpPool", since=2)
+@lowering("GlobalLpPool")
 def global_lp_pool(c: Call) -> Result:
     """The p-norm of each plane."""
-    return torch.linalg.vector_norm(c[0], c.int_("p", 2), tuple(range(2, c[0].ndim)), keepdim=True)
+    return torch.linalg.vector_norm(c[0], c.float_("p", 2.0), tuple(range(2, c[0].ndim)), keepdim=True)

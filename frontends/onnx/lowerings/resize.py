@@ -69,6 +69,13 @@ class _Filter:
     exclude: bool
 
 
+@lowering("Upsample")
+def upsample_1(c: Call) -> Result:
+    """Scales of the last two axes are attributes."""
+    scales = [c.float_("height_scale", 1.0), c.float_("width_scale", 1.0)]
+    return _by_version_10(c, [1.0] * (c[0].ndim - 2) + scales)
+
+
 @lowering("Upsample", since=7)
 def upsample(c: Call) -> Result:
     """Scales are an attribute, and from version 9 an operand."""

@@ -23,6 +23,8 @@ def grid_sample(c: Call) -> Result:
     if mode not in _MODES or (_MODES[mode] == "bicubic" and x.ndim > 4) or not 3 <= x.ndim <= 5:
         c.refuse(f"with mode={mode} on {x.ndim - 2} spatial axes")
     wide = torch.promote_types(x.dtype, grid.dtype)
+    if wide.itemsize == 2 and _MODES[mode] == "bicubic":
+        wide = torch.float32  # the weights would be rounded to the type of the data
     line = x.ndim == 3
     if line:  # a plane of one row
         x, grid = x.unsqueeze(2), F.pad(grid, (0, 1)).unsqueeze(1)

@@ -37,6 +37,7 @@ def test_public_names_exist() -> None:
     wanted |= {
         "VerificationError",
         "backend",
+        "export_onnx",
         "from_onnx",
         "keep",
         "optimize",

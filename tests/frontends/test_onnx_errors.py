@@ -51,13 +51,11 @@ def test_uncovered_operators_are_all_counted_before_anything_runs(tmp_path: Path
         helper.make_node("Relu", ["x"], ["a"]),
         helper.make_node("Fancy", ["a"], ["b"], name="fancy_1", domain="com.acme"),
         helper.make_node("Fancy", ["b"], ["c"], domain="com.acme"),
-        helper.make_node("Det", ["c"], ["y"]),
+        helper.make_node("StringNormalizer", ["c"], ["y"]),
     ]
     text = refused(UnsupportedError, "IRC301", lambda: from_onnx(save(tmp_path, nodes)))
-    assert (
-        "the operator com.acme::Fancy (opset 3) is not supported; 2 more: com.acme::Fancy x1, ai.onnx::Det x1"
-        in text
-    )
+    assert "the operator com.acme::Fancy (opset 3) is not supported; 2 more: " in text
+    assert "com.acme::Fancy x1, ai.onnx::StringNormalizer x1" in text
     assert "--> ONNX node fancy_1" in text and "operators()" in text
 
 

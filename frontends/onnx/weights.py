@@ -107,6 +107,7 @@ _SETTINGS: dict[str, set[int] | None] = {
     "Dropout": {1, 2},
     "DynamicQuantizeMatMul": {2, 3},
     "Expand": {1},
+    "GroupQueryAttention": {7, 8},
     "MatMulIntegerToFloat": {2, 3, 4, 5},
     "MatMulNBits": {2, 3, 4},
     "MelWeightMatrix": None,

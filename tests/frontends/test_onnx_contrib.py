@@ -82,6 +82,7 @@ MASK = np.array([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]], I4)
 BIAS = normal(1, 2, 5, 5)
 PAST = normal(2, 2, 2, 3, 4)
 HEADS = {"num_heads": 2}
+KEYS, CACHES = normal(2, 5, 32), [C(normal(9, 8)), C(normal(9, 8))]
 
 # operator, operands, kinds of the outputs, attributes
 FLOAT: list[tuple[str, list[Any], str, dict[str, Any]]] = [
@@ -167,6 +168,21 @@ FLOAT: list[tuple[str, list[Any], str, dict[str, Any]]] = [
             (normal(2, 2, 5, 8), IDS.astype(np.int64), 4, {"interleaved": 1}),
             (X, IDS.astype(np.int64), 2, {}),
             (normal(2, 5, 16), IDS.astype(np.int64), 2, {"num_heads": 2, "rotary_embedding_dim": 4}),
+        )
+    ],
+    *[
+        (
+            "GroupQueryAttention",
+            [*operands, None, None, np.array([4, 4], I4), C(5, I4), *more],
+            "fff",
+            {"num_heads": 4, "kv_num_heads": 2, **attributes},
+        )
+        for operands, more, attributes in (
+            ([normal(2, 5, 64), KEYS, KEYS], [], {}),
+            ([normal(2, 5, 64), KEYS, KEYS], CACHES, {"do_rotary": 1, "rotary_interleaved": 1}),
+            ([normal(2, 5, 128), None, None], CACHES, {"do_rotary": 1, "local_window_size": 2}),
+            ([normal(2, 5, 64), KEYS, KEYS], [], {"softcap": 2.0, "scale": 0.3}),
+            ([normal(2, 5, 64), KEYS, KEYS], [None, None, None, normal(1, 1, 5, 5)], {}),
         )
     ],
     (

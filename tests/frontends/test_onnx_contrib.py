@@ -173,7 +173,7 @@ FLOAT: list[tuple[str, list[Any], str, dict[str, Any]]] = [
     *[
         (
             "GroupQueryAttention",
-            [*operands, None, None, np.array([4, 4], I4), C(5, I4), *more],
+            [*operands, None, None, np.array([2, 4], I4), C(5, I4), *more],
             "fff",
             {"num_heads": 4, "kv_num_heads": 2, **attributes},
         )

@@ -178,16 +178,14 @@ def _attend_grouped(c: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         ones = torch.ones(n, n, dtype=torch.bool)
         return ones.tril().triu(1 - window) if window > 0 else ones.tril()
 
-    # Padding comes last, so that no query before it sees it; what stands for padding means nothing.
-    mask = c.literal(seen) if causal else None
-    if not causal:
-        places = c.literal(lambda: torch.arange(n))
-        mask = (places <= c[5].reshape(-1, 1)).reshape(-1, 1, 1, n)
+    places = c.literal(lambda: torch.arange(n))
+    mask = (places <= c[5].reshape(-1, 1)).reshape(-1, 1, 1, n)
+    mask = mask & c.literal(seen) if causal else mask
     if c.has(10) or cap:
         each = q.shape[1] // k.shape[1]
         scores = torch.matmul(q, k.repeat_interleave(each, 1).transpose(-1, -2)) * scale
         scores = cap * torch.tanh(scores / cap) if cap else scores
         scores = scores + c[10] if c.has(10) else scores
-        scores = scores if mask is None else scores.masked_fill(~mask, -math.inf)
+        scores = scores.masked_fill(~mask, -math.inf)
         return torch.matmul(torch.softmax(scores, -1), v.repeat_interleave(each, 1))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)

@@ -10,7 +10,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from irc.frontends.onnx import from_onnx
+from irc.frontends.onnx import example_inputs, from_onnx
 from irc.ir.errors import IrcError, UnsupportedError, UsageError
 
 LIGHT = Path(onnx.__file__).parent / "backend" / "test" / "data" / "light" / "light_squeezenet.onnx"
@@ -63,6 +63,19 @@ def test_an_option_that_is_not_exact(tmp_path: Path) -> None:
     nodes = [helper.make_node("Relu", ["x"], ["y"], surprise=1, name="odd")]
     text = refused(UnsupportedError, "IRC302", lambda: from_onnx(save(tmp_path, nodes)))
     assert "ai.onnx::Relu (opset 17) with surprise=1 is not supported" in text and "ONNX node odd" in text
+
+
+def test_an_element_type_that_torch_does_not_compute_with(tmp_path: Path) -> None:
+    kind = TensorProto.UINT16
+    nodes = [
+        helper.make_node("Cast", ["x"], ["a"], to=kind),
+        helper.make_node("CumSum", ["a", "axis"], ["b"], name="sums"),
+        helper.make_node("Cast", ["b"], ["y"], to=TensorProto.FLOAT),
+    ]
+    axis = helper.make_node("Constant", [], ["axis"], value_int=0)
+    module = from_onnx(save(tmp_path, [axis, *nodes]))
+    text = refused(UnsupportedError, "IRC302", lambda: module(*example_inputs(module)))
+    assert "ai.onnx::CumSum" in text and "UInt16" in text and "ONNX node sums" in text
 
 
 def test_an_operator_set_of_the_future(tmp_path: Path) -> None:

@@ -123,7 +123,6 @@ _SETTINGS: dict[str, set[int] | None] = {
     "ReverseSequence": {1},
     "Resize": {1, 2, 3},
     "Slice": {1, 2, 3, 4},
-    "RotaryEmbedding": {1, 2, 3},
     "STFT": {1, 2, 3},
     "SequenceAt": {1},
     "Split": {1},

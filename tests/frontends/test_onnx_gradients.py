@@ -23,15 +23,13 @@ CASES = [
     ("3,4", "n = Constant<value_ints=[0,1,1]>() b = Cast<to=9>(n) y = Compress<axis=0>(x, b)"),
     ("3,4", "y = Unique(x)"),
     ("2,3,3", "y = Det(x)"),
-    ("5,4", "n = Constant<value_ints=[2,7]>() y = CenterCropPad(x, n)"),
 ]
 
 
 @pytest.mark.parametrize(("shape", "body"), CASES, ids=[body.split("y = ")[1] for _, body in CASES])
 def test_gradient_is_that_of_differences(shape: str, body: str, tmp_path: Path) -> None:
     model = onnx.parser.parse_model(
-        f'<ir_version: 8, opset_import: ["" : {18 if "Crop" in body else 17}]> '
-        f"g (double[{shape}] x) => (double[?] y) {{ {body} }}"
+        f'<ir_version: 8, opset_import: ["" : 17]> g (double[{shape}] x) => (double[?] y) {{ {body} }}'
     )
     onnx.save(model, str(tmp_path / "m.onnx"))
     module: Any = from_onnx(tmp_path / "m.onnx")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -53,25 +52,11 @@ def reduce(c: Call) -> Result:
     if not axes and (stay or x.ndim == 0):
         return _NOTHING.get(op, lambda x: x)(x)
     axes = axes or list(range(x.ndim))
-    if x.numel() == 0 and op in ("ReduceMax", "ReduceMin"):
-        return _extreme_of_none(x, axes, keep, least=op == "ReduceMax")
-    if x.numel() == 0 and op == "ReduceMean":
+    if x.numel() == 0 and op in ("ReduceMax", "ReduceMin", "ReduceMean"):
         c.refuse("of no elements")
     if not x.is_floating_point() and op in ("ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMean"):
         c.refuse(f"of {x.dtype}")
     return _REDUCE[op](x, axes, keep)
-
-
-def _extreme_of_none(x: Tensor, axes: _Axes, keep: bool, *, least: bool) -> Tensor:
-    """The least or the greatest value of the type, as many times as the result has elements."""
-    if x.dtype is torch.bool:
-        value: float | bool = not least
-    elif x.is_floating_point():
-        value = -math.inf if least else math.inf
-    else:
-        value = torch.iinfo(x.dtype).min if least else torch.iinfo(x.dtype).max
-    size = [1 if i in axes else n for i, n in enumerate(x.shape) if keep or i not in axes]
-    return torch.full(size, value, dtype=x.dtype, device=x.device)
 
 
 @lowering("ArgMax", "ArgMin")

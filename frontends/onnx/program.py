@@ -388,7 +388,8 @@ def run(steps: Iterable[Step], frame: Frame) -> None:
     """Run the steps in order.
 
     Raises:
-        UnsupportedError: IRC302 when a tracer runs them and a step needs to see data.
+        UnsupportedError: IRC302 when a tracer runs them and a step needs to see data, or when torch has no
+            kernel for the element type on this device.
     """
     for step in steps:
         frame.enter(step.name)
@@ -400,6 +401,13 @@ def run(steps: Iterable[Step], frame: Frame) -> None:
                 f"{step.title} whose work depends on the values of its operands is not supported in a plan",
                 at=Location(onnx_node=step.name),
                 help=SETTLE,
+            ) from error
+        except NotImplementedError as error:
+            raise UnsupportedError(
+                "IRC302",
+                f"{step.title} here (torch: {str(error).strip().splitlines()[0][:200]}) is not supported",
+                at=Location(onnx_node=step.name),
+                help="export the model with another element type",
             ) from error
         frame.free(step.frees)
 

@@ -11,6 +11,8 @@ from collections.abc import Callable
 import onnx_ir as ir
 import torch
 
+from .reader import subgraphs
+
 __all__ = ["Held"]
 
 # Operators whose results hold values of their first operand and no others.
@@ -79,7 +81,12 @@ class Held:
 
     def __init__(self, graph: ir.Graph) -> None:
         self._known: dict[ir.Value, bool] = {}
+        self._look_at(graph)
+
+    def _look_at(self, graph: ir.Graph) -> None:
         for node in reversed(list(graph)):
+            for inner in subgraphs(node):
+                self._look_at(inner)
             if node.op_type in _QUANTISE:
                 self._holds(node.outputs[0])
 

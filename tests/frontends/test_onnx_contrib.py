@@ -82,6 +82,7 @@ MASK = np.array([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]], I4)
 BIAS = normal(1, 2, 5, 5)
 PAST = normal(2, 2, 2, 3, 4)
 HEADS = {"num_heads": 2}
+KEYS, CACHES = normal(2, 5, 32), [C(normal(9, 8)), C(normal(9, 8))]
 
 # operator, operands, kinds of the outputs, attributes
 FLOAT: list[tuple[str, list[Any], str, dict[str, Any]]] = [
@@ -169,6 +170,21 @@ FLOAT: list[tuple[str, list[Any], str, dict[str, Any]]] = [
             (normal(2, 5, 16), IDS.astype(np.int64), 2, {"num_heads": 2, "rotary_embedding_dim": 4}),
         )
     ],
+    *[
+        (
+            "GroupQueryAttention",
+            [*operands, None, None, np.array([2, 4], I4), C(5, I4), *more],
+            "fff",
+            {"num_heads": 4, "kv_num_heads": 2, **attributes},
+        )
+        for operands, more, attributes in (
+            ([normal(2, 5, 64), KEYS, KEYS], [], {}),
+            ([normal(2, 5, 64), KEYS, KEYS], CACHES, {"do_rotary": 1, "rotary_interleaved": 1}),
+            ([normal(2, 5, 128), None, None], CACHES, {"do_rotary": 1, "local_window_size": 2}),
+            ([normal(2, 5, 64), KEYS, KEYS], [], {"softcap": 2.0, "scale": 0.3}),
+            ([normal(2, 5, 64), KEYS, KEYS], [None, None, None, normal(1, 1, 5, 5)], {}),
+        )
+    ],
     (
         "DynamicQuantizeMatMul",
         [normal(3, 8), C(whole(np.int8, 8, 5)), C(positive(5) / 99), C(np.zeros(5, np.int8)), C(normal(5))],
@@ -190,24 +206,29 @@ def scale(size: float, zero: int, dtype: Any = np.uint8) -> list[Const]:
     return [C(size, F), C(zero, dtype)]
 
 
-PLANES = [whole(np.uint8, 1, 30, 6, 30), *scale(0.05, 120), *scale(0.03, 100)]
+PLANES = [whole(np.uint8, 1, 30, 6, 30), *scale(0.0513, 120), *scale(0.0297, 100)]
 WHOLE: list[tuple[str, list[Any], str, dict[str, Any]]] = [
     *[
         (
             op,
-            [whole(np.uint8, 2, 30), *scale(0.11, 120), whole(np.uint8, 30), *scale(0.23, 9), *result],
+            [whole(np.uint8, 2, 30), *scale(0.1117, 120), whole(np.uint8, 30), *scale(0.2311, 9), *result],
             "u",
             {},
         )
-        for op, result in (("QLinearAdd", scale(0.3, 100)), ("QLinearMul", scale(2.5, 100)))
+        for op, result in (("QLinearAdd", scale(0.3019, 100)), ("QLinearMul", scale(2.5131, 100)))
     ],
     (
         "QLinearSigmoid",
-        [whole(np.int8, 4, 5), *scale(0.05, 3, np.int8), *scale(0.004, -128, np.int8)],
+        [whole(np.int8, 4, 5), *scale(0.0513, 3, np.int8), *scale(0.0041, -128, np.int8)],
         "s",
         {},
     ),
-    ("QLinearLeakyRelu", [whole(np.uint8, 4, 5), *scale(0.05, 120), *scale(0.03, 30)], "u", {"alpha": 0.1}),
+    (
+        "QLinearLeakyRelu",
+        [whole(np.uint8, 4, 5), *scale(0.0513, 120), *scale(0.0297, 30)],
+        "u",
+        {"alpha": 0.1},
+    ),
     (
         "QLinearSoftmax",
         [whole(np.uint8, 4, 5), *scale(0.02, 120), *scale(1 / 256, 0)],
@@ -220,11 +241,11 @@ WHOLE: list[tuple[str, list[Any], str, dict[str, Any]]] = [
     (
         "QLinearConcat",
         [
-            *scale(0.1, 100),
+            *scale(0.0997, 100),
             whole(np.uint8, 2, 30),
-            *scale(0.13, 90),
+            *scale(0.1313, 90),
             whole(np.uint8, 2, 20),
-            *scale(0.07, 128),
+            *scale(0.0707, 128),
         ],
         "u",
         {"axis": 1},
@@ -238,9 +259,9 @@ WHOLE: list[tuple[str, list[Any], str, dict[str, Any]]] = [
     (
         "QGemm",
         [
-            *(whole(np.uint8, 3, 8), *scale(0.1, 120)),
+            *(whole(np.uint8, 3, 8), *scale(0.0997, 120)),
             *(C(whole(np.int8, 5, 8)), C(positive(5) / 99), C(whole(np.int8, 5))),
-            *(C(whole(np.int8, 5).astype(I4)), *scale(0.4, 128)),
+            *(C(whole(np.int8, 5).astype(I4)), *scale(0.4019, 128)),
         ],
         "u",
         {"transB": 1, "alpha": 0.5},
@@ -280,7 +301,7 @@ def compared(case: tuple[Any, ...], folder: Path) -> tuple[OnnxModule, dict[str,
             np.testing.assert_allclose(values, theirs, rtol=1e-4, atol=1e-5)
         else:  # where a value lies half-way between two numbers, float32 may fall on either side
             difference = np.abs(values.astype(int) - theirs.astype(int))
-            assert difference.max() <= 1 and np.mean(difference > 0) < 0.05
+            assert difference.max() <= 1 and np.mean(difference > 0) < 0.02
     return module, inputs, results
 
 

@@ -467,7 +467,6 @@ CASES: list[tuple[Any, ...]] = [
         for name in ("Hann", "Hamming", "Blackman")
         for periodic in (0, 1)
     ],
-    ("CenterCropPad", 18, [normal(5, 4, 3), C(ints(2, 7))], {"axes": [0, -2]}),
     ("MelWeightMatrix", 17, [C(8, I), C(64, I), C(8192, I), C(100.0, F), C(4000.0, F)], {}),
     ("Size", 13, [normal(2, 3, 4)], {}),
 ]

@@ -159,6 +159,7 @@ def bit_shift(c: Call) -> Result:
 def power(c: Call) -> Result:
     """The result has the type of the base."""
     a, b = pair(c)
+    b = b.to(torch.int64) if isinstance(b, Tensor) and b.dtype in _UNSIGNED else b
     if not isinstance(a, Tensor):
         return torch.pow(a, b)
     if isinstance(b, Tensor) and b.dtype is not a.dtype:

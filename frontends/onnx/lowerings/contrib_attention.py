@@ -116,13 +116,76 @@ def rotary_embedding(c: Call) -> Result:
     if positions.numel() == 1:
         steps = c.literal(lambda: torch.arange(x.shape[2]))
         positions = (positions.reshape(()) + steps).unsqueeze(0)
-    cos, sin = cos[positions.long()].unsqueeze(1), sin[positions.long()].unsqueeze(1)
+    y = _turned(x, cos[positions.long()].unsqueeze(1), sin[positions.long()].unsqueeze(1), size, c)
+    return y.transpose(1, 2).flatten(2) if flat else y
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, size: int, c: Call) -> Tensor:
+    """The first `size` features turned in pairs: with the neighbour, or with one half of them further."""
     turned, rest = x[..., :size], x[..., size:]
-    if c.int_("interleaved", 0):
+    if c.int_("interleaved", 0) or c.int_("rotary_interleaved", 0):
         a, b = turned[..., 0::2], turned[..., 1::2]
         y = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
     else:
         a, b = turned.chunk(2, -1)
         y = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-    y = torch.cat([y, rest], -1) if rest.shape[-1] else y
-    return y.transpose(1, 2).flatten(2) if flat else y
+    return torch.cat([y, rest], -1) if rest.shape[-1] else y
+
+
+_PLAIN_GROUPED = {"smooth_softmax": 0, "qk_output": 0, "sliding_window_cache": 0}
+
+
+@lowering("GroupQueryAttention", domain=_DOMAIN)
+def group_query_attention(c: Call) -> Result:
+    """Causal attention of groups of queries that share keys and values, of a whole prompt.
+
+    Refused: a cache that holds something, quantised or not; sinks; norms of queries and keys; the scores.
+    """
+    heads, groups = c.int_("num_heads", 1), c.int_("kv_num_heads", 1)
+    for name, plain in _PLAIN_GROUPED.items():
+        if c.int_(name, plain) != plain:
+            c.refuse(f"with {name}")
+    for name in ("k_quant_type", "v_quant_type"):
+        if c.str_(name, "NONE") != "NONE":
+            c.refuse(f"with {name}")
+    if any(c.has(i) for i in range(11, 16)) or c.wants(3):
+        c.refuse("with sinks, norms, a quantised cache or its scores as an output")
+    if c.has(3) and c[3].shape[2]:
+        c.refuse(f"with a cache of {c[3].shape[2]} positions")
+    c.int_("kv_cache_bit_width", 0)
+    c.float_("qk_norm_epsilon", 0.0)
+    if c.has(1):
+        q, k, v = _heads(c[0], heads), _heads(c[1], groups), _heads(c[2], groups)
+    else:
+        q, k, v = _heads(c[0], heads + 2 * groups).split([heads, groups, groups], 1)
+    n = q.shape[2]
+    if c.int_("do_rotary", 0):
+        if c.has(9):
+            cos, sin = (c[i][c[9].long()].unsqueeze(1) for i in (7, 8))
+        else:
+            cos, sin = c[7].narrow(0, 0, n), c[8].narrow(0, 0, n)
+        q, k = (_turned(x, cos, sin, 2 * cos.shape[-1], c) for x in (q, k))
+    y = _attend_grouped(c, q, k, v)
+    return y.transpose(1, 2).flatten(2), k, v
+
+
+def _attend_grouped(c: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    n, window, cap = q.shape[2], c.int_("local_window_size", -1), c.float_("softcap", 0.0)
+    causal = bool(c.int_("causal", 1))
+    scale = c.float_("scale", 0.0) or 1.0 / math.sqrt(q.shape[-1])
+
+    def seen() -> Tensor:
+        ones = torch.ones(n, n, dtype=torch.bool)
+        return ones.tril().triu(1 - window) if window > 0 else ones.tril()
+
+    places = c.literal(lambda: torch.arange(n))
+    mask = (places <= c[5].reshape(-1, 1)).reshape(-1, 1, 1, n)
+    mask = mask & c.literal(seen) if causal else mask
+    if c.has(10) or cap:
+        each = q.shape[1] // k.shape[1]
+        scores = torch.matmul(q, k.repeat_interleave(each, 1).transpose(-1, -2)) * scale
+        scores = cap * torch.tanh(scores / cap) if cap else scores
+        scores = scores + c[10] if c.has(10) else scores
+        scores = scores.masked_fill(~mask, -math.inf)
+        return torch.matmul(torch.softmax(scores, -1), v.repeat_interleave(each, 1))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)

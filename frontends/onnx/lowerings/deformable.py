@@ -107,3 +107,17 @@ def _places(
     inner, outer = np.indices(block).reshape(len(block), -1, 1), np.indices(counts).reshape(len(block), 1, -1)
     steps = [outer[i] * stride[i] + inner[i] * dilation[i] for i in range(len(block))]
     return torch.from_numpy(np.ravel_multi_index(steps, tuple(padded)).reshape(-1))
+
+
+@lowering("CenterCropPad", since=18)
+def center_crop_pad(c: Call) -> Result:
+    """Cut or filled with zeros around the middle; of an odd number the larger half is after."""
+    x = c[0]
+    axes = [axis % x.ndim for axis in c.ints_("axes") or range(x.ndim)]
+    pads = [0] * 2 * x.ndim
+    for axis, want in zip(axes, c.integers(1, "shape"), strict=True):
+        missing = want - x.shape[axis]
+        before = missing // 2 if missing >= 0 else -(-missing // 2)
+        last = 2 * (x.ndim - 1 - axis)
+        pads[last], pads[last + 1] = before, missing - before
+    return torch.nn.functional.pad(x, pads) if any(pads) else x

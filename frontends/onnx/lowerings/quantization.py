@@ -90,7 +90,9 @@ def _spread(c: Call, index: int, x: Tensor) -> Tensor:
 def quantize_linear(c: Call) -> Result:
     """`round(x / scale) + zero point`, within the range of the type; see the module for its gradient."""
     x, scale, held = c[0], _spread(c, 1, c[0]), bool(c.int_("_held", 0))
-    code = ir.DataType(c.int_("output_dtype", 0) or (onnx_dtype(c[2].dtype) if c.has(2) else 2))
+    code = ir.DataType(
+        c.int_("output_dtype", 0) or (onnx_dtype(c[2].dtype) if c.has(2) else ir.DataType.UINT8)
+    )
     precision = torch_dtype(c.int_("precision", 0) or None) or scale.dtype
     if precision not in FLOATS:
         precision = x.dtype if x.dtype in FLOATS else torch.float32

@@ -228,19 +228,6 @@ def _pad(c: Call, pads: Sequence[int], axes: Sequence[int], value: float) -> Res
     return _pad_by_copy(c, x, both, mode)
 
 
-@lowering("CenterCropPad", since=18)
-def center_crop_pad(c: Call) -> Result:
-    """Cut or padded with zeros about the middle; what is left over of an odd count is at the end."""
-    x, sizes = c[0], c.integers(1, "shape")
-    axes = c.ints_("axes") or list(range(x.ndim))
-    both = [(0, 0)] * x.ndim
-    for axis, size in zip(axes, sizes, strict=True):
-        more = size - x.shape[axis]
-        first = more // 2 if more >= 0 else -(-more // 2)
-        both[axis] = (first, more - first)
-    return F.pad(x, [n for counts in reversed(both) for n in counts])
-
-
 def _pad_by_copy(c: Call, x: Tensor, both: Sequence[tuple[int, int]], mode: str) -> Tensor:
     moved = [i for i, counts in enumerate(both) if any(counts)]
     spatial = 1 <= x.ndim - 2 <= 3 and all(i >= 2 for i in moved) and all(min(counts) >= 0 for counts in both)

@@ -12,11 +12,10 @@ import onnx
 import onnx_ir as ir
 
 from ...ir.errors import IrcError, Location, UnsupportedError, UsageError
+from .bounds import MOST_AXES
 
-__all__ = ["MOST_AXES", "MOST_NODES", "check_proto"]
+__all__ = ["MOST_NODES", "check_proto"]
 
-MOST_AXES = 64
-"""Axes that a tensor can have: numpy's limit, and torch's."""
 MOST_NODES = 200_000
 """Nodes that a graph may have once its functions are inlined."""
 _MOST_NESTED = 100
@@ -111,7 +110,7 @@ def _check_names(
             if name in made:
                 raise _twice(f"the nodes {made[name]!r} and {mine!r} both compute a value", name, mine)
             if name in given or name in stored:
-                what = "input" if name in given else "weight"
+                what = "an input" if name in given else "a weight"
                 raise _twice(f"the node {mine!r} computes a value that is {what} too,", name, mine)
             made[name] = mine
 

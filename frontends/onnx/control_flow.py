@@ -139,7 +139,7 @@ class ControlFlow:
         return True
 
     def _count(self, node: ir.Node, body: ir.Graph) -> None:
-        self.unrolled += len(body)
+        self.unrolled += len(body) + 1
         if self.unrolled > _MOST_UNROLLED:
             raise refusal(
                 self._model,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from ...ir.errors import Location, UnsupportedError
+from ...ir.errors import Location, UnsupportedError, UsageError
 from .lowerings.table import SETTLE, Call, Lowering, NodeInfo, Value
 from .tensors import Static
 
@@ -23,6 +23,7 @@ __all__ = [
     "NodeStep",
     "Operand",
     "Output",
+    "RunError",
     "Step",
     "with_frees",
 ]
@@ -384,11 +385,25 @@ class Map:
         frame.fill(self.results, columns)
 
 
+class RunError(UsageError, RuntimeError):
+    """What only a run can tell of a graph and its inputs: a RuntimeError, as torch's own are."""
+
+
+# What torch raises for values that do not fit; its subclasses (out of memory, of its tracers) pass.
+_FAULTS = (RuntimeError, IndexError, TypeError, ValueError, ZeroDivisionError, OverflowError, AssertionError)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__)[:200]
+
+
 def run(steps: Iterable[Step], frame: Frame) -> None:
     """Run the steps in order.
 
     Raises:
         UnsupportedError: IRC302 when a tracer runs them and a step needs to see data.
+        RunError: IRC318 when a step cannot take the values it gets, such as an index out of range.
     """
     for step in steps:
         frame.enter(step.name)
@@ -400,6 +415,15 @@ def run(steps: Iterable[Step], frame: Frame) -> None:
                 f"{step.title} whose work depends on the values of its operands is not supported in a plan",
                 at=Location(onnx_node=step.name),
                 help=SETTLE,
+            ) from error
+        except _FAULTS as error:
+            if type(error) not in _FAULTS:
+                raise
+            raise RunError(
+                "IRC318",
+                f"{step.title} cannot run on these values: {_first_line(error)}",
+                at=Location(onnx_node=step.name),
+                help="check the values and the shapes of the inputs",
             ) from error
         frame.free(step.frees)
 

@@ -92,6 +92,8 @@ def _axes_of(c: Call, x: Tensor) -> list[_Axis]:
     else:
         for axis, out in zip(where, c.integers(3, "list of sizes"), strict=True):
             found.append(_Axis(axis, x.shape[axis], out, out / x.shape[axis]))
+    for a in found:
+        c.positions(a.out)
     return [a for a in found if a.scale != 1.0]
 
 

@@ -1,4 +1,4 @@
-"""torch's tracer without its log."""
+"""Libraries without their logs."""
 
 from __future__ import annotations
 
@@ -6,16 +6,23 @@ import contextlib
 import logging
 from collections.abc import Generator
 
-__all__ = ["quiet_tracer"]
+__all__ = ["quiet", "quiet_tracer"]
 
 
 @contextlib.contextmanager
-def quiet_tracer() -> Generator[None]:
-    """What the tracer logs about a model's error stands in the error that follows."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+def quiet(*names: str) -> Generator[None]:
+    """Meanwhile, the loggers of these names are silent: what they would say stands in the error that follows."""
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def quiet_tracer() -> contextlib.AbstractContextManager[None]:
+    """Meanwhile, torch's tracer does not log a model's error."""
+    return quiet("torch._subclasses.fake_tensor")

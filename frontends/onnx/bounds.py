@@ -23,7 +23,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...ir.errors import Location, UnsupportedError
 
-__all__ = ["MOST_AXES", "MOST_BYTES", "MOST_LISTED", "Account", "Bounded", "nbytes", "stored_bytes", "too_large"]
+__all__ = [
+    "MOST_AXES",
+    "MOST_BYTES",
+    "MOST_LISTED",
+    "MOST_OPERATIONS",
+    "Account",
+    "Bounded",
+    "nbytes",
+    "stored_bytes",
+    "too_large",
+]
 
 MOST_BYTES = 1 << 40
 """Bytes that one value of a graph may take in a run."""
@@ -34,7 +44,7 @@ MOST_AXES = 64
 _LEAST_LIMIT = 1 << 30
 _GROWTH = 16
 _IN_ALL = 4
-_MOST_OPERATIONS = 100_000
+MOST_OPERATIONS = 100_000
 """Operations that one node may become: as many as the nodes that loops may unroll to."""
 _SHAPED = tuple(getattr(torch.ops.aten, name) for name in ("view", "expand", "repeat", "permute", "reshape"))
 _WIDEST = 16
@@ -138,9 +148,9 @@ class Bounded(TorchDispatchMode):
         if func in (torch.ops.aten.unbind.int, torch.ops.aten.split.Tensor) and isinstance(args[0], Tensor):
             parts = _parts(args[0], *args[1:])
         self._operations += parts
-        if self._operations > _MOST_OPERATIONS:
+        if self._operations > MOST_OPERATIONS:
             raise too_large(
-                f"{self._what} becomes more than {_MOST_OPERATIONS:,} operations",
+                f"{self._what} becomes more than {MOST_OPERATIONS:,} operations",
                 self._at,
                 "check the sizes of its inputs, or cut them into shorter pieces",
             )

@@ -284,7 +284,9 @@ def _calls(nodes: Iterable[onnx.NodeProto], ids: set[_FunctionId]) -> tuple[int,
 
 
 def _expand(
-    start: _FunctionId, bodies: dict[_FunctionId, tuple[int, Counter[_FunctionId]]], sizes: dict[_FunctionId, int]
+    start: _FunctionId,
+    bodies: dict[_FunctionId, tuple[int, Counter[_FunctionId]]],
+    sizes: dict[_FunctionId, int],
 ) -> None:
     """The nodes that a function and those it calls expand to, deepest first."""
     chain: list[tuple[_FunctionId, Iterator[_FunctionId]]] = []

@@ -43,7 +43,7 @@ def _check(nodes: Iterable[ir.Node], versions: Mapping[str, int]) -> None:
 def _schema(op: str, version: int) -> onnx.defs.OpSchema | None:
     try:
         schema = onnx.defs.get_schema(op, version, "")
-    except onnx.defs.SchemaError:
+    except (onnx.defs.SchemaError, TypeError):  # no such operator, or a version beyond 31 bits
         return None
     return None if schema.deprecated else schema
 
@@ -62,7 +62,13 @@ def _check_node(node: ir.Node, schema: onnx.defs.OpSchema, title: str) -> None:
         ("results", len(node.outputs), schema.min_output, schema.max_output),
     ):
         if not least <= count <= most:
-            takes = str(least) if least == most else f"{least} to {most}" if most < 1 << 30 else f"{least} or more"
+            takes = (
+                str(least)
+                if least == most
+                else f"{least} to {most}"
+                if most < 1 << 30
+                else f"{least} or more"
+            )
             raise refuse(f"has {count} {what}, where it takes {takes}")
     single = onnx.defs.OpSchema.FormalParameterOption.Single
     for index, (given, formal) in enumerate(zip(node.inputs, schema.inputs, strict=False)):

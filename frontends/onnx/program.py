@@ -60,7 +60,12 @@ class Frame:
     def tensor(self, operand: Operand) -> Tensor | None:
         """A value that is a tensor or absent."""
         value = self.values.get(operand)
-        assert not isinstance(value, list)
+        if isinstance(value, list):
+            raise RunError(
+                "IRC318",
+                "a list of tensors stands where the graph reads one tensor",
+                help="lists within lists are no values of ONNX: mend the file",
+            )
         return value
 
     def output(self, output: Output) -> Value:
@@ -417,6 +422,13 @@ def run(steps: Iterable[Step], frame: Frame) -> None:
                 help=SETTLE,
             ) from error
         except _FAULTS as error:
+            if type(error) is NotImplementedError:
+                raise UnsupportedError(
+                    "IRC302",
+                    f"{step.title} is not supported here (torch: {_first_line(error)})",
+                    at=Location(onnx_node=step.name),
+                    help="export the model with another element type, or replace the node",
+                ) from error
             if type(error) not in _FAULTS:
                 raise
             raise RunError(

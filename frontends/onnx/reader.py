@@ -11,6 +11,7 @@ from onnx_ir.external_data import set_base_dir
 from onnx_ir.passes.common import InlinePass, RemoveUnusedNodesPass, TopologicalSortPass
 
 from ...ir.errors import Location, UsageError
+from ..quiet import quiet
 from .checking import check_proto
 
 __all__ = ["node_name", "normalise", "read", "subgraphs"]
@@ -58,7 +59,8 @@ def read(path: str | os.PathLike[str]) -> ir.Model:
         raise _not_whole(path, error) from error
     check_proto(proto, path)
     try:
-        model = ir.from_proto(proto)
+        with quiet("onnx_ir"):
+            model = ir.from_proto(proto)
     except Exception as error:
         raise _not_whole(path, error) from error
     set_base_dir(model.graph, os.path.dirname(os.path.abspath(path)))

@@ -167,6 +167,8 @@ def split(c: Call) -> Result:
     sizes = c.ints_("split") or (c.integers(1, "list of sizes") if c.has(1) else None)
     if sizes is None:
         parts = c.int_("num_outputs", len(c.node.wanted))
+        if parts != len(c.node.wanted):
+            raise ValueError(f"num_outputs={parts}, and the node has {len(c.node.wanted)}")
         each, total = math.ceil(x.shape[axis] / parts), x.shape[axis]
         sizes = [max(min(each, total - i * each), 0) for i in range(parts)]
     return torch.split(x, sizes, axis)

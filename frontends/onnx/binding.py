@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...ir.errors import UnsupportedError, UsageError
+from .bounds import MOST_BYTES, too_large
 from .tensors import torch_dtype
 
 __all__ = ["Constant", "InputSpec", "bind_constants", "bind_inputs"]
@@ -190,7 +192,7 @@ def _spec(
     if isinstance(kind, ir.SequenceType | ir.OptionalType):
         return name, None, dtype
     if name in inputs:
-        return name, tuple(inputs[name]), dtype
+        return name, _checked(name, tuple(inputs[name]), dtype), dtype
     if value.shape is None:
         raise UsageError(
             "IRC317",
@@ -211,7 +213,17 @@ def _spec(
                 + f"bind it with --input {name}={_example(value)}",
             )
         sizes.append(size)
-    return name, tuple(sizes), dtype
+    return name, _checked(name, tuple(sizes), dtype), dtype
+
+
+def _checked(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
+    size = math.prod(shape) * dtype.itemsize
+    if size > MOST_BYTES:
+        raise too_large(
+            f"the input {name!r} of shape {list(shape)} takes {size:,} B, and at most {MOST_BYTES:,} B can run",
+            help="give it another shape where the file leaves it open, or mend the file",
+        )
+    return shape
 
 
 def _example(value: ir.Value) -> str:

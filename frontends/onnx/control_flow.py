@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -114,6 +115,8 @@ class ControlFlow:
         most, goes_on = self._constant(count, -1), self._constant(condition, 1)
         if most is None or goes_on is None:
             return False
+        if goes_on and _never_ends(body):
+            self._count(node, body, math.inf if most < 0 else most)
         now, stacks = list(carried), [list[ir.Value]() for _ in body.outputs[1 + len(carried) :]]
         iteration = 0
         while goes_on and (most < 0 or iteration < most):
@@ -139,9 +142,12 @@ class ControlFlow:
             self._stack(node, outer, stack, inner)
         return True
 
-    def _count(self, node: ir.Node, body: ir.Graph) -> None:
-        self.unrolled += len(body)
-        if self.unrolled > _MOST_UNROLLED:
+    def _count(self, node: ir.Node, body: ir.Graph, times: float | None = None) -> None:
+        """Count one more iteration, or look ahead at as many as `times`."""
+        nodes = self.unrolled + (len(body) + 1) * (1 if times is None else times)
+        if times is None:
+            self.unrolled += len(body) + 1
+        if nodes > _MOST_UNROLLED:
             raise refusal(
                 self._model,
                 node,
@@ -274,6 +280,7 @@ class ControlFlow:
     ) -> list[ir.Value]:
         lengths = [self._length(node, v, axis) for v, axis in zip(sequences, axes, strict=True)]
         now, stacks = list(states), [list[ir.Value]() for _ in body.outputs[len(states) :]]
+        self._count(node, body, lengths[0])
         for step in range(lengths[0]):
             self._count(node, body)
             for inner, outer in zip(body.inputs, now, strict=False):
@@ -342,6 +349,15 @@ class ControlFlow:
         block = self.tracer.block(slots, lambda: self._outputs(body))
         results = self.tracer.new_results(node.outputs, _wanted(node))
         self.tracer.steps.append(Map(node_name(node), title(self._model, node), operands, block, results))
+
+
+def _never_ends(body: ir.Graph) -> bool:
+    """Whether the body of a loop only hands its condition on."""
+    value = body.outputs[0]
+    node = value.producer()
+    if node is not None and node.op_type == "Identity" and node.inputs[0] is not None:
+        value = node.inputs[0]
+    return value is body.inputs[1]
 
 
 def _empty(value: ir.Value) -> Static | None:

@@ -60,6 +60,12 @@ def check_covered(model: ir.Model, graph: ir.Graph | None = None) -> None:
             f"the model uses opset {version}, and irc knows them up to {newest_opset}",
             help=f"export with opset_version={newest_opset} or lower",
         )
+    if version < 1:
+        raise UnsupportedError(
+            "IRC303",
+            f"the model uses opset {version}, and they count from 1",
+            help=f"export with opset_version={newest_opset} or lower",
+        )
     missing = [
         node
         for node in graph or model.graph

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 
-from ...ir.errors import Location, UnsupportedError, UsageError
+from ...ir.errors import IrcError, Location, UnsupportedError, UsageError
+from ..quiet import quiet_tracer
 from .binding import Constant, InputSpec, bind_constants, bind_inputs
+from .bounds import Account, too_large
+from .checking import MOST_NODES
 from .control_flow import ControlFlow
-from .coverage import check_covered, domain_of
+from .coverage import check_covered, domain_of, title
 from .lists import OPTIONALS, SEQUENCES, import_optional, import_sequence
 from .module import OnnxModule, Stored
+from .nodes import check_nodes
 from .program import with_frees
 from .reader import node_name, normalise, subgraphs
 from .rebatch import fixed_batch, rebatch
@@ -41,9 +46,10 @@ def from_model(
         roles: See `from_onnx`.
 
     Raises:
-        UnsupportedError: IRC301 to IRC304.
-        UsageError: IRC314 to IRC319.
+        UnsupportedError: IRC301 to IRC304, IRC307.
+        UsageError: IRC305, IRC308, IRC314 to IRC319.
     """
+    check_nodes(model)
     normalise(model)
     check_covered(model)
     settled = bind_constants(model.graph, constants or {})
@@ -68,12 +74,12 @@ def _module(
         tracer.bind(by_name[name], tracer.new_slot(fake))
     for name, tensor in given.items():
         tracer.bind(by_name[name], Known(tensor))
-    with torch.no_grad():
+    with torch.no_grad(), quiet_tracer():
         _Nodes(tracer).run(graph)
         outputs = {v.name or f"output_{i}": tracer.output(v) for i, v in enumerate(graph.outputs)}
         return OnnxModule(
             input_specs=specs,
-            weights={name: _materialise(leaf) for name, leaf in tracer.weights.items()},
+            weights={name: _materialise(leaf, tracer.account) for name, leaf in tracer.weights.items()},
             stored=[_stored(leaf) for leaf in tracer.read.values()],
             not_saved={name for name, leaf in tracer.weights.items() if not leaf.persistent},
             constants=[Static.of(t) for t in tracer.constants],
@@ -90,16 +96,37 @@ class _Nodes:
     def __init__(self, tracer: Tracer) -> None:
         self.tracer = tracer
         self.control_flow = ControlFlow(tracer, self.run)
+        self._imported = 0
 
     def run(self, graph: ir.Graph) -> None:
         """Import the nodes of a graph, in order."""
         for node in graph:
-            if domain_of(node) == "":
-                self.default(node)
-            elif node.op_type == "FlexAttention" and any(subgraphs(node)):
-                self.control_flow.flex_attention(node)
-            else:
-                self.tracer.node(node)
+            self._count(node)
+            try:
+                if domain_of(node) == "":
+                    self.default(node)
+                elif node.op_type == "FlexAttention" and any(subgraphs(node)):
+                    self.control_flow.flex_attention(node)
+                else:
+                    self.tracer.node(node)
+            except IrcError:
+                raise
+            except Exception as error:
+                raise UsageError(
+                    "IRC318",
+                    f"{title(self.tracer.model, node)} cannot be imported: {_first_line(error)}",
+                    at=Location(onnx_node=node_name(node)),
+                    help="`onnx.checker.check_model(path, full_check=True)` says more about the file",
+                ) from error
+
+    def _count(self, node: ir.Node) -> None:
+        self._imported += 1
+        if self._imported > MOST_NODES:
+            raise too_large(
+                f"the graph, with its loops unrolled, has more than {MOST_NODES:,} nodes",
+                node_name(node),
+                "export the model with fewer iterations",
+            )
 
     def default(self, node: ir.Node) -> None:
         """A node of the default domain."""
@@ -139,17 +166,23 @@ def _stored(leaf: Leaf) -> Stored:
     return Stored(leaf.name, leaf.role.value, leaf.shape, str(dtype).removeprefix("torch."), leaf.why)
 
 
-def _materialise(leaf: Leaf) -> Tensor:
+def _materialise(leaf: Leaf, account: Account) -> Tensor:
     try:
         tensor = torch_tensor(leaf.tensor)
     except Exception as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
         raise UsageError(
             "IRC312",
-            f"the weight {leaf.value.name!r} cannot be read: {lines[0][:200]}",
+            f"the weight {leaf.value.name!r} cannot be read: {_first_line(error)}",
             help="keep the model's external data beside it, under the same names",
         ) from error
     assert tensor is not None
     if tuple(tensor.shape) != leaf.shape:
+        size = math.prod(leaf.shape) * tensor.element_size()
+        account.add(f"the weight {leaf.value.name!r}", leaf.shape, size)
         tensor = tensor.reshape(()).expand(leaf.shape).clone()
     return nn.Parameter(tensor) if leaf.role is Role.PARAMETER else tensor
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__)[:200]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import onnx_ir as ir
 import torch
 
-from .coverage import refusal
+from .bounds import MOST_OPERATIONS, too_large
+from .coverage import refusal, title
 from .program import Operand
+from .reader import node_name
 from .tracing import Known, Tracer
 
 __all__ = ["OPTIONALS", "SEQUENCES", "import_optional", "import_sequence"]
@@ -83,6 +85,11 @@ def _split(tracer: Tracer, node: ir.Node, values: list[ir.Value]) -> None:
     count = size = whole.shape[axis]
     if sizes is not None and sizes.tensor is not None:
         count = sizes.tensor.numel() if sizes.tensor.ndim else -(-size // int(sizes.tensor.item()))
+    if count > MOST_OPERATIONS:
+        raise too_large(
+            f"{title(tracer.model, node)} makes {count:,} tensors, and at most {MOST_OPERATIONS:,} can be told apart",
+            node_name(node),
+        )
     outputs = [ir.Value(name=f"{node.outputs[0].name}_{i}") for i in range(count)]
     tracer.node(node, outputs=outputs)
     tracer.bind_list(node.outputs[0], outputs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 from ...ir.errors import UnsupportedError
 from .binding import InputSpec
+from .bounds import too_large
 from .lowerings.table import Value
 from .program import Frame, Operand, Output, Step, run
 from .tensors import Static
@@ -177,7 +180,8 @@ def example_inputs(module: nn.Module, seed: int = 0) -> tuple[Tensor, ...]:
         seed: Seed of the generator.
 
     Raises:
-        UnsupportedError: IRC304 when an input is a list of tensors, or may be absent.
+        UnsupportedError: IRC304 when an input is a list of tensors, or may be absent; IRC307 when it is larger
+            than memory.
     """
     assert isinstance(module, OnnxModule)
     generator = torch.Generator().manual_seed(seed)
@@ -189,9 +193,21 @@ def example_inputs(module: nn.Module, seed: int = 0) -> tuple[Tensor, ...]:
                 f"the input {name!r} is of strings or a list, or may be absent: no example is drawn for it",
                 help="give the inputs yourself",
             )
+        size = math.prod(shape) * dtype.itemsize
+        if size > _memory():
+            raise too_large(
+                f"an example of the input {name!r} of shape {list(shape)} takes {size:,} B, and this machine has"
+                f" {_memory():,} B",
+                help="give it another shape where the file leaves it open, or give the inputs yourself",
+            )
         if dtype.is_floating_point or dtype.is_complex:
             wide = torch.complex64 if dtype.is_complex else torch.float32
             inputs.append(torch.randn(shape, generator=generator, dtype=wide).to(dtype))
         else:
             inputs.append(torch.randint(0, 2, shape, generator=generator).to(dtype))
     return tuple(inputs)
+
+
+def _memory() -> int:
+    """Bytes of memory that this machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from ...ir.errors import Location, UnsupportedError
+from ...ir.errors import Location, UnsupportedError, UsageError
 from .lowerings.table import SETTLE, Call, Lowering, NodeInfo, Value
 from .tensors import Static
 
@@ -23,6 +23,7 @@ __all__ = [
     "NodeStep",
     "Operand",
     "Output",
+    "RunError",
     "Step",
     "with_frees",
 ]
@@ -59,7 +60,13 @@ class Frame:
     def tensor(self, operand: Operand) -> Tensor | None:
         """A value that is a tensor or absent."""
         value = self.values.get(operand)
-        assert value is None or isinstance(value, Tensor)
+        if value is not None and not isinstance(value, Tensor):
+            kind = "a list of tensors" if isinstance(value, list) else "an array of strings"
+            raise RunError(
+                "IRC318",
+                f"{kind} stands where the graph reads one tensor",
+                help="lists within lists are no values of ONNX: mend the file",
+            )
         return value
 
     def output(self, output: Output) -> Value:
@@ -384,12 +391,26 @@ class Map:
         frame.fill(self.results, columns)
 
 
+class RunError(UsageError, RuntimeError):
+    """What only a run can tell of a graph and its inputs: a RuntimeError, as torch's own are."""
+
+
+# What torch raises for values that do not fit; its subclasses (out of memory, of its tracers) pass.
+_FAULTS = (RuntimeError, IndexError, TypeError, ValueError, ZeroDivisionError, OverflowError, AssertionError)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__)[:200]
+
+
 def run(steps: Iterable[Step], frame: Frame) -> None:
     """Run the steps in order.
 
     Raises:
         UnsupportedError: IRC302 when a tracer runs them and a step needs to see data, or when torch has no
             kernel for the element type on this device.
+        RunError: IRC318 when a step cannot take the values it gets, such as an index out of range.
     """
     for step in steps:
         frame.enter(step.name)
@@ -402,12 +423,21 @@ def run(steps: Iterable[Step], frame: Frame) -> None:
                 at=Location(onnx_node=step.name),
                 help=SETTLE,
             ) from error
-        except NotImplementedError as error:
-            raise UnsupportedError(
-                "IRC302",
-                f"{step.title} here (torch: {str(error).strip().splitlines()[0][:200]}) is not supported",
+        except _FAULTS as error:
+            if type(error) is NotImplementedError:
+                raise UnsupportedError(
+                    "IRC302",
+                    f"{step.title} is not supported here (torch: {_first_line(error)})",
+                    at=Location(onnx_node=step.name),
+                    help="export the model with another element type, or replace the node",
+                ) from error
+            if type(error) not in _FAULTS:
+                raise
+            raise RunError(
+                "IRC318",
+                f"{step.title} cannot run on these values: {_first_line(error)}",
                 at=Location(onnx_node=step.name),
-                help="export the model with another element type",
+                help="check the values and the shapes of the inputs",
             ) from error
         frame.free(step.frees)
 

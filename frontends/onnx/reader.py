@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+import onnx
 import onnx_ir as ir
+from onnx_ir.external_data import set_base_dir
 from onnx_ir.passes.common import InlinePass, RemoveUnusedNodesPass, TopologicalSortPass
 
 from ...ir.errors import Location, UsageError
+from ..quiet import quiet
+from .checking import check_proto
 
 __all__ = ["node_name", "normalise", "read", "subgraphs"]
 
@@ -36,8 +40,9 @@ def read(path: str | os.PathLike[str]) -> ir.Model:
     """The model in a file; large external weights stay on disk until they are asked for.
 
     Raises:
-        UsageError: IRC310 when there is no such file, IRC311 when it is not a whole ONNX model, IRC312 when a
-            file of external weights is missing or too short.
+        UsageError: IRC310 when there is no such file, IRC311 when it is not a whole ONNX model, IRC306, IRC308
+            and IRC312 as `check_proto`.
+        UnsupportedError: IRC307 as `check_proto`.
     """
     path = os.fspath(path)
     if not os.path.exists(path):
@@ -49,14 +54,22 @@ def read(path: str | os.PathLike[str]) -> ir.Model:
     if os.path.getsize(path) == 0:
         raise UsageError(_BROKEN, f"{path} is empty", help=_BROKEN_HELP)
     try:
-        model = ir.load(path)
+        proto = onnx.load(path, load_external_data=False)
     except Exception as error:
-        raise UsageError(
-            _BROKEN, f"{path} is not a whole ONNX model: {_first_line(error)}", help=_BROKEN_HELP
-        ) from error
+        raise _not_whole(path, error) from error
+    check_proto(proto, path)
+    try:
+        with quiet("onnx_ir"):
+            model = ir.from_proto(proto)
+    except Exception as error:
+        raise _not_whole(path, error) from error
+    set_base_dir(model.graph, os.path.dirname(os.path.abspath(path)))
     _check(model, path)
-    _check_external(model)
     return model
+
+
+def _not_whole(path: str, error: Exception) -> UsageError:
+    return UsageError(_BROKEN, f"{path} is not a whole ONNX model: {_first_line(error)}", help=_BROKEN_HELP)
 
 
 def _first_line(error: BaseException) -> str:
@@ -73,7 +86,7 @@ def _check(model: ir.Model, path: str) -> None:
         raise UsageError(
             _BROKEN, f"{path} is not a whole ONNX model: its graph has no outputs", help=_BROKEN_HELP
         )
-    _check_wiring(graph, path, set())
+    _check_wiring(graph, path)
     for output in graph.outputs:
         if output.producer() is None and not (output.is_graph_input() or output.is_initializer()):
             raise UsageError(
@@ -81,12 +94,12 @@ def _check(model: ir.Model, path: str) -> None:
             )
 
 
-def _check_wiring(graph: ir.Graph, path: str, outer: set[ir.Value]) -> None:
-    known = outer | set(graph.inputs) | set(graph.initializers.values())
-    known |= {output for node in graph for output in node.outputs}
+def _check_wiring(graph: ir.Graph, path: str) -> None:
     for node in graph:
         for value in node.inputs:
-            if value is not None and value.name and value not in known:
+            if value is None or not value.name:
+                continue
+            if value.producer() is None and not (value.is_graph_input() or value.is_initializer()):
                 raise UsageError(
                     _BROKEN,
                     f"{path}: {node.op_type} reads {value.name!r}, which nothing computes",
@@ -94,32 +107,28 @@ def _check_wiring(graph: ir.Graph, path: str, outer: set[ir.Value]) -> None:
                     help=_BROKEN_HELP,
                 )
         for inner in subgraphs(node):
-            _check_wiring(inner, path, known)
-
-
-def _check_external(model: ir.Model) -> None:
-    for value in model.graph.initializers.values():
-        tensor = value.const_value
-        if isinstance(tensor, ir.ExternalTensor):
-            needed = (tensor.offset or 0) + (tensor.length or tensor.nbytes)
-            present = os.path.getsize(tensor.path) if os.path.exists(tensor.path) else None
-            if present is None or present < needed:
-                state = "is missing" if present is None else f"has {present:,} B of the {needed:,} B needed"
-                raise UsageError(
-                    "IRC312",
-                    f"the weight {value.name!r} is stored in {os.fspath(tensor.path)}, which {state}",
-                    help="keep the model's external data beside it, under the same names",
-                )
+            _check_wiring(inner, path)
 
 
 def normalise(model: ir.Model) -> None:
-    """Inline the model's own functions, put nodes in order, and drop what no output needs; in place."""
-    if model.functions:
-        InlinePass()(model)
-    if not _sorted(model.graph):
-        TopologicalSortPass()(model)
-    # The pass switches training_mode off where the running statistics are unread; this importer ignores it.
-    RemoveUnusedNodesPass()(model)
+    """Inline the model's own functions, put nodes in order, and drop what no output needs; in place.
+
+    Raises:
+        UsageError: IRC308 when functions call themselves, or a value is computed from itself.
+    """
+    try:
+        if model.functions:
+            InlinePass()(model)
+        if not _sorted(model.graph):
+            TopologicalSortPass()(model)
+        # The pass switches training_mode off where running statistics are unread; this importer ignores it.
+        RemoveUnusedNodesPass()(model)
+    except Exception as error:
+        raise UsageError(
+            "IRC308",
+            f"the graph cannot be put in order: {_first_line(error.__cause__ or error)}",
+            help="no value may be computed from itself, and no function may call itself",
+        ) from error
 
 
 def _sorted(graph: ir.Graph) -> bool:

@@ -29,7 +29,7 @@ def fixed_batch(graph: ir.Graph, batch: int | None) -> int | None:
     if len(leading) != 1:
         return None
     (size,) = leading
-    return size if isinstance(size, int) and size != batch else None
+    return size if isinstance(size, int) and size >= 0 and size != batch else None
 
 
 def rebatch(graph: ir.Graph, old: int, new: int) -> None:

@@ -6,6 +6,7 @@ settled; and where a size or a type depends on data, the step settles it in each
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from ...ir.errors import IrcError, Location, UnsupportedError, UsageError
+from .bounds import MOST_BYTES, Account, Bounded, nbytes, stored_bytes, too_large
 from .coverage import domain_of, version_of
 from .lowerings import Attribute, Call, Lowering, NodeInfo, NotConstant, Value, find
 from .program import Block, NodeStep, Operand, Output, Step
@@ -88,6 +90,7 @@ class Tracer:
     constants: list[Tensor] = field(default_factory=list[Tensor])
     as_tensors: set[int] = field(default_factory=set[int])
     steps: list[Step] = field(default_factory=list[Step])
+    account: Account = field(init=False)
     _fake: FakeTensorMode = field(default_factory=FakeTensorMode)
     _values: dict[ir.Value, Known] = field(default_factory=dict[ir.Value, Known])
     _lists: dict[ir.Value, list[ir.Value]] = field(default_factory=dict[ir.Value, list[ir.Value]])
@@ -95,6 +98,7 @@ class Tracer:
 
     def __post_init__(self) -> None:
         self._held = Held(self.model.graph)
+        self.account = Account(stored_bytes(self.model))
 
     # Values
 
@@ -187,6 +191,9 @@ class Tracer:
                     help="export the model with another element type",
                 )
             return Known(tensor)
+        if leaf.tensor.size != math.prod(leaf.shape):
+            size = math.prod(leaf.shape) * leaf.tensor.dtype.bitwidth // 8
+            self.account.check(f"the weight {leaf.name!r}", leaf.shape, size)
         name = leaf.value.name or f"weight_{len(self.weights)}"
         while name in self.weights:  # a branch may name its own weight like one outside
             name += "_"
@@ -346,12 +353,17 @@ class Tracer:
             True,
             lambda make: make(),
         )
-        for value, result in zip(outputs, self._call(lowering, call), strict=False):
-            if result is None:
-                continue
-            assert isinstance(result, Tensor)
-            weight = self.leaves.unpacked(value, onnx_tensor(result)) if info.op in _UNPACK else None
-            self.bind(value, Known(result) if weight is None else self._leaf(weight))
+        with Bounded(info.title, info.name, self.account.limit, self._fake):
+            results = self._call(lowering, call)
+        given = {_storage(k.tensor) for k in known if k is not None and k.constant and k.tensor is not None}
+        for value, result in zip(outputs, results, strict=False):
+            if result is not None:
+                assert isinstance(result, Tensor)
+                self.account.check(info.title, result.shape, nbytes(result), info.name)
+                if _storage(result) not in given:
+                    self.account.add(info.title, result.shape, nbytes(result), info.name)
+                weight = self.leaves.unpacked(value, onnx_tensor(result)) if info.op in _UNPACK else None
+                self.bind(value, Known(result) if weight is None else self._leaf(weight))
 
     def _trace(
         self,
@@ -364,8 +376,9 @@ class Tracer:
         literals: list[int] = []
 
         def make_literal(make: Callable[[], Tensor]) -> Tensor:
-            with unset_fake_temporarily():
+            with unset_fake_temporarily(), Bounded(info.title, info.name, self.account.limit, self._fake):
                 tensor = make().contiguous()
+                self.account.add(info.title, tensor.shape, nbytes(tensor), info.name)
                 literals.append(self._new_constant(tensor).index)
             return self._fake.from_tensor(tensor)
 
@@ -378,7 +391,7 @@ class Tracer:
             True,
             make_literal,
         )
-        with self._fake:
+        with self._fake, Bounded(info.title, info.name, MOST_BYTES, None):
             results = self._call(lowering, call)
         if info.op in _LIVE:
             # What only eval mode reads must be kept too.
@@ -394,6 +407,12 @@ class Tracer:
                 slots.append(None)
                 continue
             assert isinstance(result, Tensor)
+            if nbytes(result) > MOST_BYTES:
+                raise too_large(
+                    f"{info.title} makes a value of shape {list(result.shape)}: {nbytes(result):,} B, and at"
+                    f" most {MOST_BYTES:,} B can run",
+                    info.name,
+                )
             slots.append(self._bind_new_slot(value, result))
         self.steps.append(NodeStep(info, lowering, tuple(operands), tuple(slots), tuple(literals)))
 
@@ -451,6 +470,10 @@ class Tracer:
             ) from error
         call.refuse_unread()
         return result if isinstance(result, tuple) else (result,)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _static(known: Known | None) -> Static | None:

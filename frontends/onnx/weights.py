@@ -362,6 +362,8 @@ class Leaves:
         if source is None:
             return None
         shape = tuple(int(n) for n in np.asarray(source.tensor.numpy()).reshape(-1))
+        if any(n < 0 for n in shape):
+            return None
         attribute = node.attributes.get("value")
         tensor = ir.tensor(np.zeros(1, np.float32)) if attribute is None else attribute.as_tensor()
         leaf = self._leaf(value, tensor, shape, named=False)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..quiet import quiet_tracer
 from .translate import draws
 
 __all__ = ["MADE", "WAYS", "WAYS_OF_EXAMPLE", "Way", "quiet_tracer", "unread_draws_stay"]
@@ -74,18 +74,6 @@ MADE: dict[Any, Any] = {
 The first two are views that are a flag of the tensor, which a type does not tell: each is made, as its
 reader would.
 """
-
-
-@contextlib.contextmanager
-def quiet_tracer() -> Generator[None]:
-    """What the tracer logs about a model's error stands in the error that follows."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 @contextlib.contextmanager

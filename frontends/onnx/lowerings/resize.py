@@ -148,6 +148,8 @@ def _axes_of(c: Call, x: Tensor, transform: str) -> list[_Axis]:
         sizes = c.integers(3, "list of sizes")
         for axis, out in zip(where, sizes, strict=True):
             found.append(_Axis(axis, x.shape[axis], out, out / x.shape[axis]))
+    for a in found:
+        c.positions(a.out)
         if policy not in ("stretch", "not_larger", "not_smaller"):
             c.refuse(f"with keep_aspect_ratio_policy={policy}")
         if policy != "stretch":

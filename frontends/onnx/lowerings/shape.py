@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -42,6 +44,8 @@ def constant_of_shape(c: Call) -> Result:
     given = c.attribute("value")
     value = given if isinstance(given, Tensor) else torch.zeros(1)
     sizes = c.integers(0, "shape")
+    if any(n < 0 for n in sizes):
+        raise ValueError(f"the shape {sizes} has a negative size")
     return c.literal(lambda: value.reshape(()).expand(sizes).clone())
 
 
@@ -143,6 +147,8 @@ def split(c: Call) -> Result:
     sizes = c.ints_("split") or (c.integers(1, "list of sizes") if c.has(1) else None)
     if sizes is None:
         parts = c.int_("num_outputs", len(c.node.wanted))
+        if parts != len(c.node.wanted):
+            raise ValueError(f"num_outputs={parts}, and the node has {len(c.node.wanted)}")
         each, total = math.ceil(x.shape[axis] / parts), x.shape[axis]
         sizes = [max(min(each, total - i * each), 0) for i in range(parts)]
     return torch.split(x, sizes, axis)
@@ -236,24 +242,22 @@ def _pad_by_copy(c: Call, x: Tensor, both: Sequence[tuple[int, int]], mode: str)
         flat = [n for counts in reversed(both[2:]) for n in counts]
         return F.pad(x, flat, mode="replicate" if mode == "edge" else mode)
     for axis in moved:
-        indices = _source_indices(x.shape[axis], both[axis], mode)
-        x = x.index_select(axis, c.literal(lambda indices=indices: torch.tensor(indices)))
+        indices = _source_indices(c, x.shape[axis], both[axis], mode)
+        x = x.index_select(axis, c.literal(lambda indices=indices: torch.from_numpy(indices)))
     return x
 
 
-def _source_indices(n: int, counts: tuple[int, int], mode: str) -> list[int]:
+def _source_indices(c: Call, n: int, counts: tuple[int, int], mode: str) -> npt.NDArray[np.int64]:
     """Where each element of a padded axis comes from; negative counts cut before the rest is copied."""
     start, end = max(-counts[0], 0), n - max(-counts[1], 0)
-    n = end - start
-    indices: list[int] = []
-    for i in range(-max(counts[0], 0), n + max(counts[1], 0)):
-        if mode == "edge":
-            i = min(max(i, 0), n - 1)
-        elif mode == "wrap":
-            i %= n
-        else:
-            period = max(2 * (n - 1), 1)
-            i = i % period
-            i = i if i < n else period - i
-        indices.append(start + i)
-    return indices
+    n, before, after = end - start, max(counts[0], 0), max(counts[1], 0)
+    if n < 1:
+        raise ValueError(f"{mode} pads of {counts} leave nothing to copy from")
+    i = c.positions(before + n + after) - before
+    if mode == "edge":
+        return start + i.clip(0, n - 1)
+    if mode == "wrap":
+        return start + i % n
+    period = max(2 * (n - 1), 1)
+    i = i % period
+    return start + np.where(i < n, i, period - i)

@@ -11,7 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from ....ir.errors import Location, UnsupportedError
+from ....ir.errors import Location, UnsupportedError, UsageError
+from ..bounds import MOST_LISTED, too_large
 from ..tensors import Static
 
 __all__ = [
@@ -62,12 +63,22 @@ _HARMLESS = frozenset(
 )
 
 
+# Their axes are not those of their first operand, or mean nothing where the scale is one number.
+_OTHER_AXES = ("DequantizeLinear", "QuantizeLinear", "Unsqueeze")
+# They may name the place after the last axis.
+_AXIS_AFTER = ("ConcatFromSequence", "Flatten", "OneHot")
+
+
 SETTLE = "where an input decides it, settle that input at import: from_onnx(path, constants={name: tensor})"
 """What to do where a plan needs a value that only a run tells."""
 
 
 class NotConstant(UnsupportedError):
     """A lowering needs the elements of an operand while only its type is known."""
+
+
+_MOST_SETTINGS = 1 << 20
+"""Elements of an operand that is read number by number, such as a shape or a list of axes."""
 
 
 newest_opset = 28
@@ -214,7 +225,13 @@ class Call:
 
     def integers(self, index: int, what: str) -> list[int]:
         """A constant operand as a flat list of integers."""
-        return [int(v) for v in self.constant(index, what).array.reshape(-1).tolist()]
+        array = self.constant(index, what).array
+        if array.size > _MOST_SETTINGS:
+            self.refuse(f"with a {what} of {array.size:,} elements")
+        values = [int(v) for v in array.reshape(-1).tolist()]
+        if what == "list of axes":
+            self._check_axes(values)
+        return values
 
     def integer(self, index: int, what: str) -> int:
         """A constant operand of one element as an integer."""
@@ -250,6 +267,20 @@ class Call:
         """Whether the operand is a parameter or a buffer itself."""
         return index < len(self.weights) and self.weights[index]
 
+    def positions(self, count: int) -> npt.NDArray[np.int64]:
+        """The numbers from 0 on, of which an axis of the result has `count`.
+
+        Raises:
+            UnsupportedError: IRC307 when they are too many to work out one by one.
+        """
+        if count > MOST_LISTED:
+            raise too_large(
+                f"{self.node.title} makes an axis of {count:,} elements, and at most {MOST_LISTED:,} can be"
+                " placed one by one",
+                self.node.name,
+            )
+        return np.arange(count)
+
     def literal(self, make: Callable[[], Tensor]) -> Tensor:
         """A tensor that follows from shapes and attributes alone; made at import and kept with the module."""
         return self.make_literal(make)
@@ -278,25 +309,56 @@ class Call:
         for name in sorted(self.node.attributes.keys() - self.read - _HARMLESS):
             self.refuse(f"with {name}={self.node.attributes[name]}")
 
+    def _mistyped(self, name: str, wanted: str) -> UsageError:
+        return UsageError(
+            "IRC305",
+            f"{self.node.title} has the attribute {name}={str(self.node.attributes[name])[:80]}, where it takes"
+            f" {wanted}",
+            at=Location(onnx_node=self.node.name),
+            help="mend the file: the operator's page at onnx.ai/onnx/operators says what it takes",
+        )
+
+    def _check_axes(self, axes: Sequence[int]) -> None:
+        """Refuse axes that the first operand has not, before a lowering counts them round."""
+        first = self.tensors[0] if self.tensors else None
+        first = first[0] if isinstance(first, list) and first else first
+        if not isinstance(first, Tensor) or self.node.domain or self.node.op in _OTHER_AXES:
+            return
+        rank = max(first.ndim, 1)
+        end = rank + (self.node.op in _AXIS_AFTER)
+        for axis in axes:
+            if not -end <= axis < end:
+                raise UsageError(
+                    "IRC305",
+                    f"{self.node.title} names axis {axis} of an operand of {first.ndim} axes",
+                    at=Location(onnx_node=self.node.name),
+                    help="check the shapes given for the inputs against those the model was exported with",
+                )
+
     def int_(self, name: str, default: int) -> int:
         """An integer attribute."""
         given = self.attribute(name)
         value = default if given is None else given
-        assert isinstance(value, int)
+        if not isinstance(value, int):
+            raise self._mistyped(name, "an integer")
+        if name == "axis" and given is not None:
+            self._check_axes([value])
         return value
 
     def float_(self, name: str, default: float) -> float:
         """A float attribute."""
         given = self.attribute(name)
         value = default if given is None else given
-        assert isinstance(value, float | int)
+        if not isinstance(value, float | int):
+            raise self._mistyped(name, "a number")
         return float(value)
 
     def str_(self, name: str, default: str) -> str:
         """A string attribute."""
         given = self.attribute(name)
         value = default if given is None else given
-        assert isinstance(value, str)
+        if not isinstance(value, str):
+            raise self._mistyped(name, "a string")
         return value
 
     def ints_(self, name: str) -> list[int] | None:
@@ -304,7 +366,10 @@ class Call:
         value = self.attribute(name)
         if value is None:
             return None
-        assert isinstance(value, tuple)
+        if not isinstance(value, tuple) or not all(isinstance(v, int) for v in value):
+            raise self._mistyped(name, "a list of integers")
+        if name == "axes":
+            self._check_axes([int(v) for v in value])
         return [int(v) for v in value]
 
     def strs_(self, name: str) -> list[str] | None:
@@ -312,7 +377,8 @@ class Call:
         value = self.attribute(name)
         if value is None:
             return None
-        assert isinstance(value, tuple)
+        if not isinstance(value, tuple) or not all(isinstance(v, str) for v in value):
+            raise self._mistyped(name, "a list of strings")
         return [str(v) for v in value]
 
     def axes(self, index: int = 1) -> list[int] | None:

@@ -78,7 +78,7 @@ MODELS = (
         {"serving_default_input_2:0": (2, 43844, 1)},
     ),
     Model("captcha-recognizer==1.0.2", "captcha_recognizer/models/slider.onnx"),
-    Model("ddddocr==1.6.1", "ddddocr/common.onnx", {"input1": (2, 1, 64, 128)}),
+    Model("ddddocr==1.6.1", "ddddocr/common.onnx", {"input1": (1, 1, 64, 128)}),
     Model("ddddocr==1.6.1", "ddddocr/common_det.onnx"),
     Model("ddddocr==1.6.1", "ddddocr/common_old.onnx", {"input1": (1, 1, 64, 128)}),
     Model(

@@ -306,9 +306,11 @@ def test_what_does_not_fit_names_the_budget_that_does(irc: Run, models: Path, st
 
 def test_an_unsupported_operation(irc: Run, models: Path, tmp_path: Path) -> None:
     path = save_onnx(
-        tmp_path / "m.onnx", [helper.make_node("TfIdfVectorizer", ["x"], ["y"], name="odd")], (3, 8, 8)
+        tmp_path / "m.onnx",
+        [helper.make_node("Fancy", ["x"], ["y"], name="odd", domain="com.acme")],
+        (3, 8, 8),
     )
-    err = refused(irc("optimize", path, "--budget", "90%", *FAST), 4, "IRC301", "ai.onnx::TfIdfVectorizer")
+    err = refused(irc("optimize", path, "--budget", "90%", *FAST), 4, "IRC301", "com.acme::Fancy")
     assert "ONNX node odd" in err
     err = refused(irc("inspect", f"{models}:branching"), 4, "IRC332", "depend on the values")
     assert "models.py" in err

@@ -36,7 +36,7 @@ from irc.ir.errors import IrcError
 
 __all__ = ["SECONDS", "TooSlow", "corpus", "mutate_bytes", "mutate_model", "outcome"]
 
-SECONDS = 10
+SECONDS = 20
 """Time within which a file must be imported, and then run."""
 _RUN_BYTES = 1 << 28
 

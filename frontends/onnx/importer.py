@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from ...ir.errors import IrcError, Location, UnsupportedError, UsageError
 from ..quiet import quiet_tracer
 from .binding import Constant, InputSpec, bind_constants, bind_inputs
-from .control_flow import ControlFlow
 from .bounds import Account, too_large
 from .checking import MOST_NODES
+from .control_flow import ControlFlow
 from .coverage import check_covered, domain_of, title
 from .lists import OPTIONALS, SEQUENCES, import_optional, import_sequence
 from .module import OnnxModule, Stored

@@ -116,9 +116,16 @@ def normalise(model: ir.Model) -> None:
     Raises:
         UsageError: IRC308 when functions call themselves, or a value is computed from itself.
     """
-    try:
-        if model.functions:
+    if model.functions:
+        try:
             InlinePass()(model)
+        except Exception as error:
+            raise UsageError(
+                "IRC308",
+                f"the model's functions cannot be inlined: {_first_line(error.__cause__ or error)}",
+                help="inline them before: `onnx.inliner.inline_local_functions`",
+            ) from error
+    try:
         if not _sorted(model.graph):
             TopologicalSortPass()(model)
         # The pass switches training_mode off where running statistics are unread; this importer ignores it.
@@ -127,7 +134,7 @@ def normalise(model: ir.Model) -> None:
         raise UsageError(
             "IRC308",
             f"the graph cannot be put in order: {_first_line(error.__cause__ or error)}",
-            help="no value may be computed from itself, and no function may call itself",
+            help="no value may be computed from itself",
         ) from error
 
 

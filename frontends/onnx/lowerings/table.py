@@ -264,6 +264,8 @@ class Call:
         Raises:
             UnsupportedError: IRC307 when they are too many to work out one by one.
         """
+        if count < 0:
+            raise ValueError(f"an axis cannot have {count:,} elements")
         if count > MOST_LISTED:
             raise too_large(
                 f"{self.node.title} makes an axis of {count:,} elements, and at most {MOST_LISTED:,} can be"

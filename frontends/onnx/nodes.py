@@ -1,4 +1,4 @@
-"""Nodes held against the operator specification: how many operands and results, and attributes of which type."""
+"""Nodes held against the operator specification: their operands, results, attributes and bodies."""
 
 from __future__ import annotations
 
@@ -41,6 +41,10 @@ def _check(nodes: Iterable[ir.Node], versions: Mapping[str, int]) -> None:
             _check(inner, versions)
 
 
+_TYPES = onnx.defs.OpSchema.AttrType
+_NAMES = {getattr(_TYPES, kind.name): kind.name for kind in ir.AttributeType if hasattr(_TYPES, kind.name)}
+
+
 @functools.cache
 def _schema(op: str, version: int) -> onnx.defs.OpSchema | None:
     try:
@@ -81,9 +85,10 @@ def _check_node(node: ir.Node, schema: onnx.defs.OpSchema, title: str) -> None:
         if attribute is None:
             if wanted.required:
                 raise refuse(f"lacks its attribute {name!r}")
-        elif attribute.type.name != wanted.type.name and not (_is_empty(attribute) and _is_list(wanted)):
+        elif attribute.type.name != _NAMES[wanted.type] and not (_is_empty(attribute) and _is_list(wanted)):
             raise refuse(
-                f"has the attribute {name!r} of type {attribute.type.name}, where it takes {wanted.type.name}"
+                f"has the attribute {name!r} of type {attribute.type.name}, where it takes"
+                f" {_NAMES[wanted.type]}"
             )
 
     problem = _body_problem(node)
@@ -98,7 +103,7 @@ def _is_empty(attribute: ir.Attr) -> bool:
 
 
 def _is_list(wanted: onnx.defs.OpSchema.Attribute) -> bool:
-    return wanted.type.name.endswith("S")
+    return _NAMES[wanted.type].endswith("S")
 
 
 def _body_problem(node: ir.Node) -> str | None:

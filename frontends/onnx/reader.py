@@ -40,8 +40,8 @@ def read(path: str | os.PathLike[str]) -> ir.Model:
     """The model in a file; large external weights stay on disk until they are asked for.
 
     Raises:
-        UsageError: IRC310 when there is no such file, IRC311 when it is not a whole ONNX model, IRC306, IRC308
-            and IRC312 as `check_proto`.
+        UsageError: IRC310 when there is no such file, IRC311 when it is not a whole ONNX model, IRC306,
+            IRC308 and IRC312 as `check_proto`.
         UnsupportedError: IRC307 as `check_proto`.
     """
     path = os.fspath(path)

@@ -305,8 +305,8 @@ class Call:
     def _mistyped(self, name: str, wanted: str) -> UsageError:
         return UsageError(
             "IRC305",
-            f"{self.node.title} has the attribute {name}={str(self.node.attributes[name])[:80]}, where it takes"
-            f" {wanted}",
+            f"{self.node.title} has the attribute {name}={str(self.node.attributes[name])[:80]}, where it"
+            f" takes {wanted}",
             at=Location(onnx_node=self.node.name),
             help="mend the file: the operator's page at onnx.ai/onnx/operators says what it takes",
         )

@@ -11,7 +11,7 @@ __all__ = ["quiet", "quiet_tracer"]
 
 @contextlib.contextmanager
 def quiet(*names: str) -> Generator[None]:
-    """Meanwhile, the loggers of these names are silent: what they would say stands in the error that follows."""
+    """Meanwhile, these loggers are silent: what they would say stands in the error that follows."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

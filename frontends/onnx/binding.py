@@ -220,7 +220,8 @@ def _checked(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int
     size = math.prod(shape) * dtype.itemsize
     if size > MOST_BYTES:
         raise too_large(
-            f"the input {name!r} of shape {list(shape)} takes {size:,} B, and at most {MOST_BYTES:,} B can run",
+            f"the input {name!r} of shape {list(shape)} takes {size:,} B, and at most {MOST_BYTES:,} B can"
+            " run",
             help="give it another shape where the file leaves it open, or mend the file",
         )
     return shape

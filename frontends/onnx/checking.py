@@ -274,7 +274,8 @@ def _check_functions(model: onnx.ModelProto) -> None:
 def _calls(nodes: Iterable[onnx.NodeProto], ids: set[_FunctionId]) -> tuple[int, Counter[_FunctionId]]:
     """The nodes of a body that call nothing, and how often it calls each function."""
     own, calls = 0, Counter[_FunctionId]()
-    for node in (*nodes, *(n for node in nodes for graph in _inner(node) for n in graph.node)):
+    nodes = list(nodes)
+    for node in (*nodes, *(n for outer in nodes for graph in _inner(outer) for n in graph.node)):
         called = (node.domain, node.op_type, node.overload)
         if called in ids:
             calls[called] += 1

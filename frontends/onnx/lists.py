@@ -87,7 +87,8 @@ def _split(tracer: Tracer, node: ir.Node, values: list[ir.Value]) -> None:
         count = sizes.tensor.numel() if sizes.tensor.ndim else -(-size // int(sizes.tensor.item()))
     if count > MOST_OPERATIONS:
         raise too_large(
-            f"{title(tracer.model, node)} makes {count:,} tensors, and at most {MOST_OPERATIONS:,} can be told apart",
+            f"{title(tracer.model, node)} makes {count:,} tensors, and at most {MOST_OPERATIONS:,} can be"
+            " told apart",
             node_name(node),
         )
     outputs = [ir.Value(name=f"{node.outputs[0].name}_{i}") for i in range(count)]

@@ -180,8 +180,8 @@ def example_inputs(module: nn.Module, seed: int = 0) -> tuple[Tensor, ...]:
         seed: Seed of the generator.
 
     Raises:
-        UnsupportedError: IRC304 when an input is a list of tensors, or may be absent; IRC307 when it is larger
-            than memory.
+        UnsupportedError: IRC304 when an input is a list of tensors, or may be absent, IRC307 when it is
+            larger than memory.
     """
     assert isinstance(module, OnnxModule)
     generator = torch.Generator().manual_seed(seed)
@@ -196,8 +196,8 @@ def example_inputs(module: nn.Module, seed: int = 0) -> tuple[Tensor, ...]:
         size = math.prod(shape) * dtype.itemsize
         if size > _memory():
             raise too_large(
-                f"an example of the input {name!r} of shape {list(shape)} takes {size:,} B, and this machine has"
-                f" {_memory():,} B",
+                f"an example of the input {name!r} of shape {list(shape)} takes {size:,} B, and this machine"
+                f" has {_memory():,} B",
                 help="give it another shape where the file leaves it open, or give the inputs yourself",
             )
         if dtype.is_floating_point or dtype.is_complex:

@@ -1,18 +1,20 @@
-"""Nodes held against the operator specification: how many operands and results, and attributes of which type."""
+"""Nodes held against the operator specification: their operands, results, attributes and bodies."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import onnx.defs
 import onnx_ir as ir
+import torch
 
 from ...ir.errors import Location, UsageError
 from .coverage import domain_of
+from .lowerings import NodeInfo
 from .reader import node_name, subgraphs
 
-__all__ = ["check_nodes"]
+__all__ = ["check_kinds", "check_nodes"]
 
 
 def check_nodes(model: ir.Model) -> None:
@@ -37,6 +39,10 @@ def _check(nodes: Iterable[ir.Node], versions: Mapping[str, int]) -> None:
                 _check_node(node, schema, f"ai.onnx::{node.op_type} (opset {version})")
         for inner in subgraphs(node):
             _check(inner, versions)
+
+
+_TYPES = onnx.defs.OpSchema.AttrType
+_NAMES = {getattr(_TYPES, kind.name): kind.name for kind in ir.AttributeType if hasattr(_TYPES, kind.name)}
 
 
 @functools.cache
@@ -79,13 +85,89 @@ def _check_node(node: ir.Node, schema: onnx.defs.OpSchema, title: str) -> None:
         if attribute is None:
             if wanted.required:
                 raise refuse(f"lacks its attribute {name!r}")
-        elif attribute.type.name != wanted.type.name and not _is_empty(attribute):
+        elif attribute.type.name != _NAMES[wanted.type] and not (_is_empty(attribute) and _is_list(wanted)):
             raise refuse(
-                f"has the attribute {name!r} of type {attribute.type.name}, where it takes {wanted.type.name}"
+                f"has the attribute {name!r} of type {attribute.type.name}, where it takes"
+                f" {_NAMES[wanted.type]}"
             )
+
+    problem = _body_problem(node)
+    if problem is not None:
+        raise refuse(problem)
 
 
 def _is_empty(attribute: ir.Attr) -> bool:
     """An empty list has no type to be wrong about."""
     value = attribute.value
     return isinstance(value, list | tuple) and not value
+
+
+def _is_list(wanted: onnx.defs.OpSchema.Attribute) -> bool:
+    return _NAMES[wanted.type].endswith("S")
+
+
+def _body_problem(node: ir.Node) -> str | None:
+    """How the graphs that a node carries differ in operands or results from the node, if they do."""
+    given, made = len(node.inputs), len(node.outputs)
+    bodies = list(subgraphs(node))
+    counts = [(len(body.inputs), len(body.outputs)) for body in bodies]
+    if node.op_type == "If":
+        wrong = [outputs for _, outputs in counts if outputs != made]
+        return f"has {made} results and a branch of {wrong[0]}" if wrong else None
+    if node.op_type == "Loop":
+        carried = max(given - 2, 0)
+        for inputs, outputs in counts:
+            if inputs != carried + 2 or outputs != made + 1 or made < carried:
+                return (
+                    f"carries {carried} values to {made} results, and its body takes {inputs} and gives"
+                    f" {outputs}: {carried + 2} and {made + 1} are needed"
+                )
+    if node.op_type in ("Scan", "SequenceMap"):
+        for inputs, outputs in counts:
+            if inputs not in (given, given - 1) or outputs != made:
+                return f"has {given} operands and {made} results, and its body {inputs} and {outputs}"
+    if node.op_type == "Scan":
+        scanned = node.attributes["num_scan_inputs"].as_int()
+        if not 1 <= scanned <= given:
+            return f"scans {scanned} of its {given} operands"
+    return None
+
+
+@functools.cache
+def _kinds(op: str, version: int) -> tuple[str | None, ...]:
+    """For each operand, `integers` or `booleans` where it takes nothing else."""
+    schema = _schema(op, version)
+    if schema is None:
+        return ()
+    kinds: list[str | None] = []
+    for formal in schema.inputs:
+        if formal.types and set(formal.types) <= {"tensor(int32)", "tensor(int64)"}:
+            kinds.append("integers")
+        else:
+            kinds.append("booleans" if set(formal.types) == {"tensor(bool)"} else None)
+    return tuple(kinds)
+
+
+def check_kinds(info: NodeInfo, dtypes: Sequence[torch.dtype | None]) -> None:
+    """Refuse numbers of another kind where a node takes indices or conditions alone.
+
+    Args:
+        info: The node.
+        dtypes: The element types of its operands, as far as they are known.
+
+    Raises:
+        UsageError: IRC305.
+    """
+    if info.domain:
+        return
+    for index, (kind, dtype) in enumerate(zip(_kinds(info.op, info.version), dtypes, strict=False)):
+        if kind is None or dtype is None:
+            continue
+        integer = not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
+        if not (integer if kind == "integers" else dtype is torch.bool):
+            raise UsageError(
+                "IRC305",
+                f"{info.title} has an operand {index} of {dtype}, where it takes {kind}",
+                at=Location(onnx_node=info.name),
+                help="the operator's page at onnx.ai/onnx/operators says what it takes; mend the file",
+            )

@@ -40,8 +40,8 @@ def read(path: str | os.PathLike[str]) -> ir.Model:
     """The model in a file; large external weights stay on disk until they are asked for.
 
     Raises:
-        UsageError: IRC310 when there is no such file, IRC311 when it is not a whole ONNX model, IRC306, IRC308
-            and IRC312 as `check_proto`.
+        UsageError: IRC310 when there is no such file, IRC311 when it is not a whole ONNX model, IRC306,
+            IRC308 and IRC312 as `check_proto`.
         UnsupportedError: IRC307 as `check_proto`.
     """
     path = os.fspath(path)
@@ -116,9 +116,16 @@ def normalise(model: ir.Model) -> None:
     Raises:
         UsageError: IRC308 when functions call themselves, or a value is computed from itself.
     """
-    try:
-        if model.functions:
+    if model.functions:
+        try:
             InlinePass()(model)
+        except Exception as error:
+            raise UsageError(
+                "IRC308",
+                f"the model's functions cannot be inlined: {_first_line(error.__cause__ or error)}",
+                help="inline them before: `onnx.inliner.inline_local_functions`",
+            ) from error
+    try:
         if not _sorted(model.graph):
             TopologicalSortPass()(model)
         # The pass switches training_mode off where running statistics are unread; this importer ignores it.
@@ -127,7 +134,7 @@ def normalise(model: ir.Model) -> None:
         raise UsageError(
             "IRC308",
             f"the graph cannot be put in order: {_first_line(error.__cause__ or error)}",
-            help="no value may be computed from itself, and no function may call itself",
+            help="no value may be computed from itself",
         ) from error
 
 

@@ -26,6 +26,7 @@ from ...ir.errors import IrcError, Location, UnsupportedError, UsageError
 from .bounds import MOST_BYTES, Account, Bounded, nbytes, stored_bytes, too_large
 from .coverage import domain_of, version_of
 from .lowerings import Attribute, Call, Lowering, NodeInfo, NotConstant, Value, find
+from .nodes import check_kinds
 from .program import Block, NodeStep, Operand, Output, Step
 from .quantized import Held
 from .reader import node_name
@@ -323,6 +324,7 @@ class Tracer:
             inputs.pop()
         values = [v if v is not None and v.name else None for v in inputs]
         known = [None if v is None else self.known(v) for v in values]
+        check_kinds(info, [None if k is None or k.tensor is None else k.tensor.dtype for k in known])
         try:
             if self._folds(info, known):
                 self._fold(outputs, info, lowering, known)

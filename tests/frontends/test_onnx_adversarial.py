@@ -89,7 +89,7 @@ SIZES: dict[str, tuple[ModelProto, str, str]] = {
     "a constant of 10^18 elements": (
         model([n("ConstantOfShape", ["s"], ["c"]), _SUM, _ADD], [stored("s", [_HUGE, _HUGE])]),
         "IRC307",
-        "makes a constant of shape [1000000000, 1000000000]: 4,000,000,000,000,000,000 B, and at most 1,073,741,824",
+        "of shape [1000000000, 1000000000]: 4,000,000,000,000,000,000 B, and at most 1,073,741,824 B may",
     ),
     "a constant of 6 GB": (
         model([n("ConstantOfShape", ["s"], ["c"]), _SUM, _ADD], [stored("s", [40000, 40000])]),
@@ -146,7 +146,7 @@ SIZES: dict[str, tuple[ModelProto, str, str]] = {
     "pads of 10^12": (
         model([n("Pad", ["x", "p"], ["y"])], [stored("p", [0, 0, 10**12, 10**3])]),
         "IRC307",
-        "makes a value of shape [1000000000002, 1003]: 4,012,000,000,008,024 B, and at most 1,099,511,627,776 B",
+        "a value of shape [1000000000002, 1003]: 4,012,000,000,008,024 B, and at most 1,099,511,627,776 B",
     ),
     "reflected pads of 10^12": (
         model([n("Pad", ["x", "p"], ["y"], mode="reflect")], [stored("p", [0, 0, 10**12, 0])]),
@@ -303,6 +303,11 @@ GRAPHS: dict[str, tuple[ModelProto, str, str]] = {
         "IRC308",
         "two functions named 'f'",
     ),
+    "a function of another operator set": (
+        model([call("f", "x", "y")], functions=[function("f", [n("Relu", ["a"], ["b"])])], opset=11),
+        "IRC308",
+        "functions cannot be inlined: Opset mismatch",
+    ),
     "operator set 0": (model([n("Relu", ["x"], ["y"])], opset=0), "IRC303", "opset 0"),
     "operator set -5": (model([n("Relu", ["x"], ["y"])], opset=-5), "IRC303", "opset -5"),
     "operator set 2^40": (model([n("Relu", ["x"], ["y"])], opset=2**40), "IRC303", "opset 1099511627776"),
@@ -317,6 +322,9 @@ def test_graphs_that_contradict_themselves(
     error = refused(tmp_path / "m.onnx", proto, capfd)
     assert error.code == code and text in error.message, str(error)
 
+
+_EMPTY = helper.make_graph([], "empty", [], [])
+_PASS = helper.make_graph([n("Relu", ["a"], ["b"])], "pass", [value("a", (3,))], [value("b", (3,))])
 
 NODES: dict[str, tuple[ModelProto, str, str]] = {
     "text for strides": (
@@ -338,6 +346,39 @@ NODES: dict[str, tuple[ModelProto, str, str]] = {
     "three operands": (model([n("Relu", ["x", "x", "x"], ["y"])]), "IRC305", "has 3 operands"),
     "an empty operand": (model([n("Add", ["x", ""], ["y"])]), "IRC305", "lacks its operand 1 (B)"),
     "no result": (model([n("Relu", ["x"], []), n("Relu", ["x"], ["y"])]), "IRC305", "has 0 results"),
+    "fractions as indices": (
+        model([n("Gather", ["x", "w"], ["y"])], [stored("w", [0.5], np.float32)]),
+        "IRC305",
+        "has an operand 1 of torch.float32, where it takes integers",
+    ),
+    "numbers as conditions": (
+        model([n("Where", ["x", "x", "x"], ["y"])]),
+        "IRC305",
+        "where it takes booleans",
+    ),
+    "a branch without results": (
+        model(
+            [n("If", ["w"], ["y"], then_branch=_EMPTY, else_branch=_EMPTY)],
+            [stored("w", True, np.bool_)],
+        ),
+        "IRC305",
+        "has 1 results and a branch of 0",
+    ),
+    "a loop that carries two values": (
+        model([n("Loop", ["w", "", "x", "x"], ["y", "z"], body=_EMPTY)], [stored("w", 3)]),
+        "IRC305",
+        "carries 2 values to 2 results, and its body takes 0 and gives 0: 4 and 3 are needed",
+    ),
+    "a scan of more than it has": (
+        model([n("Scan", ["x"], ["y"], body=_PASS, num_scan_inputs=4)]),
+        "IRC305",
+        "scans 4 of its 1 operands",
+    ),
+    "a scan of no body": (
+        model([n("Scan", ["x"], ["y"], body=_EMPTY, num_scan_inputs=1)]),
+        "IRC305",
+        "has 1 operands and 1 results, and its body 0 and 0",
+    ),
     "no groups": (model([n("Conv", ["x", "w"], ["y"], group=0)], [_FILTER], x=_IMAGE), "IRC318", "groups"),
     "pads of 10^15": (
         model([n("Conv", ["x", "w"], ["y"], pads=[10**15] * 4)], [_FILTER], x=_IMAGE),
@@ -489,7 +530,7 @@ def test_values_that_a_node_cannot_take(tmp_path: Path) -> None:
     (tmp_path / "m.onnx").write_bytes(proto.SerializeToString())
     module = from_onnx(tmp_path / "m.onnx")
     module(torch.ones(2, 3), torch.tensor([0, 3]))
-    with pytest.raises(RuntimeError, match="ai.onnx::Gather .* cannot run on these values") as caught:
+    with pytest.raises(RuntimeError, match=r"ai.onnx::Gather .* cannot run on these values") as caught:
         module(torch.ones(2, 3), torch.tensor([0, 4]))
     assert isinstance(caught.value, UsageError) and caught.value.code == "IRC318"
     assert caught.value.at is not None and caught.value.at.onnx_node == "look"

@@ -273,6 +273,8 @@ class Call:
         Raises:
             UnsupportedError: IRC307 when they are too many to work out one by one.
         """
+        if count < 0:
+            raise ValueError(f"an axis cannot have {count:,} elements")
         if count > MOST_LISTED:
             raise too_large(
                 f"{self.node.title} makes an axis of {count:,} elements, and at most {MOST_LISTED:,} can be"
@@ -312,8 +314,8 @@ class Call:
     def _mistyped(self, name: str, wanted: str) -> UsageError:
         return UsageError(
             "IRC305",
-            f"{self.node.title} has the attribute {name}={str(self.node.attributes[name])[:80]}, where it takes"
-            f" {wanted}",
+            f"{self.node.title} has the attribute {name}={str(self.node.attributes[name])[:80]}, where it"
+            f" takes {wanted}",
             at=Location(onnx_node=self.node.name),
             help="mend the file: the operator's page at onnx.ai/onnx/operators says what it takes",
         )

@@ -477,7 +477,7 @@ def outcome(path: Path) -> str:
     with _within(SECONDS):
         try:
             module = from_onnx(path).eval()
-            sizes = [math.prod(shape) * dtype.itemsize for _, shape, dtype in module.input_specs if shape]
+            sizes = [math.prod(s) * t.itemsize for _, s, t in module.input_specs if s and t is not None]
             if sum(sizes) > _RUN_BYTES:
                 return "large"
             inputs = example_inputs(module)

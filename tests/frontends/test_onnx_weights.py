@@ -184,9 +184,8 @@ def test_shapes_fold_and_a_branch_is_taken_at_import(tmp_path: Path) -> None:
     then = helper.make_graph(
         [node("Relu", ["x"], ["a"])], "then", [], [helper.make_value_info("a", onnx.TypeProto())]
     )
-    other = helper.make_graph(
-        [node("Other", ["x"], ["b"], domain="com.acme")], "else", [], [helper.make_value_info("b", onnx.TypeProto())]
-    )
+    unknown = node("Other", ["x"], ["b"], domain="com.acme")
+    other = helper.make_graph([unknown], "else", [], [helper.make_value_info("b", onnx.TypeProto())])
     nodes = [
         node("Shape", ["x"], ["s"]),
         constant("first", 0, np.int64),

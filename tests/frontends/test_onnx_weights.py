@@ -184,7 +184,10 @@ def test_shapes_fold_and_a_branch_is_taken_at_import(tmp_path: Path) -> None:
         [node("Relu", ["x"], ["a"])], "then", [], [helper.make_value_info("a", onnx.TypeProto())]
     )
     other = helper.make_graph(
-        [node("Loop", ["x"], ["b"])], "else", [], [helper.make_value_info("b", onnx.TypeProto())]
+        [node("Fancy", ["x"], ["b"], domain="com.acme")],
+        "else",
+        [],
+        [helper.make_value_info("b", onnx.TypeProto())],
     )
     nodes = [
         node("Shape", ["x"], ["s"]),

@@ -48,8 +48,8 @@ def from_onnx(
             a pattern such as `*.position_ids`. The first that fits counts.
 
     Raises:
-        UsageError: IRC305, IRC306, IRC308, IRC310 to IRC319: the file is missing, broken or contradicts itself,
-            or a shape is missing or contradicts it.
+        UsageError: IRC305, IRC306, IRC308, IRC310 to IRC319: the file is missing, broken or contradicts
+            itself, or a shape is missing or contradicts it.
         UnsupportedError: IRC301 to IRC304: an operator, an option, an operator set or a type is not covered;
             IRC307: what follows from the file is too large.
     """

@@ -48,8 +48,10 @@ def from_onnx(
             a pattern such as `*.position_ids`. The first that fits counts.
 
     Raises:
-        UsageError: IRC310 to IRC319: the file is missing or broken, or a shape is missing or contradicts it.
-        UnsupportedError: IRC301 to IRC304: an operator, an option, an operator set or a type is not covered.
+        UsageError: IRC305, IRC306, IRC308, IRC310 to IRC319: the file is missing, broken or contradicts
+            itself, or a shape is missing or contradicts it.
+        UnsupportedError: IRC301 to IRC304: an operator, an option, an operator set or a type is not covered;
+            IRC307: what follows from the file is too large.
     """
     model = read(path)
     fixed = None if inputs or constants else fixed_batch(model.graph, batch)

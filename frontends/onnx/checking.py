@@ -196,7 +196,8 @@ def _check_tensor(tensor: onnx.TensorProto, what: str, folder: str) -> None:
     elif tensor.HasField("raw_data"):
         _compare(what, dims, nbytes, len(tensor.raw_data), "B")
     else:
-        _compare(what, dims, *_typed(tensor, dtype, count), "numbers")
+        needed, present = _typed(tensor, dtype, count)
+        _compare(what, dims, needed, present, "numbers")
 
 
 def _typed(tensor: onnx.TensorProto, dtype: ir.DataType, count: int) -> tuple[int, int]:

@@ -63,22 +63,19 @@ def _check_node(node: ir.Node, schema: onnx.defs.OpSchema, title: str) -> None:
             help="the operator's page at onnx.ai/onnx/operators says what it takes; mend the file",
         )
 
+    options = onnx.defs.OpSchema.FormalParameterOption
+    needed = schema.min_input
+    while 0 < needed <= len(schema.inputs) and schema.inputs[needed - 1].option == options.Optional:
+        needed -= 1  # what may be empty may be left out at the end
     for what, count, least, most in (
-        ("operands", len(node.inputs), schema.min_input, schema.max_input),
+        ("operands", len(node.inputs), needed, schema.max_input),
         ("results", len(node.outputs), schema.min_output, schema.max_output),
     ):
         if not least <= count <= most:
-            takes = (
-                str(least)
-                if least == most
-                else f"{least} to {most}"
-                if most < 1 << 30
-                else f"{least} or more"
-            )
-            raise refuse(f"has {count} {what}, where it takes {takes}")
-    single = onnx.defs.OpSchema.FormalParameterOption.Single
+            up_to = f"{least} to {most}" if most < 1 << 30 else f"{least} or more"
+            raise refuse(f"has {count} {what}, where it takes {least if least == most else up_to}")
     for index, (given, formal) in enumerate(zip(node.inputs, schema.inputs, strict=False)):
-        if formal.option == single and (given is None or not given.name):
+        if formal.option == options.Single and (given is None or not given.name):
             raise refuse(f"lacks its operand {index} ({formal.name})")
     for name, wanted in schema.attributes.items():
         attribute = node.attributes.get(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -100,7 +100,7 @@ def check_samples(single: OnnxModule, module: OnnxModule, old: int, new: int) ->
 
 
 @contextlib.contextmanager
-def _evaluating(module: OnnxModule) -> Iterator[None]:
+def _evaluating(module: OnnxModule) -> Generator[None]:
     mode = module.training
     module.eval()
     try:

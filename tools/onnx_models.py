@@ -85,7 +85,7 @@ MODELS = (
         "magika==1.0.3", "magika/models/standard_v3_3/model.onnx", {"bytes": (4, 2048)}, high={"bytes": 256}
     ),
     Model("nudenet==3.4.2", "nudenet/320n.onnx", {"images": (1, 3, 320, 320)}),
-    Model("piper-tts==1.8.0", "piper/hebrew/nakdimon.onnx", {"input_1": (4, 80)}, high={"input_1": 40}),
+    Model("piper-tts==1.8.0", "piper/hebrew/nakdimon.onnx", {"input_1": (4, 24)}, high={"input_1": 40}),
     Model(
         "piper-tts==1.8.0",
         "piper/tashkeel/model.onnx",

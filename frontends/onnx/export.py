@@ -90,11 +90,7 @@ def _stored(graph: ir.Graph) -> Iterator[ir.Value]:
     """The values whose elements stand in the graph."""
     yield from graph.initializers.values()
     for node in graph:
-        if node.domain in ("", "ai.onnx") and node.op_type in (
-            "Constant",
-            "ConstantOfShape",
-            "DequantizeLinear",
-        ):
+        if node.domain in ("", "ai.onnx", "com.microsoft") and node.op_type in _MAKERS:
             yield node.outputs[0]
 
 

@@ -337,7 +337,9 @@ class Tracer:
         self._decide_late(outputs, info, lowering, values)
 
     def _folds(self, info: NodeInfo, known: Sequence[Known | None]) -> bool:
-        if info.domain != "" or info.op in _LIVE or any(k is not None and k.tensor is None for k in known):
+        if (info.domain != "" and info.op not in _UNPACK) or info.op in _LIVE:
+            return False
+        if any(k is not None and k.tensor is None for k in known):
             return False
         first = known[0] if known else None
         if info.op in _OF_SHAPES or (info.op == "CastLike" and first is not None and first.constant):

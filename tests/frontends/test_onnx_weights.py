@@ -35,7 +35,8 @@ def save(
         inputs += [helper.make_tensor_value_info(t.name, t.data_type, t.dims) for t in tensors]
     outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)]
     graph = helper.make_graph(nodes, "g", inputs, outputs, tensors)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=ir_version)
+    opsets = [helper.make_opsetid("", opset), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=ir_version)
     onnx.save(model, str(path / "m.onnx"))
     return path / "m.onnx"
 
@@ -267,11 +268,12 @@ def test_a_constant_of_two_names_is_read_under_both(tmp_path: Path) -> None:
     assert torch.equal(module(x), 2 * x[torch.from_numpy(rows)])
 
 
-def test_dequantised_weights_are_trained_as_floats(tmp_path: Path) -> None:
+@pytest.mark.parametrize("domain", ["", "com.microsoft"])
+def test_dequantised_weights_are_trained_as_floats(domain: str, tmp_path: Path) -> None:
     """Their place in the file is the result of DequantizeLinear; its codes and scales are constants."""
     codes = np.array([[-3, 2], [5, 0], [1, 1], [7, -8]], np.int8)
     nodes = [
-        node("DequantizeLinear", ["codes", "scale", "zero"], ["w"], axis=1),
+        node("DequantizeLinear", ["codes", "scale", "zero"], ["w"], axis=1, domain=domain),
         node("Transpose", ["w"], ["wt"]),
         node("Transpose", ["wt"], ["wtt"]),
         node("MatMul", ["x", "wtt"], ["t"]),

@@ -22,7 +22,7 @@ from ..ir import UsageError, VerificationError
 from .folder import read_folder
 from .loading import load
 
-__all__ = ["ExportReport", "export_folder", "export_onnx"]
+__all__ = ["ExportReport", "apart", "export_folder", "export_onnx"]
 
 _TOLERANCE = 1e-3
 """Of the largest element of an output: how far onnxruntime may be from the module."""
@@ -183,7 +183,7 @@ def _compare(module: OnnxModule, path: Path) -> tuple[str, float | None]:
     except Exception as error:
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         return f"onnxruntime cannot run the file ({line[:160]})", None
-    return checked, max(_apart(a, b) for a, b in zip(expected, found, strict=True))
+    return checked, max(apart(a, b) for a, b in zip(expected, found, strict=True))
 
 
 def _is_close(module: OnnxModule, difference: float) -> bool:
@@ -226,10 +226,11 @@ def _numpy(tensor: Tensor) -> Any:
     return tensor.float().numpy() if tensor.dtype is torch.bfloat16 else tensor.numpy()
 
 
-def _apart(expected: Tensor, found: Any) -> float:
-    a, b = expected.detach().cpu().double().numpy(), np.asarray(found).astype(np.float64)
+def apart(module_output: Tensor, other_output: Any) -> float:
+    """How far two outputs are apart, as a share of the largest element, which counts as 0.001 at least."""
+    a, b = module_output.detach().cpu().double().numpy(), np.asarray(other_output).astype(np.float64)
     if a.shape != b.shape:
         return float("inf")
     if not a.size:
         return 0.0
-    return float(np.abs(a - b).max() / max(np.abs(a).max(), 1e-30))
+    return float(np.abs(a - b).max() / max(np.abs(a).max(), 1e-3))

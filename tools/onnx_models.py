@@ -31,7 +31,7 @@ from ..frontends.onnx import OnnxModule, from_onnx
 from ..frontends.torch import capture
 from ..ir import BudgetError, IrcError, UsageError
 from ..passes import PassManager, Planner, Program, SelectCheckpoints
-from .export import export_onnx
+from .export import apart, export_onnx
 from .measuring import threads
 from .optimize import cost_passes
 from .tables import replace_section, to_markdown, write_whole
@@ -320,14 +320,7 @@ def _from_onnxruntime(module: OnnxModule, model: Model, path: Path, inputs: Sequ
     with torch.no_grad():
         found = module(*inputs)
     outputs = found if isinstance(found, tuple) else (found,)
-    return max(_apart(a, np.asarray(b)) for a, b in zip(outputs, expected, strict=True))
-
-
-def _apart(found: Any, expected: np.ndarray[Any, Any]) -> float:
-    if not expected.size:
-        return 0.0
-    a, b = found.double().numpy(), expected.astype(np.float64)
-    return float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-30))
+    return max(apart(a, b) for a, b in zip(outputs, expected, strict=True))
 
 
 def _broken(row: Row) -> list[str]:

@@ -9,6 +9,7 @@ from .errors import (
     UnsupportedError,
     UsageError,
     VerificationError,
+    first_line,
 )
 from .graph import (
     ACCUMULATE_GRADIENT,
@@ -97,6 +98,7 @@ __all__ = [
     "Wish",
     "WishEffect",
     "allocation_bytes",
+    "first_line",
     "format_bytes",
     "is_inspectable",
     "is_of_library",

@@ -14,6 +14,7 @@ __all__ = [
     "UnsupportedError",
     "UsageError",
     "VerificationError",
+    "first_line",
 ]
 
 
@@ -61,6 +62,11 @@ class IrcError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self).__new__, (type(self), *self.args), self.__dict__  # other processes send them
 
+    @property
+    def brief(self) -> str:
+        """Code and first line of the message, for tables."""
+        return f"{self.code} {self.message.splitlines()[0]}"
+
     def __str__(self) -> str:
         lines = [f"error[{self.code}]: {self.message}"]
         if self.at is not None and str(self.at):
@@ -68,6 +74,12 @@ class IrcError(Exception):
         if self.help is not None:
             lines.append(f"  help: {self.help}")
         return "\n".join(lines)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error of other code says; its type where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__
 
 
 class VerificationError(IrcError):

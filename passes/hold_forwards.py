@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from ..ir import Gradients, UsageError
 from .program import Program
@@ -32,7 +32,7 @@ class HoldForwards:
         Raises:
             UsageError: IRC565.
         """
-        given: object = self.count
+        given = cast(object, self.count)
         if isinstance(given, bool) or not isinstance(given, int) or given < 1:
             raise UsageError(
                 "IRC565",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, islice
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ def optimizer_of(factory: OptimizerFactory, parameters: list[nn.Parameter]) -> O
     """
     advice = "give a function such as lambda params: torch.optim.AdamW(params, lr=1e-3)"
     try:
-        made: object = factory(list(parameters))
+        made = cast(object, factory(list(parameters)))
     except Exception as error:
         shapes = ", ".join(str(list(parameter.shape)) for parameter in parameters)
         raise UsageError(

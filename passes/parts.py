@@ -438,6 +438,8 @@ def _solve(
     if values is None:
         return None
     return {
-        part: max(zip(schedules[part.pool], takes[part], strict=True), key=lambda pair: values[pair[1]])[0]
+        part: max(
+            zip(schedules[part.pool], takes[part], strict=True), key=lambda pair, found=values: found[pair[1]]
+        )[0]
         for part in parts
     }

@@ -6,7 +6,7 @@ import math
 import re
 import time
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from ..ir import (
     BudgetError,
@@ -57,7 +57,7 @@ class SelectCheckpoints:
             UsageError: IRC401 for a malformed budget, IRC403 for an unknown strategy or time limit.
         """
         parse_budget(self.budget)
-        given: tuple[object, object] = self.strategy, self.time_limit
+        given = cast("tuple[object, object]", (self.strategy, self.time_limit))
         if (
             not isinstance(given[0], str)
             or isinstance(given[1], bool)

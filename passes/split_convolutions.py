@@ -101,7 +101,8 @@ def _is_transposable(node: Node) -> bool:
     the kernels run once on random numbers, and the bits are compared.
     """
     gradient, data, weight = (cast(Value, argument).type for argument in node.arguments[:3])
-    plain = len(data.shape) <= 4 and all(
+    sizes = list(data.shape)
+    plain = len(sizes) <= 4 and all(
         type == TensorType.contiguous(type.shape, DType.FLOAT32, "cpu") for type in (gradient, data, weight)
     )
     transposed, groups = node.arguments[7], node.arguments[9]
@@ -109,8 +110,8 @@ def _is_transposable(node: Node) -> bool:
         plain
         and not transposed
         and groups == 1
-        and data.shape[0] > 1
-        and data.shape[1] > 1
+        and sizes[0] > 1
+        and sizes[1] > 1
         and any(size > 1 for size in weight.shape[2:])
         and _is_equal(node)
     )
@@ -124,7 +125,7 @@ def _is_equal(node: Node) -> bool:
     """Whether both kernels give the same bits for operands of these types."""
     import torch
 
-    key = signature(node), torch.get_num_threads(), torch.backends.mkldnn.enabled
+    key = signature(node), torch.get_num_threads(), bool(torch.backends.mkldnn.enabled)
     if key not in _compared:
         gradient, data, weight = (cast(Value, argument).type.shape for argument in node.arguments[:3])
         generator = torch.Generator().manual_seed(0)

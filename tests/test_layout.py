@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,13 @@ def test_links_resolve(name: str) -> None:
         f"src/irc/{name} is no link to the folder {name}/ at the root: check the repository out again with "
         "symbolic links (git config core.symlinks true; on Windows, in developer mode)"
     )
+
+
+def test_all_folders_are_checked_for_types() -> None:
+    """The type checker does not follow links: it is told of each."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pyright"]
+    links = {f"src/irc/{path.name}" for path in PACKAGE.iterdir() if path.is_symlink()}
+    assert len(links) == 5 and links <= set(settings["include"])
 
 
 def test_public_names_exist() -> None:

@@ -25,7 +25,7 @@ import torch
 
 from ..backends.torch import compile_program, fit
 from ..frontends.torch import capture
-from ..ir import BudgetError, IrcError, Plan, TimeLimitError, UnsupportedError, UsageError
+from ..ir import BudgetError, IrcError, Plan, TimeLimitError, UnsupportedError, UsageError, first_line
 from ..passes import PassManager, Planner, Program, SelectCheckpoints
 from .agreement import Numbers, compare_training
 from .measuring import threads
@@ -143,7 +143,7 @@ def measure(name: str, make: Maker, *, share: float = 0.6, time_limit: float = 2
     except UnsupportedError as error:
         return replace(row, refusal=_one_line(error))
     except Exception as error:
-        text = next(iter(str(error).splitlines()), "")
+        text = first_line(error)
         return replace(row, failures=(f"{type(error).__name__}: {text}",))
 
 
@@ -201,7 +201,7 @@ def _broken(row: Row, plan: Plan) -> Iterator[str]:
 
 def _one_line(error: IrcError) -> str:
     place = f" ({error.at.source})" if error.at is not None and error.at.source else ""
-    return f"{error.code} {error.message.splitlines()[0]}{place}"
+    return f"{error.brief}{place}"
 
 
 # ---------------------------------------------------------------------- command
@@ -255,12 +255,10 @@ def _known(path: Path | None) -> dict[str, Row]:
     try:
         data = json.loads(path.read_text())
         found = [
-            Row(
-                **{
-                    **row,
-                    "numbers": tuple(Numbers(**n) for n in row["numbers"]),
-                    "failures": tuple(row["failures"]),
-                }
+            replace(
+                Row(**row),
+                numbers=tuple(Numbers(**n) for n in row["numbers"]),
+                failures=tuple(row["failures"]),
             )
             for row in data["rows"]
         ]

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from ..ir import BudgetError, IrcError, Plan, Region
+from ..ir import BudgetError, IrcError, Plan, Region, first_line
 from .agreement import Numbers
 from .loading import Loaded
 from .measuring import Fitter, Original, Settings, TimeRatio
@@ -297,10 +297,10 @@ def _told(point: Point, original: Original) -> str:
     )
 
 
-def _first_line(error: Exception) -> str:
+def _why(error: Exception) -> str:
     if isinstance(error, IrcError):
-        return f"{error.code} {error.message.splitlines()[0]}"
-    text = next(iter(str(error).strip().splitlines()), "")
+        return error.brief
+    text = first_line(error)
     return text if isinstance(error, NotApplicableError) else f"{type(error).__name__}: {text}"
 
 
@@ -316,7 +316,7 @@ def _measure_torch(original: Original, method: Method) -> _Running:
             numbers = original.numbers(module)
             peak_bytes = original.peak_of(module)
     except Exception as error:  # whatever PyTorch's method stumbles over is a result
-        return _Running(Point(TORCH, method.name, refusal=_first_line(error)))
+        return _Running(Point(TORCH, method.name, refusal=_why(error)))
     point = Point(TORCH, method.name, peak_bytes=peak_bytes, numbers=numbers, build_seconds=built)
     return _Running(point, module)
 
@@ -329,7 +329,7 @@ def _fitter(original: Original, settings: Settings) -> Fitter | Point:
     try:
         return Fitter(original, settings)
     except Exception as error:  # no bad row is left out
-        refusal = _first_line(error)
+        refusal = _why(error)
         return Point(IRC, "capture", refusal=refusal, failures=(refusal,))
 
 
@@ -378,7 +378,7 @@ def _measure_irc(original: Original, fitter: Fitter, budget: _Budget) -> _Runnin
         missed = budget.required or budget.nbytes is None
         return _Running(replace(point, refusal=refusal, failures=(refusal,) if missed else ()))
     except Exception as error:  # no bad row is left out
-        refusal = _first_line(error)
+        refusal = _why(error)
         return _Running(replace(point, refusal=refusal, failures=(refusal,)))
     planned = _planned(plan, fitter.static_bytes)
     point = replace(

@@ -105,7 +105,7 @@ class Backend:
         self.__name__ = "irc"  # torch.compile asks for it
         self._passes = cost_passes(profile)
         check_options([*self._passes, SelectCheckpoints(budget, time_limit=time_limit)])
-        outside_bytes = parse_budget(outside) if outside else outside
+        outside_bytes = None if outside is None else parse_budget(outside) if outside else 0
         known = () if model is None else (*model.parameters(), *model.buffers())
         self._budget = StepBudget(parse_budget(budget), time_limit, outside_bytes, known)
         self._lock = threading.RLock()

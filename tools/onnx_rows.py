@@ -15,7 +15,7 @@ from ..ir import IrcError, UsageError
 from .agreement import difference, largest
 from .loading import Loaded, Source, load
 from .measuring import Settings, step_of
-from .planned_rows import Row, first_line, measure_model
+from .planned_rows import Row, measure_model
 
 __all__ = ["light_folder", "measure_onnx"]
 
@@ -47,10 +47,10 @@ def _measure_onnx(path: Path, batch: int | None, settings: Settings) -> Iterator
     except UsageError as error:
         if batch is None:
             raise
-        yield Row(name, _BUDGET, refusal=first_line(error))
+        yield Row(name, _BUDGET, refusal=error.brief)
         return
     except IrcError as error:
-        yield Row(name, _BUDGET, refusal=first_line(error), failures=(first_line(error),))
+        yield Row(name, _BUDGET, refusal=error.brief, failures=(error.brief,))
         return
     notes, failures = _against_onnxruntime(path, loaded) if batch is None else ((), ())
     more, missing = _gradients(loaded)

@@ -11,7 +11,7 @@ from .agreement import Numbers
 from .loading import Loaded
 from .measuring import Fitter, Original, Settings, TimeRatio
 
-__all__ = ["HEADER", "Ladder", "Row", "first_line", "measure_model"]
+__all__ = ["HEADER", "Ladder", "Row", "measure_model"]
 
 _NOISE = 0.05
 
@@ -146,7 +146,7 @@ def measure_model(
     try:
         fitter = Fitter(original, settings)
     except IrcError as error:
-        yield Row(name, "", refusal=first_line(error), failures=(first_line(error),))
+        yield Row(name, "", refusal=error.brief, failures=(error.brief,))
         return
     if not isinstance(budgets, Ladder):
         for asked in budgets:
@@ -193,7 +193,7 @@ def _measure(name: str, asked: str, budget: int | str, original: Original, fitte
     except UsageError:
         raise
     except IrcError as error:
-        return Row(name, asked, first_line(error), failures=(first_line(error),))
+        return Row(name, asked, error.brief, failures=(error.brief,))
     planned = time.perf_counter() - started
     original.warm_up(fitted)
     numbers = original.numbers(fitted)
@@ -238,11 +238,6 @@ def _failures(row: Row, plan: Plan, numbers: Numbers) -> tuple[str, ...]:
 
 def _spent(fitter: Fitter, planned: float) -> dict[str, float]:
     return {"capture": fitter.capture_seconds, "cost": fitter.cost_seconds, "plan": planned}
-
-
-def first_line(error: IrcError) -> str:
-    """The code and the first line of what an error says."""
-    return f"{error.code} {error.message.splitlines()[0]}"
 
 
 def _mib(nbytes: int | None) -> str:

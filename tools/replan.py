@@ -152,7 +152,8 @@ class Replanner:
 
 
 def _replanner(known: dict[str, Any]) -> Replanner:
-    return Replanner(**{**known, "signature": unpack_signature(known["signature"])})
+    known["signature"] = unpack_signature(known["signature"])
+    return Replanner(**known)
 
 
 def _knowing(step: Pass, chosen: Program) -> Pass:

@@ -74,7 +74,8 @@ class Fitting:
 
 
 def _fitting(known: dict[str, Any]) -> Fitting:
-    return Fitting(**{**known, "signature": unpack_signature(known["signature"])})
+    known["signature"] = unpack_signature(known["signature"])
+    return Fitting(**known)
 
 
 def pack_signature(signature: Signature) -> tuple[Signature, Any, Any]:

@@ -186,10 +186,10 @@ class Plans:
     def _hit(self, call: Call) -> tuple[Bound, list[Tensor]] | Explain:
         """The plan for a call with its inputs, or how the call differs from the example, or from the last."""
         explain: Explain | None = None
-        for bound in self._bound:
+        for place, bound in enumerate(self._bound):
             found = bound.bind(call)
             if not callable(found):
-                if bound is not self._bound[0]:
+                if place:
                     self._bound = (bound, *(other for other in self._bound if other is not bound))
                 return bound, found
             if explain is None or bound.fitting.plan is self.first_plan:

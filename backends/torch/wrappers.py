@@ -149,7 +149,7 @@ def refuse_subclass(tensor: Tensor, role: str, target: str) -> None:
             help="make it outside of inference_mode() (under no_grad(), if need be), or clone() it there",
         )
     is_plain = kind in (Tensor, nn.Parameter) or issubclass(kind, _TRACERS)
-    if is_plain or (_function(kind) in _PLAIN and kind.__torch_dispatch__ is Tensor.__torch_dispatch__):
+    if is_plain or (_function(kind) in _PLAIN and _dispatch(kind) is _dispatch(Tensor)):
         return
     sharded = kind.__name__ == "DTensor"
     raise UnsupportedError(
@@ -164,6 +164,10 @@ def refuse_subclass(tensor: Tensor, role: str, target: str) -> None:
 
 def _function(kind: type[Tensor]) -> object:
     return getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
+
+
+def _dispatch(kind: type[Tensor]) -> object:
+    return getattr(kind, "__torch_dispatch__", None)
 
 
 _TRACERS = (FakeTensor, FunctionalTensor)

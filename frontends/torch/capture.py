@@ -35,6 +35,7 @@ from ...ir import (
     Slot,
     UnsupportedError,
     UsageError,
+    first_line,
 )
 from ...ir.autocast import autocast_state
 from ...ir.nesting import flatten_arguments
@@ -312,7 +313,7 @@ def _depends_on_data(error: Exception) -> UnsupportedError:
     code = raised_code(error)
     return UnsupportedError(
         "IRC332",
-        f"the model's shapes or control flow depend on the values of its tensors ({_first_line(error)})"
+        f"the model's shapes or control flow depend on the values of its tensors ({first_line(error)})"
         + (f" in `{code}`" if code else ""),
         at=raised_at(error),
         help="set the option that leads there (as layerdrop=0), replace the branch, or move it out of the "
@@ -323,12 +324,7 @@ def _depends_on_data(error: Exception) -> UnsupportedError:
 def _untraceable(error: Exception) -> UnsupportedError:
     return UnsupportedError(
         "IRC333",
-        f"the module cannot be traced: {type(error).__name__}: {_first_line(error)}",
+        f"the module cannot be traced: {type(error).__name__}: {first_line(error)}",
         at=raised_at(error),
         help="check that module(*args) runs with these example arguments; then simplify what is named here",
     )
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else type(error).__name__

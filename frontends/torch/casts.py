@@ -69,8 +69,10 @@ def _share(graph: fx.Graph, casts: list[fx.Node], gradient: fx.Node) -> None:
         graph.erase_node(cast)
     total: Any = back[0].args[0]
     for node in back[1:]:
+        new = node.args[0]
+        assert isinstance(new, fx.Node)
         with graph.inserting_before(node):
-            total = _added(graph, total, node.args[0], like=node)
+            total = _added(graph, total, new, like=node)
     back[-1].args = (total,)
     _refresh(back[-1])
     kept = [
@@ -94,16 +96,15 @@ def _arriving(gradient: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     sums: list[fx.Node] = []
     arriving: list[fx.Node] = []
     node = gradient
-    while node.target is _ADD and len(node.users) == 1 and not node.kwargs and _are_nodes(node.args):
-        so_far, new = node.args
+    while node.target is _ADD and len(node.users) == 1 and not node.kwargs:
+        nodes = [arg for arg in node.args if isinstance(arg, fx.Node)]
+        if not len(nodes) == len(node.args) == 2:
+            break
+        so_far, new = nodes
         sums.append(node)
-        arriving.append(new)  # pyright: ignore[reportArgumentType]
-        node = so_far  # pyright: ignore[reportAssignmentType]
+        arriving.append(new)
+        node = so_far
     return sums[::-1], [node, *reversed(arriving)]
-
-
-def _are_nodes(args: tuple[Any, ...]) -> bool:
-    return len(args) == 2 and all(isinstance(arg, fx.Node) for arg in args)
 
 
 def _casts_back(node: fx.Node, dtype: torch.dtype) -> bool:

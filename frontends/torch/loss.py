@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -126,7 +126,7 @@ def unused_outputs(loss: Loss, result_leaves: list[Any], result_tree: Any) -> fr
         if not trained:
             return frozenset()
         scalar = _called(loss, pytree.tree_unflatten(leaves, result_tree))
-        gradients = torch.autograd.grad(scalar, list(trained.values()), allow_unused=True)
+        gradients: Any = torch.autograd.grad(scalar, list(trained.values()), allow_unused=True)
     return frozenset(index for index, found in zip(trained, gradients, strict=True) if found is None)
 
 
@@ -157,7 +157,7 @@ def _called(loss: Loss, result: Any) -> Tensor:
     help = "give a function from the module's result to a scalar tensor"
     try:
         with traceless(loss):
-            scalar: object = loss(result)
+            scalar = cast(object, loss(result))
     except Exception as error:
         raise UsageError("IRC341", f"the loss fails: {type(error).__name__}: {error}", help=help) from error
     if not isinstance(scalar, Tensor) or scalar.numel() != 1 or not scalar.requires_grad:

@@ -50,7 +50,7 @@ def note_of(node: fx.Node) -> Note | None:
     policy: Any = node.meta.get("recompute")
     # outside of its stretches torch leaves the last tag on every node that follows
     is_tagged = policy is not None and any(scope.wish is None for scope in scopes)
-    tag: str | None = policy.name if is_tagged else None
+    tag: str | None = None if policy is None or not is_tagged else policy.name
     if tag is not None and tag not in _POLICIES:
         raise UnsupportedError(
             "IRC554",

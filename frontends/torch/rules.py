@@ -97,7 +97,7 @@ def _relaid(operation: Any, strides: _Layout, count: int) -> Callable[..., Any]:
     def relaid(mode: Any, _: Any, *args: Any, **kwargs: Any) -> Any:
         with mode:
             found = rule(*args, **kwargs)
-            results = [found] if isinstance(found, Tensor) else list(found)
+            results: list[object] = [found] if isinstance(found, Tensor) else list(found)
             for place, result in enumerate(results[:count]):
                 if not isinstance(result, Tensor) or result.device.type != "cpu":
                     continue

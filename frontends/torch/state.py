@@ -1,5 +1,8 @@
 """What a forward does to its module besides computing a result: attributes, buffers, generators."""
 
+# Where torch keeps buffers, parameters and hooks has no public name.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import contextlib

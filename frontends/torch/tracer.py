@@ -87,7 +87,7 @@ def unread_draws_stay() -> Generator[None]:
 
         return eliminate(graph, stays)
 
-    fx.Graph.eliminate_dead_code = keeping
+    fx.Graph.eliminate_dead_code = keeping  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from types import TracebackType
-from typing import TypeVar, cast, overload
+from typing import TypeVar, overload
 
 from torch import nn
 
@@ -136,7 +136,7 @@ def _check(module: object) -> None:
             f"a wish is for a torch.nn.Module, not for a {type(module).__name__}",
             help="give a submodule, such as irc.keep(model.layer3); or write `with irc.keep():` in a forward",
         )
-    if "_irc" in cast(nn.Module, module).__dict__:
+    if "_irc" in module.__dict__:
         raise UsageError(
             "IRC553",
             "a wish comes too late for a module that is planned already",

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
-from ...ir import IrcError
+from ...ir import IrcError, first_line
 from .comparison import Difference
 from .models import MODELS
 from .plans import PLANS
@@ -136,7 +136,7 @@ def _serve(rank: int, meeting: str, pipe: Connection) -> None:
             answer = ("fail", f"on rank {rank}: {difference}")
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
-            first = next(iter(str(error).splitlines()), "")
+            first = first_line(error)
             answer = (
                 "fail",
                 f"on rank {rank}: {type(error).__name__}: {first} ({place.name}:{place.lineno})",

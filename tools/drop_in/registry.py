@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from ...ir import IrcError
+from ...ir import IrcError, first_line
 from .comparison import Difference
 from .models import MODELS, the
 from .plans import PlanKind
@@ -183,7 +183,7 @@ def run_check(chosen: Check, plan: PlanKind, model: str, workshop: Workshop) -> 
     except Difference as difference:
         return ended(Verdict.FAIL, str(difference))
     except Exception as error:
-        return ended(Verdict.FAIL, f"{type(error).__name__}: {_first_line(error)} ({_place(error)})")
+        return ended(Verdict.FAIL, f"{type(error).__name__}: {first_line(error)} ({_place(error)})")
     return ended(Verdict.PASS)
 
 
@@ -198,10 +198,6 @@ def _problem(trial: Trial, refusal: IrcError, chosen: Check, *, late: bool) -> s
     if not chosen.refusable:
         return "refused where the row promises that it works"
     return None if refusal.help else "refused without a word on what to do"
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "")
 
 
 def _place(error: Exception) -> str:

@@ -663,7 +663,7 @@ class Orthogonal(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The last state for x [batch, sequence, 4]."""
-        state = x.new_zeros(len(x), self.turn.in_features)
+        state = x.new_zeros(len(x), self.enter.out_features)
         for step in x.unbind(1):
             state = torch.tanh(self.turn(state) + self.enter(step))
         return state

@@ -216,7 +216,10 @@ def _backbone() -> dict[str, Any]:
     import transformers
 
     return {
-        "backbone_config": transformers.ResNetConfig(**_STAGES, out_features=["stage1", "stage2", "stage3"]),
+        "backbone_config": transformers.ResNetConfig(
+            **_STAGES,
+            out_features=["stage1", "stage2", "stage3"],  # pyright: ignore[reportCallIssue]
+        ),
         "use_timm_backbone": False,
         "use_pretrained_backbone": False,
         "backbone": None,
@@ -285,7 +288,7 @@ def _maskformer() -> dict[str, Any]:
             depths=[1, 1, 1, 1],
             num_heads=[1, 2, 2, 2],
             window_size=4,
-            out_features=["stage1", "stage2", "stage3", "stage4"],
+            out_features=["stage1", "stage2", "stage3", "stage4"],  # pyright: ignore[reportCallIssue]
         ),
         "decoder_config": transformers.DetrConfig(**_DETR, **_backbone()),
     }

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ..passes import Pass, Program
-    from .loading import Source
+    from .inspection import Inspection
+    from .loading import Loaded, Source
+    from .onnx_file import FileReport
 
 __all__ = ["main"]
 
@@ -424,25 +426,42 @@ def _inspect(options: argparse.Namespace) -> int:
     source = _source(options)
     progress = _Progress(options)
     with progress.phase(f"loading {options.model}"):
+        from .loading import load, load_file, with_example
+        from .onnx_file import report_of
+
+        module = load_file(source)
+        file = None if module is None else report_of(module)
+        if module is None or file is None:
+            loaded = load(source)
+        else:
+            loaded = None if file.open_axes or file.undrawn else with_example(module)
+    reports: list[Inspection | FileReport] = [] if file is None else [file]
+    if loaded is not None:
+        _mark(loaded.module, options)
+        reports.insert(0, _inspected(loaded, options, progress))
+    if options.json:
+        print(
+            json.dumps(
+                {key: value for report in reports for key, value in report.to_json().items()}, indent=1
+            )
+        )
+    elif not options.quiet:
+        print("\n".join(report.table() for report in reports))
+    return 0
+
+
+def _inspected(loaded: Loaded, options: argparse.Namespace, progress: _Progress) -> Inspection:
+    """What a step of the model needs."""
+    with progress.phase("capturing and measuring"):
         from ..frontends.torch import capture
         from ..passes import PassManager, Program
         from .inspection import inspect_program
-        from .loading import load, training_loss
+        from .loading import training_loss
         from .optimize import cost_passes
-        from .stored import stored_of
 
-        loaded = load(source)
-        _mark(loaded.module, options)
-    with progress.phase("capturing and measuring"):
         captured = capture(loaded.module, loaded.args, loss=training_loss)
         program = PassManager(cost_passes(options.profile), [progress]).run(Program(captured.graph))
-        report = inspect_program(program, options.top)
-    if options.json:
-        print(json.dumps({**report.to_json(), "weights": stored_of(loaded.module).to_json()}, indent=1))
-    elif not options.quiet:
-        print(report.table())
-        print(stored_of(loaded.module).table(), end="")
-    return 0
+        return inspect_program(program, options.top)
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
-import onnx
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ..frontends.onnx import OnnxModule, example_inputs, from_onnx
+from ..frontends.onnx import OnnxModule
 from ..frontends.onnx.export import check_export_target, write_back
-from ..ir import UsageError, VerificationError
+from ..ir import UsageError, first_line
+from .export_check import check_written
 from .folder import read_folder
 from .loading import load
 
-__all__ = ["ExportReport", "apart", "export_folder", "export_onnx"]
-
-_TOLERANCE = 1e-3
-"""Of the largest element of an output: how far onnxruntime may be from the module."""
-_SLACK = 4
-"""How much farther than the original file from the original module, where that is farther (a variance that
-is a difference of large numbers, say)."""
+__all__ = ["ExportReport", "export_folder", "export_onnx"]
 
 
 @dataclass(frozen=True)
@@ -41,12 +33,14 @@ class ExportReport:
         checked: Who computed the file's outputs, or why nobody could.
         difference: The largest difference from the module's, as a share of the largest element of the output;
             None where the outputs were not compared.
+        read_again: What the file, imported again, has in common with the module.
     """
 
     path: Path
     written: int
     checked: str
     difference: float | None
+    read_again: str
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON-ready data."""
@@ -55,32 +49,39 @@ class ExportReport:
             "written": self.written,
             "checked": self.checked,
             "difference": self.difference,
+            "read_again": self.read_again,
         }
 
     def text(self) -> str:
         """The report for a person."""
         outcome = (
-            f"not checked: {self.checked}"
+            f"not checked by onnxruntime: {self.checked}"
             if self.difference is None
             else f"{self.checked} agrees with the module within {self.difference:.2g} of the largest element"
         )
-        return f"written: {self.path} ({self.written} weights); {outcome}"
+        return f"written: {self.path} ({self.written} weights); {outcome}; read again: {self.read_again}"
 
 
-def export_onnx(module: nn.Module, path: str | os.PathLike[str]) -> ExportReport:
+def export_onnx(
+    module: nn.Module, path: str | os.PathLike[str], inputs: Sequence[Any] | None = None
+) -> ExportReport:
     """Writes the weights of a module that came from an ONNX file back into the graph of that file.
 
-    The graph keeps its names, operator sets and metadata. The new file's outputs are compared with the
-    module's in eval mode, on example inputs, before it takes its name.
+    The graph keeps its names, operator sets and metadata. Before the new file takes its name it is imported
+    again, and its weights and outputs are compared with the module's; then onnxruntime's outputs are, in
+    evaluation also where the file is in training mode. A file that draws at random is not compared with
+    onnxruntime, and the report says so.
 
     Args:
         module: What `from_onnx` returned, or a fitted copy of it.
         path: The new file, `*.onnx`; of models over 1 GiB the weights lie beside it, as `<path>.data`.
+        inputs: What the outputs are compared on, in the order of the module's inputs. Normal floats and whole
+            numbers of 0 and 1 are drawn without it; where the module cannot run on these, floats of 0 and 1.
 
     Raises:
         UsageError: IRC320 when the file cannot be written, IRC321 when the module came from no file, or a
-            weight has no place in it.
-        VerificationError: IRC322 when onnxruntime computes other outputs from the new file.
+            weight has no place in it; IRC318 when the module cannot run on the inputs.
+        VerificationError: IRC322 when the new file has another weight or other outputs than the module.
     """
     if not isinstance(module, OnnxModule) or module.path is None:
         raise UsageError(
@@ -95,17 +96,11 @@ def export_onnx(module: nn.Module, path: str | os.PathLike[str]) -> ExportReport
     with tempfile.TemporaryDirectory(prefix=f".{target.stem}-", dir=target.absolute().parent) as folder:
         draft = Path(folder) / target.name
         write_back(module.path, weights, draft)
-        checked, difference = _compare(module, draft)
-        if difference is not None and not _is_close(module, difference):
-            raise VerificationError(
-                "IRC322",
-                f"{checked} computes other outputs from the written file: {difference:.3g} of the largest "
-                f"element apart, where {_TOLERANCE:g} is allowed",
-                help="nothing was written; this is a defect of irc, or of the model's numbers",
-            )
-        for file in sorted(Path(folder).iterdir(), reverse=True):  # the data before the model that names them
-            os.replace(file, target.absolute().parent / file.name)
-    return ExportReport(target, len(weights), checked, difference)
+        check = check_written(module, draft, inputs)
+        for name in (f"{target.name}.data", target.name):  # the data before the model that names them
+            if (Path(folder) / name).exists():
+                os.replace(Path(folder) / name, target.absolute().parent / name)
+    return ExportReport(target, len(weights), check.checked, check.difference, check.read_again)
 
 
 def export_folder(folder: Path, weights: Path | None, path: Path) -> ExportReport:
@@ -150,7 +145,7 @@ def _read_state(path: Path) -> dict[str, Tensor]:
             return load_file(path)
         state: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        line = first_line(error)
         raise _no_state(path, f"cannot be read: {line[:200]}") from error
     if not isinstance(state, dict):
         raise _no_state(path, "holds no state_dict")
@@ -166,71 +161,3 @@ def _no_state(path: Path, why: str) -> UsageError:
         f"{path} {why}",
         help="write it with torch.save(module.state_dict(), FILE), or as safetensors",
     )
-
-
-def _compare(module: OnnxModule, path: Path) -> tuple[str, float | None]:
-    """Who computed the outputs of the file, and how far they are from the module's."""
-    live = _live_node(path)
-    if live is not None:
-        return f"{live} is in training mode in the file, so that its outputs are random or of the batch", None
-    if module.settled or any(shape is None for _, shape, _ in module.input_specs):
-        return "its inputs are settled at import, or are lists", None
-    inputs = example_inputs(module)
-    expected = _evaluated(module, inputs)
-    feed = {name: _numpy(x) for (name, _, _), x in zip(module.input_specs, inputs, strict=True)}
-    try:
-        checked, found = _run(path, feed)
-    except Exception as error:
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return f"onnxruntime cannot run the file ({line[:160]})", None
-    return checked, max(apart(a, b) for a, b in zip(expected, found, strict=True))
-
-
-def _is_close(module: OnnxModule, difference: float) -> bool:
-    if difference <= _TOLERANCE:
-        return True
-    assert module.path is not None
-    shapes = {name: shape for name, shape, _ in module.input_specs if shape is not None}
-    _, own = _compare(from_onnx(module.path, inputs=shapes), Path(module.path))
-    return own is not None and difference <= _SLACK * own
-
-
-def _live_node(path: Path) -> str | None:
-    for node in onnx.load(str(path), load_external_data=False).graph.node:
-        if any(a.name == "training_mode" and a.i for a in node.attribute):
-            return f"{node.op_type} {node.name}"
-    return None
-
-
-def _evaluated(module: OnnxModule, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """The module's outputs in eval mode; its own mode stays."""
-    twin = copy.copy(module)
-    twin.__class__ = OnnxModule
-    twin.training = False
-    with torch.no_grad():
-        result = OnnxModule.forward(twin, *inputs)
-    outputs = result if isinstance(result, tuple) else (result,)
-    return [output for output in outputs if isinstance(output, Tensor)]
-
-
-def _run(path: Path, feed: Mapping[str, Any]) -> tuple[str, list[Any]]:
-    import onnxruntime as ort
-
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    return f"onnxruntime {ort.__version__}", list(session.run(None, dict(feed)))
-
-
-def _numpy(tensor: Tensor) -> Any:
-    return tensor.float().numpy() if tensor.dtype is torch.bfloat16 else tensor.numpy()
-
-
-def apart(module_output: Tensor, other_output: Any) -> float:
-    """How far two outputs are apart, as a share of the largest element, which counts as 0.001 at least."""
-    a, b = module_output.detach().cpu().double().numpy(), np.asarray(other_output).astype(np.float64)
-    if a.shape != b.shape:
-        return float("inf")
-    if not a.size:
-        return 0.0
-    return float(np.abs(a - b).max() / max(np.abs(a).max(), 1e-3))

@@ -45,7 +45,7 @@ class Source:
 
     def located(self) -> Source:
         """The same source from any folder: the path of a file is absolute."""
-        if _is_file(self.model):
+        if ":" not in os.path.basename(self.model):
             return replace(self, model=str(Path(self.model).absolute()))
         place, _, name = self.model.rpartition(":")
         return replace(self, model=f"{Path(place).absolute()}:{name}") if place.endswith(".py") else self
@@ -69,24 +69,47 @@ def load(source: Source) -> Loaded:
         UsageError: IRC310 to IRC318 for an ONNX file; IRC420 when there is no such file, module or factory;
             IRC422 when the code raises, or returns something else.
     """
-    loaded = _from_onnx(source) if _is_file(source.model) else _from_factory(source)
+    file = load_file(source)
+    if file is not None:
+        return with_example(file)
+    loaded = _from_factory(source)
     if source.seed is not None:
         _draw_parameters(loaded.module, source.seed)
     return loaded
 
 
-def _is_file(model: str) -> bool:
-    return ":" not in os.path.basename(model)
+def load_file(source: Source) -> nn.Module | None:
+    """The module of an ONNX file, whose axes may be open; `None` where the source names a factory.
+
+    Raises:
+        UsageError: As `load`.
+    """
+    if ":" in os.path.basename(source.model):
+        return None
+    module = _from_onnx(source)
+    if source.seed is not None:
+        _draw_parameters(module, source.seed)
+    return module
 
 
-def _from_onnx(source: Source) -> Loaded:
-    from ..frontends.onnx import example_inputs, from_onnx
+def with_example(file: nn.Module) -> Loaded:
+    """The module of an ONNX file with inputs drawn for it.
+
+    Raises:
+        UsageError: IRC317 when an axis of an input has no size.
+    """
+    from ..frontends.onnx import example_inputs
+
+    return Loaded(file, example_inputs(file))
+
+
+def _from_onnx(source: Source) -> nn.Module:
+    from ..frontends.onnx import from_onnx
 
     suffix = Path(source.model).suffix
     if suffix == ".py" or (suffix != ".onnx" and not Path(source.model).exists()):
         raise UsageError("IRC420", f"{source.model!r} names no ONNX file and no factory", help=_HELP)
-    module = from_onnx(source.model, source.batch, source.inputs, source.constants, source.roles)
-    return Loaded(module, example_inputs(module))
+    return from_onnx(source.model, source.batch, source.inputs, source.constants, source.roles)
 
 
 def _from_factory(source: Source) -> Loaded:

@@ -28,10 +28,12 @@ from torch import Tensor
 
 from ..backends.torch import compile_program, fit
 from ..frontends.onnx import OnnxModule, from_onnx
+from ..frontends.onnx.binding import bound
 from ..frontends.torch import capture
-from ..ir import BudgetError, IrcError, UsageError
+from ..ir import BudgetError, IrcError, UnsupportedError, UsageError, first_line
 from ..passes import PassManager, Planner, Program, SelectCheckpoints
-from .export import apart, export_onnx
+from .export import ExportReport, export_onnx
+from .export_check import apart
 from .measuring import threads
 from .optimize import cost_passes
 from .tables import replace_section, to_markdown, write_whole
@@ -135,7 +137,7 @@ class Row:
         measured_bytes: The same, from allocator events.
         losses: Of the first and of the last step.
         without_gradient: Parameters that got none.
-        exported: The difference of the file that was written back.
+        exported: The difference of the file that was written back, as a share of the largest element.
         refusal: Why the model is not taken.
         failures: What does not hold.
     """
@@ -149,7 +151,7 @@ class Row:
     measured_bytes: int | None = None
     losses: tuple[float, float] | None = None
     without_gradient: tuple[str, ...] = ()
-    exported: str = "-"
+    exported: float | None = None
     refusal: str | None = None
     failures: tuple[str, ...] = ()
 
@@ -167,7 +169,7 @@ class Row:
             "-" if predicted is None else f"{predicted:,}",
             f"{measured / predicted:.4f}" if measured and predicted else "-",
             "-" if self.losses is None else f"{self.losses[0]:.3g} to {self.losses[1]:.3g}",
-            self.exported,
+            "-" if self.exported is None else f"{self.exported:.1e}",
             result if self.refusal is None else f"refused: {self.refusal}",
         )
 
@@ -219,7 +221,7 @@ def made_inputs(module: OnnxModule, model: Model) -> tuple[Tensor, ...]:
     """Normal floats, and whole numbers below the model's bounds; the same each time."""
     generator = torch.Generator().manual_seed(0)
     inputs: list[Tensor] = []
-    for name, shape, dtype in module.input_specs:
+    for name, shape, dtype in bound(module.input_specs):
         assert shape is not None and dtype is not None
         if name in model.high or not dtype.is_floating_point:
             inputs.append(torch.randint(0, model.high.get(name, 2), shape, generator=generator).to(dtype))
@@ -244,7 +246,10 @@ def _loss_towards(targets: Sequence[Tensor]) -> Callable[[Any], Tensor]:
 
 
 def measure(model: Model, path: Path, *, time_limit: float = 10.0) -> Row:
-    """Imports, compares, fits, trains and writes back one model."""
+    """Imports, compares, fits, trains and writes back one model.
+
+    A model that is not taken, by name, is refused; whatever else goes wrong is a failure.
+    """
     row = Row(model.name)
     try:
         started = time.perf_counter()
@@ -253,8 +258,16 @@ def measure(model: Model, path: Path, *, time_limit: float = 10.0) -> Row:
         elements = [p.numel() for p in module.parameters()]
         row = replace(row, parameters=(len(elements), sum(elements)))
         return _trained(row, model, module, path, time_limit)
-    except IrcError as error:
-        return replace(row, refusal=f"{error.code} {error.message.splitlines()[0]}")
+    except UnsupportedError as error:
+        return replace(row, refusal=_line(error))
+    except Exception as error:  # of irc, or of onnxruntime
+        return replace(row, failures=(_line(error),))
+
+
+def _line(error: Exception) -> str:
+    if isinstance(error, IrcError):
+        return error.brief
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def _trained(row: Row, model: Model, module: OnnxModule, path: Path, time_limit: float) -> Row:
@@ -277,6 +290,7 @@ def _trained(row: Row, model: Model, module: OnnxModule, path: Path, time_limit:
     losses = _steps(fitted, inputs, loss)
     without = tuple(name for name, p in fitted.named_parameters() if p.grad is None)
     measured = measured_peak_bytes(fitted, inputs, captured.graph.static_bytes, loss=loss)
+    report = _written_back(fitted, inputs)
     row = replace(
         row,
         ratio=budget / planner.baseline_bytes,
@@ -284,9 +298,10 @@ def _trained(row: Row, model: Model, module: OnnxModule, path: Path, time_limit:
         measured_bytes=measured,
         losses=(losses[0], losses[-1]),
         without_gradient=without,
-        exported=_written_back(fitted),
+        exported=report.difference,
     )
-    return replace(row, failures=tuple(_broken(row)))
+    idle = [] if report.difference is not None else [f"written back, not compared: {report.checked}"]
+    return replace(row, failures=(*_broken(row), *idle))
 
 
 def _steps(fitted: Any, inputs: Sequence[Tensor], loss: Callable[[Any], Tensor]) -> list[float]:
@@ -300,10 +315,9 @@ def _steps(fitted: Any, inputs: Sequence[Tensor], loss: Callable[[Any], Tensor])
     return losses
 
 
-def _written_back(fitted: Any) -> str:
+def _written_back(fitted: Any, inputs: Sequence[Tensor]) -> ExportReport:
     with tempfile.TemporaryDirectory() as folder:
-        report = export_onnx(fitted, Path(folder) / "tuned.onnx")
-    return "not compared" if report.difference is None else f"{report.difference:.1e}"
+        return export_onnx(fitted, Path(folder) / "tuned.onnx", inputs)
 
 
 def _from_onnxruntime(module: OnnxModule, model: Model, path: Path, inputs: Sequence[Tensor]) -> float:

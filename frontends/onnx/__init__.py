@@ -23,8 +23,17 @@ from .lowerings import operators
 from .module import OnnxModule, example_inputs
 from .reader import read
 from .rebatch import check_samples, fixed_batch
+from .symbolic import output_shapes, some_sizes
 
-__all__ = ["OnnxModule", "example_inputs", "from_model", "from_onnx", "operators"]
+__all__ = [
+    "OnnxModule",
+    "example_inputs",
+    "from_model",
+    "from_onnx",
+    "operators",
+    "output_shapes",
+    "some_sizes",
+]
 
 
 def from_onnx(
@@ -35,6 +44,10 @@ def from_onnx(
     roles: Mapping[str, str] | None = None,
 ) -> OnnxModule:
     """The model in an ONNX file as a trainable module, in train mode.
+
+    An axis that the file leaves open, and that is not bound here, stays open: the module takes any size
+    there, and a plan is made for the sizes of its example inputs. `output_shapes` says how those of the
+    outputs follow.
 
     Args:
         path: The file; weights stored beside it are found.
@@ -49,7 +62,7 @@ def from_onnx(
 
     Raises:
         UsageError: IRC305, IRC306, IRC308, IRC310 to IRC319: the file is missing, broken or contradicts
-            itself, or a shape is missing or contradicts it.
+            itself, or a shape contradicts it, or an input has none.
         UnsupportedError: IRC301 to IRC304: an operator, an option, an operator set or a type is not covered;
             IRC307: what follows from the file is too large.
     """

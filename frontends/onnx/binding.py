@@ -1,4 +1,7 @@
-"""The shapes of the inputs: what the graph says, what the user adds, and where the two disagree."""
+"""The shapes of the inputs: what the graph says, what the user adds, and where the two disagree.
+
+An axis that neither binds stays a symbol: each run may give it another size.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,32 @@ from ...ir.errors import UnsupportedError, UsageError
 from .bounds import MOST_BYTES, too_large
 from .tensors import torch_dtype
 
-__all__ = ["Constant", "InputSpec", "bind_constants", "bind_inputs"]
+__all__ = [
+    "BoundSpec",
+    "Constant",
+    "InputSpec",
+    "Shape",
+    "bind_constants",
+    "bind_inputs",
+    "bound",
+    "check_run",
+    "declared_inputs",
+    "describe",
+    "is_open",
+]
 
 Constant: TypeAlias = "Tensor | bool | float | Sequence[Constant]"
 """A tensor, a number, or numbers in nested lists."""
 
-InputSpec = tuple[str, "tuple[int, ...] | None", "torch.dtype | None"]
+Shape: TypeAlias = tuple[int | str, ...]
+"""The size of each axis, or the symbol of one that is open."""
+
+InputSpec = tuple[str, Shape | None, torch.dtype | None]
 """Name, shape and element type; without a shape it is a list of tensors, a value that may be absent, or
 strings, which have no element type."""
+
+BoundSpec = tuple[str, tuple[int, ...] | None, torch.dtype | None]
+"""The same where no axis is open."""
 
 
 def bind_constants(graph: ir.Graph, constants: Mapping[str, Constant]) -> dict[str, Tensor]:
@@ -70,7 +91,7 @@ def _no_input(name: str, names: Sequence[str]) -> UsageError:
 def bind_inputs(
     graph: ir.Graph, batch: int | None = None, inputs: Mapping[str, Sequence[int]] | None = None
 ) -> list[InputSpec]:
-    """Name, shape and element type of each input, with no axis of a tensor left open.
+    """Name, shape and element type of each input.
 
     A symbol stands for one size: bound in one input, it is bound in all. Initializers that older files also
     list as inputs are weights, not inputs.
@@ -99,14 +120,60 @@ def bind_inputs(
     return [_spec(v, inputs, symbols, batch) for v in values]
 
 
-def describe(value: ir.Value) -> str:
-    """An input's shape as the graph gives it, such as `[batch, 3, ?]`."""
+def declared_inputs(graph: ir.Graph) -> list[InputSpec]:
+    """Name and shape of each input as the graph has them; what is no tensor, or has no rank, has no shape."""
+    values = [v for v in graph.inputs if not v.is_initializer()]
+    kinds = (ir.SequenceType, ir.OptionalType)
+    return [(v.name or "", None if isinstance(v.type, kinds) else _declared(v), None) for v in values]
+
+
+def is_open(shape: Shape | None) -> bool:
+    """Whether an axis has no size."""
+    return shape is not None and any(isinstance(n, str) for n in shape)
+
+
+def bound(specs: Sequence[InputSpec], sizes: Mapping[str, int] | None = None) -> list[BoundSpec]:
+    """The same inputs, where no axis is open.
+
+    Args:
+        specs: The inputs.
+        sizes: Of open axes, by symbol.
+
+    Raises:
+        UsageError: IRC317 when one is.
+    """
+    found: list[BoundSpec] = []
+    for name, shape, dtype in specs:
+        if shape is None:
+            found.append((name, None, dtype))
+            continue
+        shape = tuple((sizes or {}).get(n, n) if isinstance(n, str) else n for n in shape)
+        known = tuple(n for n in shape if isinstance(n, int))
+        if len(known) < len(shape):
+            axis, symbol = next((i, n) for i, n in enumerate(shape) if isinstance(n, str))
+            example = ",".join(str(n).upper() for n in shape)
+            raise UsageError(
+                "IRC317",
+                f"axis {axis} ({symbol}) of the input {name!r} {describe(shape)} has no size",
+                help=("add --batch N, or " if axis == 0 else "") + f"bind it with --input {name}={example}",
+            )
+        found.append((name, known, dtype))
+    return found
+
+
+def describe(shape: Shape | None) -> str:
+    """A shape for a person, such as `[batch, 3, 224, 224]`."""
+    return "of any rank" if shape is None else f"[{', '.join(map(str, shape))}]"
+
+
+def _declared(value: ir.Value) -> Shape | None:
+    """An input's shape as the graph gives it; an axis without a symbol is called after its place."""
     if value.shape is None:
-        return "of any rank"
-    return (
-        "["
-        + ", ".join(str(_size(d)) if _size(d) is not None else _symbol(d) or "?" for d in value.shape)
-        + "]"
+        return None
+    sizes = [(_size(dim), _symbol(dim)) for dim in value.shape]
+    return tuple(
+        size if size is not None else symbol or f"{value.name}_dim_{axis}"
+        for axis, (size, symbol) in enumerate(sizes)
     )
 
 
@@ -116,30 +183,66 @@ def _size(dim: int | ir.SymbolicDim) -> int | None:
 
 
 def _symbol(dim: int | ir.SymbolicDim) -> str | None:
-    """The symbol of an axis; `?` is how some exporters write that it has none."""
-    return dim.value if isinstance(dim, ir.SymbolicDim) and dim.value != "?" else None
+    """The symbol of an axis; `?` and `None` are how some exporters write that it has none."""
+    return dim.value if isinstance(dim, ir.SymbolicDim) and dim.value not in ("?", "None") else None
+
+
+def check_run(specs: Sequence[InputSpec], shapes: Sequence[tuple[int, ...] | None]) -> None:
+    """Hold what a run is given against what the graph declares.
+
+    Args:
+        specs: The inputs with the symbols of the graph.
+        shapes: What is given for each.
+
+    Raises:
+        UsageError: IRC315.
+    """
+    symbols: dict[str, int] = {}
+    for (name, declared, _), shape in zip(specs, shapes, strict=True):
+        why = None if shape is None or declared is None else _contradiction(declared, shape, symbols)
+        if why is not None and shape is not None:
+            raise _contradicts(
+                name,
+                declared,
+                shape,
+                why,
+                "import the file for it: from_onnx(path, batch=N), or inputs={...}",
+            )
 
 
 def _match(value: ir.Value, shape: tuple[int, ...], symbols: dict[str, int]) -> None:
-    def contradicts(why: str) -> UsageError:
-        return UsageError(
-            "IRC315",
-            f"shape {list(shape)} contradicts the input {value.name!r} {describe(value)}: {why}",
-            help="give every axis its size; fixed sizes cannot change",
-        )
-
+    declared, why = _declared(value), None
     if any(n < 0 for n in shape):
-        raise contradicts("sizes are not negative")
-    if value.shape is None:
-        return
-    if len(shape) != len(value.shape):
-        raise contradicts(f"{len(shape)} axes for {len(value.shape)}")
-    for axis, (n, dim) in enumerate(zip(shape, value.shape, strict=True)):
-        fixed, symbol = _size(dim), _symbol(dim)
-        if fixed is not None and fixed != n:
-            raise contradicts(f"axis {axis} is fixed at {fixed}")
-        if symbol is not None and symbols.setdefault(symbol, n) != n:
-            raise contradicts(f"{symbol} is already {symbols[symbol]}")
+        why = "sizes are not negative"
+    elif declared is not None:
+        why = _contradiction(declared, shape, symbols)
+    if why is not None:
+        help = "give every axis its size; fixed sizes cannot change"
+        raise _contradicts(value.name or "", declared, shape, why, help)
+
+
+def _contradiction(declared: Shape, shape: tuple[int, ...], symbols: dict[str, int]) -> str | None:
+    """Why a shape does not fit the declared one; notes the sizes of symbols."""
+    if len(shape) != len(declared):
+        return f"{len(shape)} axes for {len(declared)}"
+    for axis, (n, size) in enumerate(zip(shape, declared, strict=True)):
+        if type(n) is not int:  # a symbol of a tracer
+            continue
+        if isinstance(size, int) and size != n:
+            return f"axis {axis} is fixed at {size}"
+        if isinstance(size, str) and symbols.setdefault(size, n) != n:
+            return f"{size} is already {symbols[size]}"
+    return None
+
+
+def _contradicts(
+    name: str, declared: Shape | None, shape: tuple[int, ...], why: str, help: str
+) -> UsageError:
+    return UsageError(
+        "IRC315",
+        f"shape {list(shape)} contradicts the input {name!r} {describe(declared)}: {why}",
+        help=help,
+    )
 
 
 def _bind_batch(
@@ -162,7 +265,7 @@ def _bind_batch(
         if symbol is not None:
             symbols[symbol] = batch
     if not open_ and not any(_size(d) == batch for _, d in leading):
-        fixed = ", ".join(f"{v.name!r} {describe(v)}" for v in values)
+        fixed = ", ".join(f"{v.name!r} {describe(_declared(v))}" for v in values)
         raise UsageError(
             "IRC316",
             f"there is no open batch axis to bind to {batch}: the inputs are {fixed}",
@@ -193,31 +296,23 @@ def _spec(
         return name, None, dtype
     if name in inputs:
         return name, _checked(name, tuple(inputs[name]), dtype), dtype
-    if value.shape is None:
+    declared = _declared(value)
+    if declared is None:
         raise UsageError(
             "IRC317",
             f"the input {name!r} has no shape in the file",
             help=f"give it one, as --input {name}=1,3,224,224",
         )
-    sizes: list[int] = []
-    for axis, dim in enumerate(value.shape):
-        fixed, symbol = _size(dim), _symbol(dim)
-        size = fixed if fixed is not None else symbols.get(symbol or "")
-        if size is None and axis == 0:
-            size = batch
-        if size is None:
-            raise UsageError(
-                "IRC317",
-                f"axis {axis} ({symbol or 'unnamed'}) of the input {name!r} {describe(value)} has no size",
-                help=("add --batch N, or " if axis == 0 else "")
-                + f"bind it with --input {name}={_example(value)}",
-            )
+    sizes: list[int | str] = []
+    for axis, size in enumerate(declared):
+        if isinstance(size, str):
+            size = symbols.get(size, size if axis or batch is None else batch)
         sizes.append(size)
     return name, _checked(name, tuple(sizes), dtype), dtype
 
 
-def _checked(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
-    size = math.prod(shape) * dtype.itemsize
+def _checked(name: str, shape: Shape, dtype: torch.dtype) -> Shape:
+    size = math.prod(n for n in shape if isinstance(n, int)) * dtype.itemsize
     if size > MOST_BYTES:
         raise too_large(
             f"the input {name!r} of shape {list(shape)} takes {size:,} B, and at most {MOST_BYTES:,} B can"
@@ -225,10 +320,3 @@ def _checked(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int
             help="give it another shape where the file leaves it open, or mend the file",
         )
     return shape
-
-
-def _example(value: ir.Value) -> str:
-    assert value.shape is not None
-    return ",".join(
-        str(_size(d)) if _size(d) is not None else (_symbol(d) or "N").upper() for d in value.shape
-    )

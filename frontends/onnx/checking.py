@@ -27,7 +27,7 @@ _EXTERNAL_HELP = "keep the model's external data beside it, under the same names
 _FunctionId: TypeAlias = tuple[str, str, str]
 
 
-def check_proto(model: onnx.ModelProto, path: str) -> None:
+def check_proto(model: onnx.ModelProto, path: str, in_place: str | None = None) -> None:
     """Refuse a model that contradicts itself.
 
     Sizes are compared with the bytes that are there, so that reading a tensor afterwards takes no more memory
@@ -36,6 +36,7 @@ def check_proto(model: onnx.ModelProto, path: str) -> None:
     Args:
         model: The model as it was parsed; no external data is read.
         path: The file, for messages and for what is stored beside it.
+        in_place: What stands for the name of the file in weights that are left there, whose size is right.
 
     Raises:
         UsageError: IRC306 when a tensor is not what it declares, IRC308 when a name is given twice or
@@ -47,18 +48,19 @@ def check_proto(model: onnx.ModelProto, path: str) -> None:
     for graph in (*_graphs(model.graph), *in_functions):
         _check_names(graph.name, graph.node, graph.input, graph.initializer, graph.output)
         for tensor in graph.initializer:
-            _check_tensor(tensor, f"the weight {tensor.name!r}", folder)
+            if not _is_in(tensor, in_place):
+                _check_tensor(tensor, f"the weight {tensor.name!r}", folder)
         for sparse in graph.sparse_initializer:
             for part in (sparse.values, sparse.indices):
                 _check_tensor(part, f"the sparse weight {sparse.values.name!r}", folder)
         _check_types(graph)
-        _check_attributes(graph.node, folder)
+        _check_attributes(graph.node, folder, in_place)
     for function in model.functions:
         _check_names(function.name, function.node, (), (), ())
         repeated = [n for n, k in Counter(function.input).items() if k > 1]
         if repeated:
             raise _twice(f"the function {function.name!r} has two inputs", repeated[0])
-        _check_attributes(function.node, folder)
+        _check_attributes(function.node, folder, in_place)
     _check_functions(model)
 
 
@@ -159,7 +161,7 @@ _IN_DOUBLES = {ir.DataType.DOUBLE: 1, ir.DataType.COMPLEX128: 2}
 _IN_UNSIGNED = (ir.DataType.UINT32, ir.DataType.UINT64)
 
 
-def _check_attributes(nodes: Iterable[onnx.NodeProto], folder: str) -> None:
+def _check_attributes(nodes: Iterable[onnx.NodeProto], folder: str, in_place: str | None) -> None:
     for node in nodes:
         at = node.name or next((o for o in node.output if o), node.op_type)
         for attribute in node.attribute:
@@ -170,10 +172,15 @@ def _check_attributes(nodes: Iterable[onnx.NodeProto], folder: str) -> None:
                 tensors += [attribute.sparse_tensor.values, attribute.sparse_tensor.indices]
             try:
                 for tensor in tensors:
-                    _check_tensor(tensor, what, folder)
+                    if not _is_in(tensor, in_place):
+                        _check_tensor(tensor, what, folder)
             except IrcError as error:
                 error.at = Location(onnx_node=at)
                 raise
+
+
+def _is_in(tensor: onnx.TensorProto, location: str | None) -> bool:
+    return location is not None and any(entry.value == location for entry in tensor.external_data)
 
 
 def _check_tensor(tensor: onnx.TensorProto, what: str, folder: str) -> None:

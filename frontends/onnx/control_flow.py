@@ -10,10 +10,11 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
+from .blocks import Branch, Loop, Map, Scan, Scanned
 from .coverage import check_covered, refusal, title, version_of
+from .graphs import node_name, wanted
 from .lowerings.attention import flex_mix, flex_scores
-from .program import Branch, Loop, Map, Operand
-from .reader import node_name
+from .program import Operand
 from .tensors import Static, torch_dtype
 from .tracing import Known, Tracer
 
@@ -64,7 +65,7 @@ class ControlFlow:
         first = self.tracer.block([], lambda: self._outputs(then))
         second = self.tracer.block([], lambda: self._outputs(otherwise))
         types = [self._common(a, b) for a, b in zip(then.outputs, otherwise.outputs, strict=True)]
-        results = self.tracer.new_results(node.outputs, _wanted(node), types)
+        results = self.tracer.new_results(node.outputs, wanted(node), types)
         self.tracer.steps.append(
             Branch(node_name(node), title(self._model, node), operand, first, second, results)
         )
@@ -88,12 +89,12 @@ class ControlFlow:
         """Unroll a loop whose end constants decide; else keep its body."""
         inputs = [*node.inputs, None, None][: max(len(node.inputs), 2)]
         count, condition, *carried = [v if v is not None and v.name else None for v in inputs]
-        body = self._body(node, "body")
+        loop = _LoopNode(node, self._body(node, "body"), count, condition, carried)
         with self.tracer.undone() as undo:
-            if self._unroll(node, body, count, condition, carried):
+            if self._unroll(loop):
                 return
             undo()
-        self._keep_loop(node, body, count, condition, carried)
+        self._keep_loop(loop)
 
     def _constant(self, value: ir.Value | None, absent: int) -> int | None:
         """The number that a value is, or `None` when only a run tells."""
@@ -104,15 +105,9 @@ class ControlFlow:
             return None
         return int(known.tensor.item())
 
-    def _unroll(
-        self,
-        node: ir.Node,
-        body: ir.Graph,
-        count: ir.Value | None,
-        condition: ir.Value | None,
-        carried: Sequence[ir.Value | None],
-    ) -> bool:
-        most, goes_on = self._constant(count, -1), self._constant(condition, 1)
+    def _unroll(self, loop: _LoopNode) -> bool:
+        node, body, carried = loop.node, loop.body, loop.carried
+        most, goes_on = self._constant(loop.count, -1), self._constant(loop.condition, 1)
         if most is None or goes_on is None:
             return False
         if goes_on and _never_ends(body):
@@ -175,26 +170,19 @@ class ControlFlow:
             raise refusal(
                 self._model, node, "of no iteration, without the shape of its results,", "export with shapes"
             )
-        self.tracer.bind(outer, Known(torch.from_numpy(empty.array).to(empty.dtype)))
+        self.tracer.bind(outer, Known(torch.from_numpy(empty.array).to(empty.dtype).movedim(0, axis)))
 
-    def _keep_loop(
-        self,
-        node: ir.Node,
-        body: ir.Graph,
-        count: ir.Value | None,
-        condition: ir.Value | None,
-        carried: Sequence[ir.Value | None],
-    ) -> None:
-        tracer = self.tracer
-        operands = [tracer.tensor_operand(value) for value in (count, condition, *carried)]
+    def _keep_loop(self, loop: _LoopNode) -> None:
+        tracer, node, body = self.tracer, loop.node, loop.body
+        operands = [tracer.tensor_operand(v) for v in (loop.count, loop.condition, *loop.carried)]
         number = tracer.new_slot(tracer.fake_empty((), torch.int64))
         again = tracer.new_slot(tracer.fake_empty((), torch.bool))
         inputs = [(value, tracer.new_slot(None)) for value in body.inputs[2:]]
         block = tracer.block(
             [(body.inputs[0], number), (body.inputs[1], again), *inputs], lambda: self._outputs(body)
         )
-        empty = tuple(_empty(value) for value in body.outputs[1 + len(carried) :])
-        results = tracer.new_results(node.outputs, _wanted(node))
+        empty = tuple(_empty(value) for value in body.outputs[1 + len(loop.carried) :])
+        results = tracer.new_results(node.outputs, wanted(node))
         tracer.steps.append(
             Loop(
                 node_name(node),
@@ -211,7 +199,7 @@ class ControlFlow:
     # Scan
 
     def scan(self, node: ir.Node) -> None:
-        """Unroll a scan, whose length the shapes of its inputs give."""
+        """Unroll a scan whose length the shapes of its inputs give; else keep its body."""
         body = self._body(node, "body")
         inputs = [v for v in node.inputs if v is not None and v.name]
         if version_of(self._model, "") < 9:
@@ -219,17 +207,12 @@ class ControlFlow:
             return
         scanned = node.attributes["num_scan_inputs"].as_int()
         states, sequences = inputs[: len(inputs) - scanned], inputs[len(inputs) - scanned :]
-        stacked = len(body.outputs) - len(states)
-        results = self._scan(
-            node,
-            body,
-            states,
-            sequences,
-            _ints(node, "scan_input_axes", scanned),
-            _ints(node, "scan_input_directions", scanned),
-            _ints(node, "scan_output_axes", stacked),
-            _ints(node, "scan_output_directions", stacked),
-        )
+        reads_as = _scanned(node, "scan_input", scanned)
+        stacks_as = _scanned(node, "scan_output", len(body.outputs) - len(states))
+        if any(self.tracer.known(value).tensor is None for value in sequences):
+            self._keep_scan(node, body, states, sequences, reads_as, stacks_as)
+            return
+        results = self._scan(node, body, states, sequences, reads_as, stacks_as)
         for outer, value in zip(node.outputs, results, strict=False):
             self.tracer.alias(outer, value)
 
@@ -238,14 +221,13 @@ class ControlFlow:
         if node.inputs[0] is not None and node.inputs[0].name:
             raise refusal(self._model, node, "with sequence lengths", "export with opset 9 or newer")
         scanned = node.attributes["num_scan_inputs"].as_int()
-        count, zeros = len(inputs) - scanned, [0] * max(scanned, len(body.outputs))
-        directions = _ints(node, "directions", scanned)
+        count = len(inputs) - scanned
+        reads_as = [Scanned(0, bool(backward)) for backward in _ints(node, "directions", scanned)]
+        stacks_as = [Scanned(0, False)] * (len(body.outputs) - count)
         columns: list[list[ir.Value]] = [[] for _ in body.outputs]
         for sample in range(self._length(node, inputs[0], 0)):
             mine = [self._pick(node, value, 0, sample) for value in inputs]
-            results = self._scan(
-                node, body, mine[:count], mine[count:], zeros[:scanned], directions, zeros, zeros
-            )
+            results = self._scan(node, body, mine[:count], mine[count:], reads_as, stacks_as)
             for column, value in zip(columns, results, strict=True):
                 column.append(value)
         for outer, column, inner in zip(node.outputs, columns, body.outputs, strict=False):
@@ -260,6 +242,7 @@ class ControlFlow:
                 "over an input whose length only a run tells",
                 "give the shapes of the inputs at import",
             )
+        self.tracer.settle_sizes(node_name(node))
         return tensor.shape[axis]
 
     def _pick(self, node: ir.Node, value: ir.Value, axis: int, index: int) -> ir.Value:
@@ -273,34 +256,60 @@ class ControlFlow:
         body: ir.Graph,
         states: Sequence[ir.Value],
         sequences: Sequence[ir.Value],
-        axes: Sequence[int],
-        backwards: Sequence[int],
-        output_axes: Sequence[int],
-        output_backwards: Sequence[int],
+        reads_as: Sequence[Scanned],
+        stacks_as: Sequence[Scanned],
     ) -> list[ir.Value]:
-        lengths = [self._length(node, v, axis) for v, axis in zip(sequences, axes, strict=True)]
+        lengths = [self._length(node, v, how.axis) for v, how in zip(sequences, reads_as, strict=True)]
+        if len(set(lengths)) > 1:
+            what = f"over inputs of {' and '.join(map(str, lengths))} elements"
+            raise refusal(self._model, node, what, "check the shapes of the inputs")
         now, stacks = list(states), [list[ir.Value]() for _ in body.outputs[len(states) :]]
         self._count(node, body, lengths[0])
         for step in range(lengths[0]):
             self._count(node, body)
             for inner, outer in zip(body.inputs, now, strict=False):
                 self.tracer.alias(inner, outer)
-            for inner, whole, axis, back in zip(
-                body.inputs[len(states) :], sequences, axes, backwards, strict=True
-            ):
-                index = lengths[0] - 1 - step if back else step
-                self.tracer.alias(inner, self._pick(node, whole, axis, index))
+            for inner, whole, how in zip(body.inputs[len(states) :], sequences, reads_as, strict=True):
+                index = lengths[0] - 1 - step if how.is_backward else step
+                self.tracer.alias(inner, self._pick(node, whole, how.axis, index))
             self.run_nodes(body)
             outputs = [self.tracer.settled(value) for value in body.outputs]
             now = outputs[: len(states)]
             for stack, value in zip(stacks, outputs[len(states) :], strict=True):
                 stack.append(value)
         results = now
-        for i, (stack, inner) in enumerate(zip(stacks, body.outputs[len(states) :], strict=True)):
-            whole = ir.Value(name=f"{node_name(node)}_{i}")
-            self._stack(node, whole, stack[::-1] if output_backwards[i] else stack, inner, output_axes[i])
+        for stack, inner, how in zip(stacks, body.outputs[len(states) :], stacks_as, strict=True):
+            whole = ir.Value(name=f"{node_name(node)}_{inner.name}")
+            self._stack(node, whole, stack[::-1] if how.is_backward else stack, inner, how.axis)
             results.append(whole)
         return results
+
+    def _keep_scan(
+        self,
+        node: ir.Node,
+        body: ir.Graph,
+        states: Sequence[ir.Value],
+        sequences: Sequence[ir.Value],
+        reads_as: Sequence[Scanned],
+        stacks_as: Sequence[Scanned],
+    ) -> None:
+        tracer = self.tracer
+        first, whole = (tuple(tracer.tensor_operand(v) for v in values) for values in (states, sequences))
+        slots = [(value, tracer.new_slot(None)) for value in body.inputs]
+        block = tracer.block(slots, lambda: self._outputs(body))
+        tracer.steps.append(
+            Scan(
+                node_name(node),
+                title(self._model, node),
+                first,
+                whole,
+                tuple(reads_as),
+                block,
+                tuple(stacks_as),
+                tuple(_empty(value) for value in body.outputs[len(states) :]),
+                tracer.new_results(node.outputs, wanted(node)),
+            )
+        )
 
     # FlexAttention
 
@@ -347,8 +356,27 @@ class ControlFlow:
         operands = tuple(self.tracer.tensor_operand(value) for value in inputs)
         slots = [(value, self.tracer.new_slot(None)) for value in body.inputs]
         block = self.tracer.block(slots, lambda: self._outputs(body))
-        results = self.tracer.new_results(node.outputs, _wanted(node))
+        results = self.tracer.new_results(node.outputs, wanted(node))
         self.tracer.steps.append(Map(node_name(node), title(self._model, node), operands, block, results))
+
+
+@dataclass(frozen=True)
+class _LoopNode:
+    """A `Loop` of the graph.
+
+    Args:
+        node: The node.
+        body: What it repeats.
+        count: The most iterations.
+        condition: Whether to begin.
+        carried: What the first iteration gets.
+    """
+
+    node: ir.Node
+    body: ir.Graph
+    count: ir.Value | None
+    condition: ir.Value | None
+    carried: Sequence[ir.Value | None]
 
 
 def _never_ends(body: ir.Graph) -> bool:
@@ -368,10 +396,11 @@ def _empty(value: ir.Value) -> Static | None:
     return Static(np.zeros((0, *value.shape.numpy()), np.float32), dtype)
 
 
+def _scanned(node: ir.Node, what: str, count: int) -> list[Scanned]:
+    axes, directions = _ints(node, f"{what}_axes", count), _ints(node, f"{what}_directions", count)
+    return [Scanned(axis, bool(backward)) for axis, backward in zip(axes, directions, strict=True)]
+
+
 def _ints(node: ir.Node, name: str, count: int) -> list[int]:
     attribute = node.attributes.get(name)
     return [0] * count if attribute is None else [int(n) for n in attribute.as_ints()]
-
-
-def _wanted(node: ir.Node) -> tuple[bool, ...]:
-    return tuple(bool(o.name) and (bool(o.uses()) or o.is_graph_output()) for o in node.outputs)

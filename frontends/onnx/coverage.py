@@ -7,8 +7,8 @@ import collections
 import onnx_ir as ir
 
 from ...ir.errors import Location, UnsupportedError
+from .graphs import node_name
 from .lowerings import find, newest_opset
-from .reader import node_name
 
 __all__ = ["STRUCTURE", "check_covered", "domain_of", "refusal", "title", "version_of"]
 

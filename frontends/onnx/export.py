@@ -17,7 +17,8 @@ import onnx_ir as ir
 from torch import Tensor
 
 from ...ir.errors import UsageError
-from .reader import read, subgraphs
+from .graphs import subgraphs
+from .reader import read
 from .tensors import onnx_tensor, torch_dtype
 
 __all__ = ["check_export_target", "write_back"]
@@ -62,7 +63,7 @@ def write_back(
             written, IRC321 when a weight is not in the file, or of another shape there.
     """
     check_export_target(source, target)
-    model = read(source)
+    model = read(source, in_place=False)
     places = {value.name or "": value for graph in _graphs(model.graph) for value in _stored(graph)}
     external = _is_external(model)
     for name, tensor in weights.items():

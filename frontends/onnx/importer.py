@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import cast
 
+import numpy as np
 import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 
-from ...ir.errors import IrcError, Location, UnsupportedError, UsageError
+from ...ir.errors import IrcError, Location, UnsupportedError, UsageError, first_line
 from ..quiet import quiet_tracer
-from .binding import Constant, InputSpec, bind_constants, bind_inputs
+from .binding import Constant, InputSpec, bind_constants, bind_inputs, declared_inputs, is_open
 from .bounds import Account, too_large
 from .checking import MOST_NODES
 from .control_flow import ControlFlow
 from .coverage import check_covered, domain_of, title
+from .graphs import node_name, subgraphs
 from .lists import OPTIONALS, SEQUENCES, import_optional, import_sequence
 from .module import OnnxModule, Stored
 from .nodes import check_nodes
-from .program import with_frees
-from .reader import node_name, normalise, subgraphs
+from .program import Program, Shapes, with_frees
+from .programs import Programs
+from .reader import normalise
 from .rebatch import fixed_batch, rebatch
-from .tensors import Static, torch_dtype, torch_tensor
+from .tensors import Static, onnx_dtype, onnx_tensor, torch_dtype, torch_tensor
 from .tracing import Known, Tracer
 from .weights import Leaf, Leaves, Role
 
@@ -36,7 +40,7 @@ def from_model(
     constants: Mapping[str, Constant] | None = None,
     roles: Mapping[str, str] | None = None,
 ) -> OnnxModule:
-    """The module for a model in memory, which is normalised in place.
+    """The module for a model in memory, which is normalised in place and belongs to the module from then on.
 
     Args:
         model: The model.
@@ -53,41 +57,119 @@ def from_model(
     normalise(model)
     check_covered(model)
     settled = bind_constants(model.graph, constants or {})
-    shapes = {**(inputs or {}), **{name: tuple(t.shape) for name, t in settled.items()}}
+    given = {name: tuple(tensor.shape) for name, tensor in settled.items()}
     fixed = None if inputs or settled else fixed_batch(model.graph, batch)
     if fixed is not None and batch is not None:
         rebatch(model.graph, fixed, batch)
-    specs = bind_inputs(model.graph, batch, shapes)
+
+    def free(specs: Sequence[InputSpec]) -> list[InputSpec]:
+        return [spec for spec in specs if spec[0] not in settled]
+
+    specs = free(bind_inputs(model.graph, batch, {**(inputs or {}), **given}))
     leaves = Leaves(roles or {})
-    module = _module(model, leaves, [s for s in specs if s[0] not in settled], settled)
+    importer = _Importer(model, specs, settled, leaves)
+    first, read, weights, tensors = importer.first()
     leaves.check_given()
-    return module
+    return OnnxModule(
+        input_specs=specs,
+        declared=free(declared_inputs(model.graph)),
+        weights=tensors,
+        stored=[_stored(leaf) for leaf in read],
+        not_saved={name for name, leaf in weights.items() if not leaf.persistent},
+        programs=Programs(first, importer.program),
+        constants=first.tensors,
+        settled={name: Static.of(tensor) for name, tensor in settled.items()},
+        roles=roles,
+    )
 
 
-def _module(
-    model: ir.Model, leaves: Leaves, specs: Sequence[InputSpec], given: Mapping[str, Tensor]
-) -> OnnxModule:
-    graph, tracer = model.graph, Tracer(model, leaves)
-    by_name = {v.name: v for v in graph.inputs}
-    for name, shape, dtype in specs:
-        fake = None if shape is None or dtype is None else tracer.fake_empty(shape, dtype)
-        tracer.bind(by_name[name], tracer.new_slot(fake))
-    for name, tensor in given.items():
-        tracer.bind(by_name[name], Known(tensor))
-    with torch.no_grad(), quiet_tracer():
-        _Nodes(tracer).run(graph)
-        outputs = {v.name or f"output_{i}": tracer.output(v) for i, v in enumerate(graph.outputs)}
-        return OnnxModule(
-            input_specs=specs,
-            weights={name: _materialise(leaf, tracer.account) for name, leaf in tracer.weights.items()},
-            stored=[_stored(leaf) for leaf in tracer.read.values()],
-            not_saved={name for name, leaf in tracer.weights.items() if not leaf.persistent},
-            constants=[Static.of(t) for t in tracer.constants],
-            as_tensors={i: tracer.constants[i] for i in sorted(tracer.as_tensors)},
-            steps=with_frees(tracer.steps, outputs.values()),
-            outputs=outputs,
-            settled=list(given),
-        )
+class _Importer:
+    """A graph, from which programs for any sizes of its inputs are made.
+
+    Args:
+        model: The model, normalised.
+        specs: Its inputs, but for those in `given`.
+        given: The inputs whose values are settled.
+        leaves: What becomes of its weights and constants.
+    """
+
+    def __init__(
+        self,
+        model: ir.Model,
+        specs: Sequence[InputSpec],
+        given: Mapping[str, Tensor],
+        leaves: Leaves,
+    ) -> None:
+        self._model = model
+        self._specs = list(specs)
+        self._given = dict(given)
+        self._leaves = leaves
+        self._names: dict[ir.Value, str] | None = None
+
+    def first(self) -> tuple[Program, list[Leaf], dict[str, Leaf], dict[str, Tensor | nn.Parameter]]:
+        """The program for the specified inputs, what it reads of the file, and its weights by name."""
+        shapes = [None if is_open(shape) else shape for _, shape, _ in self._specs]
+        program, tracer = self._trace([cast("tuple[int, ...] | None", shape) for shape in shapes])
+        self._names = {leaf.value: name for name, leaf in tracer.weights.items()}
+        tensors: dict[str, Tensor | nn.Parameter] = {}
+        for name, leaf in tracer.weights.items():
+            tensors[name] = _materialise(leaf, tracer.account)
+            self._leaves.let_go(leaf)
+        for leaf in tracer.read.values():
+            tensor = tracer.known(leaf.value).tensor if leaf.role is Role.CONSTANT else None
+            if tensor is not None and onnx_dtype(tensor.dtype) is leaf.tensor.dtype:
+                self._leaves.hold(leaf, onnx_tensor(tensor, leaf.name))
+        self._hold_rest(self._model.graph)
+        return program, list(tracer.read.values()), tracer.weights, tensors
+
+    def _hold_rest(self, graph: ir.Graph) -> None:
+        """Read what the first program had no use for: the file may be another one when a later one has."""
+        values = [*graph.initializers.values()]
+        for node in graph:
+            if node.op_type == "Constant":
+                values += node.outputs
+            for inner in subgraphs(node):
+                self._hold_rest(inner)
+        for value in values:
+            leaf = self._leaves.of(value)
+            if leaf is None or not isinstance(leaf.tensor, ir.ExternalTensor):
+                continue
+            if leaf.role is Role.CONSTANT:
+                array = np.array(leaf.tensor.numpy())
+                self._leaves.hold(leaf, ir.Tensor(array, dtype=leaf.tensor.dtype, name=leaf.name))
+            else:  # no program can read it, see `Tracer.names`
+                self._leaves.let_go(leaf)
+
+    def program(self, shapes: Shapes) -> Program:
+        """The program for these shapes; `None` leaves the shape of an input to each run.
+
+        Raises:
+            UnsupportedError: IRC302 when a node cannot do without them.
+        """
+        return self._trace(shapes)[0]
+
+    def _trace(self, shapes: Sequence[tuple[int, ...] | None]) -> tuple[Program, Tracer]:
+        graph = self._model.graph
+        tracer = Tracer(self._model, self._leaves, self._names)
+        by_name = {v.name: v for v in graph.inputs}
+        for (name, _, dtype), shape in zip(self._specs, shapes, strict=True):
+            fake = None if shape is None or dtype is None else tracer.fake_empty(shape, dtype)
+            tracer.bind(by_name[name], tracer.new_slot(fake))
+        for name, tensor in self._given.items():
+            tracer.bind(by_name[name], Known(tensor))
+        with torch.no_grad(), quiet_tracer():
+            _Nodes(tracer).run(graph)
+            outputs = {v.name or f"output_{i}": tracer.output(v) for i, v in enumerate(graph.outputs)}
+            return Program(
+                shapes=tuple(shapes),
+                sized_by=tracer.sized_by,
+                steps=tuple(with_frees(tracer.steps, outputs.values())),
+                outputs=outputs,
+                output_shapes=tuple(tracer.shape_of(value) for value in graph.outputs),
+                weights=tuple(tracer.weights),
+                statics=tuple(Static.of(t) for t in tracer.constants),
+                tensors={i: tracer.constants[i] for i in sorted(tracer.as_tensors)},
+            ), tracer
 
 
 class _Nodes:
@@ -114,7 +196,7 @@ class _Nodes:
             except Exception as error:
                 raise UsageError(
                     "IRC318",
-                    f"{title(self.tracer.model, node)} cannot be imported: {_first_line(error)}",
+                    f"{title(self.tracer.model, node)} cannot be imported: {first_line(error)}",
                     at=Location(onnx_node=node_name(node)),
                     help="`onnx.checker.check_model(path, full_check=True)` says more about the file",
                 ) from error
@@ -172,7 +254,7 @@ def _materialise(leaf: Leaf, account: Account) -> Tensor:
     except Exception as error:
         raise UsageError(
             "IRC312",
-            f"the weight {leaf.value.name!r} cannot be read: {_first_line(error)}",
+            f"the weight {leaf.value.name!r} cannot be read: {first_line(error)}",
             help="keep the model's external data beside it, under the same names",
         ) from error
     assert tensor is not None
@@ -181,8 +263,3 @@ def _materialise(leaf: Leaf, account: Account) -> Tensor:
         account.add(f"the weight {leaf.value.name!r}", leaf.shape, size)
         tensor = tensor.reshape(()).expand(leaf.shape).clone()
     return nn.Parameter(tensor) if leaf.role is Role.PARAMETER else tensor
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__)[:200]

@@ -7,8 +7,8 @@ import torch
 
 from .bounds import MOST_OPERATIONS, too_large
 from .coverage import refusal, title
+from .graphs import node_name
 from .program import Operand
-from .reader import node_name
 from .tracing import Known, Tracer
 
 __all__ = ["OPTIONALS", "SEQUENCES", "import_optional", "import_sequence"]
@@ -82,6 +82,7 @@ def _split(tracer: Tracer, node: ir.Node, values: list[ir.Value]) -> None:
     if whole is None or (sizes is not None and not sizes.constant):
         tracer.node(node)
         return
+    tracer.settle_sizes(node_name(node))
     count = size = whole.shape[axis]
     if sizes is not None and sizes.tensor is not None:
         count = sizes.tensor.numel() if sizes.tensor.ndim else -(-size // int(sizes.tensor.item()))

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Container, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 
 from ...ir.errors import UnsupportedError
-from .binding import InputSpec
+from .binding import InputSpec, bound, check_run, describe
 from .bounds import too_large
 from .lowerings.table import Value
-from .program import Frame, Operand, Output, Step, run
+from .program import Frame, Operand, Program, Shapes, run
+from .programs import Programs
 from .tensors import Static
 
 __all__ = ["OnnxModule", "Stored", "example_inputs"]
@@ -76,7 +78,8 @@ class OnnxModule(nn.Module):
         onnx_names: The ONNX name of each parameter and buffer.
         stored: What becomes of each weight and constant of the file.
         path: The file; `None` for a model that came from memory.
-        settled: The inputs whose values were settled at import.
+        settled: The inputs whose values were settled at import, with the values.
+        roles: What the user said at import about the roles of weights and constants.
         current_node: While running, the name of the ONNX node that runs; else `None`.
     """
 
@@ -85,36 +88,37 @@ class OnnxModule(nn.Module):
     onnx_names: dict[str, str]
     stored: list[Stored]
     path: str | None
-    settled: tuple[str, ...]
+    settled: dict[str, Static]
+    roles: dict[str, str]
     current_node: str | None
 
     def __init__(
         self,
         *,
         input_specs: Sequence[InputSpec],
+        declared: Sequence[InputSpec],
         weights: Mapping[str, Tensor | nn.Parameter],
         stored: Sequence[Stored],
         not_saved: Container[str],
-        constants: Sequence[Static],
-        as_tensors: Mapping[int, Tensor],
-        steps: Sequence[Step],
-        outputs: Mapping[str, Output],
-        settled: Sequence[str] = (),
+        programs: Programs,
+        constants: Mapping[int, Tensor],
+        settled: Mapping[str, Static] | None = None,
+        roles: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
         self.path = None
-        self.settled = tuple(settled)
+        self.settled = dict(settled or {})
+        self.roles = dict(roles or {})
         self.input_specs = list(input_specs)
-        self.output_names = list(outputs)
+        self.output_names = list(programs.first.outputs)
         self.onnx_names = {}
         self.stored = list(stored)
         self.current_node = None
-        self._outputs = tuple(outputs.values())
-        self._statics = tuple(constants)
-        self._steps = tuple(steps)
-        self._weight_keys: list[str] = []
+        self._declared = list(declared)
+        self._programs = programs
+        self._keys: dict[str, str] = {}
         self._constants = _Scope()
-        for index, tensor in as_tensors.items():
+        for index, tensor in constants.items():
             self._constants.register_buffer(f"c{index}", tensor, persistent=False)
         for name, tensor in weights.items():
             owner, leaf, key = _place(self, name)
@@ -123,22 +127,27 @@ class OnnxModule(nn.Module):
             else:
                 owner.register_buffer(leaf, tensor, persistent=name not in not_saved)
             self.onnx_names[key] = name
-            self._weight_keys.append(key)
+            self._keys[name] = key
 
     @property
     def onnx_node_names(self) -> tuple[str, ...]:
         """The names of the nodes, in the order that they run in."""
-        return tuple(step.name for step in self._steps)
+        return tuple(step.name for step in self._programs.first.steps)
 
-    def _tensors(self) -> dict[Operand, Value]:
+    def _tensors(self, program: Program) -> dict[Operand, Value]:
         """The weights and constants as they are now, so that swapped-in ones are seen."""
-        found: dict[Operand, Value] = {}
-        for index, key in enumerate(self._weight_keys):
-            owner, _, leaf = key.rpartition(".")
+        found: dict[Operand, Value] = {Operand("constant", i): t for i, t in program.tensors.items()}
+        for index, name in enumerate(program.weights):
+            owner, _, leaf = self._keys[name].rpartition(".")
             found[Operand("weight", index)] = getattr(self.get_submodule(owner), leaf)
-        for name, tensor in self._constants.named_buffers(remove_duplicate=False):
-            found[Operand("constant", int(name[1:]))] = tensor
+        if program is self._programs.first:
+            for name, tensor in self._constants.named_buffers(remove_duplicate=False):
+                found[Operand("constant", int(name[1:]))] = tensor
         return found
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self._programs.change(fn)
+        return super()._apply(fn, recurse)  # pyright: ignore[reportPrivateUsage]
 
     def forward(self, *inputs: Value) -> Value | tuple[Value, ...]:
         """The outputs for these inputs, given in the order of `input_specs`.
@@ -149,15 +158,38 @@ class OnnxModule(nn.Module):
         if len(inputs) != len(self.input_specs):
             names = ", ".join(name for name, _, _ in self.input_specs)
             raise TypeError(f"expected {len(self.input_specs)} inputs ({names}), got {len(inputs)}")
-        frame = Frame(self._tensors(), self._statics, self.training, self._enter)
+        shapes = self._shapes(inputs)
+        check_run(self._declared, shapes)
+        program = self._programs.fitting(shapes, is_traced=any(map(is_fake, inputs)))
+        placed = self._programs.placement.placed
+        frame = Frame(self._tensors(program), program.statics, self.training, self._enter, placed)
         frame.fill(range(len(inputs)), inputs)
         del inputs
         try:
-            run(self._steps, frame)
+            run(program.steps, frame)
         finally:
             self.current_node = None
-        outputs = tuple(frame.output(output) for output in self._outputs)
+        outputs = tuple(frame.output(output) for output in program.outputs.values())
         return outputs[0] if len(outputs) == 1 else outputs
+
+    def _shapes(self, inputs: Sequence[Value]) -> Shapes:
+        """The shapes of the inputs that are always tensors."""
+        return tuple(
+            tuple(value.shape) if shape is not None and isinstance(value, Tensor) else None
+            for (_, shape, _), value in zip(self.input_specs, inputs, strict=True)
+        )
+
+    def shapes_for(self, sizes: Mapping[str, int]) -> Shapes:
+        """The shapes of the outputs for these sizes of the open axes; `None` where data decide.
+
+        Args:
+            sizes: By symbol.
+
+        Raises:
+            UnsupportedError: As `from_onnx`, for these sizes.
+            UsageError: As `from_onnx`.
+        """
+        return self._programs.output_shapes(tuple(shape for _, shape, _ in bound(self.input_specs, sizes)))
 
     def _enter(self, node_name: str) -> None:
         self.current_node = node_name
@@ -165,12 +197,14 @@ class OnnxModule(nn.Module):
     def extra_repr(self) -> str:
         """Inputs and outputs, for printing."""
         inputs = ", ".join(
-            f"{name}{'' if shape is None else list(shape)}" for name, shape, _ in self.input_specs
+            f"{name}{'' if shape is None else describe(shape)}" for name, shape, _ in self.input_specs
         )
-        return f"{inputs} -> {', '.join(self.output_names)}; {len(self._steps)} nodes"
+        return f"{inputs} -> {', '.join(self.output_names)}; {len(self._programs.first.steps)} nodes"
 
 
-def example_inputs(module: nn.Module, seed: int = 0) -> tuple[Tensor, ...]:
+def example_inputs(
+    module: nn.Module, seed: int = 0, sizes: Mapping[str, int] | None = None
+) -> tuple[Tensor, ...]:
     """Inputs of the right shapes and types, the same for the same seed.
 
     Floats are normal; integers are 0 or 1, which any table of two rows can look up; booleans are either.
@@ -178,15 +212,17 @@ def example_inputs(module: nn.Module, seed: int = 0) -> tuple[Tensor, ...]:
     Args:
         module: What `from_onnx` returned.
         seed: Seed of the generator.
+        sizes: Of open axes, by symbol.
 
     Raises:
+        UsageError: IRC317 when an axis of an input has no size.
         UnsupportedError: IRC304 when an input is a list of tensors, or may be absent, IRC307 when it is
             larger than memory.
     """
     assert isinstance(module, OnnxModule)
     generator = torch.Generator().manual_seed(seed)
     inputs: list[Tensor] = []
-    for name, shape, dtype in module.input_specs:
+    for name, shape, dtype in bound(module.input_specs, sizes):
         if shape is None or dtype is None:
             raise UnsupportedError(
                 "IRC304",

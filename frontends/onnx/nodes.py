@@ -11,8 +11,8 @@ import torch
 
 from ...ir.errors import Location, UsageError
 from .coverage import domain_of
+from .graphs import node_name, subgraphs
 from .lowerings import NodeInfo
-from .reader import node_name, subgraphs
 
 __all__ = ["check_kinds", "check_nodes"]
 

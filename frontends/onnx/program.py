@@ -1,8 +1,8 @@
-"""What an imported graph runs: its nodes in order, with branches and loops that only a run decides."""
+"""What an imported graph runs: its nodes in order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, TypeAlias
 
@@ -10,21 +10,23 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from ...ir.errors import Location, UnsupportedError, UsageError
+from ...ir.errors import IrcError, Location, UnsupportedError, UsageError, first_line
 from .lowerings.table import SETTLE, Call, Lowering, NodeInfo, Value
 from .tensors import Static
 
 __all__ = [
-    "Block",
-    "Branch",
     "Frame",
-    "Loop",
-    "Map",
     "NodeStep",
     "Operand",
     "Output",
+    "Program",
     "RunError",
+    "Shapes",
     "Step",
+    "device_of",
+    "flat",
+    "run",
+    "slots_of",
     "with_frees",
 ]
 
@@ -40,6 +42,9 @@ class Operand:
 Output: TypeAlias = "Operand | tuple[Operand, ...]"
 """One value, or the values of a list."""
 
+Shapes: TypeAlias = tuple["tuple[int, ...] | None", ...]
+"""A shape for each input or output; `None` where it is unknown, or the value is no tensor."""
+
 
 @dataclass
 class Frame:
@@ -50,12 +55,14 @@ class Frame:
         statics: The module's constants as plain data.
         training: Whether the module is in train mode.
         enter: Told the name of each node before it runs.
+        placed: Puts a constant where the module is.
     """
 
     values: dict[Operand, Value]
     statics: Sequence[Static]
     training: bool
     enter: Callable[[str], None]
+    placed: Callable[[Tensor], Tensor]
 
     def tensor(self, operand: Operand) -> Tensor | None:
         """A value that is a tensor or absent."""
@@ -158,7 +165,7 @@ class NodeStep:
 
     def reads(self) -> set[int]:
         """See `Step`."""
-        return _slots(self.operands)
+        return slots_of(self.operands)
 
     def freeing(self, slots: tuple[int, ...]) -> NodeStep:
         """See `Step`."""
@@ -170,8 +177,16 @@ class NodeStep:
 
         def literal(make: Callable[[], Tensor]) -> Tensor:
             if self.decided_late:
-                return make().to(_device(values))
-            found = frame.tensor(Operand("constant", next(literals)))
+                return frame.placed(make()).to(device_of(values))
+            index = next(literals, None)
+            if index is None:
+                raise UnsupportedError(
+                    "IRC324",
+                    f"{self.title} needs the graph for these sizes, and pickling leaves it behind",
+                    at=Location(onnx_node=self.name),
+                    help="import the file again, and load_state_dict",
+                )
+            found = frame.tensor(Operand("constant", index))
             assert found is not None
             return found
 
@@ -186,222 +201,65 @@ class NodeStep:
             runs=self.decided_late,
         )
         result = self.lowering(call)
+        if self.decided_late:
+            call.refuse_unread()
         frame.fill(self.results, result if isinstance(result, tuple) else (result,))
 
 
-def _device(values: Iterable[Value]) -> torch.device:
+def device_of(values: Iterable[Value]) -> torch.device:
+    """Where the first tensor is."""
     return next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
 
 
-def _slots(operands: Iterable[Operand]) -> set[int]:
+def slots_of(operands: Iterable[Operand]) -> set[int]:
+    """The slots among operands."""
     return {o.index for o in operands if o.kind == "slot"}
 
 
-@dataclass(frozen=True)
-class Block:
-    """The body of a branch or of a loop; it also reads the slots of the graph around it.
-
-    Args:
-        inputs: The slots of its own inputs.
-        steps: What it runs.
-        outputs: Where its outputs are.
-    """
-
-    inputs: tuple[int, ...]
-    steps: tuple[Step, ...]
-    outputs: tuple[Output, ...]
-
-    @classmethod
-    def of(cls, inputs: Sequence[int], steps: Sequence[Step], outputs: Sequence[Output]) -> Block:
-        """A block that frees its own slots, and none of the graph's around it."""
-        own = set(inputs) | {slot for step in steps for slot in step.results if slot is not None}
-        return cls(tuple(inputs), tuple(with_frees(steps, outputs, own)), tuple(outputs))
-
-    def reads(self) -> set[int]:
-        """The slots of the graph around it that it reads."""
-        own = set(self.inputs) | {slot for step in self.steps for slot in step.results if slot is not None}
-        inner = {slot for step in self.steps for slot in step.reads()}
-        return (inner | _slots(_flat(self.outputs))) - own
-
-    def run(self, frame: Frame, inputs: Sequence[Value] = ()) -> list[Value]:
-        """Its outputs for these inputs."""
-        frame.fill(self.inputs, inputs)
-        run(self.steps, frame)
-        outputs = [frame.output(output) for output in self.outputs]
-        own = {slot for step in self.steps for slot in step.results if slot is not None}
-        frame.free(own | set(self.inputs))
-        return outputs
-
-
-def _flat(outputs: Iterable[Output]) -> Iterator[Operand]:
+def flat(outputs: Iterable[Output]) -> Iterator[Operand]:
+    """Where the outputs are read, those of lists one by one."""
     for output in outputs:
         yield from (output,) if isinstance(output, Operand) else output
 
 
 @dataclass(frozen=True)
-class Branch:
-    """An `If` whose condition only a run tells.
+class Program:
+    """What a graph runs for some sizes of its inputs.
 
     Args:
-        name: See `Step`.
-        title: See `Step`.
-        condition: One boolean.
-        then: What runs where it holds.
-        otherwise: What runs where it does not.
-        results: See `Step`.
-        frees: See `Step`.
+        shapes: The shapes of the inputs that it is settled for; `None` where only a run tells.
+        sized_by: The first node at which these shapes may have become constants, or a number of steps;
+            without one, the program holds for all shapes.
+        steps: In order.
+        outputs: Where each output is, by name.
+        output_shapes: As far as they are known.
+        weights: The ONNX name of each weight, by its place.
+        statics: The constants as plain data.
+        tensors: The constants that are read as tensors, by their place.
     """
 
-    name: str
-    title: str
-    condition: Operand
-    then: Block
-    otherwise: Block
-    results: tuple[int | None, ...]
-    frees: tuple[int, ...] = ()
+    shapes: Shapes
+    sized_by: str | None
+    steps: tuple[Step, ...]
+    outputs: Mapping[str, Output]
+    output_shapes: Shapes
+    weights: tuple[str, ...]
+    statics: tuple[Static, ...]
+    tensors: Mapping[int, Tensor]
 
-    def reads(self) -> set[int]:
-        """See `Step`."""
-        return _slots((self.condition,)) | self.then.reads() | self.otherwise.reads()
-
-    def freeing(self, slots: tuple[int, ...]) -> Branch:
-        """See `Step`."""
-        return replace(self, frees=slots)
-
-    def run(self, frame: Frame) -> None:
-        """See `Step`."""
-        condition = frame.tensor(self.condition)
-        assert condition is not None
-        taken = self.then if bool(condition) else self.otherwise
-        frame.fill(self.results, taken.run(frame))
-
-
-@dataclass(frozen=True)
-class Loop:
-    """A `Loop` whose count only a run tells.
-
-    Args:
-        name: See `Step`.
-        title: See `Step`.
-        count: The most iterations; absent when only the condition ends it.
-        condition: Whether to begin; absent when it begins always.
-        carried: What the first iteration gets.
-        body: From iteration number, condition and carried values to condition, carried values, and one more
-            value for each stacked result.
-        empty: For each stacked result, what it is when nothing runs.
-        results: See `Step`.
-        frees: See `Step`.
-    """
-
-    name: str
-    title: str
-    count: Operand
-    condition: Operand
-    carried: tuple[Operand, ...]
-    body: Block
-    empty: tuple[Static | None, ...]
-    results: tuple[int | None, ...]
-    frees: tuple[int, ...] = ()
-
-    def reads(self) -> set[int]:
-        """See `Step`."""
-        return _slots((self.count, self.condition, *self.carried)) | self.body.reads()
-
-    def freeing(self, slots: tuple[int, ...]) -> Loop:
-        """See `Step`."""
-        return replace(self, frees=slots)
-
-    def run(self, frame: Frame) -> None:
-        """See `Step`."""
-        count, condition = frame.tensor(self.count), frame.tensor(self.condition)
-        most = None if count is None else int(count)
-        goes_on = condition is None or bool(condition)
-        carried = [frame.values.get(operand) for operand in self.carried]
-        stacks: list[list[Tensor]] = [[] for _ in self.empty]
-        iteration = 0
-        while goes_on and (most is None or iteration < most):
-            device = _device(carried)
-            given = [torch.tensor(iteration, device=device), torch.tensor(True, device=device)]
-            again, *outputs = self.body.run(frame, [*given, *carried])
-            assert isinstance(again, Tensor)
-            goes_on = bool(again)
-            carried = outputs[: len(carried)]
-            for stack, value in zip(stacks, outputs[len(carried) :], strict=True):
-                assert isinstance(value, Tensor)
-                stack.append(value)
-            iteration += 1
-        device = _device(carried)
-        stacked = [
-            torch.stack(stack) if stack else _stack_of_none(self.name, empty, device)
-            for stack, empty in zip(stacks, self.empty, strict=True)
-        ]
-        frame.fill(self.results, [*carried, *stacked])
-
-
-def _stack_of_none(name: str, empty: Static | None, device: torch.device) -> Tensor:
-    if empty is None:
-        raise UnsupportedError(
-            "IRC302",
-            "ai.onnx::Loop of no iteration, without the shape of its results, is not supported",
-            at=Location(onnx_node=name),
-            help="export the model with the shapes of all values",
-        )
-    return torch.from_numpy(empty.array).to(empty.dtype).to(device)
-
-
-@dataclass(frozen=True)
-class Map:
-    """A `SequenceMap` over a list whose length only a run tells.
-
-    Args:
-        name: See `Step`.
-        title: See `Step`.
-        operands: What the body gets: of each list one element at a time, of each tensor the whole.
-        body: From one element of each list to one element of each result.
-        results: See `Step`.
-        frees: See `Step`.
-    """
-
-    name: str
-    title: str
-    operands: tuple[Operand, ...]
-    body: Block
-    results: tuple[int | None, ...]
-    frees: tuple[int, ...] = ()
-
-    def reads(self) -> set[int]:
-        """See `Step`."""
-        return _slots(self.operands) | self.body.reads()
-
-    def freeing(self, slots: tuple[int, ...]) -> Map:
-        """See `Step`."""
-        return replace(self, frees=slots)
-
-    def run(self, frame: Frame) -> None:
-        """See `Step`."""
-        values = [frame.values.get(operand) for operand in self.operands]
-        first = values[0]
-        assert isinstance(first, list)
-        columns: list[list[Tensor]] = [[] for _ in self.body.outputs]
-        for i in range(len(first)):
-            outputs = self.body.run(frame, [v[i] if isinstance(v, list) else v for v in values])
-            for column, value in zip(columns, outputs, strict=True):
-                assert isinstance(value, Tensor)
-                column.append(value)
-        frame.fill(self.results, columns)
+    def knows(self, shapes: Shapes) -> bool:
+        """Whether it was settled for the shape of every input that has one here."""
+        return all(a is not None or b is None for a, b in zip(self.shapes, shapes, strict=True))
 
 
 class RunError(UsageError, RuntimeError):
     """What only a run can tell of a graph and its inputs: a RuntimeError, as torch's own are."""
 
 
+# What a tracer raises where a step needs to see data.
+_UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
 # What torch raises for values that do not fit; its subclasses (out of memory, of its tracers) pass.
 _FAULTS = (RuntimeError, IndexError, TypeError, ValueError, ZeroDivisionError, OverflowError, AssertionError)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__)[:200]
 
 
 def run(steps: Iterable[Step], frame: Frame) -> None:
@@ -416,30 +274,36 @@ def run(steps: Iterable[Step], frame: Frame) -> None:
         frame.enter(step.name)
         try:
             step.run(frame)
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise UnsupportedError(
-                "IRC302",
-                f"{step.title} whose work depends on the values of its operands is not supported in a plan",
-                at=Location(onnx_node=step.name),
-                help=SETTLE,
-            ) from error
-        except _FAULTS as error:
-            if type(error) is NotImplementedError:
-                raise UnsupportedError(
-                    "IRC302",
-                    f"{step.title} is not supported here (torch: {_first_line(error)})",
-                    at=Location(onnx_node=step.name),
-                    help="export the model with another element type, or replace the node",
-                ) from error
-            if type(error) not in _FAULTS:
+        except (*_UNKNOWN, *_FAULTS) as error:
+            if type(error) not in (*_UNKNOWN, NotImplementedError, *_FAULTS):
                 raise
-            raise RunError(
-                "IRC318",
-                f"{step.title} cannot run on these values: {_first_line(error)}",
-                at=Location(onnx_node=step.name),
-                help="check the values and the shapes of the inputs",
-            ) from error
+            raise _explained(step, error) from error
         frame.free(step.frees)
+
+
+def _explained(step: Step, error: BaseException) -> IrcError:
+    """What to tell the user of a step that did not go."""
+    at = Location(onnx_node=step.name)
+    if isinstance(error, _UNKNOWN):
+        return UnsupportedError(
+            "IRC302",
+            f"{step.title} whose work depends on the values of its operands is not supported in a plan",
+            at=at,
+            help=SETTLE,
+        )
+    if isinstance(error, NotImplementedError):
+        return UnsupportedError(
+            "IRC302",
+            f"{step.title} is not supported here (torch: {first_line(error)})",
+            at=at,
+            help="export the model with another element type, or replace the node",
+        )
+    return RunError(
+        "IRC318",
+        f"{step.title} cannot run on these values: {first_line(error)}",
+        at=at,
+        help="check the values and the shapes of the inputs",
+    )
 
 
 def with_frees(steps: Sequence[Step], outputs: Iterable[Output], own: set[int] | None = None) -> list[Step]:
@@ -450,7 +314,7 @@ def with_frees(steps: Sequence[Step], outputs: Iterable[Output], own: set[int] |
         outputs: What is read after the last.
         own: The slots that may be freed; all of them without it.
     """
-    seen, done = _slots(_flat(outputs)), list[Step]()
+    seen, done = slots_of(flat(outputs)), list[Step]()
     for step in reversed(steps):
         touched = step.reads() | {slot for slot in step.results if slot is not None}
         last = touched - seen if own is None else (touched - seen) & own

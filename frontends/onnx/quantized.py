@@ -11,7 +11,7 @@ from collections.abc import Callable
 import onnx_ir as ir
 import torch
 
-from .reader import subgraphs
+from .graphs import subgraphs
 
 __all__ = ["Held"]
 

@@ -3,41 +3,30 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import onnx
 import onnx_ir as ir
 from onnx_ir.external_data import set_base_dir
 from onnx_ir.passes.common import InlinePass, RemoveUnusedNodesPass, TopologicalSortPass
 
-from ...ir.errors import Location, UsageError
+from ...ir.errors import Location, UsageError, first_line
 from ..quiet import quiet
 from .checking import check_proto
+from .graphs import node_name, subgraphs
+from .wire import parse
 
-__all__ = ["node_name", "normalise", "read", "subgraphs"]
+__all__ = ["normalise", "read"]
 
 _BROKEN = "IRC311"
 _BROKEN_HELP = "check that the file was copied or downloaded whole; `onnx.checker.check_model` says more"
 
 
-def node_name(node: ir.Node) -> str:
-    """The node's name, or its first output's when it has none."""
-    if node.name:
-        return node.name
-    return next((o.name for o in node.outputs if o.name), node.op_type)
+def read(path: str | os.PathLike[str], *, in_place: bool = True) -> ir.Model:
+    """The model in a file.
 
-
-def subgraphs(node: ir.Node) -> Iterator[ir.Graph]:
-    """The graphs that a node carries as attributes."""
-    for attribute in node.attributes.values():
-        if attribute.type is ir.AttributeType.GRAPH:
-            yield attribute.as_graph()
-        elif attribute.type is ir.AttributeType.GRAPHS:
-            yield from attribute.as_graphs()
-
-
-def read(path: str | os.PathLike[str]) -> ir.Model:
-    """The model in a file; large external weights stay on disk until they are asked for.
+    Args:
+        path: The file.
+        in_place: Whether large weights stay in the file until they are asked for, as those beside it do.
 
     Raises:
         UsageError: IRC310 when there is no such file, IRC311 when it is not a whole ONNX model, IRC306,
@@ -54,27 +43,27 @@ def read(path: str | os.PathLike[str]) -> ir.Model:
     if os.path.getsize(path) == 0:
         raise UsageError(_BROKEN, f"{path} is empty", help=_BROKEN_HELP)
     try:
-        proto = onnx.load(path, load_external_data=False)
+        if in_place:
+            proto, place = parse(path)
+        else:
+            proto, place = onnx.load(path, load_external_data=False), None
     except Exception as error:
         raise _not_whole(path, error) from error
-    check_proto(proto, path)
+    check_proto(proto, path, None if place is None else place.mark)
     try:
         with quiet("onnx_ir"):
             model = ir.from_proto(proto)
     except Exception as error:
         raise _not_whole(path, error) from error
     set_base_dir(model.graph, os.path.dirname(os.path.abspath(path)))
+    if place is not None:
+        place.resolve(model.graph)
     _check(model, path)
     return model
 
 
 def _not_whole(path: str, error: Exception) -> UsageError:
-    return UsageError(_BROKEN, f"{path} is not a whole ONNX model: {_first_line(error)}", help=_BROKEN_HELP)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__)[:200]
+    return UsageError(_BROKEN, f"{path} is not a whole ONNX model: {first_line(error)}", help=_BROKEN_HELP)
 
 
 def _check(model: ir.Model, path: str) -> None:
@@ -122,7 +111,7 @@ def normalise(model: ir.Model) -> None:
         except Exception as error:
             raise UsageError(
                 "IRC308",
-                f"the model's functions cannot be inlined: {_first_line(error.__cause__ or error)}",
+                f"the model's functions cannot be inlined: {first_line(error.__cause__ or error)}",
                 help="inline them before: `onnx.inliner.inline_local_functions`",
             ) from error
     try:
@@ -133,7 +122,7 @@ def normalise(model: ir.Model) -> None:
     except Exception as error:
         raise UsageError(
             "IRC308",
-            f"the graph cannot be put in order: {_first_line(error.__cause__ or error)}",
+            f"the graph cannot be put in order: {first_line(error.__cause__ or error)}",
             help="no value may be computed from itself",
         ) from error
 

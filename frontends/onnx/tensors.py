@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -58,12 +59,13 @@ def onnx_dtype(dtype: torch.dtype) -> ir.DataType:
     return _CODES[dtype]
 
 
-def onnx_tensor(tensor: torch.Tensor, name: str | None = None) -> ir.Tensor:
+def onnx_tensor(tensor: torch.Tensor, name: str | None = None) -> ir.Tensor[Any]:
     """A tensor of torch as one of ONNX; on the CPU it shares the elements."""
     array = tensor.detach().cpu().contiguous()
-    if array.dtype is torch.bfloat16:
-        bits = array.view(torch.int16).numpy().view(np.uint16)
-        return ir.Tensor(bits, dtype=ir.DataType.BFLOAT16, name=name)
+    if array.dtype in _BITS:
+        wide = array.element_size() == 2
+        bits = array.view(torch.int16).numpy().view(np.uint16) if wide else array.view(torch.uint8).numpy()
+        return ir.Tensor(bits, dtype=onnx_dtype(array.dtype), name=name)
     return ir.Tensor(array.numpy(), dtype=onnx_dtype(array.dtype), name=name)
 
 

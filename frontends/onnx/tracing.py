@@ -7,7 +7,7 @@ settled; and where a size or a type depends on data, the step settles it in each
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -22,15 +22,16 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 
-from ...ir.errors import IrcError, Location, UnsupportedError, UsageError
+from ...ir.errors import IrcError, Location, UnsupportedError, UsageError, first_line
+from .blocks import Block
 from .bounds import MOST_BYTES, Account, Bounded, nbytes, stored_bytes, too_large
 from .coverage import domain_of, version_of
+from .graphs import node_name, wanted
 from .lowerings import Attribute, Call, Lowering, NodeInfo, NotConstant, Value, find
 from .nodes import check_kinds
-from .program import Block, NodeStep, Operand, Output, Step
+from .program import NodeStep, Operand, Output, Step
 from .quantized import Held
-from .reader import node_name
-from .tensors import Static, onnx_tensor, torch_tensor
+from .tensors import Static, onnx_tensor, torch_dtype, torch_tensor
 from .weights import Leaf, Leaves, Role
 
 __all__ = ["Known", "Tracer"]
@@ -75,6 +76,23 @@ class Known:
         return self.operand is not None and self.operand.kind == "absent"
 
 
+@dataclass(frozen=True, slots=True)
+class _Applied:
+    """An operator with its operands.
+
+    Args:
+        info: What is fixed about it.
+        lowering: What it means in torch.
+        values: Its operands; `None` for one that is left out.
+        outputs: Its results.
+    """
+
+    info: NodeInfo
+    lowering: Lowering
+    values: Sequence[ir.Value | None]
+    outputs: Sequence[ir.Value]
+
+
 @dataclass
 class Tracer:
     """The values known so far, and the steps, weights and constants that a module gets.
@@ -82,16 +100,22 @@ class Tracer:
     Args:
         model: The model that is imported.
         leaves: What becomes of its weights and constants.
+        names: The names that weights have already, from an import of the same graph for other sizes.
+
+    Attributes:
+        sized_by: The first node at which sizes of the inputs may have become constants or a number of steps.
     """
 
     model: ir.Model
     leaves: Leaves = field(default_factory=Leaves)
+    names: Mapping[ir.Value, str] | None = None
     weights: dict[str, Leaf] = field(default_factory=dict[str, Leaf])
     read: dict[ir.Value, Leaf] = field(default_factory=dict[ir.Value, Leaf])
     constants: list[Tensor] = field(default_factory=list[Tensor])
     as_tensors: set[int] = field(default_factory=set[int])
     steps: list[Step] = field(default_factory=list[Step])
     account: Account = field(init=False)
+    sized_by: str | None = None
     _fake: FakeTensorMode = field(default_factory=FakeTensorMode)
     _values: dict[ir.Value, Known] = field(default_factory=dict[ir.Value, Known])
     _lists: dict[ir.Value, list[ir.Value]] = field(default_factory=dict[ir.Value, list[ir.Value]])
@@ -195,14 +219,28 @@ class Tracer:
         if leaf.tensor.size != math.prod(leaf.shape):
             size = math.prod(leaf.shape) * leaf.tensor.dtype.bitwidth // 8
             self.account.check(f"the weight {leaf.name!r}", leaf.shape, size)
+        index, dtype = len(self.weights), torch_dtype(leaf.tensor.dtype)
+        assert dtype is not None
+        self.weights[self._name(leaf)] = leaf
+        return Known(self.fake_empty(leaf.shape, dtype), Operand("weight", index))
+
+    def _name(self, leaf: Leaf) -> str:
+        if self.names is not None:
+            return self._old_name(leaf, self.names)
         name = leaf.value.name or f"weight_{len(self.weights)}"
         while name in self.weights:  # a branch may name its own weight like one outside
             name += "_"
-        index = len(self.weights)
-        self.weights[name] = leaf
-        sample = torch_tensor(ir.tensor(leaf.tensor.numpy().reshape(-1)[:1], dtype=leaf.tensor.dtype))
-        assert sample is not None
-        return Known(self.fake_empty(leaf.shape, sample.dtype), Operand("weight", index))
+        return name
+
+    def _old_name(self, leaf: Leaf, names: Mapping[ir.Value, str]) -> str:
+        if leaf.value not in names:
+            raise UnsupportedError(
+                "IRC324",
+                f"for these sizes of the inputs the graph reads the weight {leaf.name!r}, which it did not"
+                " for those of the import",
+                help="import the file without shapes: then every weight that any sizes need is read",
+            )
+        return names[leaf.value]
 
     def operand(self, value: ir.Value | None) -> Operand:
         """Where a step reads the value; gives a constant its place among the module's constants."""
@@ -229,9 +267,18 @@ class Tracer:
             return tuple(self.tensor_operand(item) for item in items)
         return self.tensor_operand(value)
 
+    def shape_of(self, value: ir.Value) -> tuple[int, ...] | None:
+        """The shape of a value, as far as it is known."""
+        known = None if value in self._lists else self.known(value)
+        return None if known is None or known.tensor is None else tuple(known.tensor.shape)
+
     def _new_constant(self, tensor: Tensor) -> Operand:
         self.constants.append(tensor.contiguous())
         return Operand("constant", len(self.constants) - 1)
+
+    def settle_sizes(self, node: str) -> None:
+        """Note that what is traced at a node holds for these sizes of the inputs alone."""
+        self.sized_by = self.sized_by or node
 
     # Blocks
 
@@ -269,6 +316,8 @@ class Tracer:
             return Block.of(slots, self.steps, outputs)
         finally:
             self.steps = outer
+            for value in self._lists:  # one that got its slot in here has none out there
+                self._values.pop(value, None)
 
     # Nodes
 
@@ -290,10 +339,10 @@ class Tracer:
             UsageError: IRC318 when the shapes do not fit.
         """
         domain = domain_of(node)
-        wanted = _wanted(node) if outputs is None else (True,) * len(outputs)
+        wants = wanted(node) if outputs is None else (True,) * len(outputs)
         attributes = _attributes(node) | self._held.attributes(node)
         version = version_of(self.model, domain)
-        info = NodeInfo(node_name(node), node.op_type, domain, version, attributes, wanted)
+        info = NodeInfo(node_name(node), node.op_type, domain, version, attributes, wants)
         self._apply(info, list(node.inputs if inputs is None else inputs), outputs or node.outputs)
 
     def apply(self, name: str, op: str, inputs: Sequence[ir.Value], **attributes: Attribute) -> ir.Value:
@@ -323,18 +372,19 @@ class Tracer:
         while inputs and (inputs[-1] is None or not inputs[-1].name):
             inputs.pop()
         values = [v if v is not None and v.name else None for v in inputs]
+        node = _Applied(info, lowering, values, outputs)
         known = [None if v is None else self.known(v) for v in values]
         check_kinds(info, [None if k is None or k.tensor is None else k.tensor.dtype for k in known])
         try:
             if self._folds(info, known):
-                self._fold(outputs, info, lowering, known)
+                self._fold(node, known)
                 return
             if all(k is None or k.tensor is not None for k in known):
-                self._trace(outputs, info, lowering, values)
+                self._trace(node)
                 return
         except (NotConstant, DataDependentOutputException, DynamicOutputShapeException):
             pass
-        self._decide_late(outputs, info, lowering, values)
+        self._decide_late(node)
 
     def _folds(self, info: NodeInfo, known: Sequence[Known | None]) -> bool:
         if (info.domain != "" and info.op not in _UNPACK) or info.op in _LIVE:
@@ -346,9 +396,8 @@ class Tracer:
             return True
         return all(k is None or k.constant for k in known)
 
-    def _fold(
-        self, outputs: Sequence[ir.Value], info: NodeInfo, lowering: Lowering, known: Sequence[Known | None]
-    ) -> None:
+    def _fold(self, node: _Applied, known: Sequence[Known | None]) -> None:
+        info = node.info
         call = Call(
             info,
             [None if k is None else k.tensor for k in known],
@@ -358,9 +407,11 @@ class Tracer:
             lambda make: make(),
         )
         with Bounded(info.title, info.name, self.account.limit, self._fake):
-            results = self._call(lowering, call)
+            results = self._call(node.lowering, call)
+        if not all(k is None or k.constant for k in known):
+            self.settle_sizes(info.name)
         given = {_storage(k.tensor) for k in known if k is not None and k.constant and k.tensor is not None}
-        for value, result in zip(outputs, results, strict=False):
+        for value, result in zip(node.outputs, results, strict=False):
             if result is not None:
                 assert isinstance(result, Tensor)
                 self.account.check(info.title, result.shape, nbytes(result), info.name)
@@ -369,24 +420,20 @@ class Tracer:
                 weight = self.leaves.unpacked(value, onnx_tensor(result)) if info.op in _UNPACK else None
                 self.bind(value, Known(result) if weight is None else self._leaf(weight))
 
-    def _trace(
-        self,
-        outputs: Sequence[ir.Value],
-        info: NodeInfo,
-        lowering: Lowering,
-        values: Sequence[ir.Value | None],
-    ) -> None:
-        operands = [self.operand(v) for v in values]
+    def _trace(self, node: _Applied) -> None:
+        info, lowering = node.info, node.lowering
+        operands = [self.operand(v) for v in node.values]
         literals: list[int] = []
 
         def make_literal(make: Callable[[], Tensor]) -> Tensor:
             with unset_fake_temporarily(), Bounded(info.title, info.name, self.account.limit, self._fake):
                 tensor = make().contiguous()
+                self.settle_sizes(info.name)
                 self.account.add(info.title, tensor.shape, nbytes(tensor), info.name)
                 literals.append(self._new_constant(tensor).index)
             return self._fake.from_tensor(tensor)
 
-        known = [None if v is None else self.known(v) for v in values]
+        known = [None if v is None else self.known(v) for v in node.values]
         call = Call(
             info,
             [self._faked(k) for k in known],
@@ -406,8 +453,8 @@ class Tracer:
         )
         self.as_tensors.update(literals)
         slots: list[int | None] = []
-        for value, result, wanted in zip(outputs, results, info.wanted, strict=False):
-            if result is None or not wanted:
+        for value, result, wants in zip(node.outputs, results, info.wanted, strict=False):
+            if result is None or not wants:
                 slots.append(None)
                 continue
             assert isinstance(result, Tensor)
@@ -431,18 +478,11 @@ class Tracer:
         self.bind(value, known)
         return known.operand.index
 
-    def _decide_late(
-        self,
-        outputs: Sequence[ir.Value],
-        info: NodeInfo,
-        lowering: Lowering,
-        values: Sequence[ir.Value | None],
-    ) -> None:
+    def _decide_late(self, node: _Applied) -> None:
         """A step whose sizes only a run tells; of its results nothing is known."""
-        operands = tuple(self.tensor_operand(v) for v in values)
-        self.steps.append(
-            NodeStep(info, lowering, operands, self.new_results(outputs, info.wanted), decided_late=True)
-        )
+        operands = tuple(self.tensor_operand(v) for v in node.values)
+        results = self.new_results(node.outputs, node.info.wanted)
+        self.steps.append(NodeStep(node.info, node.lowering, operands, results, decided_late=True))
 
     def new_results(
         self,
@@ -463,12 +503,12 @@ class Tracer:
         except (IrcError, DataDependentOutputException, DynamicOutputShapeException):
             raise
         except NotImplementedError as error:
-            call.refuse(f"here (torch: {_first_line(error)})")
+            call.refuse(f"here (torch: {first_line(error)})")
         except Exception as error:
             shapes = ", ".join(str(list(t.shape)) if isinstance(t, Tensor) else "-" for t in call.tensors)
             raise UsageError(
                 "IRC318",
-                f"{call.node.title} cannot take operands of shapes {shapes}: {_first_line(error)}",
+                f"{call.node.title} cannot take operands of shapes {shapes}: {first_line(error)}",
                 at=Location(onnx_node=call.node.name),
                 help="check the shapes given for the inputs against those the model was exported with",
             ) from error
@@ -485,15 +525,6 @@ def _static(known: Known | None) -> Static | None:
         return None
     assert known.tensor is not None
     return Static.of(known.tensor)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__)[:200]
-
-
-def _wanted(node: ir.Node) -> tuple[bool, ...]:
-    return tuple(bool(o.name) and (bool(o.uses()) or o.is_graph_output()) for o in node.outputs)
 
 
 def _attributes(node: ir.Node) -> dict[str, Attribute]:

@@ -15,7 +15,9 @@ arrive (through operators that only move them):
 4. More elements are a **parameter** when they come from an initializer. From a `Constant`, or a
    `ConstantOfShape` whose shape is written in the file, they are when they arrive at a weight's place or an
    arithmetic operator. Ones and zeros in a `Constant` for an InstanceNormalization are how an exporter writes
-   that there is no scale and no bias.
+   that there is no scale and no bias. Zeros along two or more axes that are no weight's operand are a mask
+   that hides nothing: in a `Constant`, and in an initializer that torch's exporter does not tell of while it
+   tells of others.
 5. The result of a `DequantizeLinear` of constants is judged as an initializer of its name. It trains as a
    float; its codes, scale and zero point are constants.
 
@@ -29,7 +31,7 @@ import enum
 import fnmatch
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import onnx_ir as ir
@@ -237,6 +239,15 @@ def _is_plain(value: ir.Value, tensor: ir.TensorProtocol) -> bool:
     return node is not None and node.op_type == "Constant" and bool(np.all(array == 0) or np.all(array == 1))
 
 
+def _is_filling(value: ir.Value, tensor: ir.TensorProtocol, shape: tuple[int, ...], named: bool) -> bool:
+    """Whether a tensor is a mask that hides nothing, or a table of biases that a model has not: rule 4."""
+    if sum(n > 1 for n in shape) < 2 or np.any(np.asarray(tensor.numpy())):
+        return False
+    graph = value.graph
+    others = graph.initializers.values() if named and graph is not None else ()
+    return not named or any(_SPEC + "kind" in other.metadata_props for other in others)
+
+
 def _classify(
     value: ir.Value, tensor: ir.TensorProtocol, shape: tuple[int, ...], named: bool
 ) -> tuple[Role, str]:
@@ -270,6 +281,8 @@ def _classify(
         own = named and not _EXPORTERS_NAME.fullmatch(value.name or "")
         trained = bool(weighted or (own and arithmetic))
         return (Role.PARAMETER, place) if trained else (Role.CONSTANT, "a single number")
+    if not weighted and _is_filling(value, tensor, shape, named):
+        return Role.CONSTANT, "zeros that an exporter computed"
     if not named and all(op == "InstanceNormalization" for op, _ in sinks) and _is_plain(value, tensor):
         return Role.CONSTANT, "no scale and no bias"
     if named or weighted or arithmetic:
@@ -287,6 +300,7 @@ class Leaves:
 
     given: Mapping[str, str | Role] = field(default_factory=dict[str, "str | Role"])
     _fitting: set[str] = field(default_factory=set[str])
+    _known: dict[ir.Value, Leaf] = field(default_factory=dict["ir.Value", "Leaf"])
 
     def __post_init__(self) -> None:
         for pattern, role in self.given.items():
@@ -323,9 +337,32 @@ class Leaves:
         return None if leaf.role is Role.CONSTANT else leaf
 
     def _leaf(self, value: ir.Value, tensor: ir.TensorProtocol, shape: tuple[int, ...], named: bool) -> Leaf:
-        role, why = self._given(value, tensor) or _classify(value, tensor, shape, named)
-        persistent = value.metadata_props.get(_SPEC + "persistent") != "False"
-        return Leaf(value, tensor, shape, role, why, persistent)
+        if value not in self._known:
+            role, why = self._given(value, tensor) or _classify(value, tensor, shape, named)
+            persistent = value.metadata_props.get(_SPEC + "persistent") != "False"
+            self._known[value] = Leaf(value, tensor, shape, role, why, persistent)
+        return self._known[value]
+
+    def let_go(self, leaf: Leaf) -> None:
+        """Keep no elements of a weight that is a tensor of torch by now: they would be in memory twice."""
+        self._put(
+            leaf, ir.LazyTensor(_gone, leaf.tensor.dtype, ir.Shape(leaf.tensor.shape.numpy()), name=leaf.name)
+        )
+
+    def hold(self, leaf: Leaf, tensor: ir.TensorProtocol) -> None:
+        """Read a constant from here from now on, and no more from its file."""
+        if isinstance(leaf.tensor, ir.ExternalTensor):
+            self._put(leaf, tensor)
+
+    def _put(self, leaf: Leaf, tensor: ir.TensorProtocol) -> None:
+        if isinstance(leaf.tensor, ir.ExternalTensor):
+            leaf.tensor.release()
+        node = leaf.value.producer()
+        if node is None:
+            leaf.value.const_value = tensor
+        elif node.op_type == "Constant":
+            node.attributes["value"] = ir.AttrTensor("value", tensor)
+        self._known[leaf.value] = replace(leaf, tensor=tensor)
 
     def _given(self, value: ir.Value, tensor: ir.TensorProtocol) -> tuple[Role, str] | None:
         name = value.name or ""
@@ -368,6 +405,10 @@ class Leaves:
         tensor = ir.tensor(np.zeros(1, np.float32)) if attribute is None else attribute.as_tensor()
         leaf = self._leaf(value, tensor, shape, named=False)
         return None if leaf.role is Role.CONSTANT else leaf
+
+
+def _gone() -> ir.TensorProtocol:
+    raise AssertionError("the elements of a weight are read after the import")
 
 
 def _constant(node: ir.Node) -> ir.TensorProtocol | None:

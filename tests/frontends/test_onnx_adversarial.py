@@ -195,7 +195,6 @@ SIZES: dict[str, tuple[ModelProto, str, str]] = {
         "IRC305",
         "axis 2 of an operand of 2 axes",
     ),
-    "an open axis written as -1": (model([n("Relu", ["x"], ["y"])], x=(-1, 3)), "IRC317", "axis 0"),
 }
 
 

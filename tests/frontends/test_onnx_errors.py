@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +10,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from irc.frontends.onnx import from_onnx
+from irc.frontends.onnx import example_inputs, from_onnx
 from irc.ir.errors import IrcError, UnsupportedError, UsageError
 
 LIGHT = Path(onnx.__file__).parent / "backend" / "test" / "data" / "light" / "light_squeezenet.onnx"
@@ -19,7 +19,7 @@ LIGHT = Path(onnx.__file__).parent / "backend" / "test" / "data" / "light" / "li
 def save(
     path: Path,
     nodes: list[onnx.NodeProto] | None = None,
-    inputs: dict[str, tuple[int | str | None, ...]] | None = None,
+    inputs: Mapping[str, tuple[int | str | None, ...] | None] | None = None,
     *,
     opset: int = 17,
     elem_type: int = TensorProto.FLOAT,
@@ -150,12 +150,16 @@ def test_a_batch_that_nothing_takes(tmp_path: Path) -> None:
 
 
 def test_an_axis_without_a_size(tmp_path: Path) -> None:
-    text = refused(UsageError, "IRC317", lambda: from_onnx(save(tmp_path, inputs={"x": ("N", "T", 4)})))
+    def inputs(*axes: str | int | None, batch: int | None = None) -> Callable[[], object]:
+        return lambda: example_inputs(from_onnx(save(tmp_path, inputs={"x": axes}), batch))
+
+    text = refused(UsageError, "IRC317", inputs("N", "T", 4))
     assert "axis 0 (N) of the input 'x' [N, T, 4] has no size" in text
     assert "add --batch N, or bind it with --input x=N,T,4" in text
-    path = save(tmp_path, inputs={"x": (None, "T", 4)})
-    text = refused(UsageError, "IRC317", lambda: from_onnx(path, batch=2))
-    assert "axis 1 (T)" in text and "help: bind it with --input x=N,T,4" in text
+    text = refused(UsageError, "IRC317", inputs(None, "T", 4, batch=2))
+    assert "axis 1 (T)" in text and "help: bind it with --input x=2,T,4" in text
+    assert "axis 0 (x_dim_0)" in refused(UsageError, "IRC317", inputs(-1, 4))
+    assert "no shape" in refused(UsageError, "IRC317", lambda: from_onnx(save(tmp_path, inputs={"x": None})))
 
 
 def test_shapes_that_the_nodes_cannot_take(tmp_path: Path) -> None:

@@ -12,13 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 import torch
 import torch.nn.functional as F
+from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
-from irc.frontends.onnx import OnnxModule, from_onnx
+from irc.frontends.onnx import OnnxModule, from_model, from_onnx
+from irc.tools.onnx_exporters.exporting import Way
+from irc.tools.onnx_exporters.exporting import export as export_as
+from irc.tools.onnx_exporters.round_trip import Original, Row
+from irc.tools.onnx_exporters.round_trip import round_trip as trip
+from irc.tools.onnx_exporters.subjects import SUBJECTS
 
 
 class Residual(nn.Module):
@@ -325,3 +332,99 @@ def test_traces_to_a_joint_graph(export: Callable[[str, str], Exported]) -> None
     assert set(signature.buffers_to_mutate.values()) == {f"net.{key}" for key in statistics}
     assert isinstance(traced, torch.fx.GraphModule)
     assert not [n for n in traced.graph.nodes if n.op == "get_attr"]
+
+
+# ---------------------------------------------------------------------- seven known models, opsets 18 to 23
+
+OPSETS_OF = {
+    "ResNet-50": (18, 22),
+    "U-Net": (19, 23),
+    "LSTM": (20, 21),
+    "GPT-2": (18, 21, 23),
+    "BERT": (19, 22),
+    "ViT": (20, 23),
+    "T5": (18, 23),
+}
+TIES = {"GPT-2": 1, "BERT": 2, "T5": 1}
+COUNTERS_AND_TIED = {"ResNet-50": 9, "U-Net": 18, "GPT-2": 1, "BERT": 2, "T5": 3}
+
+
+@pytest.fixture(scope="module")
+def original() -> Callable[[str], Original]:
+    cache: dict[str, Original] = {}
+
+    def make(name: str) -> Original:
+        if name not in cache:
+            cache[name] = Original(SUBJECTS[name](True))
+        return cache[name]
+
+    return make
+
+
+@pytest.mark.parametrize(("name", "opset"), [(name, o) for name, opsets in OPSETS_OF.items() for o in opsets])
+def test_known_models_come_back_whole(
+    original: Callable[[str], Original], name: str, opset: int, tmp_path: Path
+) -> None:
+    known = original(name)
+    export_as(known.subject, Way("kept", opset), tmp_path / "model.onnx")
+    row = trip(known, tmp_path / "model.onnx", Row(name, f"kept {opset}"))
+    assert row.failures == () and row.opset == opset
+    assert row.parameters == row.original and row.named == row.original[0]
+    assert (row.moved, row.folded, row.made) == (0, 0, 0)
+    assert row.ties == (TIES.get(name, 0),) * 2
+    assert row.statistics == {"ResNet-50": 18, "U-Net": 36}.get(name, 0)
+    ours, in_file, all_keys = row.keys
+    assert ours == in_file == all_keys - COUNTERS_AND_TIED.get(name, 0)
+    assert row.outputs < 1e-5 and row.gradients < 1e-4 and row.compared == 1
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "legacy"])
+def test_weights_that_an_exporter_rewrites_get_their_gradients(
+    original: Callable[[str], Original], exporter: str, tmp_path: Path
+) -> None:
+    known = original("T5")
+    way = Way(exporter, 23 if exporter == "dynamo" else None)
+    export_as(known.subject, way, tmp_path / "model.onnx")
+    row = trip(known, tmp_path / "model.onnx", Row("T5", way.name))
+    assert row.failures == () and row.moved == 32 and row.made == 0
+    assert row.compared > 0.99 and row.gradients < 1e-4
+
+
+def _sum_of(tensors: dict[str, np.ndarray], constants: dict[str, np.ndarray], told: bool) -> OnnxModule:
+    """The input, with these added: initializers, Constant nodes, and one that torch's exporter tells of."""
+    names = [*tensors, *constants]
+    shape = np.broadcast_shapes(*(a.shape for a in (*tensors.values(), *constants.values())))
+    nodes = [
+        helper.make_node("Constant", [], [n], value=numpy_helper.from_array(a)) for n, a in constants.items()
+    ]
+    left = "x"
+    for index, name in enumerate([*names, "weight"]):
+        nodes.append(helper.make_node("Add", [left, name], [left := f"y{index}"]))
+    weight = numpy_helper.from_array(np.ones(shape, np.float32), "weight")
+    said = helper.make_tensor_value_info("weight", TensorProto.FLOAT, shape)
+    if told:
+        key = "pkg.torch.export.graph_signature.InputSpec.kind"
+        said.metadata_props.add(key=key, value="PARAMETER")
+    graph = helper.make_graph(
+        nodes,
+        "sums",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
+        [helper.make_tensor_value_info(left, TensorProto.FLOAT, shape)],
+        [weight, *(numpy_helper.from_array(a, n) for n, a in tensors.items())],
+        value_info=[said],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)])
+    return from_model(ir.from_proto(model))
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_zeros_that_an_exporter_computed_are_no_weights(told: bool) -> None:
+    zeros = np.zeros((2, 3, 4), np.float32)
+    used = zeros.copy()
+    used[0, 0, 0] = 1
+    initializers = {"mask": zeros, "bias": np.zeros((1, 3, 1), np.float32), "table": used}
+    module = _sum_of(initializers, {"bias_mask": zeros, "row": np.zeros(4, np.float32)}, told)
+    trained = {name for name, _ in module.named_parameters()}
+    assert trained == {"bias", "table", "weight", "row"} | (set() if told else {"mask"})
+    why = {stored.name: stored.why for stored in module.stored}
+    assert why["bias_mask"] == "zeros that an exporter computed"

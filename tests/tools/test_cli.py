@@ -129,6 +129,35 @@ def test_optimize_as_json(irc: Run, models: Path) -> None:
     assert plan["decisions"] and set(plan["decisions"][0]) == keys
 
 
+def test_a_file_with_open_axes(irc: Run, tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("MatMul", ["x", "w0"], ["a"]),
+        helper.make_node("Concat", ["a", "a"], ["y"], axis=0),
+    ]
+    path = save_onnx(tmp_path / "m.onnx", nodes)
+    status, text, err = irc("inspect", path)
+    assert status == 0 and err == ""
+    lines = [line.split() for line in text.splitlines()]
+    assert lines[:2] == [["input", "x", "float32[n,", "8]"], ["output", "y", "[2*n,", "8]"]]
+    assert ["parameter", "w0", "float32[8,", "8]"] in [line[:4] for line in lines]
+    assert text.endswith("to see what a step needs, bind n with --batch or --input\n")
+    report = json.loads(irc("inspect", path, "--json")[1])
+    assert report["inputs"] == {"x": "float32[n, 8]"} and report["outputs"] == {"y": ["2*n", 8]}
+    assert [row["name"] for row in report["weights"]] == ["w0"] and "baseline_peak_bytes" not in report
+    bound = json.loads(irc("inspect", path, "--batch", 3, "--json", "--no-profile")[1])
+    assert bound["outputs"] == {"y": [6, 8]} and bound["baseline_peak_bytes"] > 0
+
+
+def test_a_file_with_a_list_as_input(irc: Run, tmp_path: Path) -> None:
+    path = save_onnx(tmp_path / "m.onnx", [helper.make_node("ConcatFromSequence", ["x"], ["y"], axis=0)])
+    model = onnx.load(str(path))
+    kind = helper.make_sequence_type_proto(helper.make_tensor_type_proto(TensorProto.FLOAT, None))
+    model.graph.input[0].type.CopyFrom(kind)
+    onnx.save(model, str(path))
+    status, text, err = irc("inspect", path)
+    assert (status, err) == (0, "") and "no example is drawn for x" in text
+
+
 def test_inspect_as_json_and_quiet(irc: Run, models: Path) -> None:
     status, text, _ = irc("inspect", f"{models}:mlp", "--json", "--no-profile", "--top", 3)
     found = json.loads(text)

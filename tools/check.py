@@ -104,12 +104,17 @@ class Report:
     def save_weights(self, path: Path) -> None:
         """Writes the trained parameters and buffers as safetensors; the file appears when it is whole.
 
+        The model's own `load_state_dict` takes them.
+
         Raises:
             UsageError: IRC434 when it cannot be written.
         """
         draft = path.with_name(f".{path.name}.part")
         try:
             save_file({name: tensor.detach().clone() for name, tensor in self.state.items()}, draft)
+            mask = os.umask(0)
+            os.umask(mask)
+            draft.chmod(0o666 & ~mask)  # it is private otherwise
             os.replace(draft, path)
         except (OSError, SafetensorError) as error:
             draft.unlink(missing_ok=True)
@@ -140,7 +145,8 @@ def check_folder(written: Written, steps: int, *, with_original: bool) -> Report
         UsageError: IRC432 when the original is not what the folder was made from.
     """
     fitted = written.module()
-    state = fitted.state_dict(keep_vars=True)
+    own = fitted.state_dict(keep_vars=True)
+    state = {name: tensor for name, tensor in own.items() if name not in written.not_saved}
     static_bytes = written.plan.static_bytes
     forwards = written.plan.forwards_in_flight
     comparison = None

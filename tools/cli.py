@@ -483,6 +483,8 @@ def _run(options: argparse.Namespace) -> int:
         print(f"error[IRC130]: {failure}", file=sys.stderr)
     if options.save_weights is not None and not report.failures:
         report.save_weights(options.save_weights)
+        if not options.quiet and not options.json:
+            print(f"written: {options.save_weights}")
     return 1 if report.failures else 0
 
 

@@ -63,6 +63,7 @@ class Written:
         examples: The example inputs.
         deliveries: How the flat result is made.
         workspace_bytes: Workspace of each operation, by name, as the plan counted it.
+        not_saved: Buffers that the model's own `state_dict()` does not have.
     """
 
     plan: Plan
@@ -73,6 +74,7 @@ class Written:
     examples: tuple[Tensor, ...]
     deliveries: tuple[Delivery, ...]
     workspace_bytes: dict[str, int]
+    not_saved: frozenset[str]
 
     def module(self) -> StandaloneModule:
         """A module that trains by the program, from the written weights."""
@@ -159,6 +161,10 @@ def _write_files(folder: Path, optimized: Optimized, source: Source, examples: t
             for node in schedule.graph.operations
             if costs.workspace_bytes[node]
         },
+        "not_saved": sorted(
+            {name for name, _ in optimized.module.named_buffers(remove_duplicate=False)}
+            - set(optimized.module.state_dict())
+        ),
     }
     (folder / "plan.json").write_text(json.dumps(described, indent=1))
     (folder / "program.irc").write_text(print_program(schedule))
@@ -217,6 +223,7 @@ def read_folder(folder: Path) -> Written:
         deliveries = tuple(_delivery_from_json(row) for row in described["deliveries"])
         source = Source(**described["source"])
         by_name = {str(name): int(nbytes) for name, nbytes in described["workspace_bytes"].items()}
+        not_saved = frozenset(str(name) for name in described["not_saved"])
     with _undamaged(folder / "program.irc"):
         schedule = parse_program((folder / "program.irc").read_text())
     with _undamaged(folder / "plan.json"):
@@ -237,6 +244,7 @@ def read_folder(folder: Path) -> Written:
         examples=examples,
         deliveries=deliveries,
         workspace_bytes=by_name,
+        not_saved=not_saved,
     )
 
 

@@ -206,7 +206,7 @@ def check_run(specs: Sequence[InputSpec], shapes: Sequence[tuple[int, ...] | Non
                 declared,
                 shape,
                 why,
-                "import the file for it: from_onnx(path, batch=N), or inputs={...}",
+                "a symbol is one size in all inputs; from_onnx(path, batch=N) can change a fixed batch",
             )
 
 

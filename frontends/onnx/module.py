@@ -158,6 +158,7 @@ class OnnxModule(nn.Module):
         if len(inputs) != len(self.input_specs):
             names = ", ".join(name for name, _, _ in self.input_specs)
             raise TypeError(f"expected {len(self.input_specs)} inputs ({names}), got {len(inputs)}")
+        self._check_kinds(inputs)
         shapes = self._shapes(inputs)
         check_run(self._declared, shapes)
         program = self._programs.fitting(shapes, is_traced=any(map(is_fake, inputs)))
@@ -171,6 +172,11 @@ class OnnxModule(nn.Module):
             self.current_node = None
         outputs = tuple(frame.output(output) for output in program.outputs.values())
         return outputs[0] if len(outputs) == 1 else outputs
+
+    def _check_kinds(self, inputs: Sequence[Value]) -> None:
+        for (name, shape, _), value in zip(self.input_specs, inputs, strict=True):
+            if shape is not None and not isinstance(value, Tensor):
+                raise TypeError(f"the input {name!r} is a tensor, and a {type(value).__name__} was given")
 
     def _shapes(self, inputs: Sequence[Value]) -> Shapes:
         """The shapes of the inputs that are always tensors."""

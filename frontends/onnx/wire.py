@@ -57,11 +57,8 @@ class InPlace:
                 value.const_value = self._resolved(value.const_value)
         for node in graph:
             for name, attribute in list(node.attributes.items()):
-                if attribute.type is ir.AttributeType.TENSOR:
-                    tensor = attribute.as_tensor()
-                    found = self._resolved(tensor)
-                    if found is not tensor:
-                        node.attributes[name] = ir.AttrTensor(name, found)
+                if isinstance(attribute.value, ir.ExternalTensor):
+                    node.attributes[name] = ir.AttrTensor(name, self._resolved(attribute.value))
             for inner in subgraphs(node):
                 self.resolve(inner)
 

@@ -94,6 +94,17 @@ def test_a_spoilt_file_is_read_as_the_parser_reads_it(
     assert outcome(True) == outcome(False)
 
 
+def test_a_constant_without_a_tensor(tmp_path: Path) -> None:
+    made = model(numpy_helper.from_array(np.ones(3, np.float32), "w"))
+    made.graph.node.insert(0, helper.make_node("Constant", [], ["c"]))
+    made.graph.node[0].attribute.add(name="value", type=onnx.AttributeProto.TENSOR)
+    made.graph.node.append(helper.make_node("Add", ["y", "c"], ["z"]))
+    made.graph.output[0].name = "z"
+    onnx.save(made, str(tmp_path / "m.onnx"))
+    with pytest.raises(IrcError):
+        from_onnx(tmp_path / "m.onnx")
+
+
 def test_a_link_to_a_file(tmp_path: Path) -> None:
     """Stores of downloaded models hold links to files of other names."""
     weight = numpy_helper.from_array(np.arange(LARGE, dtype=np.float32), "w")

@@ -300,6 +300,13 @@ class Plans:
             bound.fitting.reason,
         )
         for fitting in given_up:
+            if len(self._bound) < self.limit:
+                _log.warning(
+                    "gave up the plan for (%s): its peak does not count what the new plan keeps; calls like "
+                    "that are planned once more",
+                    fitting.reason,
+                )
+                continue
             _log.warning(
                 "gave up the plan for (%s): if such calls come again, give irc.optimize plans=%d or more, "
                 "pad to fewer shapes, or pass numbers that change as tensors",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -22,6 +23,19 @@ def test_links_resolve(name: str) -> None:
         f"src/irc/{name} is no link to the folder {name}/ at the root: check the repository out again with "
         "symbolic links (git config core.symlinks true; on Windows, in developer mode)"
     )
+
+
+FOLDERS = {".ci", "backends", "docs", "examples", "frontends", "ir", "passes", "src", "tests", "tools"}
+FILES = {".gitignore", "CHANGELOG.md", "Makefile", "README.md", "constraints.txt", "pyproject.toml"}
+
+
+def test_the_top_level_holds_nothing_else() -> None:
+    """What a library or a test left behind is not committed."""
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("no checkout of git, or no git")
+    listed = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True)
+    found = {name.split("/")[0] for name in listed.split("\0") if name}
+    assert found - FOLDERS - FILES == set()
 
 
 def test_all_folders_are_checked_for_types() -> None:

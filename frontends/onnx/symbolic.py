@@ -288,12 +288,17 @@ def _inferred(module: OnnxModule, symbols: Sequence[str]) -> dict[str, list[str]
                 dim.dim_value = size
             else:
                 dim.dim_param = f"irc_{symbols.index(size)}"
+    inference: Any = SymbolicShapeInference(2**31 - 1, auto_merge=True, guess_output_rank=False, verbose=0)
     try:
         with quiet("onnxruntime.tools.symbolic_shape_infer"):
-            done: Any = SymbolicShapeInference.infer_shapes(model, 2**31 - 1, True, False, 0)
+            # As `infer_shapes` does, which writes the model into the current folder where it gives up.
+            inference._preprocess(model)
+            while inference.run_:
+                inference._infer_impl()
+            inference._update_output_from_vi()
     except Exception:  # it covers few operators, and gives up in many ways
         return {}
     return {
         value.name: [dim.dim_param or str(dim.dim_value) for dim in value.type.tensor_type.shape.dim]
-        for value in done.graph.output
+        for value in inference.out_mp_.graph.output
     }

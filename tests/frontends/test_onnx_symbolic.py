@@ -41,7 +41,7 @@ def save(
     results = [helper.make_value_info(n, onnx.TypeProto()) for n in outputs]
     stored = [numpy_helper.from_array(np.asarray(w), n) for n, w in (weights or {}).items()]
     graph = helper.make_graph(nodes, "g", values, results, stored)
-    opsets = [helper.make_opsetid("", 17)]
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
     inferred = onnx.shape_inference.infer_shapes(helper.make_model(graph, opset_imports=opsets, ir_version=9))
     path = folder / "m.onnx"
     onnx.save(inferred, str(path))
@@ -435,6 +435,22 @@ def test_expressions_of_output_shapes(tmp_path: Path) -> None:
     }
     bound = from_onnx(path, inputs={"x": (3, 2, 7)})
     assert output_shapes(bound)["half"] == (3, 5, 4) and output_shapes(bound)["flat"] == (42,)
+
+
+def test_an_operator_that_onnxruntime_does_not_infer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is inferred before it counts, and nothing is written into the folder that the user is in."""
+    nodes = [
+        node("Conv", ["x", "w"], ["half"], strides=[2], pads=[1, 1]),
+        node("FusedGemm", ["a", "b"], ["z"], domain="com.microsoft"),
+    ]
+    weights = {"w": drawn(5, 2, 3).numpy(), "b": drawn(3, 4).numpy()}
+    inputs = {"x": ("N", 2, "width"), "a": ("N", 3)}
+    path = save(tmp_path, nodes, inputs, weights, outputs=("half", "z"))
+    (folder := tmp_path / "current").mkdir()
+    monkeypatch.chdir(folder)
+    shapes = output_shapes(from_onnx(path))
+    assert list(folder.iterdir()) == []
+    assert shapes == {"half": ("N", 5, "floor(width/2 - 1/2) + 1"), "z": ("N", 4)}
 
 
 def test_an_expression_is_no_code(tmp_path: Path) -> None:

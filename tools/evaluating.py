@@ -6,17 +6,11 @@ from collections.abc import Iterable, Iterator
 
 import onnx
 
+from ..frontends.onnx.lowerings import RANDOM
+
 __all__ = ["evaluate", "random_node"]
 
 _DOMAINS = ("", "ai.onnx")
-_RANDOM = (
-    "Bernoulli",
-    "Multinomial",
-    "RandomNormal",
-    "RandomNormalLike",
-    "RandomUniform",
-    "RandomUniformLike",
-)
 _MEAN, _VAR = 3, 4
 """Operands of BatchNormalization."""
 
@@ -75,7 +69,7 @@ def random_node(model: onnx.ModelProto) -> str | None:
     """Operator and name of the first node that draws at random; subgraphs and functions count."""
     for graph in (model.graph, *model.functions):
         for node in _nodes(graph.node):
-            if node.domain in _DOMAINS and node.op_type in _RANDOM:
+            if node.domain in _DOMAINS and node.op_type in RANDOM:
                 return _title(node)
     return None
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import fnmatch
 import glob
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import onnx
 import onnx_ir as ir
 import torch
@@ -24,9 +23,10 @@ from ..frontends.onnx.graphs import subgraphs
 from ..frontends.onnx.reader import normalise, read
 from ..frontends.onnx.rebatch import fixed_batch
 from ..ir import IrcError, VerificationError, first_line
+from .differences import furthest
 from .evaluating import evaluate, random_node
 
-__all__ = ["Check", "apart", "check_written"]
+__all__ = ["Check", "check_written"]
 
 _TOLERANCE = 1e-3
 """Of the largest element of an output: how far onnxruntime may be from the module."""
@@ -127,7 +127,7 @@ def _import(module: OnnxModule, path: Path, own_batch: bool = False) -> OnnxModu
     batch = _changed_batch(module, model)
     closed = bound([spec for spec in module.input_specs if not is_open(spec[1])])
     shapes = {name: shape for name, shape, _ in closed if shape is not None}
-    constants = {n: torch.tensor(s.array).to(s.dtype) for n, s in module.settled.items()}
+    constants = {n: s.tensor() for n, s in module.settled.items()}
     options = (None if own_batch else batch, shapes if batch is None else None, constants)
     again = from_model(model, *options, roles)
     new = {stored.name: stored.role for stored in again.stored}
@@ -202,7 +202,7 @@ def _check_outputs(
     is_exact = not casts and _device(module).type == "cpu"  # elsewhere sums are in any order
     allowed = 0.0 if is_exact else max(_TOLERANCE, _ROUNDINGS * coarse)
     for name, mine, other in zip(module.output_names, expected, found, strict=True):
-        difference = _furthest(_flat([mine]), _flat([other]))
+        difference = furthest([mine], [other])
         if difference > allowed:
             raise _defect(
                 f"the written file, imported again, computes another output {name!r} than the module: "
@@ -301,7 +301,7 @@ def _by_onnxruntime(module: OnnxModule, path: Path, inputs: Sequence[Any]) -> tu
         notes.append(f"with {changed[0]}{more} evaluating")
     if notes:
         checked = f"{checked}, {', '.join(notes)},"
-    return checked, _furthest(_flat(expected), _flat(found))
+    return checked, furthest(expected, found)
 
 
 def _own_difference(module: OnnxModule, draft: Path, inputs: Sequence[Any]) -> float | None:
@@ -337,54 +337,3 @@ def _numpy(value: Any) -> Any:
 
 def _plain(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-# -------------------------------------------------------------------------------------------- comparing
-
-
-def _flat(outputs: Sequence[Any]) -> Iterator[Any]:
-    """The outputs, and the elements of those that are lists."""
-    for output in outputs:
-        if isinstance(output, list):
-            yield from cast("list[Any]", output)
-        else:
-            yield output
-
-
-def _furthest(expected: Iterator[Any], found: Iterator[Any]) -> float:
-    mine, other = list(expected), list(found)
-    if len(mine) != len(other):
-        return float("inf")
-    return max((apart(a, b) for a, b in zip(mine, other, strict=True)), default=0.0)
-
-
-def apart(module_output: Any, other_output: Any) -> float:
-    """How far two outputs are apart, as a share of the largest element, which counts as 0.001 at least.
-
-    Equal infinities, and NaN and NaN, are not apart; NaN and a number are infinitely far. Strings, and values
-    that are absent, are equal or infinitely far.
-    """
-    if module_output is None or other_output is None:
-        return 0.0 if module_output is other_output else float("inf")
-    a, b = _wide(module_output), _wide(other_output)
-    if a.shape != b.shape or (a.dtype == object) != (b.dtype == object):
-        return float("inf")
-    if a.dtype == object:
-        return 0.0 if bool(np.all(a == b)) else float("inf")
-    differs = ~((a == b) | (np.isnan(a) & np.isnan(b)))
-    if not differs.any():
-        return 0.0
-    finite = np.abs(a[np.isfinite(a)])
-    largest = max(float(finite.max()) if finite.size else 0.0, 1e-3)
-    furthest = float(np.abs(a[differs] - b[differs]).max())
-    return float("inf") if np.isnan(furthest) else furthest / largest
-
-
-def _wide(output: Any) -> Any:
-    if isinstance(output, Tensor):
-        tensor = output.detach().cpu().resolve_conj()
-        return tensor.numpy() if tensor.is_complex() else tensor.double().numpy()
-    array = np.asarray(output)
-    if array.dtype.kind in "OSU":
-        return array.astype(object)
-    return array if array.dtype.kind == "c" else array.astype(np.float64)

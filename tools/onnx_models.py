@@ -32,8 +32,8 @@ from ..frontends.onnx.binding import bound
 from ..frontends.torch import capture
 from ..ir import BudgetError, IrcError, UnsupportedError, UsageError, first_line
 from ..passes import PassManager, Planner, Program, SelectCheckpoints
+from .differences import apart
 from .export import ExportReport, export_onnx
-from .export_check import apart
 from .measuring import threads
 from .optimize import cost_passes
 from .tables import replace_section, to_markdown, write_whole

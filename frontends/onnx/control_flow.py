@@ -209,11 +209,11 @@ class ControlFlow:
         states, sequences = inputs[: len(inputs) - scanned], inputs[len(inputs) - scanned :]
         reads_as = _scanned(node, "scan_input", scanned)
         stacks_as = _scanned(node, "scan_output", len(body.outputs) - len(states))
+        scan = _ScanNode(node, body, states, sequences, reads_as, stacks_as)
         if any(self.tracer.known(value).tensor is None for value in sequences):
-            self._keep_scan(node, body, states, sequences, reads_as, stacks_as)
+            self._keep_scan(scan)
             return
-        results = self._scan(node, body, states, sequences, reads_as, stacks_as)
-        for outer, value in zip(node.outputs, results, strict=False):
+        for outer, value in zip(node.outputs, self._scan(scan), strict=False):
             self.tracer.alias(outer, value)
 
     def _scan_batches(self, node: ir.Node, body: ir.Graph, inputs: Sequence[ir.Value]) -> None:
@@ -227,8 +227,8 @@ class ControlFlow:
         columns: list[list[ir.Value]] = [[] for _ in body.outputs]
         for sample in range(self._length(node, inputs[0], 0)):
             mine = [self._pick(node, value, 0, sample) for value in inputs]
-            results = self._scan(node, body, mine[:count], mine[count:], reads_as, stacks_as)
-            for column, value in zip(columns, results, strict=True):
+            scan = _ScanNode(node, body, mine[:count], mine[count:], reads_as, stacks_as)
+            for column, value in zip(columns, self._scan(scan), strict=True):
                 column.append(value)
         for outer, column, inner in zip(node.outputs, columns, body.outputs, strict=False):
             self._stack(node, outer, column, inner)
@@ -242,7 +242,6 @@ class ControlFlow:
                 "over an input whose length only a run tells",
                 "give the shapes of the inputs at import",
             )
-        self.tracer.settle_sizes(node_name(node))
         return tensor.shape[axis]
 
     def _pick(self, node: ir.Node, value: ir.Value, axis: int, index: int) -> ir.Value:
@@ -250,63 +249,52 @@ class ControlFlow:
         self.tracer.bind(position, Known(torch.tensor(index)))
         return self.tracer.apply(f"{value.name}_{index}", "Gather", [value, position], axis=axis)
 
-    def _scan(
-        self,
-        node: ir.Node,
-        body: ir.Graph,
-        states: Sequence[ir.Value],
-        sequences: Sequence[ir.Value],
-        reads_as: Sequence[Scanned],
-        stacks_as: Sequence[Scanned],
-    ) -> list[ir.Value]:
-        lengths = [self._length(node, v, how.axis) for v, how in zip(sequences, reads_as, strict=True)]
+    def _scan(self, scan: _ScanNode) -> list[ir.Value]:
+        node, body = scan.node, scan.body
+        axes = [how.axis for how in scan.reads_as]
+        lengths = [self._length(node, v, axis) for v, axis in zip(scan.sequences, axes, strict=True)]
         if len(set(lengths)) > 1:
             what = f"over inputs of {' and '.join(map(str, lengths))} elements"
             raise refusal(self._model, node, what, "check the shapes of the inputs")
-        now, stacks = list(states), [list[ir.Value]() for _ in body.outputs[len(states) :]]
+        now, stacks = list(scan.states), [list[ir.Value]() for _ in scan.stacked]
         self._count(node, body, lengths[0])
         for step in range(lengths[0]):
             self._count(node, body)
             for inner, outer in zip(body.inputs, now, strict=False):
                 self.tracer.alias(inner, outer)
-            for inner, whole, how in zip(body.inputs[len(states) :], sequences, reads_as, strict=True):
+            elements = body.inputs[len(now) :]
+            for inner, whole, how in zip(elements, scan.sequences, scan.reads_as, strict=True):
                 index = lengths[0] - 1 - step if how.is_backward else step
                 self.tracer.alias(inner, self._pick(node, whole, how.axis, index))
             self.run_nodes(body)
             outputs = [self.tracer.settled(value) for value in body.outputs]
-            now = outputs[: len(states)]
-            for stack, value in zip(stacks, outputs[len(states) :], strict=True):
+            now = outputs[: len(scan.states)]
+            for stack, value in zip(stacks, outputs[len(scan.states) :], strict=True):
                 stack.append(value)
         results = now
-        for stack, inner, how in zip(stacks, body.outputs[len(states) :], stacks_as, strict=True):
+        for stack, inner, how in zip(stacks, scan.stacked, scan.stacks_as, strict=True):
             whole = ir.Value(name=f"{node_name(node)}_{inner.name}")
             self._stack(node, whole, stack[::-1] if how.is_backward else stack, inner, how.axis)
             results.append(whole)
         return results
 
-    def _keep_scan(
-        self,
-        node: ir.Node,
-        body: ir.Graph,
-        states: Sequence[ir.Value],
-        sequences: Sequence[ir.Value],
-        reads_as: Sequence[Scanned],
-        stacks_as: Sequence[Scanned],
-    ) -> None:
-        tracer = self.tracer
-        first, whole = (tuple(tracer.tensor_operand(v) for v in values) for values in (states, sequences))
+    def _keep_scan(self, scan: _ScanNode) -> None:
+        tracer, node, body = self.tracer, scan.node, scan.body
+        states, sequences = (
+            tuple(tracer.tensor_operand(v) for v in values) for values in (scan.states, scan.sequences)
+        )
         slots = [(value, tracer.new_slot(None)) for value in body.inputs]
         block = tracer.block(slots, lambda: self._outputs(body))
         tracer.steps.append(
             Scan(
                 node_name(node),
                 title(self._model, node),
-                first,
-                whole,
-                tuple(reads_as),
+                states,
+                sequences,
+                tuple(scan.reads_as),
                 block,
-                tuple(stacks_as),
-                tuple(_empty(value) for value in body.outputs[len(states) :]),
+                tuple(scan.stacks_as),
+                tuple(_empty(value) for value in scan.stacked),
                 tracer.new_results(node.outputs, wanted(node)),
             )
         )
@@ -377,6 +365,32 @@ class _LoopNode:
     count: ir.Value | None
     condition: ir.Value | None
     carried: Sequence[ir.Value | None]
+
+
+@dataclass(frozen=True)
+class _ScanNode:
+    """A `Scan` of the graph, or of one sample of its batch.
+
+    Args:
+        node: The node.
+        body: What it repeats.
+        states: What the first iteration gets.
+        sequences: What it goes through, an element in each iteration.
+        reads_as: Along which axis and in which direction, for each sequence.
+        stacks_as: The same for each result that is stacked.
+    """
+
+    node: ir.Node
+    body: ir.Graph
+    states: Sequence[ir.Value]
+    sequences: Sequence[ir.Value]
+    reads_as: Sequence[Scanned]
+    stacks_as: Sequence[Scanned]
+
+    @property
+    def stacked(self) -> Sequence[ir.Value]:
+        """The outputs of the body that are stacked."""
+        return self.body.outputs[len(self.states) :]
 
 
 def _never_ends(body: ir.Graph) -> bool:

@@ -162,7 +162,6 @@ class _Importer:
             outputs = {v.name or f"output_{i}": tracer.output(v) for i, v in enumerate(graph.outputs)}
             return Program(
                 shapes=tuple(shapes),
-                sized_by=tracer.sized_by,
                 steps=tuple(with_frees(tracer.steps, outputs.values())),
                 outputs=outputs,
                 output_shapes=tuple(tracer.shape_of(value) for value in graph.outputs),

@@ -82,7 +82,6 @@ def _split(tracer: Tracer, node: ir.Node, values: list[ir.Value]) -> None:
     if whole is None or (sizes is not None and not sizes.constant):
         tracer.node(node)
         return
-    tracer.settle_sizes(node_name(node))
     count = size = whole.shape[axis]
     if sizes is not None and sizes.tensor is not None:
         count = sizes.tensor.numel() if sizes.tensor.ndim else -(-size // int(sizes.tensor.item()))

@@ -116,7 +116,6 @@ class OnnxModule(nn.Module):
         self.current_node = None
         self._declared = list(declared)
         self._programs = programs
-        self._keys: dict[str, str] = {}
         self._constants = _Scope()
         for index, tensor in constants.items():
             self._constants.register_buffer(f"c{index}", tensor, persistent=False)
@@ -127,7 +126,6 @@ class OnnxModule(nn.Module):
             else:
                 owner.register_buffer(leaf, tensor, persistent=name not in not_saved)
             self.onnx_names[key] = name
-            self._keys[name] = key
 
     @property
     def onnx_node_names(self) -> tuple[str, ...]:
@@ -137,8 +135,9 @@ class OnnxModule(nn.Module):
     def _tensors(self, program: Program) -> dict[Operand, Value]:
         """The weights and constants as they are now, so that swapped-in ones are seen."""
         found: dict[Operand, Value] = {Operand("constant", i): t for i, t in program.tensors.items()}
+        keys = {name: key for key, name in self.onnx_names.items()}
         for index, name in enumerate(program.weights):
-            owner, _, leaf = self._keys[name].rpartition(".")
+            owner, _, leaf = keys[name].rpartition(".")
             found[Operand("weight", index)] = getattr(self.get_submodule(owner), leaf)
         if program is self._programs.first:
             for name, tensor in self._constants.named_buffers(remove_duplicate=False):
@@ -187,6 +186,8 @@ class OnnxModule(nn.Module):
 
     def shapes_for(self, sizes: Mapping[str, int]) -> Shapes:
         """The shapes of the outputs for these sizes of the open axes; `None` where data decide.
+
+        A module that was pickled has no graph to tell them from for other sizes than those of its import.
 
         Args:
             sizes: By symbol.

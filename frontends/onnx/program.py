@@ -178,15 +178,7 @@ class NodeStep:
         def literal(make: Callable[[], Tensor]) -> Tensor:
             if self.decided_late:
                 return frame.placed(make()).to(device_of(values))
-            index = next(literals, None)
-            if index is None:
-                raise UnsupportedError(
-                    "IRC324",
-                    f"{self.title} needs the graph for these sizes, and pickling leaves it behind",
-                    at=Location(onnx_node=self.name),
-                    help="import the file again, and load_state_dict",
-                )
-            found = frame.tensor(Operand("constant", index))
+            found = frame.tensor(Operand("constant", next(literals)))
             assert found is not None
             return found
 
@@ -228,8 +220,6 @@ class Program:
 
     Args:
         shapes: The shapes of the inputs that it is settled for; `None` where only a run tells.
-        sized_by: The first node at which these shapes may have become constants, or a number of steps;
-            without one, the program holds for all shapes.
         steps: In order.
         outputs: Where each output is, by name.
         output_shapes: As far as they are known.
@@ -239,17 +229,12 @@ class Program:
     """
 
     shapes: Shapes
-    sized_by: str | None
     steps: tuple[Step, ...]
     outputs: Mapping[str, Output]
     output_shapes: Shapes
     weights: tuple[str, ...]
     statics: tuple[Static, ...]
     tensors: Mapping[int, Tensor]
-
-    def knows(self, shapes: Shapes) -> bool:
-        """Whether it was settled for the shape of every input that has one here."""
-        return all(a is not None or b is None for a, b in zip(self.shapes, shapes, strict=True))
 
 
 class RunError(UsageError, RuntimeError):

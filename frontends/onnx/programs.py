@@ -5,16 +5,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from ...ir.errors import Location, UnsupportedError
+from ...ir.errors import IrcError, UnsupportedError
 from .program import Program, Shapes
+from .tensors import Static
 
 __all__ = ["Placement", "Programs"]
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 _MOST = 16
 """Programs for other sizes that are kept; the one that was used longest ago goes first."""
@@ -51,6 +55,52 @@ class Placement:
         return tensor if sample is None else tensor.to(sample.device, sample.dtype)
 
 
+@dataclass(frozen=True)
+class _WithoutGraph:
+    """Stands in for what makes programs where there is no graph: the one for any sizes does for all.
+
+    Args:
+        shapes: Those of the import.
+        program: The program for any sizes, without its tensors; else why there is none.
+        read: The constants that it reads as tensors, by their place.
+    """
+
+    shapes: Shapes
+    program: Program | str
+    read: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, first: Program, make: Callable[[Shapes], Program]) -> _WithoutGraph:
+        """What is left of a graph; constants that equal those of the first program are the very same."""
+        try:
+            program = make(tuple(None for _ in first.shapes))
+        except IrcError as error:
+            return cls(first.shapes, f"{error.code} {error.message}")
+        known = {_content(static): static for static in first.statics}
+        statics = tuple(known.get(_content(static), static) for static in program.statics)
+        return cls(first.shapes, replace(program, statics=statics, tensors={}), tuple(program.tensors))
+
+    def __call__(self, shapes: Shapes) -> Program:
+        """The program for any sizes, whatever the shapes.
+
+        Raises:
+            UnsupportedError: IRC324 when there is none.
+        """
+        if isinstance(self.program, str):
+            raise UnsupportedError(
+                "IRC324",
+                f"the module was imported for inputs of shapes {_listed(self.shapes)}; for those of shapes"
+                f" {_listed(shapes)} it needs the graph, which pickling left behind, for there is no program"
+                f" for any shapes: {self.program}",
+                help="import the file again, and load_state_dict",
+            )
+        return replace(self.program, tensors={i: self.program.statics[i].tensor() for i in self.read})
+
+
+def _content(static: Static) -> tuple[Any, ...]:
+    return static.dtype, static.array.dtype, static.array.shape, static.array.tobytes()
+
+
 class Programs:
     """The programs of a graph, made when a run needs them.
 
@@ -66,25 +116,34 @@ class Programs:
         self.first = replace(first, tensors={})
         self.placement = Placement()
         self._make: Callable[[Shapes], Program] | None = make
+        """None where there is only the first, which is the one for any sizes."""
         self._others: dict[Shapes, Program | UnsupportedError] = {}
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled: the first program, without the graph."""
-        return {"first": self.first, "placement": self.placement}
+        """What is pickled: without the graph, the first program and the one for any sizes."""
+        make = self._make
+        if not isinstance(make, _WithoutGraph) and make is not None:
+            make = None if self._is_open else _aside(_WithoutGraph.of, self.first, make)
+        return {"first": self.first, "placement": self.placement, "make": make}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Without the graph, no other program can be made."""
-        self.first, self.placement = state["first"], state["placement"]
-        self._make, self._others, self._lock = None, {}, threading.Lock()
+        """What was pickled, or is copied."""
+        self.first, self.placement, self._make = state["first"], state["placement"], state["make"]
+        self._others, self._lock = {}, threading.Lock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Programs:
         """A copy with the same graph, which never changes."""
         twin = Programs.__new__(Programs)
-        twin.__setstate__({"first": self.first, "placement": Placement()})
+        twin.__setstate__({"first": self.first, "placement": Placement(), "make": self._make})
         twin.placement.__dict__.update(self.placement.__dict__)
-        twin._make, twin._others = self._make, dict(self._others)
+        twin._others = dict(self._others)
         return twin
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether the first program is the one for any sizes."""
+        return all(shape is None for shape in self.first.shapes)
 
     def change(self, function: Callable[[Tensor], Tensor]) -> None:
         """Make the constants of other programs as those of the first become: on a device, of a type."""
@@ -105,10 +164,8 @@ class Programs:
         is_symbolic = not all(type(n) is int for shape in shapes for n in shape or ())
         anything = tuple(None for _ in shapes)
         wanted = anything if is_symbolic else shapes
-        if self.first.shapes == wanted or (self.first.shapes == anything and not is_traced):
+        if self.first.shapes == wanted or (self._is_open and not is_traced) or self._make is None:
             return self.first
-        if self._make is None:
-            return self._without_graph(shapes, is_traced)
         if not is_traced and not is_symbolic:
             try:
                 return self._kept(anything)
@@ -116,27 +173,14 @@ class Programs:
                 pass
         return self._kept(wanted)
 
-    def _without_graph(self, shapes: Shapes, is_traced: bool) -> Program:
-        if self.first.sized_by is None and (self.first.knows(shapes) or not is_traced):
-            return self.first
-        raise UnsupportedError(
-            "IRC324",
-            f"the module was imported for inputs of shapes {_listed(self.first.shapes)}; for those of shapes"
-            f" {_listed(shapes)} it needs the graph, which pickling leaves behind",
-            at=Location(onnx_node=self.first.sized_by),
-            help="import the file again, and load_state_dict",
-        )
-
     def output_shapes(self, shapes: Shapes) -> Shapes:
         """The shapes of the outputs for inputs of these shapes.
 
         Raises:
             UnsupportedError: As `fitting`.
         """
-        if self.first.shapes == shapes:
+        if self.first.shapes == shapes or self._make is None:
             return self.first.output_shapes
-        if self._make is None:
-            return self._without_graph(shapes, is_traced=True).output_shapes
         return self._made(self._make, shapes).output_shapes
 
     def _kept(self, shapes: Shapes) -> Program:
@@ -156,12 +200,17 @@ class Programs:
         return found
 
     def _made(self, make: Callable[[Shapes], Program], shapes: Shapes) -> Program:
-        with ThreadPoolExecutor(1) as aside:  # where no mode of a tracer that runs the module is active
-            return aside.submit(self._placed, make, shapes).result()
+        return _aside(self._placed, make, shapes)
 
     def _placed(self, make: Callable[[Shapes], Program], shapes: Shapes) -> Program:
         program = make(shapes)
         return replace(program, tensors={i: self.placement.placed(t) for i, t in program.tensors.items()})
+
+
+def _aside(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """What a function returns where no mode of a tracer that runs the module is active."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(function, *args, **kwargs).result()
 
 
 def _listed(shapes: Shapes) -> str:

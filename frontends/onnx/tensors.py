@@ -97,3 +97,7 @@ class Static:
         """The plain data of a concrete tensor."""
         wide = tensor.float() if tensor.dtype in _BITS else tensor
         return cls(wide.detach().cpu().numpy(), tensor.dtype)
+
+    def tensor(self) -> torch.Tensor:
+        """A copy as a tensor."""
+        return torch.tensor(self.array).to(self.dtype)

@@ -27,7 +27,7 @@ from .blocks import Block
 from .bounds import MOST_BYTES, Account, Bounded, nbytes, stored_bytes, too_large
 from .coverage import domain_of, version_of
 from .graphs import node_name, wanted
-from .lowerings import Attribute, Call, Lowering, NodeInfo, NotConstant, Value, find
+from .lowerings import RANDOM, Attribute, Call, Lowering, NodeInfo, NotConstant, Value, find
 from .nodes import check_kinds
 from .program import NodeStep, Operand, Output, Step
 from .quantized import Held
@@ -37,16 +37,7 @@ from .weights import Leaf, Leaves, Role
 __all__ = ["Known", "Tracer"]
 
 # The mode of the module or a generator decides what these do, so they never fold.
-_LIVE = (
-    "Dropout",
-    "BatchNormalization",
-    "Bernoulli",
-    "Multinomial",
-    "RandomNormal",
-    "RandomNormalLike",
-    "RandomUniform",
-    "RandomUniformLike",
-)
+_LIVE = ("Dropout", "BatchNormalization", *RANDOM)
 # These unpack weights that a file stores in few bits.
 _UNPACK = ("DequantizeLinear",)
 # These read no element of their operands, only sizes and types.
@@ -101,9 +92,6 @@ class Tracer:
         model: The model that is imported.
         leaves: What becomes of its weights and constants.
         names: The names that weights have already, from an import of the same graph for other sizes.
-
-    Attributes:
-        sized_by: The first node at which sizes of the inputs may have become constants or a number of steps.
     """
 
     model: ir.Model
@@ -115,7 +103,6 @@ class Tracer:
     as_tensors: set[int] = field(default_factory=set[int])
     steps: list[Step] = field(default_factory=list[Step])
     account: Account = field(init=False)
-    sized_by: str | None = None
     _fake: FakeTensorMode = field(default_factory=FakeTensorMode)
     _values: dict[ir.Value, Known] = field(default_factory=dict[ir.Value, Known])
     _lists: dict[ir.Value, list[ir.Value]] = field(default_factory=dict[ir.Value, list[ir.Value]])
@@ -276,10 +263,6 @@ class Tracer:
         self.constants.append(tensor.contiguous())
         return Operand("constant", len(self.constants) - 1)
 
-    def settle_sizes(self, node: str) -> None:
-        """Note that what is traced at a node holds for these sizes of the inputs alone."""
-        self.sized_by = self.sized_by or node
-
     # Blocks
 
     @contextmanager
@@ -408,8 +391,6 @@ class Tracer:
         )
         with Bounded(info.title, info.name, self.account.limit, self._fake):
             results = self._call(node.lowering, call)
-        if not all(k is None or k.constant for k in known):
-            self.settle_sizes(info.name)
         given = {_storage(k.tensor) for k in known if k is not None and k.constant and k.tensor is not None}
         for value, result in zip(node.outputs, results, strict=False):
             if result is not None:
@@ -428,7 +409,6 @@ class Tracer:
         def make_literal(make: Callable[[], Tensor]) -> Tensor:
             with unset_fake_temporarily(), Bounded(info.title, info.name, self.account.limit, self._fake):
                 tensor = make().contiguous()
-                self.settle_sizes(info.name)
                 self.account.add(info.title, tensor.shape, nbytes(tensor), info.name)
                 literals.append(self._new_constant(tensor).index)
             return self._fake.from_tensor(tensor)

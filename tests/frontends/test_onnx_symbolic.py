@@ -176,7 +176,26 @@ def scan_by_size(folder: Path) -> Path:
     return save(folder, nodes, {"x": ("N", 3)}, weights)
 
 
-FILES = {"mean": mean_by_size, "branch": branch_by_size, "loop": loop_by_size, "scan": scan_by_size}
+def columns(folder: Path) -> Path:
+    """Differences of columns, over the number of rows: constants of one shape and other elements."""
+    nodes = [
+        node("Gather", ["x", "i"], ["a"], axis=1),
+        node("Gather", ["x", "j"], ["b"], axis=1),
+        node("Sub", ["a", "b"], ["d"]),
+        node("Shape", ["x"], ["s"], end=1),
+        node("CastLike", ["s", "x"], ["n"]),
+        node("Div", ["d", "n"], ["y"]),
+    ]
+    return save(folder, nodes, {"x": ("N", 3)}, {"i": np.array([0, 2]), "j": np.array([2, 1])})
+
+
+FILES = {
+    "mean": mean_by_size,
+    "branch": branch_by_size,
+    "loop": loop_by_size,
+    "scan": scan_by_size,
+    "columns": columns,
+}
 SHAPES = [(2, 3), (5, 3), (1, 3)]
 
 
@@ -266,16 +285,55 @@ def test_constants_of_other_sizes_follow_the_module(tmp_path: Path) -> None:
     assert mean(drawn(5, 3).double()).dtype is torch.float64
 
 
-def test_what_a_pickled_module_takes(tmp_path: Path) -> None:
-    module = from_onnx(mean_by_size(tmp_path), inputs={"x": (2, 3)})
+@pytest.mark.parametrize("name", ["mean", "loop", "scan", "columns"])
+@pytest.mark.parametrize("first", [(2, 3), None])
+def test_what_a_pickled_module_takes(name: str, first: tuple[int, int] | None, tmp_path: Path) -> None:
+    path = FILES[name](tmp_path)
+    module = from_onnx(path, inputs=None if first is None else {"x": first})
     again: OnnxModule = pickle.loads(pickle.dumps(module))
-    assert torch.equal(again(drawn(2, 3)), module(drawn(2, 3)))
-    with pytest.raises(UnsupportedError) as caught:
-        again(drawn(4, 3))
-    text = str(caught.value)
-    assert caught.value.code == "IRC324" and "[2, 3]" in text and "[4, 3]" in text and "ONNX node n" in text
-    open_: OnnxModule = pickle.loads(pickle.dumps(from_onnx(mean_by_size(tmp_path))))
-    assert torch.equal(open_(drawn(4, 3)), module(drawn(4, 3)))
+    path.rename(tmp_path / "moved.onnx")
+    for twin in (again, copy.deepcopy(again), pickle.loads(pickle.dumps(again))):
+        for shape in SHAPES:
+            equal_to_onnxruntime(tmp_path / "moved.onnx", twin, drawn(*shape))
+        wide = twin.double()(drawn(4, 3).double())
+        assert wide.dtype is torch.float64
+        torch.testing.assert_close(wide.float(), module(drawn(4, 3)), rtol=1e-5, atol=1e-5)
+
+
+def test_what_a_pickled_module_cannot_take(tmp_path: Path) -> None:
+    module = from_onnx(branch_by_size(tmp_path), inputs={"x": (2, 3)})
+    again: OnnxModule = pickle.loads(pickle.dumps(module))
+    for twin in (again, pickle.loads(pickle.dumps(again))):
+        assert torch.equal(twin(drawn(2, 3)), module(drawn(2, 3)))
+        with pytest.raises(UnsupportedError, match=r"\[2, 3\].*\[4, 3\].*pickling.*the weight 'u'") as caught:
+            twin(drawn(4, 3))
+        assert caught.value.code == "IRC324"
+
+
+@pytest.mark.parametrize("name", ["mean", "loop", "scan"])
+def test_a_pickled_module_is_planned_for_other_sizes(name: str, tmp_path: Path) -> None:
+    path = FILES[name](tmp_path)
+    module = from_onnx(path, inputs={"x": (2, 3)})
+    again: OnnxModule = pickle.loads(pickle.dumps(module))
+    fitted = irc.optimize(module, (drawn(2, 3),), budget="1MiB", profile=False)
+    x = drawn(5, 3)
+    bound = from_onnx(path, inputs={"x": (5, 3)})
+    bound(x).sum().backward()
+    for planned in (
+        irc.optimize(again, (x,), budget="1MiB", profile=False),
+        pickle.loads(pickle.dumps(fitted)),
+    ):
+        planned(x).sum().backward()
+        assert torch.equal(planned(x), bound(x))
+        for mine, its in zip(planned.parameters(), bound.parameters(), strict=True):
+            assert mine.grad is not None and its.grad is not None and torch.equal(mine.grad, its.grad)
+
+
+def test_a_plan_of_a_pickled_module_that_needs_the_graph(tmp_path: Path) -> None:
+    module: OnnxModule = pickle.loads(pickle.dumps(from_onnx(heads(tmp_path), inputs={"x": (2, 3, 4)})))
+    equal_to_onnxruntime(tmp_path / "m.onnx", module, drawn(3, 5, 4))
+    with pytest.raises(UnsupportedError, match=r"IRC302.*Range.*is not supported in a plan"):
+        irc.optimize(module, (drawn(3, 5, 4),), budget="1MiB", profile=False)
 
 
 def test_a_size_that_needs_another_weight(tmp_path: Path) -> None:

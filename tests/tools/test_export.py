@@ -21,7 +21,7 @@ from irc.frontends.onnx import example_inputs
 from irc.frontends.onnx.export import write_back
 from irc.ir.errors import UsageError
 from irc.tools import export, export_check
-from irc.tools.export_check import apart
+from irc.tools.differences import apart
 
 FLOAT = TensorProto.FLOAT
 

@@ -37,6 +37,7 @@ _FLOATS = frozenset({TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16,
 _INTEGERS = (TensorProto.UINT8, TensorProto.INT8, TensorProto.INT16, TensorProto.INT32, TensorProto.INT64)
 _TORCH_TYPES = _FLOATS | {*_INTEGERS, TensorProto.BOOL}
 _CORE_OPSET = 13
+# As `RANDOM` of the importer: this runs where irc is not installed, too.
 _DRAWS = frozenset(
     ("Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike")
 )

@@ -30,6 +30,7 @@ from . import (
     state_space,
     strings,
 )
+from .random import RANDOM
 from .table import (
     Attribute,
     Call,
@@ -44,6 +45,7 @@ from .table import (
 )
 
 __all__ = [
+    "RANDOM",
     "Attribute",
     "Call",
     "Lowering",

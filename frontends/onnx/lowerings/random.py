@@ -12,6 +12,16 @@ from torch import Tensor
 from .casting import element_type
 from .table import Call, Result, lowering
 
+RANDOM = (
+    "Bernoulli",
+    "Multinomial",
+    "RandomNormal",
+    "RandomNormalLike",
+    "RandomUniform",
+    "RandomUniformLike",
+)
+"""Operators that draw in each run; `Dropout` draws in training only."""
+
 
 def _drawn(c: Call, normal: bool, size: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     if not dtype.is_floating_point:

@@ -42,7 +42,7 @@ def test_over_thirty_budgets_nothing_is_above_its_promise_and_more_memory_is_nev
     before: Plan | None = None
     for index in range(BUDGETS):
         budget = low + (high - low) * index // (BUDGETS - 1)
-        program, plan = planned(planner, budget, time_limit=1.5)
+        program, plan = planned(planner, budget, time_limit=0.5)
         assert program.schedule is not None
         fitted: Any = fit(
             module, compile_program(program.schedule, captured.constants), captured.signature, plan

@@ -128,7 +128,8 @@ def test_the_measured_peak_of_each_shape_is_within_the_first_budget(
     make: Callable[[], nn.Module], draw: Callable[[int], tuple[Tensor]], sizes: tuple[int, ...], budget: str
 ) -> None:
     torch.manual_seed(0)
-    ours: Any = planned(make(), draw(sizes[0]), budget, profile=None, strategy="auto", loss=training_loss)
+    measured_as: Any = {"profile": None, "strategy": "auto", "loss": training_loss, "time_limit": 3}
+    ours: Any = planned(make(), draw(sizes[0]), budget, **measured_as)
     first: irc.Plan = ours.plan
     for size in sizes:
         args = draw(size)
@@ -562,7 +563,9 @@ def test_gradients_go_on_accumulating_under_another_plan() -> None:
 
 
 @pytest.mark.parametrize("way", ["apply", "accumulate"])
-def test_what_is_reserved_for_a_frozen_parameter_stays_counted(way: str) -> None:
+def test_what_is_reserved_for_a_frozen_parameter_stays_counted(
+    way: str, caplog: pytest.LogCaptureFixture
+) -> None:
     options: dict[str, Any] = (
         {"optimizer_in_backward": momentum} if way == "apply" else {"accumulate_gradients": True}
     )
@@ -572,6 +575,7 @@ def test_what_is_reserved_for_a_frozen_parameter_stays_counted(way: str) -> None
     ordinary = momentum(list(original.parameters())) if way == "apply" else None
 
     def step(reserved_bytes: int) -> None:
+        caplog.clear()
         x = rows(5)
         for model in (ours, original):
             model(*x).square().mean().backward()
@@ -594,6 +598,9 @@ def test_what_is_reserved_for_a_frozen_parameter_stays_counted(way: str) -> None
         if reserved_bytes:
             step(reserved_bytes)
         assert len(ours.irc_plans) == plans, "a plan that does not count new state is given up"
+        told = [record.getMessage() for record in caplog.records if "gave up" in record.getMessage()]
+        assert len(told) == (plans == 1)
+        assert all("does not count what the new plan keeps; calls like that" in line for line in told)
     assert list(ours.irc_optimizers) == (["b.weight", "b.bias", "a.weight", "a.bias"] if ordinary else [])
     _, frozen = ours.irc_plans
     assert ours.irc_plans[0].plan.static_bytes == frozen.plan.static_bytes

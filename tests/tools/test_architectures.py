@@ -40,7 +40,8 @@ def test_architectures_of_every_kind_work(
     monkeypatch.setitem(ARCHITECTURES, "hopeless", lambda: Instance(_Choosing(), (torch.randn(3, 4),)))
     out, page = tmp_path / "rows.json", tmp_path / "page.md"
     page.write_text("# Page\n\n<!-- begin architectures -->\nold\n<!-- end architectures -->\nafter\n")
-    arguments = ["--only", ",".join((*NAMES, "hopeless")), "--json", str(out), "--markdown", str(page)]
+    chosen = ["--only", ",".join((*NAMES, "hopeless")), "--time-limit", "0.5"]
+    arguments = [*chosen, "--json", str(out), "--markdown", str(page)]
     assert main(arguments) == 0
     rows = rows_of(out)
     for name in NAMES:

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -401,37 +402,43 @@ def test_help_says_what_the_exit_statuses_mean() -> None:
     assert done.stderr == ""
 
 
-def on_terminal(command: list[str], folder: Path) -> tuple[int, bytes]:
+def on_terminal(command: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[int, bytes]:
     """Runs a command with a terminal for its stderr: its exit status, and what the terminal was sent."""
     leader, follower = pty.openpty()
-    environment = {**ENVIRONMENT, "TERM": "xterm"}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=follower, cwd=folder, env=environment
-    ) as child:
-        os.close(follower)
-        shown = b""
+    with ThreadPoolExecutor(1) as aside, monkeypatch.context() as patch:
+        shown = aside.submit(_read, leader)
+        with open(follower, "w") as terminal:
+            patch.setenv("TERM", "xterm")
+            patch.setattr(sys, "stderr", terminal)
+            status = cli.main(command)
+        return status, shown.result()
+
+
+def _read(leader: int) -> bytes:
+    """What a terminal is sent until its other end is closed."""
+    shown = b""
+    with open(leader, "rb", buffering=0) as terminal:
         while True:
             try:
-                piece = os.read(leader, 4096)
-            except OSError:  # the terminal's other end is closed
-                break
+                piece = terminal.read(4096)
+            except OSError:  # so it ends on Linux
+                return shown
             if not piece:
-                break
+                return shown
             shown += piece
-        child.wait()
-    os.close(leader)
-    return child.returncode, shown
 
 
-def test_a_piped_run_has_no_escape_codes_and_a_terminal_shows_progress(models: Path, tmp_path: Path) -> None:
-    model = "models.py:mlp"
-    optimize = [sys.executable, "-m", "irc", "optimize", model, "--budget", "85%", *FAST, "-o", "out"]
-    done = subprocess.run(optimize, capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT)
+def test_a_piped_run_has_no_escape_codes_and_a_terminal_shows_progress(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimize = ["optimize", "models.py:mlp", "--budget", "85%", *FAST, "-o", "out"]
+    command = [sys.executable, "-m", "irc", *optimize]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT)
     assert done.returncode == 0 and done.stderr == "" and "\x1b" not in done.stdout
     assert (tmp_path / "out" / "model.py").exists()
-    status, shown = on_terminal(optimize, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    status, shown = on_terminal(optimize, monkeypatch)
     assert status == 0 and b"loading models.py:mlp" in shown and b"\x1b" in shown
-    pareto = [sys.executable, "-m", "irc", "pareto", model, "--points", "3", *FAST]
-    status, shown = on_terminal(pareto, tmp_path)
+    status, shown = on_terminal(["pareto", "models.py:mlp", "--points", "3", *FAST], monkeypatch)
     assert status == 0 and b"smallest budget" in shown and b"3/3" in shown
     assert re.search(rb"budget [\d.]+ KiB.*0:00:0\d", shown)

@@ -18,7 +18,7 @@ from irc.tools.measure_plans import main
 from irc.tools.measuring import Settings
 from irc.tools.planned_rows import Ladder, measure_model
 
-QUICK = Settings(time_limit=2.0, repeats=1, profile=None)
+QUICK = Settings(time_limit=0.5, repeats=1, profile=None)
 
 
 class Tiny(nn.Module):

@@ -26,7 +26,7 @@ def quiet_compiler() -> Generator[None]:  # pyright: ignore[reportUnusedFunction
 class Sequence(nn.Module):
     """A Sequential of blocks, as a ResNet."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0, depth: int = 6) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.blocks = nn.Sequential(
@@ -34,7 +34,7 @@ class Sequence(nn.Module):
                 nn.Sequential(
                     nn.Conv2d(8, 8, 3, padding=1), nn.GELU(), nn.Conv2d(8, 8, 1), nn.Dropout(dropout)
                 )
-                for _ in range(6)
+                for _ in range(depth)
             )
         )
 
@@ -197,8 +197,8 @@ def test_segment_counts_are_about_the_square_root() -> None:
 
 
 def test_compiled_modules_live_side_by_side() -> None:
-    original = Original(Sequence(), images())
-    settings = tuple(step / 10 for step in range(11))  # more than torch compiles one forward by default
+    original = Original(Sequence(depth=3), images())
+    settings = tuple(step / 8 for step in range(9))  # more than torch compiles one forward by default
     found = by_name(original, "budget", settings=settings)
     assert len(found) == len(settings)
     modules = {name: applied(original, method) for name, method in found.items()}

@@ -126,8 +126,9 @@ def test_no_file_can_name_itself(tmp_path: Path) -> None:
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux tells the peak")
 @pytest.mark.parametrize("inline", [False, True])
 def test_weights_are_in_memory_once(inline: bool, tmp_path: Path) -> None:
-    usage = measure(make_file(tmp_path, 1 << 27, inline=inline))
-    assert usage.weight_bytes == 1 << 27
+    nbytes = 1 << (28 if inline else 27)  # what an import of any size takes beside them is a small share
+    usage = measure(make_file(tmp_path, nbytes, inline=inline))
+    assert usage.weight_bytes == nbytes
     assert usage.peak_bytes < 1.25 * usage.weight_bytes and usage.held_bytes < 1.1 * usage.weight_bytes
 
 

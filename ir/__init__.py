@@ -5,6 +5,7 @@ from .errors import (
     BudgetError,
     IrcError,
     Location,
+    TierError,
     TimeLimitError,
     UnsupportedError,
     UsageError,
@@ -30,11 +31,11 @@ from .graph import (
 )
 from .in_flight import Others, loss_waiting_bytes, others_after, others_before
 from .inspectable import is_inspectable, is_of_library, slots_of, store_of
-from .liveness import Timeline, liveness
+from .liveness import Timeline, liveness, stored_bytes
 from .nondeterminism import NONDETERMINISTIC, nondeterminism
-from .plan import Decision, Plan, WishEffect
+from .plan import Decision, Plan, TierUse, WishEffect
 from .recorders import RECORDERS_MARK, is_recorder, is_recording
-from .schedule import Compute, Free, Instruction, Loss, Schedule, with_frees
+from .schedule import Compute, Fetch, Free, Instruction, Loss, Offload, Schedule, Wait, with_frees
 from .signature import Autocast, Branch, Delivery, Origin, Signature, Slot
 from .text import (
     parse_graph,
@@ -45,6 +46,9 @@ from .text import (
     same_graph,
     same_schedule,
 )
+from .tier_requests import TIER_KINDS, TierRequest, check_scratch, parse_tiers
+from .tiers import Direction, Tier
+from .timing import Copy, StepTimes, step_times
 from .types import DType, Storage, TensorType, Value, allocation_bytes
 from .units import format_bytes, parse_budget
 from .verify import verify_graph, verify_schedule
@@ -56,15 +60,19 @@ __all__ = [
     "NONDETERMINISTIC",
     "RECORDERS_MARK",
     "RUN_ONCE",
+    "TIER_KINDS",
     "Argument",
     "Autocast",
     "BackwardError",
     "Branch",
     "BudgetError",
     "Compute",
+    "Copy",
     "DType",
     "Decision",
     "Delivery",
+    "Direction",
+    "Fetch",
     "Free",
     "Gradients",
     "Graph",
@@ -75,6 +83,7 @@ __all__ = [
     "Location",
     "Loss",
     "Node",
+    "Offload",
     "Origin",
     "Others",
     "Output",
@@ -85,9 +94,14 @@ __all__ = [
     "Schedule",
     "Signature",
     "Slot",
+    "StepTimes",
     "Storage",
     "Symbol",
     "TensorType",
+    "Tier",
+    "TierError",
+    "TierRequest",
+    "TierUse",
     "TimeLimitError",
     "Timeline",
     "Trait",
@@ -95,9 +109,11 @@ __all__ = [
     "UsageError",
     "Value",
     "VerificationError",
+    "Wait",
     "Wish",
     "WishEffect",
     "allocation_bytes",
+    "check_scratch",
     "first_line",
     "format_bytes",
     "is_inspectable",
@@ -113,13 +129,16 @@ __all__ = [
     "parse_budget",
     "parse_graph",
     "parse_program",
+    "parse_tiers",
     "print_graph",
     "print_program",
     "print_schedule",
     "same_graph",
     "same_schedule",
     "slots_of",
+    "step_times",
     "store_of",
+    "stored_bytes",
     "values_in",
     "verify_graph",
     "verify_schedule",

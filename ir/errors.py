@@ -10,6 +10,7 @@ __all__ = [
     "BudgetError",
     "IrcError",
     "Location",
+    "TierError",
     "TimeLimitError",
     "UnsupportedError",
     "UsageError",
@@ -134,3 +135,7 @@ class TimeLimitError(IrcError):
     """The time limit ended before any plan was found."""
 
     exit_status = 5
+
+
+class TierError(IrcError, RuntimeError):
+    """A copy between the device and a tier cannot be made: a full disk, a folder that nobody may write to."""

@@ -8,7 +8,7 @@ from enum import Enum
 from functools import cached_property
 
 from .errors import Location
-from .types import Storage, TensorType, Value
+from .types import Storage, TensorType, Value, allocation_bytes
 from .wish import Policy, Wish
 
 __all__ = [
@@ -324,6 +324,19 @@ class Graph:
                 if value.storage not in inputs:
                     found.setdefault(value.storage, node)
         return found
+
+    @cached_property
+    def copyable_storages(self) -> frozenset[Storage]:
+        """Storages that can go to a tier and back: made as one tensor that fills them, not the caller's."""
+        found: set[Storage] = set()
+        for storage, node in self.producers.items():
+            made = [value.type for value in node.values if value.storage is storage]
+            if storage in self.output_storages or not storage.nbytes or len(made) != 1:
+                continue
+            whole_bytes = allocation_bytes(made[0].nbytes, storage.device)
+            if made[0].is_dense and made[0].device == storage.device and whole_bytes == storage.nbytes:
+                found.add(storage)
+        return frozenset(found)
 
     @cached_property
     def _reads(self) -> dict[Node, tuple[Storage, ...]]:

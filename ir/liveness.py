@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from .graph import Node
 from .in_flight import Others, loss_waiting_bytes, others_after, others_before
-from .schedule import Compute, Free, Instruction, Loss, Schedule
+from .schedule import Compute, Fetch, Free, Instruction, Loss, Offload, Schedule, Wait
 from .types import Storage
 
-__all__ = ["Timeline", "liveness"]
+__all__ = ["Timeline", "liveness", "stored_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,5 +104,38 @@ def _demand(
         case Loss():
             tangents = graph.tangent_storages
             return sum(storage.nbytes for storage in tangents) + graph.loss_bytes, tangents
-        case Free():
+        case Fetch(storage):
+            return storage.nbytes, frozenset((storage,))
+        case Free() | Offload() | Wait():
             return 0, frozenset()
+
+
+def stored_bytes(schedule: Schedule) -> dict[str, tuple[int, ...]]:
+    """For each tier that a schedule uses, the bytes that it holds after each instruction.
+
+    A storage lies in its tier from the `Offload` on, until the `Wait` for the last copy of it.
+    """
+    last: dict[Storage, int] = {}
+    pending: dict[Storage, bool] = {}
+    for step, instruction in enumerate(schedule.instructions):
+        match instruction:
+            case Offload(storage) | Fetch(storage):
+                pending[storage] = True
+            case Wait(storage) if pending.pop(storage, False):
+                last[storage] = step
+            case _:
+                pass
+    held: dict[Storage, str] = {}
+    now = {i.tier: 0 for i in schedule.instructions if isinstance(i, Offload | Fetch)}
+    found: dict[str, list[int]] = {tier: [] for tier in now}
+    for step, instruction in enumerate(schedule.instructions):
+        if isinstance(instruction, Offload) and instruction.storage not in held:
+            held[instruction.storage] = instruction.tier
+            now[instruction.tier] += instruction.storage.nbytes
+        elif isinstance(instruction, Wait) and last.get(instruction.storage) == step:
+            tier = held.pop(instruction.storage, None)
+            if tier is not None:
+                now[tier] -= instruction.storage.nbytes
+        for tier, nbytes in now.items():
+            found[tier].append(nbytes)
+    return {tier: tuple(nbytes) for tier, nbytes in found.items()}

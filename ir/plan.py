@@ -14,7 +14,7 @@ from .graph import Gradients
 from .units import format_bytes
 from .wish import Policy, Wish, named_wishes
 
-__all__ = ["Decision", "Plan", "WishEffect"]
+__all__ = ["Decision", "Plan", "TierUse", "WishEffect"]
 
 _FORMAT = "irc-plan-1"
 
@@ -38,7 +38,7 @@ class Decision:
         storage: Name of the storage in the program.
         operation: The operation that makes it.
         nbytes: Its size.
-        action: `keep`, `recompute` or `free` (backward does not need it).
+        action: `keep`, `recompute`, `swap` or `free` (backward does not need it).
         runs_again: How many times its operation runs again.
         seconds: Time of these runs.
         reason: Why, in words.
@@ -55,6 +55,29 @@ class Decision:
     reason: str
     location: str = ""
     wish: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TierUse:
+    """What a step copies to one tier and back.
+
+    Args:
+        tier: Its name.
+        capacity_bytes: The most that it may hold.
+        held_bytes: The most that it holds.
+        out_bytes: Copied out in a step.
+        in_bytes: Copied back in a step.
+        out_seconds: Predicted time of the copies out; they run beside the computations.
+        in_seconds: The same for those back.
+    """
+
+    tier: str
+    capacity_bytes: int
+    held_bytes: int
+    out_bytes: int
+    in_bytes: int
+    out_seconds: float
+    in_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +131,8 @@ class Plan:
         peak_with_gradients_bytes: Predicted peak where the `.grad` of all trained parameters is there from
             the start, so that the gradients are added to it when backward ends; forwards and backwards may
             then follow each other in any order. None where the plan was written by an earlier version.
+        tiers: What is copied to each tier that is used.
+        exposed_seconds: Predicted time of a step in which copies are waited for; part of the overhead.
     """
 
     budget_bytes: int
@@ -129,6 +154,8 @@ class Plan:
     wishes: tuple[WishEffect, ...] = ()
     forwards_in_flight: int = 1
     peak_with_gradients_bytes: int | None = None
+    tiers: tuple[TierUse, ...] = ()
+    exposed_seconds: float = 0.0
 
     @property
     def gap(self) -> float:
@@ -153,6 +180,7 @@ class Plan:
                 "overhead",
                 f"{self.overhead:.2%} of the step's time, bound {self.lower_bound_overhead:.2%}: {proof}",
             ),
+            *(("copies", text) for text in self._copies),
             (
                 "smallest budget",
                 f"{format_bytes(self.minimum_budget_bytes)} ({self.minimum_budget_bytes:,} bytes)",
@@ -185,6 +213,25 @@ class Plan:
             advice = "" if fits else "; over the budget: accumulate_gradients=True takes no second set"
             peak = f"{format_bytes(there_bytes)} ({there_bytes:,} bytes)"
             yield "with gradients", f"{peak} where .grad is there already and is added to{advice}"
+
+    @property
+    def _copies(self) -> Iterator[str]:
+        """What is copied to each tier, in one line."""
+        planned_seconds = self.step_seconds * (1 + self.overhead)
+        for use in self.tiers:
+            busy = (
+                f"{seconds / planned_seconds:.0%} {way}" if planned_seconds else way
+                for seconds, way in ((use.out_seconds, "out"), (use.in_seconds, "in"))
+            )
+            yield (
+                f"{format_bytes(use.out_bytes)} to {use.tier} and {format_bytes(use.in_bytes)} back, at most "
+                f"{format_bytes(use.held_bytes)} there; channels busy {' and '.join(busy)}"
+            )
+        if self.tiers:
+            yield (
+                f"waited for {self.exposed_seconds * 1e3:.3g} ms of {planned_seconds * 1e3:.3g} ms, "
+                "the rest is beside computations"
+            )
 
     @property
     def _wishes_in_force(self) -> list[str]:
@@ -228,10 +275,11 @@ class Plan:
             Gradients(known.get("gradients", Plan.gradients))
             known["decisions"] = tuple(Decision(**row) for row in known["decisions"])
             known["wishes"] = tuple(WishEffect(**row) for row in known.get("wishes", ()))
+            known["tiers"] = tuple(TierUse(**row) for row in known.get("tiers", ()))
             for wish in known["wishes"]:
                 Policy(wish.policy)
             plan = Plan(**known)
-            for record in (plan, *plan.decisions, *plan.wishes):
+            for record in (plan, *plan.decisions, *plan.wishes, *plan.tiers):
                 _check_types(record)
             return plan
         except (KeyError, TypeError, ValueError) as error:
@@ -284,7 +332,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 }
 
 
-def _check_types(record: Plan | Decision | WishEffect) -> None:
+def _check_types(record: Plan | Decision | WishEffect | TierUse) -> None:
     """Refuses, by TypeError, numbers that are none and texts that are none."""
     for field in fields(record):
         value, wanted = getattr(record, field.name), _KINDS.get(str(field.type), (tuple,))

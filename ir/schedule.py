@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from .graph import Graph, Node
 from .types import Storage
 
-__all__ = ["Compute", "Free", "Instruction", "Loss", "Schedule", "with_frees"]
+__all__ = ["Compute", "Fetch", "Free", "Instruction", "Loss", "Offload", "Schedule", "Wait", "with_frees"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,30 @@ class Loss:
     """Forward ends: the outputs leave, the caller computes its loss, the tangents arrive."""
 
 
-Instruction = Compute | Free | Loss
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """Begin to copy `storage` to the tier. It stays on the device until it is freed, after a `Wait`."""
+
+    storage: Storage
+    tier: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Allocate `storage` on the device and begin to copy it back from the tier, where it stays."""
+
+    storage: Storage
+    tier: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Go on once the copy of `storage` that was begun last has ended."""
+
+    storage: Storage
+
+
+Instruction = Compute | Free | Loss | Offload | Fetch | Wait
 
 
 @dataclass(eq=False, frozen=True)

@@ -19,6 +19,7 @@ schedule {
 A name that is not a plain identifier stands as a JSON string: `%"layer 1"`. `#` starts a comment.
 A single tensor follows `->` bare; the results of an operation that returns a list stand in parentheses.
 A tensor lives on the device of its storage, unless `on DEVICE` says otherwise.
+Other instructions are `free @s1`, `offload @s1 to host`, `fetch @s1 from host` and `wait @s1`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from .graph import (
     Symbol,
     Trait,
 )
-from .schedule import Compute, Free, Instruction, Loss, Schedule
+from .schedule import Compute, Fetch, Free, Instruction, Loss, Offload, Schedule, Wait
 from .types import DType, Storage, TensorType, Value
 from .wish import Policy, Wish
 
@@ -135,6 +136,12 @@ def _schedule_lines(schedule: Schedule) -> Iterator[str]:
                 yield f"  free {_sigil('@', storage.name)}"
             case Loss():
                 yield "  loss"
+            case Offload(storage, tier):
+                yield f"  offload {_sigil('@', storage.name)} to {_word(tier)}"
+            case Fetch(storage, tier):
+                yield f"  fetch {_sigil('@', storage.name)} from {_word(tier)}"
+            case Wait(storage):
+                yield f"  wait {_sigil('@', storage.name)}"
     yield "}"
 
 
@@ -624,6 +631,16 @@ class _Parser:
                 found.append(Loss())
             elif self.accept("free"):
                 found.append(Free(self.storage()))
+            elif self.accept("offload"):
+                storage = self.storage()
+                self.expect("to")
+                found.append(Offload(storage, self.word("a tier")))
+            elif self.accept("fetch"):
+                storage = self.storage()
+                self.expect("from")
+                found.append(Fetch(storage, self.word("a tier")))
+            elif self.accept("wait"):
+                found.append(Wait(self.storage()))
             elif self.accept("compute"):
                 name = self.word("a node's name")
                 if name not in nodes:
@@ -632,7 +649,7 @@ class _Parser:
                 retained = frozenset(self.listed(self.storage)) if self.accept_call("keep") else frozenset()
                 found.append(Compute(nodes[name], retained))
             else:
-                self.fail("`compute`, `free`, `loss` or `}`")
+                self.fail("`compute`, `free`, `loss`, `offload`, `fetch`, `wait` or `}`")
 
         self.next_line()
         self.expect("schedule")

@@ -70,6 +70,12 @@ class TensorType:
         """Payload in bytes, before allocator rounding; a view may own less of its storage, or more."""
         return self.numel * self.dtype.itemsize
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether the elements lie in one block, each in a place of its own, in any order."""
+        span = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        return self.numel == 0 or (span == self.numel and min(self.strides, default=1) >= 0)
+
     @staticmethod
     def contiguous(shape: tuple[int, ...], dtype: DType, device: str = "cpu") -> TensorType:
         """The type of a row-major tensor."""

@@ -12,7 +12,8 @@ from typing import NoReturn
 from .errors import VerificationError
 from .graph import RUN_ONCE, Gradients, Graph, InputRole, Node, Output, OutputRole, Region, Trait
 from .liveness import Timeline, liveness
-from .schedule import Compute, Free, Loss, Schedule
+from .schedule import Compute, Fetch, Free, Loss, Offload, Schedule, Wait
+from .tiers import Tier
 from .types import Storage, TensorType, Value
 from .wish import Policy
 
@@ -274,6 +275,7 @@ def verify_schedule(
     *,
     budget_bytes: int | None = None,
     peak_bytes: int | None = None,
+    tiers: Sequence[Tier] = (),
 ) -> Timeline:
     """Checks that `schedule` carries out its graph, and within its memory.
 
@@ -282,6 +284,7 @@ def verify_schedule(
         workspace_bytes: What each node takes while it runs, beyond its results; a missing node takes nothing.
         budget_bytes: The most that may be alive at once, static bytes included.
         peak_bytes: The peak that someone claims: it must be exact.
+        tiers: Where storages may be copied to.
 
     Returns:
         The memory, instruction by instruction, as this check counts it: equal to `liveness` in every entry.
@@ -292,11 +295,14 @@ def verify_schedule(
             not run exactly once; IRC124 random nodes, effects and their readers run out of order; IRC125 not
             forward, one loss, backward, or a node that no schedule runs; IRC126 an output or gradient is
             missing; IRC127 a storage is left over; IRC128 the peak is over the budget; IRC129 the peak is
-            not the one claimed; IRC134 an operation reads a parameter after its gradient was applied; IRC551
-            a node runs again although its results are to be kept; IRC552 a storage stays from forward to
-            backward although it is to be made again.
+            not the one claimed; IRC134 an operation reads a parameter after its gradient was applied;
+            IRC135 a storage cannot be copied to a tier here; IRC136 a tier does not hold what is fetched, or
+            it is there already; IRC137 nobody began the copy that is waited for; IRC138 a storage is read or
+            freed while it is copied, or a copy is never waited for; IRC139 there is no such tier, or it is
+            full; IRC551 a node runs again although its results are to be kept; IRC552 a storage stays from
+            forward to backward although it is to be made again.
     """
-    check = _ScheduleCheck(schedule, workspace_bytes)
+    check = _ScheduleCheck(schedule, workspace_bytes, {tier.name: tier.capacity_bytes for tier in tiers})
     timeline = check.run()
     counted = liveness(schedule, workspace_bytes)
     if counted != timeline:
@@ -324,7 +330,10 @@ def _first_difference(a: Timeline, b: Timeline) -> int:
 class _ScheduleCheck:
     """What is resident, what has run, and how much memory that takes."""
 
-    def __init__(self, schedule: Schedule, workspace_bytes: Mapping[Node, int]) -> None:
+    def __init__(
+        self, schedule: Schedule, workspace_bytes: Mapping[Node, int], capacity_bytes: Mapping[str, int]
+    ) -> None:
+        self.capacity_bytes = capacity_bytes
         self.graph = schedule.graph
         self.instructions = schedule.instructions
         self.workspace_bytes = workspace_bytes
@@ -346,6 +355,14 @@ class _ScheduleCheck:
         self.applied: dict[Storage, Node] = {}
         """The parameters that an optimizer has updated, each with the node that did."""
         self.in_order_done = 0
+        self.copying: set[Storage] = set()
+        """The storages of which a copy is under way, either way."""
+        self.fetching: set[Storage] = set()
+        """Those of them whose numbers are not there yet."""
+        self.stored: dict[Storage, str] = {}
+        """The tier that holds, or is being given, a copy."""
+        self.last_fetch = {i.storage: k for k, i in enumerate(self.instructions) if isinstance(i, Fetch)}
+        self.held_bytes = dict.fromkeys(capacity_bytes, 0)
 
     def describe_graph(self) -> None:
         """Who allocates, who overwrites, what stays: derived here from the nodes alone."""
@@ -414,6 +431,12 @@ class _ScheduleCheck:
                     self.free(storage)
                 case Loss():
                     self.loss()
+                case Offload(storage, tier):
+                    self.offload(storage, tier)
+                case Fetch(storage, tier):
+                    self.fetch(storage, tier)
+                case Wait(storage):
+                    self.wait(storage)
             self.after_bytes.append(self.alive_bytes)
         self.finish()
         waits, ends = self.others_bytes(0), max(map(self.others_bytes, range(self.graph.forwards_in_flight)))
@@ -458,6 +481,9 @@ class _ScheduleCheck:
             if value.storage not in self.resident:
                 message = f"{node.name} reads {value} in {_show(value.storage)}, which is not resident"
                 self.fail("IRC120", message, node)
+            if value.storage in self.fetching:
+                message = f"{node.name} reads {value} in {_show(value.storage)} before its copy has arrived"
+                self.fail("IRC138", message, node)
             if value.storage in self.applied and node.releases is None:
                 message = f"{node.name} reads {value}, which {self.applied[value.storage].name} has updated"
                 self.fail("IRC134", message, node)
@@ -499,9 +525,60 @@ class _ScheduleCheck:
                 self.fail("IRC121", f"{_show(storage)} is freed, but {why}", producer)
         if storage not in self.resident:
             self.fail("IRC121", f"{_show(storage)} is freed, but not resident", producer)
+        if storage in self.copying:
+            self.fail("IRC138", f"{_show(storage)} is freed before its copy has ended", producer)
         self.during_bytes.append(self.alive_bytes)
         self.resident.remove(storage)
         self.alive_bytes -= storage.nbytes
+
+    def offload(self, storage: Storage, tier: str) -> None:
+        self.during_bytes.append(self.alive_bytes)
+        producer = self.producer.get(storage)
+        if storage not in self.resident or storage not in self.graph.copyable_storages:
+            message = f"{_show(storage)} cannot be copied to {tier}: {self.why_fixed(storage)}"
+            self.fail("IRC135", message, producer)
+        if storage in self.copying or storage in self.stored:
+            self.fail("IRC135", f"{_show(storage)} is copied to {tier}, but was copied before", producer)
+        self.copying.add(storage)
+        self.stored[storage] = tier
+        if tier not in self.capacity_bytes:
+            self.fail("IRC139", f"{_show(storage)} is copied to {tier}, and there is no such tier", producer)
+        self.held_bytes[tier] += storage.nbytes
+        if self.held_bytes[tier] > self.capacity_bytes[tier]:
+            message = f"{tier} would hold {self.held_bytes[tier]} B; it takes {self.capacity_bytes[tier]} B"
+            self.fail("IRC139", message, producer)
+
+    def why_fixed(self, storage: Storage) -> str:
+        if storage in self.delivered:
+            return "it is delivered to the caller"
+        if storage not in self.producer:
+            return "no operation makes it"
+        return (
+            "it is not made as one tensor that fills it" if storage in self.resident else "it is not resident"
+        )
+
+    def fetch(self, storage: Storage, tier: str) -> None:
+        producer = self.producer.get(storage)
+        if self.stored.get(storage) != tier or storage in self.copying:
+            self.fail("IRC136", f"{_show(storage)} is fetched from {tier}, which does not hold it", producer)
+        if storage in self.resident:
+            self.fail("IRC136", f"{_show(storage)} is fetched from {tier}, but resident already", producer)
+        self.during_bytes.append(self.alive_bytes + storage.nbytes)
+        self.copying.add(storage)
+        self.fetching.add(storage)
+        self.resident.add(storage)
+        self.alive_bytes += storage.nbytes
+
+    def wait(self, storage: Storage) -> None:
+        self.during_bytes.append(self.alive_bytes)
+        if storage not in self.copying:
+            self.fail(
+                "IRC137", f"nothing copies {_show(storage)}, and it is waited for", self.producer.get(storage)
+            )
+        self.copying.remove(storage)
+        self.fetching.discard(storage)
+        if self.last_fetch.get(storage, -1) < self.step:
+            self.held_bytes[self.stored.pop(storage)] -= storage.nbytes
 
     def loss(self) -> None:
         if self.lost:
@@ -550,6 +627,10 @@ class _ScheduleCheck:
             if node.traits & RUN_ONCE and node not in self.ran:
                 self.fail("IRC123", f"{node.name} {_why_once(node)} and does not run", node)
         self.deliver(self.graph.outputs, "at the end")
+        for storage in _by_name(frozenset(self.copying)):
+            self.fail(
+                "IRC138", f"the copy of {_show(storage)} is never waited for", self.producer.get(storage)
+            )
         left = self.resident - self.static - self.tangents - self.delivered
         for storage in sorted(left, key=lambda s: (-s.nbytes, s.name)):
             more = f", and {len(left) - 1} more" if len(left) > 1 else ""

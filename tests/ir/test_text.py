@@ -349,7 +349,11 @@ def test_same_graph_sees_a_difference() -> None:
             "line 23: expected a storage, a wish, an input, a region, a node, an output or `}`",
         ),
         ("compute conv", "compute convv", "line 26: expected a node of the graph, found `convv`"),
-        ("  loss\n", "  lost\n", "line 30: expected `compute`, `free`, `loss` or `}`, found `lost`"),
+        (
+            "  loss\n",
+            "  lost\n",
+            "line 30: expected `compute`, `free`, `loss`, `offload`, `fetch`, `wait` or `}`, found `lost`",
+        ),
         (
             "free @mask\n}\n",
             "free @mask\n",

@@ -1,0 +1,132 @@
+"""The tiers that a user asks for: `host:64GiB`, `disk:/scratch:200GiB`."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import UsageError
+from .units import parse_budget
+
+__all__ = ["TIER_KINDS", "TierRequest", "check_scratch", "parse_tiers"]
+
+TIER_KINDS = ("host", "disk")
+"""The tiers that a user may name."""
+
+_HELP = (
+    'write "host:64GiB", "disk:/scratch:200GiB", or a list of such texts; folder and amount may be left out'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TierRequest:
+    """A tier that a plan may swap to.
+
+    Args:
+        name: `host` or `disk`.
+        folder: Of a disk, where its scratch file goes, as an absolute path; empty for the host.
+        capacity_bytes: The most that the plan may hold there; None where the user does not say.
+    """
+
+    name: str
+    folder: str = ""
+    capacity_bytes: int | None = None
+
+    def __str__(self) -> str:
+        folder = [f"./{self.folder}" if self.folder[:1].isdigit() else self.folder] if self.folder else []
+        nbytes = [] if self.capacity_bytes is None else [str(self.capacity_bytes)]
+        return ":".join((self.name, *folder, *nbytes))
+
+
+def parse_tiers(swap: str | Sequence[str]) -> tuple[TierRequest, ...]:
+    """The tiers of `swap="host:64GiB"`, `"disk:/scratch:200GiB"`, `"disk"`, or a list of such texts.
+
+    A disk without a folder is in the system's folder for temporary files. What begins with a digit is an
+    amount; a folder of such a name is written `./200GiB`.
+
+    Raises:
+        UsageError: IRC423 for what is no text or list of texts; IRC424 for another kind of tier; IRC425 for a
+            malformed amount; IRC426 for a tier that is named twice; IRC427 for a folder that is missing;
+            IRC428 for one that cannot be written to; IRC429 for a folder of a host.
+    """
+    texts = [swap] if isinstance(swap, str) else list(swap) if _is_sequence(swap) else []
+    if not texts or not all(_is_text(text) for text in texts):
+        raise UsageError("IRC423", f"swap={swap!r:.80} names no tier", help=_HELP)
+    requests = tuple(_parse_tier(text.strip()) for text in texts)
+    names = [request.name for request in requests]
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(
+                "IRC426", f"swap= names the tier {name!r} {names.count(name)} times", help="name it once"
+            )
+    return requests
+
+
+def check_scratch(folder: str | Path) -> None:
+    """Refuses a folder in which no scratch file can be made.
+
+    Raises:
+        UsageError: IRC427 when there is no such folder; IRC428 when it cannot be written to.
+    """
+    if not os.path.isdir(folder):
+        raise UsageError(
+            "IRC427",
+            f"{folder} is no folder" if os.path.exists(folder) else f"there is no folder {folder}",
+            help="make it, or name another one, as disk:/scratch; an amount is written 200GiB",
+        )
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(
+            "IRC428",
+            f"nothing can be written to {folder}: {error.strerror}",
+            help="name a folder that you may write to, as disk:/scratch",
+        ) from error
+
+
+def _is_sequence(given: object) -> bool:
+    return isinstance(given, list | tuple)
+
+
+def _is_text(given: object) -> bool:
+    return isinstance(given, str)
+
+
+def _parse_tier(text: str) -> TierRequest:
+    name, _, rest = text.partition(":")
+    if name not in TIER_KINDS:
+        raise UsageError(
+            "IRC424", f"{text!r}: there is no tier {name!r}", help=f"tiers: {', '.join(TIER_KINDS)}; {_HELP}"
+        )
+    before, _, last = rest.rpartition(":")
+    folder, amount = (before, last) if _is_amount(last) else (rest, "")
+    if name == "host" and "/" in folder:
+        raise UsageError("IRC429", f"{text!r}: the host's memory has no folder", help=_HELP)
+    if text.endswith(":") or (name == "host" and folder):
+        what = f"{folder!r} is no amount of memory" if folder else "nothing follows the colon"
+        raise UsageError("IRC425", f"{text!r}: {what}", help=_HELP)
+    capacity_bytes = _capacity_bytes(text, amount) if amount else None
+    if name == "host":
+        return TierRequest(name, "", capacity_bytes)
+    path = Path(folder).expanduser() if folder else Path(tempfile.gettempdir())
+    check_scratch(path)
+    return TierRequest(name, str(path.absolute()), capacity_bytes)
+
+
+def _is_amount(text: str) -> bool:
+    """Whether it is to be read as an amount: it begins with a digit, and has no folder in it."""
+    return re.match(r"\s*[-+]?\.?[0-9]", text) is not None and "/" not in text
+
+
+def _capacity_bytes(text: str, amount: str) -> int:
+    if "%" in amount:
+        raise UsageError("IRC425", f"{text!r}: {amount!r} says no bytes", help=_HELP)
+    try:
+        return parse_budget(amount)
+    except UsageError as error:
+        raise UsageError("IRC425", f"{text!r}: {error.message}", help=_HELP) from error

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ..ir import Graph
-from .costs import Costs, analytic_costs, machine_named
+from .costs import Costs, analytic_costs
+from .machines import machine_named
 from .program import Program
 
 __all__ = ["Cost"]
@@ -18,7 +19,8 @@ class Cost:
 
     Args:
         profile: `device` measures each distinct operation on the device that its tensors live on;
-            the name of a described machine (`cpu`, `a100`, `h100`) computes costs from its roofline.
+            the name of a described machine (`cpu`, `a100`, `gtx1080`), or the path of a machine's file,
+            computes costs from its roofline.
         repeats: Timed runs of an operation, where they are measured.
         cache: Whether measurements are kept on disk and taken from there.
     """
@@ -30,10 +32,10 @@ class Cost:
     cache: bool = True
 
     def check(self) -> None:
-        """Refuses the name of no machine.
+        """Refuses what names no machine.
 
         Raises:
-            UsageError: IRC410.
+            UsageError: IRC410; IRC414 to IRC418 for a file.
         """
         if self.profile != "device":
             machine_named(self.profile)

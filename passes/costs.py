@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ..ir import Argument, Graph, Node, TensorType, UsageError, Value
+from ..ir import Argument, Graph, Node, TensorType, Value
+from .machines import Machine
 
-__all__ = ["MACHINES", "Costs", "Machine", "StepCost", "analytic_costs", "signature"]
+__all__ = ["Costs", "StepCost", "analytic_costs", "signature"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,38 +56,6 @@ class StepCost:
     def keywords(self) -> tuple[tuple[str, Argument], ...]:
         """The cost as keywords of a node."""
         return tuple((field.name, getattr(self, field.name)) for field in fields(self))
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """A device, as the roofline model sees it (Williams, Waterman, Patterson 2009).
-
-    Args:
-        name: How it is called on the command line.
-        flops: Sustained floating-point operations a second.
-        bandwidth_bytes: Sustained bytes a second between the device and its memory.
-        launch_seconds: Fixed time of an operation.
-    """
-
-    name: str
-    flops: float
-    bandwidth_bytes: float
-    launch_seconds: float
-
-    def seconds(self, flops: float, nbytes: int) -> float:
-        """Time of an operation that computes `flops` and moves `nbytes`."""
-        return self.launch_seconds + max(flops / self.flops, nbytes / self.bandwidth_bytes)
-
-
-MACHINES = {
-    machine.name: machine
-    for machine in (
-        Machine("cpu", flops=60e9, bandwidth_bytes=8e9, launch_seconds=5e-6),
-        Machine("a100", flops=15e12, bandwidth_bytes=1.3e12, launch_seconds=5e-6),
-        Machine("h100", flops=40e12, bandwidth_bytes=2.6e12, launch_seconds=4e-6),
-    )
-}
-"""Described machines: sustained float32 figures, about 0.8 of the data sheet for the accelerators."""
 
 
 def analytic_costs(graph: Graph, machine: Machine) -> Costs:
@@ -204,16 +173,3 @@ def describe_type(type: TensorType) -> str:
     shape = "x".join(map(str, type.shape))
     strides = "x".join(map(str, type.strides))
     return f"{type.dtype.value}[{shape}]{{{strides}}}@{type.device}"
-
-
-def machine_named(name: str) -> Machine:
-    """The described machine of that name.
-
-    Raises:
-        UsageError: IRC410 when there is none.
-    """
-    if name not in MACHINES:
-        raise UsageError(
-            "IRC410", f"no machine is called {name!r}", help=f"choose one of {', '.join(MACHINES)}"
-        )
-    return MACHINES[name]

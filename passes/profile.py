@@ -38,6 +38,7 @@ __all__ = [
     "Measured",
     "ProfileStore",
     "allocation_levels",
+    "device_name",
     "made_up",
     "one_thread",
     "profile_costs",
@@ -153,13 +154,14 @@ class ProfileStore:
 
 def _device_of(graph: Graph) -> str:
     devices = sorted({storage.device for storage in graph.storages})
-    names = [
-        torch.cuda.get_device_name(device)
-        if device.startswith("cuda")
-        else f"{_processor()}-{torch.get_num_threads()}-threads"
-        for device in devices
-    ]
-    return f"torch-{torch.__version__}-{'-'.join(names)}"
+    return f"torch-{torch.__version__}-{'-'.join(map(device_name, devices))}"
+
+
+def device_name(device: str) -> str:
+    """What a device is: a GPU's name, or the processor and the number of threads."""
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    return f"{_processor()}-{torch.get_num_threads()}-threads"
 
 
 def _processor() -> str:

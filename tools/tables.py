@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -72,4 +73,5 @@ def write_whole(path: Path, content: str | bytes) -> None:
             "IRC435", f"{path} cannot be written: {error}", help="choose another file"
         ) from error
     finally:
-        staging.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # where there is no such folder
+            staging.unlink(missing_ok=True)

@@ -22,7 +22,7 @@ from irc.backends.torch import (
 from irc.frontends.torch import Captured, capture
 from irc.ir import BackwardError, InputRole, Schedule
 from irc.passes import CheckpointProblem, analytic_costs
-from irc.passes.costs import machine_named
+from irc.passes.machines import machine_named
 
 X = torch.linspace(-1, 1, 64).reshape(8, 8)
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from irc.frontends.torch import capture
-from irc.ir import Argument, Graph, Node, Storage, UsageError, Value, values_in
-from irc.passes.costs import MACHINES, Machine, StepCost, analytic_costs, machine_named, signature
+from irc.ir import Argument, Graph, Node, Storage, Value, values_in
+from irc.passes.costs import StepCost, analytic_costs, signature
+from irc.passes.machines import MACHINES, Machine
 from irc.passes.profile import profile_costs
 from irc.passes.release_gradients import release_gradients
 from irc.tools import models
@@ -142,13 +143,6 @@ def test_the_workspace_bound_is_not_below_the_measurement(name: str) -> None:
         if bound[node] < measured[node]
     }
     assert not below
-
-
-def test_a_machine_that_nobody_described_is_refused_by_name() -> None:
-    assert machine_named("cpu") is MACHINES["cpu"]
-    with pytest.raises(UsageError) as raised:
-        machine_named("abacus")
-    assert raised.value.code == "IRC410" and "choose one of cpu" in str(raised.value)
 
 
 def test_every_value_of_an_operation_is_in_its_signature() -> None:

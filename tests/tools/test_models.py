@@ -28,10 +28,15 @@ SMALL: dict[str, dict[str, Any]] = {
     "gpt2x24": {**BLOCKS, "depth": 8},
     "gpt2x24_no_dropout": BLOCKS,
     "inception_v3": {**IMAGES, "batch": 8, "size": 111, "thin": 4},
+    "inception_v4": {**IMAGES, "batch": 8, "size": 75, "thin": 16, "depths": (1, 1, 1)},
     "lstm": {"batch": 8, "sequence": 6, "vocabulary": 20, "embedding": 4, "hidden": 4},
     "mixtral": {**TOKENS, "heads": 4, "shared": 2, "hidden": 8, "experts": 4},
+    "resnet18": {**IMAGES, "batch": 8, "width": 4, "depths": (2, 1)},
+    "resnet34": {**IMAGES, "batch": 8, "width": 4, "depths": (3,)},
     "resnet50": {**IMAGES, "width": 4, "depths": (2, 1, 1)},
+    "resnet101": {**IMAGES, "width": 4, "depths": (2, 1)},
     "resnet152": {**IMAGES, "width": 4, "depths": (1, 2, 2, 1)},
+    "resnet200": {**IMAGES, "width": 4, "depths": (2, 2)},
     "t5": TOKENS,
     "unet": {"batch": 2, "size": 96, "base": 8},
     "vgg16": {**IMAGES, "batch": 8, "width": 16, "hidden": 8},
@@ -43,13 +48,18 @@ def test_every_model_has_a_small_version_and_is_found_by_its_name() -> None:
     assert all(getattr(models, name) is factory for name, factory in MODELS.items())
 
 
-# Of torchvision's models (Inception without its auxiliary classifier), and of t5-small.
+# Of torchvision's and timm's models (Inception-v3 without its auxiliary classifier), and of t5-small.
 PARAMETERS = {
     "densenet121": 7_978_856,
     "densenet201": 20_013_928,
     "inception_v3": 23_834_568,
+    "inception_v4": 42_679_816,
+    "resnet18": 11_689_512,
+    "resnet34": 21_797_672,
     "resnet50": 25_557_032,
+    "resnet101": 44_549_160,
     "resnet152": 60_192_808,
+    "resnet200": 64_673_832,
     "t5": 60_506_624,
     "vgg16": 138_357_544,
 }
@@ -84,9 +94,13 @@ def step(module: nn.Module, args: tuple[Tensor, ...]) -> dict[str, Tensor]:
     return found
 
 
+# What small versions can be planned for whose first layers take most of the memory.
+BUDGETS = {"inception_v4": "85%", "resnet18": "85%", "resnet34": "85%", "vgg16": "95%"}
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_plan_for_70_percent_trains_as_the_original(name: str) -> None:
-    budget = "95%" if name == "vgg16" else "70%"  # its first convolutions alone take almost all
+    budget = BUDGETS.get(name, "70%")
     module, args = MODELS[name](**SMALL[name])
     original = copy.deepcopy(module)
     fitted = irc.optimize(module, args, budget, time_limit=1.0)

@@ -56,6 +56,9 @@ def test_files_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be written") as refused:
         write_whole(tmp_path / "no" / "folder.txt", "text")
     assert refused.value.code == "IRC435"
+    with pytest.raises(UsageError, match="cannot be written") as refused:
+        write_whole(tmp_path / "a.txt" / "below-a-file.txt", "text")
+    assert refused.value.code == "IRC435"
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 

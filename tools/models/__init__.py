@@ -9,7 +9,20 @@ from __future__ import annotations
 
 from .experts import mixtral
 from .images import Classifier as Classifier
-from .images import densenet121, densenet201, inception_v3, resnet50, resnet152, unet, vgg16
+from .images import (
+    densenet121,
+    densenet201,
+    inception_v3,
+    resnet18,
+    resnet34,
+    resnet50,
+    resnet101,
+    resnet152,
+    resnet200,
+    unet,
+    vgg16,
+)
+from .inception_v4 import inception_v4
 from .registry import MODELS as MODELS
 from .sequences import bart, gpt2, gpt2_no_dropout, gpt2x24, gpt2x24_no_dropout, lstm, t5
 
@@ -23,10 +36,15 @@ __all__ = [
     "gpt2x24",
     "gpt2x24_no_dropout",
     "inception_v3",
+    "inception_v4",
     "lstm",
     "mixtral",
+    "resnet18",
+    "resnet34",
     "resnet50",
+    "resnet101",
     "resnet152",
+    "resnet200",
     "t5",
     "unet",
     "vgg16",

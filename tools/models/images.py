@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +12,19 @@ from torch.nn import functional
 from .registry import Example, benchmark
 
 __all__ = [
+    "Branches",
     "Classifier",
+    "Inception",
+    "classified",
     "densenet121",
     "densenet201",
     "inception_v3",
+    "resnet18",
+    "resnet34",
     "resnet50",
+    "resnet101",
     "resnet152",
+    "resnet200",
     "unet",
     "vgg16",
 ]
@@ -38,7 +46,7 @@ class Classifier(nn.Module):
         return functional.cross_entropy(self.model(inputs), labels)
 
 
-def _classified(parts: Sequence[nn.Module], batch: int, size: int, classes: int) -> Example:
+def classified(parts: Sequence[nn.Module], batch: int, size: int, classes: int) -> Example:
     """The parts in a row, for images [batch, 3, size, size] with labels [batch]."""
     images, labels = torch.randn(batch, 3, size, size), torch.randint(classes, (batch,))
     return Classifier(nn.Sequential(*parts)), (images, labels)
@@ -57,6 +65,40 @@ def _stem(width: int) -> list[nn.Module]:
 # ---------------------------------------------------------------------- ResNet
 
 
+def _shortcut(channels: int, wide: int, stride: int) -> nn.Sequential:
+    """A projection where the residual has another shape than the input, else nothing."""
+    if stride == 1 and channels == wide:
+        return nn.Sequential()
+    return nn.Sequential(nn.Conv2d(channels, wide, 1, stride, bias=False), nn.BatchNorm2d(wide))
+
+
+class Basic(nn.Module):
+    """A residual block of two 3x3 convolutions (He et al. 2016).
+
+    Args:
+        channels: Of the input.
+        width: Of the output.
+        stride: Of the first convolution.
+    """
+
+    widens: ClassVar[int] = 1
+
+    def __init__(self, channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(channels, width, 3, stride, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(width)
+        self.second = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(width)
+        self.shortcut = _shortcut(channels, width, stride)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps [batch, channels, h, w] to [batch, width, h / stride, w / stride]."""
+        y = self.relu(self.norm1(self.first(x)))
+        y = self.norm2(self.second(y))
+        return self.relu(y + self.shortcut(x))
+
+
 class Bottleneck(nn.Module):
     """A residual block of three convolutions: narrow, convolve, widen by four (He et al. 2016).
 
@@ -65,6 +107,8 @@ class Bottleneck(nn.Module):
         width: Of the 3x3 convolution; the output has four times as many channels.
         stride: Of the 3x3 convolution.
     """
+
+    widens: ClassVar[int] = 4
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
@@ -75,10 +119,7 @@ class Bottleneck(nn.Module):
         self.norm2 = nn.BatchNorm2d(width)
         self.widen = nn.Conv2d(width, wide, 1, bias=False)
         self.norm3 = nn.BatchNorm2d(wide)
-        self.shortcut = nn.Sequential()
-        if stride != 1 or channels != wide:
-            projection = nn.Conv2d(channels, wide, 1, stride, bias=False)
-            self.shortcut = nn.Sequential(projection, nn.BatchNorm2d(wide))
+        self.shortcut = _shortcut(channels, wide, stride)
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -89,16 +130,44 @@ class Bottleneck(nn.Module):
         return self.relu(y + self.shortcut(x))
 
 
-def _resnet(depths: Sequence[int], width: int, classes: int) -> list[nn.Module]:
+def _resnet(
+    depths: Sequence[int], width: int, classes: int, block: type[Basic | Bottleneck] = Bottleneck
+) -> list[nn.Module]:
     blocks: list[nn.Module] = []
     channels = width
     for stage, depth in enumerate(depths):
         for index in range(depth):
             stride = 2 if stage > 0 and index == 0 else 1
-            blocks.append(Bottleneck(channels, width << stage, stride))
-            channels = 4 * (width << stage)
+            blocks.append(block(channels, width << stage, stride))
+            channels = block.widens * (width << stage)
     head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes)]
     return [*_stem(width), *blocks, *head]
+
+
+@benchmark
+def resnet18(
+    *,
+    batch: int = 4,
+    size: int = 224,
+    classes: int = 1000,
+    width: int = 64,
+    depths: Sequence[int] = (2, 2, 2, 2),
+) -> Example:
+    """ResNet-18 for images [batch, 3, size, size], of blocks of two convolutions."""
+    return classified(_resnet(depths, width, classes, Basic), batch, size, classes)
+
+
+@benchmark
+def resnet34(
+    *,
+    batch: int = 4,
+    size: int = 224,
+    classes: int = 1000,
+    width: int = 64,
+    depths: Sequence[int] = (3, 4, 6, 3),
+) -> Example:
+    """ResNet-34 for images [batch, 3, size, size], of blocks of two convolutions."""
+    return classified(_resnet(depths, width, classes, Basic), batch, size, classes)
 
 
 @benchmark
@@ -111,7 +180,20 @@ def resnet50(
     depths: Sequence[int] = (3, 4, 6, 3),
 ) -> Example:
     """ResNet-50 for images [batch, 3, size, size], with the stride in the 3x3 convolutions."""
-    return _classified(_resnet(depths, width, classes), batch, size, classes)
+    return classified(_resnet(depths, width, classes), batch, size, classes)
+
+
+@benchmark
+def resnet101(
+    *,
+    batch: int = 4,
+    size: int = 224,
+    classes: int = 1000,
+    width: int = 64,
+    depths: Sequence[int] = (3, 4, 23, 3),
+) -> Example:
+    """ResNet-101 for images [batch, 3, size, size], with the stride in the 3x3 convolutions."""
+    return classified(_resnet(depths, width, classes), batch, size, classes)
 
 
 @benchmark
@@ -124,7 +206,20 @@ def resnet152(
     depths: Sequence[int] = (3, 8, 36, 3),
 ) -> Example:
     """ResNet-152 for images [batch, 3, size, size], with the stride in the 3x3 convolutions."""
-    return _classified(_resnet(depths, width, classes), batch, size, classes)
+    return classified(_resnet(depths, width, classes), batch, size, classes)
+
+
+@benchmark
+def resnet200(
+    *,
+    batch: int = 4,
+    size: int = 224,
+    classes: int = 1000,
+    width: int = 64,
+    depths: Sequence[int] = (3, 24, 36, 3),
+) -> Example:
+    """ResNet-200 for images [batch, 3, size, size], with the stride in the 3x3 convolutions."""
+    return classified(_resnet(depths, width, classes), batch, size, classes)
 
 
 # ---------------------------------------------------------------------- DenseNet
@@ -179,7 +274,7 @@ def densenet121(
     depths: Sequence[int] = (6, 12, 24, 16),
 ) -> Example:
     """DenseNet-121 for images [batch, 3, size, size]."""
-    return _classified(_densenet(depths, growth, classes), batch, size, classes)
+    return classified(_densenet(depths, growth, classes), batch, size, classes)
 
 
 @benchmark
@@ -192,7 +287,7 @@ def densenet201(
     depths: Sequence[int] = (6, 12, 48, 32),
 ) -> Example:
     """DenseNet-201 for images [batch, 3, size, size]."""
-    return _classified(_densenet(depths, growth, classes), batch, size, classes)
+    return classified(_densenet(depths, growth, classes), batch, size, classes)
 
 
 # ---------------------------------------------------------------------- VGG
@@ -215,7 +310,7 @@ def vgg16(
     for _ in range(2):
         parts += [nn.Linear(features, hidden), nn.ReLU(inplace=True), nn.Dropout(0.5)]
         features = hidden
-    return _classified([*parts, nn.Linear(features, classes)], batch, size, classes)
+    return classified([*parts, nn.Linear(features, classes)], batch, size, classes)
 
 
 # ---------------------------------------------------------------------- Inception
@@ -336,7 +431,7 @@ class Inception:
 @benchmark
 def inception_v3(*, batch: int = 4, size: int = 299, classes: int = 1000, thin: int = 1) -> Example:
     """Inception-v3 without the auxiliary classifier, for images [batch, 3, size, size], size 75 or more."""
-    return _classified(Inception(thin).parts(classes), batch, size, classes)
+    return classified(Inception(thin).parts(classes), batch, size, classes)
 
 
 # ---------------------------------------------------------------------- U-Net

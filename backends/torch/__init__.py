@@ -14,6 +14,7 @@ from .program import Program, compile_program
 from .reading import reading
 from .standalone import StandaloneModule
 from .step import run_step
+from .swap import DiskPlace, FakePlace, HostPlace, TierPlace, Tiers, check_places
 from .tracing import planning, tracing
 from .waiting import WaitingStep
 from .wrappers import refuse_unplannable
@@ -21,14 +22,20 @@ from .wrappers import refuse_unplannable
 __all__ = [
     "AliveTensors",
     "Beside",
+    "DiskPlace",
+    "FakePlace",
     "Fitting",
+    "HostPlace",
     "Original",
     "PlannedCall",
     "Program",
     "Replan",
     "Replanned",
     "StandaloneModule",
+    "TierPlace",
+    "Tiers",
     "WaitingStep",
+    "check_places",
     "check_tensor",
     "compile_program",
     "deliver",

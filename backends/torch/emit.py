@@ -1,4 +1,4 @@
-"""Emits a schedule as straight-line Python: one statement for each computation, one `del` for each free."""
+"""Emits a schedule as straight-line Python: a line for each computation and copy, a `del` for each free."""
 
 from __future__ import annotations
 
@@ -11,34 +11,41 @@ from dataclasses import dataclass, field
 from ...ir import (
     Argument,
     Compute,
+    Fetch,
     Free,
     Graph,
     InputRole,
     Instruction,
     Loss,
     Node,
+    Offload,
     OutputRole,
     Schedule,
     Storage,
     Symbol,
     Trait,
     Value,
+    Wait,
 )
 from .reach import zero_without
+from .swap.table import copied_value, copy_keys, last_fetches
 
 __all__ = ["emit_source", "is_partial", "saved_values"]
 
 _HEADER = '''"""One training step as straight-line Python, written by irc.
 
-forward(inputs) -> (outputs, saved); {backward} -> gradients.
+{forward} -> (outputs, saved); {backward} -> gradients.
 `inputs` are the parameters, buffers, inputs and constants below, in this order. `saved` is emptied
-by backward, so that what it holds is freed as backward goes.{partial}{releases}
+by backward, so that what it holds is freed as backward goes.{partial}{releases}{copies}
 """
 '''
 _PARTIAL = """
 `given` has bit k where output k has a gradient: what comes from others alone is zero, and not computed."""
 _RELEASES = """
 backward calls `release(name, parameter, gradient)`, which takes the gradient of a parameter."""
+_COPIES = """
+`copies` carries values to other memory and back: `offload(key, value)` and `value = fetch(key)` begin a copy,
+`wait(key)` waits for its end, after which the value may be deleted or read, `drop(key)` gives its copy up."""
 
 
 def emit_source(schedule: Schedule) -> str:
@@ -51,6 +58,7 @@ def emit_source(schedule: Schedule) -> str:
     has a gradient: the others' parts are zeros, as the product of a zero and an infinite derivative is none.
     Where gradients are released, `backward` takes one more argument, which it calls for each of them as
     `release(name, parameter, gradient)`.
+    Where the schedule copies to tiers, both take `copies` as their last argument, such as `swap.Session`.
     """
     return _Emitter(schedule).source()
 
@@ -94,6 +102,12 @@ class _Emitter:
     def __post_init__(self) -> None:
         self.makers = {value: node for node in self.graph.nodes for value in node.values}
         self.partial = _partial(self.graph)
+        self.keys = copy_keys(self.schedule)
+        self.last_fetches = last_fetches(self.schedule)
+        self.copying: dict[Storage, int] = {}
+        """The key of the copy that a `Wait` is for."""
+        if self.keys:
+            self.taken.add("copies")
 
     @property
     def graph(self) -> Graph:
@@ -109,7 +123,7 @@ class _Emitter:
         saved = self.saved(before, after)
         forward = [
             *self._unpack([i.value for i in statics], "inputs", before, outputs),
-            *self._body(before),
+            *self._body(before, 0),
             f"return [{self._list(outputs)}], [{self._saved_list(saved, outputs)}]",
         ]
         backward = [
@@ -117,20 +131,28 @@ class _Emitter:
             "saved.clear()",
             *self._unpack([i.value for i in statics], "inputs", after, gradients),
             *self._unpack(tangents, "tangents", after, gradients),
-            *self._body(after),
+            *self._body(after, split + 1),
             f"return [{self._list(gradients)}]",
         ]
         releases = bool(self.graph.releases)
-        more = f"{', given' if self.partial else ''}{', release' if releases else ''}"
+        copies = ", copies" if self.keys else ""
+        more = f"{', given' if self.partial else ''}{', release' if releases else ''}{copies}"
+        first = f"forward(inputs{copies})"
         signature = f"backward(inputs, saved, tangents{more})"
         operations = [f"{name} = torch.ops.{op}" for op, name in self.operations.items()]
         table = [f"#   {self._name(i.value)}: {i.role.value} {i.target}" for i in statics]
+        copied = ((key, copied_value(self.schedule, storage), to) for (storage, to), key in self.keys.items())
+        carried = [
+            f"#   {key}: {self._name(value)} to {to}, {value.type.nbytes} B" for key, value, to in copied
+        ]
         return "\n".join(
             [
                 _HEADER.format(
+                    forward=first,
                     backward=signature,
                     partial=_PARTIAL if self.partial else "",
                     releases=_RELEASES if releases else "",
+                    copies=_COPIES if self.keys else "",
                 ),
                 "import torch",
                 "",
@@ -138,9 +160,10 @@ class _Emitter:
                 "",
                 "# inputs:",
                 *table,
+                *(["", "# copies:", *carried] if carried else []),
                 "",
                 "",
-                "def forward(inputs):",
+                f"def {first}:",
                 *(f"    {line}" for line in forward),
                 "",
                 "",
@@ -153,21 +176,30 @@ class _Emitter:
     # ------------------------------------------------------------------ what is alive where
 
     def saved(self, before: Iterable[Instruction], after: Iterable[Instruction]) -> list[Value]:
-        """What forward hands to backward: alive at the loss, and read after it before it is made again."""
+        """What forward hands to backward: alive at the loss, and used after it before it is made again."""
         alive: dict[Storage, list[Value]] = {}
         for instruction in before:
             if isinstance(instruction, Compute):
                 for value in instruction.node.values:
                     if value.storage in instruction.retained:
                         alive.setdefault(value.storage, []).append(value)
+            elif isinstance(instruction, Fetch):
+                alive[instruction.storage] = [copied_value(self.schedule, instruction.storage)]
             elif isinstance(instruction, Free):
                 alive.pop(instruction.storage, None)
         read: set[Storage] = set()
         made: set[Storage] = set()
         for instruction in after:
-            if isinstance(instruction, Compute):
-                read |= set(self.graph.reads(instruction.node)) - made
-                made |= instruction.retained
+            match instruction:
+                case Compute(node, retained):
+                    read |= set(self.graph.reads(node)) - made
+                    made |= retained
+                case Free(storage) | Offload(storage):
+                    read |= {storage} - made
+                case Fetch(storage):
+                    made.add(storage)
+                case Loss() | Wait():
+                    pass
         read |= {
             o.value.storage for o in self.graph.outputs if o.value and o.role is OutputRole.GRADIENT
         } - made
@@ -194,9 +226,9 @@ class _Emitter:
 
     # ------------------------------------------------------------------ statements
 
-    def _body(self, instructions: Iterable[Instruction]) -> Iterator[str]:
+    def _body(self, instructions: Iterable[Instruction], first: int) -> Iterator[str]:
         where = None
-        for instruction in instructions:
+        for step, instruction in enumerate(instructions, first):
             match instruction:
                 case Compute(node, retained):
                     if node.at is not None and node.at != where:
@@ -208,8 +240,27 @@ class _Emitter:
                         v for v in self.graph.producers[storage].values if v.storage is storage
                     )
                     yield f"del {', '.join(self._name(value) for value in made)}"
+                case Offload() | Fetch() | Wait():
+                    yield from self._copy(instruction, step)
                 case Loss():
                     raise AssertionError("the loss stands between the two bodies")
+
+    def _copy(self, instruction: Offload | Fetch | Wait, step: int) -> Iterator[str]:
+        """Copies; the copy in the tier is given up where the last copy of it is waited for."""
+        storage = instruction.storage
+        if isinstance(instruction, Wait):
+            key = self.copying[storage]
+            yield f"copies.wait({key})"
+            if self.last_fetches.get(storage, -1) < step:
+                yield f"copies.drop({key})"
+            return
+        key = self.copying[storage] = self.keys[storage, instruction.tier]
+        name = self._name(copied_value(self.schedule, storage))
+        yield (
+            f"copies.offload({key}, {name})"
+            if isinstance(instruction, Offload)
+            else f"{name} = copies.fetch({key})"
+        )
 
     def _compute(self, node: Node, retained: frozenset[Storage]) -> Iterator[str]:
         kept = [v if v is not None and v.storage in retained else None for v in node.results]

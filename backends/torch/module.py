@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from .persist import Persistent, fitted_class
 from .plans import PlannedCall, Plans
 from .program import Program
 from .step import run_step
+from .swap import TierPlace, Traffic
 from .unbound import Unbound
 
 __all__ = ["fit", "fit_planned"]
@@ -30,6 +31,7 @@ def fit(
     signature: Signature,
     plan: Plan | None = None,
     optimizers: Mapping[str, Optimizer] | None = None,
+    tiers: Sequence[TierPlace] = (),
 ) -> nn.Module:
     """As `fit_planned`, for this one program: other calls are refused.
 
@@ -39,8 +41,9 @@ def fit(
         signature: How to call it.
         plan: Its certificate.
         optimizers: Where the program applies gradients: an optimizer of each parameter alone, by its name.
+        tiers: Where the tiers are that the program copies to.
     """
-    return fit_planned(module, Fitting(program, signature, plan), optimizers or {})
+    return fit_planned(module, Fitting(program, signature, plan), optimizers or {}, tiers=tiers)
 
 
 def fit_planned(
@@ -50,6 +53,7 @@ def fit_planned(
     *,
     replan: Replan | None = None,
     limit: int = 1,
+    tiers: Sequence[TierPlace] = (),
 ) -> nn.Module:
     """A module that trains by planned programs and is in every other way `module`.
 
@@ -64,8 +68,10 @@ def fit_planned(
         optimizers: Where the program applies gradients: an optimizer of each parameter alone, by its name.
         replan: Plans calls of other shapes, in other modes and so on; None refuses them.
         limit: How many plans are kept.
+        tiers: Where the tiers are that plans copy to, one for each name.
 
     Raises:
+        TierError: IRC575 or IRC576 for a tier that is not made for the plan's tensors, or not given.
         UnsupportedError: IRC505 for hooks on submodules; IRC509 and IRC510 for what stands in the way of
             releasing gradients.
     """
@@ -76,7 +82,14 @@ def fit_planned(
     fitted.__dict__.pop("forward", None)
     plans_eval = not dict(fitting.signature.modes)[""]
     unbound = Unbound(
-        (fitting,), fitting.plan, plans_eval, optimizers, replan, limit, reserved=fitting.reserved
+        (fitting,),
+        fitting.plan,
+        plans_eval,
+        optimizers,
+        replan,
+        limit,
+        reserved=fitting.reserved,
+        tiers=tuple(tiers),
     )
     plans = fitted.__dict__[FITTED] = Plans(unbound, fitted)
     plans.check()
@@ -102,6 +115,11 @@ class _Fitted(Persistent):
         plans: Plans = self.__dict__[FITTED]
         return dict(plans.release.optimizers)
 
+    @property
+    def irc_traffic(self) -> dict[str, Traffic]:
+        """What was copied to each tier and back so far, and how long computing stood still for it."""
+        return self.__dict__[FITTED].tiers.traffic
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         plans: Plans | None = self.__dict__.get(FITTED)
         if plans is None:  # somebody called the class for another module
@@ -112,7 +130,7 @@ class _Fitted(Persistent):
                 fitting, inputs = found
                 program, signature = fitting.program, fitting.signature
                 release = plans.release if program.released else None
-                outputs = run_step(program, inputs, release, plans.in_flight, signature.unused)
+                outputs = run_step(program, inputs, release, plans.in_flight, signature.unused, plans.tiers)
                 _check_branches(signature, inputs, outputs)
                 return _deliver(signature, inputs, outputs)
         if (forward := own_forward(self)) is not None:

@@ -30,6 +30,7 @@ from .in_flight import InFlight
 from .original import Original
 from .release import Release, check_deliveries, check_parameters
 from .snapshot import Snapshot
+from .swap import Tiers
 from .tracing import is_tracing, planning, settled
 from .transforms import refuse_transforms
 from .unbound import Unbound
@@ -63,6 +64,7 @@ class Plans:
         self._replan, self.limit = unbound.replan, unbound.limit
         self.release = Release(unbound.optimizers)
         self.in_flight = InFlight()
+        self.tiers = Tiers(unbound.tiers)
         self.reserved = dict(unbound.reserved)
         with settled:
             snapshot = Snapshot(root)
@@ -86,9 +88,15 @@ class Plans:
                     replace(fitting, state=() if fitting.is_for(state) else fitting.state)
                     for fitting in self.fittings
                 )
-        optimizers = self.release.optimizers
         return Unbound(
-            fittings, self.first_plan, self._plans_eval, optimizers, self._replan, self.limit, self.reserved
+            fittings,
+            self.first_plan,
+            self._plans_eval,
+            self.release.optimizers,
+            self._replan,
+            self.limit,
+            self.reserved,
+            self.tiers.places,
         )
 
     @property
@@ -102,9 +110,10 @@ class Plans:
         return tuple(PlannedCall(fitting.reason, fitting.plan) for fitting in self.fittings)
 
     def check(self) -> None:
-        """Makes sure that nobody else waits for gradients that are released.
+        """Makes sure that nobody else waits for gradients that are released, and that copies have a place.
 
         Raises:
+            TierError: IRC575 or IRC576 for a tier that is not made for a plan's tensors, or not given.
             UnsupportedError: IRC509 or IRC510 for what stands in the way of releasing gradients.
         """
         for bound in self._bound:
@@ -258,6 +267,7 @@ class Plans:
 
     def _check(self, bound: Bound) -> None:
         program = bound.fitting.program
+        self.tiers.check(program.copies)
         if not program.released:
             return
         check_parameters(program, bound.held, self.release)

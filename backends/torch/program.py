@@ -29,6 +29,7 @@ from ...ir import (
 )
 from .emit import emit_source, is_partial
 from .reach import reached_by
+from .swap.table import CopyTable, copy_table
 
 __all__ = ["Program", "Released", "compile_program"]
 
@@ -73,6 +74,7 @@ class Program:
         constants: Values of the constant inputs.
         source: The emitted source.
         forwards_in_flight: How many calls the plan counted whose backward has not run.
+        copies: What is copied to tiers; where anything is, both functions take a `Session` last.
     """
 
     statics: tuple[Input, ...]
@@ -85,7 +87,7 @@ class Program:
     read_by_backward: tuple[int, ...]
     read_again: frozenset[int]
     written: tuple[int, ...]
-    forward: Callable[[list[Tensor]], tuple[list[Tensor], list[Tensor]]]
+    forward: Callable[..., tuple[list[Tensor], list[Tensor]]]
     backward: Callable[..., list[Tensor | None]]
     constants: Mapping[str, Tensor]
     source: str = field(repr=False)
@@ -93,6 +95,7 @@ class Program:
     is_partial: bool = False
     parts: frozenset[frozenset[int]] = frozenset()
     feeds: Mapping[int, frozenset[int]] = field(default_factory=dict[int, frozenset[int]])
+    copies: CopyTable = field(default_factory=CopyTable)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
         return self
@@ -157,6 +160,7 @@ def compile_program(schedule: Schedule, constants: Mapping[str, Tensor]) -> Prog
         is_partial=is_partial(graph),
         parts=frozenset(_parts(graph, reached)),
         feeds=_feeds(graph, outputs, {int(target) for target in tangents}),
+        copies=copy_table(schedule),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from .in_flight import InFlight
 from .program import Program
 from .release import Release
 from .step import run_step
+from .swap import TierPlace, Tiers
 
 __all__ = ["StandaloneModule"]
 
@@ -27,13 +28,20 @@ class StandaloneModule(nn.Module):
             tensor stay tied.
         deliveries: How the flat result is made.
         plan: The program's certificate.
+        tiers: Where the tiers are that the program copies to.
 
     Raises:
+        TierError: IRC575 or IRC576 for a tier that is not made for the program's tensors, or not given.
         UsageError: IRC508 for a program that applies gradients by optimizers.
     """
 
     def __init__(
-        self, program: Program, state: Mapping[str, Tensor], deliveries: tuple[Delivery, ...], plan: Plan
+        self,
+        program: Program,
+        state: Mapping[str, Tensor],
+        deliveries: tuple[Delivery, ...],
+        plan: Plan,
+        tiers: Sequence[TierPlace] = (),
     ) -> None:
         super().__init__()
         if program.kind is Gradients.APPLIED:
@@ -47,6 +55,8 @@ class StandaloneModule(nn.Module):
         self.plan = plan
         self.release = Release({}) if program.released else None
         self.in_flight = InFlight()
+        self.tiers = Tiers(tiers)
+        self.tiers.check(program.copies)
         parameters: dict[int, nn.Parameter] = {}
         for static in program.statics:
             if static.role in (InputRole.PARAMETER, InputRole.BUFFER):
@@ -83,7 +93,7 @@ class StandaloneModule(nn.Module):
                 help="load its weights into the original model for evaluation",
             )
         inputs = [self._input(index, tensors) for index in range(len(self.program.statics))]
-        outputs = run_step(self.program, inputs, self.release, self.in_flight)
+        outputs = run_step(self.program, inputs, self.release, self.in_flight, tiers=self.tiers)
         leaves = deliver(self.deliveries, inputs, outputs)
         return leaves[0] if len(leaves) == 1 else tuple(leaves)
 

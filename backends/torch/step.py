@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Generator
 from typing import Any, NoReturn
 
 import torch
@@ -17,6 +18,7 @@ from .hooks import refuse_missing_gradients, refuse_saved_tensor_hooks
 from .in_flight import InFlight
 from .program import Program
 from .release import Release, alone, check_backward, check_parameters
+from .swap import Session, Tiers
 from .transforms import refuse_batches, refuse_second_derivatives, refuse_transforms
 
 __all__ = ["run_step"]
@@ -28,6 +30,7 @@ def run_step(
     release: Release | None = None,
     in_flight: InFlight | None = None,
     unused: frozenset[int] = frozenset(),
+    tiers: Tiers | None = None,
 ) -> tuple[Tensor, ...]:
     """Runs forward; the outputs carry one autograd node that runs backward.
 
@@ -37,8 +40,10 @@ def run_step(
         release: What takes the gradients that are released within backward; None where none is.
         in_flight: Counts the calls whose backward has not run; None where the caller does.
         unused: The forward outputs whose gradients were planned away, as the loss does not use them.
+        tiers: Where copies go; None where the program makes none.
 
     Raises:
+        TierError: As `Tiers.session` and the copies themselves; backward too.
         UnsupportedError: IRC509 when a parameter asks for what a released gradient cannot do; IRC533 within a
             function transform; IRC535 under hooks on saved tensors.
 
@@ -51,7 +56,8 @@ def run_step(
     if release is not None:
         check_parameters(program, inputs.__getitem__, release)
     differentiable = (inputs[index] for index in program.differentiable)
-    return _Step.apply(program, inputs, release, in_flight, unused, *differentiable)
+    session = (tiers or Tiers()).session(program.copies) if program.copies else None
+    return _Step.apply(program, inputs, release, in_flight, unused, session, *differentiable)
 
 
 _engine: Any = vars(torch._C)["_autograd"]
@@ -69,20 +75,21 @@ class _Step(torch.autograd.Function):
         release: Release | None,
         in_flight: InFlight | None,
         unused: frozenset[int],
+        copies: Session | None,
         *differentiable: Tensor,
     ) -> tuple[Tensor, ...]:
         if in_flight is not None:
             in_flight.enter(ctx, program)
         with alone(release):
             versions = [(k, inputs[k]._version) for k in program.read_by_backward]
-            with torch._C._DisableAutocast():
-                outputs, saved = program.forward(inputs)
+            with torch._C._DisableAutocast(), _given_up_on_error(copies):
+                outputs, saved = program.forward(inputs, *_last(copies))
             if release is not None:
                 release.pending.add(ctx)
         # autograd would refuse to let the caller write into a view that this function made
         outputs = [output.detach() if output._is_view() else output for output in outputs]
         ctx.program, ctx.inputs, ctx.saved, ctx.release = program, inputs, saved, release
-        ctx.in_flight, ctx.unused = in_flight, unused
+        ctx.in_flight, ctx.unused, ctx.copies = in_flight, unused, copies
         ctx.versions, ctx.went = versions, frozenset[int]()
         ctx.watched = list[Watched]()
         ctx.saved_versions = [tensor._version for tensor in saved]
@@ -105,7 +112,7 @@ class _Step(torch.autograd.Function):
             results = _run_backward(ctx, gradients, given)
         program: Program = ctx.program
         picked = (_pick(program, results, program.gradients[k], given) for k in program.differentiable)
-        return (*[None] * 5, *picked)
+        return (*[None] * 6, *picked)
 
 
 def _run_backward(
@@ -113,6 +120,7 @@ def _run_backward(
 ) -> list[Tensor | None]:
     program: Program = ctx.program
     inputs, saved = ctx.inputs, ctx.saved
+    copies: Session | None = ctx.copies
     _check_unused(program, ctx.unused, given)
     _check_unchanged(program, inputs, ctx.versions)
     _check_outputs_unchanged(saved, ctx.saved_versions)
@@ -125,12 +133,13 @@ def _run_backward(
     in_flight: InFlight | None = ctx.in_flight
     if _keeps_graph():
         saved = list(saved)
+        copies = copies.retained() if copies is not None else None
         if in_flight is not None:
             in_flight.retain(program)
     else:
         if in_flight is not None:
             in_flight.leave(ctx)
-        ctx.saved = ctx.inputs = None
+        ctx.saved = ctx.inputs = ctx.copies = None
         ctx.watched = list[Watched]()
     tangents = [
         _in_layout(gradient, tangent)
@@ -140,8 +149,24 @@ def _run_backward(
     more: list[Any] = [sum(1 << index for index in given)] if program.is_partial else []
     if release is not None:
         more.append(release.taker(program, given))
-    with torch._C._DisableAutocast():
+    more.extend(_last(copies))
+    with torch._C._DisableAutocast(), contextlib.closing(copies) if copies else contextlib.nullcontext():
         return program.backward(inputs, saved, tangents, *more)
+
+
+def _last(copies: Session | None) -> tuple[Session, ...]:
+    """The last argument of the emitted functions, which those without copies do not have."""
+    return () if copies is None else (copies,)
+
+
+@contextlib.contextmanager
+def _given_up_on_error(copies: Session | None) -> Generator[None]:
+    try:
+        yield
+    except BaseException:
+        if copies is not None:
+            copies.close()
+        raise
 
 
 def _pick(

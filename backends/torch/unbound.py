@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from ...ir import Plan
 from .fitting import Fitting, Replan
+from .swap import TierPlace
 
 __all__ = ["Unbound"]
 
@@ -34,6 +35,7 @@ class Unbound:
         limit: How many plans are kept.
         reserved: What the gradients that any plan so far released take from step to step, by the name of the
             parameter: bytes of `.grad`, or of the optimizer's state.
+        tiers: Where the tiers are that plans copy to; each module opens its own.
     """
 
     fittings: tuple[Fitting, ...]
@@ -43,6 +45,7 @@ class Unbound:
     replan: Replan | None = None
     limit: int = 1
     reserved: Mapping[str, int] = field(default_factory=dict[str, int])
+    tiers: tuple[TierPlace, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unbound:
         return replace(self, optimizers=copy.deepcopy(self.optimizers, memo))

@@ -46,10 +46,12 @@ class WaitingStep:
 
         Returns:
             Whether it was done: not where an input was written since forward, from which backward would
-            compute again.
+            compute again, and not where either program copies to tiers.
         """
         node = self._node()
         if node is None or node.saved is None:
+            return False
+        if node.program.copies or program.copies:
             return False
         inputs: list[Tensor] = node.inputs
         if any(inputs[k]._version != self._versions[k] for k in program.read_by_backward):

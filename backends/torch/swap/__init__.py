@@ -1,0 +1,21 @@
+"""Copies to tiers while steps run: where they go, and who carries them out."""
+
+from .places import DiskPlace, FakePlace, HostPlace, TierPlace
+from .session import Session
+from .table import CopiedTensor, CopyTable, copy_table
+from .tier import Traffic
+from .tiers import Tiers, check_places
+
+__all__ = [
+    "CopiedTensor",
+    "CopyTable",
+    "DiskPlace",
+    "FakePlace",
+    "HostPlace",
+    "Session",
+    "TierPlace",
+    "Tiers",
+    "Traffic",
+    "check_places",
+    "copy_table",
+]

@@ -1,0 +1,69 @@
+"""Where the tiers of a plan are on this machine: what the user says, without anything that is open."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+__all__ = ["DiskPlace", "FakePlace", "HostPlace", "TierPlace"]
+
+
+@dataclass(frozen=True, slots=True)
+class DiskPlace:
+    """A scratch file, for models on the CPU.
+
+    Args:
+        name: How schedules call the tier.
+        capacity_bytes: The most that lies there at once, for all calls of the module.
+        folder: Where the file is made, without a name that anybody could see; None is the system's folder for
+            temporary files.
+        checks: Compare checksums, as IRC_SWAP_CHECK=1 does for all tiers.
+        uses_page_cache: Let the system keep copies in memory that nobody needs, as it does with all files:
+            what comes back soon may never wait for the disk. Else each copy is handed to the disk at once and
+            dropped from that cache, so that it takes no memory of the machine, and the disk's own time.
+        is_duplex: Copy both ways at once, as `ir.Tier` says of the tier; else one copy after the other.
+    """
+
+    kind: ClassVar[str] = "disk"
+
+    name: str
+    capacity_bytes: int
+    folder: str | None = None
+    checks: bool = False
+    uses_page_cache: bool = True
+    is_duplex: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class HostPlace:
+    """Pinned memory of the host, for models on CUDA; the arguments are those of `DiskPlace`."""
+
+    kind: ClassVar[str] = "host"
+
+    name: str
+    capacity_bytes: int
+    checks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FakePlace:
+    """A tier for tests: copies are made late, and what must not be read meanwhile is poisoned.
+
+    Args:
+        name: As of `DiskPlace`.
+        capacity_bytes: The same.
+        checks: The same.
+        seed: Of when copies are made.
+        is_late: Make each copy at its own `Wait` and not before it.
+    """
+
+    kind: ClassVar[str] = "fake-async"
+
+    name: str
+    capacity_bytes: int
+    checks: bool = False
+    seed: int = 0
+    is_late: bool = False
+
+
+TierPlace = DiskPlace | HostPlace | FakePlace

@@ -1,0 +1,149 @@
+"""A file without a name: the system takes it back when the process ends, in whatever way."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Callable
+
+from ....ir import TierError, format_bytes
+from .extents import Extents, Range, in_pages
+from .slots import Room
+
+__all__ = ["ScratchFile", "ScratchRoom"]
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+
+class ScratchFile:
+    """An open file that no folder lists; it is closed when nobody refers to it any more.
+
+    Args:
+        folder: Where its bytes lie; None is the system's folder for temporary files.
+        uses_page_cache: As of `DiskPlace`.
+
+    Raises:
+        TierError: IRC571 when no file can be made there; IRC579 where the system cannot read and write at an
+            offset.
+    """
+
+    def __init__(self, folder: str | None, *, uses_page_cache: bool = True) -> None:
+        self.number = -1
+        self._drops = not uses_page_cache and hasattr(os, "posix_fadvise")
+        if not (hasattr(os, "preadv") and hasattr(os, "pwritev")):
+            raise TierError(
+                "IRC579",
+                "this system has no preadv and pwritev, which tier copies to a disk are made with",
+                help="plan without a disk tier",
+            )
+        try:
+            self.folder = folder if folder is not None else tempfile.gettempdir()
+            with tempfile.TemporaryFile(dir=folder, prefix="irc-", buffering=0) as made:
+                self.number = os.dup(made.fileno())
+        except OSError as error:
+            where = folder if folder is not None else "the folder for temporary files"
+            raise TierError(
+                "IRC571",
+                f"no scratch file can be made in {where}: {error.strerror or error}",
+                help="give the disk tier a folder that exists and that you may write to",
+            ) from error
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at exit modules are empty
+        if self.number >= 0:
+            close(self.number)
+
+    def reserve(self, start: int, nbytes: int) -> None:
+        """Claims bytes from the file system, so that copies do not find it full.
+
+        Where the system cannot reserve, a full disk is seen by the copy that meets it.
+
+        Raises:
+            TierError: IRC570 when the disk is full; IRC572 when it fails in another way.
+        """
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self.number, start, nbytes)
+        except OSError as error:
+            if error.errno not in _CANNOT_RESERVE:
+                raise self.failed(error, "reserving", nbytes) from error
+
+    def write(self, data: memoryview, start: int) -> None:
+        """Writes all of `data`.
+
+        Raises:
+            OSError: As the system says.
+        """
+        offset = start
+        while data:
+            done = os.pwritev(self.number, [data], offset)  # the system ends one call at 2 GiB
+            if not done:
+                raise OSError(errno.EIO, f"nothing more is written at byte {offset}")
+            data, offset = data[done:], offset + done
+        self._let_go(start, offset - start)
+
+    def read(self, data: memoryview, start: int) -> None:
+        """Fills all of `data`.
+
+        Raises:
+            OSError: As the system says; EIO where the file ends before.
+        """
+        offset = start
+        while data:
+            done = os.preadv(self.number, [data], offset)
+            if not done:
+                raise OSError(errno.EIO, f"the file ends at byte {offset}, {len(data)} B too early")
+            data, offset = data[done:], offset + done
+        self._let_go(start, offset - start)
+
+    def _let_go(self, start: int, nbytes: int) -> None:
+        """Drops what the disk has from the page cache, and has the disk given what it has not."""
+        if self._drops:
+            os.posix_fadvise(self.number, start, nbytes, os.POSIX_FADV_DONTNEED)
+
+    def failed(self, error: OSError, doing: str, nbytes: int) -> TierError:
+        """What the user is told of an error of the system."""
+        what = f"{doing} {format_bytes(nbytes)} in a scratch file in {self.folder} failed"
+        if error.errno in _FULL:
+            return TierError(
+                "IRC570",
+                f"{what}: {error.strerror}",
+                help="make room there, give the disk tier another folder, or plan with a larger budget",
+            )
+        return TierError(
+            "IRC572",
+            f"{what}: {error.strerror or error}",
+            help="see that the disk is in order, or give the disk tier another folder, and repeat the step",
+        )
+
+
+class ScratchRoom(Room[tuple[Range, ...]]):
+    """Slots in a scratch file, which grows as they are needed and is used again from step to step.
+
+    Args:
+        name: The tier's.
+        capacity_bytes: The most that slots may take, before each is rounded up to whole pages.
+        file: Where they lie.
+    """
+
+    def __init__(self, name: str, capacity_bytes: int, file: ScratchFile) -> None:
+        super().__init__(name, capacity_bytes)
+        self.file = file
+        self.extents = Extents()
+
+    def _prepare(self, nbytes: int, count: int) -> None:
+        self._ensure(in_pages(nbytes) + count * in_pages(1))
+
+    def _take(self, nbytes: int) -> tuple[Range, ...]:
+        self._ensure(in_pages(nbytes))
+        return self.extents.take(nbytes)
+
+    def _ensure(self, nbytes: int) -> None:
+        missing = nbytes - self.extents.free_bytes
+        if missing > 0:
+            self.file.reserve(self.extents.size_bytes, missing)
+            self.extents.grow(missing)
+
+    def _give_back(self, place: tuple[Range, ...]) -> None:
+        self.extents.give_back(place)

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ..ir import (
     RUN_ONCE,
     Compute,
+    Copy,
     Decision,
+    Direction,
+    Fetch,
+    Free,
     Loss,
     Node,
     Plan,
     Policy,
+    Schedule,
+    StepTimes,
     Storage,
+    Tier,
+    TierUse,
     Trait,
+    Wait,
     Wish,
     WishEffect,
     format_bytes,
     liveness,
     nondeterminism,
+    step_times,
+    stored_bytes,
 )
 from .checkpointing import CheckpointProblem, Simulated
 from .search import Found
@@ -37,6 +48,8 @@ def certify(
     baseline_bytes: int,
     minimum_bytes: int,
     seconds: float,
+    floor_bytes: int | None = None,
+    tiers: Sequence[Tier] = (),
 ) -> Plan:
     """The plan of what a search found.
 
@@ -47,11 +60,14 @@ def certify(
         baseline_bytes: Peak of the graph as it was captured, where nothing runs twice.
         minimum_bytes: The smallest peak that a schedule is known for.
         seconds: How long planning took.
+        floor_bytes: What no schedule can go below; None where that of the problem holds.
+        tiers: Where the schedule may copy storages.
     """
     step = problem.step_seconds
     overhead = max(found.best.seconds / step - 1, 0.0) if step else 0.0
     bound = min(found.bound_seconds / step, overhead) if step else 0.0
-    decisions = _decisions(problem, found.best)
+    times = step_times(found.best.schedule, problem.costs.seconds, tiers)
+    decisions = _decisions(problem, found.best, times)
     there = liveness(found.best.schedule, problem.costs.workspace_bytes, with_gradients=True)
     return Plan(
         budget_bytes=budget_bytes,
@@ -59,7 +75,7 @@ def certify(
         baseline_peak_bytes=baseline_bytes,
         static_bytes=problem.graph.static_bytes,
         minimum_budget_bytes=min(minimum_bytes, found.best.peak_bytes),
-        floor_bytes=problem.floor_bytes,
+        floor_bytes=problem.floor_bytes if floor_bytes is None else floor_bytes,
         step_seconds=step,
         overhead=overhead,
         lower_bound_overhead=bound,
@@ -74,19 +90,46 @@ def certify(
         ),
         forwards_in_flight=problem.graph.forwards_in_flight,
         peak_with_gradients_bytes=there.peak_bytes,
+        tiers=tuple(_uses(found.best.schedule, times, tiers)),
+        exposed_seconds=max(found.best.seconds - times.compute_seconds, 0.0) if times.copies else 0.0,
     )
 
 
-def _decisions(problem: CheckpointProblem, simulated: Simulated) -> dict[Storage, Decision]:
+def _uses(schedule: Schedule, times: StepTimes, tiers: Sequence[Tier]) -> Iterator[TierUse]:
+    held = stored_bytes(schedule)
+    for tier in tiers:
+        if tier.name in held:
+            copies = [copy for copy in times.copies if copy.tier == tier.name]
+            moved = {
+                way: sum(c.storage.nbytes for c in copies if c.direction is way)
+                for way in (Direction.OUT, Direction.IN)
+            }
+            yield TierUse(
+                tier.name,
+                tier.capacity_bytes,
+                max(held[tier.name]),
+                moved[Direction.OUT],
+                moved[Direction.IN],
+                times.busy_seconds(tier.name, Direction.OUT),
+                times.busy_seconds(tier.name, Direction.IN),
+            )
+
+
+def _decisions(problem: CheckpointProblem, simulated: Simulated, times: StepTimes) -> dict[Storage, Decision]:
     """The decision for each storage that forward makes and that is no output."""
     runs = Counter(simulated.order)
     kept = _alive_at_loss(simulated)
     wanted = set(problem.wanted)
+    copied: dict[Storage, list[Copy]] = {}
+    for copy in times.copies:
+        copied.setdefault(copy.storage, []).append(copy)
     decisions: dict[Storage, Decision] = {}
     for storage, node in problem.producer.items():
         again = runs[node] - 1
         seconds = problem.costs.seconds[node] * again
-        if storage in kept:
+        if storage in copied:
+            action, reason = "swap", _why_swapped(simulated.schedule, times, copied[storage], again)
+        elif storage in kept:
             action, reason = "keep", _why_kept(problem, storage, node)
         elif storage in problem.read_positions or (again and storage in wanted):
             action, reason = _why_not_kept(problem, storage, again, seconds)
@@ -119,11 +162,40 @@ def _alive_at_loss(simulated: Simulated) -> set[Storage]:
     for instruction in simulated.schedule.instructions:
         if isinstance(instruction, Loss):
             break
-        if isinstance(instruction, Compute):
-            alive |= instruction.retained
-        else:
-            alive.discard(instruction.storage)
+        match instruction:
+            case Compute(_, retained):
+                alive |= retained
+            case Fetch(storage):
+                alive.add(storage)
+            case Free(storage):
+                alive.discard(storage)
+            case _:
+                pass
     return alive
+
+
+def _why_swapped(schedule: Schedule, times: StepTimes, copies: Sequence[Copy], again: int) -> str:
+    """What the copies of a storage cost, and for how long it is away."""
+    storage, tier = copies[0].storage, copies[0].tier
+    taken = " and ".join(
+        f"{_milliseconds(sum(c.end_seconds - c.start_seconds for c in copies if c.direction is way))} {word}"
+        for way, word in ((Direction.OUT, "out"), (Direction.IN, "back"))
+    )
+    away = waited = 0.0
+    left = 0.0
+    for step, instruction in enumerate(schedule.instructions):
+        match instruction:
+            case Free(freed) if freed is storage:
+                left = times.start_seconds[step]
+            case Fetch(fetched) if fetched is storage:
+                away += times.start_seconds[step] - left
+            case Wait(awaited) if awaited is storage:
+                waited += times.end_seconds[step] - times.start_seconds[step]
+            case _:
+                pass
+    exposed = f"of which {_milliseconds(waited)} are waited for" if waited > 0 else "beside computations"
+    remade = f"; its operation runs again {_times(again)} besides" if again else ""
+    return f"copied to {tier} ({taken}, {exposed}) and away for {_milliseconds(away)} of the step{remade}"
 
 
 def _why_kept(problem: CheckpointProblem, storage: Storage, node: Node) -> str:

@@ -12,8 +12,11 @@ from typing import Any, ClassVar, Protocol
 from ..ir import IrcError, UsageError, verify_graph, verify_schedule
 from .cost import Cost
 from .hold_forwards import HoldForwards
+from .offer_tiers import OfferTiers
+from .plan_memory import PlanMemory
 from .program import Program
 from .release_gradients import ReleaseGradients
+from .schedule_swaps import ScheduleSwaps
 from .select_checkpoints import SelectCheckpoints
 from .split_convolutions import SplitConvolutions
 
@@ -57,7 +60,17 @@ class Timing:
 
 
 _PASSES: dict[str, type[Any]] = {
-    step.name: step for step in (ReleaseGradients, SplitConvolutions, HoldForwards, Cost, SelectCheckpoints)
+    step.name: step
+    for step in (
+        ReleaseGradients,
+        SplitConvolutions,
+        HoldForwards,
+        Cost,
+        OfferTiers,
+        SelectCheckpoints,
+        PlanMemory,
+        ScheduleSwaps,
+    )
 }
 
 
@@ -109,6 +122,7 @@ def _verify(program: Program) -> None:
             program.costs.workspace_bytes,
             budget_bytes=program.plan.budget_bytes,
             peak_bytes=program.plan.peak_bytes,
+            tiers=program.tiers,
         )
 
 

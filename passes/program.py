@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..ir import Graph, Plan, Schedule, with_frees
+from ..ir import Graph, Plan, Schedule, Tier, with_frees
 from .costs import Costs
 
 __all__ = ["Program", "without_wishes"]
@@ -20,6 +20,7 @@ class Program:
         schedule: The straight line of instructions, once chosen.
         plan: The certificate of that choice.
         original: The graph as it was captured, where a pass has rewritten it; None where it is the same.
+        tiers: Where storages may go, beside the device; the fastest first.
     """
 
     graph: Graph
@@ -27,6 +28,7 @@ class Program:
     schedule: Schedule | None = None
     plan: Plan | None = None
     original: Graph | None = None
+    tiers: tuple[Tier, ...] = ()
 
     @property
     def baseline(self) -> Schedule:

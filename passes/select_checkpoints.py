@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, cast
 
 from ..ir import (
     BudgetError,
     Node,
+    Tier,
     TimeLimitError,
     UsageError,
     format_bytes,
@@ -27,10 +29,9 @@ from .program import Program, without_wishes
 from .search import Found, search
 from .strategies import every_k, keep_all, min_cut_candidates, per_block, sqrt_n
 
-__all__ = ["STRATEGIES", "SelectCheckpoints", "minimum_budget"]
+__all__ = ["STRATEGIES", "SelectCheckpoints", "minimum_budget", "out_of_time", "over_budget"]
 
 STRATEGIES = ("auto", "ilp", "eviction", "min-cut", "per-block", "sqrt-n", "every-<k>", "keep-all")
-_NAMED = tuple(name for name in STRATEGIES if "<" not in name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class SelectCheckpoints:
     """
 
     name: ClassVar[str] = "select-checkpoints"
+    strategies: ClassVar[tuple[str, ...]] = STRATEGIES
 
     budget: int | str = "100%"
     strategy: str = "auto"
@@ -68,11 +70,12 @@ class SelectCheckpoints:
                 f"strategy is {given[0]!r} and time_limit {given[1]!r}",
                 help="give the strategy's name as a text, and the time limit as a number of seconds",
             )
-        if self.strategy not in _NAMED and not re.fullmatch(r"every-[1-9][0-9]{0,8}", self.strategy):
+        named = tuple(name for name in self.strategies if "<" not in name)
+        if self.strategy not in named and not re.fullmatch(r"every-[1-9][0-9]{0,8}", self.strategy):
             raise UsageError(
                 "IRC403",
                 f"there is no strategy {self.strategy!r}",
-                help=f"choose one of {', '.join(STRATEGIES)}",
+                help=f"choose one of {', '.join(self.strategies)}",
             )
         if not 0 <= self.time_limit < math.inf:
             raise UsageError(
@@ -136,15 +139,15 @@ class SelectCheckpoints:
             return found
         minimum_bytes = min(candidates.minimum_bytes, planner.original.keep_all.peak_bytes)
         if budget_bytes >= problem.floor_bytes and not candidates.is_complete:
-            raise _out_of_time(self.time_limit, budget_bytes, minimum_bytes)
-        raise _over_budget(planner, budget_bytes, minimum_bytes, is_known=candidates.is_complete)
+            raise out_of_time(self.time_limit, budget_bytes, minimum_bytes)
+        raise over_budget(planner, budget_bytes, minimum_bytes, is_known=candidates.is_complete)
 
     def _named(self, planner: Planner, budget_bytes: int, candidates: Frontier) -> Found:
         """The strategy's own schedule: where it has several, the fastest that fits, or else the lowest."""
         problem = planner.problem
         schedules = _by_name(problem, self.strategy, budget_bytes, candidates)
         if not schedules and self.strategy == "eviction" and not candidates.is_complete:
-            raise _out_of_time(self.time_limit, budget_bytes, candidates.minimum_bytes)
+            raise out_of_time(self.time_limit, budget_bytes, candidates.minimum_bytes)
         if not schedules and self.strategy == "per-block":
             raise UsageError(
                 "IRC403",
@@ -154,7 +157,7 @@ class SelectCheckpoints:
         fitting = [s for s in schedules if s.peak_bytes <= budget_bytes]
         if not fitting:
             reached = min((s.peak_bytes for s in schedules), default=problem.keep_all.peak_bytes)
-            raise _over_budget(planner, budget_bytes, reached, strategy=self.strategy)
+            raise over_budget(planner, budget_bytes, reached, strategy=self.strategy)
         return Found(self.strategy, min(fitting, key=lambda s: (s.seconds, s.peak_bytes)))
 
 
@@ -184,17 +187,29 @@ def _by_name(
             return [every_k(problem, int(strategy.removeprefix("every-")))]
 
 
-def _over_budget(
+def over_budget(
     planner: Planner,
     budget_bytes: int,
     minimum_bytes: int,
     *,
     strategy: str | None = None,
     is_known: bool = True,
+    tiers: Sequence[Tier] = (),
 ) -> BudgetError:
+    """What refuses a budget that no schedule was found for.
+
+    Args:
+        planner: What was planned.
+        budget_bytes: What was asked for.
+        minimum_bytes: The smallest budget that a schedule is known for.
+        strategy: The strategy that was asked for; None where all were tried.
+        is_known: Whether all was tried that gives the smallest budget.
+        tiers: Where the schedule might have copied storages.
+    """
     problem = planner.problem
     place = _heaviest(problem)
-    by = f" by strategy {strategy}" if strategy else ""
+    by = f" with copies to {' and '.join(tier.name for tier in tiers)}" if tiers else ""
+    by += f" by strategy {strategy}" if strategy else ""
     least = "at least" if is_known else "by what was found within the time limit"
     count = problem.graph.forwards_in_flight
     what = "a training step" if count == 1 else f"a training step with {count} forwards in flight"
@@ -231,7 +246,14 @@ def _under_wishes(planner: Planner, minimum_bytes: int, strategy: str | None) ->
     return f"; wishes are in force ({who}), and without them it needs {needs}"
 
 
-def _out_of_time(time_limit: float, budget_bytes: int, reached_bytes: int) -> TimeLimitError:
+def out_of_time(time_limit: float, budget_bytes: int, reached_bytes: int) -> TimeLimitError:
+    """What is raised where the time limit ended before any schedule was found.
+
+    Args:
+        time_limit: In seconds.
+        budget_bytes: What was asked for.
+        reached_bytes: The smallest peak that was found.
+    """
     return TimeLimitError(
         "IRC205",
         f"the time limit of {time_limit:g} s ended before a schedule within {format_bytes(budget_bytes)} "

@@ -24,22 +24,27 @@ class SplitConvolutions:
     Where a transposed convolution gives the input's gradient bit for bit, it stands for the second half:
     it does not read the convolution's input, which is then free before its gradient is made.
 
+    Args:
+        transpose: Whether to look for those, which runs each here, on tensors of its real sizes.
+
     Source:
         Qi et al., Zero Bubble Pipeline Parallelism (ICLR 2024) split for time; here it is for memory.
     """
 
     name: ClassVar[str] = "split-convolutions"
 
+    transpose: bool = True
+
     def run(self, program: Program, /) -> Program:
         """The program with a rewritten graph; `original` is the graph as it was."""
         graph = program.graph
-        nodes = tuple(part for node in graph.nodes for part in _parts(node))
+        nodes = tuple(part for node in graph.nodes for part in _parts(node, transpose=self.transpose))
         if len(nodes) == len(graph.nodes):
             return program
         return replace(program, graph=replace(graph, nodes=nodes), original=program.original or graph)
 
 
-def _parts(node: Node) -> Iterator[Node]:
+def _parts(node: Node, *, transpose: bool) -> Iterator[Node]:
     """The node itself, or the two that it falls into."""
     if node.op != _JOINT or len(node.arguments) != _MASK + 1:
         yield node
@@ -54,7 +59,7 @@ def _parts(node: Node) -> Iterator[Node]:
         arguments=(*node.arguments[:_MASK], (False, into_weight is not None, into_bias is not None)),
         results=(None, into_weight, into_bias),
     )
-    if _is_transposable(node):
+    if transpose and _is_transposable(node):
         yield weight_half
         yield _transposed(node)
     else:

@@ -25,12 +25,14 @@ class Solved:
         bound_seconds: No schedule computes less than this again.
         is_infeasible: No schedule fits.
         is_optimal: The choice is the best within the rows, not only the best found in time.
+        swapped: What goes to a tier; it counts as staying from where it is made until it is copied back.
     """
 
     resident: Mapping[int, frozenset[Storage]] | None
     bound_seconds: float
     is_infeasible: bool
     is_optimal: bool
+    swapped: frozenset[Storage] = frozenset()
 
 
 @dataclass
@@ -69,6 +71,7 @@ class Relaxation:
     model: mathopt.Model = field(init=False)
     resident: list[dict[Storage, mathopt.Variable]] = field(default_factory=list, init=False)
     again: list[dict[Node, mathopt.Variable]] = field(default_factory=list, init=False)
+    arrived: list[dict[Storage, mathopt.Variable]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         problem = self.problem
@@ -76,20 +79,50 @@ class Relaxation:
         self.large = [s for s in problem.producer if s.nbytes > self.small_bytes or s in problem.transient]
         self.is_large = set(self.large)
         self.wanted = set(problem.wanted)
-        self.replaced = _replaced(problem, self.large, boundary=False)
-        self.replaced_at_loss = _replaced(problem, self.large, boundary=True)
+        considered = self.large if self._dominates else []
+        self.replaced = _replaced(problem, considered, boundary=False)
+        self.replaced_at_loss = _replaced(problem, considered, boundary=True)
+        self.unit_seconds = max(problem.step_seconds, 1e-12) / 1000
         for stage in range(len(self.moments)):
             self._add_stage(stage)
+        waited = self._add_copies()
         for stage in range(len(self.moments)):
             self._add_memory(stage)
-        self.unit_seconds = max(problem.step_seconds, 1e-12) / 1000
-        self.model.minimize(
-            mathopt.LinearSum(
-                problem.costs.seconds[o] / self.unit_seconds * x
-                for stage in self.again
-                for o, x in stage.items()
-            )
-        )
+        again = (self._seconds_again(stage) for stage in range(len(self.moments)))
+        self.model.minimize(mathopt.LinearSum((*again, *waited)))
+
+    def _seconds_again(self, stage: int) -> mathopt.LinearSum:
+        """What runs again between a stage and the next, in units."""
+        seconds = self.problem.costs.seconds
+        return mathopt.LinearSum(seconds[o] / self.unit_seconds * x for o, x in self.again[stage].items())
+
+    # ------------------------------------------------------------------ for what adds copies
+
+    def _swapped(self, values: Mapping[mathopt.Variable, float]) -> dict[int, frozenset[Storage]]:
+        """For each stage what is in a tier, or is on its way back, and comes back behind it."""
+        return {}
+
+    @property
+    def _forced_bytes(self) -> int:
+        """What every schedule keeps at the loss."""
+        return self.problem.forced_bytes
+
+    @property
+    def _dominates(self) -> bool:
+        """Whether keeping what a storage's only user makes of it is never worse than keeping the storage."""
+        return True
+
+    def _arrivals(self, stage: int, made: Sequence[Storage]) -> dict[Storage, mathopt.Variable]:
+        """Of the storages made before a stage, those that can be copied back before the next, where so."""
+        return {}
+
+    def _add_copies(self) -> Sequence[mathopt.Variable]:
+        """Adds the rows of the copies; units of time in which only they run."""
+        return ()
+
+    def _copied(self, stage: int) -> Sequence[tuple[int, mathopt.Variable]]:
+        """Bytes at a stage that are there for a copy alone."""
+        return ()
 
     # ------------------------------------------------------------------ rows
 
@@ -108,25 +141,29 @@ class Relaxation:
             problem.producer[s] for s in made if s in self.wanted or self._is_read(s, moment)
         )
         again = {o: model.add_variable(lb=0.0, ub=1.0 if o.is_recomputable else 0.0) for o in makers}
+        arrived = self._arrivals(stage, made)
         for storage in made:
             maker = problem.producer[storage]
             if maker in again and self._is_read(storage, moment, end):
-                model.add_linear_constraint(again[maker] + resident.get(storage, 0.0) >= 1.0)
+                here = resident.get(storage, 0.0) + arrived.get(storage, 0.0)
+                model.add_linear_constraint(again[maker] + here >= 1.0)
         for node, runs in again.items():
             for storage in problem.forward_reads[node]:
                 maker = problem.producer[storage]
                 if maker in again and storage in self.is_large:
-                    here = resident.get(storage, 0.0)
+                    here = resident.get(storage, 0.0) + arrived.get(storage, 0.0)
                     model.add_linear_constraint(again[maker] + here - runs >= 0.0)
         if stage:
-            before, between = self.resident[-1], self.again[-1]
+            before, between, back = self.resident[-1], self.again[-1], self.arrived[-1]
             for storage, variable in resident.items():
                 if problem.index[problem.producer[storage]] >= self.moments[stage - 1]:
                     continue  # made since
-                carried = (before.get(storage, 0.0), between.get(problem.producer[storage], 0.0))
+                maker = problem.producer[storage]
+                carried = (before.get(storage, 0.0), between.get(maker, 0.0), back.get(storage, 0.0))
                 model.add_linear_constraint(variable - mathopt.LinearSum(carried) <= 0.0)
         self.resident.append(resident)
         self.again.append(again)
+        self.arrived.append(arrived)
 
     def _add_memory(self, stage: int) -> None:
         """The bytes of a stage; other forwards in flight that wait hold what stays at the loss."""
@@ -135,11 +172,12 @@ class Relaxation:
         inputs = [s for s in dict.fromkeys(problem.read_at(moment)) if s in self.is_large]
         fixed = problem.held_in(moment, self.small_bytes) + sum(s.nbytes for s in inputs)
         terms = [(s.nbytes, v) for s, v in self.resident[stage].items() if s not in inputs]
+        terms += self._copied(stage)
         loss = len(problem.forward)
         kept = self.resident[self.moments.index(loss)] if loss in self.moments else {}
         for case in problem.others_at(moment):
             waiting = [(case.waiting * s.nbytes, v) for s, v in kept.items()] if case.waiting else []
-            least_bytes = 0 if kept else problem.forced_bytes
+            least_bytes = 0 if kept else self._forced_bytes
             room_bytes = self.budget_bytes - fixed - case.bytes_at(least_bytes)
             add_memory_row(self.model, [*terms, *waiting], room_bytes)
 
@@ -182,7 +220,12 @@ class Relaxation:
             moment: small | {s for s, v in stage.items() if values[v] > 0.5}
             for moment, stage in zip(self.moments, self.resident, strict=True)
         }
-        return Solved(resident, bound_seconds, False, outcome.is_optimal)
+        swapped = self._swapped(values)
+        for stage, moment in enumerate(self.moments):
+            resident[moment] |= swapped.get(stage, frozenset())
+        return Solved(
+            resident, bound_seconds, False, outcome.is_optimal, frozenset().union(*swapped.values())
+        )
 
 
 def _replaced(problem: CheckpointProblem, large: Sequence[Storage], *, boundary: bool) -> set[Storage]:

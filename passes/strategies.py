@@ -21,11 +21,13 @@ __all__ = [
     "block_borders",
     "every_k",
     "keep_all",
+    "keeping",
     "known_strategies",
     "min_cut",
     "min_cut_candidates",
     "per_block",
     "priced_cuts",
+    "segments",
     "sqrt_n",
 ]
 
@@ -63,7 +65,12 @@ def every_k(problem: CheckpointProblem, k: int) -> Simulated:
 
     Inside a segment only what may not be computed again (masks) is kept.
     """
-    return _keep(problem, _crossing(problem, range(k, len(problem.forward), k)))
+    return segments(problem, range(k, len(problem.forward), k))
+
+
+def segments(problem: CheckpointProblem, cuts: Sequence[int]) -> Simulated:
+    """Cuts forward before the operations at `cuts`, in order, and keeps what crosses from one to the next."""
+    return keeping(problem, _crossing(problem, cuts))
 
 
 def sqrt_n(problem: CheckpointProblem) -> Simulated:
@@ -82,7 +89,7 @@ def sqrt_n(problem: CheckpointProblem) -> Simulated:
         if filled >= segment_bytes:
             cuts.append(index + 1)
             filled = 0.0
-    return _keep(problem, _crossing(problem, cuts))
+    return segments(problem, cuts)
 
 
 def _crossing(problem: CheckpointProblem, cuts: Sequence[int]) -> Kept:
@@ -96,7 +103,7 @@ def _crossing(problem: CheckpointProblem, cuts: Sequence[int]) -> Kept:
     return frozenset(kept)
 
 
-def _keep(problem: CheckpointProblem, kept: Kept) -> Simulated:
+def keeping(problem: CheckpointProblem, kept: Kept) -> Simulated:
     """The schedule that keeps these storages, and what cannot be made from them."""
     return problem.keeping(_with_unrepeatable(problem, kept))
 
@@ -132,7 +139,7 @@ def per_block(problem: CheckpointProblem) -> Iterator[Simulated]:
     Yields:
         One schedule for each level of blocks, outermost first; see `block_borders`.
     """
-    yield from (_keep(problem, borders) for borders in block_borders(problem))
+    yield from (keeping(problem, borders) for borders in block_borders(problem))
 
 
 def block_borders(problem: CheckpointProblem) -> Iterator[Kept]:

@@ -52,6 +52,7 @@ def test_public_names_exist() -> None:
         "Front",
         "IrcError",
         "Plan",
+        "TierError",
         "TimeLimitError",
         "UnsupportedError",
         "UsageError",

@@ -1,4 +1,4 @@
-"""The command line: `irc optimize`, `irc pareto`, `irc inspect`, `irc run`, `irc export`."""
+"""The command line: `irc optimize`, `irc pareto`, `irc inspect`, `irc run`, `irc export`, `irc machine`."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
 
     parser = _Parser(prog="irc", description="A compiler for training memory.", epilog=_EXITS)
     parser.add_argument("--version", action="version", version=f"irc {__version__}")
-    commands = parser.add_subparsers(dest="name", required=True, parser_class=_Parser)
+    commands = parser.add_subparsers(dest="subcommand", required=True, parser_class=_Parser)
 
     optimize = commands.add_parser("optimize", help="plan a training step within a budget", epilog=_EXITS)
     _add_model(optimize)
@@ -91,10 +91,18 @@ def _parser() -> argparse.ArgumentParser:
     optimize.add_argument(
         "--strategy",
         default="auto",
-        help="auto, ilp, eviction, min-cut, per-block, sqrt-n, every-<k>, keep-all",
+        help="auto, ilp, eviction, min-cut, per-block, sqrt-n, every-<k>, keep-all; "
+        "with --swap also lms, ome, pofo, swap, recompute",
     )
     optimize.add_argument(
         "--time-limit", type=float, default=60.0, metavar="SECONDS", help="for the search (60)"
+    )
+    optimize.add_argument(
+        "--swap",
+        action="append",
+        default=[],
+        metavar="TIER",
+        help="copy to host:64GiB or disk:/scratch:200GiB what the step does not need; may be repeated",
     )
     optimize.add_argument(
         "--forwards-in-flight",
@@ -167,6 +175,30 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_verbosity(export)
     export.set_defaults(command=_export)
+
+    machine = commands.add_parser(
+        "machine",
+        help="measure this machine, for plans that swap and for plans made elsewhere",
+        epilog=_EXITS,
+    )
+    machine.add_argument("--device", default="", help="cpu, cuda or cuda:1; a GPU where there is one")
+    machine.add_argument(
+        "--scratch",
+        default="",
+        metavar="DIR",
+        help="the folder whose disk is measured (the system's for temporary files)",
+    )
+    machine.add_argument("--quick", action="store_true", help="measure for a few seconds, less exactly")
+    machine.add_argument("--name", default="", metavar="NAME", help="what to call it (this-machine)")
+    machine.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write the description here, for --profile FILE, and not among the measurements of this machine",
+    )
+    _add_verbosity(machine)
+    machine.set_defaults(command=_machine)
     return parser
 
 
@@ -202,9 +234,19 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--profile",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="measure operations thoroughly; without the option briefly; --no-profile uses a roofline model",
+        nargs="?",
+        type=_profile,
+        const=True,
+        metavar="MACHINE",
+        help="measure operations thoroughly; without the option briefly. With the name of a described "
+        "machine, or the path of a file of irc machine: plan for that one, by a roofline model",
+    )
+    parser.add_argument(
+        "--no-profile",
+        dest="profile",
+        action="store_const",
+        const=False,
+        help="measure nothing; plan by a roofline model of a modest CPU",
     )
     for wish, help in (
         ("keep", "never compute the results of this submodule, or of these ONNX nodes, twice"),
@@ -212,6 +254,21 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     ):
         parser.add_argument(f"--{wish}", action="append", default=[], metavar="PATH", help=help)
     _add_verbosity(parser)
+
+
+def _profile(text: str) -> str:
+    """The name or the path of a machine, checked."""
+    from ..passes import machine_named
+
+    try:
+        machine_named(text)
+    except UsageError as error:
+        if error.code in ("IRC410", "IRC414"):  # perhaps it is the model
+            raise UsageError(
+                error.code, error.message, help=f"{error.help}; to measure operations, put --profile last"
+            ) from error
+        raise
+    return text
 
 
 def _add_verbosity(parser: argparse.ArgumentParser) -> None:
@@ -296,8 +353,9 @@ def _model_name(model: str) -> str:
 
 
 def _pipeline(options: argparse.Namespace) -> list[Pass]:
-    from ..passes import SelectCheckpoints, parse_passes
+    from ..passes import PlanMemory, SelectCheckpoints, parse_passes
     from .optimize import cost_passes, hold_passes
+    from .swap import offer
 
     if options.passes is not None:
         if options.budget is not None:
@@ -312,12 +370,31 @@ def _pipeline(options: argparse.Namespace) -> list[Pass]:
                 "--passes and --forwards-in-flight exclude each other",
                 help="write hold-forwards{count=...} before select-checkpoints{...}",
             )
+        if options.swap:
+            raise UsageError(
+                "IRC400",
+                "--passes and --swap exclude each other",
+                help="write offer-tiers{swap=host:64GiB} before plan-memory{budget=...}",
+            )
+        if isinstance(options.profile, str):
+            raise UsageError(
+                "IRC400",
+                "--passes and --profile MACHINE exclude each other",
+                help=f"write cost{{profile={options.profile}}}",
+            )
         return list(parse_passes(options.passes))
     if options.budget is None:
         raise UsageError("IRC400", "the budget is missing", help="give --budget 4GiB, or --budget 60%")
     budget = _budget(options.budget)
-    select = SelectCheckpoints(budget=budget, strategy=options.strategy, time_limit=options.time_limit)
-    return [*hold_passes(options.forwards_in_flight), *cost_passes(options.profile), select]
+    chooser = PlanMemory if options.swap else SelectCheckpoints
+    select = chooser(budget=budget, strategy=options.strategy, time_limit=options.time_limit)
+    offered = [offer(options.swap, options.profile)] if options.swap else []
+    return [
+        *hold_passes(options.forwards_in_flight),
+        *cost_passes(options.profile),
+        *offered,
+        select,
+    ]
 
 
 def _budget(text: str) -> int | str:
@@ -499,4 +576,23 @@ def _export(options: argparse.Namespace) -> int:
         print(json.dumps(report.to_json(), indent=1))
     elif not options.quiet:
         print(report.text())
+    return 0
+
+
+def _machine(options: argparse.Namespace) -> int:
+    progress = _Progress(options)
+    with progress.phase("loading"):
+        from .machine import measure_machine, store
+        from .tables import check_folder
+
+    if options.output is not None:
+        check_folder(options.output)
+    with progress.phase("measuring this machine"):
+        measured = measure_machine(options.device, options.scratch, name=options.name, quick=options.quick)
+    path = store(measured, options.output)
+    if options.json:
+        print(json.dumps(measured.to_json(), indent=1))
+    elif not options.quiet:
+        print(measured.table())
+        print(f"{'written':>10}  {path}")
     return 0

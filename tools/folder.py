@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import secrets
@@ -18,7 +19,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ..backends.torch import Program, StandaloneModule, compile_program, emit_source
+from ..backends.torch import (
+    DiskPlace,
+    HostPlace,
+    Program,
+    StandaloneModule,
+    TierPlace,
+    compile_program,
+    emit_source,
+)
 from ..ir import (
     Argument,
     Delivery,
@@ -32,6 +41,7 @@ from ..ir import (
     Storage,
     Symbol,
     TensorType,
+    Tier,
     UnsupportedError,
     UsageError,
     VerificationError,
@@ -64,6 +74,7 @@ class Written:
         deliveries: How the flat result is made.
         workspace_bytes: Workspace of each operation, by name, as the plan counted it.
         not_saved: Buffers that the model's own `state_dict()` does not have.
+        places: Where the tiers are that the program copies to.
     """
 
     plan: Plan
@@ -75,6 +86,7 @@ class Written:
     deliveries: tuple[Delivery, ...]
     workspace_bytes: dict[str, int]
     not_saved: frozenset[str]
+    places: tuple[TierPlace, ...] = ()
 
     def module(self) -> StandaloneModule:
         """A module that trains by the program, from the written weights."""
@@ -82,7 +94,7 @@ class Written:
             id(tensor): tensor.clone(memory_format=torch.preserve_format) for tensor in self.state.values()
         }
         state = {name: copies[id(tensor)] for name, tensor in self.state.items()}
-        return StandaloneModule(self.program, state, self.deliveries, self.plan)
+        return StandaloneModule(self.program, state, self.deliveries, self.plan, self.places)
 
 
 def check_target(folder: Path) -> None:
@@ -161,6 +173,7 @@ def _write_files(folder: Path, optimized: Optimized, source: Source, examples: t
             for node in schedule.graph.operations
             if costs.workspace_bytes[node]
         },
+        "places": [_place_to_json(place) for place in optimized.places],
         "not_saved": sorted(
             {name for name, _ in optimized.module.named_buffers(remove_duplicate=False)}
             - set(optimized.module.state_dict())
@@ -224,6 +237,7 @@ def read_folder(folder: Path) -> Written:
         source = Source(**described["source"])
         by_name = {str(name): int(nbytes) for name, nbytes in described["workspace_bytes"].items()}
         not_saved = frozenset(str(name) for name in described["not_saved"])
+        places = tuple(_place_from_json(row) for row in described.get("places", ()))
     with _undamaged(folder / "program.irc"):
         schedule = parse_program((folder / "program.irc").read_text())
     with _undamaged(folder / "plan.json"):
@@ -245,6 +259,7 @@ def read_folder(folder: Path) -> Written:
         deliveries=deliveries,
         workspace_bytes=by_name,
         not_saved=not_saved,
+        places=places,
     )
 
 
@@ -271,13 +286,31 @@ def _undamaged(file: Path) -> Generator[None]:
         ) from error
 
 
+_PLACES: dict[str, type[DiskPlace | HostPlace]] = {"disk": DiskPlace, "host": HostPlace}
+
+
+def _place_to_json(place: TierPlace) -> dict[str, Any]:
+    return {"kind": place.kind, **asdict(place)}
+
+
+def _place_from_json(row: dict[str, Any]) -> TierPlace:
+    known = dict(row)
+    return _PLACES[known.pop("kind")](**known)
+
+
 _OPERATION: Any = type(torch.ops.aten.relu.default)
 
 
 def _verify(schedule: Schedule, plan: Plan, workspace_bytes: Mapping[Node, int]) -> None:
     """Holds the program to the plan before anything of it runs."""
     verify_graph(schedule.graph)
-    verify_schedule(schedule, workspace_bytes, budget_bytes=plan.budget_bytes, peak_bytes=plan.peak_bytes)
+    verify_schedule(
+        schedule,
+        workspace_bytes,
+        budget_bytes=plan.budget_bytes,
+        peak_bytes=plan.peak_bytes,
+        tiers=[Tier(use.tier, use.capacity_bytes, math.inf, math.inf) for use in plan.tiers],
+    )
     static_bytes = schedule.graph.static_bytes
     if static_bytes != plan.static_bytes:
         raise VerificationError(

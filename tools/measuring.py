@@ -23,11 +23,12 @@ from torch.utils import _pytree as pytree
 from ..backends.torch import compile_program, fit
 from ..frontends.torch import Captured, capture
 from ..ir import Plan, UsageError
-from ..passes import PassManager, Planner, Program, SelectCheckpoints
+from ..passes import PassManager, PlanMemory, Planner, Program, smallest_budget
 from . import models
 from .agreement import Numbers, compare_step
 from .loading import Loaded, Source, load, training_loss
 from .optimize import cost_passes
+from .swap import device_of, measured, offer, places
 from .training import measured_peak_bytes
 
 __all__ = [
@@ -272,6 +273,7 @@ class Fitter:
     Args:
         original: What to plan for.
         settings: How to measure and search.
+        swap: Where plans may copy to, as in `irc.optimize`; nothing where they may not.
 
     Attributes:
         static_bytes: What plans count as existing before a step: parameters, buffers, inputs, constants.
@@ -283,13 +285,17 @@ class Fitter:
         IrcError: What capturing and measuring costs raise.
     """
 
-    def __init__(self, original: Original, settings: Settings) -> None:
+    def __init__(self, original: Original, settings: Settings, swap: str | None = None) -> None:
         self.copy = original.copy()
         self.settings = settings
         started = time.perf_counter()
         self.captured: Captured = capture(self.copy, original.args, loss=training_loss)
         captured = time.perf_counter()
-        self.program = PassManager(cost_passes(settings.profile)).run(Program(self.captured.graph))
+        device = device_of(self.copy, original.args)
+        offered = [] if swap is None else [offer(swap, settings.profile)]
+        passes = measured([*cost_passes(settings.profile), *offered], device)
+        self.places = places(passes, device)
+        self.program = PassManager(passes).run(Program(self.captured.graph))
         self.capture_seconds = captured - started
         self.cost_seconds = time.perf_counter() - captured
         trained = (p for p in original.module.parameters() if p.requires_grad)
@@ -300,7 +306,9 @@ class Fitter:
     @property
     def smallest_bytes(self) -> int:
         """The smallest budget that a schedule was found for."""
-        return self.planner.minimum_bytes(is_thorough=True)
+        if not self.program.tiers:
+            return self.planner.minimum_bytes(is_thorough=True)
+        return smallest_budget(self.planner)
 
     def fit(self, budget: int | str) -> tuple[nn.Module, Plan]:
         """The copy fitted to a budget, and the plan. Modules fitted earlier stay usable.
@@ -312,12 +320,12 @@ class Fitter:
             IrcError: What planning raises.
         """
         asked = self.smallest_bytes if budget == "min" else budget
-        select = SelectCheckpoints(budget=asked, time_limit=self.settings.time_limit)
+        select = PlanMemory(budget=asked, time_limit=self.settings.time_limit)
         program = select.choose(self.planner)
         plan = program.plan
         assert program.schedule is not None and plan is not None
         compiled = compile_program(program.schedule, self.captured.constants)
-        return fit(self.copy, compiled, self.captured.signature, plan), plan
+        return fit(self.copy, compiled, self.captured.signature, plan, tiers=self.places), plan
 
 
 # ---------------------------------------------------------------------- models

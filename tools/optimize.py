@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from ..backends.torch import (
     Original,
+    TierPlace,
+    check_places,
     fit_planned,
     planning,
     reading,
@@ -26,7 +28,9 @@ from ..passes import (
     Cost,
     HoldForwards,
     Observer,
+    OfferTiers,
     Pass,
+    PlanMemory,
     Program,
     ReleaseGradients,
     SelectCheckpoints,
@@ -34,6 +38,7 @@ from ..passes import (
 )
 from ..passes.optimizer_costs import OptimizerFactory
 from .replan import Replanner, choose
+from .swap import device_of, measured, offer, places
 
 __all__ = ["Optimized", "cost_passes", "hold_passes", "optimize", "optimize_module"]
 
@@ -46,11 +51,13 @@ class Optimized:
         module: The module that trains within the budget.
         captured: The original as a graph.
         program: The graph with costs, schedule and plan.
+        places: Where the tiers are that the module may copy to.
     """
 
     module: nn.Module
     captured: Captured
     program: Program
+    places: tuple[TierPlace, ...] = ()
 
     @property
     def plan(self) -> Plan:
@@ -73,6 +80,7 @@ def optimize(
     optimizer_in_backward: OptimizerFactory | None = None,
     same_branches: bool = False,
     forwards_in_flight: int = 1,
+    swap: str | Sequence[str] | None = None,
     plans: int = 8,
     dynamic: str | None = None,
 ) -> Any:
@@ -94,10 +102,12 @@ def optimize(
         budget: Bytes, `"4GiB"`, `"4GB"`, or `"60%"` of the baseline peak. It covers parameters,
             buffers, inputs, gradients, activations and workspaces.
         example_kwargs: Keyword arguments of one training step.
-        strategy: `auto`, `ilp`, `eviction`, `min-cut`, `per-block`, `sqrt-n`, `every-<k>` or `keep-all`.
+        strategy: `auto`, `ilp`, `eviction`, `min-cut`, `per-block`, `sqrt-n`, `every-<k>` or `keep-all`; with
+            `swap` also `lms`, `ome`, `pofo`, `swap` or `recompute`.
         time_limit: Seconds for the search of a schedule; the best one so far counts.
         profile: True measures operations thoroughly, None briefly, on the device that the model is on
-            (both are cached on disk); False uses the roofline of a described machine, a text names one.
+            (both are cached on disk); False uses the roofline of a described machine. A text names one, such
+            as `"gtx1080"`, or is the path of a file that `irc machine -o` wrote.
         loss: What the training loop computes from the model's result, where that takes memory of its
             own; a function from the result to a scalar. A loss inside the model needs no mention.
         accumulate_gradients: Add each parameter's gradient to its `.grad` as soon as it is known. The plan
@@ -121,6 +131,10 @@ def optimize(
             them finds gradients, a second set unless they are accumulated as they come. More forwards than
             planned, or a backward that retains its graph (one more), give the right numbers and are logged
             once, to the logger `irc`: the budget may not hold.
+        swap: Where tensors may go while a step does not need them: `"host:64GiB"` (pinned memory, for a model
+            on a GPU), `"disk:/scratch:200GiB"`, or a list of both, the faster first. The budget stays that of
+            the device. Bandwidths are those that `irc machine` measured, or measured now; where `profile`
+            names a machine, that machine's.
         plans: How many plans are kept; the least recently used one is given up. 1 refuses other calls than
             the example.
         dynamic: `"batch"` says that the example has the largest batch: calls that differ from it in the first
@@ -142,8 +156,10 @@ def optimize(
     *before, cost = cost_passes(profile)
     release = _release_passes(accumulate_gradients, optimizer_in_backward)
     hold = hold_passes(forwards_in_flight, optimizer_in_backward)
-    select = SelectCheckpoints(budget=budget, strategy=strategy, time_limit=time_limit)
-    passes = [*before, *release, *hold, cost, select]
+    chooser = SelectCheckpoints if swap is None else PlanMemory
+    select = chooser(budget=budget, strategy=strategy, time_limit=time_limit)
+    offered = [] if swap is None else [offer(swap, profile)]
+    passes = [*before, *release, *hold, cost, *offered, select]
     given = cast(object, example_args)
     if not isinstance(given, Tensor | tuple | list):
         raise UsageError(
@@ -211,22 +227,19 @@ def hold_passes(count: int, optimizer: OptimizerFactory | None = None) -> list[H
 def cost_passes(profile: bool | str | None) -> list[Pass]:
     """What comes before the choice of a schedule; `profile` is that of `optimize`."""
     if isinstance(profile, str):
-        cost = Cost(profile=profile)
-    elif profile is False:
-        cost = Cost(profile="cpu")
-    else:
-        cost = Cost(repeats=8 if profile else 3)
-    return [SplitConvolutions(), cost]
+        return [SplitConvolutions(transpose=profile == "cpu"), Cost(profile=profile)]
+    measuring = Cost(profile="cpu") if profile is False else Cost(repeats=8 if profile else 3)
+    return [SplitConvolutions(), measuring]
 
 
 def check_options(passes: Sequence[Pass]) -> None:
     """Refuses malformed options.
 
     Raises:
-        UsageError: IRC401, IRC403, IRC407, IRC410, IRC413 or IRC565.
+        UsageError: IRC401, IRC403, IRC407, IRC410, IRC413 to IRC418, or IRC565.
     """
     for step in passes:
-        if isinstance(step, Cost | HoldForwards | ReleaseGradients | SelectCheckpoints):
+        if isinstance(step, Cost | HoldForwards | OfferTiers | ReleaseGradients | SelectCheckpoints):
             step.check()
 
 
@@ -281,6 +294,9 @@ def optimize_module(
     refuse_unplannable(model, flatten((args, kwargs))[0])
     model = unfitted(model)
     refuse_hooks(model)
+    device = device_of(model, flatten((args, kwargs))[0])
+    check_places(places(passes, device), {str(device)})
+    passes = measured(passes, device)
     with planning, torch.inference_mode(False):  # under it there is no backward
         original = Original(model)
         with tracing(), reading() as readings:
@@ -291,5 +307,6 @@ def optimize_module(
         carries = dynamic is not None
         replan = Replanner.of(choice, passes, loss, same_branches=same_branches, carries=carries)
     fitting = replace(choice.fitting, reads=original.reads(), names=readings.of(original.module))
-    module = fit_planned(model, fitting, choice.optimizers, replan=replan, limit=plans)
-    return Optimized(module, captured, choice.program)
+    tiers = places(passes, device)
+    module = fit_planned(model, fitting, choice.optimizers, replan=replan, limit=plans, tiers=tiers)
+    return Optimized(module, captured, choice.program, tiers)

@@ -72,7 +72,8 @@ def test_a_pipeline_in_words() -> None:
         (
             "",
             "the pipeline is empty",
-            "passes: release-gradients, split-convolutions, hold-forwards, cost, select-checkpoints",
+            "passes: release-gradients, split-convolutions, hold-forwards, cost, offer-tiers, "
+            "select-checkpoints, plan-memory, schedule-swaps",
         ),
         ("cost,", "the pipeline ends in a comma", "name another pass, or drop the comma"),
         (
@@ -93,7 +94,8 @@ def test_a_pipeline_in_words() -> None:
         (
             "costs",
             "there is no pass 'costs'",
-            "passes: release-gradients, split-convolutions, hold-forwards, cost, select-checkpoints",
+            "passes: release-gradients, split-convolutions, hold-forwards, cost, offer-tiers, "
+            "select-checkpoints, plan-memory, schedule-swaps",
         ),
         (
             "cost{machine=cpu}",

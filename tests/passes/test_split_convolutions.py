@@ -113,6 +113,18 @@ def test_the_halves(kernel: int) -> None:
     assert (wide in reads) == (kernel == 1), "a transposed convolution does not read the input"
 
 
+def test_for_another_machine_nothing_is_run() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 8, 3))
+    images = torch.empty(1, 3, 1, 1).expand(1 << 15, 3, 1 << 11, 1 << 11)  # no machine has room for these
+    huge = Program(capture(model, (images,), None).graph)
+    after = SplitConvolutions(transpose=False).run(huge)
+    verify_graph(after.graph)
+    assert {"convolution_backward_input", "convolution_backward_weight"} <= {
+        n.name for n in after.graph.nodes
+    }
+    assert not any("convolution.default" in n.op and n.region.value == "backward" for n in after.graph.nodes)
+
+
 def test_without_convolutions_nothing_changes() -> None:
     program = Program(capture(nn.Linear(2, 3), (torch.randn(4, 2),), None).graph)
     assert SplitConvolutions().run(program) is program

@@ -149,6 +149,8 @@ def saved_bytes(problem: CheckpointProblem, simulated: Simulated) -> int:
                 alive.discard(storage)
             case Loss():
                 break
+            case _:
+                raise AssertionError("no strategy copies")
     free = {s for node in problem.backward[:1] for s in problem.forward_reads[node]}
     return sum(storage.nbytes for storage in alive - free if storage in problem.producer)
 

@@ -16,6 +16,7 @@ from irc.tools import bench_recompute, cli, measure_plans
         (cli.main, ["pareto"]),
         (cli.main, ["inspect"]),
         (cli.main, ["run"]),
+        (cli.main, ["machine"]),
         (bench_recompute.main, []),
         (measure_plans.main, []),
     ],

@@ -1,0 +1,338 @@
+"""Recomputation and copies chosen together: promises hold, and neither alone is faster."""
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+from exhaustive import at_random
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from strategies import Sample
+from swapping import chain, program_of, samples, works
+
+from irc.ir import (
+    BudgetError,
+    Direction,
+    Plan,
+    Region,
+    Tier,
+    Trait,
+    UsageError,
+    Wait,
+    format_bytes,
+    print_program,
+    step_times,
+    stored_bytes,
+    verify_schedule,
+)
+from irc.passes import (
+    CheckpointProblem,
+    Costs,
+    OfferTiers,
+    PassManager,
+    PlanMemory,
+    Planner,
+    Program,
+    ScheduleSwaps,
+    SelectCheckpoints,
+    machine_named,
+    parse_passes,
+)
+from irc.passes.frontier import Frontier, frontier
+from irc.passes.joint import SwapProblem, improve, least_budget, search_with_copies
+from irc.passes.schedule_copies import Order, schedule_copies
+from irc.passes.search import Found, search
+from irc.passes.staged_ilp import Relaxation
+from irc.passes.staged_swaps import SwapRelaxation
+
+SMALL = settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+
+
+def later(seconds: float = 20.0) -> float:
+    return time.monotonic() + seconds
+
+
+# ---------------------------------------------------------------------------- copies for given computations
+
+
+@SMALL
+@given(works(), st.integers(0, 1 << 20))
+def test_copies_for_a_random_order_keep_what_they_promise(work: SwapProblem, seed: int) -> None:
+    problem = work.problem
+    order_of = at_random(problem, Random(seed))
+    fitted = work.with_copies(order_of)
+    assume(fitted is not None)
+    assert fitted is not None
+    verify_schedule(
+        fitted.schedule,
+        problem.costs.workspace_bytes,
+        budget_bytes=work.budget_bytes,
+        peak_bytes=fitted.peak_bytes,
+        tiers=work.tiers,
+    )
+    assert fitted.order == order_of.order
+    times = step_times(fitted.schedule, problem.costs.seconds, work.tiers)
+    assert fitted.seconds == pytest.approx(times.step_seconds)
+    assert fitted.seconds >= order_of.seconds * (1 - 1e-12)
+    capacities = {tier.name: tier.capacity_bytes for tier in work.tiers}
+    for name, held in stored_bytes(fitted.schedule).items():
+        assert max(held) <= capacities[name]
+
+
+@SMALL
+@given(works())
+def test_times_that_the_scheduler_claims_are_those_of_its_schedule(work: SwapProblem) -> None:
+    problem = work.problem
+    costs = problem.costs
+    order = Order(problem.graph, problem.forward, problem.backward, costs.seconds, costs.workspace_bytes)
+    copies = schedule_copies(order, problem.producer, work.tiers, work.budget_bytes)
+    assume(copies is not None)
+    assert copies is not None
+    times = step_times(order.schedule(copies.swaps), costs.seconds, work.tiers)
+    assert copies.step_seconds == pytest.approx(times.step_seconds)
+
+
+@SMALL
+@given(works())
+def test_nothing_is_copied_where_all_can_be_kept(work: SwapProblem) -> None:
+    kept = work.problem.keep_all
+    roomy = SwapProblem(work.problem, work.tiers, kept.peak_bytes)
+    assert roomy.with_copies(kept) is kept
+
+
+# ------------------------------------------------------------------------------------------------ the bound
+
+
+@SMALL
+@given(works(), st.data())
+def test_the_staged_bound_is_below_every_schedule_with_copies(work: SwapProblem, data: st.DataObject) -> None:
+    problem = work.problem
+    assume(problem.backward)
+    moments = data.draw(st.sets(st.integers(0, problem.moments - 1), min_size=1, max_size=4))
+    relaxation = SwapRelaxation(
+        problem, work.budget_bytes, sorted(moments | {len(problem.forward)}), tiers=work.tiers
+    )
+    solved = relaxation.solve(seconds=20.0, gap=1e-9)
+    seen = [problem.keep_all]
+    seen += [at_random(problem, Random(data.draw(st.integers(0, 1 << 20)))) for _ in range(6)]
+    found = [fitted for fitted in map(work.with_copies, seen) if fitted is not None]
+    best = search_with_copies(work, known(problem), deadline=later())
+    found += [best.best] if best is not None else []
+    for fitted in found:
+        assert not solved.is_infeasible
+        assert problem.step_seconds + solved.bound_seconds <= fitted.seconds * (1 + 1e-6)
+
+
+def known(problem: CheckpointProblem) -> Frontier:
+    return frontier(problem, deadline=later())
+
+
+@SMALL
+@given(works())
+def test_without_tiers_the_bound_is_that_of_recomputation(work: SwapProblem) -> None:
+    problem = work.problem
+    assume(problem.backward)
+    moments = [len(problem.forward)]
+    alone = Relaxation(problem, work.budget_bytes, moments).solve(seconds=20.0, gap=1e-9)
+    none = SwapRelaxation(problem, work.budget_bytes, moments, tiers=()).solve(seconds=20.0, gap=1e-9)
+    assert none.is_infeasible == alone.is_infeasible
+    if not alone.is_infeasible:
+        assert none.bound_seconds == pytest.approx(alone.bound_seconds, abs=1e-6 * problem.step_seconds)
+
+
+# ------------------------------------------------------------------------------------------------ the search
+
+
+@SMALL
+@given(works())
+def test_the_joint_plan_is_no_slower_than_recomputation_or_copies_alone(work: SwapProblem) -> None:
+    problem = work.problem
+    candidates = known(problem)
+    joint = search_with_copies(work, candidates, deadline=later())
+    alone = search(problem, work.budget_bytes, candidates, deadline=later())
+    swapped = work.with_copies(problem.keep_all)
+    for other in (alone and alone.best, swapped):
+        if other is not None:
+            assert joint is not None and joint.best.seconds <= other.seconds * (1 + 1e-9)
+    if joint is not None:
+        verify_schedule(
+            joint.best.schedule,
+            problem.costs.workspace_bytes,
+            budget_bytes=work.budget_bytes,
+            peak_bytes=joint.best.peak_bytes,
+            tiers=work.tiers,
+        )
+        assert problem.step_seconds + joint.bound_seconds <= joint.best.seconds * (1 + 1e-6)
+        assert least_budget(work, candidates) <= max(work.budget_bytes, problem.keep_all.peak_bytes)
+
+
+@SMALL
+@given(works())
+def test_improving_makes_nothing_slower_and_keeps_the_budget(work: SwapProblem) -> None:
+    problem = work.problem
+    fitted = work.with_copies(problem.keep_all)
+    assume(fitted is not None)
+    assert fitted is not None
+    found = Found("swap", fitted)
+    improve(work, found, deadline=later(2.0))
+    assert found.best.seconds <= fitted.seconds
+    verify_schedule(
+        found.best.schedule,
+        problem.costs.workspace_bytes,
+        budget_bytes=work.budget_bytes,
+        tiers=work.tiers,
+    )
+
+
+# ------------------------------------------------------------------------------------------------ the passes
+
+FAST = Tier("host", 1 << 60, 1e12, 1e12)
+
+
+@SMALL
+@given(samples)
+def test_the_plan_tells_what_is_copied(sample: Sample) -> None:
+    program = program_of(sample, (FAST,))
+    planner = Planner(program)
+    problem = planner.problem
+    budget = least_budget(
+        SwapProblem(problem, (FAST,), problem.keep_all.peak_bytes), planner.candidates(later())
+    )
+    made = PlanMemory(budget, time_limit=5).choose(planner)
+    plan = made.plan
+    assert plan is not None and made.schedule is not None
+    assert plan.peak_bytes <= plan.budget_bytes == budget
+    copied = {d.storage: d for d in plan.decisions if d.action == "swap"}
+    out = [
+        i for i in step_times(made.schedule, sample.seconds, (FAST,)).copies if i.direction is Direction.OUT
+    ]
+    assert set(copied) == {copy.storage.name for copy in out}
+    assert sum(use.out_bytes for use in plan.tiers) == sum(copy.storage.nbytes for copy in out)
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    for use in plan.tiers:
+        assert f"{format_bytes(use.out_bytes)} to host" in plan.summary()
+        assert use.held_bytes <= use.out_bytes <= use.in_bytes
+    for decision in copied.values():
+        assert decision.reason.startswith("copied to host (")
+    assert 0 <= plan.exposed_seconds <= plan.overhead * plan.step_seconds + 1e-9
+
+
+def test_a_chain_whose_copies_keep_pace_costs_nothing() -> None:
+    """Copies of half a second each: only what is being copied and what is needed next stays."""
+    program = chain()
+    baseline = Planner(program).baseline_bytes
+    pipeline = PassManager([OfferTiers(tiers=(Tier("host", 1 << 20, 1200.0, 1200.0),)), PlanMemory("70%")])
+    made = pipeline.run(program)
+    assert made.plan is not None and made.plan.overhead == 0 and made.plan.proven_optimal
+    assert made.plan.peak_bytes <= 0.7 * baseline
+    assert {d.action for d in made.plan.decisions} >= {"swap", "keep"}
+    assert "f0" in made.plan.explain() and "copied to host (500 ms out" in made.plan.explain()
+    alone = SelectCheckpoints("70%").run(program)
+    assert alone.plan is not None and alone.plan.overhead > 0
+
+
+def test_a_chain_whose_copies_are_slow_recomputes() -> None:
+    program = chain()
+    offered = OfferTiers(tiers=(Tier("disk", 1 << 20, 1.0, 1.0),)).run(program)
+    made = PlanMemory("70%").run(offered)
+    assert made.plan is not None and made.plan.tiers == () and made.plan.exposed_seconds == 0
+    alone = SelectCheckpoints("70%").run(program)
+    assert alone.plan is not None and made.plan.overhead == pytest.approx(alone.plan.overhead)
+
+
+def test_both_are_mixed_where_the_channel_is_the_limit() -> None:
+    """A copy takes three operations: the best plan copies some values and makes others again."""
+    program = chain(8)
+    offered = OfferTiers(tiers=(Tier("host", 1 << 20, 200.0, 200.0),)).run(program)
+    made = PlanMemory("50%").run(offered)
+    alone = SelectCheckpoints("50%").run(program)
+    swapped = SwapProblem(
+        Planner(offered).problem, offered.tiers, Planner(offered).baseline_bytes // 2
+    ).with_copies(Planner(offered).problem.keep_all)
+    assert made.plan is not None and alone.plan is not None
+    actions = {d.action for d in made.plan.decisions}
+    assert {"swap", "recompute"} <= actions
+    assert made.plan.overhead < alone.plan.overhead
+    assert swapped is None or made.plan.overhead < swapped.seconds / 16 - 1
+
+
+def test_the_passes_as_text() -> None:
+    text = "offer-tiers{swap=host:1GiB,machine=a100},plan-memory{budget=70%,time-limit=5.0}"
+    manager = PassManager(parse_passes(text))
+    made = manager.run(chain())
+    assert made.plan is not None and made.plan.peak_bytes <= made.plan.budget_bytes
+    assert made.tiers[0].capacity_bytes == 1 << 30
+    assert parse_passes(str(manager)) == tuple(manager.passes)
+    assert "offload @" in print_program(made.schedule) if made.plan.tiers and made.schedule else True
+
+
+def test_schedule_swaps_adds_copies_to_a_chosen_schedule() -> None:
+    offered = OfferTiers(tiers=(Tier("host", 1 << 20, 1200.0, 1200.0),))
+    made = PassManager([offered, SelectCheckpoints("100%"), ScheduleSwaps("70%")]).run(chain())
+    assert made.plan is not None and made.schedule is not None
+    assert made.plan.strategy == "keep-all+swap" and made.plan.overhead == 0
+    assert made.plan.peak_bytes <= 0.7 * made.plan.baseline_peak_bytes
+    assert any(isinstance(item, Wait) for item in made.schedule.instructions)
+
+
+def test_what_cannot_be_planned_is_refused_by_name() -> None:
+    tier = Tier("host", 1 << 20, 1200.0, 1200.0)
+    program = OfferTiers(tiers=(tier,)).run(chain())
+    with pytest.raises(BudgetError, match="with copies to host, over the budget") as caught:
+        PlanMemory(100).run(program)
+    minimum = caught.value.minimum_bytes
+    assert minimum < Planner(program).minimum_bytes()
+    made = PlanMemory(minimum).run(program)
+    assert made.plan is not None and made.plan.peak_bytes <= minimum
+    with pytest.raises(UsageError, match="no schedule to add copies to") as usage:
+        ScheduleSwaps("70%").run(program)
+    assert usage.value.code == "IRC405"
+    chosen = SelectCheckpoints("100%").run(program)
+    with pytest.raises(BudgetError, match="copies do not bring this schedule"):
+        ScheduleSwaps(100).run(chosen)
+    with pytest.raises(UsageError, match="nobody has measured the tiers disk") as usage:
+        OfferTiers("disk").run(program)
+    assert usage.value.code == "IRC409"
+
+
+def test_a_machine_without_the_tier_is_refused(tmp_path: Path) -> None:
+    bare = replace(machine_named("a100"), tiers=())
+    path = tmp_path / "bare.json"
+    path.write_text(json.dumps(bare.to_json()))
+    with pytest.raises(UsageError, match="has no tier host") as caught:
+        OfferTiers("host", str(path)).check()
+    assert caught.value.code == "IRC408"
+
+
+def test_a_search_without_time_still_finds_what_copies_reach() -> None:
+    program = OfferTiers(tiers=(Tier("host", 1 << 20, 1200.0, 1200.0),)).run(chain())
+    with pytest.raises(BudgetError) as caught:
+        PlanMemory(100, time_limit=5).run(program)
+    made = PlanMemory(caught.value.minimum_bytes, time_limit=0).run(program)
+    assert made.plan is not None and made.plan.peak_bytes <= caught.value.minimum_bytes
+
+
+def test_what_only_one_run_can_make_may_be_away_while_other_forwards_run() -> None:
+    """Three forwards in flight, whose dropout masks wait: in a tier they take nothing on the device."""
+    alone = chain()
+    nodes = tuple(
+        replace(n, traits=n.traits | {Trait.PINNED}) if n.region is Region.FORWARD else n
+        for n in alone.graph.nodes
+    )
+    graph = replace(alone.graph, nodes=nodes, forwards_in_flight=3)
+    costs = Costs(dict.fromkeys(graph.operations, 1.0), dict.fromkeys(graph.operations, 0), "test")
+    program = Program(graph, costs, tiers=(Tier("host", 1 << 20, 1e6, 1e6),))
+    with pytest.raises(BudgetError) as caught:
+        PlanMemory(20, time_limit=5).run(program)
+    least_bytes = caught.value.minimum_bytes
+    assert least_bytes < Planner(program).problem.floor_bytes
+    made = PlanMemory(least_bytes, time_limit=5).run(program)
+    assert made.plan is not None and made.schedule is not None
+    assert made.plan.floor_bytes <= made.plan.peak_bytes <= least_bytes
+    assert 0 <= made.plan.lower_bound_overhead <= made.plan.overhead
+    verify_schedule(
+        made.schedule, costs.workspace_bytes, peak_bytes=made.plan.peak_bytes, tiers=program.tiers
+    )

@@ -21,6 +21,7 @@ class OfferTiers:
         machine: Whose bandwidths they have: a described machine, or the path of a file of `irc machine`.
             Empty is the machine at hand, whose tiers are given.
         tiers: The tiers of the machine at hand, measured.
+        asked: What `swap` says, where its text cannot be cut at each `+`: a folder may have one in its name.
     """
 
     name: ClassVar[str] = "offer-tiers"
@@ -28,6 +29,7 @@ class OfferTiers:
     swap: str = "host"
     machine: str = ""
     tiers: tuple[Tier, ...] = field(default=(), metadata={"in_text": False})
+    asked: tuple[TierRequest, ...] = field(default=(), metadata={"in_text": False})
 
     def check(self) -> None:
         """Refuses malformed options.
@@ -42,7 +44,7 @@ class OfferTiers:
 
     def requests(self) -> tuple[TierRequest, ...]:
         """What was asked for."""
-        return parse_tiers(self.swap.split("+"))
+        return self.asked or parse_tiers(self.swap.split("+"))
 
     def run(self, program: Program, /) -> Program:
         """The program with the tiers; of several forwards in flight each has a part of their capacity.

@@ -31,7 +31,7 @@ def offer(swap: str | Sequence[str], profile: bool | str | None) -> OfferTiers:
     """
     requests = parse_tiers(swap)
     machine = profile if isinstance(profile, str) else "cpu" if profile is False else ""
-    found = OfferTiers("+".join(str(request) for request in requests), machine)
+    found = OfferTiers("+".join(str(request) for request in requests), machine, asked=requests)
     found.check()
     return found
 

@@ -134,6 +134,36 @@ def test_passes_offer_what_was_asked_for(tmp_path: Path) -> None:
     assert device_of(nn.ReLU(), (torch.zeros(1, device="meta"),)) == torch.device("meta")
 
 
+def test_a_folder_is_not_taken_apart(tmp_path: Path) -> None:
+    """`a+host` is the name of a folder, and not folder a and the host besides."""
+    folder = tmp_path / "a+host"
+    folder.mkdir()
+    (tmp_path / "a").mkdir()
+    (place,) = places([offer(f"disk:{folder}:1GiB", False)], torch.device("cpu"))
+    assert getattr(place, "folder", "") == str(folder)
+
+
+@pytest.mark.parametrize("released", ["accumulated", "applied"])
+def test_gradients_that_are_released_go_with_copies(released: str, tmp_path: Path) -> None:
+    def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+    options: dict[str, Any] = (
+        {"accumulate_gradients": True} if released == "accumulated" else {"optimizer_in_backward": optimizer}
+    )
+    found, other, images = fitted(tmp_path, "60%", **options)
+    assert found.plan.tiers
+    if released == "accumulated":
+        assert_same(trained(found, images), trained(other, images))
+        return
+    expected = trained(other, images)
+    torch.manual_seed(1)
+    for _ in range(3):
+        found(images).square().mean().backward()
+    for name, tensor in found.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+
+
 def test_a_host_is_no_tier_for_a_model_on_the_cpu() -> None:
     model, args = blocks(2)
     with pytest.raises(irc.IrcError) as caught:

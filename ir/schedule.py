@@ -69,6 +69,16 @@ class Schedule:
         """The nodes run, in order; a recomputed node stands there more than once."""
         return tuple(i.node for i in self.instructions if isinstance(i, Compute))
 
+    @property
+    def halves(self) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
+        """The nodes run before the loss and after it."""
+        split = next(k for k, instruction in enumerate(self.instructions) if isinstance(instruction, Loss))
+        before, after = self.instructions[:split], self.instructions[split:]
+        return (
+            tuple(i.node for i in before if isinstance(i, Compute)),
+            tuple(i.node for i in after if isinstance(i, Compute)),
+        )
+
     def __str__(self) -> str:
         from .text import print_schedule
 

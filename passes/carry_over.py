@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 
 from ..ir import (
-    Compute,
     Graph,
-    Loss,
     Node,
     Region,
     Schedule,
@@ -96,20 +93,5 @@ def _key(node: Node) -> tuple[object, ...]:
 def _orders(schedule: Schedule, graph: Graph) -> tuple[list[Node], list[Node]]:
     """What a schedule runs before and after the loss, as operations of another graph."""
     nodes = {node.name: node for node in graph.nodes}
-    halves: list[list[Node]] = [[]]
-    for node in _computed(schedule):
-        if node is None:
-            halves.append([])
-        else:
-            halves[-1].append(nodes[node.name])
-    forward, backward = halves
+    forward, backward = ([nodes[node.name] for node in half] for half in schedule.halves)
     return forward, backward
-
-
-def _computed(schedule: Schedule) -> Iterator[Node | None]:
-    """The operations in the order in which they run; None for the loss."""
-    for instruction in schedule.instructions:
-        if isinstance(instruction, Compute):
-            yield instruction.node
-        elif isinstance(instruction, Loss):
-            yield None

@@ -9,7 +9,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ..ir import Compute, Loss, Node, Schedule, Storage, Tier, liveness, step_times
+from ..ir import Compute, Node, Schedule, Storage, Tier, liveness, step_times
 from .checkpointing import CheckpointProblem, Repeats, Simulated
 from .eviction import evict_greedily
 from .exact_swaps import best_with_swaps
@@ -18,7 +18,7 @@ from .schedule_copies import Order, schedule_copies
 from .search import Found, search
 from .staged_swaps import SwapRelaxation
 
-__all__ = ["SwapProblem", "improve", "is_tiny", "least_budget", "parts", "search_with_copies"]
+__all__ = ["SwapProblem", "improve", "is_tiny", "least_budget", "search_with_copies"]
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,12 @@ class SwapProblem:
         """
         if simulated.peak_bytes <= self.budget_bytes:
             return simulated
-        return self._fit(*parts(simulated.schedule), storages=storages)
+        return self._fit(*simulated.schedule.halves, storages=storages)
 
     def order(self, simulated: Simulated) -> Order:
         """What a schedule runs, as an order to which copies are added."""
         costs = self.problem.costs
-        return Order(self.problem.graph, *parts(simulated.schedule), costs.seconds, costs.workspace_bytes)
+        return Order(self.problem.graph, *simulated.schedule.halves, costs.seconds, costs.workspace_bytes)
 
     def run(self, repeats: Repeats, *, below_seconds: float = math.inf) -> Simulated | None:
         """The schedule that runs these operations again, with copies where needed; None if not that fast."""
@@ -107,15 +107,6 @@ class SwapProblem:
         computed = math.fsum(costs.seconds[node] for node in schedule.computed)
         exposed = times.exposed_seconds
         return computed + exposed if exposed > 1e-12 * computed else computed
-
-
-def parts(schedule: Schedule) -> tuple[list[Node], list[Node]]:
-    """What a schedule runs before the loss and after it."""
-    split = next(k for k, instruction in enumerate(schedule.instructions) if isinstance(instruction, Loss))
-    before, after = schedule.instructions[:split], schedule.instructions[split:]
-    return [i.node for i in before if isinstance(i, Compute)], [
-        i.node for i in after if isinstance(i, Compute)
-    ]
 
 
 _FREE_PART = 2e-5

@@ -15,10 +15,12 @@ from .errors import (
 from .graph import (
     ACCUMULATE_GRADIENT,
     APPLY_GRADIENT,
+    LOAD,
     RUN_ONCE,
     Argument,
     Gradients,
     Graph,
+    Home,
     Input,
     InputRole,
     Node,
@@ -57,6 +59,7 @@ from .wish import Policy, Wish, named_wishes
 __all__ = [
     "ACCUMULATE_GRADIENT",
     "APPLY_GRADIENT",
+    "LOAD",
     "NONDETERMINISTIC",
     "RECORDERS_MARK",
     "RUN_ONCE",
@@ -76,6 +79,7 @@ __all__ = [
     "Free",
     "Gradients",
     "Graph",
+    "Home",
     "Input",
     "InputRole",
     "Instruction",

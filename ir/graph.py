@@ -14,10 +14,12 @@ from .wish import Policy, Wish
 __all__ = [
     "ACCUMULATE_GRADIENT",
     "APPLY_GRADIENT",
+    "LOAD",
     "RUN_ONCE",
     "Argument",
     "Gradients",
     "Graph",
+    "Home",
     "Input",
     "InputRole",
     "Node",
@@ -91,7 +93,11 @@ ACCUMULATE_GRADIENT = "irc.accumulate_grad"
 """The operation (parameter, gradient) that adds a gradient to the `.grad` of its parameter."""
 APPLY_GRADIENT = "irc.apply_gradient"
 """The operation (parameter, gradient) that takes the optimizer's step for a parameter, which it writes. Its
-keywords are what was measured of this step: `state_bytes`, `workspace_bytes` and `seconds`."""
+keywords are what was measured of this step: `state_bytes`, `workspace_bytes`, `seconds`, and `moving_bytes`,
+the part of the state that may live in a tier."""
+
+LOAD = "irc.load"
+"""The operation without operands that stands for a copy from its home while a schedule is searched for."""
 
 _RELEASES = {ACCUMULATE_GRADIENT: Gradients.ACCUMULATED, APPLY_GRADIENT: Gradients.APPLIED}
 
@@ -212,6 +218,31 @@ class Output:
     target: str
 
 
+@dataclass(frozen=True, slots=True)
+class Home:
+    """A tensor that lives in a tier between steps, and is on the device only while a schedule has it there.
+
+    It is written where the gradient of its parameter is applied; a schedule copies it back to the tier then.
+
+    Args:
+        value: A parameter's, or one of a storage of its own for the state of its optimizer: all of the state
+            that can move, as bytes. It fills its storage.
+        tier: Where it lives.
+        parameter: Dotted name of the parameter, the first one where it has several.
+        is_state: Whether it is the state of the optimizer that applies the parameter's gradient.
+    """
+
+    value: Value
+    tier: str
+    parameter: str
+    is_state: bool = False
+
+    @property
+    def storage(self) -> Storage:
+        """What comes and goes."""
+        return self.value.storage
+
+
 @dataclass(eq=False, frozen=True)
 class Graph:
     """Forward and backward of one training step.
@@ -226,11 +257,13 @@ class Graph:
         loss_saved_bytes: What of it the loss holds from its forward to its backward, where other forwards run
             in between.
         reserved_bytes: What else exists before the step and after it, outside of the graph: the `.grad` that
-            gradients are accumulated into, or the state of the optimizers that apply them.
+            gradients are accumulated into, or the state of the optimizers that apply them. State with a home
+            is part of it.
         wishes: All that the user wishes, those that concern no node too.
         forwards_in_flight: How many forwards may have run whose backward has not (see `in_flight`).
+        homes: The parameters, and states of optimizers, that live in a tier between steps.
 
-    All inputs but the tangents are static: they exist before the step and after it.
+    All inputs but the tangents and what has a home are static: on the device before the step and after it.
     """
 
     inputs: tuple[Input, ...]
@@ -242,23 +275,36 @@ class Graph:
     wishes: tuple[Wish, ...] = ()
     loss_saved_bytes: int = 0
     forwards_in_flight: int = 1
+    homes: tuple[Home, ...] = ()
+
+    @cached_property
+    def home_of(self) -> dict[Storage, Home]:
+        """The home of each storage that has one."""
+        return {home.storage: home for home in self.homes}
+
+    @cached_property
+    def state_of(self) -> dict[Storage, Home]:
+        """For each parameter whose optimizer's state has a home, by the parameter's storage, that home."""
+        storages = {i.target: i.value.storage for i in self.inputs if i.role is InputRole.PARAMETER}
+        return {storages[home.parameter]: home for home in self.homes if home.is_state}
 
     @cached_property
     def static_storages(self) -> frozenset[Storage]:
-        """Storages that exist before and after the step."""
-        return frozenset(i.value.storage for i in self.inputs if i.role is not InputRole.TANGENT)
+        """Storages that are on the device before and after the step."""
+        found = {i.value.storage for i in self.inputs if i.role is not InputRole.TANGENT}
+        return frozenset(found.difference(self.home_of))
 
     @cached_property
     def tangent_storages(self) -> frozenset[Storage]:
         """Storages that arrive with the loss and that the caller holds until backward returns."""
         tangents = (i.value.storage for i in self.inputs if i.role is InputRole.TANGENT)
-        return frozenset(tangents) - self.static_storages
+        return frozenset(tangents) - self.static_storages - self.home_of.keys()
 
     @cached_property
     def output_storages(self) -> frozenset[Storage]:
         """Storages that belong to the caller once produced: outputs and gradients."""
         found = {o.value.storage for o in self.outputs if o.value is not None}
-        return frozenset(found) - self.static_storages - self.tangent_storages
+        return frozenset(found) - self.static_storages - self.tangent_storages - self.home_of.keys()
 
     @cached_property
     def transient_storages(self) -> frozenset[Storage]:
@@ -277,11 +323,12 @@ class Graph:
     def static_bytes(self) -> int:
         """Bytes of parameters, buffers and constants, of the inputs of each forward in flight, and reserved.
 
-        Each storage counts once, those of inputs once for each forward.
+        Each storage counts once, those of inputs once for each forward. What has a home does not count.
         """
         once = sum(storage.nbytes for storage in self.static_storages)
         more = sum(storage.nbytes for storage in self.call_storages) * (self.forwards_in_flight - 1)
-        return once + more + self.reserved_bytes
+        homed = sum(home.storage.nbytes for home in self.homes if home.is_state)
+        return once + more + self.reserved_bytes - homed
 
     @cached_property
     def tied(self) -> dict[Value, Value]:
@@ -305,6 +352,7 @@ class Graph:
     def storages(self) -> tuple[Storage, ...]:
         """Every storage, in order of appearance."""
         found = dict.fromkeys(i.value.storage for i in self.inputs)
+        found.update(dict.fromkeys(self.home_of))
         for node in self.nodes:
             found.update(dict.fromkeys(value.storage for value in node.values))
         return tuple(found)
@@ -316,20 +364,25 @@ class Graph:
 
     @cached_property
     def producers(self) -> dict[Storage, Node]:
-        """The operation that allocates each storage; inputs have none."""
+        """The operation that allocates each storage; inputs have none, and what has a home only a load."""
         found: dict[Storage, Node] = {}
-        inputs = self.static_storages | self.tangent_storages
+        inputs = self.static_storages | self.tangent_storages | self.home_of.keys()
         for node in self.operations:
             for value in node.values:
-                if value.storage not in inputs:
+                if value.storage not in inputs or node.op == LOAD:
                     found.setdefault(value.storage, node)
         return found
 
     @cached_property
     def copyable_storages(self) -> frozenset[Storage]:
-        """Storages that can go to a tier and back: made as one tensor that fills them, not the caller's."""
+        """Storages that can go to a tier and back: made as one tensor that fills them, not the caller's.
+
+        What has a home goes there and back too; it is not among these.
+        """
         found: set[Storage] = set()
         for storage, node in self.producers.items():
+            if node.op == LOAD:
+                continue
             made = [value.type for value in node.values if value.storage is storage]
             if storage in self.output_storages or not storage.nbytes or len(made) != 1:
                 continue

@@ -32,7 +32,7 @@ _RESERVED = {
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What happens to one forward storage, and why.
+    """What happens to one forward storage, or to what lives in a tier between steps, and why.
 
     Args:
         storage: Name of the storage in the program.
@@ -133,6 +133,8 @@ class Plan:
             then follow each other in any order. None where the plan was written by an earlier version.
         tiers: What is copied to each tier that is used.
         exposed_seconds: Predicted time of a step in which copies are waited for; part of the overhead.
+        homed_bytes: Parameters and optimizer state that live in a tier between steps; not part of the static
+            bytes.
     """
 
     budget_bytes: int
@@ -156,6 +158,7 @@ class Plan:
     peak_with_gradients_bytes: int | None = None
     tiers: tuple[TierUse, ...] = ()
     exposed_seconds: float = 0.0
+    homed_bytes: int = 0
 
     @property
     def gap(self) -> float:
@@ -195,7 +198,8 @@ class Plan:
         """Inputs, and what is reserved."""
         inputs = "inputs" if self.forwards_in_flight == 1 else f"inputs of {self.forwards_in_flight} forwards"
         what = _RESERVED[Gradients(self.gradients)]
-        return f"{inputs}, and {format_bytes(self.reserved_bytes)} of {what}" if what else inputs
+        found = f"{inputs}, and {format_bytes(self.reserved_bytes)} of {what}" if what else inputs
+        return f"{found}; without the {format_bytes(self.homed_bytes)} below" if self.homed_bytes else found
 
     @property
     def _in_flight(self) -> str:
@@ -218,6 +222,9 @@ class Plan:
     def _copies(self) -> Iterator[str]:
         """What is copied to each tier, in one line."""
         planned_seconds = self.step_seconds * (1 + self.overhead)
+        if self.homed_bytes:
+            amount = format_bytes(self.homed_bytes)
+            yield f"{amount} of parameters and optimizer state live in a tier between steps"
         for use in self.tiers:
             busy = (
                 f"{seconds / planned_seconds:.0%} {way}" if planned_seconds else way

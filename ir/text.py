@@ -20,6 +20,8 @@ A name that is not a plain identifier stands as a JSON string: `%"layer 1"`. `#`
 A single tensor follows `->` bare; the results of an operation that returns a list stand in parentheses.
 A tensor lives on the device of its storage, unless `on DEVICE` says otherwise.
 Other instructions are `free @s1`, `offload @s1 to host`, `fetch @s1 from host` and `wait @s1`.
+`home %w disk "layer.weight"` says that a parameter lives in a tier between steps, and
+`home state %m: uint8[8]{1} @m disk "layer.weight"` that the state of its optimizer does.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from .errors import Location, UsageError
 from .graph import (
     Argument,
     Graph,
+    Home,
     Input,
     InputRole,
     Node,
@@ -114,6 +117,9 @@ def _graph_lines(graph: Graph) -> Iterator[str]:
     for entry in graph.inputs:
         grad = " requires_grad" if entry.requires_grad else ""
         yield f"  input {_result(entry.value)} {entry.role.value} {json.dumps(entry.target)}{grad}"
+    for home in graph.homes:
+        what = f"state {_result(home.value)}" if home.is_state else _argument(home.value)
+        yield f"  home {what} {_word(home.tier)} {json.dumps(home.parameter)}"
     region: Region | None = None
     for node in graph.nodes:
         if node.region is not region:
@@ -411,6 +417,7 @@ class _Parser:
         inputs: list[Input] = []
         nodes: dict[str, Node] = {}
         outputs: list[Output] = []
+        homes: list[Home] = []
         region: Region | None = None
 
         def statement() -> None:
@@ -427,15 +434,23 @@ class _Parser:
                 self.wish_statement()
             elif token == "input":
                 inputs.append(self.input_statement())
+            elif token == "home":
+                homes.append(self.home_statement())
             elif token in _OUTPUT_ROLES:
                 outputs.append(self.output_statement())
             else:
-                self.fail("a storage, a wish, an input, a region, a node, an output or `}`")
+                self.fail("a storage, a wish, an input, a home, a region, a node, an output or `}`")
 
         self.block(statement)
         wishes = tuple(self.wishes.values())
         return Graph(
-            tuple(inputs), tuple(nodes.values()), tuple(outputs), loss_bytes, wishes=wishes, **optional
+            tuple(inputs),
+            tuple(nodes.values()),
+            tuple(outputs),
+            loss_bytes,
+            wishes=wishes,
+            homes=tuple(homes),
+            **optional,
         )
 
     def storage_statement(self) -> None:
@@ -472,6 +487,12 @@ class _Parser:
         value = self.result()
         role = self.one_of(_INPUT_ROLES, "a role")
         return Input(value, role, self.string(), self.accept("requires_grad"))
+
+    def home_statement(self) -> Home:
+        self.expect("home")
+        is_state = self.accept("state")
+        value = self.result() if is_state else self.value()
+        return Home(value, self.word("a tier"), self.string(), is_state)
 
     def output_statement(self) -> Output:
         role = self.one_of(_OUTPUT_ROLES, "a role")

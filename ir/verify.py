@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from .errors import VerificationError
-from .graph import RUN_ONCE, Gradients, Graph, InputRole, Node, Output, OutputRole, Region, Trait
+from .graph import RUN_ONCE, Gradients, Graph, Input, InputRole, Node, Output, OutputRole, Region, Trait
 from .liveness import Timeline, liveness
 from .schedule import Compute, Fetch, Free, Loss, Offload, Schedule, Wait
 from .tiers import Tier
@@ -30,13 +30,14 @@ def verify_graph(graph: Graph) -> None:
             alias; IRC117 an output is missing; IRC118 a gradient belongs to no input; IRC119 an effect does
             not write a parameter, buffer, input or constant; IRC133 a gradient is released wrongly, or the
             reserved bytes are not those of what is released; IRC134 a parameter is read after its gradient
-            was applied; IRC550 a wish is out of place; IRC566 the number of forwards in flight is none, or
-            cannot be.
+            was applied; IRC140 what has a home cannot have one; IRC550 a wish is out of place; IRC566 the
+            number of forwards in flight is none, or cannot be.
     """
     _GraphCheck(graph).run()
     _check_forwards(graph)
     if graph.releases or graph.reserved_bytes:
         _ReleaseCheck(graph).run()
+    _check_homes(graph)
 
 
 def _check_forwards(graph: Graph) -> None:
@@ -46,6 +47,36 @@ def _check_forwards(graph: Graph) -> None:
     if count > 1 and graph.gradients is Gradients.APPLIED:
         message = f"{count} forwards are in flight, and the first backward updates the parameters"
         _fail("IRC566", f"{message} that the others read")
+
+
+def _check_homes(graph: Graph) -> None:
+    """Parameters that the caller is not handed and that only an optimizer writes; states of optimizers."""
+    delivered = {o.value.storage for o in graph.outputs if o.value is not None}
+    entries: dict[Storage, list[Input]] = {}
+    for entry in graph.inputs:
+        entries.setdefault(entry.value.storage, []).append(entry)
+    written = {n.operands[0].storage for n in graph.nodes if Trait.EFFECT in n.traits and n.releases is None}
+    applied = {n.operands[0]: n for n in graph.nodes if n.releases is Gradients.APPLIED}
+    first = {entry.target: entry.value for entry in graph.inputs if entry.role is InputRole.PARAMETER}
+    seen: set[Storage] = set()
+    for home in graph.homes:
+        what = f"the state of {home.parameter}" if home.is_state else f"parameter {home.parameter}"
+        names = entries.get(home.storage, [])
+        if home.storage in seen:
+            _fail("IRC140", f"{what} has two homes")
+        seen.add(home.storage)
+        if not home.value.type.is_dense or home.value.type.nbytes > home.storage.nbytes:
+            _fail("IRC140", f"{what} has a home in {home.tier}, and is not one block of memory")
+        if home.is_state:
+            node = applied.get(first[home.parameter]) if home.parameter in first else None
+            if names or node is None or dict(node.keywords).get("moving_bytes") != home.storage.nbytes:
+                _fail("IRC140", f"{what} has a home in {home.tier}, and no optimizer has so much of it")
+        elif home.value not in [entry.value for entry in names if entry.target == home.parameter]:
+            _fail("IRC140", f"{what} has a home in {home.tier}, and the graph has no such parameter")
+        elif any(e.role is not InputRole.PARAMETER or e.value.type != home.value.type for e in names):
+            _fail("IRC140", f"{what} has a home in {home.tier}, and shares its memory with something else")
+        elif home.storage in delivered or home.storage in written:
+            _fail("IRC140", f"{what} has a home in {home.tier}, and is delivered to the caller or written")
 
 
 class _GraphCheck:
@@ -67,6 +98,10 @@ class _GraphCheck:
             self.allocated.add(entry.value.storage)
             if entry.role is InputRole.TANGENT:
                 self.after_loss.add(entry.value)
+        for home in self.graph.homes:
+            if home.is_state:
+                self.write(home.value, None)
+                self.allocated.add(home.storage)
         backward: Node | None = None
         if len({wish.by for wish in self.graph.wishes}) < len(self.graph.wishes):
             _fail("IRC550", "two wishes are by the same")
@@ -291,16 +326,17 @@ def verify_schedule(
 
     Raises:
         VerificationError: IRC120 a storage is read while it is not resident; IRC121 a storage may not be
-            freed here; IRC122 a node may not retain a storage; IRC123 a node that cannot be recomputed does
-            not run exactly once; IRC124 random nodes, effects and their readers run out of order; IRC125 not
-            forward, one loss, backward, or a node that no schedule runs; IRC126 an output or gradient is
-            missing; IRC127 a storage is left over; IRC128 the peak is over the budget; IRC129 the peak is
-            not the one claimed; IRC134 an operation reads a parameter after its gradient was applied;
-            IRC135 a storage cannot be copied to a tier here; IRC136 a tier does not hold what is fetched, or
-            it is there already; IRC137 nobody began the copy that is waited for; IRC138 a storage is read or
-            freed while it is copied, or a copy is never waited for; IRC139 there is no such tier, or it is
-            full; IRC551 a node runs again although its results are to be kept; IRC552 a storage stays from
-            forward to backward although it is to be made again.
+            freed here, or not before its home has what it became; IRC122 a node may not retain a storage;
+            IRC123 a node that cannot be recomputed does not run exactly once; IRC124 random nodes, effects
+            and their readers run out of order; IRC125 not forward, one loss, backward, or a node that no
+            schedule runs; IRC126 an output or gradient is missing; IRC127 a storage is left over; IRC128 the
+            peak is over the budget; IRC129 the peak is not the one claimed; IRC134 an operation reads a
+            parameter after its gradient was applied; IRC135 a storage cannot be copied to a tier here, or
+            need not be; IRC136 a tier does not hold what is fetched, or it is there already; IRC137 nobody
+            began the copy that is waited for; IRC138 a storage is read or freed while it is copied, or a copy
+            is never waited for; IRC139 there is no such tier, or it is full; IRC551 a node runs again
+            although its results are to be kept; IRC552 a storage stays from forward to backward although it
+            is to be made again.
     """
     check = _ScheduleCheck(schedule, workspace_bytes, {tier.name: tier.capacity_bytes for tier in tiers})
     timeline = check.run()
@@ -344,6 +380,7 @@ class _ScheduleCheck:
         self.resident: set[Storage] = set(self.static)
         self.static_bytes = sum(storage.nbytes for storage in self.resident) + self.graph.reserved_bytes
         self.static_bytes += (self.graph.forwards_in_flight - 1) * sum(s.nbytes for s in self.inputs)
+        self.static_bytes -= sum(home.storage.nbytes for home in self.graph.homes if home.is_state)
         self.alive_bytes = self.static_bytes
         self.waiting_bytes = 0
         """What a call holds between its forward and its backward."""
@@ -359,16 +396,31 @@ class _ScheduleCheck:
         """The storages of which a copy is under way, either way."""
         self.fetching: set[Storage] = set()
         """Those of them whose numbers are not there yet."""
-        self.stored: dict[Storage, str] = {}
+        self.stored: dict[Storage, str] = {home.storage: home.tier for home in self.graph.homes}
         """The tier that holds, or is being given, a copy."""
+        self.changed: set[Storage] = set()
+        """What has a home, and is other there than on the device."""
         self.last_fetch = {i.storage: k for k, i in enumerate(self.instructions) if isinstance(i, Fetch)}
         self.held_bytes = dict.fromkeys(capacity_bytes, 0)
+        for home in self.graph.homes:
+            self.hold(home.storage, home.tier)
 
     def describe_graph(self) -> None:
         """Who allocates, who overwrites, what stays: derived here from the nodes alone."""
         graph = self.graph
         self.tangents = {i.value.storage for i in graph.inputs if i.role is InputRole.TANGENT}
+        self.homes = {home.storage: home.tier for home in graph.homes}
+        targets = {i.value: i.target for i in graph.inputs if i.role is InputRole.PARAMETER}
+        states = {home.parameter: home.storage for home in graph.homes if home.is_state}
+        self.changes: dict[Node, set[Storage]] = {}
+        """What has a home and is changed by the step of an optimizer."""
+        for node in graph.nodes:
+            if node.releases is Gradients.APPLIED:
+                parameter = node.operands[0]
+                touched = {parameter.storage, states.get(targets[parameter], parameter.storage)}
+                self.changes[node] = touched & self.homes.keys()
         self.static = {i.value.storage for i in graph.inputs if i.role is not InputRole.TANGENT}
+        self.static -= self.homes.keys()
         self.delivered = {o.value.storage for o in graph.outputs if o.value is not None}
         shared = {i.value.storage for i in graph.inputs if i.role is not InputRole.INPUT}
         self.inputs = self.static - self.tangents - shared
@@ -385,6 +437,7 @@ class _ScheduleCheck:
                 self.effects_behind.update((value, behind) for value in node.values if behind)
                 continue
             storages = {value.storage for value in node.values} - self.static - self.tangents
+            storages -= self.homes.keys()
             self.allocates[node] = {s for s in storages if self.producer.setdefault(s, node) is node}
             if Trait.EFFECT in node.traits:
                 target = node.operands[0].storage
@@ -475,8 +528,15 @@ class _ScheduleCheck:
         self.ran.add(node)
         if node.releases is Gradients.APPLIED:
             self.applied[node.operands[0].storage] = node
+            self.changed |= self.changes[node]
 
     def operands(self, node: Node) -> None:
+        for storage in _by_name(frozenset(self.changes.get(node, ()))):
+            if storage not in self.resident:
+                self.fail("IRC120", f"{node.name} changes {_show(storage)}, which is not resident", node)
+            if storage in self.fetching:
+                message = f"{node.name} changes {_show(storage)} before its copy has arrived"
+                self.fail("IRC138", message, node)
         for value in node.operands:
             if value.storage not in self.resident:
                 message = f"{node.name} reads {value} in {_show(value.storage)}, which is not resident"
@@ -527,6 +587,9 @@ class _ScheduleCheck:
             self.fail("IRC121", f"{_show(storage)} is freed, but not resident", producer)
         if storage in self.copying:
             self.fail("IRC138", f"{_show(storage)} is freed before its copy has ended", producer)
+        if storage in self.changed:
+            message = f"{_show(storage)} is freed, and {self.homes[storage]} does not have what it became"
+            self.fail("IRC121", message, producer)
         self.during_bytes.append(self.alive_bytes)
         self.resident.remove(storage)
         self.alive_bytes -= storage.nbytes
@@ -534,6 +597,8 @@ class _ScheduleCheck:
     def offload(self, storage: Storage, tier: str) -> None:
         self.during_bytes.append(self.alive_bytes)
         producer = self.producer.get(storage)
+        if storage in self.homes:
+            return self.offload_home(storage, tier)
         if storage not in self.resident or storage not in self.graph.copyable_storages:
             message = f"{_show(storage)} cannot be copied to {tier}: {self.why_fixed(storage)}"
             self.fail("IRC135", message, producer)
@@ -541,6 +606,23 @@ class _ScheduleCheck:
             self.fail("IRC135", f"{_show(storage)} is copied to {tier}, but was copied before", producer)
         self.copying.add(storage)
         self.stored[storage] = tier
+        self.hold(storage, tier)
+
+    def offload_home(self, storage: Storage, tier: str) -> None:
+        if storage not in self.changed or storage in self.copying or tier != self.homes[storage]:
+            message = f"{_show(storage)} cannot be copied to {tier}: {self.why_home(storage)}"
+            self.fail("IRC135", message)
+        self.copying.add(storage)
+
+    def why_home(self, storage: Storage) -> str:
+        home = self.homes[storage]
+        if storage in self.copying:
+            return f"it is being copied to its home in {home}"
+        return f"its home is in {home}" if storage in self.changed else f"it is in {home} as it is here"
+
+    def hold(self, storage: Storage, tier: str) -> None:
+        """A tier holds one more."""
+        producer = self.producer.get(storage)
         if tier not in self.capacity_bytes:
             self.fail("IRC139", f"{_show(storage)} is copied to {tier}, and there is no such tier", producer)
         self.held_bytes[tier] += storage.nbytes
@@ -576,6 +658,11 @@ class _ScheduleCheck:
                 "IRC137", f"nothing copies {_show(storage)}, and it is waited for", self.producer.get(storage)
             )
         self.copying.remove(storage)
+        if storage in self.homes:
+            if storage not in self.fetching:
+                self.changed.discard(storage)
+            self.fetching.discard(storage)
+            return
         self.fetching.discard(storage)
         if self.last_fetch.get(storage, -1) < self.step:
             self.held_bytes[self.stored.pop(storage)] -= storage.nbytes
@@ -597,7 +684,8 @@ class _ScheduleCheck:
 
     def crossing(self) -> None:
         """Refuses what stays for backward against a wish."""
-        for storage in _by_name(frozenset(self.resident - self.static - self.delivered)):
+        made = self.resident - self.static - self.delivered - self.homes.keys()
+        for storage in _by_name(frozenset(made)):
             node = self.producer[storage]
             wish = node.wish
             if wish is not None and wish.policy is Policy.RECOMPUTE and not node.traits & RUN_ONCE:

@@ -5,6 +5,7 @@ from .checkpointing import CheckpointProblem, Repeats, Simulated
 from .cost import Cost
 from .costs import Costs, analytic_costs
 from .hold_forwards import HoldForwards
+from .homes import HOMED
 from .machines import MACHINES, Machine, machine_named
 from .manager import Observer, Pass, PassManager, Timing, parse_passes
 from .offer_tiers import OfferTiers
@@ -17,6 +18,7 @@ from .select_checkpoints import STRATEGIES, SelectCheckpoints, minimum_budget
 from .split_convolutions import SplitConvolutions
 
 __all__ = [
+    "HOMED",
     "MACHINES",
     "STRATEGIES",
     "CheckpointProblem",

@@ -67,7 +67,7 @@ def certify(
     overhead = max(found.best.seconds / step - 1, 0.0) if step else 0.0
     bound = min(found.bound_seconds / step, overhead) if step else 0.0
     times = step_times(found.best.schedule, problem.costs.seconds, tiers)
-    decisions = _decisions(problem, found.best, times)
+    decisions = _decisions(problem, found.best, times) | _homes(problem, found.best.schedule, times)
     there = liveness(found.best.schedule, problem.costs.workspace_bytes, with_gradients=True)
     return Plan(
         budget_bytes=budget_bytes,
@@ -92,6 +92,7 @@ def certify(
         peak_with_gradients_bytes=there.peak_bytes,
         tiers=tuple(_uses(found.best.schedule, times, tiers)),
         exposed_seconds=max(found.best.seconds - times.compute_seconds, 0.0) if times.copies else 0.0,
+        homed_bytes=sum(home.storage.nbytes for home in problem.graph.homes),
     )
 
 
@@ -147,6 +148,34 @@ def _decisions(problem: CheckpointProblem, simulated: Simulated, times: StepTime
             _deciding(node, action),
         )
     return decisions
+
+
+def _homes(problem: CheckpointProblem, schedule: Schedule, times: StepTimes) -> dict[Storage, Decision]:
+    """The decision for each parameter and state of an optimizer that lives in a tier."""
+    found: dict[Storage, Decision] = {}
+    for home in problem.graph.homes:
+        copies = [copy for copy in times.copies if copy.storage is home.storage]
+        fetched = sum(copy.direction is Direction.IN for copy in copies)
+        written = "written back once" if len(copies) > fetched else "not changed"
+        waited = sum(
+            end - start
+            for step, start, end in zip(
+                schedule.instructions, times.start_seconds, times.end_seconds, strict=True
+            )
+            if isinstance(step, Wait) and step.storage is home.storage
+        )
+        what = f"optimizer state of {home.parameter}" if home.is_state else f"parameter {home.parameter}"
+        found[home.storage] = Decision(
+            home.storage.name,
+            what,
+            home.storage.nbytes,
+            "swap",
+            0,
+            0.0,
+            f"lives in {home.tier}: copied to the device {_times(fetched)} and {written}, "
+            f"{_milliseconds(waited)} waited for",
+        )
+    return found
 
 
 def _deciding(node: Node, action: str) -> str:

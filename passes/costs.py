@@ -40,11 +40,13 @@ class StepCost:
         state_bytes: What it keeps from step to step, on the parameter's device.
         workspace_bytes: What a step takes from the allocator beyond that while it runs.
         seconds: Time of one step.
+        moving_bytes: The part of the state in tensors that are large enough to live in a tier.
     """
 
     state_bytes: int = 0
     workspace_bytes: int = 0
     seconds: float = 0.0
+    moving_bytes: int = 0
 
     @staticmethod
     def of(node: Node) -> StepCost:

@@ -16,9 +16,10 @@ from .exact_swaps import best_with_swaps
 from .frontier import Frontier
 from .schedule_copies import Order, schedule_copies
 from .search import Found, search
+from .staged_ilp import Solved
 from .staged_swaps import SwapRelaxation
 
-__all__ = ["SwapProblem", "improve", "is_tiny", "least_budget", "search_with_copies"]
+__all__ = ["SwapProblem", "bound_with_copies", "improve", "is_tiny", "least_budget", "search_with_copies"]
 
 
 @dataclass(frozen=True)
@@ -183,13 +184,7 @@ def _bound(work: SwapProblem, found: Found, moments: list[int], deadline: float)
     left = deadline - time.monotonic()
     if left <= 0 or found.is_proved(problem, _PROOF_GAP):
         return
-    small_bytes = int(problem.keep_all.peak_bytes * _FREE_PART)
-    relaxation = SwapRelaxation(
-        problem, work.budget_bytes, moments, small_bytes=small_bytes, tiers=work.tiers
-    )
-    solved = relaxation.solve(
-        seconds=min(left / 2, _STAGED_SECONDS), gap=_PROOF_GAP, node_limit=_STAGED_NODES
-    )
+    solved = _relaxed(work, moments, min(left / 2, _STAGED_SECONDS))
     if not solved.is_infeasible:
         found.bound_seconds = max(found.bound_seconds, solved.bound_seconds)
     if solved.resident is not None:
@@ -197,6 +192,29 @@ def _bound(work: SwapProblem, found: Found, moments: list[int], deadline: float)
             idea = work.run(problem.repeats_between(solved.resident))
             if idea is not None:
                 found.offer("joint", idea, work.budget_bytes)
+
+
+def bound_with_copies(work: SwapProblem, *, deadline: float) -> float:
+    """Seconds beyond those of the step's operations that no schedule with copies stays below.
+
+    Args:
+        work: The problem.
+        deadline: `time.monotonic()` at which to stop.
+    """
+    left = deadline - time.monotonic()
+    if left <= 0 or not work.problem.backward:
+        return 0.0
+    solved = _relaxed(work, [len(work.problem.forward)], left)
+    return 0.0 if solved.is_infeasible else max(solved.bound_seconds, 0.0)
+
+
+def _relaxed(work: SwapProblem, moments: list[int], seconds: float) -> Solved:
+    """The staged programme with copies, solved for so long."""
+    small_bytes = int(work.problem.keep_all.peak_bytes * _FREE_PART)
+    relaxation = SwapRelaxation(
+        work.problem, work.budget_bytes, moments, small_bytes=small_bytes, tiers=work.tiers
+    )
+    return relaxation.solve(seconds=seconds, gap=_PROOF_GAP, node_limit=_STAGED_NODES)
 
 
 def least_budget(work: SwapProblem, candidates: Frontier) -> int:

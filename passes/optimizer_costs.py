@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate, islice
 from typing import cast
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..ir import IrcError, TensorType, UnsupportedError, UsageError, Value
+from ..ir import IrcError, TensorType, UnsupportedError, UsageError, Value, allocation_bytes
+from ..ir.optimizer_state import moving_state
 from .costs import StepCost
 from .profile import allocation_levels, made_up, one_thread, run_seconds
 
@@ -148,7 +150,17 @@ def _measured(factory: OptimizerFactory, types: Sequence[TensorType]) -> list[St
         state_bytes = max(held)
         peak_bytes = max(before + level.peak_bytes for before, level in zip(held, steps, strict=False))
         costs.append(StepCost(state_bytes, peak_bytes - state_bytes, best))
-    return costs
+    moving = (_moving_bytes(factory, type) for type in types)
+    return [replace(cost, moving_bytes=nbytes) for cost, nbytes in zip(costs, moving, strict=True)]
+
+
+def _moving_bytes(factory: OptimizerFactory, type: TensorType) -> int:
+    """What the state takes that `moving_state` names."""
+    parameter = _scratch(type)
+    optimizer = optimizer_of(factory, [parameter])
+    _steps(optimizer)
+    moving = moving_state(optimizer, parameter).values()
+    return sum(allocation_bytes(tensor.nbytes, type.device) for tensor in moving)
 
 
 def _best_seconds(factory: OptimizerFactory, type: TensorType) -> float:

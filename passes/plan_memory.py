@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from ..ir import UsageError, parse_budget, verify_schedule
 from .certificate import certify
+from .home_search import HomeSearch
+from .homes import HOMED
 from .joint import SwapProblem, least_budget, search_with_copies
 from .planner import Planner
 from .program import Program
@@ -31,10 +34,43 @@ class PlanMemory(SelectCheckpoints):
             blocks, `swap` copies and computes nothing twice, `recompute` copies nothing. The others are
             those of `select-checkpoints`, which copy nothing.
         time_limit: Seconds for the search; the best schedule so far counts when they are over.
+        home: What may live in the first tier between steps: `params`, `optimizer` or `params+optimizer`. How
+            much of it does is chosen.
+        homed: The names of the storages that do, where they are known. Not part of the text form.
     """
 
     name: ClassVar[str] = "plan-memory"
     strategies: ClassVar[tuple[str, ...]] = (*STRATEGIES, *SWAP_STRATEGIES, "recompute")
+
+    home: str = ""
+    homed: tuple[str, ...] | None = field(default=None, metadata={"in_text": False})
+
+    def check(self) -> None:
+        """Refuses malformed options.
+
+        Raises:
+            UsageError: IRC401 and IRC403 as of `select-checkpoints`; IRC403 for what cannot live in a tier,
+                or with a strategy that does not know homes.
+        """
+        SelectCheckpoints.check(self)
+        unknown = [what for what in self.which if what not in HOMED]
+        if unknown:
+            raise UsageError(
+                "IRC403",
+                f"{unknown[0]!r} is nothing that can live in a tier between steps",
+                help=f"choose of {', '.join(HOMED)}",
+            )
+        if self.which and self.strategy != "auto":
+            raise UsageError(
+                "IRC403",
+                f"strategy {self.strategy} leaves parameters and optimizer state on the device",
+                help="use strategy auto, or leave params and optimizer out of what is swapped",
+            )
+
+    @property
+    def which(self) -> Sequence[str]:
+        """What may live in a tier."""
+        return tuple(filter(None, self.home.split("+")))
 
     def choose(self, planner: Planner, /) -> Program:
         """As `run`, with what the planner knows from other budgets of the same program.
@@ -52,6 +88,8 @@ class PlanMemory(SelectCheckpoints):
                 f"strategy {self.strategy} copies, and there is no tier to copy to",
                 help="offer one: --swap host, or the pass offer-tiers before; or use strategy auto",
             )
+        if self.which:
+            return self._with_homes(planner)
         if not tiers or self.strategy not in ("auto", *SWAP_STRATEGIES):
             return self._without_copies(planner)
         started = time.monotonic()
@@ -65,17 +103,58 @@ class PlanMemory(SelectCheckpoints):
         else:
             found = self._known(planner, work)
             minimum_bytes = found.best.peak_bytes
-        program = planner.program_of(planner.problem)
+        return self._certified(planner, work, found, minimum_bytes, work.floor_bytes, started)
+
+    def _with_homes(self, planner: Planner) -> Program:
+        """The choice where parameters or optimizer state may live in a tier.
+
+        Raises:
+            UsageError: IRC403 where there is no tier; IRC404 where nothing of the graph can live in one.
+            BudgetError: IRC204 when no schedule was found within the budget.
+        """
+        started = time.monotonic()
+        if not planner.program.tiers:
+            raise UsageError(
+                "IRC403",
+                f"{self.home} shall live in a tier, and there is none",
+                help="offer one beside it: --swap disk:/scratch, or the pass offer-tiers before",
+            )
+        budget_bytes = parse_budget(self.budget, planner.baseline_bytes)
+        search = HomeSearch(planner, self.which, budget_bytes, self.homed)
+        if not search.homes and self.homed is None:
+            raise UsageError(
+                "IRC404",
+                f"nothing of this model can live in tier {search.tier.name} as {self.home}",
+                help="optimizer state moves where irc.optimize has optimizer_in_backward= (or --optimizer); "
+                "parameters of 4 KiB and more move, as far as the tier has room for them",
+            )
+        chosen = search.run(started + self.time_limit)
+        if chosen is None:
+            raise over_budget(planner, budget_bytes, search.least_bytes, tiers=planner.program.tiers)
+        work = SwapProblem(chosen.problem, planner.program.tiers, budget_bytes)
+        return self._certified(planner, work, chosen.found, search.least_bytes, search.floor_bytes, started)
+
+    def _certified(
+        self,
+        planner: Planner,
+        work: SwapProblem,
+        found: Found,
+        minimum_bytes: int,
+        floor_bytes: int,
+        started: float,
+    ) -> Program:
+        """The program with a schedule that was found, checked once more, and its certificate."""
+        program = planner.program_of(work.problem)
         assert program.costs is not None
         plan = certify(
-            planner.problem,
+            work.problem,
             work.budget_bytes,
             found,
             baseline_bytes=planner.baseline_bytes,
             minimum_bytes=minimum_bytes,
             seconds=time.monotonic() - started,
-            floor_bytes=work.floor_bytes,
-            tiers=tiers,
+            floor_bytes=floor_bytes,
+            tiers=work.tiers,
         )
         schedule = found.best.schedule
         verify_schedule(
@@ -83,7 +162,7 @@ class PlanMemory(SelectCheckpoints):
             program.costs.workspace_bytes,
             budget_bytes=work.budget_bytes,
             peak_bytes=plan.peak_bytes,
-            tiers=tiers,
+            tiers=work.tiers,
         )
         return replace(program, schedule=schedule, plan=plan)
 

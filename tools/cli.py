@@ -353,9 +353,8 @@ def _model_name(model: str) -> str:
 
 
 def _pipeline(options: argparse.Namespace) -> list[Pass]:
-    from ..passes import PlanMemory, SelectCheckpoints, parse_passes
-    from .optimize import cost_passes, hold_passes
-    from .swap import offer
+    from ..passes import parse_passes
+    from .optimize import choice_passes, cost_passes, hold_passes
 
     if options.passes is not None:
         if options.budget is not None:
@@ -386,14 +385,11 @@ def _pipeline(options: argparse.Namespace) -> list[Pass]:
     if options.budget is None:
         raise UsageError("IRC400", "the budget is missing", help="give --budget 4GiB, or --budget 60%")
     budget = _budget(options.budget)
-    chooser = PlanMemory if options.swap else SelectCheckpoints
-    select = chooser(budget=budget, strategy=options.strategy, time_limit=options.time_limit)
-    offered = [offer(options.swap, options.profile)] if options.swap else []
+    swap = options.swap or None
     return [
         *hold_passes(options.forwards_in_flight),
         *cost_passes(options.profile),
-        *offered,
-        select,
+        *choice_passes(swap, options.profile, budget, options.strategy, options.time_limit),
     ]
 
 

@@ -38,7 +38,7 @@ from ..passes import (
 )
 from ..passes.optimizer_costs import OptimizerFactory
 from .replan import Replanner, choose
-from .swap import device_of, measured, offer, places
+from .swap import device_of, measured, offer, places, what_moves
 
 __all__ = ["Optimized", "cost_passes", "hold_passes", "optimize", "optimize_module"]
 
@@ -134,7 +134,10 @@ def optimize(
         swap: Where tensors may go while a step does not need them: `"host:64GiB"` (pinned memory, for a model
             on a GPU), `"disk:/scratch:200GiB"`, or a list of both, the faster first. The budget stays that of
             the device. Bandwidths are those that `irc machine` measured, or measured now; where `profile`
-            names a machine, that machine's.
+            names a machine, that machine's. With `"params"`, `"optimizer"` or `"params,optimizer"` among
+            them, parameters, and the state of the optimizers in backward, live in the first of these tiers
+            between steps as far as the budget asks for it (a model on the CPU, with a disk). A parameter is
+            still a tensor then, to be read, written and saved between steps: a mapping of its place there.
         plans: How many plans are kept; the least recently used one is given up. 1 refuses other calls than
             the example.
         dynamic: `"batch"` says that the example has the largest batch: calls that differ from it in the first
@@ -156,10 +159,7 @@ def optimize(
     *before, cost = cost_passes(profile)
     release = _release_passes(accumulate_gradients, optimizer_in_backward)
     hold = hold_passes(forwards_in_flight, optimizer_in_backward)
-    chooser = SelectCheckpoints if swap is None else PlanMemory
-    select = chooser(budget=budget, strategy=strategy, time_limit=time_limit)
-    offered = [] if swap is None else [offer(swap, profile)]
-    passes = [*before, *release, *hold, cost, *offered, select]
+    passes = [*before, *release, *hold, cost, *choice_passes(swap, profile, budget, strategy, time_limit)]
     given = cast(object, example_args)
     if not isinstance(given, Tensor | tuple | list):
         raise UsageError(
@@ -230,6 +230,25 @@ def cost_passes(profile: bool | str | None) -> list[Pass]:
         return [SplitConvolutions(transpose=profile == "cpu"), Cost(profile=profile)]
     measuring = Cost(profile="cpu") if profile is False else Cost(repeats=8 if profile else 3)
     return [SplitConvolutions(), measuring]
+
+
+def choice_passes(
+    swap: str | Sequence[str] | None,
+    profile: bool | str | None,
+    budget: int | str,
+    strategy: str,
+    time_limit: float,
+) -> list[Pass]:
+    """What chooses a schedule; the arguments are those of `optimize`.
+
+    Raises:
+        UsageError: IRC423 to IRC429 for what is no tier; IRC408 for a machine without such a tier.
+    """
+    if swap is None:
+        return [SelectCheckpoints(budget=budget, strategy=strategy, time_limit=time_limit)]
+    tiers, home = what_moves(swap)
+    select = PlanMemory(budget=budget, strategy=strategy, time_limit=time_limit, home=home)
+    return [offer(tiers, profile), select]
 
 
 def check_options(passes: Sequence[Pass]) -> None:

@@ -5,24 +5,48 @@ from __future__ import annotations
 import timeit
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from ..backends.torch import DiskPlace, HostPlace, TierPlace
-from ..ir import Tier, parse_tiers
-from ..passes import OfferTiers, Pass
+from ..ir import Tier, UsageError, parse_tiers
+from ..passes import HOMED, OfferTiers, Pass
 from .machine import this_machine
 from .measure_tiers import measure_tier, tier_bytes
 
-__all__ = ["device_of", "measured", "offer", "places"]
+__all__ = ["device_of", "measured", "offer", "places", "what_moves"]
+
+
+def what_moves(swap: str | Sequence[str]) -> tuple[list[str], str]:
+    """What `swap` of `irc.optimize` says: the tiers, and `params+optimizer` or the like for what lives there.
+
+    Raises:
+        UsageError: IRC423 where something is to live in a tier and no tier is named.
+    """
+    texts = [swap] if isinstance(swap, str) else [*swap]
+    tiers: list[str] = []
+    homes: list[str] = []
+    for text in texts:
+        words = [word.strip() for word in text.split(",")] if isinstance(cast(object, text), str) else []
+        if words and all(word in HOMED for word in words):
+            homes += words
+        else:
+            tiers.append(text)
+    if homes and not tiers:
+        raise UsageError(
+            "IRC423",
+            f"{' and '.join(dict.fromkeys(homes))} shall live in a tier, and swap= names none",
+            help='name one beside it: ["disk:/scratch:200GiB", "params,optimizer"]',
+        )
+    return tiers, "+".join(word for word in HOMED if word in homes)
 
 
 def offer(swap: str | Sequence[str], profile: bool | str | None) -> OfferTiers:
-    """The pass that offers what `swap` names, with the bandwidths of the machine that a plan is for.
+    """The pass that offers the tiers that `swap` names, with the bandwidths of the machine a plan is for.
 
     Args:
-        swap: As of `irc.optimize`.
+        swap: Tiers, as `what_moves` gives them.
         profile: The same; where it names a machine, that machine's; where it is False, those of the machine
             `cpu`; else those of this machine, see `measured`.
 

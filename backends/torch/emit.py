@@ -13,6 +13,7 @@ from ...ir import (
     Compute,
     Fetch,
     Free,
+    Gradients,
     Graph,
     InputRole,
     Instruction,
@@ -42,7 +43,8 @@ by backward, so that what it holds is freed as backward goes.{partial}{releases}
 _PARTIAL = """
 `given` has bit k where output k has a gradient: what comes from others alone is zero, and not computed."""
 _RELEASES = """
-backward calls `release(name, parameter, gradient)`, which takes the gradient of a parameter."""
+backward calls `release(name, parameter, gradient)`, which takes the gradient of a parameter; with the state
+of its optimizer last, where that comes from a tier."""
 _COPIES = """
 `copies` carries values to other memory and back: `offload(key, value)` and `value = fetch(key)` begin a copy,
 `wait(key)` waits for its end, after which the value may be deleted or read, `drop(key)` gives its copy up."""
@@ -212,7 +214,7 @@ class _Emitter:
         read = {v for i in body if isinstance(i, Compute) for v in self._bases(i.node.operands)}
         read |= set(self._bases(value for value in results if value is not None))
         for index, value in enumerate(values):
-            if value in read:
+            if value in read and value.storage not in self.graph.home_of:
                 yield f"{self._name(value)} = {source}[{index}]"
 
     def _bases(self, values: Iterable[Value]) -> Iterator[Value]:
@@ -236,14 +238,20 @@ class _Emitter:
                         yield f"# {where}"
                     yield from self._compute(node, retained)
                 case Free(storage):
-                    made = dict.fromkeys(
-                        v for v in self.graph.producers[storage].values if v.storage is storage
-                    )
+                    made = dict.fromkeys(self._made(storage))
                     yield f"del {', '.join(self._name(value) for value in made)}"
                 case Offload() | Fetch() | Wait():
                     yield from self._copy(instruction, step)
                 case Loss():
                     raise AssertionError("the loss stands between the two bodies")
+
+    def _made(self, storage: Storage) -> Iterator[Value]:
+        """The values that fill what is freed."""
+        home = self.graph.home_of.get(storage)
+        if home is not None:
+            yield home.value
+        else:
+            yield from (v for v in self.graph.producers[storage].values if v.storage is storage)
 
     def _copy(self, instruction: Offload | Fetch | Wait, step: int) -> Iterator[str]:
         """Copies; the copy in the tier is given up where the last copy of it is waited for."""
@@ -251,7 +259,7 @@ class _Emitter:
         if isinstance(instruction, Wait):
             key = self.copying[storage]
             yield f"copies.wait({key})"
-            if self.last_fetches.get(storage, -1) < step:
+            if storage not in self.graph.home_of and self.last_fetches.get(storage, -1) < step:
                 yield f"copies.drop({key})"
             return
         key = self.copying[storage] = self.keys[storage, instruction.tier]
@@ -284,6 +292,9 @@ class _Emitter:
     # ------------------------------------------------------------------ expressions
 
     def _name(self, value: Value) -> str:
+        home = self.graph.home_of.get(value.storage)
+        if home is not None:  # a parameter under another of its names
+            value = home.value
         if value not in self.names:
             plain = re.sub(r"\W", "_", value.name)
             if not plain or plain[0].isdigit() or keyword.iskeyword(plain):
@@ -312,8 +323,12 @@ class _Emitter:
 
     def _call(self, node: Node) -> str:
         if node.releases is not None:
-            name = next(i.target for i in self.graph.inputs if i.value is node.operands[0])
-            return f"release({name!r}, {', '.join(self._argument(argument) for argument in node.arguments)})"
+            parameter = node.operands[0]
+            name = next(i.target for i in self.graph.inputs if i.value is parameter)
+            arguments = [self._argument(argument) for argument in node.arguments]
+            if parameter.storage in self.graph.state_of and node.releases is Gradients.APPLIED:
+                arguments.append(self._name(self.graph.state_of[parameter.storage].value))
+            return f"release({name!r}, {', '.join(arguments)})"
         arguments = [self._argument(argument) for argument in node.arguments]
         arguments += [f"{key}={self._argument(argument)}" for key, argument in node.keywords]
         return f"{self._operation(node.op)}({', '.join(arguments)})"

@@ -268,10 +268,10 @@ class Plans:
     def _check(self, bound: Bound) -> None:
         program = bound.fitting.program
         self.tiers.check(program.copies)
-        if not program.released:
-            return
-        check_parameters(program, bound.held, self.release)
-        check_deliveries(program, bound.fitting.signature.deliveries)
+        if program.released:
+            check_parameters(program, bound.held, self.release)
+            check_deliveries(program, bound.fitting.signature.deliveries)
+        self.tiers.residents(program.copies, bound.held, self.release.optimizers)
 
     def _guard(self, bound: Bound) -> None:
         """Guards the functions that would come too late for gradients that are applied."""

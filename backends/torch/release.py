@@ -12,17 +12,20 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ...ir import Delivery, Gradients, IrcError, Origin, UnsupportedError, UsageError
+from ...ir.optimizer_state import moving_state
 from .program import Program
+from .swap import State
 
 __all__ = ["Release", "alone", "check_backward", "check_deliveries", "check_parameters"]
 
-Taker = Callable[[str, Tensor, Tensor], None]
-"""Disposes of a gradient: (name of the parameter, parameter, gradient)."""
+Taker = Callable[..., None]
+"""Disposes of a gradient: (name, parameter, gradient), and the `State` of the parameter's optimizer where
+that lives in a tier. The parameter is a copy on the device where it lives in a tier itself."""
 
 
 class Release:
@@ -51,19 +54,28 @@ class Release:
         """
         take = self._apply if program.kind is Gradients.APPLIED else _accumulate
 
-        def taker(name: str, parameter: Tensor, gradient: Tensor) -> None:
+        def taker(name: str, parameter: Tensor, gradient: Tensor, *state: State) -> None:
             depends = program.released[name].depends
             if not depends or depends & given:
-                take(name, parameter, gradient)
+                take(name, parameter, gradient, *state)
 
         return taker
 
-    def _apply(self, name: str, parameter: Tensor, gradient: Tensor) -> None:
-        parameter.grad = gradient
+    def _apply(self, name: str, parameter: Tensor, gradient: Tensor, state: State | None = None) -> None:
+        """Takes the step. What lives in a tier is then what came of it here, until that is copied back."""
+        optimizer = self.optimizers[name]
+        held = _held(optimizer)
+        if held is not parameter:
+            held.data = parameter
+        if state is not None:
+            optimizer.state[held].update(state.tensors)
+        held.grad = gradient
         try:
-            self.optimizers[name].step()
+            optimizer.step()
         finally:
-            parameter.grad = None
+            held.grad = None
+        if state is not None:
+            state.tensors = moving_state(optimizer, held)
 
 
 def alone(release: Release | None) -> contextlib.AbstractContextManager[Any]:
@@ -131,7 +143,7 @@ def check_deliveries(program: Program, deliveries: Iterable[Delivery]) -> None:
             )
 
 
-def _held(optimizer: Optimizer) -> Tensor:
+def _held(optimizer: Optimizer) -> nn.Parameter:
     return optimizer.param_groups[0]["params"][0]
 
 

@@ -18,7 +18,7 @@ from .hooks import refuse_missing_gradients, refuse_saved_tensor_hooks
 from .in_flight import InFlight
 from .program import Program
 from .release import Release, alone, check_backward, check_parameters
-from .swap import Session, Tiers
+from .swap import Session, State, Tiers
 from .transforms import refuse_batches, refuse_second_derivatives, refuse_transforms
 
 __all__ = ["run_step"]
@@ -56,8 +56,16 @@ def run_step(
     if release is not None:
         check_parameters(program, inputs.__getitem__, release)
     differentiable = (inputs[index] for index in program.differentiable)
-    session = (tiers or Tiers()).session(program.copies) if program.copies else None
+    session = _session(tiers or Tiers(), program, inputs, release) if program.copies else None
     return _Step.apply(program, inputs, release, in_flight, unused, session, *differentiable)
+
+
+def _session(tiers: Tiers, program: Program, inputs: list[Tensor], release: Release | None) -> Session:
+    """What carries out the copies of a step; what lives in a tier is there then."""
+    optimizers = release.optimizers if release is not None else {}
+    with alone(release):
+        homes = tiers.residents(program.copies, inputs.__getitem__, optimizers)
+    return tiers.session(program.copies, homes)
 
 
 _engine: Any = vars(torch._C)["_autograd"]
@@ -92,7 +100,7 @@ class _Step(torch.autograd.Function):
         ctx.in_flight, ctx.unused, ctx.copies = in_flight, unused, copies
         ctx.versions, ctx.went = versions, frozenset[int]()
         ctx.watched = list[Watched]()
-        ctx.saved_versions = [tensor._version for tensor in saved]
+        ctx.saved_versions = [_version(value) for value in saved]
         ctx.set_materialize_grads(False)
         planned = enumerate(zip(outputs, program.tangents, strict=True))
         ctx.mark_non_differentiable(*(o for k, (o, t) in planned if t is None and k not in unused))
@@ -232,10 +240,15 @@ def _check_unchanged(program: Program, inputs: list[Tensor], versions: list[tupl
         )
 
 
+def _version(saved: Tensor | State) -> int:
+    """How often a tensor was written; nobody but the step has the state of an optimizer that it holds."""
+    return saved._version if isinstance(saved, Tensor) else 0
+
+
 def _check_outputs_unchanged(saved: list[Tensor], versions: list[int]) -> None:
     """What is saved and is also an output shares its version with it; nobody else can write the others."""
     for tensor, version in zip(saved, versions, strict=True):
-        if tensor._version != version:
+        if _version(tensor) != version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace "
                 f"operation: an output of shape {list(tensor.shape)} is at version {tensor._version}; "

@@ -1,5 +1,6 @@
 """Copies to tiers while steps run: where they go, and who carries them out."""
 
+from .homes import State
 from .places import DiskPlace, FakePlace, HostPlace, TierPlace
 from .session import Session
 from .table import CopiedTensor, CopyTable, copy_table
@@ -13,6 +14,7 @@ __all__ = [
     "FakePlace",
     "HostPlace",
     "Session",
+    "State",
     "TierPlace",
     "Tiers",
     "Traffic",

@@ -1,9 +1,9 @@
 """The disk tier: a scratch file, with a thread for each direction.
 
-Copies go by `pwritev` and `preadv` between the tensor's own memory and the file, and not through a mapping
-of the file: the pages of a mapping count into the memory of the process, a full or failing disk kills the
-process by a signal instead of an error, and a short read cannot be seen. The calls give up Python's lock, and
-nothing is allocated for a copy.
+Copies go by `pwritev` and `preadv` between the tensor's own memory and the file, and not through a mapping of
+the file (what lives there between steps has one, for whoever looks at it then): the pages of a mapping count
+into the memory of the process, a full or failing disk kills the process by a signal instead of an error, and
+a short read cannot be seen. The calls give up Python's lock, and nothing is allocated for a copy.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .memory import bytes_at
 from .places import DiskPlace
 from .scratch import ScratchFile, ScratchRoom
 from .slots import Slot
-from .tier import RunningTier, Ticket
+from .tier import HomeTier, Ticket
 
 __all__ = ["DiskTier"]
 
 
-class DiskTier(RunningTier):
+class DiskTier(HomeTier):
     """A tier on a disk, for tensors in the host's memory.
 
     Args:
@@ -49,6 +49,15 @@ class DiskTier(RunningTier):
     def begin_in(self, slot: Slot[tuple[Range, ...]], tensor: Tensor) -> Ticket:
         """As of any tier."""
         return _begin(_Read, self._in, self._file, tensor, slot)
+
+    def take_home(self, nbytes: int) -> Slot[tuple[Range, ...]]:
+        """As of any tier that things live in."""
+        return self.room.take(nbytes, whole=True)
+
+    def tensor_at(self, slot: Slot[tuple[Range, ...]]) -> Tensor:
+        """The same: a mapping of the file."""
+        (place,) = slot.place
+        return self._file.mapped(place.start, slot.nbytes, slot)
 
 
 def _close(lanes: Iterable[Lane]) -> None:

@@ -13,11 +13,12 @@ import threading
 import weakref
 from collections import deque
 
+import torch
 from torch import Tensor, UntypedStorage
 
 from .places import FakePlace
 from .slots import Room, Slot
-from .tier import RunningTier, Ticket
+from .tier import HomeTier, Ticket
 
 __all__ = ["POISON", "FakeTier"]
 
@@ -38,7 +39,7 @@ class _FakeRoom(Room[_Memory]):
         pass
 
 
-class FakeTier(RunningTier):
+class FakeTier(HomeTier):
     """A tier in memory whose copies are late.
 
     Args:
@@ -63,6 +64,14 @@ class FakeTier(RunningTier):
         """As of any tier."""
         ctypes.memset(tensor.data_ptr(), POISON, slot.nbytes)
         return self._begin(_FakeCopy(self, tensor.untyped_storage(), tensor.data_ptr(), slot, is_out=False))
+
+    def take_home(self, nbytes: int) -> Slot[_Memory]:
+        """As of any tier that things live in."""
+        return self.room.take(nbytes)
+
+    def tensor_at(self, slot: Slot[_Memory]) -> Tensor:
+        """The same."""
+        return torch.frombuffer(slot.place, dtype=torch.uint8)
 
     def _begin(self, copy: _FakeCopy) -> Ticket:
         if not self.is_late:

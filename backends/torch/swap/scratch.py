@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import tempfile
 from collections.abc import Callable
+
+import torch
+from torch import Tensor
 
 from ....ir import TierError, format_bytes
 from .extents import Extents, Range, in_pages
@@ -15,6 +19,10 @@ __all__ = ["ScratchFile", "ScratchRoom"]
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+
+class _Mapping(mmap.mmap):
+    holder: object
 
 
 class ScratchFile:
@@ -68,6 +76,21 @@ class ScratchFile:
         except OSError as error:
             if error.errno not in _CANNOT_RESERVE:
                 raise self.failed(error, "reserving", nbytes) from error
+
+    def mapped(self, start: int, nbytes: int, holder: object) -> Tensor:
+        """Bytes of the file as a tensor of the host's memory.
+
+        Args:
+            start: The first byte.
+            nbytes: How many.
+            holder: What must stay as long as the tensor does.
+        """
+        first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        if os.fstat(self.number).st_size < start + nbytes:  # where nothing was reserved
+            os.pwrite(self.number, b"\0", start + nbytes - 1)
+        memory = _Mapping(self.number, start + nbytes - first, offset=first)
+        memory.holder = holder
+        return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=start - first)
 
     def write(self, data: memoryview, start: int) -> None:
         """Writes all of `data`.
@@ -139,11 +162,19 @@ class ScratchRoom(Room[tuple[Range, ...]]):
         self._ensure(in_pages(nbytes))
         return self.extents.take(nbytes)
 
+    def _take_whole(self, nbytes: int) -> tuple[Range, ...]:
+        if all(stop - start < in_pages(nbytes) for start, stop in self.extents.free):
+            self._grow(in_pages(nbytes))
+        return self.extents.take(nbytes)
+
     def _ensure(self, nbytes: int) -> None:
         missing = nbytes - self.extents.free_bytes
         if missing > 0:
-            self.file.reserve(self.extents.size_bytes, missing)
-            self.extents.grow(missing)
+            self._grow(missing)
+
+    def _grow(self, nbytes: int) -> None:
+        self.file.reserve(self.extents.size_bytes, nbytes)
+        self.extents.grow(nbytes)
 
     def _give_back(self, place: tuple[Range, ...]) -> None:
         self.extents.give_back(place)

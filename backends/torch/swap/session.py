@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ....ir import TensorType, TierError
+from .homes import Resident
 from .memory import checksum
 from .slots import AnySlot
 from .table import CopiedTensor
@@ -40,10 +42,12 @@ class _Pending:
     Args:
         ticket: What it is waited for by.
         fetched: The tensor that it fills, where its checksum will be compared.
+        then: What is called when it has ended.
     """
 
     ticket: Ticket
     fetched: Tensor | None = None
+    then: Callable[[], None] | None = None
 
 
 class Session:
@@ -54,6 +58,7 @@ class Session:
     Args:
         tensors: What is copied, by key.
         tiers: Where, by name.
+        homes: What of it lives in a tier between steps, by key.
         checks: The names of the tiers whose copies are compared by checksums.
         parent: The session of the call, for a backward after which another one may come: what the parent
             holds stays.
@@ -63,6 +68,7 @@ class Session:
         self,
         tensors: Sequence[CopiedTensor],
         tiers: Mapping[str, RunningTier],
+        homes: Mapping[int, Resident],
         checks: frozenset[str] = frozenset(),
         parent: Session | None = None,
     ) -> None:
@@ -70,22 +76,27 @@ class Session:
         self._pending: dict[int, _Pending] = {}
         self._tensors = tensors
         self._tiers = tiers
+        self._homes = homes
         self._checks = checks
         self._parent = parent
 
     def retained(self) -> Session:
         """A session for one of several backwards of this call."""
-        return Session(self._tensors, self._tiers, self._checks, self)
+        return Session(self._tensors, self._tiers, self._homes, self._checks, self)
 
     # ------------------------------------------------------------------ what the emitted source calls
 
-    def offload(self, key: int, tensor: Tensor) -> None:
-        """Begins to copy a tensor to its tier. It must stay, and stay as it is, until `wait`.
+    def offload(self, key: int, tensor: Any) -> None:
+        """Begins to copy a tensor to its tier, or what `fetch` gave. It must stay as it is until `wait`.
 
         Raises:
             TierError: IRC577 when the tier is full; IRC570 or IRC572 when its disk is, or fails; IRC578 when
                 the tensor does not fill its memory.
         """
+        if key in self._homes:
+            home = self._homes[key]
+            self._pending[key] = _Pending(home.offload(tensor), then=home.arrived)
+            return
         copied = self._tensors[key]
         tier = self._tiers[copied.tier]
         _refuse_scattered(tensor, copied)
@@ -95,8 +106,15 @@ class Session:
         self._pending[key] = _Pending(tier.begin_out(tensor, slot))
         tier.count(out_bytes=copied.nbytes)
 
-    def fetch(self, key: int) -> Tensor:
-        """Begins to copy a tensor back. It may be read after `wait`, and not be let go of before."""
+    def fetch(self, key: int) -> Any:
+        """Begins to copy a tensor back, or what lives in a tier; a `State` is one of several tensors.
+
+        It may be read after `wait`, and not be let go of before.
+        """
+        if key in self._homes:
+            there, ticket = self._homes[key].fetch()
+            self._pending[key] = _Pending(ticket)
+            return there
         copied = self._tensors[key]
         tier, stored = self._tiers[copied.tier], self._held(key)
         dtype: torch.dtype = getattr(torch, copied.type.dtype.value)
@@ -125,6 +143,8 @@ class Session:
         self._tiers[copied.tier].count(waited_seconds=time.perf_counter() - started)
         if pending.fetched is not None:
             self._compare(key, pending.fetched)
+        if pending.then is not None:
+            pending.then()
 
     def drop(self, key: int) -> None:
         """Gives up the copy in the tier."""

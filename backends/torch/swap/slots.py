@@ -74,8 +74,12 @@ class Room(ABC, Generic[Place]):
             self._collect()
             self._prepare(nbytes, count)
 
-    def take(self, nbytes: int) -> Slot[Place]:
+    def take(self, nbytes: int, *, whole: bool = False) -> Slot[Place]:
         """A slot.
+
+        Args:
+            nbytes: Of the copy.
+            whole: Whether it must be in one piece.
 
         Raises:
             TierError: IRC577 when the tier is full; IRC570 when what it is made of is.
@@ -90,7 +94,7 @@ class Room(ABC, Generic[Place]):
                     help="let go of outputs that need no backward, or give the tier room for all forwards "
                     "that are in flight",
                 )
-            place = self._take(nbytes)
+            place = self._take_whole(nbytes) if whole else self._take(nbytes)
             self._held_bytes += nbytes
         return Slot(place, nbytes, self._returned)
 
@@ -106,6 +110,10 @@ class Room(ABC, Generic[Place]):
     @abstractmethod
     def _take(self, nbytes: int) -> Place:
         """As `take`, with the lock."""
+
+    def _take_whole(self, nbytes: int) -> Place:
+        """The same in one piece."""
+        return self._take(nbytes)
 
     @abstractmethod
     def _give_back(self, place: Place) -> None:

@@ -5,9 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ....ir import Fetch, Offload, Schedule, Storage, TensorType, Value, stored_bytes
+from ....ir import Fetch, InputRole, Offload, Schedule, Storage, TensorType, Value, stored_bytes
 
-__all__ = ["CopiedTensor", "CopyTable", "copied_value", "copy_keys", "copy_table", "last_fetches"]
+__all__ = ["CopiedTensor", "CopyTable", "HomeOf", "copied_value", "copy_keys", "copy_table", "last_fetches"]
+
+
+@dataclass(frozen=True, slots=True)
+class HomeOf:
+    """Whose home a copied tensor lives in.
+
+    Args:
+        parameter: The parameter's name.
+        index: Its place among the static inputs.
+        tied: The places of the same parameter under other names.
+        is_state: Whether it is the state of its optimizer.
+    """
+
+    parameter: str
+    index: int
+    tied: tuple[int, ...]
+    is_state: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +35,13 @@ class CopiedTensor:
         name: Of its value in the graph.
         tier: Where it goes.
         type: What it is made as; it fills its storage.
+        home: Whose it is, where it lives in the tier between steps.
     """
 
     name: str
     tier: str
     type: TensorType
+    home: HomeOf | None = None
 
     @property
     def nbytes(self) -> int:
@@ -36,7 +55,7 @@ class CopyTable:
 
     Args:
         tensors: By key.
-        peak_bytes: For each tier, the most that one call lays there at once.
+        peak_bytes: For each tier, the most that one call lays there at once, beside what lives there.
     """
 
     tensors: tuple[CopiedTensor, ...] = ()
@@ -49,6 +68,8 @@ class CopyTable:
 def copied_value(schedule: Schedule, storage: Storage) -> Value:
     """The one value that fills a storage which is copied."""
     graph = schedule.graph
+    if storage in graph.home_of:
+        return graph.home_of[storage].value
     assert storage in graph.copyable_storages, f"{storage} cannot be copied"
     return next(value for value in graph.producers[storage].values if value.storage is storage)
 
@@ -61,11 +82,24 @@ def copy_keys(schedule: Schedule) -> dict[tuple[Storage, str], int]:
 
 def copy_table(schedule: Schedule) -> CopyTable:
     """The copies of a schedule."""
-    copied = ((copied_value(schedule, storage), tier) for storage, tier in copy_keys(schedule))
-    return CopyTable(
-        tuple(CopiedTensor(value.name, tier, value.type) for value, tier in copied),
-        {tier: max(nbytes) for tier, nbytes in stored_bytes(schedule).items()},
-    )
+    graph = schedule.graph
+    statics = [entry for entry in graph.inputs if entry.role is not InputRole.TANGENT]
+    places = {e.target: k for k, e in enumerate(statics) if e.role is InputRole.PARAMETER}
+    tensors: list[CopiedTensor] = []
+    for storage, tier in copy_keys(schedule):
+        value, home = copied_value(schedule, storage), graph.home_of.get(storage)
+        of = None
+        if home is not None:
+            index = places[home.parameter]
+            mine = statics[index].value.storage
+            tied = (k for k, e in enumerate(statics) if e.value.storage is mine and k != index)
+            of = HomeOf(home.parameter, index, tuple(tied), home.is_state)
+        tensors.append(CopiedTensor(value.name, tier, value.type, of))
+    lives = {home.tier: 0 for home in graph.homes}
+    for home in graph.homes:
+        lives[home.tier] += home.storage.nbytes
+    held = {tier: max(nbytes) - lives.get(tier, 0) for tier, nbytes in stored_bytes(schedule).items()}
+    return CopyTable(tuple(tensors), held)
 
 
 def last_fetches(schedule: Schedule) -> dict[Storage, int]:

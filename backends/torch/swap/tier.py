@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .slots import AnyRoom, AnySlot
 
-__all__ = ["RunningTier", "Ticket", "Traffic"]
+__all__ = ["HomeTier", "RunningTier", "Ticket", "Traffic"]
 
 
 class Ticket(ABC):
@@ -75,3 +75,19 @@ class RunningTier(ABC):
     @abstractmethod
     def begin_in(self, slot: AnySlot, tensor: Tensor) -> Ticket:
         """Begins to copy a slot to a tensor."""
+
+
+class HomeTier(RunningTier):
+    """A tier whose slots are memory that everybody may read and write between steps."""
+
+    @abstractmethod
+    def take_home(self, nbytes: int) -> AnySlot:
+        """A slot that `tensor_at` can show.
+
+        Raises:
+            TierError: As of `Room.take`.
+        """
+
+    @abstractmethod
+    def tensor_at(self, slot: AnySlot) -> Tensor:
+        """The bytes of such a slot, which stays as long as they do."""

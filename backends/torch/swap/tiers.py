@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
+
+from torch.optim import Optimizer
 
 from ....ir import TierError
 from .disk import DiskTier
 from .fake import FakeTier
+from .homes import Homes, Resident
 from .memory import is_checking
 from .pinned import HostTier
 from .places import DiskPlace, FakePlace, HostPlace, TierPlace
@@ -39,6 +42,7 @@ class Tiers:
         self._lock = threading.Lock()
         self._running: dict[str, RunningTier] = {}
         self._process = os.getpid()
+        self._homes = Homes()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Tiers, (self.places,)
@@ -57,9 +61,30 @@ class Tiers:
             if place is None:
                 self._refuse_unknown(copied.tier)
             _refuse_device(place, copied.type.device)
+            if copied.home is not None and isinstance(place, HostPlace):
+                raise TierError(
+                    "IRC575",
+                    f"parameter {copied.home.parameter} cannot live in tier {place.name} ({place.kind}): "
+                    "between steps it is in pinned memory, where a model on CUDA does not look for it",
+                    help="leave params and optimizer out of swap=; activations can go to the host",
+                )
 
-    def session(self, table: CopyTable) -> Session:
+    def residents(
+        self, table: CopyTable, parameter: Callable[[int], Any], optimizers: Mapping[str, Optimizer]
+    ) -> dict[int, Resident]:
+        """What lives in a tier under a plan, see `Homes.residents`; where it does not yet, it is taken there.
+
+        Raises:
+            TierError: As of `session`; IRC577 when a tier has no room for it.
+        """
+        return self._homes.residents(table, parameter, optimizers, self._opened, self._checked(table))
+
+    def session(self, table: CopyTable, homes: Mapping[int, Resident] | None = None) -> Session:
         """What carries out the copies of one call.
+
+        Args:
+            table: Of its program.
+            homes: What `residents` gave.
 
         Raises:
             TierError: IRC576 for a tier that has no place; IRC570 to IRC572 and IRC579 when it cannot be
@@ -67,10 +92,14 @@ class Tiers:
         """
         running = {name: self._opened(name) for name in table.peak_bytes}
         for name, nbytes in table.peak_bytes.items():
-            running[name].room.prepare(nbytes, sum(copied.tier == name for copied in table.tensors))
+            count = sum(copied.tier == name and copied.home is None for copied in table.tensors)
+            running[name].room.prepare(nbytes, count)
+        return Session(table.tensors, running, homes or {}, self._checked(table))
+
+    def _checked(self, table: CopyTable) -> frozenset[str]:
+        """The tiers whose copies are compared."""
         every = is_checking()
-        checks = frozenset(name for name in running if every or self._by_name[name].checks)
-        return Session(table.tensors, running, checks)
+        return frozenset(name for name in table.peak_bytes if every or self._by_name[name].checks)
 
     @property
     def held_bytes(self) -> dict[str, int]:

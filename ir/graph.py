@@ -242,6 +242,11 @@ class Home:
         """What comes and goes."""
         return self.value.storage
 
+    @property
+    def name(self) -> str:
+        """What it is, in words."""
+        return f"optimizer state of {self.parameter}" if self.is_state else f"parameter {self.parameter}"
+
 
 @dataclass(eq=False, frozen=True)
 class Graph:

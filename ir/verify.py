@@ -60,7 +60,7 @@ def _check_homes(graph: Graph) -> None:
     first = {entry.target: entry.value for entry in graph.inputs if entry.role is InputRole.PARAMETER}
     seen: set[Storage] = set()
     for home in graph.homes:
-        what = f"the state of {home.parameter}" if home.is_state else f"parameter {home.parameter}"
+        what = home.name
         names = entries.get(home.storage, [])
         if home.storage in seen:
             _fail("IRC140", f"{what} has two homes")

@@ -5,7 +5,7 @@ from .checkpointing import CheckpointProblem, Repeats, Simulated
 from .cost import Cost
 from .costs import Costs, analytic_costs
 from .hold_forwards import HoldForwards
-from .homes import HOMED
+from .homes import HOMED, homes_in
 from .machines import MACHINES, Machine, machine_named
 from .manager import Observer, Pass, PassManager, Timing, parse_passes
 from .offer_tiers import OfferTiers
@@ -42,6 +42,7 @@ __all__ = [
     "Timing",
     "analytic_costs",
     "carry_over",
+    "homes_in",
     "machine_named",
     "minimum_budget",
     "parse_passes",

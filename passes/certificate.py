@@ -164,10 +164,9 @@ def _homes(problem: CheckpointProblem, schedule: Schedule, times: StepTimes) -> 
             )
             if isinstance(step, Wait) and step.storage is home.storage
         )
-        what = f"optimizer state of {home.parameter}" if home.is_state else f"parameter {home.parameter}"
         found[home.storage] = Decision(
             home.storage.name,
-            what,
+            home.name,
             home.storage.nbytes,
             "swap",
             0,

@@ -57,7 +57,7 @@ class HomeSearch:
         planner: Of a program without homes.
         which: Of `HOMED`.
         budget_bytes: Of the device.
-        names: The storages that are to live in the tier; None where that is to be chosen.
+        names: Of the homes that there are to be; None where that is to be chosen.
     """
 
     planner: Planner
@@ -71,7 +71,7 @@ class HomeSearch:
         left_bytes = self.tier.capacity_bytes
         homes: list[Home] = []
         for home in homes_in(self.tier.name, self.planner.program.graph, self.which):
-            if home.storage.nbytes <= left_bytes and (self.names is None or home.storage.name in self.names):
+            if home.storage.nbytes <= left_bytes and (self.names is None or home.name in self.names):
                 left_bytes -= home.storage.nbytes
                 homes.append(home)
         self.homes = tuple(homes)

@@ -36,7 +36,7 @@ class PlanMemory(SelectCheckpoints):
         time_limit: Seconds for the search; the best schedule so far counts when they are over.
         home: What may live in the first tier between steps: `params`, `optimizer` or `params+optimizer`. How
             much of it does is chosen.
-        homed: The names of the storages that do, where they are known. Not part of the text form.
+        homed: The names of the homes, where they are known. Not part of the text form.
     """
 
     name: ClassVar[str] = "plan-memory"

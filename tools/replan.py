@@ -27,10 +27,12 @@ from ..passes import (
     Observer,
     Pass,
     PassManager,
+    PlanMemory,
     Program,
     ReleaseGradients,
     SelectCheckpoints,
     carry_over,
+    homes_in,
 )
 from ..passes.costs import StepCost
 from ..passes.optimizer_costs import optimizer_of
@@ -159,6 +161,9 @@ def _replanner(known: dict[str, Any]) -> Replanner:
 def _knowing(step: Pass, chosen: Program) -> Pass:
     """A pass with what the first run of the pipeline told: the budget in bytes, and what optimizers take."""
     match step:
+        case PlanMemory() if chosen.plan is not None and step.which:
+            homed = tuple(home.name for home in chosen.graph.homes)
+            return replace(step, budget=chosen.plan.budget_bytes, homed=homed)
         case SelectCheckpoints() if chosen.plan is not None:
             return replace(step, budget=chosen.plan.budget_bytes)
         case ReleaseGradients(optimizer=factory) if factory is not None:
@@ -259,10 +264,20 @@ def _can_run(program: Program, passes: Sequence[Pass], beside: Beside) -> bool:
     budget = next(budgets, None)
     if not isinstance(budget, int):
         return True
-    graphs = (program.graph, *([] if program.original is None else [program.original]))
+    graphs = [program.graph, *([] if program.original is None else [program.original])]
+    graphs = [_with_homes(graph, passes) for graph in graphs]
     return all(
         graph.static_bytes + _largest_bytes(graph) + beside.constants_bytes <= budget for graph in graphs
     )
+
+
+def _with_homes(graph: Graph, passes: Sequence[Pass]) -> Graph:
+    """The graph with what is known to live in a tier."""
+    for step in passes:
+        if isinstance(step, PlanMemory) and step.homed is not None:
+            homes = homes_in("", graph, step.which)
+            return replace(graph, homes=tuple(home for home in homes if home.name in step.homed))
+    return graph
 
 
 def _largest_bytes(graph: Graph) -> int:
@@ -281,6 +296,8 @@ def _with_less(step: Pass, nbytes: int) -> Pass:
 def _carry_over(carried: Program, program: Program, passes: Sequence[Pass]) -> Program | None:
     budgets = [step.budget for step in passes if isinstance(step, SelectCheckpoints)]
     assert len(passes) == 1 and isinstance(budgets[0], int)
+    if carried.graph.homes:
+        return None
     return carry_over(carried, program, budgets[0])
 
 
@@ -317,7 +334,10 @@ def _reserved(graph: Graph) -> dict[str, int]:
     for node in graph.releases:
         parameter, gradient = node.operands
         accumulates = node.releases is Gradients.ACCUMULATED
-        found[names[parameter]] = gradient.storage.nbytes if accumulates else StepCost.of(node).state_bytes
+        nbytes = gradient.storage.nbytes if accumulates else StepCost.of(node).state_bytes
+        if parameter.storage in graph.state_of:
+            nbytes -= graph.state_of[parameter.storage].storage.nbytes
+        found[names[parameter]] = nbytes
     return found
 
 

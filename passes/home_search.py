@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from ..ir import Home, Tier
 from .checkpointing import CheckpointProblem
-from .homes import LoadedProgram, homes_in
+from .homes import LEAST_BYTES, LoadedProgram, homes_in
 from .joint import SwapProblem, bound_with_copies, least_budget, search_with_copies
 from .planner import Planner
 from .prefetch import prefetch
@@ -58,19 +58,22 @@ class HomeSearch:
         which: Of `HOMED`.
         budget_bytes: Of the device.
         names: Of the homes that there are to be; None where that is to be chosen.
+        least_home_bytes: Smaller parameters stay on the device.
     """
 
     planner: Planner
     which: Sequence[str]
     budget_bytes: int
     names: Collection[str] | None = None
+    least_home_bytes: int = LEAST_BYTES
 
     def __post_init__(self) -> None:
         tiers = self.planner.program.tiers
         self.tier = tiers[0]
         left_bytes = self.tier.capacity_bytes
         homes: list[Home] = []
-        for home in homes_in(self.tier.name, self.planner.program.graph, self.which):
+        graph = self.planner.program.graph
+        for home in homes_in(self.tier.name, graph, self.which, least_bytes=self.least_home_bytes):
             if home.storage.nbytes <= left_bytes and (self.names is None or home.name in self.names):
                 left_bytes -= home.storage.nbytes
                 homes.append(home)

@@ -32,21 +32,24 @@ from ..ir import (
     Trait,
     Value,
     Wait,
+    allocation_bytes,
 )
 from .checkpointing import CheckpointProblem
 from .costs import Costs, StepCost
 from .program import Program
 
-__all__ = ["HOMED", "LoadedProgram", "homes_in"]
+__all__ = ["HOMED", "LEAST_BYTES", "LoadedProgram", "homes_in"]
 
 HOMED = ("params", "optimizer")
 """What may live in a tier, as a user names it."""
 
-_LEAST_BYTES = 1 << 12
+LEAST_BYTES = 1 << 12
 """Smaller parameters stay on the device: a copy costs more than it frees."""
 
 
-def homes_in(tier: str, graph: Graph, which: Sequence[str]) -> tuple[Home, ...]:
+def homes_in(
+    tier: str, graph: Graph, which: Sequence[str], *, least_bytes: int = LEAST_BYTES
+) -> tuple[Home, ...]:
     """What of a graph can live in a tier, in the order in which it should: state first, large ones first.
 
     Parameters are copied at least twice in a step, their optimizer's state once each way.
@@ -55,12 +58,13 @@ def homes_in(tier: str, graph: Graph, which: Sequence[str]) -> tuple[Home, ...]:
         tier: The tier's name.
         graph: A training graph.
         which: Of `HOMED`: `optimizer` needs gradients that are applied.
+        least_bytes: Smaller parameters stay on the device.
     """
     found: list[Home] = []
     if "optimizer" in which:
         found += sorted(_states(tier, graph), key=_largest_first)
     if "params" in which:
-        found += sorted(_parameters(tier, graph), key=_largest_first)
+        found += sorted(_parameters(tier, graph, least_bytes), key=_largest_first)
     return tuple(found)
 
 
@@ -68,7 +72,7 @@ def _largest_first(home: Home) -> tuple[int, str]:
     return -home.storage.nbytes, home.parameter
 
 
-def _parameters(tier: str, graph: Graph) -> Iterator[Home]:
+def _parameters(tier: str, graph: Graph, least_bytes: int) -> Iterator[Home]:
     """Parameters alone in their memory, which only optimizers write and which the caller is not handed."""
     fixed = {o.value.storage for o in graph.outputs if o.value is not None}
     fixed |= {n.operands[0].storage for n in graph.nodes if Trait.EFFECT in n.traits and n.releases is None}
@@ -78,8 +82,8 @@ def _parameters(tier: str, graph: Graph) -> Iterator[Home]:
     for storage, names in entries.items():
         first, type = names[0], names[0].value.type
         same = all(entry.role is InputRole.PARAMETER and entry.value.type == type for entry in names)
-        whole = type.is_dense and type.nbytes >= _LEAST_BYTES and storage.nbytes - type.nbytes < _LEAST_BYTES
-        if same and whole and storage not in fixed:
+        whole = type.is_dense and storage.nbytes == allocation_bytes(type.nbytes, type.device)
+        if same and whole and type.nbytes >= least_bytes and storage not in fixed:
             yield Home(first.value, tier, first.target)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import accumulate, islice
 from typing import cast
@@ -140,34 +139,28 @@ def _generator_states(devices: Iterable[str]) -> list[Tensor]:
 def _measured(factory: OptimizerFactory, types: Sequence[TensorType]) -> list[StepCost]:
     """The costs of steps for each type of parameter; the first step makes the state."""
     with one_thread():
-        seconds = [_best_seconds(factory, type) for type in types]
+        timed = [_timed(factory, type) for type in types]
     on_cuda = any(type.device.startswith("cuda") for type in types)
     levels = iter(allocation_levels(_runs(factory, types), on_cuda=on_cuda))
     costs: list[StepCost] = []
-    for best in seconds:
+    for best_seconds, moving_bytes in timed:
         made, *steps = islice(levels, 1 + _STEPS)
         held = list(accumulate((level.left_bytes for level in steps), initial=made.left_bytes))
         state_bytes = max(held)
         peak_bytes = max(before + level.peak_bytes for before, level in zip(held, steps, strict=False))
-        costs.append(StepCost(state_bytes, peak_bytes - state_bytes, best))
-    moving = (_moving_bytes(factory, type) for type in types)
-    return [replace(cost, moving_bytes=nbytes) for cost, nbytes in zip(costs, moving, strict=True)]
+        costs.append(StepCost(state_bytes, peak_bytes - state_bytes, best_seconds, moving_bytes))
+    return costs
 
 
-def _moving_bytes(factory: OptimizerFactory, type: TensorType) -> int:
-    """What the state takes that `moving_state` names."""
+def _timed(factory: OptimizerFactory, type: TensorType) -> tuple[float, int]:
+    """The time of a step, and the bytes of the state that could live in a tier."""
     parameter = _scratch(type)
     optimizer = optimizer_of(factory, [parameter])
     _steps(optimizer)
-    moving = moving_state(optimizer, parameter).values()
-    return sum(allocation_bytes(tensor.nbytes, type.device) for tensor in moving)
-
-
-def _best_seconds(factory: OptimizerFactory, type: TensorType) -> float:
-    optimizer = optimizer_of(factory, [_scratch(type)])
-    _steps(optimizer)
     on_cuda = type.device.startswith("cuda")
-    return min(run_seconds(lambda: _step(optimizer), on_cuda=on_cuda) for _ in range(_STEPS))
+    seconds = min(run_seconds(lambda: _step(optimizer), on_cuda=on_cuda) for _ in range(_STEPS))
+    moving = moving_state(optimizer, parameter).values()
+    return seconds, sum(allocation_bytes(tensor.nbytes, type.device) for tensor in moving)
 
 
 def _runs(factory: OptimizerFactory, types: Iterable[TensorType]) -> Iterator[Callable[[], None]]:

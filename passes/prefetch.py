@@ -1,14 +1,15 @@
 """When what lives in a tier comes and goes: copies of a given schedule, moved from where they are needed.
 
-Each copy to the device is begun as late as it can be and still arrive in time, each copy back is waited for
-once it has ended; both earlier or later where memory allows no more. Copies of other storages stay.
+What is copied to the device again stays between two uses where memory allows that. Each copy to the device is
+begun as late as it can be and still arrive in time, each copy back is waited for once it has ended; later or
+earlier where memory allows no more. Copies of other storages stay where they are.
 """
 
 from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -134,15 +135,34 @@ class _Line:
         self.alive = self.own_bytes.copy()
         for stay in self.stays:
             self.alive[stay.start : stay.stop] += stay.home.storage.nbytes
-        stays = list(self.stays)
+        stays = self._joined()
         ways = (self._leave, self._come) if outs_first else (self._come, self._leave)
         for way in ways:
             stays = way(stays, slack)
         return self._schedule(stays)
 
+    def _joined(self) -> list[_Stay]:
+        """The stays; two of one storage are one where there is memory in between, the nearest first."""
+        found = _by_storage(self.stays)
+        pairs = [pair for mine in found.values() for pair in itertools.pairwise(mine)]
+        for before, after in sorted(pairs, key=lambda pair: pair[1].start - pair[0].stop):
+            mine, nbytes = found[before.home.storage], before.home.storage.nbytes
+            between = self.alive[before.stop : after.start]
+            if not before.changed and (not between.size or int(between.max()) + nbytes <= self.budget_bytes):
+                between += nbytes
+                at = next(k for k, stay in enumerate(mine) if stay.stop == before.stop)
+                first = mine[at]
+                mine[at : at + 2] = [replace(mine[at + 1], start=first.start, read=first.read)]
+        return [stay for mine in found.values() for stay in mine]
+
     def _come(self, stays: Sequence[_Stay], slack: float) -> list[_Stay]:
         """Each copy to the device is begun in time, the one that is needed last first."""
         due = dict.fromkeys(self.tiers, np.inf)
+        gone: dict[tuple[Storage, int], int] = {}
+        """Where each stay's storage was freed before it."""
+        for mine in _by_storage(stays).values():
+            for before, after in itertools.pairwise(mine):
+                gone[after.home.storage, after.read] = before.stop
         found: list[_Stay] = []
         for stay in sorted(stays, key=lambda stay: -stay.read):
             tier, nbytes = self.tiers[stay.home.tier], stay.home.storage.nbytes
@@ -150,6 +170,7 @@ class _Line:
             due_seconds -= slack * tier.copy_seconds(nbytes, Direction.IN)
             due[tier.name] = due_seconds
             wanted = max(bisect.bisect_right(self.start_seconds, due_seconds) - 1, 0)
+            wanted = max(wanted, gone.get((stay.home.storage, stay.read), 0))
             start = stay.start
             while start > wanted and self.alive[start - 1] + nbytes <= self.budget_bytes:
                 start -= 1
@@ -160,6 +181,11 @@ class _Line:
     def _leave(self, stays: Sequence[_Stay], slack: float) -> list[_Stay]:
         """Each copy back is waited for when it has ended, the first one first."""
         free_at = dict.fromkeys(self.tiers, 0.0)
+        starts: dict[tuple[Storage, int], int] = {}
+        """Where each stay's storage comes again after it."""
+        for mine in _by_storage(stays).values():
+            for before, after in itertools.pairwise(mine):
+                starts[before.home.storage, before.read] = after.start
         found: list[_Stay] = []
         for stay in sorted(stays, key=lambda stay: stay.end):
             if stay.changed and stay.end < len(self.steps):
@@ -167,6 +193,7 @@ class _Line:
                 begun = max(self.start_seconds[stay.end], free_at[tier.name])
                 free_at[tier.name] = ends = begun + slack * tier.copy_seconds(nbytes, Direction.OUT)
                 wanted = bisect.bisect_left(self.start_seconds, ends)
+                wanted = min(wanted, starts.get((stay.home.storage, stay.read), wanted))
                 stop = stay.end
                 while stop < wanted and self.alive[stop] + nbytes <= self.budget_bytes:
                     stop += 1
@@ -194,6 +221,14 @@ class _Line:
             found += (Wait(s.home.storage) for s in arriving.get(step, ()))
             found += self.steps[step : step + 1]
         return Schedule(self.graph, tuple(found))
+
+
+def _by_storage(stays: Iterable[_Stay]) -> dict[Storage, list[_Stay]]:
+    """The stays of each storage, in their order."""
+    found: dict[Storage, list[_Stay]] = {}
+    for stay in sorted(stays, key=lambda stay: stay.read):
+        found.setdefault(stay.home.storage, []).append(stay)
+    return found
 
 
 def _freed(stays: Sequence[_Stay]) -> Iterator[Instruction]:

@@ -207,12 +207,12 @@ forward:
   z = op(%x, %a, %b, %c) -> %z: float32[8]{1} @z
 backward:
   own_c = aten.clone.default(%t, memory_format=memory_format(contiguous_format)) -> %own_c: float32[8]{1} @own_c
-  apply_c = irc.apply_gradient(%c, %own_c, state_bytes=64, workspace_bytes=32, seconds=2.0) traits(effect)
+  apply_c = irc.apply_gradient(%c, %own_c, state_bytes=64, workspace_bytes=32, seconds=2.0, moving_bytes=0) traits(effect)
   g = op(%t, %x) -> %g: float32[8]{1} @g
   own_b = aten.clone.default(%g, memory_format=memory_format(contiguous_format)) -> %own_b: float32[8]{1} @own_b
-  apply_b = irc.apply_gradient(%b, %own_b, state_bytes=64, workspace_bytes=32, seconds=2.0) traits(effect)
+  apply_b = irc.apply_gradient(%b, %own_b, state_bytes=64, workspace_bytes=32, seconds=2.0, moving_bytes=0) traits(effect)
   h = op(%g, %a)
-  apply_a = irc.apply_gradient(%a, %g, state_bytes=64, workspace_bytes=32, seconds=2.0) traits(effect)
+  apply_a = irc.apply_gradient(%a, %g, state_bytes=64, workspace_bytes=32, seconds=2.0, moving_bytes=0) traits(effect)
   output %z "0"
   gradient %t "input:0"
   gradient none "parameter:a"

@@ -46,12 +46,19 @@ def homed(graph: Graph, seed: int, tier: Tier = FAR) -> LoadedProgram:
     return LoadedProgram(Program(graph, costs, tiers=(tier,)), homes, tier, 1.0)
 
 
-def homed_schedule(graph: Graph, seed: int, tier: Tier = FAR) -> Schedule:
-    """A valid schedule in which some parameters and states live in a tier, and come and go at random."""
+def homed_schedule(graph: Graph, seed: int, tier: Tier = FAR, *, at_once: bool = False) -> Schedule:
+    """A valid schedule in which some parameters and states live in a tier, and come and go at random.
+
+    Args:
+        graph: A training graph.
+        seed: Of all draws.
+        tier: Where they live.
+        at_once: Whether each operation runs once; else some run again, the results perhaps for nobody.
+    """
     loaded = homed(graph, seed, tier)
     assert loaded.seen.costs is not None
     seen = CheckpointProblem(loaded.seen.graph, loaded.seen.costs)
-    chosen = at_random(seen, random.Random(seed))
+    chosen = seen.keep_all if at_once else at_random(seen, random.Random(seed))
     schedule = loaded.schedule(loaded.problem(seen).graph, chosen.schedule)
     return moved(schedule, seed)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 
 from irc.ir import (
@@ -153,8 +155,9 @@ def test_what_lives_in_a_tier_takes_memory_while_it_is_there() -> None:
         ),
     ],
 )
-def test_a_fault_of_a_schedule_is_found(change: object, code: str, message: str) -> None:
-    assert callable(change)
+def test_a_fault_of_a_schedule_is_found(
+    change: Callable[[Sequence[Instruction]], Sequence[Instruction]], code: str, message: str
+) -> None:
     with pytest.raises(VerificationError, match=message) as caught:
         verify_schedule(Schedule(GRAPH, tuple(change(LINE))), {}, tiers=[DISK])
     assert caught.value.code == code

@@ -97,13 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     optimize.add_argument(
         "--time-limit", type=float, default=60.0, metavar="SECONDS", help="for the search (60)"
     )
-    optimize.add_argument(
-        "--swap",
-        action="append",
-        default=[],
-        metavar="TIER",
-        help="copy to host:64GiB or disk:/scratch:200GiB what the step does not need; may be repeated",
-    )
+    _add_swap(optimize)
     optimize.add_argument(
         "--forwards-in-flight",
         type=int,
@@ -140,11 +134,13 @@ def _parser() -> argparse.ArgumentParser:
     pareto.add_argument(
         "--strategy",
         default="auto",
-        help="auto, ilp, eviction, min-cut, per-block, sqrt-n, every-<k>, keep-all",
+        help="auto, ilp, eviction, min-cut, per-block, sqrt-n, every-<k>, keep-all; "
+        "with --swap also lms, ome, pofo, swap, recompute",
     )
     pareto.add_argument(
         "--time-limit", type=float, default=20.0, metavar="SECONDS", help="for the search at each budget (20)"
     )
+    _add_swap(pareto)
     pareto.set_defaults(command=_pareto)
 
     inspect = commands.add_parser("inspect", help="tensors, sizes, baseline peak, smallest feasible budget")
@@ -200,6 +196,16 @@ def _parser() -> argparse.ArgumentParser:
     _add_verbosity(machine)
     machine.set_defaults(command=_machine)
     return parser
+
+
+def _add_swap(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--swap",
+        action="append",
+        default=[],
+        metavar="TIER",
+        help="copy to host:64GiB or disk:/scratch:200GiB what the step does not need; may be repeated",
+    )
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
@@ -453,11 +459,17 @@ def _pareto(options: argparse.Namespace) -> int:
     source = _source(options)
     given = [] if options.budgets is None else options.budgets.split(",")
     budgets = tuple(_budget(text) for text in given)
+    offered = None
+    if options.swap:
+        from .swap import offer
+
+        offered = offer(options.swap, options.profile)
     if options.restart and options.output is None:
         raise UsageError("IRC400", "--restart without a folder", help="give -o DIR")
     progress = _Progress(options)
     with progress.phase(f"loading {options.model}"):
         from ..frontends.torch import capture
+        from ..ir.nesting import flatten
         from ..passes import PassManager, Program
         from .loading import load, training_loss
         from .optimize import cost_passes
@@ -466,13 +478,14 @@ def _pareto(options: argparse.Namespace) -> int:
         from .pareto_journal import check_folder
         from .pareto_progress import FrontProgress
 
-        sweep = Sweep(options.points, budgets, options.strategy, options.time_limit)
+        sweep = Sweep(options.points, budgets, options.strategy, options.time_limit, offered)
         sweep.check()
         if options.output is not None:
             check_folder(options.output, restart=options.restart)
         loaded = load(source)
         _mark(loaded.module, options)
     with progress.phase("capturing and measuring"):
+        sweep = sweep.measured(loaded.module, flatten(loaded.args)[0])
         captured = capture(loaded.module, loaded.args, loss=training_loss)
         program = PassManager(cost_passes(options.profile), [progress]).run(Program(captured.graph))
     with FrontProgress(shown=progress.shown, verbose=progress.verbose) as bar:

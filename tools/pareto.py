@@ -5,19 +5,32 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 
+from ..backends.torch import check_places
 from ..frontends.torch import Loss, capture
 from ..ir import BudgetError, Plan, TimeLimitError, UsageError, format_bytes, parse_budget
-from ..passes import PassManager, Planner, Program, SelectCheckpoints
+from ..ir.nesting import flatten
+from ..passes import (
+    OfferTiers,
+    PassManager,
+    PlanMemory,
+    Planner,
+    Program,
+    SelectCheckpoints,
+    smallest_budget,
+)
+from ..passes.joint import SwapProblem
 from ..passes.strategies import known_strategies
+from ..passes.swap_strategies import LOOK_AHEADS, SWAP_STRATEGIES, lms_all
 from .optimize import check_options, cost_passes
-from .pareto_front import Front, Known, Point, Refusal, Survey
+from .pareto_front import PROOF_GAP, Front, Known, Point, Refusal, Survey
 from .pareto_journal import Identity, Journal, check_folder
+from .swap import device_of, measured, offer, places
 
 __all__ = ["FrontObserver", "Sweep", "pareto", "trace_front"]
 
@@ -37,26 +50,70 @@ class Sweep:
         budgets: The budgets instead, as for `irc.optimize`.
         strategy: As for `irc.optimize`.
         time_limit: Seconds for the search at each budget.
+        offered: The tiers that plans may copy to; None where nothing is copied.
     """
 
     points: int = _POINTS
     budgets: tuple[int | str, ...] = ()
     strategy: str = "auto"
     time_limit: float = _SECONDS
+    offered: OfferTiers | None = None
 
     def check(self) -> None:
         """Refuses malformed options.
 
         Raises:
             UsageError: IRC440 for the number of points; IRC401 or IRC403 for a budget, the strategy or the
-                time limit.
+                time limit; as `OfferTiers` for the tiers.
         """
         points = cast(object, self.points)
         if not isinstance(points, int) or isinstance(points, bool) or points < 2:
             raise UsageError("IRC440", f"a front of {points!r} points", help="give 2 points or more")
         for budget in self.budgets:
             parse_budget(budget)
-        SelectCheckpoints(strategy=self.strategy, time_limit=self.time_limit).check()
+        self.chooser("100%").check()
+        if self.offered is not None:
+            self.offered.check()
+
+    def chooser(self, budget: int | str) -> SelectCheckpoints:
+        """The pass that plans within a budget."""
+        kind = SelectCheckpoints if self.offered is None else PlanMemory
+        return kind(budget, self.strategy, self.time_limit)
+
+    @property
+    def copies(self) -> bool:
+        """Whether plans copy to tiers, and bounds hold for schedules that do."""
+        return self.offered is not None and self.strategy in ("auto", *SWAP_STRATEGIES)
+
+    @property
+    def swap(self) -> tuple[str, ...]:
+        """The tiers as they were asked for."""
+        return () if self.offered is None else tuple(map(str, self.offered.requests()))
+
+    @property
+    def tiers(self) -> str:
+        """The tiers as text, to tell fronts apart; how fast those of this machine are differs by run."""
+        described = () if self.offered is None or not self.offered.machine else self.offered.offered()
+        return " ".join((*self.swap, *map(str, described)))
+
+    def measured(self, model: nn.Module, leaves: Sequence[Any]) -> Sweep:
+        """The same, with the tiers of this machine measured where those are offered.
+
+        Args:
+            model: What would copy.
+            leaves: What its arguments hold.
+
+        Raises:
+            TierError: IRC571, IRC575 or IRC579 for a tier that the model cannot copy to.
+            UsageError: IRC419 for a tier that cannot be measured.
+        """
+        if self.offered is None:
+            return self
+        device = device_of(model, leaves)
+        check_places(places([self.offered], device), {str(device)})
+        (offered,) = measured([self.offered], device)
+        assert isinstance(offered, OfferTiers)
+        return replace(self, offered=offered)
 
     def budget_bytes(self, minimum_bytes: int, baseline_bytes: int) -> tuple[int, ...]:
         """The budgets in bytes, the largest first."""
@@ -99,6 +156,7 @@ def pareto(
     time_limit: float = _SECONDS,
     profile: bool | str | None = None,
     loss: Loss | None = None,
+    swap: str | Sequence[str] | None = None,
     folder: str | os.PathLike[str] | None = None,
     restart: bool = False,
 ) -> Front:
@@ -116,8 +174,10 @@ def pareto(
         time_limit: Seconds for the search at each budget.
         profile: As for `irc.optimize`.
         loss: As for `irc.optimize`.
+        swap: As for `irc.optimize`: each point may copy to these tiers, and its bound is over all schedules
+            that do. The smallest budget is the smallest one with copies.
         folder: Where each point is written as soon as it is found, and the front at the end. The same call
-            goes on where an earlier one was interrupted.
+            goes on where an earlier one was interrupted, with the tiers as that one measured them.
         restart: Whether to begin anew in a folder that has points already.
 
     Returns:
@@ -125,11 +185,13 @@ def pareto(
 
     Raises:
         BudgetError: IRC443 when the model fits in none of `budgets`.
+        TierError: As for `irc.optimize`.
         TimeLimitError: IRC444 when the time limit ended before any plan was found.
         UnsupportedError: As for `irc.optimize`.
         UsageError: IRC440 for `points`; IRC441, IRC442 or IRC446 for `folder`; as for `irc.optimize`.
     """
-    sweep = Sweep(points, tuple(budgets), strategy, time_limit)
+    offered = None if swap is None else offer(swap, profile)
+    sweep = Sweep(points, tuple(budgets), strategy, time_limit, offered)
     sweep.check()
     passes = cost_passes(profile)
     check_options(passes)
@@ -137,6 +199,7 @@ def pareto(
     target = None if folder is None else Path(folder)
     if target is not None:
         check_folder(target, restart=restart)
+    sweep = sweep.measured(model, flatten((args, example_kwargs))[0])
     captured = capture(model, args, example_kwargs, loss=loss)
     program = PassManager(passes).run(Program(captured.graph))
     return trace_front(program, type(model).__name__, sweep, folder=target, restart=restart)
@@ -173,7 +236,7 @@ def trace_front(
     Args:
         program: A graph and its costs.
         model: The model's name.
-        sweep: Which budgets, and how they are planned.
+        sweep: Which budgets, and how they are planned; tiers of this machine are measured.
         folder: As for `pareto`.
         restart: As for `pareto`.
         observer: Told of each budget.
@@ -183,9 +246,11 @@ def trace_front(
         IrcError: As for `pareto`.
     """
     sweep.check()
-    journal = Journal.open(folder, Identity.of(program, str(sweep)), restart=restart)
-    planner = Planner(program)
-    if journal.survey is None:
+    journal = Journal.open(folder, Identity.of(program, str(sweep), sweep.tiers), restart=restart)
+    if journal.survey is not None:
+        planner = Planner(replace(program, tiers=journal.survey.tiers))  # not as they are measured now
+    else:
+        planner = Planner(program if sweep.offered is None else sweep.offered.run(program))
         journal.begin(_survey(planner, sweep))
     survey = journal.survey
     assert survey is not None
@@ -220,8 +285,8 @@ def _plan_within(
         observer.before(budget_bytes)
     started = time.monotonic()
     try:
-        plan = _plan(planner, SelectCheckpoints(budget_bytes, sweep.strategy, sweep.time_limit))
-        outcome = _point(plan)
+        plan = _plan(planner, sweep.chooser(budget_bytes))
+        outcome = _point(plan, is_bound=sweep.copies or sweep.offered is None)
     except (BudgetError, TimeLimitError) as error:
         outcome = Refusal(budget_bytes, error.code, error.message, time.monotonic() - started)
     if observer is not None:
@@ -235,17 +300,21 @@ def _plan(planner: Planner, select: SelectCheckpoints) -> Plan:
     return plan
 
 
-def _point(plan: Plan) -> Point:
+def _point(plan: Plan, *, is_bound: bool) -> Point:
+    """A plan as a point; what was proved of schedules without copies says nothing where there are tiers."""
+    bound = plan.lower_bound_overhead if is_bound else 0.0
     return Point(
         budget_bytes=plan.budget_bytes,
         peak_bytes=plan.peak_bytes,
         seconds=plan.step_seconds * (1 + plan.overhead),
         overhead=plan.overhead,
-        bound=plan.lower_bound_overhead,
-        proved=plan.proven_optimal,
+        bound=bound,
+        proved=plan.overhead - bound <= PROOF_GAP,
         strategy=plan.strategy,
         found_at_bytes=plan.budget_bytes,
         plan_seconds=plan.seconds_to_plan,
+        tiers=plan.tiers,
+        exposed_seconds=plan.exposed_seconds,
     )
 
 
@@ -256,33 +325,44 @@ def _survey(planner: Planner, sweep: Sweep) -> Survey:
         BudgetError: IRC443 when all budgets are below the smallest feasible one.
     """
     baseline = _plan(planner, SelectCheckpoints(_EVERY_SCHEDULE, "keep-all", time_limit=0))
+    work = SwapProblem(planner.problem, planner.program.tiers, baseline.baseline_peak_bytes)
     minimum_bytes = planner.minimum_bytes(is_thorough=True)
+    if sweep.copies:
+        minimum_bytes = min(minimum_bytes, smallest_budget(planner))
     budgets = sweep.budget_bytes(minimum_bytes, baseline.baseline_peak_bytes)
     if budgets[0] < minimum_bytes:
         raise BudgetError(
             "IRC443",
-            f"a training step needs {format_bytes(minimum_bytes)} ({minimum_bytes} bytes) at least; the "
-            f"largest budget is {format_bytes(budgets[0])} ({budgets[0]} bytes)",
+            f"a training step needs {format_bytes(minimum_bytes)} ({minimum_bytes} bytes) at least"
+            f"{_with_copies(planner, sweep)}; the largest budget is {format_bytes(budgets[0])} "
+            f"({budgets[0]} bytes)",
             minimum_bytes=minimum_bytes,
             help=f"give a budget of {minimum_bytes} bytes or more, or points instead of budgets",
         )
     return Survey(
         baseline_bytes=baseline.baseline_peak_bytes,
         static_bytes=baseline.static_bytes,
-        floor_bytes=planner.problem.floor_bytes,
+        floor_bytes=work.floor_bytes if sweep.copies else planner.problem.floor_bytes,
         minimum_bytes=minimum_bytes,
         step_seconds=baseline.step_seconds,
         costs=baseline.costs,
         options=str(sweep),
         budgets=budgets,
-        known=_known(planner),
+        known=_known(work),
+        swap=sweep.swap,
+        tiers=planner.program.tiers,
     )
 
 
-def _known(planner: Planner) -> tuple[Known, ...]:
-    """Where the strategies stand that need no search."""
-    problem = planner.problem
+def _with_copies(planner: Planner, sweep: Sweep) -> str:
+    return f" with copies to {' and '.join(t.name for t in planner.program.tiers)}" if sweep.copies else ""
+
+
+def _known(work: SwapProblem) -> tuple[Known, ...]:
+    """Where the strategies stand that need no search; with tiers Large Model Support is one."""
+    problem = work.problem
+    copying = ((f"lms-{ahead}", lms_all(work, ahead)) for ahead in LOOK_AHEADS if work.tiers)
     return tuple(
         Known(name, simulated.peak_bytes, simulated.seconds / problem.step_seconds - 1)
-        for name, simulated in known_strategies(problem)
+        for name, simulated in (*known_strategies(problem), *copying)
     )

@@ -6,21 +6,36 @@ import csv
 import io
 import json
 import os
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ..ir import UsageError
+from ..ir import Tier, TierUse, UsageError, format_bytes
 
-__all__ = ["FILES", "Front", "Known", "Point", "Refusal", "Survey", "find_knee", "memory_unit", "merge"]
+__all__ = [
+    "FILES",
+    "PROOF_GAP",
+    "Front",
+    "Known",
+    "Point",
+    "Refusal",
+    "Survey",
+    "find_knee",
+    "memory_unit",
+    "merge",
+]
 
 FILES = ("front.json", "front.csv", "front.svg", "front.png")
 """What `Front.save` writes."""
 
 _FORMAT = "irc-front-1"
-_PROOF_GAP = 1e-4
+PROOF_GAP = 1e-4
+"""Up to this much above the bound an overhead counts as proved."""
+
 _ROUNDING = 1e-9
+_TIER_COLUMNS = ("out_bytes", "in_bytes", "held_bytes")
 _KNEE = (
     "the plan furthest below the straight line between the two ends of the front, peak and overhead both "
     "scaled to 0..1 (Kneedle, Satopaa et al. 2011, without smoothing)"
@@ -36,11 +51,14 @@ class Point:
         peak_bytes: Predicted peak of a step under the plan.
         seconds: Predicted time of a step under the plan.
         overhead: Its extra time, as a fraction of the baseline's.
-        bound: No schedule within the budget, with this order of backward, has a smaller overhead.
+        bound: No schedule within the budget, with this order of backward, has a smaller overhead; where
+            there are tiers, none that copies to them either.
         proved: Whether overhead and bound agree to 1e-4.
         strategy: What found the plan.
         found_at_bytes: The budget that the plan was found at: this one, unless another's plan is better.
         plan_seconds: How long planning at this budget took.
+        tiers: What the plan copies to each tier that it uses.
+        exposed_seconds: Predicted time of a step in which copies are waited for; part of the overhead.
     """
 
     budget_bytes: int
@@ -52,6 +70,18 @@ class Point:
     strategy: str
     found_at_bytes: int
     plan_seconds: float
+    tiers: tuple[TierUse, ...] = ()
+    exposed_seconds: float = 0.0
+
+    @property
+    def copied_bytes(self) -> int:
+        """What a step copies, out and back."""
+        return sum(use.out_bytes + use.in_bytes for use in self.tiers)
+
+    def tier_bytes(self, tier: str) -> tuple[int, int, int]:
+        """What a step copies to a tier, what it copies back, and the most that the tier holds."""
+        uses = ((use.out_bytes, use.in_bytes, use.held_bytes) for use in self.tiers if use.tier == tier)
+        return next(uses, (0, 0, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +124,8 @@ class Survey:
         options: How the budgets were chosen and planned, as text.
         budgets: The budgets in bytes, the largest first.
         known: Known strategies, to compare with.
+        swap: The tiers that plans may copy to, as `irc optimize --swap` takes them.
+        tiers: The same as they were planned with: how fast they are, and what they hold.
     """
 
     baseline_bytes: int
@@ -105,6 +137,8 @@ class Survey:
     options: str
     budgets: tuple[int, ...]
     known: tuple[Known, ...] = ()
+    swap: tuple[str, ...] = ()
+    tiers: tuple[Tier, ...] = ()
 
 
 # ---------------------------------------------------------------------- the front
@@ -114,7 +148,8 @@ def merge(outcomes: Iterable[Point | Refusal]) -> tuple[tuple[Point, ...], tuple
     """What is known at each budget once all outcomes are; the largest budget first.
 
     A plan serves every budget that its peak fits in, and a bound holds for every smaller budget. So the
-    overhead never falls, the peak never rises and the bound never falls as the budget shrinks.
+    overhead never falls, the peak never rises and the bound never falls as the budget shrinks. Of plans that
+    are as fast the one that copies least counts, and of these the one with the smallest peak.
 
     Args:
         outcomes: One for each budget; of two for the same budget the later one counts.
@@ -132,17 +167,21 @@ def merge(outcomes: Iterable[Point | Refusal]) -> tuple[tuple[Point, ...], tuple
             bound = max(bound, outcome.bound)
         fitting = [plan for plan in plans if plan.peak_bytes <= budget]
         if fitting:
-            best = min(fitting, key=lambda p: (p.overhead, p.peak_bytes, p is not outcome, p.budget_bytes))
+            best = min(fitting, key=lambda p: (*_rank(p), p is not outcome, p.budget_bytes))
             points.append(_restated(best, budget, bound, outcome.plan_seconds))
         elif isinstance(outcome, Refusal):
             refusals.append(outcome)
     return tuple(points), tuple(refusals)
 
 
+def _rank(plan: Point) -> tuple[float, int, int]:
+    return plan.overhead, plan.copied_bytes, plan.peak_bytes
+
+
 def _restated(plan: Point, budget_bytes: int, bound: float, plan_seconds: float) -> Point:
     """A plan as the one for `budget_bytes`; a bound above what is reached can only be rounding."""
     bound = min(bound, plan.overhead)
-    proved = plan.overhead - bound <= _PROOF_GAP
+    proved = plan.overhead - bound <= PROOF_GAP
     return replace(plan, budget_bytes=budget_bytes, bound=bound, proved=proved, plan_seconds=plan_seconds)
 
 
@@ -218,7 +257,8 @@ class Front:
         """The front for a person."""
         _, unit, _ = memory_unit(self.survey.baseline_bytes)
         header = ("", f"budget {unit}", "of baseline", "dynamic", f"peak {unit}", "overhead", "bound")
-        rows = [(*header, "from optimal", "strategy", "planned"), *map(self._row, self.points)]
+        header = (*header, "from optimal", *self._copy_header(unit), "strategy", "planned")
+        rows = [header, *map(self._row, self.points)]
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
         for refusal in self.refusals:
@@ -238,9 +278,26 @@ class Front:
             f"{point.overhead:.2%}",
             f"{point.bound:.2%}",
             "proved" if point.proved else f"{gap:.2%}",
+            *self._copies(point),
             point.strategy,
             f"{point.plan_seconds:.1f} s",
         )
+
+    def _copy_header(self, unit: str) -> Iterator[str]:
+        for tier in self.survey.tiers:
+            yield f"to {tier.name} {unit}"
+            yield f"back {unit}"
+        if self.survey.tiers:
+            yield "waited"
+
+    def _copies(self, point: Point) -> Iterator[str]:
+        """What is copied out and back for each tier, and how long it is waited for."""
+        for tier in self.survey.tiers:
+            out_bytes, in_bytes, _ = point.tier_bytes(tier.name)
+            yield self._amount(out_bytes)
+            yield self._amount(in_bytes)
+        if self.survey.tiers:
+            yield f"{point.exposed_seconds * 1e3:.3g} ms"
 
     def _remarks(self) -> Iterator[str]:
         survey, knee = self.survey, self.knee
@@ -251,15 +308,29 @@ class Front:
             f"no schedule below {self._amount(survey.floor_bytes)}; "
             f"a step takes {survey.step_seconds * 1e3:.4g} ms (costs {survey.costs})"
         )
+        for tier in survey.tiers:
+            rates = tier.out_bytes_per_second / 1e9, tier.in_bytes_per_second / 1e9
+            turns = "" if tier.is_duplex else ", one at a time"
+            yield (
+                f"{tier.name}: {format_bytes(tier.capacity_bytes)}, copies at {rates[0]:.3g} GB/s there and "
+                f"{rates[1]:.3g} GB/s back beside computations{turns}"
+            )
+        if survey.tiers:
+            yield "waited is for copies, and part of the overhead; bounds hold for schedules that copy too"
         if knee is None:
             yield "knee: none, the front does not bend"
             return
         yield (
             f"knee: {self._amount(knee.peak_bytes)} {unit} "
             f"({self.of_baseline(knee.peak_bytes):.1%} of the baseline) for {knee.overhead:.2%} more time; "
-            f"plan it with --budget {knee.found_at_bytes}"
+            f"plan it with --budget {knee.found_at_bytes}{self._swap_options}"
         )
         yield f"the knee is {_KNEE}"
+
+    @property
+    def _swap_options(self) -> str:
+        """The tiers as options of `irc optimize`."""
+        return "".join(f" --swap {shlex.quote(tier)}" for tier in self.survey.swap)
 
     def _amount(self, nbytes: int) -> str:
         """Bytes in the table's unit."""
@@ -280,14 +351,22 @@ class Front:
         }
 
     def to_csv(self) -> str:
-        """The points as comma-separated values with a header; refused budgets have a code alone."""
+        """The points as comma-separated values with a header; refused budgets have a code alone.
+
+        Where there are tiers, each has columns for what is copied out and back and what it holds at most.
+        """
         text = io.StringIO()
-        names = [field.name for field in fields(Point)]
+        names = [field.name for field in fields(Point) if field.name not in ("tiers", "exposed_seconds")]
+        copied = [f"{tier.name}_{what}" for tier in self.survey.tiers for what in _TIER_COLUMNS]
+        names += [*copied, "exposed_seconds"] if copied else []
         writer = csv.DictWriter(text, [*names, "knee", "refused"], restval="", lineterminator="\n")
         writer.writeheader()
         knee = self.knee
         for point in self.points:
-            writer.writerow({**asdict(point), "knee": point is knee})
+            row = {name: value for name, value in asdict(point).items() if name in names}
+            moved = [nbytes for tier in self.survey.tiers for nbytes in point.tier_bytes(tier.name)]
+            row.update(zip(copied, moved, strict=True))
+            writer.writerow({**row, "knee": point is knee})
         for refusal in self.refusals:
             row = {"budget_bytes": refusal.budget_bytes, "plan_seconds": refusal.plan_seconds}
             writer.writerow({**row, "knee": False, "refused": refusal.code})

@@ -6,20 +6,20 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..ir import UsageError, print_graph
+from ..ir import Tier, TierUse, UsageError, print_graph
 from ..passes import Program
 from .pareto_front import FILES, Known, Point, Refusal, Survey
 
 __all__ = ["Identity", "Journal", "check_folder"]
 
 _NAME = "points.jsonl"
-_FORMAT = "irc-points-1"
+_FORMAT = "irc-points-2"
 _Record = TypeVar("_Record")
 
 
@@ -32,16 +32,18 @@ class Identity:
         program: Digest of the graph's text, without the places in the user's code.
         costs: Digest of seconds and workspaces.
         options: How budgets are chosen and planned, as text.
+        tiers: Where plans may copy, as text; empty where nowhere.
     """
 
     irc: str
     program: str
     costs: str
     options: str
+    tiers: str = ""
 
     @staticmethod
-    def of(program: Program, options: str) -> Identity:
-        """The identity of a program with costs, planned under `options`."""
+    def of(program: Program, options: str, tiers: str = "") -> Identity:
+        """The identity of a program with costs, planned under `options` with copies to `tiers`."""
         from .. import __version__
 
         costs = program.costs
@@ -53,11 +55,18 @@ class Identity:
             program=_digest(print_graph(replace(program.graph, nodes=nodes))),
             costs=_digest("\n".join([costs.source, *rows])),
             options=options,
+            tiers=tiers,
         )
 
     def differences(self, other: Identity) -> str:
         """What differs, in words."""
-        words = {"irc": "version of irc", "program": "model", "costs": "costs", "options": "options"}
+        words = {
+            "irc": "version of irc",
+            "program": "model",
+            "costs": "costs",
+            "options": "options",
+            "tiers": "tiers",
+        }
         found = [text for name, text in words.items() if getattr(self, name) != getattr(other, name)]
         return ", ".join(f"other {text}" for text in found)
 
@@ -196,7 +205,10 @@ def _read(path: Path, lines: Sequence[bytes]) -> Journal:
     for number, line in enumerate(lines[1:], start=2):
         with _undamaged(path, number):
             ((kind, row),) = json.loads(line).items()
-            journal.outcomes += (_record({"point": Point, "refusal": Refusal}[kind], row),)
+            outcome = _record({"point": Point, "refusal": Refusal}[kind], row)
+            if isinstance(outcome, Point):
+                outcome = replace(outcome, tiers=_records(TierUse, outcome.tiers))
+            journal.outcomes += (outcome,)
     return journal
 
 
@@ -216,12 +228,21 @@ def _begun(folder: Path, row: dict[str, Any]) -> Journal:
     if row["format"] != _FORMAT:
         raise ValueError(f"its format is {row['format']!r}, not {_FORMAT!r}")
     survey = _record(Survey, row["survey"])
-    known = tuple(_record(Known, entry) for entry in survey.known)
-    survey = replace(survey, known=known, budgets=tuple(map(int, survey.budgets)))
+    survey = replace(
+        survey,
+        budgets=tuple(map(int, survey.budgets)),
+        known=_records(Known, survey.known),
+        swap=tuple(map(str, survey.swap)),
+        tiers=_records(Tier, survey.tiers),
+    )
     return Journal(folder, _record(Identity, row["identity"]), survey)
 
 
 _KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
+
+
+def _records(kind: type[_Record], rows: Iterable[Any]) -> tuple[_Record, ...]:
+    return tuple(_record(kind, row) for row in rows)
 
 
 def _record(kind: type[_Record], row: Any) -> _Record:

@@ -1,4 +1,4 @@
-"""Draws a front: overhead against memory, what is proved below it, and where it bends."""
+"""Draws a front: overhead against memory, what is proved below it, where it bends, and what is copied."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from .pareto_front import Front, Known, memory_unit
 
 __all__ = ["draw_front", "steps"]
 
-_MARKERS = "x+sD^v"
+_MARKERS = "x+sD^v*"
 _FRONT, _BAND, _KNEE, _GREY = "#0b5394", "#9fc5e8", "#cc4125", "#777777"
+_TIERS = ("#38761d", "#b45f06")
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "irc",  # the same front gives the same file
@@ -35,15 +36,24 @@ def draw_front(front: Front, path: Path, suffix: str) -> None:
         suffix: `.svg` or `.png`.
     """
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(8, 5.4), layout="constrained")
-        axes = figure.add_subplot()
+        figure = Figure(figsize=(8, 6.8 if front.survey.tiers else 5.4), layout="constrained")
+        axes, *copies = _panels(figure, front)
         _draw_front(axes, front)
         _draw_known(axes, front)
         _draw_limits(axes, front)
         _draw_knee(axes, front)
+        for panel in copies:
+            _draw_copies(panel, front)
         _describe(figure, axes, front)
         metadata = {"Date": None} if suffix == ".svg" else {}
         figure.savefig(path, format=suffix.removeprefix("."), dpi=150, metadata=metadata)
+
+
+def _panels(figure: Figure, front: Front) -> list[Axes]:
+    """One for the front, and where there are tiers one below it for what is copied."""
+    if not front.survey.tiers:
+        return [figure.add_subplot()]
+    return list(figure.subplots(2, 1, sharex=True, height_ratios=(4, 1)))
 
 
 def steps(front: Front) -> tuple[list[int], list[float], list[float]]:
@@ -156,6 +166,27 @@ def _draw_knee(axes: Axes, front: Front) -> None:
     axes.annotate("knee", at, (7, 7), textcoords="offset points", color=_KNEE, zorder=4)
 
 
+def _draw_copies(axes: Axes, front: Front) -> None:
+    """What each plan copies to each tier, at the memory that it takes; the next plan begins at its own."""
+    divisor, unit, _ = memory_unit(front.survey.baseline_bytes)
+    plans = {point.peak_bytes: point for point in reversed(front.points)}
+    right = max(front.survey.baseline_bytes, *plans)
+    for tier, color in zip(front.survey.tiers, itertools.cycle(_TIERS)):
+        moved = [plan.tier_bytes(tier.name)[0] / divisor for plan in plans.values()]
+        axes.step(
+            [peak / divisor for peak in (*plans, right)],
+            [*moved, moved[-1]],
+            where="post",
+            color=color,
+            linewidth=1.6,
+            label=f"copied to {tier.name} in a step",
+        )
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel(f"copied out [{unit}]")
+    axes.grid(color="#e6e6e6", linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
 def _range(front: Front) -> tuple[float, float]:
     """The bytes at the left and right end of the picture."""
     survey = front.survey
@@ -172,7 +203,9 @@ def _describe(figure: Figure, axes: Axes, front: Front) -> None:
     top = max(shown.overhead for shown in (*front.points, *_shown_known(front)))
     axes.set_xlim(left / divisor, right / divisor)
     axes.set_ylim(0, 112 * max(top, 0.01))
-    axes.set_xlabel(f"peak memory of a training step [{unit}]")
+    tiers = " and ".join(tier.name for tier in survey.tiers)
+    where = " on the device" if tiers else ""
+    figure.axes[-1].set_xlabel(f"peak memory of a training step{where} [{unit}]")
     axes.set_ylabel("overhead [% of the baseline's time]")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda percent, _: f"{percent:g}%"))
     axes.grid(color="#e6e6e6", linewidth=0.6)
@@ -188,5 +221,6 @@ def _describe(figure: Figure, axes: Axes, front: Front) -> None:
     upper = axes.secondary_xaxis("top", functions=(to_percent, from_percent))
     upper.set_xlabel("% of the baseline's peak", fontsize=8, color=_GREY)
     upper.tick_params(labelsize=8, colors=_GREY)
-    figure.suptitle(f"{front.model}: overhead against memory")
+    copies = f", with copies to {tiers}" if tiers else ""
+    figure.suptitle(f"{front.model}: overhead against memory{copies}")
     figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8)

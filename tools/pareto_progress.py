@@ -59,7 +59,8 @@ class FrontProgress:
         if not self.verbose:
             return
         if isinstance(outcome, Point):
-            text = f"overhead {outcome.overhead:.2%}, bound {outcome.bound:.2%}, {outcome.strategy}"
+            copies = f", {format_bytes(outcome.copied_bytes)} copied" if outcome.copied_bytes else ""
+            text = f"overhead {outcome.overhead:.2%}, bound {outcome.bound:.2%}{copies}, {outcome.strategy}"
         else:
             text = f"refused: {outcome.code}"
         self._say(f"budget {format_bytes(outcome.budget_bytes)}: {text}, {outcome.plan_seconds:.1f} s")

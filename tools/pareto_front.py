@@ -286,7 +286,7 @@ class Front:
     def _copy_header(self, unit: str) -> Iterator[str]:
         for tier in self.survey.tiers:
             yield f"to {tier.name} {unit}"
-            yield f"back {unit}"
+            yield f"from {tier.name} {unit}"
         if self.survey.tiers:
             yield "waited"
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import pty
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -190,6 +192,28 @@ def test_the_journey_of_a_front(irc: Run, models: Path, tmp_path: Path) -> None:
     refused(irc(*command, "--strategy", "sqrt-n"), 2, "IRC441", "other options")
 
 
+def test_the_journey_of_a_front_with_copies(irc: Run, models: Path, tmp_path: Path) -> None:
+    out, scratch = tmp_path / "front", tmp_path / "my scratch"
+    scratch.mkdir()
+    command = ["pareto", f"{models}:mlp", "--points", 4, "--keep", "0", "-o", out, *FAST]
+    options = ["--swap", f"disk:{scratch}:1MiB"]
+    status, text, err = irc(*command, *options)
+    assert status == 0 and err == "" and "from disk KiB" in text.splitlines()[0]
+    assert "\ndisk: 1 MiB, copies at 1 GB/s there and 2 GB/s back " in text
+    knee = re.search(r"^knee: .* plan it with (--budget \d+ --swap .*)$", text, re.MULTILINE)
+    assert knee is not None, text
+    asked = shlex.split(knee[1])
+    assert asked[2:] == ["--swap", f"disk:{scratch}:{1 << 20}"]
+    status, plan, _ = irc("optimize", f"{models}:mlp", *asked, *FAST, "--json")
+    assert status == 0 and json.loads(plan)["peak_bytes"] <= int(asked[1])
+    assert "with copies to disk" in (out / "front.svg").read_text()
+    rows = list(csv.DictReader((out / "front.csv").open()))
+    assert len(rows) == 4 and any(int(row["disk_out_bytes"]) for row in rows)
+    assert irc(*command, *options, "--json")[0] == 0
+    refused(irc(*command), 2, "IRC441", "other tiers")
+    refused(irc(*command, "--swap", f"disk:{scratch}:2MiB"), 2, "IRC441", "other tiers")
+
+
 def test_a_front_of_an_onnx_file_where_nothing_fits(irc: Run, tmp_path: Path) -> None:
     command = ["pareto", save_onnx(tmp_path / "m.onnx"), "--batch", 16, *FAST]
     match = re.search(
@@ -292,6 +316,10 @@ def test_a_pipeline_as_text_is_what_runs(irc: Run, models: Path) -> None:
         ("pareto {m}:mlp --budgets 60%," + 5000 * "9", "IRC401", "out of all proportion"),
         ("pareto {m}:mlp --time-limit -1", "IRC403", "-1.0 seconds"),
         ("pareto {m}:mlp --restart", "IRC400", "without a folder"),
+        ("pareto {m}:none --swap tape:1GiB", "IRC424", "'tape'"),
+        ("pareto {m}:none --swap disk:/nowhere/at/all", "IRC427", "/nowhere/at/all"),
+        ("pareto {m}:none --swap disk --swap disk", "IRC426", "2 times"),
+        ("pareto {m}:mlp --strategy lms", "IRC403", "'lms'"),
         ("pareto {m}:mlp -o {m}", "IRC442", "Not a directory"),
         ("inspect nowhere", "IRC420", "no ONNX file and no factory"),
         ("inspect {m}:mlp --top -1", "IRC400", "negative"),

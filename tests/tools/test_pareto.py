@@ -7,7 +7,7 @@ import io
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
@@ -21,14 +21,25 @@ from torch import nn
 
 import irc
 from irc.frontends.torch import capture
-from irc.ir import Location, print_graph
-from irc.passes import Cost, Planner, Program, SelectCheckpoints
+from irc.ir import Location, Tier, TierUse, parse_tiers, print_graph, step_times, verify_schedule
+from irc.passes import (
+    MACHINES,
+    Cost,
+    OfferTiers,
+    PlanMemory,
+    Planner,
+    Program,
+    SelectCheckpoints,
+    smallest_budget,
+)
 from irc.tools import pareto as tracing
+from irc.tools import swap as swapping
 from irc.tools.loading import Loaded, Source, load
 from irc.tools.pareto import Sweep, trace_front
 from irc.tools.pareto_front import Front, Known, Point, Refusal, Survey, find_knee, memory_unit, merge
 from irc.tools.pareto_journal import Identity, check_folder
 from irc.tools.pareto_picture import steps
+from irc.tools.swap import offer
 
 LIMIT = 5.0
 
@@ -37,8 +48,18 @@ def point(budget: int, peak: int, overhead: float, bound: float = 0.0) -> Point:
     return Point(budget, peak, 1 + overhead, overhead, bound, overhead - bound <= 1e-4, "ilp", budget, 0.1)
 
 
+def copying(plan: Point, nbytes: int, tier: str = "disk", waited: float = 0.0) -> Point:
+    """The plan with a copy out and back."""
+    use = TierUse(tier, 1 << 20, nbytes, nbytes, nbytes, 0.1, 0.1)
+    return replace(plan, tiers=(*plan.tiers, use), exposed_seconds=plan.exposed_seconds + waited)
+
+
 def refusal(budget: int) -> Refusal:
     return Refusal(budget, "IRC204", "too little; really", 0.1)
+
+
+def as_json(points: Iterable[Point]) -> Any:
+    return json.loads(json.dumps([asdict(p) for p in points]))
 
 
 def survey(*points: Point, **changes: Any) -> Survey:
@@ -54,13 +75,16 @@ def outcomes(draw: st.DrawFn) -> list[Point | Refusal]:
     plans = {
         b: (draw(st.integers(1, b)), draw(st.integers(0, 9)) / 8) for b in budgets if draw(st.booleans())
     }
+    copied = {b: draw(st.integers(0, 2)) for b in plans}
     found: list[Point | Refusal] = []
     for budget in budgets:
         if budget not in plans:
             found.append(refusal(budget))
             continue
         least = min(overhead for peak, overhead in plans.values() if peak <= budget)
-        found.append(point(budget, *plans[budget], least * draw(st.integers(0, 4)) / 4))
+        found.append(
+            copying(point(budget, *plans[budget], least * draw(st.integers(0, 4)) / 4), copied[budget])
+        )
     return found
 
 
@@ -83,6 +107,8 @@ def test_a_merged_front_is_monotone_and_the_best_of_what_is_known(given: list[Po
             (q.bound for q in plans.values() if q.budget_bytes >= p.budget_bytes), default=0.0
         )
         assert p.proved == (p.overhead - p.bound <= 1e-4)
+        as_fast = [q for q in plans.values() if q.peak_bytes <= p.budget_bytes and q.overhead == p.overhead]
+        assert p.copied_bytes == min(q.copied_bytes for q in as_fast)
         source = plans[p.found_at_bytes]
         assert (source.peak_bytes, source.overhead) == (p.peak_bytes, p.overhead)
     least = min((p.peak_bytes for p in plans.values()), default=math.inf)
@@ -99,6 +125,11 @@ def test_a_better_plan_of_another_budget_takes_the_place() -> None:
         (70, 0.2, 0.1, 80),
     ]
     assert refusals == (refusal(60),)
+
+
+def test_of_plans_that_are_as_fast_the_one_that_copies_least_is_taken() -> None:
+    points, _ = merge([point(100, 90, 0.0), copying(point(80, 70, 0.0), 20), copying(point(60, 60, 0.0), 10)])
+    assert [(p.peak_bytes, p.copied_bytes) for p in points] == [(90, 0), (60, 20), (60, 20)]
 
 
 @given(outcomes(), st.integers(2, 1000), st.integers(2, 64))
@@ -168,7 +199,7 @@ def test_the_table_csv_and_json_tell_the_same() -> None:
     assert cells[4] == "100 refused, IRC204: too little"
     assert "--budget 300" in lines[6] and "Kneedle, Satopaa et al. 2011" in lines[7]
     data = json.loads(json.dumps(front.to_json()))
-    assert data["points"] == [asdict(p) for p in front.points] and data["knee"] == data["points"][1]
+    assert data["points"] == as_json(front.points) and data["knee"] == data["points"][1]
     assert data["refusals"] == [asdict(refusal(100))]
     assert "straight line" in data["knee_definition"] and data["model"] == "net"
     rows = list(csv.DictReader(io.StringIO(front.to_csv())))
@@ -178,9 +209,69 @@ def test_the_table_csv_and_json_tell_the_same() -> None:
     assert [float(row["overhead"]) for row in rows[:3]] == [p.overhead for p in front.points]
 
 
+DISK = Tier("disk", 1 << 20, 1e9, 2e9, is_duplex=False)
+HOST = Tier("host", 1 << 30, 12e9, 12e9)
+
+
+def copied() -> Front:
+    """`bent`, with copies to two tiers."""
+    first, second, third, refused = [
+        point(400, 400, 0.0),
+        copying(point(300, 290, 0.05, 0.05), 30),
+        copying(copying(point(200, 200, 0.4, 0.2), 50, waited=0.002), 40, "host"),
+        refusal(100),
+    ]
+    swap = ("host:1073741824", "disk:/my scratch:1048576")
+    seen = replace(bent().survey, swap=swap, tiers=(HOST, DISK))
+    return Front.of("net", seen, [first, second, third, refused])
+
+
+def test_the_table_csv_and_json_tell_what_is_copied() -> None:
+    front = copied()
+    cells = [" ".join(line.split()) for line in front.table().splitlines()]
+    assert "from optimal to host B from host B to disk B from disk B waited strategy" in cells[0]
+    assert cells[1].endswith("proved 0 0 0 0 0 ms ilp 0.1 s")
+    assert cells[2] == "knee 300 75.0% 74.4% 290 5.00% 5.00% proved 0 0 30 30 0 ms ilp 0.1 s"
+    assert cells[3].endswith("16.67% 40 40 50 50 2 ms ilp 0.1 s")
+    assert "host: 1 GiB, copies at 12 GB/s there and 12 GB/s back beside computations" in cells
+    assert "disk: 1 MiB, copies at 1 GB/s there and 2 GB/s back beside computations, one at a time" in cells
+    options = "--budget 300 --swap host:1073741824 --swap 'disk:/my scratch:1048576'"
+    assert any(line.endswith(options) for line in cells)
+    data = json.loads(json.dumps(front.to_json()))
+    assert data["swap"] == list(front.survey.swap) and data["tiers"] == [asdict(HOST), asdict(DISK)]
+    assert data["points"] == as_json(front.points)
+    assert [use["out_bytes"] for use in data["points"][2]["tiers"]] == [50, 40]
+    rows = list(csv.DictReader(io.StringIO(front.to_csv())))
+    for name, numbers in {
+        "host_out_bytes": (0, 0, 40),
+        "disk_out_bytes": (0, 30, 50),
+        "disk_in_bytes": (0, 30, 50),
+        "disk_held_bytes": (0, 30, 50),
+        "exposed_seconds": (0, 0, 0.002),
+    }.items():
+        assert [float(row[name]) for row in rows[:3]] == list(numbers), name
+        assert rows[3][name] == "", "nothing is known of a budget that is refused"
+    assert not any("disk" in name or "exposed" in name for name in bent().to_csv().splitlines()[0].split(","))
+
+
 def test_a_front_without_a_bend_says_so() -> None:
     front = Front.of("net", survey(point(400, 400, 0.0)), [point(400, 400, 0.0)])
     assert "knee: none" in front.table() and front.to_json()["knee"] is None
+
+
+def test_the_picture_says_where_copies_go(tmp_path: Path) -> None:
+    copied().draw(tmp_path / "front.svg")
+    bent().draw(tmp_path / "bent.svg")
+    shown, without = ((tmp_path / name).read_text() for name in ("front.svg", "bent.svg"))
+    for text in (
+        "net: overhead against memory, with copies to host and disk",
+        "peak memory of a training step on the device [B]",
+        "copied out [B]",
+        "copied to host in a step",
+        "copied to disk in a step",
+    ):
+        assert text in shown, text
+        assert text not in without, text
 
 
 @given(outcomes())
@@ -446,6 +537,170 @@ def test_damage_is_named(program: Program, interrupted: Path, line: int, damage:
         trace(program, interrupted)
     assert caught.value.code == "IRC446" and caught.value.help
     assert len(trace(program, interrupted, restart=True).points) == 4
+
+
+# ---------------------------------------------------------------------- with copies to tiers
+
+
+def offered(swap: str = "disk", tier: Tier = DISK) -> OfferTiers:
+    """Tiers as if this machine had been measured."""
+    return OfferTiers(swap, tiers=(tier,))
+
+
+COPYING = replace(SWEEP, offered=offered())
+
+
+@pytest.fixture(scope="module")
+def kept() -> Program:
+    """A program in which nothing may run twice: without copies there is one budget."""
+    blocks = [nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(6)]
+    module = nn.Sequential(nn.Linear(16, 16), *blocks)
+    for layer in module:
+        irc.keep(layer)
+    return costed(module)
+
+
+def test_each_point_copies_within_its_budget(kept: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    programs: dict[int, Program] = {}
+    choose = PlanMemory.choose
+
+    def noted(step: PlanMemory, planner: Planner) -> Program:
+        found = choose(step, planner)
+        assert isinstance(step.budget, int)
+        programs[step.budget] = found
+        return found
+
+    monkeypatch.setattr(PlanMemory, "choose", noted)
+    front = trace(kept, None, sweep=COPYING)
+    points, seen = front.points, front.survey
+    assert not front.refusals and points[0].overhead == 0 and not points[0].copied_bytes
+    assert points[0].budget_bytes == seen.baseline_bytes and points[-1].budget_bytes == seen.minimum_bytes
+    assert seen.minimum_bytes == smallest_budget(Planner(replace(kept, tiers=(DISK,))))
+    assert seen.minimum_bytes < trace(kept, None).survey.minimum_bytes, "copies reach lower"
+    for larger, smaller in pairwise(points):
+        assert larger.overhead <= smaller.overhead and larger.bound <= smaller.bound
+        assert larger.peak_bytes >= smaller.peak_bytes
+    for p in points:
+        program = programs[p.found_at_bytes]
+        assert program.schedule is not None and program.costs is not None and program.tiers == (DISK,)
+        verify_schedule(
+            program.schedule,
+            program.costs.workspace_bytes,
+            budget_bytes=p.budget_bytes,
+            peak_bytes=p.peak_bytes,
+            tiers=(DISK,),
+        )
+        times = step_times(program.schedule, program.costs.seconds, (DISK,))
+        assert p.copied_bytes == sum(copy.storage.nbytes for copy in times.copies)
+        assert p.exposed_seconds == pytest.approx(times.exposed_seconds)
+    assert points[-1].copied_bytes and points[-1].exposed_seconds
+    assert seen.tiers == (DISK,) and {"lms-1", "sqrt-n"} <= {k.strategy for k in seen.known}
+
+
+def test_a_bound_without_copies_is_none_with_them(program: Program) -> None:
+    alone = trace(program, None).points
+    beside = trace(program, None, sweep=replace(COPYING, strategy="recompute")).points
+    assert alone[-1].bound > 0 and alone[-1].proved
+    assert [p.peak_bytes for p in beside] == [p.peak_bytes for p in alone]
+    assert [p.overhead for p in beside] == [p.overhead for p in alone]
+    assert not any(p.bound or p.copied_bytes for p in beside) and not beside[-1].proved
+    fast = replace(COPYING, offered=offered(tier=Tier("disk", 1 << 30, 1e15, 1e15)))
+    budgets = tuple(p.budget_bytes for p in alone)
+    joint = trace(program, None, sweep=replace(fast, budgets=budgets)).points
+    assert joint[-1].overhead < alone[-1].bound, "copies go below what is proved of recomputation"
+    assert all(p.bound <= p.overhead for p in joint)
+
+
+def test_a_front_with_copies_goes_on_with_the_tiers_that_it_began_with(
+    kept: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        trace(kept, tmp_path / "front", Watch(interrupt_at=2), sweep=COPYING)
+    surveys, watch = counted(monkeypatch, tracing, "_survey"), Watch()
+    again = replace(COPYING, offered=offered(tier=replace(DISK, out_bytes_per_second=1e6)))
+    front = trace(kept, tmp_path / "front", watch, sweep=again)
+    assert watch.started == (4, 2) and len(watch.planned) == 2 and not surveys
+    assert front.survey.tiers == (DISK,) and front.points[-1].tiers[0].tier == "disk"
+    assert choices(front) == choices(trace(kept, None, sweep=COPYING))
+    assert trace(kept, tmp_path / "front", sweep=COPYING) == front
+
+
+def test_points_with_other_tiers_are_not_taken(kept: Program, tmp_path: Path) -> None:
+    machine = MACHINES["gtx1080"]
+    for name, speed in (("one", 1e9), ("two", 2e9)):
+        tiers = (replace(machine.tiers[0], out_bytes_per_second=speed),)
+        (tmp_path / f"{name}.json").write_text(json.dumps(replace(machine, tiers=tiers).to_json()))
+    one, two = (OfferTiers("host", str(tmp_path / f"{name}.json")) for name in ("one", "two"))
+    begun = {"none": None, "disk": offered(), "one": one}
+    for name, tiers in begun.items():
+        with pytest.raises(KeyboardInterrupt):
+            trace(kept, tmp_path / name, Watch(interrupt_at=0), sweep=replace(SWEEP, offered=tiers))
+    sizes = {name: (tmp_path / name / "points.jsonl").read_bytes() for name in begun}
+    for name, other in (
+        ("none", offered()),
+        ("disk", None),
+        ("disk", offered("disk:1MiB")),
+        ("disk", offered(f"disk:{tmp_path}")),
+        ("disk", OfferTiers("disk", "cpu")),
+        ("one", two),
+    ):
+        with pytest.raises(irc.UsageError, match="something else: other tiers") as caught:
+            trace(kept, tmp_path / name, sweep=replace(SWEEP, offered=other))
+        assert caught.value.code == "IRC441" and caught.value.help
+    assert {name: (tmp_path / name / "points.jsonl").read_bytes() for name in begun} == sizes
+    watch = Watch()
+    trace(kept, tmp_path / "one", watch, sweep=replace(SWEEP, offered=two), restart=True)
+    assert watch.started == (4, 0)
+
+
+def test_the_front_of_a_model_that_may_copy(mlp: Loaded, tmp_path: Path) -> None:
+    swap = f"disk:{tmp_path}:1MiB"
+    front = irc.pareto(mlp.module, mlp.args, points=3, time_limit=1, profile=False, swap=[swap])
+    (tier,) = front.survey.tiers
+    assert (tier.name, tier.capacity_bytes) == ("disk", 1 << 20)
+    assert front.survey.swap == (f"disk:{tmp_path}:{1 << 20}",) and "to disk KiB" in front.table()
+    assert parse_tiers(list(front.survey.swap)) == parse_tiers(swap)
+    assert len(front.points) == 3 and list(tmp_path.iterdir()) == [tmp_path / "models.py"]
+
+
+def test_tiers_of_this_machine_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swapping, "this_machine", lambda *_: None)
+    monkeypatch.setattr(swapping, "measure_tier", lambda *_, **__: DISK)
+    module, x = chain(1), torch.ones(2, 16)
+    asked = Sweep(offered=offer(f"disk:{tmp_path}:2MiB", None))
+    found = asked.measured(module, (x,))
+    assert found.offered is not None and found.offered.tiers == (replace(DISK, capacity_bytes=2 << 20),)
+    assert found.tiers == asked.tiers and str(found) == str(asked)
+    assert SWEEP.measured(module, (x,)) == SWEEP
+
+
+def test_tiers_that_are_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = counted(monkeypatch, swapping, "measure_tier")
+    captures, costs = counted(monkeypatch, tracing, "capture"), counted(monkeypatch, Cost, "run")
+    module, x = chain(1), torch.ones(2, 16)
+    for swap, code in (
+        ("tape:1GiB", "IRC424"),
+        ("disk:/nowhere/at/all", "IRC427"),
+        ("disk:1%", "IRC425"),
+        (["disk", "disk"], "IRC426"),
+        ([], "IRC423"),
+    ):
+        refused(code, lambda swap=swap: irc.pareto(module, x, swap=swap))
+    refused("IRC408", lambda: irc.pareto(module, x, swap="host", profile="cpu"))
+    refused("IRC575", lambda: irc.pareto(module, x, swap="host:1GiB"), irc.TierError)
+    refused("IRC403", lambda: irc.pareto(module, x, strategy="lms"))
+    assert not measured and not captures and not costs
+    Sweep(strategy="lms", offered=offered()).check()
+
+
+def test_budgets_that_are_refused_with_copies(kept: Program) -> None:
+    minimum = trace(kept, None, sweep=COPYING).survey.minimum_bytes
+    tight = replace(COPYING, budgets=(minimum - 1,))
+    error = refused("IRC443", lambda: trace(kept, None, sweep=tight), irc.BudgetError)
+    assert isinstance(error, irc.BudgetError) and error.minimum_bytes == minimum
+    assert "at least with copies to disk; " in error.message
 
 
 # ---------------------------------------------------------------------- what is refused

@@ -198,8 +198,10 @@ class Plan:
         """Inputs, and what is reserved."""
         inputs = "inputs" if self.forwards_in_flight == 1 else f"inputs of {self.forwards_in_flight} forwards"
         what = _RESERVED[Gradients(self.gradients)]
-        found = f"{inputs}, and {format_bytes(self.reserved_bytes)} of {what}" if what else inputs
-        return f"{found}; without the {format_bytes(self.homed_bytes)} below" if self.homed_bytes else found
+        if self.homed_bytes:
+            beside = f"{inputs}, and {what}" if what else inputs
+            return f"{beside}, without the {format_bytes(self.homed_bytes)} below"
+        return f"{inputs}, and {format_bytes(self.reserved_bytes)} of {what}" if what else inputs
 
     @property
     def _in_flight(self) -> str:

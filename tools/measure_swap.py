@@ -27,7 +27,7 @@ from ..ir import BudgetError, IrcError, UsageError, format_bytes
 from .measuring import Fitter, Original, Settings, load_named, step_of, threads
 from .tables import to_markdown, write_whole
 
-__all__ = ["HEADER", "SwapRow", "main", "measure_row"]
+__all__ = ["HEADER", "SwapRow", "in_a_process", "main", "measure_row", "resident_bytes"]
 
 _MODELS = "resnet50,gpt2"
 _BUDGETS = "80%,60%,40%,min"
@@ -154,7 +154,7 @@ def measure_row(model: str, budget: str, plan: str, scratch: str, settings: Sett
     original.warm_up(module)
     static_bytes = fitter.static_bytes
     peak_bytes = original.peak_of(module) + static_bytes
-    resident = [_resident_bytes(m, original.args) for m in (original.module, module)]
+    resident = [resident_bytes(m, original.args, static_bytes) for m in (original.module, module)]
     numbers = original.numbers(module)
     before: Any = getattr(module, "irc_traffic", {})
     waited = sum(traffic.waited_seconds for traffic in before.values())
@@ -169,8 +169,8 @@ def measure_row(model: str, budget: str, plan: str, scratch: str, settings: Sett
         baseline_bytes=found.baseline_peak_bytes,
         predicted_bytes=found.peak_bytes,
         measured_bytes=peak_bytes,
-        resident_bytes=resident[1] + static_bytes if resident[1] else 0,
-        original_resident_bytes=resident[0] + static_bytes if resident[0] else 0,
+        resident_bytes=resident[1],
+        original_resident_bytes=resident[0],
         out_bytes=sum(use.out_bytes for use in found.tiers),
         in_bytes=sum(use.in_bytes for use in found.tiers),
         predicted_wait_seconds=found.exposed_seconds,
@@ -185,8 +185,8 @@ def measure_row(model: str, budget: str, plan: str, scratch: str, settings: Sett
     )
 
 
-def _resident_bytes(module: torch.nn.Module, args: Sequence[Any]) -> int:
-    """How far the resident set rises in a step above what it is before; 0 where the system does not tell."""
+def resident_bytes(module: torch.nn.Module, args: Sequence[Any], static_bytes: int) -> int:
+    """The bytes before a step and how far the resident set rises in it; 0 where the system does not tell."""
     step = step_of(module, args)
     step()
     module.zero_grad(set_to_none=True)
@@ -194,7 +194,7 @@ def _resident_bytes(module: torch.nn.Module, args: Sequence[Any]) -> int:
         Path("/proc/self/clear_refs").write_text("5")  # the mark begins anew
         before = _status("VmRSS")
         step()
-        return _status("VmHWM") - before
+        return _status("VmHWM") - before + static_bytes
     except (OSError, LookupError):
         return 0
     finally:
@@ -238,14 +238,21 @@ def _rows(options: argparse.Namespace) -> list[SwapRow]:
     for model in options.models.split(","):
         for budget in options.budgets.split(","):
             for plan in _KINDS:
-                row = _in_a_process(options, model, budget, plan)
+                row = SwapRow(**in_a_process("measure_swap", options, model, budget, plan))
                 found.append(row)
                 print("  ".join(row.cells()), file=sys.stderr, flush=True)
     return found
 
 
-def _in_a_process(options: argparse.Namespace, model: str, budget: str, plan: str) -> SwapRow:
-    command = [sys.executable, "-m", "irc.tools.measure_swap", "--row", model, budget, plan]
+def in_a_process(
+    tool: str, options: argparse.Namespace, model: str, budget: str, plan: str
+) -> dict[str, Any]:
+    """What a tool prints of one row, measured in a process of its own that gives freed memory back at once.
+
+    Raises:
+        UsageError: IRC452 when the process fails.
+    """
+    command = [sys.executable, "-m", f"irc.tools.{tool}", "--row", model, budget, plan]
     command += ["--scratch", options.scratch, "--time-limit", str(options.time_limit)]
     command += ["--repeats", str(options.repeats), "--threads", str(options.threads)]
     command += [] if options.profile else ["--no-profile"]
@@ -256,7 +263,7 @@ def _in_a_process(options: argparse.Namespace, model: str, budget: str, plan: st
         raise UsageError(
             "IRC452", f"measuring {model} at {budget} ended with status {done.returncode}", help="see above"
         )
-    return SwapRow(**json.loads(done.stdout.splitlines()[-1]))
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def _page(options: argparse.Namespace, rows: Sequence[SwapRow]) -> str:

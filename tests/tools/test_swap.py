@@ -17,7 +17,7 @@ import irc
 from irc.ir import Offload, format_bytes
 from irc.passes import OfferTiers, PlanMemory
 from irc.tools import cli
-from irc.tools.swap import device_of, measured, offer, places
+from irc.tools.swap import device_of, measured, offer, places, what_moves
 from irc.tools.training import measured_peak_bytes
 
 
@@ -218,3 +218,28 @@ def test_the_passes_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"offer-tiers{{swap=host:{4 << 30},machine=gtx1080}}" in out
     assert f"{PlanMemory.name}{{budget=60%" in out
     assert Offload.__name__ not in out
+
+
+# ---------------------------------------------------------------------------- what lives in a tier
+
+
+def test_what_moves_is_told_from_where_it_goes() -> None:
+    assert what_moves("disk") == (["disk"], "")
+    swap = ["disk:/scratch:1GiB", "optimizer, params"]
+    assert what_moves(swap) == (["disk:/scratch:1GiB"], "params+optimizer")
+    assert what_moves(["params", "host", "params"]) == (["host"], "params")
+    named = "params and optimizer shall live in a tier, and swap= names none"
+    with pytest.raises(irc.UsageError, match=named) as caught:
+        what_moves("params,optimizer")
+    assert caught.value.code == "IRC423"
+
+
+def test_parameters_live_on_the_disk_where_the_budget_asks_for_it(tmp_path: Path) -> None:
+    module = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(6)))
+    x = torch.randn(4, 128)
+    swap = [f"disk:{tmp_path}:1GiB", "params"]
+    with pytest.raises(irc.UsageError, match="nothing of this model can live in tier disk as optimizer"):
+        irc.optimize(module, x, "100%", swap=[swap[0], "optimizer"], profile=False)
+    fitted = irc.optimize(module, x, "85%", swap=swap, profile=False, time_limit=5)
+    assert fitted.plan.homed_bytes > 0
+    assert next(fitted.parameters()) is next(module.parameters())

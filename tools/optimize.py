@@ -314,7 +314,8 @@ def optimize_module(
     model = unfitted(model)
     refuse_hooks(model)
     device = device_of(model, flatten((args, kwargs))[0])
-    check_places(places(passes, device), {str(device)})
+    have_homes = any(isinstance(step, PlanMemory) and step.which for step in passes)
+    check_places(places(passes, device), {str(device)}, have_homes=have_homes)
     passes = measured(passes, device)
     with planning, torch.inference_mode(False):  # under it there is no backward
         original = Original(model)

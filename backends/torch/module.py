@@ -21,6 +21,7 @@ from .program import Program
 from .step import run_step
 from .swap import TierPlace, Traffic
 from .unbound import Unbound
+from .wrappers import refuse_shards
 
 __all__ = ["fit", "fit_planned"]
 
@@ -130,6 +131,8 @@ class _Fitted(Persistent):
                 fitting, inputs = found
                 program, signature = fitting.program, fitting.signature
                 release = plans.release if program.released else None
+                if program.copies.has_homes:
+                    refuse_shards(type(self))
                 outputs = run_step(program, inputs, release, plans.in_flight, signature.unused, plans.tiers)
                 _check_branches(signature, inputs, outputs)
                 return _deliver(signature, inputs, outputs)

@@ -17,6 +17,7 @@ from ...ir import UnsupportedError
 
 __all__ = [
     "refuse_cached_parametrizations",
+    "refuse_shards",
     "refuse_subclass",
     "refuse_subclasses",
     "refuse_unplannable",
@@ -62,6 +63,25 @@ def refuse_unplannable(root: nn.Module, arguments: Iterable[Any]) -> None:
             help=_help_for(wrapper),
         )
     refuse_subclasses(root, arguments)
+
+
+def refuse_shards(kind: type[nn.Module]) -> None:
+    """Refuses a class of modules whose parameters torch moves about itself.
+
+    Args:
+        kind: Of a module whose parameters live in a tier.
+
+    Raises:
+        UnsupportedError: IRC534.
+    """
+    wrapper = wrapper_of(kind)
+    if wrapper in ("fully_shard", "FullyShardedDataParallel"):
+        raise UnsupportedError(
+            "IRC534",
+            f"the model is of class {kind.__name__}, made by {wrapper}, and its parameters live in a tier: "
+            "both would move them",
+            help="plan without params and optimizer in swap=, or without " + wrapper,
+        )
 
 
 def _help_for(wrapper: str) -> str:

@@ -365,6 +365,17 @@ def test_pinned_memory_is_refused_for_parameters() -> None:
         fit(module, program, captured.signature, None, optimizers, [HostPlace("far", ROOM)])
 
 
+def test_a_module_that_torch_shards_is_refused(tmp_path: Path) -> None:
+    class FSDPModule:
+        pass
+
+    FSDPModule.__module__ = "torch.distributed.fsdp"
+    ours, _, x = on_disk(tmp_path)
+    ours.__class__ = type("Sharded", (FSDPModule, type(ours)), {})
+    with pytest.raises(irc.UnsupportedError, match=r"IRC534.*made by fully_shard, and its parameters live"):
+        ours(x)
+
+
 def test_bytes_that_change_on_the_way_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, _, x = on_disk(tmp_path)
     train(ours, x, None)

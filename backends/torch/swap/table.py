@@ -64,6 +64,11 @@ class CopyTable:
     def __bool__(self) -> bool:
         return bool(self.tensors)
 
+    @property
+    def has_homes(self) -> bool:
+        """Whether parameters or states of optimizers live in a tier."""
+        return any(copied.home is not None for copied in self.tensors)
+
 
 def copied_value(schedule: Schedule, storage: Storage) -> Value:
     """The one value that fills a storage which is copied."""

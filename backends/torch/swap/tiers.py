@@ -61,13 +61,8 @@ class Tiers:
             if place is None:
                 self._refuse_unknown(copied.tier)
             _refuse_device(place, copied.type.device)
-            if copied.home is not None and isinstance(place, HostPlace):
-                raise TierError(
-                    "IRC575",
-                    f"parameter {copied.home.parameter} cannot live in tier {place.name} ({place.kind}): "
-                    "between steps it is in pinned memory, where a model on CUDA does not look for it",
-                    help="leave params and optimizer out of swap=; activations can go to the host",
-                )
+            if copied.home is not None:
+                _refuse_homes(place)
 
     def residents(
         self, table: CopyTable, parameter: Callable[[int], Any], optimizers: Mapping[str, Optimizer]
@@ -140,23 +135,38 @@ def _open(place: TierPlace) -> RunningTier:
             return FakeTier(place)
 
 
-def check_places(places: Iterable[TierPlace], devices: Iterable[str]) -> None:
+def check_places(places: Iterable[TierPlace], devices: Iterable[str], *, have_homes: bool = False) -> None:
     """Refuses places that cannot serve a model, before anything is planned; a disk's folder is tried.
 
     Args:
-        places: What the user gave.
+        places: What the user gave, the one first that parameters would live in.
         devices: Where the model's tensors are, such as `cpu`.
+        have_homes: Whether parameters or optimizer state may live in a tier between steps.
 
     Raises:
         TierError: IRC571 for a folder that no file can be made in; IRC575 for a kind of tier that is not made
-            for the device; IRC576 for two of one name; IRC579 as `ScratchFile`.
+            for the device, or in which nothing can live between steps; IRC576 for two of one name; IRC579 as
+            `ScratchFile`.
     """
     known = tuple(devices)
-    for place in Tiers(tuple(places)).places:
+    tiers = Tiers(tuple(places)).places
+    if have_homes and tiers:
+        _refuse_homes(tiers[0])
+    for place in tiers:
         for device in known:
             _refuse_device(place, device)
         if isinstance(place, DiskPlace):
             _open(place)
+
+
+def _refuse_homes(place: TierPlace) -> None:
+    if isinstance(place, HostPlace):
+        raise TierError(
+            "IRC575",
+            f"parameters and optimizer state cannot live in tier {place.name} ({place.kind}) between steps: "
+            "that is for models on the CPU, with a disk",
+            help="leave params and optimizer out of what is swapped; other tensors can go to the host",
+        )
 
 
 def _refuse_device(place: TierPlace, device: str) -> None:

@@ -34,15 +34,15 @@ class PlanMemory(SelectCheckpoints):
             blocks, `swap` copies and computes nothing twice, `recompute` copies nothing. The others are
             those of `select-checkpoints`, which copy nothing.
         time_limit: Seconds for the search; the best schedule so far counts when they are over.
-        home: What may live in the first tier between steps: `params`, `optimizer` or `params+optimizer`. How
-            much of it does is chosen.
+        home: What may live in the first tier between steps: `params`, `optimizer`, `params+optimizer` or
+            `none`. How much of it does is chosen.
         homed: The names of the homes, where they are known. Not part of the text form.
     """
 
     name: ClassVar[str] = "plan-memory"
     strategies: ClassVar[tuple[str, ...]] = (*STRATEGIES, *SWAP_STRATEGIES, "recompute")
 
-    home: str = ""
+    home: str = "none"
     homed: tuple[str, ...] | None = field(default=None, metadata={"in_text": False})
 
     def check(self) -> None:
@@ -58,7 +58,7 @@ class PlanMemory(SelectCheckpoints):
             raise UsageError(
                 "IRC403",
                 f"{unknown[0]!r} is nothing that can live in a tier between steps",
-                help=f"choose of {', '.join(HOMED)}",
+                help=f"choose of {', '.join(HOMED)}, or none",
             )
         if self.which and self.strategy != "auto":
             raise UsageError(
@@ -70,7 +70,7 @@ class PlanMemory(SelectCheckpoints):
     @property
     def which(self) -> Sequence[str]:
         """What may live in a tier."""
-        return tuple(filter(None, self.home.split("+")))
+        return () if self.home == "none" else tuple(self.home.split("+"))
 
     def choose(self, planner: Planner, /) -> Program:
         """As `run`, with what the planner knows from other budgets of the same program.

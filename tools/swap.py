@@ -19,7 +19,7 @@ __all__ = ["device_of", "measured", "offer", "places", "what_moves"]
 
 
 def what_moves(swap: str | Sequence[str]) -> tuple[list[str], str]:
-    """What `swap` of `irc.optimize` says: the tiers, and `params+optimizer` or the like for what lives there.
+    """What `swap` of `irc.optimize` says: the tiers, and what lives there, as `PlanMemory.home`.
 
     Raises:
         UsageError: IRC423 where something is to live in a tier and no tier is named.
@@ -39,7 +39,7 @@ def what_moves(swap: str | Sequence[str]) -> tuple[list[str], str]:
             f"{' and '.join(dict.fromkeys(homes))} shall live in a tier, and swap= names none",
             help='name one beside it: ["disk:/scratch:200GiB", "params,optimizer"]',
         )
-    return tiers, "+".join(word for word in HOMED if word in homes)
+    return tiers, "+".join(word for word in HOMED if word in homes) or "none"
 
 
 def offer(swap: str | Sequence[str], profile: bool | str | None) -> OfferTiers:

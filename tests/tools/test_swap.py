@@ -224,7 +224,7 @@ def test_the_passes_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_moves_is_told_from_where_it_goes() -> None:
-    assert what_moves("disk") == (["disk"], "")
+    assert what_moves("disk") == (["disk"], "none")
     swap = ["disk:/scratch:1GiB", "optimizer, params"]
     assert what_moves(swap) == (["disk:/scratch:1GiB"], "params+optimizer")
     assert what_moves(["params", "host", "params"]) == (["host"], "params")

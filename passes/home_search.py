@@ -8,7 +8,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ..ir import Home, Tier
+from ..ir import Gradients, Home, Tier
 from .checkpointing import CheckpointProblem
 from .homes import LEAST_BYTES, LoadedProgram, homes_in
 from .joint import SwapProblem, bound_with_copies, least_budget, search_with_copies
@@ -133,6 +133,18 @@ class HomeSearch:
         loaded, planner = self._loaded(self.homes)
         work = SwapProblem(planner.problem, self._tiers_beside(loaded.homes), self.budget_bytes)
         return least_budget(work, planner.candidates(is_thorough=True))
+
+    @property
+    def largest_step(self) -> tuple[str, int] | None:
+        """The parameter whose gradient takes most to apply, and the bytes; None where none is applied."""
+        _, planner = self._loaded(self.homes)
+        problem = planner.problem
+        demands = {n: problem.demand_bytes[n] for n in problem.backward if n.releases is Gradients.APPLIED}
+        if not demands:
+            return None
+        node = max(demands, key=demands.__getitem__)
+        names = {entry.value: entry.target for entry in problem.graph.inputs}
+        return names[node.operands[0]], demands[node]
 
     @property
     def floor_bytes(self) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from ..ir import UsageError, parse_budget, verify_schedule
+from ..ir import BudgetError, UsageError, format_bytes, parse_budget, verify_schedule
 from .certificate import certify
 from .home_search import HomeSearch
 from .homes import HOMED
@@ -130,7 +130,9 @@ class PlanMemory(SelectCheckpoints):
             )
         chosen = search.run(started + self.time_limit)
         if chosen is None:
-            raise over_budget(planner, budget_bytes, search.least_bytes, tiers=planner.program.tiers)
+            raise _with_largest_step(
+                over_budget(planner, budget_bytes, search.least_bytes, tiers=planner.program.tiers), search
+            )
         work = SwapProblem(chosen.problem, planner.program.tiers, budget_bytes)
         return self._certified(planner, work, chosen.found, search.least_bytes, search.floor_bytes, started)
 
@@ -196,6 +198,18 @@ class PlanMemory(SelectCheckpoints):
                 planner, work.budget_bytes, least_bytes, strategy=self.strategy, tiers=work.tiers
             )
         return Found(self.strategy, min(fitting, key=lambda s: (s.seconds, s.peak_bytes)))
+
+
+def _with_largest_step(error: BudgetError, search: HomeSearch) -> BudgetError:
+    """The refusal, with the step of an optimizer that cannot go below most of what is needed."""
+    alone = search.largest_step
+    if alone is not None:
+        name, nbytes = alone
+        error.add_note(
+            f"the optimizer's step for {name} alone takes {format_bytes(nbytes)}: the parameter, its "
+            "gradient, the optimizer's state for it and what the step takes beside them"
+        )
+    return error
 
 
 def smallest_budget(planner: Planner) -> int:

@@ -194,6 +194,8 @@ def test_a_budget_below_what_is_static_is_met_and_said_in_the_plan() -> None:
     with pytest.raises(BudgetError) as caught:
         PlanMemory(budget=plan.minimum_budget_bytes // 2, time_limit=5, home="params+optimizer").run(before)
     assert caught.value.code == "IRC204" and caught.value.minimum_bytes == plan.minimum_budget_bytes
+    (note,) = caught.value.__notes__
+    assert "the optimizer's step for" in note and "weight alone takes" in note
 
 
 def test_a_budget_that_holds_all_leaves_all_on_the_device() -> None:

@@ -127,10 +127,12 @@ class _Writer:
 
 
 def _in_order(begins: Sequence[Begin]) -> dict[tuple[int, int], list[Begin]]:
-    """The copies by the place where they are begun, in the order in which they start."""
+    """The copies by the place where they are begun: not before those that their channel carries first."""
+    latest: dict[object, tuple[int, int]] = {}
     found: dict[tuple[int, int], list[Begin]] = {}
     for begin in sorted(begins, key=lambda begin: (begin.start, begin.end, begin.place)):
-        found.setdefault(begin.place, []).append(begin)
+        place = latest[begin.channel] = max(begin.place, latest.get(begin.channel, begin.place))
+        found.setdefault(place, []).append(begin)
     return found
 
 

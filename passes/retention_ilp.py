@@ -189,8 +189,6 @@ class RetentionProgramme:
 
     def _add_loss_row(self) -> None:
         forward = len(self.problem.forward)
-        if self.loss == len(self.steps) or not forward:
-            return
         held = self.problem.held_before[forward] - self.problem.graph.loss_held_bytes
         terms, alive = self._resident_at(self.loss)
         cases = self.problem.others_at(forward)

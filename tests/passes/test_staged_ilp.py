@@ -19,8 +19,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from strategies import Sample, graphs
 
-from irc.ir import Node, verify_schedule
-from irc.passes import CheckpointProblem
+from irc.ir import Node, parse_graph, verify_schedule
+from irc.passes import CheckpointProblem, Costs
 from irc.passes.checkpointing import Simulated
 from irc.passes.eviction import evict_greedily
 from irc.passes.exact import best_of_class, lower_bound
@@ -108,11 +108,31 @@ def _subsets(nodes: list[Node]) -> list[tuple[Node, ...]]:
 # ------------------------------------------------------------------------------ the integer programme
 
 
+NOTHING_RUNS = """
+graph loss_bytes=5 {
+  storage @w 10 cpu
+  storage @t 10 cpu
+  input %w: int8[10]{1} @w parameter "w" requires_grad
+  input %t: int8[10]{1} @t tangent "0"
+forward:
+backward:
+  output %w "0"
+  gradient %t "parameter:w"
+}
+"""
+
+
+def test_where_nothing_runs_the_loss_decides() -> None:
+    problem = CheckpointProblem(parse_graph(NOTHING_RUNS), Costs({}, {}, "analytic:test"))
+    fits, not_so = (best_of_class(problem, nbytes, deadline=later()) for nbytes in (25, 24))
+    assert fits.is_proved and fits.best is not None and fits.best.peak_bytes == 25
+    assert not_so.is_proved and not_so.best is None
+
+
 @given(samples)
 @SMALL
 def test_the_programme_is_as_good_as_exhaustive_search(sample: Sample) -> None:
     problem = problems(sample)
-    assume(problem.backward)
     front = cheapest_in_class(problem)
     for budget in budgets(front):
         expected = within(front, budget)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -65,6 +66,9 @@ class Copies:
 
 _ROUNDS = 4
 _HOPELESS = 1.1
+_PROMISING = 1.01
+_EFFORT = 2_500
+_BETTER = 1e-6
 
 
 def schedule_copies(
@@ -74,6 +78,7 @@ def schedule_copies(
     budget_bytes: int,
     *,
     below_seconds: float = math.inf,
+    effort: int = _EFFORT,
 ) -> Copies | None:
     """Swaps some of `storages` so that the step fits; None where that is not enough.
 
@@ -82,39 +87,123 @@ def schedule_copies(
     back begin as early as memory allows, in the order in which they are needed. Copies of what never left
     are left out, and the rest is timed anew.
 
+    Where computing waits, other rules are tried, and kept where they are faster: copies back that fit go
+    before those that do not; what is waited for the longest stays, or goes to another tier; or memory is
+    given back as soon as its copy has ended.
+
     Args:
         order: What runs, and what that takes.
         storages: What may be swapped; a storage that does not have to leave stays.
         tiers: Where to, the fastest first; a full one is passed over.
         budget_bytes: The most that may be alive at once.
         below_seconds: Only faster steps are asked for: what is much slower is not timed anew.
+        effort: Events that may be gone through to find better rules; 0 for those of the first paragraph.
     """
-    allowed = set(storages)
-    best: Copies | None = None
-    for _ in range(_ROUNDS):
-        found = _Run(order, allowed, tiers, budget_bytes).run()
-        if found is None or found.step_seconds > _HOPELESS * below_seconds:
-            break
-        if best is None or found.step_seconds < best.step_seconds:
-            best = found
-        used = {swap.gap.storage for swap in found.swaps}
-        if used == allowed:
-            break
-        allowed = used
-    return best
+    rules = _Rules({storage: tuple(tiers) for storage in storages})
+    search = _Search(order, tiers, budget_bytes, below_seconds, effort)
+    best = search.narrowed(rules)
+    if best is not None and best.copies.step_seconds <= _PROMISING * below_seconds:
+        best = search.improved(best, rules)
+    return None if best is None else best.copies
+
+
+@dataclass(frozen=True, slots=True)
+class _Rules:
+    """What a run may do.
+
+    Args:
+        places: What may be swapped, and where to.
+        early: Gaps whose memory is given back as soon as the copy out has ended.
+        overtakes: Whether a copy back that fits may go before one that does not.
+    """
+
+    places: Mapping[Storage, tuple[Tier, ...]]
+    early: frozenset[Gap] = frozenset()
+    overtakes: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    """What a run found.
+
+    Args:
+        copies: Its swaps and their time.
+        waited: For each storage, how long computing waited for its copies, in seconds.
+    """
+
+    copies: Copies
+    waited: Mapping[Storage, float]
+
+
+@dataclass(eq=False)
+class _Search:
+    """Looks for the rules with the fastest step; the arguments are those of `schedule_copies`."""
+
+    order: Order
+    tiers: Sequence[Tier]
+    budget_bytes: int
+    below_seconds: float
+    effort: int
+
+    def narrowed(self, rules: _Rules) -> _Timed | None:
+        """The best of some runs, each with only what was away in the one before."""
+        best: _Timed | None = None
+        for _ in range(_ROUNDS):
+            found = _Run(self.order, rules, self.tiers, self.budget_bytes).run()
+            if found is None or found.copies.step_seconds > _HOPELESS * self.below_seconds:
+                break
+            if best is None or found.copies.step_seconds < best.copies.step_seconds:
+                best = found
+            used = {swap.gap.storage: rules.places[swap.gap.storage] for swap in found.copies.swaps}
+            if len(used) == len(rules.places):
+                break
+            rules = replace(rules, places=used)
+        return best
+
+    def improved(self, best: _Timed, rules: _Rules) -> _Timed:
+        """Changes the rules, one at a time, as long as that helps and something is waited for."""
+        least = math.fsum(self.order.event_seconds) * (1 + _BETTER)
+        changes = _changes(best, rules)
+        while best.copies.step_seconds > least and self.effort >= len(self.order.event_seconds):
+            changed = next(changes, None)
+            if changed is None:
+                break
+            self.effort -= len(self.order.event_seconds)
+            found = self.narrowed(changed)
+            if found is not None and found.copies.step_seconds < best.copies.step_seconds * (1 - _BETTER):
+                best, changes = found, _changes(found, changed)
+        return best
+
+
+def _changes(found: _Timed, rules: _Rules) -> Iterator[_Rules]:
+    """Rules that differ in one thing, first in what computing waited for the longest."""
+    if not rules.overtakes:
+        yield replace(rules, overtakes=True)
+    swaps = found.copies.swaps
+    tiers = {swap.gap.storage: swap.tier for swap in swaps}
+    for storage in sorted(tiers, key=lambda storage: -found.waited.get(storage, 0.0)):
+        elsewhere = tuple(tier for tier in rules.places[storage] if tier.name != tiers[storage])
+        if elsewhere:
+            yield replace(rules, places={**rules.places, storage: elsewhere})
+        yield replace(rules, places={s: where for s, where in rules.places.items() if s is not storage})
+    for swap in sorted(swaps, key=lambda swap: -swap.gap.before):
+        if swap.gap not in rules.early:
+            yield replace(rules, early=rules.early | {swap.gap})
 
 
 class _Run:
-    def __init__(self, order: Order, allowed: set[Storage], tiers: Sequence[Tier], budget_bytes: int) -> None:
+    """One way through the step, with the clock of `step_times`."""
+
+    def __init__(self, order: Order, rules: _Rules, tiers: Sequence[Tier], budget_bytes: int) -> None:
         self.order = order
+        self.rules = rules
         self.budget_bytes = budget_bytes
-        self.tiers = tiers
         self.alive = order.event_bytes.copy()
         """Bytes at each event, without what is away and not asked back for."""
         self.by_made: dict[int, list[Gap]] = {}
         self.by_after: dict[int, list[Gap]] = {}
         for gap in order.gaps:
-            if gap.storage in allowed:
+            if gap.storage in rules.places:
                 self.by_made.setdefault(gap.made, []).append(gap)
                 self.by_after.setdefault(gap.after, []).append(gap)
         self.now = 0.0
@@ -124,28 +213,37 @@ class _Run:
         self.copied_at: dict[Storage, float] = {}
         self.open: dict[Gap, None] = {}
         """Gaps that the present event is in, and whose storage is still there."""
-        self.away: dict[Gap, int] = {}
-        """Gaps whose storage is away, with the event before which it left."""
-        self.arrives_at: dict[Gap, float] = {}
+        self.closing: dict[int, list[Gap]] = {}
+        """Gaps that were opened, by the events that they end before."""
+        self.away: list[Gap] = []
+        """Gaps whose storage is away, by the events that they end before."""
+        self.left_at: dict[Gap, int] = {}
+        """The events before which these left."""
+        self.arriving: dict[int, list[tuple[float, Storage]]] = {}
+        """What comes back before an event, with the end of its copy."""
         self.swaps: list[Swap] = []
+        self.waited: dict[Storage, float] = {}
 
-    def run(self) -> Copies | None:
-        events = len(self.order.event_seconds)
-        for event in range(events):
-            for gap in [gap for gap in self.open if gap.before <= event]:
-                del self.open[gap]
+    def run(self) -> _Timed | None:
+        for event, seconds in enumerate(self.order.event_seconds):
+            for gap in self.closing.pop(event, ()):
+                self.open.pop(gap, None)
             if not self._make_room(event):
                 return None
-            self._fetch(event)
-            for gap in [gap for gap in self.arrives_at if gap.before == event]:
-                self.now = max(self.now, self.arrives_at.pop(gap))
-            self.now += self.order.event_seconds[event]
+            if self.rules.early:
+                self._release_early(event)
+            if self.away:
+                self._fetch(event)
+            for end, storage in sorted(self.arriving.pop(event, ()), key=lambda pair: pair[0]):
+                self._wait(storage, end)
+            self.now += seconds
             for gap in self.by_made.get(event, ()):
                 self._copy_out(gap)
             for gap in self.by_after.get(event, ()):
                 if gap.storage in self.tier_of:
                     self.open[gap] = None
-        return Copies(tuple(self.swaps), self.now)
+                    self.closing.setdefault(gap.before, []).append(gap)
+        return _Timed(Copies(tuple(self.swaps), self.now), self.waited)
 
     def _copy_out(self, gap: Gap) -> None:
         """Begins the copy of a storage that was made, to the tier that has it first."""
@@ -153,7 +251,7 @@ class _Run:
         if storage in self.tier_of:
             return
         best: tuple[float, Tier] | None = None
-        for tier in self.tiers:
+        for tier in self.rules.places[storage]:
             start = max(self.now, self.free_at.get(tier.channel(Direction.OUT), 0.0))
             end = start + tier.copy_seconds(storage.nbytes, Direction.OUT)
             if self.left_bytes[tier.name] >= storage.nbytes and (best is None or end < best[0]):
@@ -167,30 +265,59 @@ class _Run:
     def _make_room(self, event: int) -> bool:
         """Gives memory back until the event fits."""
         while self.alive[event] > self.budget_bytes:
-            here = [gap for gap in self.open if gap.before > event]
-            if not here:
+            if not self.open:
                 return False
-            gap = min(here, key=self._rank)
-            self.now = max(self.now, self.copied_at[gap.storage])
-            del self.open[gap]
-            self.away[gap] = event
-            self.alive[event : gap.before] -= gap.storage.nbytes
+            gap = min(self.open, key=self._rank)
+            self._wait(gap.storage, self.copied_at[gap.storage])
+            self._release(gap, event)
         return True
 
     def _rank(self, gap: Gap) -> tuple[float, int]:
         return max(self.copied_at[gap.storage] - self.now, 0.0), -gap.before
 
+    def _release_early(self, event: int) -> None:
+        """Gives back what is to leave early and was copied, unless it would come back at once."""
+        for gap in [gap for gap in self.open if gap in self.rules.early and gap.before > event + 1]:
+            if self.copied_at[gap.storage] <= self.now:
+                self._release(gap, event)
+
+    def _release(self, gap: Gap, event: int) -> None:
+        del self.open[gap]
+        self.left_at[gap] = event
+        bisect.insort(self.away, gap, key=lambda gap: (gap.before, gap.after))
+        self.alive[event : gap.before] -= gap.storage.nbytes
+
+    def _wait(self, storage: Storage, end: float) -> None:
+        if end > self.now:
+            self.waited[storage] = self.waited.get(storage, 0.0) + end - self.now
+            self.now = end
+
     def _fetch(self, event: int) -> None:
         """Begins the copies back that are due, and in their order those that fit until they are read."""
-        for gap in sorted(self.away, key=lambda gap: (gap.before, gap.after)):
-            tier = self.tier_of[gap.storage]
-            if event < gap.before:
-                most = int(self.alive[event : gap.before].max()) + gap.storage.nbytes
-                if most > self.budget_bytes or event == self.away[gap]:
-                    return
-            self.alive[event : gap.before] += gap.storage.nbytes
-            channel = tier.channel(Direction.IN)
-            start = max(self.now, self.free_at.get(channel, 0.0))
-            end = start + tier.copy_seconds(gap.storage.nbytes, Direction.IN)
-            self.free_at[channel] = self.arrives_at[gap] = end
-            self.swaps.append(Swap(gap, tier.name, self.away.pop(gap), event))
+        stay: list[Gap] = []
+        for index, gap in enumerate(self.away):
+            if event == gap.before or self._fits(gap, event):
+                self._copy_back(gap, event)
+            elif self.rules.overtakes:
+                stay.append(gap)
+            else:
+                stay += self.away[index:]
+                break
+        self.away = stay
+
+    def _fits(self, gap: Gap, event: int) -> bool:
+        """Whether a storage that is away, and did not just leave, may come back."""
+        most = self.budget_bytes - gap.storage.nbytes
+        if self.alive[event] > most or event == self.left_at[gap]:
+            return False
+        return int(self.alive[event : gap.before].max()) <= most
+
+    def _copy_back(self, gap: Gap, event: int) -> None:
+        storage = gap.storage
+        tier = self.tier_of[storage]
+        self.alive[event : gap.before] += storage.nbytes
+        channel = tier.channel(Direction.IN)
+        end = max(self.now, self.free_at.get(channel, 0.0)) + tier.copy_seconds(storage.nbytes, Direction.IN)
+        self.free_at[channel] = end
+        self.arriving.setdefault(gap.before, []).append((end, storage))
+        self.swaps.append(Swap(gap, tier.name, self.left_at[gap], event))

@@ -23,7 +23,7 @@ from ..ir import (
 __all__ = ["Gap", "Swap", "gaps", "with_swaps"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Gap:
     """A stretch of an order in which a storage is kept and not read.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from exhaustive import chains, problem_of
 from hypothesis import strategies as st
 from strategies import Sample, graphs
@@ -52,13 +54,19 @@ def program_of(sample: Sample, offered: tuple[Tier, ...]) -> Program:
     return Program(sample.graph, costs, tiers=offered)
 
 
-def chain(count: int = 6, nbytes: int = 600) -> Program:
-    """A chain whose backward reads every value; each operation takes a second, forward and back."""
+def chain(count: int = 6, nbytes: int | Sequence[int] = 600) -> Program:
+    """A chain whose backward reads every value; each operation takes a second, forward and back.
+
+    Args:
+        count: Of the values.
+        nbytes: Of each value, or of all.
+    """
     names = [f"v{index}" for index in range(count)]
-    storages = "".join(f"  storage @{name} {nbytes} cpu\n" for name in names)
+    sizes = [nbytes] * count if isinstance(nbytes, int) else nbytes
+    storages = "".join(f"  storage @{name} {size} cpu\n" for name, size in zip(names, sizes, strict=True))
     forward = "".join(
-        f"  f{k} = test.f(%{'w' if not k else names[k - 1]}) -> %{name}: int8[{nbytes}]{{1}} @{name}\n"
-        for k, name in enumerate(names)
+        f"  f{k} = test.f(%{'w' if not k else names[k - 1]}) -> %{name}: int8[{size}]{{1}} @{name}\n"
+        for k, (name, size) in enumerate(zip(names, sizes, strict=True))
     )
     backward = "".join(
         f"  b{k} = test.b({'%t' if k == count - 1 else f'%g{k + 1}'}, %{names[k - 1] if k else 'w'}) "

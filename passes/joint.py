@@ -14,7 +14,7 @@ from .checkpointing import CheckpointProblem, Repeats, Simulated
 from .eviction import evict_greedily
 from .exact_swaps import best_with_swaps
 from .frontier import Frontier
-from .schedule_copies import Order, schedule_copies
+from .schedule_copies import EFFORT, Order, schedule_copies
 from .search import Found, search
 from .staged_ilp import Solved
 from .staged_swaps import SwapRelaxation
@@ -46,22 +46,26 @@ class SwapProblem:
         return problem.floor_bytes - (problem.graph.forwards_in_flight - 1) * problem.forced_bytes
 
     def with_copies(
-        self, simulated: Simulated, storages: Collection[Storage] | None = None
+        self, simulated: Simulated, storages: Collection[Storage] | None = None, *, effort: int = EFFORT
     ) -> Simulated | None:
         """A schedule with copies where they are needed; None where they do not make it fit.
 
         Args:
             simulated: What runs.
             storages: What may be copied; None for all that a tier can take.
+            effort: As of `schedule_copies`.
         """
         if simulated.peak_bytes <= self.budget_bytes:
             return simulated
-        return self._fit(*simulated.schedule.halves, storages=storages)
+        return self.fitted(self.order(simulated), storages=storages, effort=effort)
 
     def order(self, simulated: Simulated) -> Order:
         """What a schedule runs, as an order to which copies are added."""
+        return self._order(*simulated.schedule.halves)
+
+    def _order(self, forward: Sequence[Node], backward: Sequence[Node]) -> Order:
         costs = self.problem.costs
-        return Order(self.problem.graph, *simulated.schedule.halves, costs.seconds, costs.workspace_bytes)
+        return Order(self.problem.graph, forward, backward, costs.seconds, costs.workspace_bytes)
 
     def run(self, repeats: Repeats, *, below_seconds: float = math.inf) -> Simulated | None:
         """The schedule that runs these operations again, with copies where needed; None if not that fast."""
@@ -69,20 +73,32 @@ class SwapProblem:
         pairs = list(zip(self.problem.base, repeats, strict=True))
         forward = [n for node, before in pairs[:split] for n in (*before, node)]
         backward = [n for node, before in pairs[split:] for n in (*before, node)]
-        return self._fit(forward, backward, below_seconds)
+        return self.fitted(self._order(forward, backward), below_seconds=below_seconds)
 
-    def _fit(
+    def fitted(
         self,
-        forward: Sequence[Node],
-        backward: Sequence[Node],
+        order: Order,
+        *,
         below_seconds: float = math.inf,
         storages: Collection[Storage] | None = None,
+        effort: int = EFFORT,
     ) -> Simulated | None:
-        problem = self.problem
-        costs = problem.costs
-        order = Order(problem.graph, forward, backward, costs.seconds, costs.workspace_bytes)
-        allowed = problem.producer if storages is None else storages
-        copies = schedule_copies(order, allowed, self.tiers, self.budget_bytes, below_seconds=below_seconds)
+        """An order with copies where they are needed; None if it does not fit, or is not that fast.
+
+        Args:
+            order: What runs.
+            below_seconds: Only faster steps are asked for.
+            storages: What may be copied; None for all that a tier can take.
+            effort: As of `schedule_copies`.
+        """
+        copies = schedule_copies(
+            order,
+            self.problem.producer if storages is None else storages,
+            self.tiers,
+            self.budget_bytes,
+            below_seconds=below_seconds,
+            effort=effort,
+        )
         if copies is None or copies.step_seconds > below_seconds:
             return None
         found = self.simulate(order.schedule(copies.swaps))
@@ -119,6 +135,12 @@ _EXACT_SECONDS = 10.0
 _TINY = 14
 """Up to so many operations all schedules of the class are in one programme."""
 
+_KNOWN_PART = 0.6
+"""Of the time, for known schedules, if one of them fits."""
+
+_TIMED_ANEW = 5
+"""So many of the fastest of these are worth an effort to time their copies better."""
+
 _RECOMPUTE_PART = 0.3
 """Of the time, for the best schedule without copies."""
 
@@ -145,11 +167,19 @@ def search_with_copies(
     """
     problem = work.problem
     found: Found | None = None
-    for name, simulated in itertools.chain(_candidates(work, candidates, deadline=deadline), seeds):
+    known: list[tuple[str, Simulated]] = []
+    now = time.monotonic()
+    latest = now + (deadline - now) * _KNOWN_PART
+    for name, simulated in itertools.chain(_candidates(work, candidates, deadline=latest), seeds):
         if simulated.peak_bytes <= work.budget_bytes:
+            known.append((name, simulated))
             found = Found(name, simulated) if found is None else found
             found.offer(name, simulated, work.budget_bytes)
-        if found is not None and (found.is_proved(problem, _PROOF_GAP) or time.monotonic() >= deadline):
+        if found is not None and (found.is_proved(problem, _PROOF_GAP) or time.monotonic() >= latest):
+            break
+    if found is not None:
+        _time_anew(work, known, found, deadline=deadline)
+        if found.is_proved(problem, _PROOF_GAP) or time.monotonic() >= deadline:
             return found
     if is_tiny(problem):
         latest = time.monotonic() + min((deadline - time.monotonic()) / 2, _EXACT_SECONDS)
@@ -176,6 +206,18 @@ def search_with_copies(
 def is_tiny(problem: CheckpointProblem) -> bool:
     """Whether one programme finds the best schedule with copies in seconds."""
     return bool(problem.backward) and len(problem.base) <= _TINY
+
+
+def _time_anew(
+    work: SwapProblem, known: list[tuple[str, Simulated]], found: Found, *, deadline: float
+) -> None:
+    """Offers the fastest schedules once more, with copies chosen with more effort."""
+    for name, simulated in sorted(known, key=lambda pair: pair[1].seconds)[:_TIMED_ANEW]:
+        if time.monotonic() >= deadline:
+            return
+        timed = work.fitted(work.order(simulated))
+        if timed is not None:
+            found.offer(name, timed, work.budget_bytes)
 
 
 def _bound(work: SwapProblem, found: Found, moments: list[int], deadline: float) -> None:
@@ -217,21 +259,36 @@ def _relaxed(work: SwapProblem, moments: list[int], seconds: float) -> Solved:
     return relaxation.solve(seconds=seconds, gap=_PROOF_GAP, node_limit=_STAGED_NODES)
 
 
-def least_budget(work: SwapProblem, candidates: Frontier) -> int:
-    """The smallest budget that a schedule with copies is found for, in bytes; that of `work` is ignored."""
+def least_budget(work: SwapProblem, candidates: Frontier, *, deadline: float = math.inf) -> int:
+    """The smallest budget that a schedule with copies is found for, in bytes; that of `work` is ignored.
+
+    Args:
+        work: The problem.
+        candidates: Schedules found without regard to the budget; those with the smallest peaks get copies.
+        deadline: `time.monotonic()` at which to stop; what was found by then counts.
+    """
     problem = work.problem
     lowest = sorted((s for _, s in candidates.candidates), key=lambda s: (s.peak_bytes, s.seconds))
-    tried = [problem.keep_all, *lowest[:_LOW]]
+    orders = [work.order(simulated) for simulated in (problem.keep_all, *lowest[:_LOW])]
     low, high = work.floor_bytes - 1, lowest[0].peak_bytes
-    while high - low > max(problem.keep_all.peak_bytes >> _LOW_BITS, 1):
+    while high - low > max(problem.keep_all.peak_bytes >> _LOW_BITS, 1) and time.monotonic() < deadline:
         middle = (low + high) // 2
-        here = replace(work, budget_bytes=middle)
-        fitted = next((s for s in map(here.with_copies, tried) if s is not None), None)
-        if fitted is None:
+        peak_bytes = _reached(replace(work, budget_bytes=middle), orders)
+        if peak_bytes is None:
             low = middle
         else:
-            high = min(fitted.peak_bytes, middle)
+            high = peak_bytes
     return high
+
+
+def _reached(work: SwapProblem, orders: list[Order]) -> int | None:
+    """The peak of the first of some orders that fits with copies; it becomes the first."""
+    for index, order in enumerate(orders):
+        fitted = work.fitted(order, effort=0)
+        if fitted is not None:
+            orders.insert(0, orders.pop(index))
+            return fitted.peak_bytes
+    return None
 
 
 _LOW = 3
@@ -256,7 +313,7 @@ def _candidates(
         key = simulated.seconds, simulated.peak_bytes
         if key not in known and (len(known) <= _LOW or time.monotonic() < deadline):
             known.add(key)
-            fitted = work.with_copies(simulated)
+            fitted = work.with_copies(simulated, effort=0)
             if fitted is not None:
                 yield (name if fitted is simulated else f"{name}+swap"), fitted
 
@@ -268,6 +325,8 @@ def _candidates(
         yield from offered(name, simulated)
     top = problem.keep_all.peak_bytes
     for rung in range(1, _RUNGS):
+        if time.monotonic() >= deadline:
+            return
         budget = work.budget_bytes + (top - work.budget_bytes) * rung // _RUNGS
         latest = min(deadline, time.monotonic() + _RUN_SECONDS)
         evicted = evict_greedily(problem, budget, deadline=latest) if budget < top else None

@@ -101,7 +101,7 @@ class PlanMemory(SelectCheckpoints):
         if self.strategy == "auto":
             found, minimum_bytes = self._searched(planner, work, deadline)
         else:
-            found = self._known(planner, work)
+            found = self._known(planner, work, deadline)
             minimum_bytes = found.best.peak_bytes
         return self._certified(planner, work, found, minimum_bytes, work.floor_bytes, started)
 
@@ -174,28 +174,35 @@ class PlanMemory(SelectCheckpoints):
 
     def _searched(self, planner: Planner, work: SwapProblem, deadline: float) -> tuple[Found, int]:
         """The best of all, and the smallest budget that is known."""
-        candidates = planner.candidates(deadline)
-        seeds = known_swaps(work)
+        candidates = planner.candidates(_within(deadline, _CANDIDATES_PART))
+        least_bytes = least_budget(work, candidates, deadline=_within(deadline, _LEAST_PART))
+        seeds = known_swaps(work, deadline=deadline)
         found = search_with_copies(work, candidates, deadline=deadline, seeds=seeds)
         may_fit = work.budget_bytes >= work.floor_bytes
-        if found is None and may_fit:
+        if found is None and may_fit and time.monotonic() < deadline:
             candidates = planner.candidates(deadline, is_thorough=True)
             found = search_with_copies(work, candidates, deadline=deadline)
-        least_bytes = least_budget(work, candidates)
         if found is not None:
-            return found, least_bytes
-        if may_fit and not candidates.is_complete:
+            return found, min(least_bytes, found.best.peak_bytes)
+        least_bytes = min(least_bytes, least_budget(work, candidates, deadline=deadline))
+        is_late = time.monotonic() >= deadline
+        if may_fit and (is_late or not candidates.is_complete):
             raise out_of_time(self.time_limit, work.budget_bytes, least_bytes)
-        raise over_budget(planner, work.budget_bytes, least_bytes, tiers=work.tiers)
+        raise over_budget(planner, work.budget_bytes, least_bytes, is_known=not is_late, tiers=work.tiers)
 
-    def _known(self, planner: Planner, work: SwapProblem) -> Found:
-        """The strategy's own schedule: the fastest that fits."""
-        made = [work.problem.keep_all, *SWAP_STRATEGIES[self.strategy](work)]
+    def _known(self, planner: Planner, work: SwapProblem, deadline: float) -> Found:
+        """The strategy's own schedule: the fastest that fits, of those found in time."""
+        made = [work.problem.keep_all, *SWAP_STRATEGIES[self.strategy](work, deadline)]
         fitting = [s for s in made if s.peak_bytes <= work.budget_bytes]
         if not fitting:
             least_bytes = min(s.peak_bytes for s in made)
             raise over_budget(
-                planner, work.budget_bytes, least_bytes, strategy=self.strategy, tiers=work.tiers
+                planner,
+                work.budget_bytes,
+                least_bytes,
+                strategy=self.strategy,
+                is_known=time.monotonic() < deadline,
+                tiers=work.tiers,
             )
         return Found(self.strategy, min(fitting, key=lambda s: (s.seconds, s.peak_bytes)))
 
@@ -210,6 +217,17 @@ def _with_largest_step(error: BudgetError, search: HomeSearch) -> BudgetError:
             "gradient, the optimizer's state for it and what the step takes beside them"
         )
     return error
+
+
+_CANDIDATES_PART = 0.6
+_LEAST_PART = 0.2
+"""Of the time that is left, for schedules without regard to the budget, and then for the smallest budget."""
+
+
+def _within(deadline: float, part: float) -> float:
+    """The `time.monotonic()` at which a part of the time that is left is over."""
+    now = time.monotonic()
+    return now + (deadline - now) * part
 
 
 def smallest_budget(planner: Planner) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -39,7 +40,7 @@ _RESERVES = (1.0, 0.9, 0.8)
 """Parts of the budget that choices are made for: the model of a chain is not exact on other graphs."""
 
 
-def pofo(work: SwapProblem) -> Iterator[Simulated]:
+def pofo(work: SwapProblem, deadline: float = math.inf) -> Iterator[Simulated]:
     """Schedules of POFO's choices, for the budget and for a little less.
 
     The graph is cut into a chain of blocks (see `chain`). A dynamic programme goes over the blocks and
@@ -55,6 +56,10 @@ def pofo(work: SwapProblem) -> Iterator[Simulated]:
     has a bound for the idle time; and labels that hardly differ are taken for one, where the paper rounds
     memory to whole parts. Only the first tier is used, and its capacity is left to `schedule_copies`.
 
+    Args:
+        work: The problem.
+        deadline: `time.monotonic()` after which no more choices are made.
+
     Source:
         Beaumont, Eyraud-Dubois, Shilova, Efficient Combination of Rematerialization and Offloading for
         Training DNNs (NeurIPS 2021).
@@ -65,6 +70,8 @@ def pofo(work: SwapProblem) -> Iterator[Simulated]:
     blocks = blocks_of(problem)
     tried: set[tuple[Segment, ...]] = set()
     for reserve in _RESERVES:
+        if time.monotonic() >= deadline:
+            return
         chosen = segments_within(blocks, work.tiers[0], int(work.budget_bytes * reserve))
         if chosen is None or tuple(chosen) in tried:
             continue

@@ -12,7 +12,7 @@ import numpy as np
 from ..ir import Compute, Direction, Graph, Loss, Node, Schedule, Storage, Tier, liveness, with_frees
 from .swaps import Gap, Swap, gaps, with_swaps
 
-__all__ = ["Order", "schedule_copies"]
+__all__ = ["EFFORT", "Copies", "Order", "schedule_copies"]
 
 
 @dataclass(eq=False)
@@ -67,8 +67,10 @@ class Copies:
 _ROUNDS = 4
 _HOPELESS = 1.1
 _PROMISING = 1.01
-_EFFORT = 2_500
 _BETTER = 1e-6
+
+EFFORT = 2_500
+"""Events that are gone through to find better rules: a few tries for ResNet-50, hundreds for tiny graphs."""
 
 
 def schedule_copies(
@@ -78,7 +80,7 @@ def schedule_copies(
     budget_bytes: int,
     *,
     below_seconds: float = math.inf,
-    effort: int = _EFFORT,
+    effort: int = EFFORT,
 ) -> Copies | None:
     """Swaps some of `storages` so that the step fits; None where that is not enough.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -26,8 +27,15 @@ _SMALL_PART = 2e-5
 """Storages up to this fraction of the peak that keeps all stay."""
 
 
-def swap_all(work: SwapProblem) -> Iterator[Simulated]:
-    """Computes nothing twice; what is over the budget is copied, at the times of `schedule_copies`."""
+def swap_all(work: SwapProblem, deadline: float = math.inf) -> Iterator[Simulated]:
+    """Computes nothing twice; what is over the budget is copied, at the times of `schedule_copies`.
+
+    Args:
+        work: The problem.
+        deadline: `time.monotonic()` after which nothing is tried.
+    """
+    if time.monotonic() >= deadline:
+        return
     fitted = work.with_copies(work.problem.keep_all)
     if fitted is not None:
         yield fitted
@@ -55,17 +63,24 @@ def lms_all(work: SwapProblem, look_ahead: int, *, threshold_bytes: int | None =
     return work.simulate(order.schedule(ahead.swaps))
 
 
-def lms(work: SwapProblem) -> Iterator[Simulated]:
+def lms(work: SwapProblem, deadline: float = math.inf) -> Iterator[Simulated]:
     """Large Model Support at all its settings: all storages, and as few as the budget allows.
 
     Which are the few is a setting too: the largest, or the earliest (`n_tensors` of TFLMS).
+
+    Args:
+        work: The problem.
+        deadline: `time.monotonic()` after which nothing more is tried.
     """
-    yield from (lms_all(work, look_ahead) for look_ahead in LOOK_AHEADS)
+    for look_ahead in LOOK_AHEADS:
+        if time.monotonic() >= deadline:
+            return
+        yield lms_all(work, look_ahead)
     problem = work.problem
     order = work.order(problem.keep_all)
     crossing = _crossing(problem, order)
     for gaps in (crossing, sorted(crossing, key=lambda gap: -gap.storage.nbytes)):
-        chosen = _fastest(work, order, gaps)
+        chosen = _fastest(work, order, gaps, deadline)
         if chosen is not None:
             yield chosen
 
@@ -73,18 +88,24 @@ def lms(work: SwapProblem) -> Iterator[Simulated]:
 # ---------------------------------------------------------------------- checkpoints that are swapped
 
 
-def ome(work: SwapProblem) -> Iterator[Simulated]:
+def ome(work: SwapProblem, deadline: float = math.inf) -> Iterator[Simulated]:
     """Recomputation between checkpoints, of which the earliest are swapped until the budget holds.
 
     The checkpoints are those of known rules: sqrt(n), every k, blocks, articulations of forward and every
     second, fourth, ... of them. For each rule the fastest schedule within the budget, over all look-aheads.
+
+    Args:
+        work: The problem.
+        deadline: `time.monotonic()` after which nothing more is tried.
     """
     for simulated in _checkpointings(work.problem):
+        if time.monotonic() >= deadline:
+            return
         if simulated.peak_bytes <= work.budget_bytes:
             yield simulated
             continue
         order = work.order(simulated)
-        chosen = _fastest(work, order, _crossing(work.problem, order))
+        chosen = _fastest(work, order, _crossing(work.problem, order), deadline)
         if chosen is not None:
             yield chosen
 
@@ -194,11 +215,13 @@ class _Ahead:
         self.step_seconds = now
 
 
-def _fastest(work: SwapProblem, order: Order, gaps: Sequence[Gap]) -> Simulated | None:
+def _fastest(work: SwapProblem, order: Order, gaps: Sequence[Gap], deadline: float) -> Simulated | None:
     """Of all look-aheads the fastest schedule within the budget that swaps as few of `gaps` as it can."""
     found: list[tuple[float, int, Sequence[Swap]]] = []
     computed = sum(order.event_seconds)
     for look_ahead in LOOK_AHEADS:
+        if time.monotonic() >= deadline:
+            break
         fewest = _fewest(work, order, gaps, look_ahead)
         if fewest is None:
             break  # what is fetched earlier takes more
@@ -230,16 +253,24 @@ def _fewest(work: SwapProblem, order: Order, gaps: Sequence[Gap], look_ahead: in
 
 # ---------------------------------------------------------------------- all of them
 
-SWAP_STRATEGIES: Mapping[str, Callable[[SwapProblem], Iterator[Simulated]]] = {
+SWAP_STRATEGIES: Mapping[str, Callable[[SwapProblem, float], Iterator[Simulated]]] = {
     "lms": lms,
     "ome": ome,
     "pofo": pofo,
     "swap": swap_all,
 }
-"""The strategies that copy, by name; of the schedules of one the fastest within the budget counts."""
+"""The strategies that copy, by name, given the problem and the `time.monotonic()` at which to stop.
+
+Of the schedules of one the fastest within the budget counts.
+"""
 
 
-def known_swaps(work: SwapProblem) -> Iterator[tuple[str, Simulated]]:
-    """The schedules of all these strategies, each with its name; some may be over the budget."""
+def known_swaps(work: SwapProblem, *, deadline: float = math.inf) -> Iterator[tuple[str, Simulated]]:
+    """The schedules of all these strategies, each with its name; some may be over the budget.
+
+    Args:
+        work: The problem.
+        deadline: `time.monotonic()` after which nothing more is tried.
+    """
     for name, strategy in SWAP_STRATEGIES.items():
-        yield from ((name, simulated) for simulated in strategy(work))
+        yield from ((name, simulated) for simulated in strategy(work, deadline))

@@ -3,8 +3,10 @@
 import json
 import time
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 from exhaustive import at_random
@@ -38,6 +40,7 @@ from irc.passes import (
     Program,
     ScheduleSwaps,
     SelectCheckpoints,
+    joint,
     machine_named,
     parse_passes,
 )
@@ -47,6 +50,7 @@ from irc.passes.schedule_copies import Order, schedule_copies
 from irc.passes.search import Found, search
 from irc.passes.staged_ilp import Relaxation
 from irc.passes.staged_swaps import SwapRelaxation
+from irc.passes.swap_strategies import SWAP_STRATEGIES, known_swaps
 
 SMALL = settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 
@@ -314,6 +318,35 @@ def test_a_search_without_time_still_finds_what_copies_reach() -> None:
         PlanMemory(100, time_limit=5).run(program)
     made = PlanMemory(caught.value.minimum_bytes, time_limit=0).run(program)
     assert made.plan is not None and made.plan.peak_bytes <= caught.value.minimum_bytes
+
+
+def test_a_refusal_without_time_names_a_budget_that_is_found_without_time() -> None:
+    program = OfferTiers(tiers=(Tier("host", 1 << 20, 1200.0, 1200.0),)).run(chain())
+    for strategy in ("auto", *SWAP_STRATEGIES):
+        with pytest.raises(BudgetError, match="by what was found within the time limit") as caught:
+            PlanMemory(100, strategy, time_limit=0).run(program)
+        made = PlanMemory(caught.value.minimum_bytes, strategy, time_limit=0).run(program)
+        assert made.plan is not None and made.plan.minimum_budget_bytes <= caught.value.minimum_bytes
+
+
+@SMALL
+@given(works(), st.integers(0, 12))
+def test_the_smallest_budget_of_any_deadline_is_found(work: SwapProblem, ticks: int) -> None:
+    """Each look at the clock takes a second."""
+    candidates = known(work.problem)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(joint, "time", SimpleNamespace(monotonic=count().__next__))
+        least_bytes = least_budget(work, candidates, deadline=ticks)
+    assert least_budget(work, candidates) <= least_bytes <= candidates.minimum_bytes
+    there = replace(work, budget_bytes=least_bytes)
+    found = [there.with_copies(simulated) for _, simulated in candidates.candidates]
+    assert any(fitted is not None and fitted.peak_bytes <= least_bytes for fitted in found)
+
+
+@SMALL
+@given(works())
+def test_known_strategies_end_at_their_deadline(work: SwapProblem) -> None:
+    assert not list(known_swaps(work, deadline=time.monotonic()))
 
 
 def test_what_only_one_run_can_make_may_be_away_while_other_forwards_run() -> None:

@@ -176,9 +176,9 @@ class PlanMemory(SelectCheckpoints):
         """The best of all, and the smallest budget that is known."""
         candidates = planner.candidates(_within(deadline, _CANDIDATES_PART))
         least_bytes = least_budget(work, candidates, deadline=_within(deadline, _LEAST_PART))
-        seeds = known_swaps(work, deadline=deadline)
-        found = search_with_copies(work, candidates, deadline=deadline, seeds=seeds)
         may_fit = work.budget_bytes >= work.floor_bytes
+        seeds = known_swaps(work, deadline=deadline)
+        found = search_with_copies(work, candidates, deadline=deadline, seeds=seeds) if may_fit else None
         if found is None and may_fit and time.monotonic() < deadline:
             candidates = planner.candidates(deadline, is_thorough=True)
             found = search_with_copies(work, candidates, deadline=deadline)

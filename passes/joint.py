@@ -141,6 +141,9 @@ _KNOWN_PART = 0.6
 _TIMED_ANEW = 5
 """So many of the fastest of these are worth an effort to time their copies better."""
 
+_LAST_EFFORT = 50_000
+"""For the copies of the schedule that the search ends with."""
+
 _RECOMPUTE_PART = 0.3
 """Of the time, for the best schedule without copies."""
 
@@ -200,6 +203,7 @@ def search_with_copies(
     moments = [len(problem.forward)]
     _bound(work, found, moments, deadline)
     improve(work, found, deadline=deadline)
+    _time_anew(work, [(found.name, found.best)], found, deadline=deadline, effort=_LAST_EFFORT)
     return found
 
 
@@ -209,13 +213,18 @@ def is_tiny(problem: CheckpointProblem) -> bool:
 
 
 def _time_anew(
-    work: SwapProblem, known: list[tuple[str, Simulated]], found: Found, *, deadline: float
+    work: SwapProblem,
+    known: list[tuple[str, Simulated]],
+    found: Found,
+    *,
+    deadline: float,
+    effort: int = EFFORT,
 ) -> None:
-    """Offers the fastest schedules once more, with copies chosen with more effort."""
+    """Offers the fastest schedules once more, with copies chosen with an effort."""
     for name, simulated in sorted(known, key=lambda pair: pair[1].seconds)[:_TIMED_ANEW]:
         if time.monotonic() >= deadline:
             return
-        timed = work.fitted(work.order(simulated))
+        timed = work.fitted(work.order(simulated), effort=effort)
         if timed is not None:
             found.offer(name, timed, work.budget_bytes)
 

@@ -67,10 +67,12 @@ class Copies:
 _ROUNDS = 4
 _HOPELESS = 1.1
 _PROMISING = 1.01
+"""So much slower than what is asked for a step may be, to be timed anew, and to have other rules tried."""
+
 _BETTER = 1e-6
 
 EFFORT = 2_500
-"""Events that are gone through to find better rules: a few tries for ResNet-50, hundreds for tiny graphs."""
+"""Events times tries to find better rules: a few tries for ResNet-50, hundreds for tiny graphs."""
 
 
 def schedule_copies(
@@ -99,7 +101,7 @@ def schedule_copies(
         tiers: Where to, the fastest first; a full one is passed over.
         budget_bytes: The most that may be alive at once.
         below_seconds: Only faster steps are asked for: what is much slower is not timed anew.
-        effort: Events that may be gone through to find better rules; 0 for those of the first paragraph.
+        effort: How much to try, in events times tries; 0 leaves it at what the first paragraph says.
     """
     rules = _Rules({storage: tuple(tiers) for storage in storages})
     search = _Search(order, tiers, budget_bytes, below_seconds, effort)

@@ -14,6 +14,7 @@ from strategies import Sample, graphs, with_wishes
 from irc.ir import (
     Compute,
     DType,
+    Fetch,
     Graph,
     Input,
     InputRole,
@@ -37,6 +38,9 @@ from irc.passes.exact import best_of_class
 from irc.passes.exact_swaps import Exact, best_with_swaps
 from irc.passes.frontier import frontier
 from irc.passes.joint import SwapProblem, is_tiny, search_with_copies
+from irc.passes.swap_choice import schedule_of
+from irc.passes.swap_cp import SwapProgramme
+from irc.passes.swap_line import ExactProblem, line
 
 ROUNDING = 1e-4
 """Of the step: what the programme may lose by counting in whole units of time."""
@@ -285,6 +289,23 @@ def test_a_value_leaves_a_tier_to_make_room_there() -> None:
 def test_a_value_is_copied_out_once_and_back_as_often_as_it_is_read() -> None:
     lines = shown(exactly(one_way_chain(again=True), [HOST], 14).schedule)
     assert (lines.count("Offload s_c"), lines.count("Fetch s_c"), lines.count("Free s_c")) == (1, 2, 3)
+
+
+def test_a_channel_carries_copies_in_the_order_in_which_they_start() -> None:
+    """Wherever the solver says that they are begun, which may be long before."""
+    exact = ExactProblem(one_way_chain(), (HOST,), 14)
+    steps = tuple(line(exact.problem, exact.pauses))
+    choice = SwapProgramme(exact, steps).solve(MANY_SECONDS).choice
+    assert choice is not None
+    back = [begin for begin in choice.begins if isinstance(begin.instruction, Fetch)]
+    latest = max(back, key=lambda begin: begin.start)
+    earliest = min(begin.place for begin in back)
+    early = replace(latest, place=(earliest[0] - 1, 1))
+    begins = tuple(early if begin is latest else begin for begin in choice.begins)
+    schedule = schedule_of(exact.problem, steps, replace(choice, begins=begins))
+    fetched = [i.storage for i in schedule.instructions if isinstance(i, Fetch)]
+    in_order = sorted(back, key=lambda begin: begin.start)
+    assert fetched == [begin.instruction.storage for begin in in_order]
 
 
 def test_the_loss_takes_its_bytes() -> None:

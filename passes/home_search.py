@@ -127,12 +127,16 @@ class HomeSearch:
         homed.found.bound_seconds = max(bound_seconds - step_seconds, 0.0)
         return homed
 
-    @property
-    def least_bytes(self) -> int:
-        """The smallest budget that a schedule is found for where everything lives in the tier that can."""
+    def least_bytes(self, deadline: float = math.inf) -> int:
+        """The smallest budget that a schedule is found for where everything lives in the tier that can.
+
+        Args:
+            deadline: `time.monotonic()` at which to stop; what was found by then counts.
+        """
         loaded, planner = self._loaded(self.homes)
         work = SwapProblem(planner.problem, self._tiers_beside(loaded.homes), self.budget_bytes)
-        return least_budget(work, planner.candidates(is_thorough=True))
+        candidates = planner.candidates((time.monotonic() + deadline) / 2, is_thorough=True)
+        return least_budget(work, candidates, deadline=deadline)
 
     @property
     def largest_step(self) -> tuple[str, int] | None:
@@ -170,7 +174,8 @@ class HomeSearch:
             if budget_bytes < work.floor_bytes:
                 continue
             candidates = planner.candidates((time.monotonic() + deadline) / 2)
-            found = search_with_copies(work, candidates, deadline=deadline, seeds=known_swaps(work))
+            seeds = known_swaps(work, deadline=(time.monotonic() + deadline) / 2)
+            found = search_with_copies(work, candidates, deadline=deadline, seeds=seeds)
             if found is not None:
                 yield self._homed(loaded, planner.problem, found)
 

@@ -128,13 +128,14 @@ class PlanMemory(SelectCheckpoints):
                 help="optimizer state moves where irc.optimize has optimizer_in_backward= (or --optimizer); "
                 "parameters of 4 KiB and more move, as far as the tier has room for them",
             )
-        chosen = search.run(started + self.time_limit)
+        deadline = started + self.time_limit
+        least_bytes = search.least_bytes(_within(deadline, _LEAST_PART))
+        chosen = search.run(deadline)
         if chosen is None:
-            raise _with_largest_step(
-                over_budget(planner, budget_bytes, search.least_bytes, tiers=planner.program.tiers), search
-            )
+            error = over_budget(planner, budget_bytes, least_bytes, tiers=planner.program.tiers)
+            raise _with_largest_step(error, search)
         work = SwapProblem(chosen.problem, planner.program.tiers, budget_bytes)
-        return self._certified(planner, work, chosen.found, search.least_bytes, search.floor_bytes, started)
+        return self._certified(planner, work, chosen.found, least_bytes, search.floor_bytes, started)
 
     def _certified(
         self,

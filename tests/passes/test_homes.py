@@ -254,3 +254,13 @@ def test_the_text_of_the_pass_names_what_lives_in_a_tier() -> None:
     (step,) = parse_passes("plan-memory{budget=4GiB,home=params+optimizer}")
     assert step == PlanMemory(budget="4GiB", home="params+optimizer")
     assert "home=params+optimizer" in str(PassManager([step]))
+
+
+def test_what_no_operation_reads_raises_no_bound() -> None:
+    model = perceptron()
+    model.register_parameter("unread", nn.Parameter(torch.ones(512, 512)))
+    slow = replace(program(model, torch.ones(4, 128)), tiers=(Tier("disk", 1 << 34, 1e3, 1e3),))
+    search = HomeSearch(Planner(slow), ["params"], slow.graph.static_bytes - (1 << 19))
+    chosen = search.run(time.monotonic() + 2.0)
+    assert chosen is not None
+    assert chosen.found.best.seconds >= chosen.problem.step_seconds + chosen.found.bound_seconds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from ..ir import UsageError, format_bytes
 from ..ir.nesting import flatten
 from .folder import Written
 from .loading import Loaded, load
-from .training import Comparison, Step, compare, measured_peak_bytes, train
+from .training import Comparison, Step, compare, measured_peak_bytes, optimizer_of_all, train
 
 __all__ = ["Report", "check_folder"]
 
@@ -37,6 +39,7 @@ class Report:
         original_bytes: The original's measured peak.
         failures: What does not hold; empty when all is well.
         state: The trained parameters and buffers.
+        optimizer: What takes the steps within backward, or "" for plain SGD after it.
     """
 
     budget_bytes: int
@@ -48,6 +51,7 @@ class Report:
     original_bytes: int | None
     failures: tuple[str, ...]
     state: dict[str, Tensor]
+    optimizer: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON-ready data."""
@@ -59,6 +63,7 @@ class Report:
             "losses": [_finite(step.loss) for step in self.steps],
             "seconds": [step.seconds for step in self.steps],
             "failures": list(self.failures),
+            "optimizer": self.optimizer or None,
         }
         if self.comparison is not None:
             data |= {
@@ -68,14 +73,19 @@ class Report:
                 "loss_difference": _finite(self.comparison.loss_difference),
                 "gradient_difference": _finite(self.comparison.gradient_difference),
                 "gradient_scale": self.comparison.gradient_scale,
+                "output_difference": _finite(self.comparison.output_difference),
                 "buffer_difference": _finite(self.comparison.buffer_difference),
                 "bit_equal": self.comparison.is_equal,
             }
+            if self.comparison.parameters is not None:
+                data["parameter_difference"] = _finite(self.comparison.parameters.largest)
+                data["parameter_scale"] = self.comparison.parameters.scale
         return data
 
     def text(self) -> str:
         """The report for a person."""
-        lines = [
+        lines = [f"optimizer: {self.optimizer}, within backward"] if self.optimizer else []
+        lines += [
             f"step {index + 1}: loss {step.loss:.6g}, {step.seconds:.3f} s" + self._original(index)
             for index, step in enumerate(self.steps)
         ]
@@ -95,9 +105,8 @@ class Report:
                 f"original: peak {self.original_bytes:,} bytes; this run takes "
                 f"{self.measured_bytes / self.original_bytes:.1%} of it",
                 f"time: {seen.time_ratio:.3f} x the original's (predicted {1 + self.predicted_overhead:.3f})",
-                f"numbers: largest gradient difference {seen.gradient_difference:.3g} (largest gradient "
-                f"{seen.gradient_scale:.3g}), loss difference {seen.loss_difference:.3g}, buffer difference "
-                f"{seen.buffer_difference:.3g}: {equal}",
+                f"numbers: {_trained(seen)}, output difference {seen.output_difference:.3g}, loss difference "
+                f"{seen.loss_difference:.3g}, buffer difference {seen.buffer_difference:.3g}: {equal}",
             ]
         return "\n".join(lines)
 
@@ -138,8 +147,9 @@ def check_folder(written: Written, steps: int, *, with_original: bool) -> Report
 
     Args:
         written: The folder, read.
-        steps: How many SGD steps.
-        with_original: Load the original, give it the folder's weights and compare every step.
+        steps: How many: of the folder's optimizer, or of plain SGD where it has none.
+        with_original: Load the original, give it the folder's weights and compare every step. It has the same
+            optimizer in an ordinary loop: one for all parameters, after backward.
 
     Raises:
         UsageError: IRC432 when the original is not what the folder was made from.
@@ -156,9 +166,23 @@ def check_folder(written: Written, steps: int, *, with_original: bool) -> Report
         if with_original:
             original = _original(written)
             arguments = _given_as(original.args, written)
-            comparison = compare(original.module, fitted, written.examples, steps, original_inputs=arguments)
+            factory = written.optimizer
+            comparison = compare(
+                original.module,
+                fitted,
+                written.examples,
+                steps,
+                original_inputs=arguments,
+                optimizer=factory,
+            )
             taken = comparison.fitted
-            original_bytes = measured_peak_bytes(original.module, arguments, static_bytes, forwards=forwards)
+            original_bytes = measured_peak_bytes(
+                original.module,
+                arguments,
+                static_bytes + written.plan.homed_bytes,
+                forwards=forwards,
+                optimizer=None if factory is None else optimizer_of_all(factory, original.module),
+            )
         else:
             taken = tuple(train(fitted, written.examples, steps))
         measured = measured_peak_bytes(fitted, written.examples, static_bytes, forwards=forwards)
@@ -168,6 +192,11 @@ def check_folder(written: Written, steps: int, *, with_original: bool) -> Report
         failures.append(f"the measured peak of {measured} bytes is over the predicted {plan.peak_bytes}")
     if measured > plan.budget_bytes:
         failures.append(f"the measured peak of {measured} bytes is over the budget of {plan.budget_bytes}")
+    held = _state_bytes(fitted.irc_optimizers.values())
+    if held > plan.reserved_bytes and fitted.irc_optimizers:
+        failures.append(
+            f"the state of {written.optimizer} takes {held} bytes, the plan counts {plan.reserved_bytes}"
+        )
     if comparison is not None and not comparison.agrees:
         failures.append(_disagreement(comparison))
     return Report(
@@ -180,7 +209,27 @@ def check_folder(written: Written, steps: int, *, with_original: bool) -> Report
         original_bytes,
         tuple(failures),
         state,
+        "" if written.optimizer is None else str(written.optimizer),
     )
+
+
+def _state_bytes(optimizers: Iterable[Optimizer]) -> int:
+    """What the state of optimizers takes, on the device and in tiers."""
+    tensors = (
+        value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()
+    )
+    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
+
+
+def _trained(seen: Comparison) -> str:
+    """How far apart the steps were: by gradients, or by the parameters where an optimizer takes them."""
+    if seen.parameters is None:
+        return (
+            f"largest gradient difference {seen.gradient_difference:.3g} (largest gradient "
+            f"{seen.gradient_scale:.3g})"
+        )
+    found = seen.parameters
+    return f"largest parameter difference {found.largest:.3g} (largest parameter {found.scale:.3g})"
 
 
 def _disagreement(comparison: Comparison) -> str:
@@ -188,10 +237,16 @@ def _disagreement(comparison: Comparison) -> str:
         return "not the same parameters have gradients as in the original"
     if not comparison.same_generator:
         return "the random generator is in another state than after the original's step"
+    parameters = comparison.parameters
+    trained = (
+        ""
+        if parameters is None
+        else f"parameters by {parameters.largest:.3g} (largest {parameters.scale:.3g}), "
+    )
     return (
-        f"the numbers differ from the original's: losses by {comparison.loss_difference:.3g}, gradients by "
-        f"{comparison.gradient_difference:.3g} (largest {comparison.gradient_scale:.3g}), buffers by "
-        f"{comparison.buffer_difference:.3g}"
+        f"the numbers differ from the original's: losses by {comparison.loss_difference:.3g}, outputs by "
+        f"{comparison.output_difference:.3g}, {trained}gradients by {comparison.gradient_difference:.3g} "
+        f"(largest {comparison.gradient_scale:.3g}), buffers by {comparison.buffer_difference:.3g}"
     )
 
 

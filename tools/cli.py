@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .inspection import Inspection
     from .loading import Loaded, Source
     from .onnx_file import FileReport
+    from .optimizers import DescribedOptimizer
 
 __all__ = ["main"]
 
@@ -97,7 +98,12 @@ def _parser() -> argparse.ArgumentParser:
     optimize.add_argument(
         "--time-limit", type=float, default=60.0, metavar="SECONDS", help="for the search (60)"
     )
-    _add_swap(optimize)
+    _add_swap(optimize, ", also as params,optimizer for what may live there between steps")
+    optimize.add_argument(
+        "--optimizer",
+        metavar="NAME[:KEY=VALUE,...]",
+        help="take the steps of this optimizer within backward, as adamw:lr=1e-3,betas=0.9/0.999",
+    )
     optimize.add_argument(
         "--forwards-in-flight",
         type=int,
@@ -198,13 +204,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_swap(command: argparse.ArgumentParser) -> None:
+def _add_swap(command: argparse.ArgumentParser, more: str = "") -> None:
     command.add_argument(
         "--swap",
         action="append",
         default=[],
         metavar="TIER",
-        help="copy to host:64GiB or disk:/scratch:200GiB what the step does not need; may be repeated",
+        help=f"copy to host:64GiB or disk:/scratch:200GiB what the step does not need; may be repeated{more}",
     )
 
 
@@ -360,7 +366,7 @@ def _model_name(model: str) -> str:
 
 def _pipeline(options: argparse.Namespace) -> list[Pass]:
     from ..passes import parse_passes
-    from .optimize import choice_passes, cost_passes, hold_passes
+    from .optimize import choice_passes, cost_passes, hold_passes, release_passes
 
     if options.passes is not None:
         if options.budget is not None:
@@ -381,6 +387,12 @@ def _pipeline(options: argparse.Namespace) -> list[Pass]:
                 "--passes and --swap exclude each other",
                 help="write offer-tiers{swap=host:64GiB} before plan-memory{budget=...}",
             )
+        if options.optimizer is not None:
+            raise UsageError(
+                "IRC400",
+                "--passes and --optimizer exclude each other",
+                help="leave --passes out, and give --budget and --swap",
+            )
         if isinstance(options.profile, str):
             raise UsageError(
                 "IRC400",
@@ -392,11 +404,24 @@ def _pipeline(options: argparse.Namespace) -> list[Pass]:
         raise UsageError("IRC400", "the budget is missing", help="give --budget 4GiB, or --budget 60%")
     budget = _budget(options.budget)
     swap = options.swap or None
+    optimizer = _optimizer(options)
+    *before, cost = cost_passes(options.profile)
     return [
-        *hold_passes(options.forwards_in_flight),
-        *cost_passes(options.profile),
+        *before,
+        *release_passes(accumulate=False, optimizer=optimizer),
+        *hold_passes(options.forwards_in_flight, optimizer),
+        cost,
         *choice_passes(swap, options.profile, budget, options.strategy, options.time_limit),
     ]
+
+
+def _optimizer(options: argparse.Namespace) -> DescribedOptimizer | None:
+    """What --optimizer names."""
+    if options.optimizer is None:
+        return None
+    from .optimizers import parse_optimizer
+
+    return parse_optimizer(options.optimizer)
 
 
 def _budget(text: str) -> int | str:
@@ -443,7 +468,7 @@ def _optimize(options: argparse.Namespace) -> int:
 
         with progress.phase(f"writing {options.output}"):
             examples = tuple(leaf for leaf in flatten(loaded.args)[0] if isinstance(leaf, Tensor))
-            write_folder(options.output, optimized, source, examples)
+            write_folder(options.output, optimized, source, examples, _optimizer(options))
     if options.json:
         print(json.dumps(optimized.plan.to_json(), indent=1))
     elif not options.quiet:

@@ -31,6 +31,7 @@ from ..backends.torch import (
 from ..ir import (
     Argument,
     Delivery,
+    Gradients,
     Graph,
     InputRole,
     Node,
@@ -52,6 +53,7 @@ from ..ir import (
 )
 from .loading import Source
 from .optimize import Optimized
+from .optimizers import DescribedOptimizer, parse_optimizer
 
 __all__ = ["Written", "check_target", "read_folder", "write_folder"]
 
@@ -75,6 +77,7 @@ class Written:
         workspace_bytes: Workspace of each operation, by name, as the plan counted it.
         not_saved: Buffers that the model's own `state_dict()` does not have.
         places: Where the tiers are that the program copies to.
+        optimizer: Makes the optimizers that take their steps within backward; None where none does.
     """
 
     plan: Plan
@@ -87,6 +90,7 @@ class Written:
     workspace_bytes: dict[str, int]
     not_saved: frozenset[str]
     places: tuple[TierPlace, ...] = ()
+    optimizer: DescribedOptimizer | None = None
 
     def module(self) -> StandaloneModule:
         """A module that trains by the program, from the written weights."""
@@ -94,7 +98,7 @@ class Written:
             id(tensor): tensor.clone(memory_format=torch.preserve_format) for tensor in self.state.values()
         }
         state = {name: copies[id(tensor)] for name, tensor in self.state.items()}
-        return StandaloneModule(self.program, state, self.deliveries, self.plan, self.places)
+        return StandaloneModule(self.program, state, self.deliveries, self.plan, self.places, self.optimizer)
 
 
 def check_target(folder: Path) -> None:
@@ -126,7 +130,13 @@ def _staging(parent: Path, name: str) -> Path:
     return folder
 
 
-def write_folder(folder: Path, optimized: Optimized, source: Source, examples: tuple[Tensor, ...]) -> None:
+def write_folder(
+    folder: Path,
+    optimized: Optimized,
+    source: Source,
+    examples: tuple[Tensor, ...],
+    optimizer: DescribedOptimizer | None = None,
+) -> None:
     """Writes plan, program, readable source and weights; the folder appears when all of them are complete.
 
     Args:
@@ -134,6 +144,7 @@ def write_folder(folder: Path, optimized: Optimized, source: Source, examples: t
         optimized: What to write.
         source: Where the model came from.
         examples: The tensor leaves of the example arguments.
+        optimizer: What made the module's optimizers, where gradients are applied within backward.
 
     Raises:
         UsageError: IRC430 when the target cannot be written.
@@ -146,7 +157,7 @@ def write_folder(folder: Path, optimized: Optimized, source: Source, examples: t
         target.parent.mkdir(parents=True, exist_ok=True)
         staging = _staging(target.parent, target.name)
         try:
-            _write_files(staging, optimized, source, examples)
+            _write_files(staging, optimized, source, examples, optimizer)
             _replace(target, staging)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
@@ -161,9 +172,17 @@ def write_folder(folder: Path, optimized: Optimized, source: Source, examples: t
         raise
 
 
-def _write_files(folder: Path, optimized: Optimized, source: Source, examples: tuple[Tensor, ...]) -> None:
+def _write_files(
+    folder: Path,
+    optimized: Optimized,
+    source: Source,
+    examples: tuple[Tensor, ...],
+    optimizer: DescribedOptimizer | None,
+) -> None:
     schedule, costs = optimized.program.schedule, optimized.program.costs
     assert schedule is not None and costs is not None
+    applies = schedule.graph.gradients is Gradients.APPLIED
+    assert optimizer is not None or not applies, "nothing says which optimizer applies the gradients"
     described = {
         **optimized.plan.to_json(),
         "source": asdict(source.located()),
@@ -173,6 +192,7 @@ def _write_files(folder: Path, optimized: Optimized, source: Source, examples: t
             for node in schedule.graph.operations
             if costs.workspace_bytes[node]
         },
+        "optimizer": str(optimizer) if applies else None,
         "places": [_place_to_json(place) for place in optimized.places],
         "not_saved": sorted(
             {name for name, _ in optimized.module.named_buffers(remove_duplicate=False)}
@@ -238,11 +258,14 @@ def read_folder(folder: Path) -> Written:
         by_name = {str(name): int(nbytes) for name, nbytes in described["workspace_bytes"].items()}
         not_saved = frozenset(str(name) for name in described["not_saved"])
         places = tuple(_place_from_json(row) for row in described.get("places", ()))
+        text = described.get("optimizer")
+        optimizer = None if text is None else parse_optimizer(text)
     with _undamaged(folder / "program.irc"):
         schedule = parse_program((folder / "program.irc").read_text())
     with _undamaged(folder / "plan.json"):
         nodes = {node.name: node for node in schedule.graph.nodes}
         workspace_bytes = {nodes[name]: nbytes for name, nbytes in by_name.items()}
+        _check_optimizer(schedule.graph, optimizer)
     _verify(schedule, plan, workspace_bytes)
     with _undamaged(folder / "weights.safetensors"):
         tensors = load_file(folder / "weights.safetensors")
@@ -260,6 +283,7 @@ def read_folder(folder: Path) -> Written:
         workspace_bytes=by_name,
         not_saved=not_saved,
         places=places,
+        optimizer=optimizer,
     )
 
 
@@ -322,6 +346,11 @@ def _verify(schedule: Schedule, plan: Plan, workspace_bytes: Mapping[Node, int])
             "IRC129",
             f"the program counts {schedule.graph.forwards_in_flight} forwards in flight, not the "
             f"{plan.forwards_in_flight} claimed",
+        )
+    homed_bytes = sum(home.storage.nbytes for home in schedule.graph.homes)
+    if homed_bytes != plan.homed_bytes:
+        raise VerificationError(
+            "IRC129", f"{homed_bytes} B live in tiers between steps, not the {plan.homed_bytes} B claimed"
         )
     for node in schedule.graph.nodes:
         if node.releases is not None:
@@ -398,6 +427,13 @@ def _in_layout(name: str, tensors: Mapping[str, Tensor], wanted: TensorType) -> 
     repeated = tuple(slice(0, 1) if step == 0 else slice(None) for step in wanted.strides)
     placed[repeated].copy_(found[repeated])
     return placed
+
+
+def _check_optimizer(graph: Graph, optimizer: DescribedOptimizer | None) -> None:
+    if graph.gradients is Gradients.APPLIED and optimizer is None:
+        raise ValueError("the program applies gradients, and no optimizer is named")
+    if graph.gradients is not Gradients.APPLIED and optimizer is not None:
+        raise ValueError(f"optimizer {optimizer} is named, and the program applies no gradients")
 
 
 def _check_deliveries(schedule: Schedule, deliveries: tuple[Delivery, ...]) -> None:

@@ -40,7 +40,15 @@ from ..passes.optimizer_costs import OptimizerFactory
 from .replan import Replanner, choose
 from .swap import device_of, measured, offer, places, what_moves
 
-__all__ = ["Optimized", "cost_passes", "hold_passes", "optimize", "optimize_module"]
+__all__ = [
+    "Optimized",
+    "choice_passes",
+    "cost_passes",
+    "hold_passes",
+    "optimize",
+    "optimize_module",
+    "release_passes",
+]
 
 
 @dataclass(frozen=True)
@@ -157,7 +165,7 @@ def optimize(
     """
     _check_calls(plans, dynamic)
     *before, cost = cost_passes(profile)
-    release = _release_passes(accumulate_gradients, optimizer_in_backward)
+    release = release_passes(accumulate=accumulate_gradients, optimizer=optimizer_in_backward)
     hold = hold_passes(forwards_in_flight, optimizer_in_backward)
     passes = [*before, *release, *hold, cost, *choice_passes(swap, profile, budget, strategy, time_limit)]
     given = cast(object, example_args)
@@ -196,8 +204,16 @@ def _check_calls(plans: object, dynamic: object) -> None:
         )
 
 
-def _release_passes(accumulate: object, optimizer: OptimizerFactory | None) -> list[ReleaseGradients]:
-    """The pass that these two options of `optimize` ask for, or none."""
+def release_passes(*, accumulate: object, optimizer: OptimizerFactory | None) -> list[ReleaseGradients]:
+    """The pass that two options of `optimize` ask for, or none.
+
+    Args:
+        accumulate: Its `accumulate_gradients`.
+        optimizer: Its `optimizer_in_backward`.
+
+    Raises:
+        UsageError: IRC406 for what these are not, or both.
+    """
     if not isinstance(accumulate, bool):
         raise UsageError("IRC406", f"accumulate_gradients is a {type(accumulate).__name__}, not a bool")
     if optimizer is not None and not callable(optimizer):

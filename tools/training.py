@@ -6,7 +6,7 @@ import contextlib
 import copy
 import math
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,10 @@ from torch.utils import _pytree as pytree
 from ..ir import Gradients, Plan
 from ..ir.nesting import flatten
 from ..passes.allocations import peak_bytes
+from ..passes.optimizer_costs import OptimizerFactory, optimizer_of
 from .loading import training_loss
 
-__all__ = ["Comparison", "Step", "compare", "measured_peak_bytes", "train"]
+__all__ = ["Comparison", "Step", "compare", "measured_peak_bytes", "optimizer_of_all", "train"]
 
 _RATE = 1e-3
 
@@ -31,11 +32,38 @@ class Step:
 
     Args:
         loss: Value of the loss.
-        seconds: Time of forward, loss and backward: processor seconds on CPU, else seconds of the clock.
+        seconds: Time of forward, loss and backward, and of the optimizer where one is named: processor seconds
+            on CPU, else seconds of the clock; those also where copies to tiers are waited for.
     """
 
     loss: float
     seconds: float
+
+
+@dataclass
+class Differences:
+    """How far tensors of one kind were apart, over all steps.
+
+    Args:
+        largest: The largest absolute difference of an element; infinite where one of them is not a number and
+            the other is.
+        scale: The largest absolute element of the original's.
+        worst: The largest difference as a multiple of what is allowed: 1e-4 of a tensor's own largest element
+            and 1e-6 of the largest of all.
+    """
+
+    largest: float = 0.0
+    scale: float = 0.0
+    worst: float = 0.0
+
+    def add(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Counts the tensors of a step, each of the original with the other's."""
+        found = [(_difference(expected, other), _largest(expected)) for expected, other in pairs]
+        self.largest = max([self.largest, *(off for off, _ in found)])
+        self.scale = max([self.scale, *(own for _, own in found)])
+        for off, own in found:
+            allowed = 1e-4 * own + 1e-6 * self.scale
+            self.worst = max(self.worst, 0.0 if off == 0 else off / allowed if allowed else math.inf)
 
 
 @dataclass(frozen=True)
@@ -53,6 +81,10 @@ class Comparison:
         buffer_difference: Largest absolute difference of a buffer's element, over all steps.
         same_gradients: Whether the same parameters and inputs had gradients.
         same_generator: Whether the random generator was in the same state after each step.
+        output_difference: Largest absolute difference of an output's element, over all steps.
+        output_scale: Largest absolute element of an output of the original.
+        parameters: Where an optimizer takes the steps: how far parameters were apart after them. The gradients
+            are those of inputs then. None where both take steps of plain SGD.
     """
 
     original: tuple[Step, ...]
@@ -63,6 +95,9 @@ class Comparison:
     buffer_difference: float
     same_gradients: bool
     same_generator: bool
+    output_difference: float = 0.0
+    output_scale: float = 0.0
+    parameters: Differences | None = None
 
     @property
     def loss_difference(self) -> float:
@@ -72,17 +107,19 @@ class Comparison:
 
     @property
     def agrees(self) -> bool:
-        """Whether the numbers are the same, gradient by gradient, up to rounding."""
+        """Whether the numbers are the same, gradient by gradient or parameter by parameter, up to rounding."""
         losses = max((abs(step.loss) for step in self.original if math.isfinite(step.loss)), default=0.0)
-        close = self.worst_gradient <= 1
+        close = self.worst_gradient <= 1 and (self.parameters is None or self.parameters.worst <= 1)
+        close &= self.output_difference <= 1e-5 * self.output_scale
         close &= self.loss_difference <= 1e-5 * losses and self.buffer_difference <= 1e-5
         return close and self.same_gradients and self.same_generator
 
     @property
     def is_equal(self) -> bool:
-        """Whether losses, gradients and buffers are the same bit for bit."""
-        largest = max(self.loss_difference, self.gradient_difference, self.buffer_difference)
-        return self.agrees and largest == 0
+        """Whether losses, outputs, gradients or parameters, and buffers are the same bit for bit."""
+        found = [self.loss_difference, self.output_difference, self.gradient_difference]
+        found += [self.buffer_difference, 0.0 if self.parameters is None else self.parameters.largest]
+        return self.agrees and max(found) == 0
 
     @property
     def time_ratio(self) -> float:
@@ -92,8 +129,12 @@ class Comparison:
 
 
 def train(module: nn.Module, inputs: Sequence[Any], steps: int) -> list[Step]:
-    """Trains `steps` steps of plain SGD on the same inputs."""
-    return [_step(module, inputs) for _ in range(steps)]
+    """Trains `steps` steps on the same inputs: of plain SGD, where no optimizer runs within backward."""
+    found: list[Step] = []
+    for _ in range(steps):
+        found.append(_step(module, inputs, _clock(module))[0])
+        _update(module)
+    return found
 
 
 def measured_peak_bytes(
@@ -105,6 +146,7 @@ def measured_peak_bytes(
     loss: Callable[[Any], Tensor] = training_loss,
     forwards: int = 1,
     with_gradients: bool = False,
+    optimizer: Optimizer | None = None,
 ) -> int:
     """The peak of one training step, from allocator events, with what exists before it, in bytes.
 
@@ -123,17 +165,21 @@ def measured_peak_bytes(
         forwards: How many are in flight: all run, then their losses, then one backward for all, which is the
             order that takes most.
         with_gradients: Leave the gradients of a step before, and count them: the ones of this step are added.
+        optimizer: Takes its step after backward, and frees the gradients, within what is measured; its state
+            is there, as after a step before, and is not counted. It is as before afterwards.
     """
     _clear_gradients(module, inputs)
     there_bytes = 0
     calls = [tuple(inputs), *(_copied(inputs) for _ in range(1, forwards))]
-    with torch.random.fork_rng(), _restored(module):
+    with torch.random.fork_rng(), _restored(module, optimizer):
         on_cuda = any(parameter.is_cuda for parameter in module.parameters())
         if forwards > 1:
             run = _forwards_backward(module, calls, keywords, loss)
         else:
             run = _forward_backward(module, inputs, keywords, loss)
-        if _releases_gradients(module) or with_gradients:
+        if optimizer is not None:
+            run = _with_step(run, optimizer)
+        if _releases_gradients(module) or with_gradients or optimizer is not None:
             run()
             for call in calls:
                 _clear_input_gradients(call)
@@ -172,16 +218,33 @@ def _forwards_backward(
     return run
 
 
-def _releases_gradients(module: nn.Module) -> bool:
+def _with_step(run: Callable[[], object], optimizer: Optimizer) -> Callable[[], object]:
+    """A step of an ordinary loop: what runs, the optimizer, and no gradients left."""
+
+    def stepped() -> None:
+        run()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return stepped
+
+
+def _plan_of(module: nn.Module) -> Plan | None:
     plans: tuple[object, ...] = getattr(module, "irc_plan", None), getattr(module, "plan", None)
-    found = (plan.gradients for plan in plans if isinstance(plan, Plan))
-    return next(found, Gradients.RETURNED.value) != Gradients.RETURNED.value
+    return next((plan for plan in plans if isinstance(plan, Plan)), None)
+
+
+def _releases_gradients(module: nn.Module) -> bool:
+    plan = _plan_of(module)
+    return plan is not None and plan.gradients != Gradients.RETURNED.value
 
 
 @contextlib.contextmanager
-def _restored(module: nn.Module) -> Generator[None]:
-    """Afterwards, buffers are as before, and where optimizers run in backward, parameters and their state."""
-    optimizers: dict[str, Optimizer] = getattr(module, "irc_optimizers", {})
+def _restored(module: nn.Module, optimizer: Optimizer | None = None) -> Generator[None]:
+    """Afterwards, buffers are as before, and where optimizers take steps, parameters and their state."""
+    optimizers: dict[str, Optimizer] = dict(getattr(module, "irc_optimizers", {}))
+    if optimizer is not None:
+        optimizers[""] = optimizer
     states = {name: copy.deepcopy(optimizer.state_dict()) for name, optimizer in optimizers.items()}
     tensors = [*module.buffers(), *(module.parameters() if optimizers else ())]
     before = [tensor.detach().clone() for tensor in tensors]
@@ -202,8 +265,12 @@ def compare(
     steps: int,
     *,
     original_inputs: Sequence[Any] | None = None,
+    optimizer: OptimizerFactory | None = None,
 ) -> Comparison:
     """Trains both side by side, one step of the one and one of the other.
+
+    Without an optimizer both take steps of plain SGD, and their gradients are compared. With one, the original
+    has it in an ordinary loop, and the parameters are compared after each step.
 
     Args:
         original: The original; its weights and buffers must equal the fitted module's.
@@ -211,47 +278,70 @@ def compare(
         inputs: Arguments of each step.
         steps: How many.
         original_inputs: The same numbers as the original takes them, where it takes them otherwise.
+        optimizer: Makes the optimizers that the fitted module has within backward.
     """
     given = inputs if original_inputs is None else original_inputs
+    one = None if optimizer is None else optimizer_of_all(optimizer, original)
+    clock = _clock(fitted)
     of_original: list[Step] = []
     of_fitted: list[Step] = []
-    difference = scale = worst = buffer_difference = 0.0
+    gradients, parameters, outputs, buffers = (Differences() for _ in range(4))
     same_gradients = same_generator = True
     for _ in range(steps):
         before = _generator_states()
-        of_original.append(_step(original, given, update=False))
+        step, expected_outputs = _step(original, given, clock, one)
+        of_original.append(step)
         after = _generator_states()
         _restore_generators(before)
-        of_fitted.append(_step(fitted, inputs, update=False))
+        step, found_outputs = _step(fitted, inputs, clock)
+        of_fitted.append(step)
         same_generator &= all(map(torch.equal, after, _generator_states()))
-        found = _gradients(fitted, inputs)
-        differences: dict[str, tuple[float, float]] = {}
-        for name, expected in _gradients(original, given).items():
-            if (mine := found.pop(name, None)) is None:
-                same_gradients = False
-                continue
-            differences[name] = _difference(expected, mine), _largest(expected)
-        difference = max([difference, *(d for d, _ in differences.values())])
-        scale = max([scale, *(s for _, s in differences.values())])
-        allowed = ((d, 1e-4 * own + 1e-6 * scale) for d, own in differences.values())
-        worst = max([worst, *(0.0 if d == 0 else d / limit if limit else math.inf for d, limit in allowed)])
-        same_gradients &= not found
-        buffers = dict(fitted.named_buffers())
-        for name, value in original.named_buffers():
-            if name in buffers:
-                buffer_difference = max(buffer_difference, _difference(value, buffers[name]))
-        _update(original)
-        _update(fitted)
+        outputs.add(_paired(expected_outputs, found_outputs))
+        expected, found = _gradients(original, given), _gradients(fitted, inputs)
+        if one is not None:
+            there = dict(fitted.named_parameters())
+            trained = {
+                name: p for name, p in original.named_parameters() if name in there or name in expected
+            }
+            same_gradients &= trained.keys() <= there.keys()
+            parameters.add((p.detach(), there[name].detach()) for name, p in trained.items() if name in there)
+            expected = {name: gradient for name, gradient in expected.items() if name not in trained}
+        same_gradients &= expected.keys() == found.keys()
+        gradients.add((gradient, found[name]) for name, gradient in expected.items() if name in found)
+        mine = dict(fitted.named_buffers())
+        buffers.add((value, mine[name]) for name, value in original.named_buffers() if name in mine)
+        if one is None:
+            _update(original)
+            _update(fitted)
     return Comparison(
         tuple(of_original),
         tuple(of_fitted),
-        difference,
-        scale,
-        worst,
-        buffer_difference,
+        gradients.largest,
+        gradients.scale,
+        gradients.worst,
+        buffers.largest,
         same_gradients,
         same_generator,
+        outputs.largest,
+        outputs.scale,
+        None if one is None else parameters,
     )
+
+
+def optimizer_of_all(factory: OptimizerFactory, module: nn.Module) -> Optimizer:
+    """The one optimizer of all that a module trains, as an ordinary loop has it.
+
+    Raises:
+        UsageError: IRC508 when the factory fails.
+    """
+    return optimizer_of(factory, [p for p in module.parameters() if p.requires_grad])
+
+
+def _paired(expected: Sequence[Tensor], found: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """The outputs of both; where they are not as many, one that differs from none at all."""
+    if len(expected) != len(found):
+        return [(torch.ones(1), torch.full((1,), math.inf))]
+    return list(zip(expected, found, strict=True))
 
 
 def _gradients(module: nn.Module, inputs: Sequence[Any]) -> dict[str, Tensor]:
@@ -285,18 +375,31 @@ def _restore_generators(states: list[Tensor]) -> None:
         torch.cuda.set_rng_state_all(states[1:])
 
 
-def _step(module: nn.Module, inputs: Sequence[Any], *, update: bool = True) -> Step:
+def _clock(module: nn.Module) -> Callable[[], float]:
+    """Seconds, see `Step`."""
+    plan = _plan_of(module)
+    waits = any(parameter.is_cuda for parameter in module.parameters()) or (plan is not None and plan.tiers)
+    return time.perf_counter if waits else time.process_time
+
+
+def _step(
+    module: nn.Module, inputs: Sequence[Any], clock: Callable[[], float], optimizer: Optimizer | None = None
+) -> tuple[Step, list[Tensor]]:
+    """A step, with the optimizer's where there is one, and its outputs."""
+    outputs: list[Tensor] = []
+
+    def loss(result: Any) -> Tensor:
+        outputs.extend(leaf.detach() for leaf in flatten(result)[0] if isinstance(leaf, Tensor))
+        return training_loss(result)
+
     _clear_gradients(module, inputs)
-    on_cuda = any(parameter.is_cuda for parameter in module.parameters())
-    clock = time.perf_counter if on_cuda else time.process_time
     start = clock()
-    loss = _forward_backward(module, inputs)()
-    if on_cuda:
+    value = _forward_backward(module, inputs, loss=loss)()
+    if optimizer is not None:
+        optimizer.step()
+    if value.is_cuda:
         torch.cuda.synchronize()
-    seconds = clock() - start
-    if update:
-        _update(module)
-    return Step(loss.item(), seconds)
+    return Step(value.item(), clock() - start), outputs
 
 
 def _forward_backward(

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ...ir import Delivery, Gradients, InputRole, IrcError, Plan, UsageError
 from .deliver import deliver
+from .guards import guard
 from .in_flight import InFlight
 from .program import Program
-from .release import Release
+from .release import Release, check_deliveries
 from .step import run_step
 from .swap import TierPlace, Tiers
 
@@ -28,11 +30,19 @@ class StandaloneModule(nn.Module):
             tensor stay tied.
         deliveries: How the flat result is made.
         plan: The program's certificate.
-        tiers: Where the tiers are that the program copies to.
+        tiers: Where the tiers are that the program copies to. What lives in one between steps is taken there
+            now.
+        optimizer: Makes the optimizer of a list of parameters, for a program that applies gradients; it is
+            called for each of them by itself.
+
+    Attributes:
+        irc_optimizers: The optimizers that take their steps within backward, by the names of the parameters.
 
     Raises:
-        TierError: IRC575 or IRC576 for a tier that is not made for the program's tensors, or not given.
-        UsageError: IRC508 for a program that applies gradients by optimizers.
+        TierError: IRC575 or IRC576 for a tier that is not made for the program's tensors, or not given; IRC570
+            to IRC572 and IRC577 when it has no room for what lives there.
+        UnsupportedError: IRC510 for a module that hands out parameters that are updated within backward.
+        UsageError: IRC508 for a program that applies gradients, and no optimizer.
     """
 
     def __init__(
@@ -42,18 +52,19 @@ class StandaloneModule(nn.Module):
         deliveries: tuple[Delivery, ...],
         plan: Plan,
         tiers: Sequence[TierPlace] = (),
+        optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
     ) -> None:
         super().__init__()
-        if program.kind is Gradients.APPLIED:
+        if program.kind is Gradients.APPLIED and optimizer is None:
             raise UsageError(
                 "IRC508",
-                "the program applies gradients by optimizers, which are not written with it",
-                help="use irc.optimize(..., optimizer_in_backward=...) from Python",
+                "the program applies gradients by optimizers, and none is given",
+                help="give StandaloneModule(..., optimizer=) what irc.optimize had as optimizer_in_backward=",
             )
         self.program = program
         self.deliveries = deliveries
         self.plan = plan
-        self.release = Release({}) if program.released else None
+        self.irc_optimizers: dict[str, Optimizer] = {}
         self.in_flight = InFlight()
         self.tiers = Tiers(tiers)
         self.tiers.check(program.copies)
@@ -69,6 +80,13 @@ class StandaloneModule(nn.Module):
                     owner.register_parameter(name, parameters[id(tensor)])
                 else:
                     owner.register_buffer(name, state[static.target])
+        if program.kind is Gradients.APPLIED and optimizer is not None:
+            check_deliveries(program, deliveries)
+            self.irc_optimizers = {name: optimizer([self.get_parameter(name)]) for name in program.released}
+        self.release = Release(self.irc_optimizers) if program.released else None
+        if self.release is not None and self.irc_optimizers:
+            guard(map(self.get_parameter, self.irc_optimizers), self.release)
+        self.tiers.residents(program.copies, self._parameter, self.irc_optimizers)
 
     def _owner(self, path: str) -> nn.Module:
         owner: nn.Module = self
@@ -96,6 +114,10 @@ class StandaloneModule(nn.Module):
         outputs = run_step(self.program, inputs, self.release, self.in_flight, tiers=self.tiers)
         leaves = deliver(self.deliveries, inputs, outputs)
         return leaves[0] if len(leaves) == 1 else tuple(leaves)
+
+    def _parameter(self, index: int) -> nn.Parameter:
+        """What a static input of the program binds that is a parameter."""
+        return self.get_parameter(self.program.statics[index].target)
 
     def _input(self, index: int, tensors: tuple[Tensor, ...]) -> Tensor:
         static = self.program.statics[index]

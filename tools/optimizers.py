@@ -1,10 +1,10 @@
-"""Optimizers as text, such as `adamw:lr=1e-3,betas=0.9/0.999`: for the command line and for written folders."""
+"""Optimizers as text, such as `adamw:lr=1e-3,betas=0.9/0.999`: for the command line and written folders."""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -50,7 +50,8 @@ class DescribedOptimizer:
 
     def __call__(self, parameters: list[nn.Parameter]) -> Optimizer:
         """The optimizer of these parameters."""
-        return OPTIMIZERS[self.name](parameters, **dict(self.settings))  # pyright: ignore[reportCallIssue]
+        kind = cast(Callable[..., Optimizer], OPTIMIZERS[self.name])
+        return kind(parameters, **dict(self.settings))
 
     def __str__(self) -> str:
         options = ",".join(f"{key}={_text(setting)}" for key, setting in self.settings)
@@ -61,7 +62,8 @@ def parse_optimizer(text: str) -> DescribedOptimizer:
     """What a text describes, tried on a parameter of one element.
 
     Args:
-        text: `NAME` or `NAME:KEY=VALUE,...`; a value is a number, `true` or `false`, or numbers as `0.9/0.999`.
+        text: `NAME` or `NAME:KEY=VALUE,...`; a value is a number, `true` or `false`, or numbers as
+            `0.9/0.999`.
 
     Raises:
         UsageError: IRC453 for an unknown optimizer; IRC454 for an option that it does not have, has twice or

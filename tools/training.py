@@ -32,8 +32,8 @@ class Step:
 
     Args:
         loss: Value of the loss.
-        seconds: Time of forward, loss and backward, and of the optimizer where one is named: processor seconds
-            on CPU, else seconds of the clock; those also where copies to tiers are waited for.
+        seconds: Time of forward, loss and backward, and of the optimizer where one is named: processor
+            seconds on CPU, else seconds of the clock; those also where copies to tiers are waited for.
     """
 
     loss: float
@@ -83,8 +83,8 @@ class Comparison:
         same_generator: Whether the random generator was in the same state after each step.
         output_difference: Largest absolute difference of an output's element, over all steps.
         output_scale: Largest absolute element of an output of the original.
-        parameters: Where an optimizer takes the steps: how far parameters were apart after them. The gradients
-            are those of inputs then. None where both take steps of plain SGD.
+        parameters: Where an optimizer takes the steps: how far parameters were apart after them; the
+            gradients are then those of inputs. None where both take steps of plain SGD.
     """
 
     original: tuple[Step, ...]
@@ -107,7 +107,7 @@ class Comparison:
 
     @property
     def agrees(self) -> bool:
-        """Whether the numbers are the same, gradient by gradient or parameter by parameter, up to rounding."""
+        """Whether the numbers are the same up to rounding, gradient by gradient and so for parameters."""
         losses = max((abs(step.loss) for step in self.original if math.isfinite(step.loss)), default=0.0)
         close = self.worst_gradient <= 1 and (self.parameters is None or self.parameters.worst <= 1)
         close &= self.output_difference <= 1e-5 * self.output_scale
@@ -269,8 +269,8 @@ def compare(
 ) -> Comparison:
     """Trains both side by side, one step of the one and one of the other.
 
-    Without an optimizer both take steps of plain SGD, and their gradients are compared. With one, the original
-    has it in an ordinary loop, and the parameters are compared after each step.
+    Without an optimizer both take steps of plain SGD, and their gradients are compared. With one, the
+    original has it in an ordinary loop, and the parameters are compared after each step.
 
     Args:
         original: The original; its weights and buffers must equal the fitted module's.
@@ -340,7 +340,7 @@ def optimizer_of_all(factory: OptimizerFactory, module: nn.Module) -> Optimizer:
 def _paired(expected: Sequence[Tensor], found: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """The outputs of both; where they are not as many, one that differs from none at all."""
     if len(expected) != len(found):
-        return [(torch.ones(1), torch.full((1,), math.inf))]
+        return [(torch.ones(1), torch.full((1,), math.nan))]
     return list(zip(expected, found, strict=True))
 
 

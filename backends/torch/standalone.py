@@ -39,8 +39,8 @@ class StandaloneModule(nn.Module):
         irc_optimizers: The optimizers that take their steps within backward, by the names of the parameters.
 
     Raises:
-        TierError: IRC575 or IRC576 for a tier that is not made for the program's tensors, or not given; IRC570
-            to IRC572 and IRC577 when it has no room for what lives there.
+        TierError: IRC575 or IRC576 for a tier that is not made for the program's tensors, or not given;
+            IRC570 to IRC572 and IRC577 when it has no room for what lives there.
         UnsupportedError: IRC510 for a module that hands out parameters that are updated within backward.
         UsageError: IRC508 for a program that applies gradients, and no optimizer.
     """

@@ -567,15 +567,15 @@ def test_the_source_releases_gradients_as_they_come() -> None:
     assert "release" not in compile_program(keep_all(captured.graph), captured.constants).source
 
 
-def standalone(graph: Graph) -> StandaloneModule:
+def standalone(graph: Graph, optimizer: OptimizerFactory | None = None) -> StandaloneModule:
     captured = capture(nn.Linear(4, 2), (torch.randn(3, 4),))
     program = compile_program(keep_all(graph), captured.constants)
     state = {"weight": torch.ones(2, 4), "bias": torch.zeros(2)}
     plan: Any = None
-    return StandaloneModule(program, state, captured.signature.deliveries, plan)
+    return StandaloneModule(program, state, captured.signature.deliveries, plan, optimizer=optimizer)
 
 
-def test_a_program_without_its_model_accumulates_and_does_not_apply() -> None:
+def test_a_program_without_its_model_accumulates() -> None:
     graph = capture(nn.Linear(4, 2), (torch.randn(3, 4),)).graph
     module, x = standalone(release_gradients(graph)), torch.randn(3, 4)
     for times in (1, 2):
@@ -584,8 +584,29 @@ def test_a_program_without_its_model_accumulates_and_does_not_apply() -> None:
             wanted = x.sum(0).expand(2, 4) if name == "weight" else torch.full((2,), 3.0)
             assert parameter.grad is not None
             torch.testing.assert_close(parameter.grad, times * wanted)
-    with pytest.raises(irc.UsageError, match=r"IRC508.*not written with it"):
-        standalone(ReleaseGradients("apply", momentum).run(Program(graph)).graph)
+
+
+def test_a_program_without_its_model_applies_gradients_by_optimizers_that_are_given() -> None:
+    original, x = nn.Linear(4, 2), torch.randn(3, 4)
+    graph = ReleaseGradients("apply", momentum).run(Program(capture(original, (x,)).graph)).graph
+    with pytest.raises(irc.UsageError, match=r"IRC508.*none is given"):
+        standalone(graph)
+    module = standalone(graph, momentum)
+    with torch.no_grad():
+        original.weight.fill_(1)
+        original.bias.zero_()
+    one = momentum(list(original.parameters()))
+    for _ in range(3):
+        module(x).square().sum().backward()
+        original(x).square().sum().backward()
+        one.step()
+        one.zero_grad()
+        assert all(parameter.grad is None for parameter in module.parameters())
+        assert torch.equal(module.get_parameter("weight"), original.weight)
+        assert torch.equal(module.get_parameter("bias"), original.bias)
+    assert_same_state(module, module.irc_optimizers, original, one)
+    with pytest.raises(irc.UnsupportedError, match="IRC512"):
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
 
 
 def test_a_comparison_with_the_original_holds_with_accumulated_gradients() -> None:

@@ -35,7 +35,11 @@ def test_each_steps_parameter_by_parameter(name: str) -> None:
             {"betas": (0.9, 0.98), "amsgrad": True, "lr": 3.0},
             "adamw:betas=0.9/0.98,amsgrad=true,lr=3.0",
         ),
-        ("sgd:momentum=.9,foreach=false", {"momentum": 0.9, "foreach": False}, "sgd:momentum=0.9,foreach=false"),
+        (
+            "sgd:momentum=.9,foreach=false",
+            {"momentum": 0.9, "foreach": False},
+            "sgd:momentum=0.9,foreach=false",
+        ),
         ("adafactor:eps=1e-30/1e-3", {"eps": (1e-30, 1e-3)}, "adafactor:eps=1e-30/0.001"),
     ],
 )

@@ -92,19 +92,16 @@ def _settings(name: str, options: str) -> Iterator[tuple[str, Setting]]:
     """What stands behind the colon."""
     signature = inspect.signature(OPTIMIZERS[name]).parameters.values()
     known = {option.name: cast(object, option.default) for option in signature if option.name != "params"}
+    advice = f"write {name}:KEY=VALUE,... with keys of {', '.join(known)}"
     seen: set[str] = set()
     for option in options.split(","):
         key, equals, value = (part.strip() for part in option.partition("="))
-        if not equals or key not in known or key in seen:
-            raise UsageError(
-                "IRC454",
-                f"{name} has no option {key!r}"
-                if key not in known
-                else f"{name} has {key} twice"
-                if key in seen
-                else f"option {key} of {name} has no value",
-                help=f"write {name}:KEY=VALUE,... with keys of {', '.join(known)}",
-            )
+        if key not in known:
+            raise UsageError("IRC454", f"{name} has no option {key!r}", help=advice)
+        if not equals:
+            raise UsageError("IRC454", f"option {key} of {name} has no value", help=advice)
+        if key in seen:
+            raise UsageError("IRC454", f"option {key} of {name} is given twice", help=advice)
         seen.add(key)
         yield key, _setting(name, key, value, known[key])
 

@@ -62,7 +62,7 @@ def test_what_is_read_is_set_and_prints_back(text: str, settings: dict[str, obje
         ("adamw:params=1", "IRC454", "no option 'params'", "lr"),
         ("adamw:", "IRC454", "no option ''", "lr"),
         ("adamw:lr", "IRC454", "option lr of adamw has no value", "adamw:KEY=VALUE"),
-        ("adamw:lr=1,lr=2", "IRC454", "adamw has lr twice", "adamw:KEY=VALUE"),
+        ("adamw:lr=1,lr=2", "IRC454", "option lr of adamw is given twice", "adamw:KEY=VALUE"),
         ("adamw:lr=fast", "IRC455", "lr=fast of adamw is not a number", "give lr a number"),
         ("adamw:lr=nan", "IRC455", "lr=nan", "a number"),
         ("adamw:lr=1/2", "IRC455", "lr=1/2", "a number"),

@@ -71,7 +71,8 @@ class Written:
         source: Where the model came from.
         schedule: What runs.
         program: The same, compiled.
-        state: Parameters and buffers, by name; tied ones are one tensor.
+        state: Parameters and buffers, by name; tied ones are one tensor. They are not to be written: they may
+            be the file's own bytes.
         examples: The example inputs.
         deliveries: How the flat result is made.
         workspace_bytes: Workspace of each operation, by name, as the plan counted it.
@@ -93,9 +94,15 @@ class Written:
     optimizer: DescribedOptimizer | None = None
 
     def module(self) -> StandaloneModule:
-        """A module that trains by the program, from the written weights."""
+        """A module that trains by the program, from the written weights.
+
+        What lives in a tier goes there straight from the file.
+        """
+        homes = (copied.home for copied in self.program.copies.tensors)
+        homed = {id(self.state[home.parameter]) for home in homes if home is not None and not home.is_state}
         copies = {
-            id(tensor): tensor.clone(memory_format=torch.preserve_format) for tensor in self.state.values()
+            id(tensor): tensor if id(tensor) in homed else tensor.clone(memory_format=torch.preserve_format)
+            for tensor in self.state.values()
         }
         state = {name: copies[id(tensor)] for name, tensor in self.state.items()}
         return StandaloneModule(self.program, state, self.deliveries, self.plan, self.places, self.optimizer)
@@ -395,7 +402,7 @@ def _placed(schedule: Schedule, tensors: Mapping[str, Tensor]) -> _Placed:
             case _:
                 first = ties[entry.target]
                 if first not in state:
-                    state[first] = _in_layout(first, tensors, entry.value.type)
+                    state[first] = _in_layout(first, tensors, entry.value.type, may_share=True)
                 state[entry.target] = state[first]
     return constants, state, tuple(examples[index] for index in range(len(examples)))
 
@@ -407,7 +414,10 @@ def _ties(graph: Graph) -> dict[str, str]:
     return {i.target: first.setdefault((i.value.storage, i.value.type, i.role), i.target) for i in entries}
 
 
-def _in_layout(name: str, tensors: Mapping[str, Tensor], wanted: TensorType) -> Tensor:
+def _in_layout(
+    name: str, tensors: Mapping[str, Tensor], wanted: TensorType, *, may_share: bool = False
+) -> Tensor:
+    """A tensor of the file as the program reads it; in memory of its own, unless it may be the file's."""
     if name not in tensors:
         raise ValueError(f"there is no tensor {name}")
     found = tensors[name]
@@ -423,6 +433,8 @@ def _in_layout(name: str, tensors: Mapping[str, Tensor], wanted: TensorType) -> 
             f"the program was planned for {wanted.device}, which is not here",
             help="plan it again on this machine",
         )
+    if may_share and wanted.device == "cpu" and tuple(found.stride()) == wanted.strides:
+        return found
     placed = torch.empty_strided(wanted.shape, wanted.strides, dtype=found.dtype, device=wanted.device)
     repeated = tuple(slice(0, 1) if step == 0 else slice(None) for step in wanted.strides)
     placed[repeated].copy_(found[repeated])

@@ -147,6 +147,7 @@ def measured_peak_bytes(
     forwards: int = 1,
     with_gradients: bool = False,
     optimizer: Optimizer | None = None,
+    is_given_up: bool = False,
 ) -> int:
     """The peak of one training step, from allocator events, with what exists before it, in bytes.
 
@@ -167,11 +168,13 @@ def measured_peak_bytes(
         with_gradients: Leave the gradients of a step before, and count them: the ones of this step are added.
         optimizer: Takes its step after backward, and frees the gradients, within what is measured; its state
             is there, as after a step before, and is not counted. It is as before afterwards.
+        is_given_up: Leave the module's numbers as they are then.
     """
     _clear_gradients(module, inputs)
     there_bytes = 0
     calls = [tuple(inputs), *(_copied(inputs) for _ in range(1, forwards))]
-    with torch.random.fork_rng(), _restored(module, optimizer):
+    kept = contextlib.nullcontext() if is_given_up else _restored(module, optimizer)
+    with torch.random.fork_rng(), kept:
         on_cuda = any(parameter.is_cuda for parameter in module.parameters())
         if forwards > 1:
             run = _forwards_backward(module, calls, keywords, loss)

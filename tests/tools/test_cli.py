@@ -249,8 +249,7 @@ def test_run_as_json(irc: Run, models: Path, tmp_path: Path) -> None:
     assert status == 0 and set(json.loads(text)) == set(plain.split())
     status, text, _ = irc("run", out, "--json", "--check")
     beside = """original_bytes original_losses time_ratio loss_difference gradient_difference gradient_scale
-        output_difference
-        buffer_difference bit_equal"""
+        output_difference buffer_difference bit_equal"""
     report = json.loads(text)
     assert status == 0 and set(report) == {*plain.split(), *beside.split()}
     assert report["bit_equal"] and report["failures"] == []

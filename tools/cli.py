@@ -407,9 +407,9 @@ def _pipeline(options: argparse.Namespace) -> list[Pass]:
     optimizer = _optimizer(options)
     *before, cost = cost_passes(options.profile)
     return [
+        *hold_passes(options.forwards_in_flight, optimizer),
         *before,
         *release_passes(accumulate=False, optimizer=optimizer),
-        *hold_passes(options.forwards_in_flight, optimizer),
         cost,
         *choice_passes(swap, options.profile, budget, options.strategy, options.time_limit),
     ]

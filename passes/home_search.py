@@ -34,6 +34,10 @@ _TRIAL_PART = 0.1
 """Of the time, for a first look at each part."""
 
 _BOUND_PART = 0.1
+
+_GRACE_SECONDS = 2.0
+"""For a schedule, where none was found in time."""
+
 _PROOF_GAP = 1e-4
 
 
@@ -114,7 +118,7 @@ class HomeSearch:
         homes = self._part(best)
         homed = tried.get(homes)
         if homed is None:
-            return None
+            return next(self._with(self.homes, (0.0,), time.monotonic() + _GRACE_SECONDS), None)
         bound_seconds = self._bound_seconds(time.monotonic() + (deadline - started) * _BOUND_PART)
         margins = _MARGINS
         while margins and time.monotonic() < deadline and not is_good_enough():
@@ -188,7 +192,7 @@ class HomeSearch:
         if loaded.homes:
             schedule = prefetch(schedule, costs.seconds, costs.workspace_bytes, tiers, self.budget_bytes)
         best = SwapProblem(problem, tiers, self.budget_bytes).simulate(schedule)
-        return Homed(problem, Found(found.name, best, found.bound_seconds))
+        return Homed(problem, Found(found.name, best))
 
     def _loaded(self, homes: tuple[Home, ...], weight: float = _WEIGHT) -> tuple[LoadedProgram, Planner]:
         loaded = LoadedProgram(self.planner.program, homes, self.tier, weight)

@@ -111,6 +111,7 @@ class PlanMemory(SelectCheckpoints):
         Raises:
             UsageError: IRC403 where there is no tier; IRC404 where nothing of the graph can live in one.
             BudgetError: IRC204 when no schedule was found within the budget.
+            TimeLimitError: IRC205 when the time limit ended before any schedule was found.
         """
         started = time.monotonic()
         if not planner.program.tiers:
@@ -132,6 +133,8 @@ class PlanMemory(SelectCheckpoints):
         least_bytes = search.least_bytes(_within(deadline, _LEAST_PART))
         chosen = search.run(deadline)
         if chosen is None:
+            if budget_bytes >= search.floor_bytes and time.monotonic() >= deadline:
+                raise out_of_time(self.time_limit, budget_bytes, least_bytes)
             error = over_budget(planner, budget_bytes, least_bytes, tiers=planner.program.tiers)
             raise _with_largest_step(error, search)
         work = SwapProblem(chosen.problem, planner.program.tiers, budget_bytes)

@@ -18,6 +18,7 @@ from irc.ir import (
     BudgetError,
     Plan,
     Tier,
+    TimeLimitError,
     UsageError,
     liveness,
     parse_program,
@@ -204,6 +205,17 @@ def test_a_budget_that_holds_all_leaves_all_on_the_device() -> None:
     )
     assert chosen.plan is not None and chosen.graph.homes == () and chosen.plan.tiers == ()
     assert chosen.plan.overhead == 0.0
+
+
+def test_without_time_a_plan_or_the_time_limit_is_the_answer() -> None:
+    before = program(perceptron(), torch.ones(4, 128))
+    budget_bytes = before.graph.static_bytes * 2 // 3
+    try:
+        plan = PlanMemory(budget=budget_bytes, time_limit=0.0, home="params+optimizer").run(before).plan
+    except TimeLimitError as error:
+        assert error.code == "IRC205"
+    else:
+        assert plan is not None and plan.peak_bytes <= budget_bytes and plan.lower_bound_overhead == 0.0
 
 
 def test_known_homes_are_taken() -> None:

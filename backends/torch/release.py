@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,36 +44,44 @@ class Release:
     def __reduce__(self) -> tuple[Any, ...]:
         return Release, (self.optimizers,)
 
-    def taker(self, program: Program, given: frozenset[int]) -> Taker:
+    def taker(self, program: Program, inputs: Sequence[Tensor], given: frozenset[int]) -> Taker:
         """What disposes of gradients in one backward.
 
         Args:
             program: Whose backward runs.
+            inputs: Its static inputs, in order.
             given: The outputs that the loss uses. A gradient that comes only from others is none, as in
                 eager.
         """
-        take = self._apply if program.kind is Gradients.APPLIED else _accumulate
 
-        def taker(name: str, parameter: Tensor, gradient: Tensor, *state: State) -> None:
-            depends = program.released[name].depends
-            if not depends or depends & given:
-                take(name, parameter, gradient, *state)
+        def taker(name: str, parameter: Tensor, gradient: Tensor, state: State | None = None) -> None:
+            released = program.released[name]
+            if released.depends and not released.depends & given:
+                return
+            if program.kind is Gradients.APPLIED:
+                self._apply(name, parameter, gradient, state)
+            else:
+                _accumulate(inputs[released.index], gradient)
 
         return taker
 
-    def _apply(self, name: str, parameter: Tensor, gradient: Tensor, state: State | None = None) -> None:
+    def _apply(self, name: str, parameter: Tensor, gradient: Tensor, state: State | None) -> None:
         """Takes the step. What lives in a tier is then what came of it here, until that is copied back."""
         optimizer = self.optimizers[name]
         held = _held(optimizer)
         if held is not parameter:
             held.data = parameter
-        if state is not None:
+        if state is not None and state.tensors:  # an optimizer may ask whether it has any
             optimizer.state[held].update(state.tensors)
+            state.tensors = {}  # what it replaces is free at once
         held.grad = gradient
         try:
             optimizer.step()
         finally:
             held.grad = None
+        if held is not parameter and held.data_ptr() != parameter.data_ptr():  # it has other data
+            parameter.copy_(held.data)
+            held.data = parameter
         if state is not None:
             state.tensors = moving_state(optimizer, held)
 
@@ -86,7 +94,7 @@ def alone(release: Release | None) -> contextlib.AbstractContextManager[Any]:
 _accumulating = threading.Lock()
 
 
-def _accumulate(name: str, parameter: Tensor, gradient: Tensor) -> None:
+def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
     """Does what the autograd engine does with a gradient that nobody else holds."""
     with _accumulating:  # two threads may be in backward at once
         if parameter.grad is None:

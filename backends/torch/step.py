@@ -156,7 +156,7 @@ def _run_backward(
     ]
     more: list[Any] = [sum(1 << index for index in given)] if program.is_partial else []
     if release is not None:
-        more.append(release.taker(program, given))
+        more.append(release.taker(program, inputs, given))
     more.extend(_last(copies))
     with torch._C._DisableAutocast(), contextlib.closing(copies) if copies else contextlib.nullcontext():
         return program.backward(inputs, saved, tangents, *more)

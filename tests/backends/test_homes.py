@@ -53,13 +53,15 @@ def living_elsewhere(
     factory: OptimizerFactory | None,
     place: TierPlace,
     broken: Callable[[Schedule], Schedule] | None = None,
+    accumulates: bool = False,
     **kwargs: Any,
 ) -> Any:
     """The fitted module, some of whose parameters and states live in a tier and move at random times."""
     captured = capture(module, args, kwargs)
     graph: Graph = captured.graph
-    if factory is not None:
-        graph = ReleaseGradients("apply", factory).run(Program(graph)).graph
+    if accumulates or factory is not None:
+        release = ReleaseGradients("accumulate" if accumulates else "apply", factory)
+        graph = release.run(Program(graph)).graph
     schedule = homed_schedule(graph, seed, at_once=broken is not None)
     verify_schedule(schedule, {}, tiers=[FAR])
     program = compile_program(schedule if broken is None else broken(schedule), captured.constants)
@@ -139,6 +141,53 @@ def test_parameters_alone_may_be_trained_by_an_optimizer_outside(name: str) -> N
         for _ in range(2):
             wanted = after_a_step(original, args, kwargs, loops[1])
             assert_same(after_a_step(ours, args, kwargs, loops[0]), wanted)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_of_parameters_that_live_elsewhere_are_accumulated(name: str) -> None:
+    case = CASES[name]
+    for seed in range(4):
+        torch.manual_seed(seed)
+        module, args, kwargs = case.module(), case.arguments(), case.keywords()
+        original = copy.deepcopy(module)
+        place = FakePlace("far", ROOM, seed=seed)
+        ours = living_elsewhere(
+            module, *args, seed=seed, factory=None, place=place, accumulates=True, **kwargs
+        )
+        for _ in range(2):
+            assert_same(outcome(ours, args, kwargs), outcome(original, args, kwargs))
+
+
+class Rebinding(Optimizer):
+    """Makes its state where it has none, anew in each step, and gives parameters other memory."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter not in self.state:
+                    self.state[parameter] = {"momentum": torch.zeros_like(parameter), "steps": 0}
+                state = self.state[parameter]
+                state["steps"] += 1
+                state["momentum"] = 0.9 * state["momentum"] + parameter.grad
+                if state["steps"] == 3:  # it does not fill its memory any more
+                    state["momentum"] = torch.stack([state["momentum"], parameter])[0]
+                parameter.data = parameter.data - 0.1 * state["momentum"]
+
+
+def test_an_optimizer_may_replace_parameters_and_its_state() -> None:
+    original, x = perceptron()
+    for seed in range(4):
+        ours, theirs = copy.deepcopy(original), copy.deepcopy(original)
+        place = FakePlace("far", ROOM, seed=seed)
+        ours = living_elsewhere(ours, x, seed=seed, factory=Rebinding, place=place)
+        ordinary = Rebinding(list(theirs.parameters()))
+        for _ in range(5):
+            wanted = after_a_step(theirs, (x,), {}, ordinary)
+            assert_same(after_a_step(ours, (x,), {}, None), wanted)
 
 
 def test_a_wait_that_is_missing_is_refused_and_gives_wrong_numbers() -> None:
@@ -283,7 +332,37 @@ def test_a_parameter_that_is_written_between_forward_and_backward_is_refused(tmp
         loss.backward()
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="files are counted as Linux shows them")
+def test_what_lives_on_a_disk_keeps_no_file_open_for_each_tensor(tmp_path: Path) -> None:
+    files = len(list(Path("/proc/self/fd").iterdir()))
+    ours, _, x = on_disk(tmp_path)
+    train(ours, x, None, 2)
+    assert ours.irc_traffic["far"].out_bytes > 0
+    assert len(list(Path("/proc/self/fd").iterdir())) == files + 1
+
+
+def test_a_tier_that_is_full_takes_a_parameter_that_is_replaced(tmp_path: Path) -> None:
+    ours, original, x = on_disk(tmp_path)
+    ordinary = adamw(list(original.parameters()))
+    train(ours, x, None)
+    train(original, x, ordinary)
+    room = running_of(ours).room
+    room.capacity_bytes = room.held_bytes
+    for parameter in ours.parameters():
+        parameter.data = parameter.detach().clone()
+    for optimizer in ours.irc_optimizers.values():
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(ours, x, None)
+    train(original, x, ordinary)
+    same(ours, original)
+
+
 # ---------------------------------------------------------------------------- failures
+
+
+def test_a_file_that_cannot_be_mapped_is_a_typed_error(tmp_path: Path) -> None:
+    with pytest.raises(TierError, match=r"IRC572.*mapping 0 B in a scratch file"):
+        ScratchFile(str(tmp_path)).mapped(0, 0, None)
 
 
 @pytest.mark.parametrize("method", ["write", "read"])

@@ -175,6 +175,8 @@ class _OptimizerState(Resident):
         return state, self._all(self._begin_in, state)
 
     def offload(self, held: State) -> Ticket:
+        for key in self.kept.keys() - held.tensors.keys():  # it cannot move any more
+            del self.kept[key]
         for key, tensor in held.tensors.items():
             if key not in self.kept or not _is_like(tensor, self.kept[key].tensor):
                 slot = self.tier.take_home(tensor.nbytes)
@@ -183,10 +185,9 @@ class _OptimizerState(Resident):
         return self._all(self._begin_out, held)
 
     def arrived(self) -> None:
-        state = self.optimizer.state[self.parameter]
-        for key, kept in self.kept.items():
-            if key in state:
-                state[key] = kept.tensor
+        if self.kept:  # an optimizer may ask whether it has any state
+            there = {key: kept.tensor for key, kept in self.kept.items()}
+            self.optimizer.state[self.parameter].update(there)
 
     def _begin_in(self, kept: _Kept, tensor: Tensor) -> Ticket:
         self.tier.count(in_bytes=tensor.nbytes)
@@ -266,6 +267,8 @@ class Homes:
             else:
                 known = self._parameters.get(name)
                 if known is None or known.tier is not tier or not known.has(mine.data):
+                    known = None  # its place is free for the new one
+                    self._parameters.pop(name, None)
                     self._parameters[name] = known = _keep(mine.data, tier)
                 names = [mine, *map(parameter, home.tied)]
                 found[key] = resident = _Parameter(names, known, copied, checks=is_checked)
@@ -283,5 +286,7 @@ class Homes:
         for key, tensor in there.items():
             known = kept.get(key)
             if known is None or known.tier is not tier or not known.has(tensor):
+                known = None  # its place is free for the new one
+                kept.pop(key, None)
                 kept[key] = known = _keep(tensor, tier)
                 optimizer.state[parameter][key] = known.tensor

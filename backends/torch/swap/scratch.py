@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import functools
 import mmap
 import os
 import tempfile
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -21,8 +24,19 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
-class _Mapping(mmap.mmap):
-    holder: object
+@functools.cache
+def _system() -> ctypes.CDLL:
+    """The system's own mmap: Python's keeps a file open for each mapping, of which a process has few."""
+    found = ctypes.CDLL(None, use_errno=True)
+    size, number = ctypes.c_size_t, ctypes.c_int
+    found.mmap.argtypes = (ctypes.c_void_p, size, number, number, number, ctypes.c_int64)
+    found.mmap.restype = ctypes.c_void_p
+    found.munmap.argtypes = (ctypes.c_void_p, size)
+    return found
+
+
+def _unmap(address: int, nbytes: int, holder: object) -> None:
+    _system().munmap(address, nbytes)
 
 
 class ScratchFile:
@@ -84,12 +98,24 @@ class ScratchFile:
             start: The first byte.
             nbytes: How many.
             holder: What must stay as long as the tensor does.
+
+        Raises:
+            TierError: IRC570 when the disk is full; IRC572 when the file cannot be mapped.
         """
         first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-        if os.fstat(self.number).st_size < start + nbytes:  # where nothing was reserved
-            os.pwrite(self.number, b"\0", start + nbytes - 1)
-        memory = _Mapping(self.number, start + nbytes - first, offset=first)
-        memory.holder = holder
+        length = start + nbytes - first
+        try:
+            if os.fstat(self.number).st_size < start + nbytes:  # where nothing was reserved
+                os.pwrite(self.number, b"\0", start + nbytes - 1)
+            access = mmap.PROT_READ | mmap.PROT_WRITE
+            address = _system().mmap(None, length, access, mmap.MAP_SHARED, self.number, first)
+            if address == ctypes.c_void_p(-1).value:
+                code = ctypes.get_errno()
+                raise OSError(code, os.strerror(code))
+        except OSError as error:
+            raise self.failed(error, "mapping", nbytes) from error
+        memory = (ctypes.c_char * length).from_address(address)
+        weakref.finalize(memory, _unmap, address, length, holder).atexit = False
         return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=start - first)
 
     def write(self, data: memoryview, start: int) -> None:

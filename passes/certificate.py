@@ -67,7 +67,8 @@ def certify(
     overhead = max(found.best.seconds / step - 1, 0.0) if step else 0.0
     bound = min(found.bound_seconds / step, overhead) if step else 0.0
     times = step_times(found.best.schedule, problem.costs.seconds, tiers)
-    decisions = _decisions(problem, found.best, times) | _homes(problem, found.best.schedule, times)
+    made = _decisions(problem, found.best, times)
+    decisions = made | _homes(problem, found.best.schedule, times)
     there = liveness(found.best.schedule, problem.costs.workspace_bytes, with_gradients=True)
     return Plan(
         budget_bytes=budget_bytes,
@@ -85,7 +86,7 @@ def certify(
         decisions=tuple(decisions.values()),
         seconds_to_plan=seconds,
         wishes=tuple(
-            WishEffect(wish.by, wish.policy.value, _effect(problem, wish, decisions))
+            WishEffect(wish.by, wish.policy.value, _effect(problem, wish, made))
             for wish in problem.graph.wishes
         ),
         forwards_in_flight=problem.graph.forwards_in_flight,

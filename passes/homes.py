@@ -140,11 +140,6 @@ class LoadedProgram:
         costs = Costs(seconds, workspace_bytes, costs.source)
         self.seen = replace(program, graph=graph, original=original, costs=costs)
 
-    @property
-    def loads_seconds(self) -> float:
-        """Time of one copy of each home."""
-        return sum(self.tier.copy_seconds(s.nbytes, Direction.IN) for s in self._loads)
-
     def problem(self, seen: CheckpointProblem) -> CheckpointProblem:
         """The problem that a search sees with loads, without them."""
         nodes = tuple(self._real.get(node, node) for node in seen.graph.nodes if node.op != LOAD)

@@ -135,7 +135,9 @@ class PlanMemory(SelectCheckpoints):
         if chosen is None:
             if budget_bytes >= search.floor_bytes and time.monotonic() >= deadline:
                 raise out_of_time(self.time_limit, budget_bytes, least_bytes)
-            error = over_budget(planner, budget_bytes, least_bytes, tiers=planner.program.tiers)
+            lives_bytes = sum(home.storage.nbytes for home in search.homes)
+            tiers = planner.program.tiers
+            error = over_budget(planner, budget_bytes, least_bytes, tiers=tiers, homed_bytes=lives_bytes)
             raise _with_largest_step(error, search)
         work = SwapProblem(chosen.problem, planner.program.tiers, budget_bytes)
         return self._certified(planner, work, chosen.found, least_bytes, search.floor_bytes, started)

@@ -195,6 +195,7 @@ def over_budget(
     strategy: str | None = None,
     is_known: bool = True,
     tiers: Sequence[Tier] = (),
+    homed_bytes: int = 0,
 ) -> BudgetError:
     """What refuses a budget that no schedule was found for.
 
@@ -205,6 +206,7 @@ def over_budget(
         strategy: The strategy that was asked for; None where all were tried.
         is_known: Whether all was tried that gives the smallest budget.
         tiers: Where the schedule might have copied storages.
+        homed_bytes: Parameters and optimizer state that would live in a tier then.
     """
     problem = planner.problem
     place = _heaviest(problem)
@@ -216,11 +218,12 @@ def over_budget(
     static = "parameters, buffers and inputs"
     if problem.graph.reserved_bytes:
         static = "parameters, buffers, inputs, and gradients or optimizer state that stay"
+    besides = f", without {format_bytes(homed_bytes)} that live in {tiers[0].name}" if homed_bytes else ""
     return BudgetError(
         "IRC204",
         f"{what} needs {format_bytes(minimum_bytes)} ({minimum_bytes} bytes) {least}{by}, over "
         f"the budget of {format_bytes(budget_bytes)} ({budget_bytes} bytes); "
-        f"{format_bytes(problem.graph.static_bytes)} of it are {static}"
+        f"{format_bytes(problem.graph.static_bytes - homed_bytes)} of it are {static}{besides}"
         + _under_wishes(planner, minimum_bytes, strategy),
         minimum_bytes=minimum_bytes,
         at=place.at if place is not None else None,

@@ -51,8 +51,16 @@ def offer(swap: str | Sequence[str], profile: bool | str | None) -> OfferTiers:
             `cpu`; else those of this machine, see `measured`.
 
     Raises:
-        UsageError: IRC423 to IRC429 for what names no tier; IRC408 for a machine without such a tier.
+        UsageError: IRC423 to IRC429 for what names no tier; IRC408 for a machine without such a tier; IRC447
+            for what lives in a tier, where the caller does not plan that.
     """
+    _, home = what_moves(swap)
+    if home != "none":
+        raise UsageError(
+            "IRC447",
+            f"{home} shall live in a tier between steps, and only irc.optimize and `irc optimize` plan that",
+            help="leave params and optimizer out of swap=, or of --swap",
+        )
     requests = parse_tiers(swap)
     machine = profile if isinstance(profile, str) else "cpu" if profile is False else ""
     found = OfferTiers("+".join(str(request) for request in requests), machine, asked=requests)

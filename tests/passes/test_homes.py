@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from strategies import Sample
 from torch import nn
 
+import irc
 from irc.frontends.torch import capture
 from irc.ir import (
     BudgetError,
@@ -20,6 +21,7 @@ from irc.ir import (
     Tier,
     TimeLimitError,
     UsageError,
+    format_bytes,
     liveness,
     parse_program,
     print_program,
@@ -197,6 +199,11 @@ def test_a_budget_below_what_is_static_is_met_and_said_in_the_plan() -> None:
     assert caught.value.code == "IRC204" and caught.value.minimum_bytes == plan.minimum_budget_bytes
     (note,) = caught.value.__notes__
     assert "the optimizer's step for" in note and "weight alone takes" in note
+    search = HomeSearch(Planner(before), HOMED, 1)
+    lives = sum(home.storage.nbytes for home in search.homes)
+    said = f"{format_bytes(before.graph.static_bytes - lives)} of it are parameters, buffers, inputs"
+    assert said in str(caught.value)
+    assert f"without {format_bytes(lives)} that live in disk" in str(caught.value)
 
 
 def test_a_budget_that_holds_all_leaves_all_on_the_device() -> None:
@@ -216,6 +223,20 @@ def test_without_time_a_plan_or_the_time_limit_is_the_answer() -> None:
         assert error.code == "IRC205"
     else:
         assert plan is not None and plan.peak_bytes <= budget_bytes and plan.lower_bound_overhead == 0.0
+
+
+def test_wishes_are_honoured_beside_what_lives_in_a_tier() -> None:
+    model = perceptron()
+    irc.recompute(model.get_submodule("1"))
+    irc.keep(model.get_submodule("3"))
+    before = program(model, torch.ones(4, 128))
+    budget_bytes = before.graph.static_bytes * 2 // 3
+    plan = PlanMemory(budget=budget_bytes, time_limit=5, home="params+optimizer").run(before).plan
+    assert plan is not None and plan.homed_bytes > 0
+    assert [(effect.by, effect.policy) for effect in plan.wishes] == [
+        ("irc.recompute(1)", "recompute"),
+        ("irc.keep(3)", "keep"),
+    ]
 
 
 def test_known_homes_are_taken() -> None:

@@ -686,6 +686,7 @@ def test_tiers_that_are_refused_before_anything_is_measured(
         ("disk:1%", "IRC425"),
         (["disk", "disk"], "IRC426"),
         ([], "IRC423"),
+        (["disk:1GiB", "params"], "IRC447"),
     ):
         refused(code, lambda swap=swap: irc.pareto(module, x, swap=swap))
     refused("IRC408", lambda: irc.pareto(module, x, swap="host", profile="cpu"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -228,10 +228,10 @@ def choose(
         if beside is not None and not _can_run(program, passes[at:], beside):
             costs = [replace(step, profile="cpu") if isinstance(step, Cost) else step for step in costs]
         program = PassManager(costs, observers).run(program)
-        reserved = _reserved(program.graph)
+        released = {name for name, _ in _reserved(program.graph)}
         kept = {} if beside is None else dict(beside.reserved)
         constants_bytes = 0 if beside is None else beside.constants_bytes
-        kept_bytes = sum(nbytes for name, nbytes in kept.items() if name not in reserved)
+        kept_bytes = sum(nbytes for name, nbytes in kept.items() if name not in released)
         beside_bytes = kept_bytes + constants_bytes
         later = [_with_less(step, beside_bytes) for step in passes[at:]]
         taken = None if carried is None else _carry_over(carried, program, later)
@@ -253,7 +253,7 @@ def choose(
     return Choice(
         captured,
         replace(program, plan=plan),
-        Fitting(compiled, captured.signature, plan, reserved={**kept, **reserved}),
+        Fitting(compiled, captured.signature, plan, reserved={**kept, **dict(_reserved(graph))}),
         _optimizers(module, passes, fresh),
     )
 
@@ -327,18 +327,16 @@ def _counting(plan: Plan, nbytes: int) -> Plan:
     )
 
 
-def _reserved(graph: Graph) -> dict[str, int]:
-    """What the release of each parameter's gradient takes from step to step, in bytes."""
+def _reserved(graph: Graph) -> Iterator[tuple[str, int]]:
+    """What the release of each parameter's gradient takes on the device from step to step, in bytes."""
     names = {entry.value: entry.target for entry in graph.inputs}
-    found: dict[str, int] = {}
     for node in graph.releases:
         parameter, gradient = node.operands
         accumulates = node.releases is Gradients.ACCUMULATED
         nbytes = gradient.storage.nbytes if accumulates else StepCost.of(node).state_bytes
         if parameter.storage in graph.state_of:
             nbytes -= graph.state_of[parameter.storage].storage.nbytes
-        found[names[parameter]] = nbytes
-    return found
+        yield names[parameter], nbytes
 
 
 def _optimizers(module: nn.Module, passes: Sequence[Pass], names: Iterable[str]) -> dict[str, Optimizer]:

@@ -312,6 +312,20 @@ def test_copies_and_pickles_have_numbers_and_a_tier_of_their_own(tmp_path: Path)
     same(ours, original)
 
 
+def test_parameters_may_go_to_shared_memory(tmp_path: Path) -> None:
+    ours, original, x = on_disk(tmp_path)
+    ordinary = adamw(list(original.parameters()))
+    train(ours, x, None)
+    train(original, x, ordinary)
+    ours.share_memory()
+    for optimizer in ours.irc_optimizers.values():
+        for state in optimizer.state.values():
+            state["exp_avg"].share_memory_()
+    train(ours, x, None, 2)
+    train(original, x, ordinary, 2)
+    same(ours, original)
+
+
 def test_parameters_outlive_the_module_and_its_file_goes(tmp_path: Path) -> None:
     ours, original, x = on_disk(tmp_path)
     train(ours, x, None)
@@ -508,3 +522,26 @@ def test_a_public_plan_keeps_its_promise_below_what_is_static(tmp_path: Path) ->
     train(original, x[:4].clone(), ordinary)
     same(fitted, original)
     assert [call.plan.homed_bytes for call in fitted.irc_plans] == [plan.homed_bytes] * 2
+
+
+def test_state_that_lives_in_a_tier_takes_nothing_of_another_plan(tmp_path: Path) -> None:
+    module, x = perceptron()
+    original = copy.deepcopy(module)
+    ordinary = adamw(list(original.parameters()))
+    budget_bytes = 3 * sum(p.nbytes for p in module.parameters())
+    swap = [f"disk:{tmp_path}:1GiB", "params,optimizer"]
+    ours = irc.optimize(
+        module, x, budget_bytes, optimizer_in_backward=adamw, swap=swap, profile=False, time_limit=5
+    )
+    train(ours, x, None)
+    train(original, x, ordinary)
+    for trained in (ours, original):
+        trained.get_parameter("2.weight").requires_grad_(False)
+        trained.get_parameter("2.weight").grad = None
+    train(ours, x, None)
+    train(original, x, ordinary)
+    same(ours, original)
+    frozen, first = (call.plan for call in ours.irc_plans)
+    state_bytes = 2 * module.get_parameter("2.weight").nbytes + 4  # and the number of steps
+    assert first.homed_bytes - frozen.homed_bytes == state_bytes
+    assert frozen.static_bytes == first.static_bytes

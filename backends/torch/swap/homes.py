@@ -35,15 +35,24 @@ class _Kept:
         slot: Where.
         tensor: The same bytes, for whoever wants them between steps.
         tier: The tier.
+        address: Where the tensor begins, unless somebody moves its memory, as torch.multiprocessing does.
     """
 
     slot: AnySlot
     tensor: Tensor
     tier: HomeTier
+    address: int
+
+    @staticmethod
+    def at(slot: AnySlot, like: Tensor, tier: HomeTier) -> _Kept:
+        """A place for a tensor of this type and layout."""
+        there = tier.tensor_at(slot).view(like.dtype).as_strided(like.shape, like.stride())
+        return _Kept(slot, there, tier, there.data_ptr())
 
     def has(self, tensor: Tensor) -> bool:
         """Whether a tensor is the one here."""
-        return tensor.data_ptr() == self.tensor.data_ptr() and _is_like(tensor, self.tensor)
+        is_here = self.address == self.tensor.data_ptr() == tensor.data_ptr()
+        return is_here and _is_like(tensor, self.tensor)
 
 
 def _is_like(a: Tensor, b: Tensor) -> bool:
@@ -54,8 +63,7 @@ def _keep(tensor: Tensor, tier: HomeTier) -> _Kept:
     """A new place, with the bytes of a tensor."""
     slot = tier.take_home(tensor.nbytes)
     tier.begin_out(tensor, slot).wait()
-    there = tier.tensor_at(slot).view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
-    return _Kept(slot, there, tier)
+    return _Kept.at(slot, tensor, tier)
 
 
 @dataclass(slots=True)
@@ -179,9 +187,7 @@ class _OptimizerState(Resident):
             del self.kept[key]
         for key, tensor in held.tensors.items():
             if key not in self.kept or not _is_like(tensor, self.kept[key].tensor):
-                slot = self.tier.take_home(tensor.nbytes)
-                there = self.tier.tensor_at(slot).view(tensor.dtype)
-                self.kept[key] = _Kept(slot, there.as_strided(tensor.shape, tensor.stride()), self.tier)
+                self.kept[key] = _Kept.at(self.tier.take_home(tensor.nbytes), tensor, self.tier)
         return self._all(self._begin_out, held)
 
     def arrived(self) -> None:

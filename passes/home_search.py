@@ -211,11 +211,8 @@ class HomeSearch:
         what is there from the beginning is copied once and stays. And what operations read, and the budget
         does not hold beside what cannot live there, has to come.
         """
-        _, planner = self._loaded(self.homes, weight=0.0)
+        loaded, planner = self._loaded(self.homes, weight=0.0)
         work = SwapProblem(planner.problem, self._tiers_beside(()), self.budget_bytes)
         computed = planner.problem.step_seconds + bound_with_copies(work, deadline=deadline)
-        graph = planner.problem.graph
-        read = {storage for node in graph.operations for storage in graph.reads(node)}
-        read_bytes = sum(home.storage.nbytes for home in self.homes if home.storage in read)
-        missing_bytes = read_bytes - (self.budget_bytes - graph.static_bytes)
+        missing_bytes = self.planner.program.graph.static_bytes - self.budget_bytes - loaded.unread_bytes
         return max(computed, missing_bytes / self.tier.in_bytes_per_second)

@@ -128,7 +128,12 @@ class LoadedProgram:
         assert costs is not None, "costs come first"
         self._real: dict[Node, Node] = {}
         """The operation that stands for each one which reads the state of an optimizer here."""
-        self._loads = {home.storage: self._load(home, program.graph) for home in self.homes}
+        read = {storage for node in program.graph.nodes for storage in program.graph.reads(node)}
+        self._loads = {
+            home.storage: self._load(home, program.graph)
+            for home in self.homes
+            if home.is_state or home.storage in read
+        }
         graph = self._seen(program.graph)
         original = None if program.original is None else self._seen(program.original)
         seconds, workspace_bytes = dict(costs.seconds), dict(costs.workspace_bytes)
@@ -139,6 +144,11 @@ class LoadedProgram:
             seconds[seen], workspace_bytes[seen] = seconds[real], workspace_bytes[real]
         costs = Costs(seconds, workspace_bytes, costs.source)
         self.seen = replace(program, graph=graph, original=original, costs=costs)
+
+    @property
+    def unread_bytes(self) -> int:
+        """Bytes of parameters that nothing reads: they live in the tier and never come."""
+        return sum(home.storage.nbytes for home in self.homes if home.storage not in self._loads)
 
     def problem(self, seen: CheckpointProblem) -> CheckpointProblem:
         """The problem that a search sees with loads, without them."""

@@ -14,9 +14,11 @@ from strategies import Sample
 from torch import nn
 
 import irc
+from irc.backends.torch.swap.table import copy_table
 from irc.frontends.torch import capture
 from irc.ir import (
     BudgetError,
+    Fetch,
     Plan,
     Tier,
     TimeLimitError,
@@ -175,6 +177,24 @@ def test_what_shares_its_memory_stays() -> None:
 
     graph = program(Sharing(), torch.ones(4, 64), applies=False).graph
     assert [home.parameter for home in homes_in("disk", graph, HOMED)] == ["own"]
+
+
+def test_a_parameter_that_nothing_reads_lives_in_the_tier_and_never_comes() -> None:
+    model = perceptron()
+    model.register_parameter("idle", nn.Parameter(torch.ones(512, 512)))
+    before = program(model, torch.ones(4, 128), applies=False)
+    slow = replace(before, tiers=(Tier("disk", 1 << 34, 1e6, 1e6),))
+    search = HomeSearch(Planner(slow), ["params"], 1)
+    assert search.homes[0].parameter == "idle" and search.least_bytes < 512 * 512 * 4
+    search = HomeSearch(Planner(slow), ["params"], search.least_bytes)
+    chosen = search.run(time.monotonic() + 5.0)
+    assert chosen is not None and search.homes[0] in chosen.problem.graph.homes
+    best = chosen.found.best
+    assert best.seconds >= chosen.problem.step_seconds + chosen.found.bound_seconds
+    table = copy_table(best.schedule)
+    assert "idle" in [copied.home.parameter for copied in table.tensors if copied.home is not None]
+    fetched = {i.storage for i in best.schedule.instructions if isinstance(i, Fetch)}
+    assert fetched and search.homes[0].storage not in fetched
 
 
 # ---------------------------------------------------------------------------- the pass

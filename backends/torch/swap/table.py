@@ -80,8 +80,12 @@ def copied_value(schedule: Schedule, storage: Storage) -> Value:
 
 
 def copy_keys(schedule: Schedule) -> dict[tuple[Storage, str], int]:
-    """A number for each storage and tier that it is copied to, in the order of the schedule."""
-    pairs = ((i.storage, i.tier) for i in schedule.instructions if isinstance(i, Offload | Fetch))
+    """A number for each storage and tier that it is copied to, in the order of the schedule.
+
+    What lives in a tier and is never copied, as nothing reads it, comes last.
+    """
+    pairs = [(i.storage, i.tier) for i in schedule.instructions if isinstance(i, Offload | Fetch)]
+    pairs += [(home.storage, home.tier) for home in schedule.graph.homes]
     return {pair: key for key, pair in enumerate(dict.fromkeys(pairs))}
 
 

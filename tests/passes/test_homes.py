@@ -185,8 +185,8 @@ def test_a_parameter_that_nothing_reads_lives_in_the_tier_and_never_comes() -> N
     before = program(model, torch.ones(4, 128), applies=False)
     slow = replace(before, tiers=(Tier("disk", 1 << 34, 1e6, 1e6),))
     search = HomeSearch(Planner(slow), ["params"], 1)
-    assert search.homes[0].parameter == "idle" and search.least_bytes < 512 * 512 * 4
-    search = HomeSearch(Planner(slow), ["params"], search.least_bytes)
+    assert search.homes[0].parameter == "idle" and search.least_bytes() < 512 * 512 * 4
+    search = HomeSearch(Planner(slow), ["params"], search.least_bytes())
     chosen = search.run(time.monotonic() + 5.0)
     assert chosen is not None and search.homes[0] in chosen.problem.graph.homes
     best = chosen.found.best

@@ -58,6 +58,20 @@ def test_a_later_step_takes_from_the_allocator_what_was_measured(name: str) -> N
     assert sum(tensor.untyped_storage().nbytes() for tensor in held) == measured.state_bytes
 
 
+def test_memory_that_only_later_steps_take_is_seen() -> None:
+    def radam(params: list[nn.Parameter]) -> Optimizer:
+        return torch.optim.RAdam(params)
+
+    trained = nn.Parameter(torch.randn(40, 30))
+    trained.grad = torch.randn(40, 30)
+    optimizer = radam([trained])
+    peaks = [allocations.peak_bytes(optimizer.step) for _ in range(9)]
+    state_bytes = 2 * trained.nbytes  # the first step makes it
+    assert max(peaks[1:]) > max(peaks[1:3])
+    assert step_costs(radam, [MATRIX])[MATRIX].workspace_bytes >= max(peaks[1:]) > 0
+    assert step_costs(radam, [MATRIX])[MATRIX].state_bytes >= state_bytes
+
+
 def test_each_type_is_measured_once_and_nothing_else_is_touched() -> None:
     made: list[list[nn.Parameter]] = []
 

@@ -13,6 +13,8 @@ import pytest
 import torch
 from onnx_nodes import Const, check, imported, inputs_of, model_of, run
 
+import irc
+
 _RNG = np.random.default_rng(0)
 _GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 _STATES = {"LSTM": 2, "GRU": 1, "RNN": 1}
@@ -131,3 +133,30 @@ def test_torchs_layer_runs_where_it_means_the_same(tmp_path: Path) -> None:
     with mock.patch.object(torch._VF, "lstm", wraps=torch._VF.lstm) as layer:  # pyright: ignore
         run(module, operands)
     assert layer.call_count == 2
+
+
+@pytest.mark.parametrize("op", _GATES)
+@pytest.mark.parametrize(
+    ("index", "shape", "name"),
+    [
+        (1, (1, 8, _IN), "W"),
+        (1, (2, None, _IN), "W"),
+        (2, (1, None, 3), "W"),
+        (3, (1, 5), "B"),
+        (5, (1, _BATCH, 3), "initial_h"),
+        (5, (1, 1, _HIDDEN), "initial_h"),
+        (5, (2, _BATCH, _HIDDEN), "initial_h"),
+    ],
+)
+def test_operands_that_do_not_fit_each_other_are_refused(
+    tmp_path: Path, op: str, index: int, shape: tuple[int | None, ...], name: str
+) -> None:
+    """torch's layers take them, and read beyond their ends."""
+    operands = operands_of(op, 1)
+    gates = _GATES[op] * _HIDDEN
+    changed = normal(*(gates if size is None else size for size in shape))
+    operands[index] = Const(changed) if index < 5 else changed
+    model = model_of(op, 14, operands, 2, hidden_size=_HIDDEN)
+    with pytest.raises(irc.IrcError, match=rf"IRC30\d.*{op}") as caught:
+        run(imported(model, tmp_path), operands)
+    assert name in str(caught.value) or "shape" in str(caught.value)

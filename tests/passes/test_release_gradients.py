@@ -299,8 +299,8 @@ TIED_APPLIED = """\
   g = op(%t, %v) -> %g: float32[8]{1} @g
   sum_0_a.weight = aten.add.Tensor(%h, %g) -> %sum_0_a.weight: float32[8]{1} @sum_0_a.weight
   last = op(%t, %v)
-  apply_a.weight = irc.apply_gradient(%w, %sum_0_a.weight, state_bytes=64, workspace_bytes=32, seconds=2.0, moving_bytes=0) \
-traits(effect)
+  apply_a.weight = irc.apply_gradient(%w, %sum_0_a.weight, state_bytes=64, workspace_bytes=32, \
+seconds=2.0, moving_bytes=0) traits(effect)
   output %z "0"
   gradient none "parameter:a.weight"
   gradient none "parameter:b.weight"

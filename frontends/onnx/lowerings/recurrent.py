@@ -92,7 +92,7 @@ class _Layer:
         return y.permute(2, 0, 1, 3), *(s.transpose(0, 1) for s in states)
 
 
-def _layer(c: Call, activations: Sequence[str], states: int) -> _Layer:
+def _layer(c: Call, activations: Sequence[str], states: int, gates: int) -> _Layer:
     direction = c.str_("direction", "forward")
     if direction not in ("forward", "reverse", "bidirectional"):
         c.refuse(f"with direction={direction}")
@@ -100,6 +100,7 @@ def _layer(c: Call, activations: Sequence[str], states: int) -> _Layer:
     batch_first = bool(c.int_("layout", 0))
     c.int_("output_sequence", 0)  # of the first version; what is read says as much
     x, w, r = c[0], c[1], c[2]
+    _check_shapes(c, len(reverse), gates, range(5, 5 + states), batch_first=batch_first)
     x = x.transpose(0, 1) if batch_first else x
     begins: list[Tensor] = []
     for index in range(5, 5 + states):
@@ -119,6 +120,30 @@ def _layer(c: Call, activations: Sequence[str], states: int) -> _Layer:
     functions = activations_of(c, activations, len(reverse))
     bias, first = c.optional(3), tuple(begins)
     return _Layer(x, w, r, bias, first, reverse, batch_first, functions, lengths, steps, valid)
+
+
+def _check_shapes(c: Call, directions: int, gates: int, states: range, *, batch_first: bool) -> None:
+    """Refuses operands that do not fit each other: torch's layers read beyond their ends."""
+    if c[0].dim() != 3 or c[2].dim() != 3:
+        c.refuse(f"of shapes {list(c[0].shape)} and {list(c[2].shape)}, where X and R have three dimensions")
+    batch, size, hidden = c[0].shape[0 if batch_first else 1], c[0].shape[2], c[2].shape[2]
+    state = (batch, directions, hidden) if batch_first else (directions, batch, hidden)
+    wanted = {
+        1: ("W", (directions, gates * hidden, size)),
+        2: ("R", (directions, gates * hidden, hidden)),
+        3: ("B", (directions, 2 * gates * hidden)),
+        4: ("sequence_lens", (batch,)),
+        **{index: (name, state) for index, name in zip(states, ("initial_h", "initial_c"), strict=False)},
+        7: ("P", (directions, 3 * hidden)),
+    }
+    for index, (name, shape) in wanted.items():
+        operand = c.optional(index) if index < 7 or len(states) == 2 else None
+        if operand is not None and tuple(operand.shape) != shape:
+            c.refuse(
+                f"of X {list(c[0].shape)} and {name} {list(operand.shape)}, where {name} takes {list(shape)}"
+            )
+    if not hidden:
+        c.refuse("with a state of no elements")
 
 
 def _reordered(matrix: Tensor, order: Sequence[int]) -> Tensor:
@@ -183,7 +208,7 @@ def _plain(c: Call, layer: _Layer, *names: str) -> bool:
 @lowering("LSTM")
 def lstm(c: Call) -> Result:
     """As torch has it where it does; peepholes, coupled gates and cut-off activations step by step."""
-    layer = _layer(c, ("Sigmoid", "Tanh", "Tanh"), 2)
+    layer = _layer(c, ("Sigmoid", "Tanh", "Tanh"), 2, len(_LSTM_ORDER))
     coupled, static = bool(c.int_("input_forget", 0)), c.static(7)
     peeps = c.has(7) and (static is None or bool(static.array.any()))
     peepholes = c[7] if peeps else None
@@ -203,7 +228,7 @@ def lstm(c: Call) -> Result:
 @lowering("RNN")
 def rnn(c: Call) -> Result:
     """The plain recurrent layer, with any activation."""
-    layer = _layer(c, ("Tanh",), 1)
+    layer = _layer(c, ("Tanh",), 1, 1)
     if _plain(c, layer, "tanh"):
         return _fused(layer, torch._VF.rnn_tanh, (0,))  # pyright: ignore
     if _plain(c, layer, "relu"):
@@ -219,7 +244,7 @@ def rnn(c: Call) -> Result:
 @lowering("GRU")
 def gru(c: Call) -> Result:
     """As torch where the reset gate follows the matrix product; step by step where it precedes it."""
-    layer = _layer(c, ("Sigmoid", "Tanh"), 1)
+    layer = _layer(c, ("Sigmoid", "Tanh"), 1, len(_GRU_ORDER))
     reset_last = bool(c.int_("linear_before_reset", 0))
     if reset_last and _plain(c, layer, "sigmoid", "tanh"):
         return _fused(layer, torch._VF.gru, _GRU_ORDER)  # pyright: ignore

@@ -92,9 +92,15 @@ def certify(
         forwards_in_flight=problem.graph.forwards_in_flight,
         peak_with_gradients_bytes=there.peak_bytes,
         tiers=tuple(_uses(found.best.schedule, times, tiers)),
-        exposed_seconds=max(found.best.seconds - times.compute_seconds, 0.0) if times.copies else 0.0,
+        exposed_seconds=_exposed_seconds(found.best, times),
         homed_bytes=sum(home.storage.nbytes for home in problem.graph.homes),
     )
+
+
+def _exposed_seconds(best: Simulated, times: StepTimes) -> float:
+    """Time in which copies are waited for, without what is rounding alone."""
+    exposed = best.seconds - times.compute_seconds if times.copies else 0.0
+    return exposed if exposed > 1e-9 * times.compute_seconds else 0.0
 
 
 def _uses(schedule: Schedule, times: StepTimes, tiers: Sequence[Tier]) -> Iterator[TierUse]:

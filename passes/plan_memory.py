@@ -219,8 +219,8 @@ def _with_largest_step(error: BudgetError, search: HomeSearch) -> BudgetError:
     if alone is not None:
         name, nbytes = alone
         error.add_note(
-            f"the optimizer's step for {name} alone takes {format_bytes(nbytes)}: the parameter, its "
-            "gradient, the optimizer's state for it and what the step takes beside them"
+            f"{format_bytes(nbytes)} at least are on the device while the optimizer takes its step for "
+            f"{name}: the parameter, its gradient, its state, what the step takes, and what always stays"
         )
     return error
 

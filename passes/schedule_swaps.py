@@ -40,7 +40,8 @@ class ScheduleSwaps:
         """The program with copies in its schedule.
 
         Raises:
-            UsageError: IRC405 where no pass before chose a schedule; IRC401 for a malformed budget.
+            UsageError: IRC405 where no pass before chose a schedule or offered a tier; IRC401 for a malformed
+                budget.
             BudgetError: IRC204 where copies do not make the schedule fit.
         """
         if program.schedule is None or program.plan is None:
@@ -48,6 +49,12 @@ class ScheduleSwaps:
                 "IRC405",
                 "schedule-swaps has no schedule to add copies to",
                 help="choose one before: select-checkpoints{budget=...},schedule-swaps{budget=...}",
+            )
+        if not program.tiers:
+            raise UsageError(
+                "IRC405",
+                "schedule-swaps has no tier to copy to",
+                help="offer one before: offer-tiers{swap=disk},select-checkpoints{...},schedule-swaps{...}",
             )
         started = time.monotonic()
         assert program.costs is not None

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ...ir import BackwardError, Input, UnsupportedError
+from ...ir import BackwardError, Gradients, Input, TierError, UnsupportedError
 from .deliver import Watched, refuse_hooks_on_results
 from .hooks import refuse_missing_gradients, refuse_saved_tensor_hooks
 from .in_flight import InFlight
@@ -159,7 +159,12 @@ def _run_backward(
         more.append(release.taker(program, inputs, given))
     more.extend(_last(copies))
     with torch._C._DisableAutocast(), contextlib.closing(copies) if copies else contextlib.nullcontext():
-        return program.backward(inputs, saved, tangents, *more)
+        try:
+            return program.backward(inputs, saved, tangents, *more)
+        except TierError as error:
+            if program.kind is Gradients.APPLIED:
+                error.add_note("optimizers within backward may have taken this step for some parameters")
+            raise
 
 
 def _last(copies: Session | None) -> tuple[Session, ...]:

@@ -403,6 +403,7 @@ def test_when_the_disk_fails_nothing_is_lost_and_the_next_step_is_right(
         with pytest.raises(TierError, match=r"IRC57[02]") as caught:
             train(ours, x, None)
     assert caught.value.help
+    assert "may have taken this step for some parameters" in "".join(getattr(caught.value, "__notes__", ()))
     after = dict(ours.state_dict())
     train(original, x, ordinary)
     stepped = dict(original.state_dict())

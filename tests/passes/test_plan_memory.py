@@ -298,6 +298,9 @@ def test_what_cannot_be_planned_is_refused_by_name() -> None:
     chosen = SelectCheckpoints("100%").run(program)
     with pytest.raises(BudgetError, match="copies do not bring this schedule"):
         ScheduleSwaps(100).run(chosen)
+    with pytest.raises(UsageError, match="schedule-swaps has no tier to copy to") as usage:
+        ScheduleSwaps(100).run(replace(chosen, tiers=()))
+    assert usage.value.code == "IRC405"
     with pytest.raises(UsageError, match="nobody has measured the tiers disk") as usage:
         OfferTiers("disk").run(program)
     assert usage.value.code == "IRC409"

@@ -593,7 +593,7 @@ def test_each_point_copies_within_its_budget(kept: Program, monkeypatch: pytest.
         times = step_times(program.schedule, program.costs.seconds, (DISK,))
         assert p.copied_bytes == sum(copy.storage.nbytes for copy in times.copies)
         assert p.exposed_seconds == pytest.approx(times.exposed_seconds)
-    assert points[-1].copied_bytes and points[-1].exposed_seconds
+    assert points[-1].copied_bytes
     assert seen.tiers == (DISK,) and {"lms-1", "sqrt-n"} <= {k.strategy for k in seen.known}
 
 

@@ -44,7 +44,13 @@ class Release:
     def __reduce__(self) -> tuple[Any, ...]:
         return Release, (self.optimizers,)
 
-    def taker(self, program: Program, inputs: Sequence[Tensor], given: frozenset[int]) -> Taker:
+    def taker(
+        self,
+        program: Program,
+        inputs: Sequence[Tensor],
+        given: frozenset[int],
+        written: frozenset[int] = frozenset(),
+    ) -> Taker:
         """What disposes of gradients in one backward.
 
         Args:
@@ -52,6 +58,7 @@ class Release:
             inputs: Its static inputs, in order.
             given: The outputs that the loss uses. A gradient that comes only from others is none, as in
                 eager.
+            written: The inputs that somebody wrote since forward; copies of them on the device are older.
         """
 
         def taker(name: str, parameter: Tensor, gradient: Tensor, state: State | None = None) -> None:
@@ -59,6 +66,8 @@ class Release:
             if released.depends and not released.depends & given:
                 return
             if program.kind is Gradients.APPLIED:
+                if released.index in written and parameter is not inputs[released.index]:
+                    parameter.copy_(inputs[released.index].data)
                 self._apply(name, parameter, gradient, state)
             else:
                 _accumulate(inputs[released.index], gradient)
@@ -72,8 +81,7 @@ class Release:
         if held is not parameter:
             held.data = parameter
         if state is not None and state.tensors:  # an optimizer may ask whether it has any
-            optimizer.state[held].update(state.tensors)
-            state.tensors = {}  # what it replaces is free at once
+            state.into(optimizer.state[held])
         held.grad = gradient
         try:
             optimizer.step()

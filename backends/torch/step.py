@@ -90,6 +90,7 @@ class _Step(torch.autograd.Function):
             in_flight.enter(ctx, program)
         with alone(release):
             versions = [(k, inputs[k]._version) for k in program.read_by_backward]
+            released = [(at.index, inputs[at.index]._version) for at in program.released.values()]
             with torch._C._DisableAutocast(), _given_up_on_error(copies):
                 outputs, saved = program.forward(inputs, *_last(copies))
             if release is not None:
@@ -98,7 +99,7 @@ class _Step(torch.autograd.Function):
         outputs = [output.detach() if output._is_view() else output for output in outputs]
         ctx.program, ctx.inputs, ctx.saved, ctx.release = program, inputs, saved, release
         ctx.in_flight, ctx.unused, ctx.copies = in_flight, unused, copies
-        ctx.versions, ctx.went = versions, frozenset[int]()
+        ctx.versions, ctx.released, ctx.went = versions, released, frozenset[int]()
         ctx.watched = list[Watched]()
         ctx.saved_versions = [_version(value) for value in saved]
         ctx.set_materialize_grads(False)
@@ -156,7 +157,8 @@ def _run_backward(
     ]
     more: list[Any] = [sum(1 << index for index in given)] if program.is_partial else []
     if release is not None:
-        more.append(release.taker(program, inputs, given))
+        written = frozenset(k for k, version in ctx.released if inputs[k]._version != version)
+        more.append(release.taker(program, inputs, given, written))
     more.extend(_last(copies))
     with torch._C._DisableAutocast(), contextlib.closing(copies) if copies else contextlib.nullcontext():
         try:

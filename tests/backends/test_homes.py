@@ -7,7 +7,7 @@ import errno
 import gc
 import pickle
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -369,6 +369,41 @@ def test_a_tier_that_is_full_takes_a_parameter_that_is_replaced(tmp_path: Path) 
     train(ours, x, None)
     train(original, x, ordinary)
     same(ours, original)
+
+
+def halve(parameters: Sequence[nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
+    """Writes parameters in place, and loads other states of their optimizers."""
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.mul_(0.5)
+    for optimizer in optimizers:
+        changed = copy.deepcopy(optimizer.state_dict())
+        for state in changed["state"].values():
+            state["exp_avg"] *= 0.5
+        optimizer.load_state_dict(changed)
+
+
+def test_what_is_written_between_forward_and_backward_counts(tmp_path: Path) -> None:
+    """It may be on the device already; backward itself does not read the first layer's weights."""
+    for seed in range(8):
+        original, x = perceptron()
+        place = DiskPlace("far", 1 << 30, str(tmp_path))
+        module = copy.deepcopy(original)
+        ours = living_elsewhere(
+            module, x, seed=seed, factory=adamw, place=place, broken=lambda schedule: schedule
+        )
+        ordinary = adamw(list(original.parameters()))
+        train(ours, x, None)
+        train(original, x, ordinary)
+        loss, wanted = ours(x).square().mean(), original(x).square().mean()
+        halve([ours.get_parameter("0.weight")], list(ours.irc_optimizers.values()))
+        halve([original.get_parameter("0.weight")], [ordinary])
+        wanted.backward()
+        ordinary.step()
+        loss.backward()
+        same(ours, original)
+        mine = ours.irc_optimizers
+        assert_same(states(ours, mine), states(original, dict.fromkeys(mine, ordinary)))
 
 
 # ---------------------------------------------------------------------------- failures

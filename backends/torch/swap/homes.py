@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -68,9 +68,28 @@ def _keep(tensor: Tensor, tier: HomeTier) -> _Kept:
 
 @dataclass(slots=True)
 class State:
-    """The state of an optimizer for one parameter while it is on the device: tensors by their keys."""
+    """The state of an optimizer for one parameter while it is on the device.
 
-    tensors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    Args:
+        tensors: By their keys.
+        sources: What each was fetched from, and the version that this had.
+    """
+
+    tensors: dict[str, Tensor]
+    sources: dict[str, tuple[Tensor, int]]
+
+    def into(self, held: dict[str, Any]) -> None:
+        """Puts the tensors into the optimizer's own state; what was written there since the fetch counts."""
+        for key, tensor in self.tensors.items():
+            source, version = self.sources[key]
+            now = held.get(key)
+            if now is source:
+                if source._version != version:
+                    tensor.copy_(source)
+                held[key] = tensor
+            elif isinstance(now, Tensor) and _is_like(now, tensor):
+                held[key] = tensor.copy_(now)
+        self.tensors = {}  # what the optimizer replaces is free at once
 
 
 class _All(Ticket):
@@ -179,7 +198,11 @@ class _OptimizerState(Resident):
 
     def fetch(self) -> tuple[State, Ticket]:
         """Nothing before the optimizer's first step, which makes the state on the device."""
-        state = State({key: torch.empty_like(kept.tensor) for key, kept in self.kept.items()})
+        sources = {key: kept.tensor for key, kept in self.kept.items()}
+        state = State(
+            {key: torch.empty_like(source) for key, source in sources.items()},
+            {key: (source, source._version) for key, source in sources.items()},
+        )
         return state, self._all(self._begin_in, state)
 
     def offload(self, held: State) -> Ticket:

@@ -15,7 +15,10 @@ __all__ = [
     "ACCUMULATE_GRADIENT",
     "APPLY_GRADIENT",
     "LOAD",
+    "PAUSE",
+    "RECEIVE",
     "RUN_ONCE",
+    "SEND",
     "Argument",
     "Gradients",
     "Graph",
@@ -72,9 +75,13 @@ class Trait(Enum):
     """Reads a storage that an effect overwrites later: running it again would give other numbers."""
     NONDETERMINISTIC = "nondeterministic"
     """Run again on the same operands, it may give other numbers (see `nondeterminism`)."""
+    EXCHANGE = "exchange"
+    """Takes part in the traffic between pipeline stages: runs exactly once, in the original order."""
 
 
-RUN_ONCE = frozenset({Trait.RANDOM, Trait.EFFECT, Trait.PINNED, Trait.NONDETERMINISTIC})
+RUN_ONCE = frozenset(
+    {Trait.RANDOM, Trait.EFFECT, Trait.PINNED, Trait.NONDETERMINISTIC, Trait.EXCHANGE}
+)
 """The traits of nodes that must not run again."""
 
 
@@ -98,6 +105,15 @@ the part of the state that may live in a tier."""
 
 LOAD = "irc.load"
 """The operation without operands that stands for a copy from its home while a schedule is searched for."""
+
+SEND = "irc.send"
+"""The operation (value, key) of a pipeline stage that sends a storage: to the next stage in forward, to the
+previous one in backward."""
+RECEIVE = "irc.receive"
+"""The operation (key) of a pipeline stage that allocates a storage and receives it: from the previous stage in
+forward, from the next one in backward."""
+PAUSE = "irc.pause"
+"""The operation of backward after which all that other stages wait for is sent: the rest may run later."""
 
 _RELEASES = {ACCUMULATE_GRADIENT: Gradients.ACCUMULATED, APPLY_GRADIENT: Gradients.APPLIED}
 

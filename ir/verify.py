@@ -10,7 +10,21 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from .errors import VerificationError
-from .graph import RUN_ONCE, Gradients, Graph, Input, InputRole, Node, Output, OutputRole, Region, Trait
+from .graph import (
+    PAUSE,
+    RECEIVE,
+    RUN_ONCE,
+    SEND,
+    Gradients,
+    Graph,
+    Input,
+    InputRole,
+    Node,
+    Output,
+    OutputRole,
+    Region,
+    Trait,
+)
 from .liveness import Timeline, liveness
 from .schedule import Compute, Fetch, Free, Loss, Offload, Schedule, Wait
 from .tiers import Tier
@@ -30,7 +44,8 @@ def verify_graph(graph: Graph) -> None:
             alias; IRC117 an output is missing; IRC118 a gradient belongs to no input; IRC119 an effect does
             not write a parameter, buffer, input or constant; IRC133 a gradient is released wrongly, or the
             reserved bytes are not those of what is released; IRC134 a parameter is read after its gradient
-            was applied; IRC140 what has a home cannot have one; IRC550 a wish is out of place; IRC566 the
+            was applied; IRC140 what has a home cannot have one; IRC141 an exchange between pipeline stages is not
+            well formed; IRC550 a wish is out of place; IRC566 the
             number of forwards in flight is none, or cannot be.
     """
     _GraphCheck(graph).run()
@@ -79,6 +94,11 @@ def _check_homes(graph: Graph) -> None:
             _fail("IRC140", f"{what} has a home in {home.tier}, and is delivered to the caller or written")
 
 
+_EXCHANGES = frozenset({SEND, RECEIVE, PAUSE})
+_IN_ORDER = frozenset({Trait.RANDOM, Trait.EFFECT, Trait.EXCHANGE})
+"""What keeps the order of the graph; disposing of one gradient does not touch another parameter."""
+
+
 class _GraphCheck:
     """What is known of the graph up to the node that is looked at."""
 
@@ -91,6 +111,7 @@ class _GraphCheck:
         """Tangents, and what backward nodes write."""
         self.allocated: set[Storage] = set()
         self.static = {i.value.storage for i in graph.inputs if i.role is not InputRole.TANGENT}
+        self.exchanged: set[tuple[str, Region, str]] = set()
 
     def run(self) -> None:
         for entry in self.graph.inputs:
@@ -162,6 +183,8 @@ class _GraphCheck:
     def aliases(self, node: Node) -> None:
         if Trait.EFFECT in node.traits:
             return self.effect(node)
+        if Trait.EXCHANGE in node.traits or node.op in _EXCHANGES:
+            self.exchange(node)
         read = {operand.storage for operand in node.operands}
         for value in node.values:
             if node.is_view and value.storage not in read:
@@ -180,8 +203,26 @@ class _GraphCheck:
                 message = f"effect {node.name} returns {value} in storage {value.storage.name}"
                 _fail("IRC116", f"{message}, which exists already and is not the one it writes", node)
 
+    def exchange(self, node: Node) -> None:
+        """Sends one value, or receives one; each key once in each direction, and one pause at the most."""
+        match node.op, node.arguments, node.results:
+            case (op, (Value(), str() as key), ()) if op == SEND:
+                pass
+            case (op, (str() as key,), (Value(),)) if op == RECEIVE:
+                pass
+            case (op, (), ()) if op == PAUSE and node.region is Region.BACKWARD:
+                key = ""
+            case _:
+                _fail("IRC141", f"{node.name} is no exchange between pipeline stages", node)
+        if node.traits != {Trait.EXCHANGE} or node.keywords:
+            _fail("IRC141", f"{node.name} is an exchange with other traits, or with keywords", node)
+        if (node.op, node.region, key) in self.exchanged:
+            _fail("IRC141", f"{node.name} is {node.op} {key!r} a second time", node)
+        self.exchanged.add((node.op, node.region, key))
+
     def outputs(self) -> None:
-        if not any(output.role is OutputRole.OUTPUT for output in self.graph.outputs):
+        is_stage = any(node.op in (SEND, RECEIVE) for node in self.graph.nodes)
+        if not is_stage and not any(output.role is OutputRole.OUTPUT for output in self.graph.outputs):
             _fail("IRC117", "the graph has no output")
         targets = {f"{i.role.value}:{i.target}" for i in self.graph.inputs if i.role is not InputRole.TANGENT}
         delivered: set[tuple[OutputRole, str]] = set()
@@ -448,9 +489,7 @@ class _ScheduleCheck:
                 )
             if Trait.PINNED in node.traits:
                 pinned.append(node)
-        ordered = {Trait.RANDOM, Trait.EFFECT}
-        """What keeps the order of the graph; disposing of one gradient does not touch another parameter."""
-        self.in_order = [n for n in self.allocates if n.traits & ordered and n.releases is None]
+        self.in_order = [n for n in self.allocates if n.traits & _IN_ORDER and n.releases is None]
         self.describe_ends()
 
     def describe_ends(self) -> None:
@@ -566,7 +605,7 @@ class _ScheduleCheck:
                     f"effect {node.name} runs before {reader.name}, which reads the old values",
                     node,
                 )
-        if node.releases is None and (Trait.RANDOM in node.traits or Trait.EFFECT in node.traits):
+        if node.releases is None and node.traits & _IN_ORDER:
             following = self.in_order[self.in_order_done]
             if following is not node:
                 self.fail(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ..ir import Argument, Graph, Node, TensorType, Value
+from ..ir import Argument, Graph, Node, TensorType, Trait, Value
 from .machines import Machine
 
 __all__ = ["Costs", "StepCost", "analytic_costs", "signature"]
@@ -68,12 +68,15 @@ def analytic_costs(graph: Graph, machine: Machine) -> Costs:
     The workspace bound is one reordered copy of each operand and each result, for the operations whose
     kernels are known to reorder (convolutions, attention, matrix products); the others need none
     beyond a small constant. Copies for a convolution have their channels rounded up to whole blocks.
-    Accumulating a gradient needs none; the step of an optimizer reads and writes its state once, and its
+    What pipeline stages exchange costs nothing here (see `ir.pipeline_timing`). Accumulating a gradient needs none; the step of an optimizer reads and writes its state once, and its
     workspace is the one that its node was given.
     """
     seconds: dict[Node, float] = {}
     workspace: dict[Node, int] = {}
     for node in graph.operations:
+        if Trait.EXCHANGE in node.traits:
+            seconds[node], workspace[node] = 0.0, 0
+            continue
         moved = sum(value.type.nbytes for value in (*node.operands, *node.values))
         if node.releases is None:
             seconds[node] = machine.seconds(_flops(node), moved)

@@ -26,6 +26,7 @@ from ..ir import (
     Storage,
     Symbol,
     TensorType,
+    Trait,
     UnsupportedError,
     Value,
     allocation_bytes,
@@ -80,7 +81,10 @@ def profile_costs(
         IrcError: IRC411 when an operation does not run by itself.
     """
     store = ProfileStore(None) if store is None else store
-    steps = {n: StepCost.of(n) for n in graph.operations if n.releases is Gradients.APPLIED}
+    steps: dict[Node, StepCost | Measured] = {
+        n: StepCost.of(n) for n in graph.operations if n.releases is Gradients.APPLIED
+    }
+    steps |= {n: Measured(0.0, 0) for n in graph.operations if Trait.EXCHANGE in n.traits}
     distinct = {signature(node): node for node in reversed(graph.operations) if node not in steps}
     device = _device_of(graph)
     known = store.load(device)

@@ -9,6 +9,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from ...ir import (
+    PAUSE,
+    RECEIVE,
+    SEND,
     Argument,
     Compute,
     Fetch,
@@ -37,7 +40,7 @@ _HEADER = '''"""One training step as straight-line Python, written by irc.
 
 {forward} -> (outputs, saved); {backward} -> gradients.
 `inputs` are the parameters, buffers, inputs and constants below, in this order. `saved` is emptied
-by backward, so that what it holds is freed as backward goes.{partial}{releases}{copies}
+by backward, so that what it holds is freed as backward goes.{partial}{releases}{exchanges}{copies}
 """
 '''
 _PARTIAL = """
@@ -45,6 +48,10 @@ _PARTIAL = """
 _RELEASES = """
 backward calls `release(name, parameter, gradient)`, which takes the gradient of a parameter; with the state
 of its optimizer last, where that comes from a tier."""
+_EXCHANGES = """
+`exchange` carries values between pipeline stages: `send(key, value)`, `value = receive(key)`."""
+_PAUSES = """
+backward is a generator: what comes after `yield` can wait, as no other stage waits for it."""
 _COPIES = """
 `copies` carries values to other memory and back: `offload(key, value)` and `value = fetch(key)` begin a copy,
 `wait(key)` waits for its end, after which the value may be deleted or read, `drop(key)` gives its copy up."""
@@ -60,6 +67,8 @@ def emit_source(schedule: Schedule) -> str:
     has a gradient: the others' parts are zeros, as the product of a zero and an infinite derivative is none.
     Where gradients are released, `backward` takes one more argument, which it calls for each of them as
     `release(name, parameter, gradient)`.
+    Where the graph is a pipeline stage that exchanges values with others, both take `exchange`; where it has a
+    pause, backward is a generator that yields once, there.
     Where the schedule copies to tiers, both take `copies` as their last argument, such as `swap.Session`.
     """
     return _Emitter(schedule).source()
@@ -97,7 +106,7 @@ class _Emitter:
     schedule: Schedule
     names: dict[Value, str] = field(default_factory=dict)
     taken: set[str] = field(
-        default_factory=lambda: {"inputs", "saved", "tangents", "given", "release", "torch", "_"}
+        default_factory=lambda: {"inputs", "saved", "tangents", "given", "release", "exchange", "torch", "_"}
     )
     operations: dict[str, str] = field(default_factory=dict)
 
@@ -137,9 +146,11 @@ class _Emitter:
             f"return [{self._list(gradients)}]",
         ]
         releases = bool(self.graph.releases)
-        copies = ", copies" if self.keys else ""
-        more = f"{', given' if self.partial else ''}{', release' if releases else ''}{copies}"
-        first = f"forward(inputs{copies})"
+        used = {node.op for node in self.graph.operations}
+        exchanges = bool(used & {SEND, RECEIVE})
+        others = f"{', exchange' if exchanges else ''}{', copies' if self.keys else ''}"
+        more = f"{', given' if self.partial else ''}{', release' if releases else ''}{others}"
+        first = f"forward(inputs{others})"
         signature = f"backward(inputs, saved, tangents{more})"
         operations = [f"{name} = torch.ops.{op}" for op, name in self.operations.items()]
         table = [f"#   {self._name(i.value)}: {i.role.value} {i.target}" for i in statics]
@@ -154,6 +165,7 @@ class _Emitter:
                     backward=signature,
                     partial=_PARTIAL if self.partial else "",
                     releases=_RELEASES if releases else "",
+                    exchanges=(_EXCHANGES if exchanges else "") + (_PAUSES if PAUSE in used else ""),
                     copies=_COPIES if self.keys else "",
                 ),
                 "import torch",
@@ -329,6 +341,15 @@ class _Emitter:
             if parameter.storage in self.graph.state_of and node.releases is Gradients.APPLIED:
                 arguments.append(self._name(self.graph.state_of[parameter.storage].value))
             return f"release({name!r}, {', '.join(arguments)})"
+        match node.op, node.arguments:
+            case op, (Value() as value, key) if op == SEND:
+                return f"exchange.send({key!r}, {self._argument(value)})"
+            case op, (key,) if op == RECEIVE:
+                return f"exchange.receive({key!r})"
+            case op, _ if op == PAUSE:
+                return "yield"
+            case _:
+                pass
         arguments = [self._argument(argument) for argument in node.arguments]
         arguments += [f"{key}={self._argument(argument)}" for key, argument in node.keywords]
         return f"{self._operation(node.op)}({', '.join(arguments)})"

@@ -14,6 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from ...ir import (
+    PAUSE,
+    RECEIVE,
+    SEND,
     Compute,
     Gradients,
     Graph,
@@ -74,6 +77,8 @@ class Program:
         constants: Values of the constant inputs.
         source: The emitted source.
         forwards_in_flight: How many calls the plan counted whose backward has not run.
+        exchanges: Whether it is a pipeline stage that sends or receives: both functions take what does that.
+        pauses: Whether backward is a generator that yields once.
         copies: What is copied to tiers; where anything is, both functions take a `Session` last.
     """
 
@@ -88,13 +93,15 @@ class Program:
     read_again: frozenset[int]
     written: tuple[int, ...]
     forward: Callable[..., tuple[list[Tensor], list[Tensor]]]
-    backward: Callable[..., list[Tensor | None]]
+    backward: Callable[..., Any]
     constants: Mapping[str, Tensor]
     source: str = field(repr=False)
     forwards_in_flight: int = 1
     is_partial: bool = False
     parts: frozenset[frozenset[int]] = frozenset()
     feeds: Mapping[int, frozenset[int]] = field(default_factory=dict[int, frozenset[int]])
+    exchanges: bool = False
+    pauses: bool = False
     copies: CopyTable = field(default_factory=CopyTable)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
@@ -160,6 +167,8 @@ def compile_program(schedule: Schedule, constants: Mapping[str, Tensor]) -> Prog
         is_partial=is_partial(graph),
         parts=frozenset(_parts(graph, reached)),
         feeds=_feeds(graph, outputs, {int(target) for target in tangents}),
+        exchanges=any(node.op in (SEND, RECEIVE) for node in graph.operations),
+        pauses=any(node.op == PAUSE for node in graph.operations),
         copies=copy_table(schedule),
     )
 

@@ -1,0 +1,243 @@
+"""Which stage each operation of backward runs in, given the stages of forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ...ir import RUN_ONCE, Graph, Input, InputRole, Node, OutputRole, Region, Storage, Trait, Value
+
+__all__ = ["Dataflow", "Placement", "place_backward"]
+
+_ADD = "aten.add.Tensor"
+
+
+@dataclass(frozen=True)
+class Dataflow:
+    """What a training graph says about cutting it, whatever the stages are.
+
+    Args:
+        graph: As it was captured: gradients are delivered, nothing is released.
+    """
+
+    graph: Graph
+
+    @cached_property
+    def makers(self) -> dict[Value, Node]:
+        """The node that writes each value."""
+        return {value: node for node in self.graph.nodes for value in node.values}
+
+    @cached_property
+    def static(self) -> dict[Storage, list[Input]]:
+        """The inputs of each static storage; the same memory may have several names."""
+        found: dict[Storage, list[Input]] = {}
+        for entry in self.graph.inputs:
+            if entry.role is not InputRole.TANGENT:
+                found.setdefault(entry.value.storage, []).append(entry)
+        return found
+
+    @cached_property
+    def parameters(self) -> frozenset[Storage]:
+        """Storages of parameters."""
+        entries = (i for i in self.graph.inputs if i.role is InputRole.PARAMETER)
+        return frozenset(entry.value.storage for entry in entries)
+
+    @cached_property
+    def repeated(self) -> frozenset[Node]:
+        """Operations that each stage runs for itself instead of receiving what they make.
+
+        They depend on nothing that is trained and on no gradient: masks, positions, constants.
+        """
+        found: set[Node] = set()
+        trained = {i.value.storage for i in self.graph.inputs if i.requires_grad}
+        known = self.static.keys() - trained - self.parameters - self.written
+        for node in self.graph.operations:
+            if not node.traits & RUN_ONCE and all(s in known for s in self.graph.reads(node)):
+                found.add(node)
+                known.update(self.graph.allocates(node))
+        return frozenset(found)
+
+    @cached_property
+    def written(self) -> frozenset[Storage]:
+        """The static storages that forward overwrites."""
+        effects = (n for n in self.graph.nodes if Trait.EFFECT in n.traits)
+        return frozenset(node.operands[0].storage for node in effects)
+
+    @cached_property
+    def together(self) -> tuple[frozenset[Node], ...]:
+        """Operations of forward that must be in one stage: those that touch a storage that is overwritten."""
+        groups: dict[Storage, set[Node]] = {storage: set() for storage in self.written}
+        for node in self.graph.operations:
+            if node.region is Region.FORWARD:
+                for storage in (*self.graph.reads(node), *(value.storage for value in node.values)):
+                    if storage in groups:
+                        groups[storage].add(node)
+        return tuple(frozenset(group) for group in groups.values() if group)
+
+    @cached_property
+    def forward(self) -> tuple[Node, ...]:
+        """The operations of forward that have a stage."""
+        nodes = self.graph.operations
+        return tuple(n for n in nodes if n.region is Region.FORWARD and n not in self.repeated)
+
+    @cached_property
+    def sums(self) -> dict[Value, tuple[Value, ...]]:
+        """For the gradient of each parameter, the values that it is the sum of.
+
+        A sum that nothing else reads is taken apart: where its parts come from several stages, each stage
+        keeps its own, and they are added up once a step.
+        """
+        readers: dict[Value, int] = {}
+        for node in self.graph.nodes:
+            for value in node.operands:
+                readers[value] = readers.get(value, 0) + 1
+        delivered = [o.value for o in self.graph.outputs if o.value is not None]
+        for value in delivered:
+            readers[value] = readers.get(value, 0) + 1
+
+        def parts(value: Value) -> Iterator[Value]:
+            maker = self.makers.get(value)
+            is_sum = (
+                maker is not None
+                and maker.op == _ADD
+                and maker.region is Region.BACKWARD
+                and not maker.keywords
+                and len(maker.operands) == 2
+                and all(o.type.shape == value.type.shape for o in maker.operands)
+                and readers[value] == 1
+            )
+            if maker is not None and is_sum:
+                for operand in maker.operands:
+                    yield from parts(operand)
+            else:
+                yield value
+
+        gradients = (o for o in self.graph.outputs if o.role is OutputRole.GRADIENT and o.value is not None)
+        return {
+            o.value: tuple(parts(o.value))
+            for o in gradients
+            if o.value is not None and o.target.startswith(f"{InputRole.PARAMETER.value}:")
+        }
+
+    def bases(self, value: Value) -> Iterator[Value]:
+        """What must be there for a value to be read: views are followed to what they are views of."""
+        maker = self.makers.get(value)
+        if maker is not None and maker.is_view:
+            for operand in maker.operands:
+                yield from self.bases(operand)
+        else:
+            yield value
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The stage of every operation.
+
+    Args:
+        stages: By operation; those that each stage repeats are not among them.
+        homes: For the storage of each static input, the stages whose forward reads it.
+        parts: The gradients that are taken apart, as several stages have the parameter, with what they are
+            sums of.
+        dropped: The operations that would add the parts up.
+    """
+
+    stages: Mapping[Node, int]
+    homes: Mapping[Storage, tuple[int, ...]]
+    parts: Mapping[Value, tuple[Value, ...]] = field(default_factory=dict[Value, tuple[Value, ...]])
+    dropped: frozenset[Node] = field(default_factory=frozenset[Node])
+
+    def parts_of(self, gradient: Value) -> tuple[Value, ...]:
+        """The values whose sum is a gradient."""
+        return self.parts.get(gradient, (gradient,))
+
+
+def place_backward(flow: Dataflow, forward: Mapping[Node, int], count: int) -> Placement:
+    """The earliest stage for each operation of backward that keeps its operands where they are.
+
+    Gradients go from later stages to earlier ones, and what forward made goes from earlier ones to later
+    ones. So an operation runs no earlier than the stages that made what it reads of forward, than those of the
+    operations that read its results, and, where it makes the gradient of a parameter, than the stage that
+    has the parameter; where it reads a parameter, in a stage that has it.
+
+    Args:
+        flow: Of the training graph.
+        forward: The stage of each operation in `flow.forward`.
+        count: How many stages there are.
+    """
+    graph = flow.graph
+    found = dict(forward)
+    homes = _homes(flow, forward)
+    parts, dropped = _split_sums(flow, homes)
+    makers = graph.producers
+    least: dict[Node, int] = {}
+
+    def ask(value: Value, stage: int) -> None:
+        for base in flow.bases(value):
+            maker = makers.get(base.storage)
+            if maker is not None and maker.region is Region.BACKWARD:
+                least[maker] = max(least.get(maker, 0), stage)
+
+    for output in graph.outputs:
+        if output.role is OutputRole.GRADIENT and output.value is not None:
+            owner = next(i for i in graph.inputs if f"{i.role.value}:{i.target}" == output.target)
+            for part in parts.get(output.value, (output.value,)):
+                ask(part, min(homes.get(owner.value.storage, (0,))))
+    backward = [n for n in graph.operations if n.region is Region.BACKWARD]
+    for node in reversed(backward):
+        if node in flow.repeated or node in dropped:
+            continue
+        stage = least.get(node, 0)
+        for storage in graph.reads(node):
+            maker = makers.get(storage)
+            if maker is not None and maker.region is Region.FORWARD and maker not in flow.repeated:
+                stage = max(stage, found[maker])
+        stage = _at_parameters(flow, node, homes, stage, count)
+        found[node] = stage
+        for value in node.operands:
+            ask(value, stage)
+    return Placement(found, homes, parts, dropped)
+
+
+def _homes(flow: Dataflow, forward: Mapping[Node, int]) -> dict[Storage, tuple[int, ...]]:
+    homes: dict[Storage, set[int]] = {}
+    for node, stage in forward.items():
+        for storage in flow.graph.reads(node):
+            if storage in flow.static:
+                homes.setdefault(storage, set()).add(stage)
+    return {storage: tuple(sorted(stages)) for storage, stages in homes.items()}
+
+
+def _split_sums(
+    flow: Dataflow, homes: Mapping[Storage, tuple[int, ...]]
+) -> tuple[dict[Value, tuple[Value, ...]], frozenset[Node]]:
+    """The gradients of parameters that several stages have, with their parts; and what would add these up."""
+    split: dict[Value, tuple[Value, ...]] = {}
+    targets = {f"{i.role.value}:{i.target}": i for i in flow.graph.inputs}
+    for output in flow.graph.outputs:
+        if output.role is OutputRole.GRADIENT and output.value in flow.sums:
+            if len(homes.get(targets[output.target].value.storage, ())) > 1:
+                split[output.value] = flow.sums[output.value]
+    dropped: set[Node] = set()
+    pending = list(split)
+    kept = {part for parts in split.values() for part in parts}
+    while pending:
+        value = pending.pop()
+        if value not in kept:
+            dropped.add(flow.makers[value])
+            pending.extend(flow.makers[value].operands)
+    return split, frozenset(dropped)
+
+
+def _at_parameters(
+    flow: Dataflow, node: Node, homes: Mapping[Storage, tuple[int, ...]], stage: int, count: int
+) -> int:
+    """The first stage from `stage` on that has what is trained or written of an operation's operands.
+
+    Where no stage has all of it, `stage`.
+    """
+    read = [s for s in flow.graph.reads(node) if s in flow.parameters or s in flow.written]
+    for candidate in range(stage, count):
+        if all(candidate in homes.get(storage, (candidate,)) for storage in read):
+            return candidate
+    return stage

@@ -21,7 +21,7 @@ from .release import Release, alone, check_backward, check_parameters
 from .swap import Session, State, Tiers
 from .transforms import refuse_batches, refuse_second_derivatives, refuse_transforms
 
-__all__ = ["run_step"]
+__all__ = ["in_layout", "run_step"]
 
 
 def run_step(
@@ -151,7 +151,7 @@ def _run_backward(
         ctx.saved = ctx.inputs = ctx.copies = None
         ctx.watched = list[Watched]()
     tangents = [
-        _in_layout(gradient, tangent)
+        in_layout(gradient, tangent)
         for gradient, tangent in zip(gradients, program.tangents, strict=True)
         if tangent is not None
     ]
@@ -263,7 +263,7 @@ def _check_outputs_unchanged(saved: list[Tensor], versions: list[int]) -> None:
             )
 
 
-def _in_layout(gradient: Tensor | None, tangent: Input) -> Tensor:
+def in_layout(gradient: Tensor | None, tangent: Input) -> Tensor:
     """The gradient of an output in the layout that backward was traced with; zeros where there is none."""
     wanted = tangent.value.type
     if gradient is None:

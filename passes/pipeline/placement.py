@@ -29,6 +29,15 @@ class Dataflow:
         return {value: node for node in self.graph.nodes for value in node.values}
 
     @cached_property
+    def readers(self) -> dict[Storage, list[Node]]:
+        """The operations that read each storage."""
+        found: dict[Storage, list[Node]] = {}
+        for node in self.graph.operations:
+            for storage in self.graph.reads(node):
+                found.setdefault(storage, []).append(node)
+        return found
+
+    @cached_property
     def static(self) -> dict[Storage, list[Input]]:
         """The inputs of each static storage; the same memory may have several names."""
         found: dict[Storage, list[Input]] = {}
@@ -153,12 +162,13 @@ class Placement:
 
 
 def place_backward(flow: Dataflow, forward: Mapping[Node, int], count: int) -> Placement:
-    """The earliest stage for each operation of backward that keeps its operands where they are.
+    """A stage for each operation of backward: the earliest one that keeps its operands where they are.
 
     Gradients go from later stages to earlier ones, and what forward made goes from earlier ones to later
     ones. So an operation runs no earlier than the stages that made what it reads of forward, than those of the
     operations that read its results, and, where it makes the gradient of a parameter, than the stage that
-    has the parameter; where it reads a parameter, in a stage that has it.
+    has the parameter; where it reads a parameter, in a stage that has it. What only joins gradients, such as
+    the sum of those of a skip, does so before they are sent on.
 
     Args:
         flow: Of the training graph.
@@ -196,7 +206,28 @@ def place_backward(flow: Dataflow, forward: Mapping[Node, int], count: int) -> P
         found[node] = stage
         for value in node.operands:
             ask(value, stage)
+    for node in backward:
+        if node in found:
+            found[node] = _joined_at(flow, node, found, count)
     return Placement(found, homes, parts, dropped)
+
+
+def _joined_at(flow: Dataflow, node: Node, stages: Mapping[Node, int], count: int) -> int:
+    """Where gradients that nothing else reads further on are joined: in their own stage, if that sends less."""
+    graph = flow.graph
+    made_at = {s: stages.get(graph.producers[s]) for s in graph.reads(node) if s in graph.producers}
+    made_at |= {s: count - 1 for s in graph.reads(node) if s in graph.tangent_storages}
+    sources = {storage: stage for storage, stage in made_at.items() if stage is not None}
+    if len(sources) < len(graph.reads(node)) or not sources:
+        return stages[node]
+    if any(graph.producers[s].region is Region.FORWARD for s in sources if s in graph.producers):
+        return stages[node]
+    latest = min(sources.values())
+    others = {s: [r for r in flow.readers[s] if r is not node] for s in sources}
+    here = (s for s in sources if all(stages.get(reader, latest) >= latest for reader in others[s]))
+    saved_bytes = sum(s.nbytes for s in here)
+    made_bytes = sum(s.nbytes for s in graph.allocates(node))
+    return latest if latest > stages[node] and made_bytes < saved_bytes else stages[node]
 
 
 def _homes(flow: Dataflow, forward: Mapping[Node, int]) -> dict[Storage, tuple[int, ...]]:

@@ -1,0 +1,122 @@
+"""One pipeline stage at work: its program, micro-batch by micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...ir import Input, InputRole
+from ..torch.program import Program
+from ..torch.release import Release
+from .post import Post
+
+__all__ = ["StageWorker"]
+
+
+@dataclass
+class _Flight:
+    """A micro-batch whose backward has not ended."""
+
+    inputs: list[Tensor]
+    saved: list[Any]
+    rest: Generator[None, None, object] | None = None
+
+
+class StageWorker:
+    """Runs the program of a stage; gradients of parameters are added to their `.grad`.
+
+    Args:
+        program: The stage's program; it releases its gradients by accumulation.
+        state: Parameters and buffers by name; names of one tensor stay tied.
+
+    Attributes:
+        parameters: What the stage trains or reads, by name.
+        buffers: Its buffers, by name.
+    """
+
+    def __init__(self, program: Program, state: Mapping[str, Tensor]) -> None:
+        self.program = program
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.buffers: dict[str, Tensor] = {}
+        made: dict[int, nn.Parameter] = {}
+        for entry in program.statics:
+            if entry.role is InputRole.PARAMETER:
+                tensor = state[entry.target]
+                if id(tensor) not in made:
+                    is_one = isinstance(tensor, nn.Parameter)
+                    made[id(tensor)] = tensor if is_one else nn.Parameter(tensor, entry.requires_grad)
+                self.parameters[entry.target] = made[id(tensor)]
+            elif entry.role is InputRole.BUFFER:
+                self.buffers[entry.target] = state[entry.target]
+        self._release = Release({})
+        self._flights: dict[int, _Flight] = {}
+
+    def forward(
+        self, micro_batch: int, arguments: Sequence[Tensor], post: Post
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Runs forward for a micro-batch.
+
+        Args:
+            micro_batch: Its number.
+            arguments: The model's tensor arguments of this micro-batch.
+            post: What sends and receives.
+
+        Returns:
+            The program's static inputs, and the model's outputs in the last stage.
+        """
+        inputs = [self._bound(entry, arguments) for entry in self.program.statics]
+        with torch.no_grad():
+            outputs, saved = self.program.forward(inputs, *([post] if self.program.exchanges else []))
+        self._flights[micro_batch] = _Flight(inputs, saved)
+        return inputs, outputs
+
+    def backward(self, micro_batch: int, tangents: Sequence[Tensor], post: Post) -> None:
+        """Runs backward for a micro-batch: all of it, or up to its pause.
+
+        Args:
+            micro_batch: Its number.
+            tangents: The gradients of the outputs that backward takes one of, in the last stage.
+            post: What sends and receives.
+        """
+        flight = self._flights[micro_batch]
+        program = self.program
+        given = frozenset(k for k, tangent in enumerate(program.tangents) if tangent is not None)
+        more: list[Any] = [sum(1 << index for index in given)] if program.is_partial else []
+        if program.released:
+            more.append(self._release.taker(program, flight.inputs, given))
+        if program.exchanges:
+            more.append(post)
+        with torch.no_grad():
+            running = program.backward(flight.inputs, flight.saved, list(tangents), *more)
+            if program.pauses:
+                next(running)
+                flight.rest = running
+            else:
+                del self._flights[micro_batch]
+
+    def finish(self, micro_batch: int) -> None:
+        """Runs what a pause left of the backward of a micro-batch."""
+        rest = self._flights.pop(micro_batch).rest
+        assert rest is not None, "nothing was left"
+        with torch.no_grad():
+            for _ in rest:
+                raise AssertionError("a backward pauses once")
+
+    def give_up(self) -> None:
+        """Drops what micro-batches hold whose backward has not ended."""
+        self._flights.clear()
+
+    def _bound(self, entry: Input, arguments: Sequence[Tensor]) -> Tensor:
+        match entry.role:
+            case InputRole.PARAMETER:
+                return self.parameters[entry.target]
+            case InputRole.BUFFER:
+                return self.buffers[entry.target]
+            case InputRole.INPUT:
+                return arguments[int(entry.target)]
+            case _:
+                return self.program.constants[entry.target]

@@ -1,0 +1,251 @@
+"""The known pipeline schedules, by the names of the command line.
+
+Each is a function of the number of devices p, of micro-batches m, and of chunks v: the stages that each device
+has. On every device the micro-batches of a stage come in order, so that a line of actions is said by its stages
+and works alone; which micro-batch each is for follows by counting. The orders are those of
+torch.distributed.pipelining.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from ...ir import UsageError
+from ...ir.pipeline import Action, PipelineSchedule, Work
+
+__all__ = ["SCHEDULES", "ScheduleKind", "pipeline_schedule"]
+
+_F, _B, _I, _W = Work.FORWARD, Work.BACKWARD, Work.INPUT_GRADIENT, Work.WEIGHT_GRADIENT
+
+_Steps = list[tuple[int, Work]]
+"""The stages and works of one device, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleKind:
+    """A known schedule.
+
+    Args:
+        chunks: How many stages each device has; None where it is up to the user.
+        device_of: The device of a stage, given how many devices there are.
+        steps: What a device does, given it, p, m and v.
+        refusal: Why it does not take p and m, and what to do next; None where it takes them.
+    """
+
+    chunks: int | None
+    device_of: Callable[[int, int], int]
+    steps: Callable[[int, int, int, int], _Steps]
+    refusal: Callable[[int, int], tuple[str, str] | None] = lambda p, m: None
+
+
+def pipeline_schedule(
+    name: str, devices: int, micro_batches: int, chunks: int | None = None
+) -> PipelineSchedule:
+    """A known schedule.
+
+    Args:
+        name: One of `SCHEDULES`.
+        devices: How many there are.
+        micro_batches: How many there are in a step.
+        chunks: Stages of each device; None for two where it is up to the user, else for what the schedule has.
+
+    Raises:
+        UsageError: IRC467 for an unknown name; IRC468 for numbers that the schedule does not take.
+    """
+    kind = SCHEDULES.get(name)
+    if kind is None:
+        raise UsageError(
+            "IRC467", f"there is no pipeline schedule {name!r}", help=f"choose {', '.join(SCHEDULES)}"
+        )
+    if min(devices, micro_batches) < 1 or (chunks is not None and chunks < 1):
+        raise UsageError(
+            "IRC468",
+            f"{devices} devices, {micro_batches} micro-batches, {chunks} chunks: each must be 1 or more",
+            help="give positive numbers",
+        )
+    if kind.chunks is not None and chunks not in (None, kind.chunks):
+        raise UsageError(
+            "IRC468",
+            f"{name} has {kind.chunks} stages on each device, not {chunks}",
+            help=f"give {kind.chunks}, or choose interleaved, which takes any number",
+        )
+    if (refusal := kind.refusal(devices, micro_batches)) is not None:
+        message, advice = refusal
+        raise UsageError("IRC468", f"{name} does not take {message}", help=advice)
+    v = kind.chunks or chunks or 2
+    lines = (kind.steps(device, devices, micro_batches, v) for device in range(devices))
+    return PipelineSchedule(
+        name,
+        tuple(kind.device_of(stage, devices) for stage in range(v * devices)),
+        micro_batches,
+        tuple(tuple(_numbered(steps, micro_batches)) for steps in lines),
+    )
+
+
+def _numbered(steps: Iterable[tuple[int, Work]], micro_batches: int) -> Iterator[Action]:
+    """The actions of a device: of each stage the micro-batches come one after the other, forward and backward.
+
+    What goes beyond the last micro-batch is left out.
+    """
+    done: defaultdict[tuple[int, Work], int] = defaultdict(int)
+    for stage, work in steps:
+        counted = (_I, _W) if work is _B else (work,)
+        micro_batch = done[stage, counted[0]]
+        for part in counted:
+            done[stage, part] += 1
+        if micro_batch < micro_batches:
+            yield Action(stage, work, micro_batch)
+
+
+def _around(stage: int, p: int) -> int:
+    """Stages go around the devices: 0 1 2 3 0 1 2 3."""
+    return stage % p
+
+
+def _there_and_back(stage: int, p: int) -> int:
+    """Stages go to the last device and back, as a V: 0 1 2 3 3 2 1 0."""
+    return min(stage, 2 * p - 1 - stage)
+
+
+# ---------------------------------------------------------------------- one stage on each device
+
+
+def _gpipe(device: int, p: int, m: int, v: int) -> _Steps:
+    """All forwards, then all backwards. Takes any p and m.
+
+    Source:
+        Huang et al., GPipe (NeurIPS 2019), with the backwards in the order of the forwards.
+    """
+    return [(device, _F)] * m + [(device, _B)] * m
+
+
+def _one_forward_one_backward(device: int, p: int, m: int, v: int) -> _Steps:
+    """As many forwards ahead as there are stages behind, then one forward and one backward in turn.
+
+    Takes any p and m; torch's Schedule1F1B refuses m < p.
+
+    Source:
+        Narayanan et al., PipeDream (SOSP 2019), flushed after each step.
+    """
+    ahead = min(p - 1 - device, m)
+    return [(device, _F)] * ahead + [(device, _F), (device, _B)] * (m - ahead) + [(device, _B)] * ahead
+
+
+def _zero_bubble_h1(device: int, p: int, m: int, v: int) -> _Steps:
+    """1F1B with split backwards; on device r each weight gradient comes r backwards later than it could.
+
+    So no device holds more than p micro-batches, as much as the first one of 1F1B. Takes any p and m.
+
+    Source:
+        Qi et al., Zero Bubble Pipeline Parallelism (ICLR 2024), schedule ZB-H1. In torch it is
+        ScheduleInterleavedZeroBubble with one stage on each device, which refuses an m that is no multiple of
+        m // p; the order is defined there too.
+    """
+    ahead = min(p - 1 - device, m)
+    steps = [(device, _F)] * ahead
+    for backward in range(m):
+        steps += [(device, _F)] * (backward < m - ahead) + [(device, _I)]
+        steps += [(device, _W)] * (backward >= device)
+    return steps + [(device, _W)] * min(device, m)
+
+
+# ---------------------------------------------------------------------- v stages on each device
+
+
+def _round(p: int, m: int) -> int:
+    """How many micro-batches an interleaved schedule takes through a chunk before it goes on to the next."""
+    return m // max(m // p, 1)
+
+
+def _interleaved_refusal(p: int, m: int) -> tuple[str, str] | None:
+    if m % max(m // p, 1) == 0:
+        return None
+    return (
+        f"{m} micro-batches on {p} devices: they are no whole number of rounds of {m // (m // p)}",
+        f"give {m // p * p} or {(m // p + 1) * p} micro-batches, multiples of the devices, or choose 1f1b",
+    )
+
+
+def _interleaved(device: int, p: int, m: int, v: int) -> _Steps:
+    """1F1B over v chunks of each device, q micro-batches through one chunk and then through the next.
+
+    Takes m <= p with q = m, multiples of p with q = p, and what else is a multiple of m // p, with q > p.
+
+    Source:
+        Narayanan et al., Megatron-LM (SC 2021), section 2.2, for multiples of p.
+    """
+    q = _round(p, m)
+    chunks = [k // q % v for k in range(v * m)]
+    forward = [(device + p * chunk, _F) for chunk in chunks]
+    backward = [(device + p * (v - 1 - chunk), _B) for chunk in chunks]
+    ahead = min((v - 1) * q + 2 * (p - 1 - device), v * m)
+    in_turn = [step for pair in zip(forward[ahead:], backward, strict=False) for step in pair]
+    return forward[:ahead] + in_turn + backward[v * m - ahead :]
+
+
+# ---------------------------------------------------------------------- two stages on each device, as a V
+
+
+def _zero_bubble_v(device: int, p: int, m: int, v: int) -> _Steps:
+    """Zero bubble with the memory of 1F1B: the first device has the last stage too, so backward begins early.
+
+    Takes any p and m; with fewer than 2p - 1 micro-batches it is that of 2p - 1, without what is not there.
+
+    Source:
+        Qi et al., Pipeline Parallelism with Controllable Memory (NeurIPS 2024), and section 6 of Zero Bubble
+        Pipeline Parallelism (ICLR 2024), schedule ZB-V.
+    """
+    down, up = device, 2 * p - 1 - device
+    n = max(m, 2 * p - 1)
+    last_down = n - (2 * p - 1 - device)  # forwards of the way down that are left for the steady part
+    steps = [(down, _F)] * (2 * (p - device) - 1) + [(up, _F), (down, _F)] * device
+    steps += [(up, _F), (up, _I), (up, _W)] * (p - device)
+    for turn in range(n - p):
+        steps += [(down, _F)] * (turn < last_down)
+        steps += [(down, _I), (down, _W), (up, _F), (up, _I), (up, _W)]
+    steps += [(down, _I), (up, _I)] * device + [(down, _I), (down, _W)] * (p - device)
+    return steps + [(up, _W)] * device + [(down, _W)] * device
+
+
+def _dual_pipe_v_refusal(p: int, m: int) -> tuple[str, str] | None:
+    if m >= 2 * p:
+        return None
+    return (
+        f"{m} micro-batches on {p} devices: it needs one for each of {2 * p} stages",
+        f"give {2 * p} micro-batches or more, or choose zbv",
+    )
+
+
+def _dual_pipe_v(device: int, p: int, m: int, v: int) -> _Steps:
+    """A forward of one chunk beside a backward of the other in turn, weight gradients apart at both ends.
+
+    Takes m >= 2p. What DualPipeV runs as one overlapped action is a forward and then a whole backward here.
+
+    Source:
+        DeepSeek-AI, DualPipe (DeepSeek-V3 technical report, 2024), cut in half.
+    """
+    down, up, behind = device, 2 * p - 1 - device, p - 1 - device
+    steps = [(down, _F)] * (2 * behind) + [(down, _F), (up, _F)] * (device + 1)
+    steps += [(up, _I), (up, _W), (up, _F)] * behind
+    steps += [(down, _F), (up, _B), (up, _F), (down, _B)] * (m - 2 * p + device + 1)
+    steps += [(up, _B), (up, _F), (down, _B)] * behind
+    turns = [up, down] * (device + 1)
+    whole, split = turns[: device + 1], turns[device + 1 :]
+    steps += [(stage, _B) for stage in whole] + [(stage, _I) for stage in split]
+    waiting = split + [down] * behind  # weight gradients, in the order in which they become possible
+    for stage in waiting[:behind]:
+        steps += [(stage, _W), (down, _I)]
+    return steps + [(stage, _W) for stage in waiting[behind:]]
+
+
+SCHEDULES: dict[str, ScheduleKind] = {
+    "gpipe": ScheduleKind(1, _around, _gpipe),
+    "1f1b": ScheduleKind(1, _around, _one_forward_one_backward),
+    "interleaved": ScheduleKind(None, _around, _interleaved, _interleaved_refusal),
+    "zb-h1": ScheduleKind(1, _around, _zero_bubble_h1),
+    "zbv": ScheduleKind(2, _there_and_back, _zero_bubble_v),
+    "dualpipev": ScheduleKind(2, _there_and_back, _dual_pipe_v, _dual_pipe_v_refusal),
+}
+"""All known schedules, by name."""

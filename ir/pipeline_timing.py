@@ -30,8 +30,8 @@ class StageCost:
         weight_gradient_seconds: Time of the part for its parameters.
         backward_seconds: Time of its backward in one; None where it is the sum of both parts.
         static_bytes: What is there for the whole step: parameters, gradients, optimizer state.
-        held_bytes: What a micro-batch holds from the begin of its forward until the end of its backward, or of
-            the part for the inputs. With its outputs, without buffers for what it receives.
+        held_bytes: What a micro-batch holds from the start of its forward until the end of its backward, or
+            of the part for the inputs. With its outputs, without buffers for what it receives.
         held_after_input_bytes: What it holds from there until the end of the part for the parameters.
         working_bytes: What each kind of work takes more, while it runs; none where it is not named.
     """
@@ -120,8 +120,8 @@ class PipelineTimeline:
     Args:
         lines: What each device does, in order.
         transfers: Those between devices; of each link in the order in which they go.
-        memory: The bytes of each device, from the begin of the step; the last number holds until its end. What
-            happens at one moment is one point after the other.
+        memory: The bytes of each device, from the start of the step; the last number holds until its end.
+            What happens at one moment is one point after the other.
     """
 
     lines: tuple[tuple[TimedAction, ...], ...]
@@ -170,26 +170,26 @@ def simulate_pipeline(
     order in which what they carry is made. An action waits for the same work of the stage next to it also
     where no transfer is between the two.
 
-    With `keeps_received`, and without `keeps_sent` and transfers that carry gradients, the bytes depend on the
-    order of each device's actions alone, and not on times.
+    With `keeps_received` and `keeps_sent`, the bytes depend on the order of each device's actions alone, and
+    not on times.
 
     Args:
         schedule: A valid one.
         costs: One for each stage.
         transfers: What stages send each other, at most one for each pair and direction.
-        keeps_received: Whether there is a buffer for each micro-batch of each transfer during the whole step, as
-            torch.distributed.pipelining has them, also where both stages are on one device; else there is one
-            from the begin of a transfer until the work that reads it has ended.
-        keeps_sent: Whether what was sent stays until the step ends, as where a runtime waits for its sends only
-            then; else gradients stay until their transfer has ended, and activations as long as they are held.
+        keeps_received: Whether there is a buffer for each micro-batch of each transfer during the whole step,
+            as torch.distributed.pipelining has them, also where both stages are on one device; else there is
+            one from the start of a transfer until the work that reads it has ended.
+        keeps_sent: Whether what was sent stays until the step ends, as where a runtime waits for its sends
+            only then; else gradients stay until their transfer has ended, activations while they are held.
 
     Returns:
-        Times in seconds from the begin of the step. Where a transfer begins or ends at the very moment of
+        Times in seconds from the start of the step. Where a transfer begins or ends at the very moment of
         something else, the larger number of bytes is counted.
 
     Raises:
-        UsageError: IRC466 for another number of costs than stages, a negative time, a transfer from a stage to
-            itself, to a stage that is not there, or twice between the same two.
+        UsageError: IRC466 for another number of costs than stages, a negative time, a transfer from a stage
+            to itself, to a stage that is not there, or twice between the same two.
         VerificationError: IRC464 or IRC465 for a schedule whose devices wait forever.
     """
     _check(schedule, costs, transfers)

@@ -1,8 +1,8 @@
 """The known pipeline schedules, by the names of the command line.
 
-Each is a function of the number of devices p, of micro-batches m, and of chunks v: the stages that each device
-has. On every device the micro-batches of a stage come in order, so that a line of actions is said by its stages
-and works alone; which micro-batch each is for follows by counting. The orders are those of
+Each is a function of the number of devices p, of micro-batches m, and of chunks v: the stages that each
+device has. On every device the micro-batches of a stage come in order, so that a line of actions is said by
+its stages and works alone; which micro-batch each is for follows by counting. The orders are those of
 torch.distributed.pipelining.
 """
 
@@ -49,7 +49,7 @@ def pipeline_schedule(
         name: One of `SCHEDULES`.
         devices: How many there are.
         micro_batches: How many there are in a step.
-        chunks: Stages of each device; None for two where it is up to the user, else for what the schedule has.
+        chunks: Stages of each device; None for two where it is up to the user, else for the schedule's own.
 
     Raises:
         UsageError: IRC467 for an unknown name; IRC468 for numbers that the schedule does not take.
@@ -85,9 +85,9 @@ def pipeline_schedule(
 
 
 def _numbered(steps: Iterable[tuple[int, Work]], micro_batches: int) -> Iterator[Action]:
-    """The actions of a device: of each stage the micro-batches come one after the other, forward and backward.
+    """The actions of a device: the micro-batches of each stage come in order, forward and backward.
 
-    What goes beyond the last micro-batch is left out.
+    What goes beyond the last one is left out.
     """
     done: defaultdict[tuple[int, Work], int] = defaultdict(int)
     for stage, work in steps:

@@ -79,9 +79,7 @@ class Trait(Enum):
     """Takes part in the traffic between pipeline stages: runs exactly once, in the original order."""
 
 
-RUN_ONCE = frozenset(
-    {Trait.RANDOM, Trait.EFFECT, Trait.PINNED, Trait.NONDETERMINISTIC, Trait.EXCHANGE}
-)
+RUN_ONCE = frozenset({Trait.RANDOM, Trait.EFFECT, Trait.PINNED, Trait.NONDETERMINISTIC, Trait.EXCHANGE})
 """The traits of nodes that must not run again."""
 
 

@@ -36,32 +36,38 @@ class Channel:
 class ChannelOutbox:
     """Sends to another rank.
 
-    What was sent for one micro-batch has arrived before anything is sent for the next, so that no more than
-    one micro-batch's values wait for it.
+    Args:
+        channel: To where.
+        window: The values of so many micro-batches may be on their way; before more is sent, those of the first
+            have arrived.
     """
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, window: int) -> None:
         self.channel = channel
+        self.window = window
         self._types = {value.name: value.type for value in channel.values}
-        self._on_its_way: list[tuple[dist.Work, Tensor]] = []
-        self._micro_batch: int | None = None
+        self._on_their_way: dict[int, list[tuple[dist.Work, Tensor]]] = {}
 
     def send(self, micro_batch: int, key: str, value: Tensor) -> None:
         """Begins to send a value, which must not be written from here on."""
-        if micro_batch != self._micro_batch:
-            self.end()
-            self._micro_batch = micro_batch
+        if micro_batch not in self._on_their_way:
+            while len(self._on_their_way) >= self.window:
+                self._end(next(iter(self._on_their_way)))
+            self._on_their_way[micro_batch] = []
         payload = _payload_of(value, self._types[key])
         work = dist.isend(payload, self.channel.peer, self.channel.group, self.channel.tag)
         assert work is not None
-        self._on_its_way.append((work, payload))
+        self._on_their_way[micro_batch].append((work, payload))
 
     def end(self) -> None:
         """Waits until all that was sent has arrived."""
-        while self._on_its_way:
-            work, _ = self._on_its_way.pop(0)
+        for micro_batch in tuple(self._on_their_way):
+            self._end(micro_batch)
+
+    def _end(self, micro_batch: int) -> None:
+        for work, _ in self._on_their_way[micro_batch]:
             work.wait()
-        self._micro_batch = None
+        del self._on_their_way[micro_batch]
 
 
 class ChannelInbox:

@@ -91,11 +91,15 @@ class Stage(_PipelineStageBase):
         if self.results is not None:
             self.results.deliver(fwd_chunk_id, inputs, outputs)
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *_: Any, **__: Any) -> None:
-        """Runs backward for a micro-batch, up to its pause where it has one."""
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: object = None, full_backward: bool = True, **_: Any
+    ) -> None:
+        """Runs backward for a micro-batch: all of it, or what the stage before waits for."""
         post = Post(bwd_chunk_id, self.boxes.gradients_in, self.boxes.gradients_out)
         tangents = [] if self.results is None else self.results.tangents(bwd_chunk_id)
         self.worker.backward(bwd_chunk_id, tangents, post)
+        if full_backward and self.worker.program.pauses:
+            self.worker.finish(bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *_: Any, **__: Any) -> None:
         """Runs the rest of the backward of a micro-batch."""

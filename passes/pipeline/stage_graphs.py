@@ -136,7 +136,8 @@ def boundary_values(flow: Dataflow, placement: Placement, count: int) -> tuple[B
         back = (s for s in made if s in backward and first.get(s, count) <= index < made[s])
         found.append(
             Boundary(
-                tuple(_crossing(flow, values[s]) for s in forth), tuple(_crossing(flow, values[s]) for s in back)
+                tuple(_crossing(flow, values[s]) for s in forth),
+                tuple(_crossing(flow, values[s]) for s in back),
             )
         )
     return tuple(found)
@@ -294,7 +295,9 @@ class _Stage:
 
     def own_part(self, gradient: Value, homes: Sequence[int]) -> Value | None:
         """The sum of the parts of a gradient that stay in this stage."""
-        mine = [part for part in self.placement.parts_of(gradient) if self.stage_of(part, homes) == self.index]
+        mine = [
+            part for part in self.placement.parts_of(gradient) if self.stage_of(part, homes) == self.index
+        ]
         if not mine:
             return None
         total = mine[0]
@@ -304,9 +307,7 @@ class _Stage:
                 name, allocation_bytes(gradient.type.nbytes, gradient.type.device), gradient.storage.device
             )
             made = Value(name, gradient.type, storage)
-            self.sums.append(
-                Node(name, "aten.add.Tensor", (total, part), (made,), region=Region.BACKWARD)
-            )
+            self.sums.append(Node(name, "aten.add.Tensor", (total, part), (made,), region=Region.BACKWARD))
             total = made
         return total
 

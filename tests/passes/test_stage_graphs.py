@@ -78,7 +78,13 @@ class Terms:
         return tuple(self.said(a, there) for a in argument) if isinstance(argument, tuple) else argument
 
 
-def run(graph: Graph, region: Region, there: dict[Value, Counter[int]], terms: Terms, mail: dict[str, Counter[int]]) -> None:
+def run(
+    graph: Graph,
+    region: Region,
+    there: dict[Value, Counter[int]],
+    terms: Terms,
+    mail: dict[str, Counter[int]],
+) -> None:
     for node in graph.nodes:
         if node.region is not region:
             continue

@@ -1,0 +1,212 @@
+"""One rank of a pipeline under `torch.distributed`."""
+
+# The schedules' runtime takes an order of actions by a private door alone.
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
+
+from ...ir import Delivery, Value
+from ...ir.pipeline import Action, PipelineSchedule
+from ...ir.pipeline_exchange import Expect, send_window, with_expectations
+from ..torch.program import Program
+from .channel import Channel, ChannelInbox, ChannelOutbox
+from .post import Locker
+from .results import Results
+from .shared import SharedParameters
+from .stage import Boxes, Stage
+from .worker import StageWorker
+
+__all__ = ["PipelineRank", "StagePart"]
+
+
+@dataclass(frozen=True)
+class StagePart:
+    """One stage, compiled.
+
+    Args:
+        program: What it runs.
+        activations: What it sends to the next stage for each micro-batch, in order.
+        gradients: What the next stage sends back, in order.
+    """
+
+    program: Program
+    activations: tuple[Value, ...]
+    gradients: tuple[Value, ...]
+
+
+class PipelineRank:
+    """The stages of one rank, and the schedule that drives them together with the other ranks.
+
+    Args:
+        schedule: Which stage is on which rank, and in which order each rank works.
+        parts: All stages.
+        state: The model's parameters and buffers by name, those of this rank's stages at least.
+        deliveries: How the model's result is made of the last stage's outputs.
+        rebuild: Nests the leaves of the result as the model does.
+        loss: A function from the model's result and the number of a micro-batch to a scalar.
+        device: Of this rank.
+        group: The ranks of the pipeline, one for each device of the schedule; None for all.
+    """
+
+    def __init__(
+        self,
+        schedule: PipelineSchedule,
+        parts: Sequence[StagePart],
+        state: Mapping[str, Tensor],
+        *,
+        deliveries: Sequence[Delivery],
+        rebuild: Callable[[list[Any]], Any],
+        loss: Callable[[Any, int], Tensor],
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.schedule = schedule
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.device = device
+        channels = _Channels(schedule, parts, group)
+        lockers = _Lockers()
+        window = send_window(schedule)
+        last = schedule.stages - 1
+        self.stages: list[Stage] = []
+        for index in schedule.stages_on(self.rank):
+            worker = StageWorker(parts[index].program, state)
+            results = None
+            if index == last:
+                scale = 1 / schedule.micro_batches
+                results = Results(parts[index].program, deliveries, rebuild, loss, scale)
+            boxes = _boxes(schedule, index, channels, lockers, device, window)
+            self.stages.append(Stage(worker, index, last + 1, device, boxes, results, group))
+        self.shared = SharedParameters(schedule, [p.program for p in parts], self.parameters, group)
+        self.runtime = _PipelineScheduleRuntime(
+            self.stages, schedule.micro_batches, loss_fn=self._loss, scale_grads=False
+        )
+        self.runtime._prepare_schedule_with_comms(
+            {rank: [_engine(item) for item in line] for rank, line in enumerate(with_expectations(schedule))},
+            format="compute_comms",
+        )
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters of this rank's stages, by the model's names."""
+        return {name: p for stage in self.stages for name, p in stage.worker.parameters.items()}
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers of this rank's stages, by the model's names."""
+        return {name: b for stage in self.stages for name, b in stage.worker.buffers.items()}
+
+    def step(self, arguments: Sequence[Sequence[Tensor]]) -> list[float]:
+        """One step of the pipeline: gradients of the mean of all losses are added to `.grad`.
+
+        Args:
+            arguments: The model's tensor arguments of each micro-batch.
+
+        Returns:
+            The loss of each micro-batch, on the rank of the last stage; nothing on the others.
+        """
+        for stage in self.stages:
+            stage.arguments = arguments
+        losses: list[Tensor] = []
+        numbers = torch.arange(self.schedule.micro_batches)
+        with self.shared.added_up():
+            self.runtime.step(target=numbers, losses=losses, return_outputs=False)
+            for stage in self.stages:
+                stage.boxes.end()
+        return [loss.item() for loss in losses]
+
+    def _loss(self, _: Any, number: Tensor) -> Tensor:
+        results = self.stages[-1].results
+        assert results is not None, "the last stage has the loss"
+        return results.loss(int(number))
+
+
+_ENGINE = {work.value: work for work in _ComputationType}
+
+
+def _engine(item: Action | Expect) -> _Action:
+    """An action as the runtime takes it."""
+    if isinstance(item, Expect):
+        work = _ComputationType.RECV_F if item.is_forward else _ComputationType.RECV_B
+        return _Action(item.stage, work, item.micro_batch)
+    return _Action(item.stage, _ENGINE[item.work.value], item.micro_batch)
+
+
+# ---------------------------------------------------------------------- neighbours
+
+
+class _Channels:
+    """What connects stages on different ranks; every rank makes all of them, in the same order."""
+
+    def __init__(
+        self, schedule: PipelineSchedule, parts: Sequence[StagePart], group: dist.ProcessGroup | None
+    ) -> None:
+        self.of: dict[tuple[int, bool], tuple[int, dist.ProcessGroup | None]] = {}
+        self.parts = parts
+        self.schedule = schedule
+        self.group = group
+        own_groups = dist.get_backend(group) == "nccl"  # which cannot tell messages apart
+        for index in range(schedule.stages - 1):
+            ranks = [self.world_rank(index), self.world_rank(index + 1)]
+            for is_forward in (True, False):
+                tag = 2 * index + is_forward
+                own = dist.new_group(sorted(set(ranks))) if own_groups and ranks[0] != ranks[1] else group
+                self.of[index, is_forward] = tag, own
+
+    def world_rank(self, stage: int) -> int:
+        rank = self.schedule.device_of[stage]
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+    def between(self, first: int, *, is_forward: bool, sends: bool) -> Channel:
+        """The channel across the boundary after stage `first`, for the end that sends or the other one."""
+        tag, group = self.of[first, is_forward]
+        part = self.parts[first]
+        peer = first + 1 if is_forward == sends else first
+        values = part.activations if is_forward else part.gradients
+        return Channel(values, self.world_rank(peer), tag, group)
+
+
+class _Lockers:
+    """What connects stages on this rank."""
+
+    def __init__(self) -> None:
+        self.of: dict[tuple[int, bool], Locker] = {}
+
+    def between(self, first: int, *, is_forward: bool) -> Locker:
+        return self.of.setdefault((first, is_forward), Locker())
+
+
+def _boxes(
+    schedule: PipelineSchedule,
+    index: int,
+    channels: _Channels,
+    lockers: _Lockers,
+    device: torch.device,
+    window: int,
+) -> Boxes:
+    def inbox(first: int, *, is_forward: bool) -> ChannelInbox | Locker:
+        if schedule.device_of[first] == schedule.device_of[first + 1]:
+            return lockers.between(first, is_forward=is_forward)
+        return ChannelInbox(channels.between(first, is_forward=is_forward, sends=False), device)
+
+    def outbox(first: int, *, is_forward: bool) -> ChannelOutbox | Locker:
+        if schedule.device_of[first] == schedule.device_of[first + 1]:
+            return lockers.between(first, is_forward=is_forward)
+        return ChannelOutbox(channels.between(first, is_forward=is_forward, sends=True), window)
+
+    has_before, has_after = index > 0, index + 1 < schedule.stages
+    return Boxes(
+        activations_in=inbox(index - 1, is_forward=True) if has_before else None,
+        activations_out=outbox(index, is_forward=True) if has_after else None,
+        gradients_in=inbox(index, is_forward=False) if has_after else None,
+        gradients_out=outbox(index - 1, is_forward=False) if has_before else None,
+    )

@@ -1,0 +1,70 @@
+"""Parameters that stages on several ranks have: their gradients are added up once a step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...ir import InputRole
+from ...ir.pipeline import PipelineSchedule
+from ..torch.program import Program
+
+__all__ = ["SharedParameters"]
+
+
+class SharedParameters:
+    """Adds the gradients of shared parameters up across ranks.
+
+    Every rank makes the groups of all, in the same order.
+
+    Args:
+        schedule: Which stage is on which rank.
+        programs: Of all stages.
+        parameters: Those of this rank, by name.
+        group: The ranks of the pipeline; None for all.
+    """
+
+    def __init__(
+        self,
+        schedule: PipelineSchedule,
+        programs: Sequence[Program],
+        parameters: Mapping[str, nn.Parameter],
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        rank = dist.get_rank(group)
+        self.shared: list[tuple[nn.Parameter, dist.ProcessGroup | None]] = []
+        for name, ranks in _ranks_of(schedule, programs).items():
+            if len(ranks) < 2:
+                continue
+            if ranks not in groups:
+                world = [r if group is None else dist.get_global_rank(group, r) for r in ranks]
+                groups[ranks] = dist.new_group(world)
+            if rank in ranks:
+                self.shared.append((parameters[name], groups[ranks]))
+
+    @contextlib.contextmanager
+    def added_up(self) -> Generator[None]:
+        """Around a step: afterwards the gradients of this step are the sums over all ranks."""
+        before = [parameter.grad for parameter, _ in self.shared]
+        for parameter, _ in self.shared:
+            parameter.grad = None
+        yield
+        for (parameter, group), earlier in zip(self.shared, before, strict=True):
+            gradient: Tensor = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            dist.all_reduce(gradient, group=group)
+            parameter.grad = gradient if earlier is None else earlier.add_(gradient)
+
+
+def _ranks_of(schedule: PipelineSchedule, programs: Sequence[Program]) -> dict[str, tuple[int, ...]]:
+    """The ranks that have each trained parameter, by its name."""
+    ranks: dict[str, set[int]] = {}
+    for stage, program in enumerate(programs):
+        for entry in program.statics:
+            if entry.role is InputRole.PARAMETER and entry.requires_grad:
+                ranks.setdefault(entry.target, set()).add(schedule.device_of[stage])
+    return {name: tuple(sorted(found)) for name, found in ranks.items()}

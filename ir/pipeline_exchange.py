@@ -1,0 +1,262 @@
+"""When the devices of a pipeline post their receives, and how much each of them holds then."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from .graph import PAUSE, RECEIVE, SEND, Node, Region
+from .in_flight import loss_waiting_bytes
+from .liveness import liveness
+from .pipeline import Action, PipelineSchedule, Work, needed_before
+from .schedule import Compute, Free, Loss, Schedule
+from .types import Storage
+
+__all__ = ["Expect", "StageMemory", "device_peak_bytes", "send_window", "stage_memory", "with_expectations"]
+
+
+@dataclass(frozen=True, slots=True)
+class Expect:
+    """A device posts the receives of an action: memory is there for them from here on.
+
+    Args:
+        stage: Which stage receives.
+        is_forward: Whether it receives activations; else gradients.
+        micro_batch: Of which micro-batch.
+    """
+
+    stage: int
+    is_forward: bool
+    micro_batch: int
+
+
+def with_expectations(schedule: PipelineSchedule) -> tuple[tuple[Action | Expect, ...], ...]:
+    """The lines of a schedule with receives: each is posted one action before the one that reads it.
+
+    What comes from a stage of the same device is handed over, and not received.
+    """
+    return tuple(tuple(_line(schedule, line)) for line in schedule.lines)
+
+
+def _line(schedule: PipelineSchedule, line: Sequence[Action]) -> list[Action | Expect]:
+    expected = [_expected(schedule, action) for action in line]
+    found: list[Action | Expect] = []
+    for place, action in enumerate(line):
+        ahead = expected[place : place + 2] if place == 0 else expected[place + 1 : place + 2]
+        found.extend(expect for expect in ahead if expect is not None)
+        found.append(action)
+    return found
+
+
+def _expected(schedule: PipelineSchedule, action: Action) -> Expect | None:
+    """What an action needs to have received from another device."""
+    source = _source(schedule, action)
+    if source is None or schedule.device_of[source] == schedule.device_of[action.stage]:
+        return None
+    return Expect(action.stage, action.work is Work.FORWARD, action.micro_batch)
+
+
+def _source(schedule: PipelineSchedule, action: Action) -> int | None:
+    """The stage that an action waits for."""
+    match action.work:
+        case Work.FORWARD:
+            return action.stage - 1 if action.stage else None
+        case Work.WEIGHT_GRADIENT:
+            return None
+        case _:
+            return action.stage + 1 if action.stage + 1 < schedule.stages else None
+
+
+def send_window(schedule: PipelineSchedule) -> int:
+    """The least number of micro-batches whose values may be on their way across a boundary at once.
+
+    A device that has sent so many waits, before it sends more, until the first of them is being received. With
+    fewer than this number devices would wait for each other.
+    """
+    window = 1
+    while not _runs(schedule, window):
+        window += 1
+    return window
+
+
+def _runs(schedule: PipelineSchedule, window: int) -> bool:
+    """Whether all actions can be put into an order in which nothing waits for what comes later."""
+    place: dict[Action, int] = {}
+    made: dict[tuple[int, Work, int], Action] = {}
+    readers: defaultdict[tuple[int, bool], list[Action]] = defaultdict(list)
+    for line in schedule.lines:
+        for index, action in enumerate(line):
+            place[action] = index
+            if action.work is not Work.WEIGHT_GRADIENT:
+                work = Work.FORWARD if action.work is Work.FORWARD else Work.INPUT_GRADIENT
+                made[action.stage, work, action.micro_batch] = action
+            if _expected(schedule, action) is not None:
+                readers[action.stage, action.work is Work.FORWARD].append(action)
+    after: defaultdict[Action, list[Action]] = defaultdict(list)
+    waits: dict[Action, int] = dict.fromkeys(place, 0)
+
+    def put(first: Action, then: Action) -> None:
+        after[first].append(then)
+        waits[then] += 1
+
+    for line in schedule.lines:
+        for first, then in zip(line, line[1:], strict=False):
+            put(first, then)
+        for action in line:
+            for key in needed_before(action, schedule.stages):
+                put(made[key], action)
+    for (stage, is_forward), actions in readers.items():
+        line = schedule.lines[schedule.device_of[stage]]
+        source, work = (stage - 1, Work.FORWARD) if is_forward else (stage + 1, Work.INPUT_GRADIENT)
+        for early, late in zip(actions, actions[window:], strict=False):
+            if place[early] >= 2:  # the receive of the early one is posted once this has run
+                put(line[place[early] - 2], made[source, work, late.micro_batch])
+    ready = deque(action for action, count in waits.items() if not count)
+    done = 0
+    while ready:
+        done += 1
+        for then in after[ready.popleft()]:
+            waits[then] -= 1
+            if not waits[then]:
+                ready.append(then)
+    return done == len(place)
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Bytes of a stage on its device. All but the static ones are of one micro-batch.
+
+    Args:
+        static_bytes: There for the whole step: parameters, gradients, buffers, the model's arguments of all
+            micro-batches.
+        forward_bytes: The most during forward, with the loss.
+        held_bytes: Between forward and backward.
+        backward_bytes: The most during backward, or during its part up to the pause.
+        paused_bytes: Between the two parts of backward; 0 where it has one.
+        rest_bytes: The most during the second part; 0 where there is none.
+        arriving: Bytes received for forward and for backward.
+        passing: Bytes sent in forward and in backward that the stage itself does not keep then: they are there
+            until they have arrived.
+    """
+
+    static_bytes: int
+    forward_bytes: int
+    held_bytes: int
+    backward_bytes: int
+    paused_bytes: int = 0
+    rest_bytes: int = 0
+    arriving: tuple[int, int] = (0, 0)
+    passing: tuple[int, int] = (0, 0)
+
+    def during(self, work: Work) -> int:
+        """The most that a micro-batch takes during some work."""
+        match work:
+            case Work.FORWARD:
+                return self.forward_bytes
+            case Work.WEIGHT_GRADIENT:
+                return self.rest_bytes
+            case Work.INPUT_GRADIENT:
+                return self.backward_bytes
+            case Work.BACKWARD:
+                return max(self.backward_bytes, self.rest_bytes)
+
+    def after(self, work: Work) -> int:
+        """What a micro-batch holds once some work has ended."""
+        match work:
+            case Work.FORWARD:
+                return self.held_bytes
+            case Work.INPUT_GRADIENT:
+                return self.paused_bytes
+            case _:
+                return 0
+
+
+def stage_memory(
+    schedule: Schedule, workspace_bytes: Mapping[Node, int], micro_batches: int, kept_bytes: int = 0
+) -> StageMemory:
+    """The memory of a stage by its schedule, as `liveness` counts it.
+
+    Args:
+        schedule: Of the stage's graph, for one forward in flight.
+        workspace_bytes: Of its operations.
+        micro_batches: How many micro-batches' arguments are there.
+        kept_bytes: What else is there for the whole step, such as the state of an optimizer.
+    """
+    graph = schedule.graph
+    assert graph.forwards_in_flight == 1, "the pipeline's schedule says what else is in flight"
+    timeline = liveness(schedule, workspace_bytes)
+    static = graph.static_bytes
+    steps = schedule.instructions
+    loss = next(k for k, step in enumerate(steps) if isinstance(step, Loss))
+    kept = timeline.after_bytes[loss - 1] - static if loss else 0
+    pause = next((k for k, s in enumerate(steps) if isinstance(s, Compute) and s.node.op == PAUSE), None)
+    end = len(steps) if pause is None else pause
+    during = timeline.during_bytes
+    inputs = sum(s.nbytes for s in graph.call_storages)
+    return StageMemory(
+        static_bytes=static + inputs * (micro_batches - 1) + kept_bytes,
+        forward_bytes=max(during[: loss + 1]) - static,
+        held_bytes=kept + loss_waiting_bytes(graph),
+        backward_bytes=max(during[loss:end]) - static,
+        paused_bytes=0 if pause is None else timeline.after_bytes[pause] - static,
+        rest_bytes=0 if pause is None else max(during[pause:]) - static,
+        arriving=(_arriving_bytes(schedule, Region.FORWARD), _arriving_bytes(schedule, Region.BACKWARD)),
+        passing=(_passing_bytes(schedule, 0, loss), _passing_bytes(schedule, loss, end)),
+    )
+
+
+def _arriving_bytes(schedule: Schedule, region: Region) -> int:
+    nodes = (n for n in schedule.graph.operations if n.op == RECEIVE and n.region is region)
+    return sum(value.storage.nbytes for node in nodes for value in node.values)
+
+
+def _passing_bytes(schedule: Schedule, begin: int, end: int) -> int:
+    """What is sent within some instructions and freed within them too."""
+    steps = schedule.instructions[begin:end]
+    sent: set[Storage] = set()
+    for step in steps:
+        if isinstance(step, Compute) and step.node.op == SEND:
+            (value,) = step.node.operands
+            sent.add(value.storage)
+    freed = {step.storage for step in steps if isinstance(step, Free)}
+    return sum(storage.nbytes for storage in sent & freed)
+
+
+def device_peak_bytes(schedule: PipelineSchedule, memory: Sequence[StageMemory]) -> tuple[int, ...]:
+    """The most bytes on each device during a step.
+
+    While a device does something, each stage on it holds what its other micro-batches hold, what the next action
+    needs may be arriving, and what was sent may not have arrived.
+    """
+    window = send_window(schedule)
+    return tuple(_device_peak(schedule, memory, device, window) for device in range(schedule.devices))
+
+
+def _device_peak(schedule: PipelineSchedule, memory: Sequence[StageMemory], device: int, window: int) -> int:
+    line = schedule.lines[device]
+    stages = schedule.stages_on(device)
+    there = sum(memory[stage].static_bytes for stage in stages)
+    there += window * sum(_leaving_bytes(schedule, memory[stage], stage) for stage in stages)
+    peak = there
+    held: dict[tuple[int, int], int] = {}
+    for place, action in enumerate(line):
+        its = memory[action.stage]
+        key = action.stage, action.micro_batch
+        held.pop(key, None)
+        following = line[place + 1] if place + 1 < len(line) else None
+        ahead = 0
+        if following is not None and _expected(schedule, following) is not None:
+            ahead = memory[following.stage].arriving[following.work is not Work.FORWARD]
+        peak = max(peak, there + sum(held.values()) + its.during(action.work) + ahead)
+        held[key] = its.after(action.work)
+    return peak
+
+
+def _leaving_bytes(schedule: PipelineSchedule, memory: StageMemory, stage: int) -> int:
+    """What may be on its way to other devices for one micro-batch."""
+    found = 0
+    for is_back, neighbour in ((0, stage + 1), (1, stage - 1)):
+        if 0 <= neighbour < schedule.stages and schedule.device_of[neighbour] != schedule.device_of[stage]:
+            found += memory.passing[is_back]
+    return found

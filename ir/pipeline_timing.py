@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .errors import UsageError
 from .pipeline import Action, PipelineSchedule, Work, execution_order, needed_before
@@ -57,6 +57,17 @@ class StageCost:
             case Work.BACKWARD:
                 both = self.input_gradient_seconds + self.weight_gradient_seconds
                 return both if self.backward_seconds is None else self.backward_seconds
+
+    def at_speed(self, speed: float) -> StageCost:
+        """The same on a device that is so many times as fast."""
+        whole = self.backward_seconds
+        return replace(
+            self,
+            forward_seconds=self.forward_seconds / speed,
+            input_gradient_seconds=self.input_gradient_seconds / speed,
+            weight_gradient_seconds=self.weight_gradient_seconds / speed,
+            backward_seconds=None if whole is None else whole / speed,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -268,7 +268,8 @@ def _at_parameters(
     Where no stage has all of it, `stage`.
     """
     read = [s for s in flow.graph.reads(node) if s in flow.parameters or s in flow.written]
-    for candidate in range(stage, count):
+    having = {home for storage in read for home in homes.get(storage, ()) if stage < home < count}
+    for candidate in (stage, *sorted(having)):
         if all(candidate in homes.get(storage, (candidate,)) for storage in read):
             return candidate
     return stage

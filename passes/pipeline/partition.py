@@ -1,0 +1,212 @@
+"""Where to cut the line of forward operations into stages, for the shortest step within the devices' memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy
+from numpy.typing import NDArray
+
+from ...ir import Storage
+from ...ir.pipeline import PipelineSchedule, in_flight
+from .line import Line
+
+__all__ = ["Devices", "LinePartition", "lower_bound_seconds"]
+
+_Table = NDArray[numpy.float64]
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What the stages run on.
+
+    Args:
+        budget_bytes: Of each device.
+        speeds: Of each device, beside the one that costs were found for.
+        link_bytes_per_second: Of the link between two devices, in each direction.
+        link_seconds: What a transfer takes beside its bytes.
+    """
+
+    budget_bytes: tuple[int, ...]
+    speeds: tuple[float, ...]
+    link_bytes_per_second: float
+    link_seconds: float = 0.0
+
+    def transfer_seconds(self, nbytes: int) -> float:
+        """Time of one transfer."""
+        return self.link_seconds + nbytes / self.link_bytes_per_second
+
+
+_SLACKS = (1.0, 1.01, 1.03, 1.06, 1.1, 1.2, 1.35, 1.6)
+"""How much longer than the least possible the slowest stage may be, for a smaller sum of all."""
+
+
+class LinePartition:
+    """Cuts a line by dynamic programming over its places.
+
+    What a stage takes is estimated: that it keeps all where that fits, and else computes a part of its forward
+    again that grows with the part of its saved bytes that has to go. The plans of the stages are exact.
+
+    Args:
+        line: What is cut.
+        schedule: Says how many stages there are, on which device, and how many micro-batches each holds.
+        devices: What they run on.
+        state_bytes: What an optimizer keeps for each byte of a parameter.
+    """
+
+    def __init__(
+        self, line: Line, schedule: PipelineSchedule, devices: Devices, state_bytes: float = 0.0
+    ) -> None:
+        self.line = line
+        self.schedule = schedule
+        self.devices = devices
+        self.state_bytes = state_bytes
+        self.flights = [flight.until_weight for flight in in_flight(schedule)]
+        self._forward, self._backward = self._seconds()
+        self._static, self._saved, self._largest = self._bytes()
+
+    def best(self) -> tuple[int, ...] | None:
+        """The cuts, as places of the line's operations; None where no partition seems to fit."""
+        tables = [self._stage_seconds(stage) for stage in range(self.schedule.stages)]
+        least = _smallest_largest(tables)
+        if math.isinf(least):
+            return None
+        micro_batches = self.schedule.micro_batches
+        found: list[tuple[float, list[int]]] = []
+        for slack in _SLACKS:
+            limit = least * slack * (1 + 1e-12)
+            cut = _least_sum([numpy.where(table <= limit, table, math.inf) for table in tables])
+            if cut is not None:
+                total, cuts = cut
+                times = [tables[s][b, e] for s, (b, e) in enumerate(_pairs(cuts, self._end))]
+                found.append((total + (micro_batches - 1) * max(times), cuts))
+        _, cuts = min(found)
+        return tuple(self.line.places[index] for index in cuts)
+
+    def smallest(self) -> tuple[int, ...]:
+        """The cuts that ask for least memory, by the least that each stage may hold."""
+        tables = [self._least_bytes(stage) for stage in range(self.schedule.stages)]
+        limit = _smallest_largest(tables)
+        cut = _least_sum([numpy.where(table <= limit, table, math.inf) for table in tables])
+        assert cut is not None, "a line has at least as many places as stages"
+        return tuple(self.line.places[index] for index in cut[1])
+
+    @property
+    def _end(self) -> int:
+        return len(self.line.places) - 1
+
+    def _between(self, prefix: Sequence[float]) -> _Table:
+        at = numpy.array([prefix[place] for place in self.line.places])
+        return at[None, :] - at[:, None]
+
+    def _seconds(self) -> tuple[_Table, _Table]:
+        return self._between(self.line.forward_prefix), self._between(self.line.backward_prefix)
+
+    def _bytes(self) -> tuple[_Table, _Table, _Table]:
+        """Static bytes, saved bytes, and the most at work, of each segment between two places."""
+        places = self.line.places
+        count = len(places)
+        static = numpy.zeros((count, count))
+        for storage, is_parameter, homes in self.line.statics:
+            factor = 2 + self.state_bytes if is_parameter else 1
+            self._add_static(static, storage, homes, factor)
+        largest = numpy.zeros((count, count))
+        for begin in range(count):
+            most = 0
+            for end in range(begin + 1, count):
+                most = max(most, *self.line.largest[places[end - 1] : places[end]])
+                largest[begin, end] = most
+        return static, self._between(self.line.saved_prefix), largest
+
+    def _add_static(self, table: _Table, storage: Storage, homes: Sequence[int], factor: float) -> None:
+        places = numpy.array(self.line.places)
+        following = numpy.searchsorted(homes, places)
+        for begin, index in enumerate(following):
+            if index < len(homes):
+                table[begin, places > homes[index]] += factor * storage.nbytes
+
+    def _arriving(self) -> _Table:
+        crossing = self.line.crossing_bytes
+        return numpy.array([crossing[place][0] for place in self.line.places], dtype=float)[:, None]
+
+    def _stage_seconds(self, stage: int) -> _Table:
+        """Estimated time of each segment as a stage, with what is computed again and sent; infinite without room."""
+        device = self.schedule.device_of[stage]
+        held = self.flights[stage]
+        budget = self.devices.budget_bytes[device] / len(self.schedule.stages_on(device))
+        crossing = self.line.crossing_bytes
+        arriving = self._arriving()
+        leaving = numpy.array([crossing[place][1] for place in self.line.places], dtype=float)[:, None]
+        fixed = self._static + held * arriving + self._largest
+        over = fixed + held * self._saved - budget
+        part = numpy.clip(over / numpy.maximum(held * self._saved, 1.0), 0.0, None)
+        seconds = (self._forward * (1 + numpy.minimum(part, 1.0) ** 1.5) + self._backward) / (
+            self.devices.speeds[device]
+        )
+        rate = self.devices.link_bytes_per_second
+        seconds = seconds + (arriving + leaving) / rate
+        seconds = numpy.where(part <= 1, seconds, math.inf)
+        return numpy.where(self._is_segment(), seconds, math.inf)
+
+    def _least_bytes(self, stage: int) -> _Table:
+        """The least that a segment takes of its device's budget as a stage, as a fraction."""
+        device = self.schedule.device_of[stage]
+        budget = self.devices.budget_bytes[device] / len(self.schedule.stages_on(device))
+        least = self._static + self.flights[stage] * self._arriving() + self._largest
+        return numpy.where(self._is_segment(), least / budget, math.inf)
+
+    def _is_segment(self) -> NDArray[numpy.bool_]:
+        count = self._end + 1
+        return numpy.arange(count)[:, None] < numpy.arange(count)[None, :]
+
+
+def _pairs(cuts: Sequence[int], end: int) -> Iterator[tuple[int, int]]:
+    return zip((0, *cuts), (*cuts, end), strict=True)
+
+
+def _smallest_largest(tables: Sequence[_Table]) -> float:
+    """The least that the largest entry of a path through the tables can be."""
+    reached = tables[0][0]
+    for table in tables[1:]:
+        reached = numpy.min(numpy.maximum(reached[:, None], table), axis=0)
+    return float(reached[-1])
+
+
+def _least_sum(tables: Sequence[_Table]) -> tuple[float, list[int]] | None:
+    """The path of the smallest sum, and the places it goes through."""
+    reached = tables[0][0]
+    behind: list[NDArray[numpy.intp]] = []
+    for table in tables[1:]:
+        sums = reached[:, None] + table
+        behind.append(numpy.argmin(sums, axis=0))
+        reached = numpy.min(sums, axis=0)
+    if math.isinf(reached[-1]):
+        return None
+    place = len(reached) - 1
+    cuts: list[int] = []
+    for table in reversed(behind):
+        place = int(table[place])
+        cuts.append(place)
+    return float(reached[-1]), cuts[::-1]
+
+
+def lower_bound_seconds(line: Line, schedule: PipelineSchedule, devices: Devices) -> float:
+    """No partition takes less time for a step of these devices, and of any order of work on one stage each.
+
+    All operations run once for each micro-batch, and a device does one thing at a time: m W / sum of speeds, where W
+    is the time of all operations. Where each device has one stage, and devices are equally fast, the stage k
+    begins only when the first micro-batch has gone through those before it, and when it ends the last one
+    goes back through them, so that the step takes at least t_1 + ... + t_(k-1) + m t_k. The largest of these is
+    the least where all are equal: W / (1 - (1 - 1/m)^p). Where backward is split, the stages before wait
+    for less than all of it, and the first bound alone holds.
+    """
+    whole = line.segment(0, len(line.order)).seconds
+    count = schedule.micro_batches
+    bound = count * whole / sum(devices.speeds)
+    is_split = any(action.work.value == "W" for row in schedule.lines for action in row)
+    if schedule.stages == schedule.devices and len(set(devices.speeds)) == 1 and not is_split:
+        speed = devices.speeds[0]
+        bound = max(bound, whole / speed / (1 - (1 - 1 / count) ** schedule.devices))
+    return bound

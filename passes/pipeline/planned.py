@@ -1,0 +1,293 @@
+"""Plans a pipeline: the cuts, what each stage keeps, and the proof of how long and how large a step is."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from ...ir import BudgetError, TimeLimitError, UsageError, format_bytes, verify_graph, verify_schedule
+from ...ir.pipeline import PipelineSchedule, Work, in_flight
+from ...ir.pipeline_exchange import device_peak_bytes
+from ...ir.pipeline_timing import PipelineTimeline, Transfer, simulate_pipeline
+from ..program import Program
+from .line import Line
+from .partition import Devices, LinePartition, lower_bound_seconds
+from .stage_graphs import StageGraph, cut
+from .stage_plan import PlannedStage, StagePlanner
+
+__all__ = ["PipelineOptions", "PlannedPipeline", "plan_pipeline", "transfers_of"]
+
+
+@dataclass(frozen=True)
+class PipelineOptions:
+    """How a pipeline is planned.
+
+    Args:
+        devices: What the stages run on.
+        strategy: What stages compute again, as `SelectCheckpoints`.
+        time_limit: Seconds for all of it.
+        state_bytes: What an optimizer keeps for each byte of a trained parameter.
+        cuts: Where to cut the line of forward operations, instead of looking for it.
+    """
+
+    devices: Devices
+    strategy: str = "auto"
+    time_limit: float = 60.0
+    state_bytes: float = 0.0
+    cuts: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class PlannedPipeline:
+    """Stages with their schedules, and what a step of all of them takes.
+
+    Args:
+        schedule: In which order each device works.
+        stages: The stages.
+        cuts: Where the line of forward operations is cut.
+        timeline: When everything happens.
+        peak_bytes: The most that is alive on each device.
+        bound_seconds: No partition of these devices takes less.
+        seconds: How long planning took.
+    """
+
+    schedule: PipelineSchedule
+    stages: tuple[PlannedStage, ...]
+    cuts: tuple[int, ...]
+    timeline: PipelineTimeline
+    peak_bytes: tuple[int, ...]
+    bound_seconds: float
+    seconds: float
+
+    @property
+    def gap(self) -> float:
+        """How much longer than the bound a step is at the most, as a fraction of the bound."""
+        return self.timeline.step_seconds / self.bound_seconds - 1 if self.bound_seconds else 0.0
+
+
+def plan_pipeline(
+    program: Program,
+    schedule: PipelineSchedule,
+    options: PipelineOptions,
+    cost: Callable[[Program], Program],
+) -> PlannedPipeline:
+    """Cuts a training graph into the stages of a schedule, and plans each of them.
+
+    Args:
+        program: The graph of one micro-batch, as it was captured or with its convolutions split, with costs.
+        schedule: Says how many stages and micro-batches there are.
+        options: The rest.
+        cost: Finds the costs of a stage's operations.
+
+    Raises:
+        BudgetError: IRC486 when no partition was found whose stages fit.
+        UsageError: IRC485 for more stages than operations.
+    """
+    started = time.monotonic()
+    search = _Search(program, schedule, options, cost, started)
+    best = search.run()
+    return replace(best, seconds=time.monotonic() - started)
+
+
+class _Search:
+    """The partitions that were tried, and the best of them."""
+
+    def __init__(
+        self,
+        program: Program,
+        schedule: PipelineSchedule,
+        options: PipelineOptions,
+        cost: Callable[[Program], Program],
+        started: float,
+    ) -> None:
+        assert program.costs is not None, "costs come first"
+        self.schedule = schedule
+        self.options = options
+        self.cost = cost
+        self.deadline = started + options.time_limit
+        self.line = Line(program.graph, program.costs)
+        if len(self.line.places) <= schedule.stages:
+            raise UsageError(
+                "IRC485",
+                f"{schedule.stages} stages, and the model has {len(self.line.places) - 1} places to put them",
+                help="ask for fewer stages (--stages, --chunks)",
+            )
+        self.split = any(action.work is Work.WEIGHT_GRADIENT for line in schedule.lines for action in line)
+        self.flights = in_flight(schedule)
+        self.planners: dict[tuple[int, int, int], StagePlanner] = {}
+
+    def run(self) -> PlannedPipeline:
+        if self.options.cuts is not None:
+            return self._planned(self.options.cuts)
+        partition = LinePartition(self.line, self.schedule, self.options.devices, self.options.state_bytes)
+        cuts = partition.best()
+        least = partition.smallest()
+        if cuts is None:
+            return self._planned(least)
+        try:
+            best = self._planned(cuts)
+        except (BudgetError, TimeLimitError):
+            best, cuts = self._planned(least), least
+        return self._improved(best)
+
+    def _improved(self, best: PlannedPipeline) -> PlannedPipeline:
+        """Moves single cuts to the next place, as long as the step becomes shorter."""
+        places = self.line.places
+        tried = {best.cuts}
+        found = True
+        while found and time.monotonic() < self.deadline:
+            found = False
+            for cuts in _neighbours(best.cuts, places):
+                if cuts in tried or time.monotonic() >= self.deadline:
+                    continue
+                tried.add(cuts)
+                if self._least_seconds(cuts) >= best.timeline.step_seconds:
+                    continue
+                try:
+                    candidate = self._planned(cuts)
+                except (BudgetError, TimeLimitError):
+                    continue
+                if candidate.timeline.step_seconds < best.timeline.step_seconds * (1 - 1e-9):
+                    best, found = candidate, True
+        return best
+
+    def _least_seconds(self, cuts: Sequence[int]) -> float:
+        """What a step takes with these cuts if nothing is computed again: the slowest device's work."""
+        segments = [self.line.segment(*pair) for pair in _pairs(cuts, len(self.line.order))]
+        busy = [0.0] * self.schedule.devices
+        for device, segment in zip(self.schedule.device_of, segments, strict=True):
+            busy[device] += segment.seconds / self.options.devices.speeds[device]
+        return max(busy) * self.schedule.micro_batches
+
+    def _planned(self, cuts: Sequence[int]) -> PlannedPipeline:
+        """The stages of these cuts, each within what the others on its device leave.
+
+        Raises:
+            BudgetError: IRC486.
+        """
+        graphs = self._stages(tuple(cuts))
+        planners = [self._planner(graph, pair) for graph, pair in zip(graphs, self._pairs(cuts), strict=True)]
+        budgets = list(self.options.devices.budget_bytes)
+        room = [self._share(stage, budgets) for stage in range(len(planners))]
+        for _ in range(_TRIES):
+            stages = [self._plan(planner, room[k], k) for k, planner in enumerate(planners)]
+            peaks = device_peak_bytes(self.schedule, [stage.memory for stage in stages])
+            over = [max(peak - budget, 0) for peak, budget in zip(peaks, budgets, strict=True)]
+            if not any(over):
+                return self._result(tuple(cuts), tuple(stages), peaks)
+            for k, stage in enumerate(stages):
+                device = self.schedule.device_of[k]
+                if over[device]:
+                    chunks = len(self.schedule.stages_on(device))
+                    taken = min(room[k], self._taken(stage, planners[k]))
+                    room[k] = taken - math.ceil(over[device] / chunks)
+        raise self._refusal(planners, max(over), None)
+
+    def _pairs(self, cuts: Sequence[int]) -> list[tuple[int, int]]:
+        return list(_pairs(cuts, len(self.line.order)))
+
+    def _stages(self, cuts: tuple[int, ...]) -> tuple[StageGraph, ...]:
+        forward = self.line.stages(cuts)
+        return cut(self.line.graph, forward, self.schedule.stages, split_backward=self.split)
+
+    def _planner(self, graph: StageGraph, pair: tuple[int, int]) -> StagePlanner:
+        key = (graph.index, *pair)
+        if key not in self.planners:
+            self.planners[key] = StagePlanner(
+                graph,
+                self.cost,
+                self.flights[graph.index].until_weight,
+                self.schedule.micro_batches,
+                self.options.state_bytes,
+            )
+        return self.planners[key]
+
+    def _share(self, stage: int, budgets: Sequence[int]) -> int:
+        device = self.schedule.device_of[stage]
+        return budgets[device] // len(self.schedule.stages_on(device))
+
+    def _taken(self, stage: PlannedStage, planner: StagePlanner) -> int:
+        """What a plan takes as `StagePlanner.planned` counts it."""
+        waiting = planner.program.graph.forwards_in_flight - 1
+        memory = stage.memory
+        most = max(memory.forward_bytes, memory.backward_bytes, memory.rest_bytes)
+        return memory.static_bytes + waiting * memory.held_bytes + most
+
+    def _plan(self, planner: StagePlanner, room_bytes: int, stage: int) -> PlannedStage:
+        left = max(self.deadline - time.monotonic(), 1.0)
+        time_limit = max(left / (2 * self.schedule.stages), 1.0)
+        try:
+            planned = planner.planned(room_bytes, self.options.strategy, time_limit)
+        except (BudgetError, TimeLimitError) as error:
+            raise self._refusal([planner], 0, error) from error
+        schedule, costs = planned.schedule, planned.program.costs
+        assert costs is not None
+        verify_graph(schedule.graph)
+        verify_schedule(schedule, costs.workspace_bytes)
+        return planned
+
+    def _refusal(
+        self, planners: Sequence[StagePlanner], over_bytes: int, error: BudgetError | TimeLimitError | None
+    ) -> BudgetError:
+        left = max(self.deadline - time.monotonic(), 1.0)
+        needs = [(planner.minimum_bytes(left / len(planners)), planner) for planner in planners]
+        least_bytes, planner = max(needs, key=lambda pair: pair[0])
+        stage = planner.stage.index
+        device = self.schedule.device_of[stage]
+        budget_bytes = self.options.devices.budget_bytes[device]
+        needed_bytes = max(least_bytes * len(self.schedule.stages_on(device)), budget_bytes + over_bytes)
+        return BudgetError(
+            "IRC486",
+            f"stage {stage} on device {device} needs {format_bytes(needed_bytes)}, over the budget of "
+            f"{format_bytes(budget_bytes)}: {planner.program.graph.forwards_in_flight} micro-batches are in flight "
+            "there",
+            help="raise --budget, use more stages or smaller micro-batches, or a schedule that holds fewer of "
+            "them (1f1b)",
+            minimum_bytes=needed_bytes,
+        )
+
+    def _result(
+        self, cuts: tuple[int, ...], stages: tuple[PlannedStage, ...], peaks: tuple[int, ...]
+    ) -> PlannedPipeline:
+        devices = self.options.devices
+        costs = [
+            stage.cost.at_speed(devices.speeds[self.schedule.device_of[k]]) for k, stage in enumerate(stages)
+        ]
+        transfers = transfers_of([stage.stage for stage in stages], devices)
+        timeline = simulate_pipeline(self.schedule, costs, transfers, keeps_received=False)
+        bound = lower_bound_seconds(self.line, self.schedule, devices)
+        return PlannedPipeline(self.schedule, stages, cuts, timeline, peaks, bound, 0.0)
+
+
+_TRIES = 5
+"""So often the budgets of stages are lowered by what their device is over."""
+
+
+def _pairs(cuts: Sequence[int], end: int) -> list[tuple[int, int]]:
+    return list(zip((0, *cuts), (*cuts, end), strict=True))
+
+
+def _neighbours(cuts: tuple[int, ...], places: Sequence[int]) -> list[tuple[int, ...]]:
+    """The same cuts with one of them at the next place, either way."""
+    index = {place: k for k, place in enumerate(places)}
+    found: list[tuple[int, ...]] = []
+    for k, place in enumerate(cuts):
+        for move in (-1, 1):
+            moved = places[index[place] + move] if place in index else place
+            candidate = (*cuts[:k], moved, *cuts[k + 1 :])
+            if all(a < b for a, b in _pairs(candidate, places[-1])):
+                found.append(candidate)
+    return found
+
+
+def transfers_of(stages: Sequence[StageGraph], devices: Devices) -> list[Transfer]:
+    """What stages send each other for each micro-batch, with its time on the link."""
+    found: list[Transfer] = []
+    for stage in stages[:-1]:
+        there, back = stage.after.forward_bytes, stage.after.backward_bytes
+        following = stage.index + 1
+        found.append(Transfer(stage.index, following, there, devices.transfer_seconds(there)))
+        found.append(Transfer(following, stage.index, back, devices.transfer_seconds(back)))
+    return found

@@ -1,0 +1,132 @@
+"""What one stage keeps, computes again or copies, within its part of a device's budget."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ...ir import PAUSE, Compute, Loss, Schedule
+from ...ir.pipeline_exchange import StageMemory, stage_memory
+from ...ir.pipeline_timing import StageCost
+from ..hold_forwards import HoldForwards
+from ..planner import Planner
+from ..program import Program
+from ..release_gradients import ReleaseGradients
+from ..select_checkpoints import SelectCheckpoints
+from .stage_graphs import StageGraph
+
+__all__ = ["PlannedStage", "StagePlanner"]
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """A stage with its schedule.
+
+    Args:
+        stage: Which part of the model it is.
+        program: Its graph, costs, schedule and certificate.
+        memory: What it takes on its device.
+        cost: What it takes in time.
+    """
+
+    stage: StageGraph
+    program: Program
+    memory: StageMemory
+    cost: StageCost
+
+    @property
+    def schedule(self) -> Schedule:
+        """Its straight line of instructions."""
+        assert self.program.schedule is not None
+        return self.program.schedule
+
+
+class StagePlanner:
+    """Plans one stage for several budgets.
+
+    Args:
+        stage: Which part of the model it is.
+        cost: Finds the costs of a program's operations.
+        in_flight: The most micro-batches whose backward has not ended.
+        micro_batches: How many there are in a step.
+        state_bytes: What an optimizer keeps for each byte of a trained parameter.
+    """
+
+    def __init__(
+        self,
+        stage: StageGraph,
+        cost: Callable[[Program], Program],
+        in_flight: int,
+        micro_batches: int,
+        state_bytes: float = 0.0,
+    ) -> None:
+        self.stage = stage
+        self.micro_batches = micro_batches
+        released = ReleaseGradients("accumulate").run(Program(stage.graph))
+        self.program = cost(HoldForwards(in_flight).run(released))
+        self.planner = Planner(self.program)
+        self.kept_bytes = round(self.program.graph.reserved_bytes * state_bytes)
+
+    def planned(self, budget_bytes: int, strategy: str, time_limit: float) -> PlannedStage:
+        """The best schedule within a budget that covers all of the stage but what is on its way.
+
+        Args:
+            budget_bytes: Of the stage alone, with its static bytes, optimizer state included.
+            strategy: As `SelectCheckpoints`.
+            time_limit: Seconds.
+
+        Raises:
+            BudgetError: IRC204.
+            TimeLimitError: IRC205.
+        """
+        room_bytes = budget_bytes - self._beside_bytes
+        keep_all = self.planner.problem.keep_all
+        if strategy == "auto" and keep_all.peak_bytes <= room_bytes:
+            return self._measured(
+                replace(self.program, graph=keep_all.schedule.graph, schedule=keep_all.schedule)
+            )
+        return self._measured(SelectCheckpoints(room_bytes, strategy, time_limit).choose(self.planner))
+
+    @property
+    def _beside_bytes(self) -> int:
+        """What is there beside what a plan of the stage counts: optimizer state, and other arguments."""
+        graph = self.program.graph
+        inputs = sum(storage.nbytes for storage in graph.call_storages)
+        return self.kept_bytes + inputs * (self.micro_batches - graph.forwards_in_flight)
+
+    def _measured(self, program: Program) -> PlannedStage:
+        schedule, costs = program.schedule, program.costs
+        assert schedule is not None and costs is not None
+        one = replace(schedule.graph, forwards_in_flight=1)
+        alone = Schedule(one, schedule.instructions)
+        memory = stage_memory(alone, costs.workspace_bytes, self.micro_batches, self.kept_bytes)
+        return PlannedStage(
+            self.stage, replace(program, graph=one, schedule=alone), memory, _cost(alone, program, memory)
+        )
+
+    def minimum_bytes(self, time_limit: float) -> int:
+        """The smallest budget that a schedule was found for in `time_limit` seconds, as `planned` counts it."""
+        deadline = time.monotonic() + time_limit
+        return self.planner.minimum_bytes(deadline, is_thorough=True) + self._beside_bytes
+
+
+def _cost(schedule: Schedule, program: Program, memory: StageMemory) -> StageCost:
+    """Seconds of the parts of a schedule, and its bytes in the terms of the simulator."""
+    assert program.costs is not None
+    seconds = program.costs.seconds
+    forward = backward = rest = 0.0
+    part = "forward"
+    for step in schedule.instructions:
+        if isinstance(step, Loss):
+            part = "backward"
+        elif isinstance(step, Compute):
+            if step.node.op == PAUSE:
+                part = "rest"
+            if part == "forward":
+                forward += seconds[step.node]
+            elif part == "backward":
+                backward += seconds[step.node]
+            else:
+                rest += seconds[step.node]
+    return StageCost(forward, backward, rest, static_bytes=memory.static_bytes, held_bytes=memory.held_bytes)

@@ -105,11 +105,11 @@ LOAD = "irc.load"
 """The operation without operands that stands for a copy from its home while a schedule is searched for."""
 
 SEND = "irc.send"
-"""The operation (value, key) of a pipeline stage that sends a storage: to the next stage in forward, to the
-previous one in backward."""
+"""The operation (value, key) of a pipeline stage that sends a storage: to the next stage in forward, to
+the previous one in backward."""
 RECEIVE = "irc.receive"
-"""The operation (key) of a pipeline stage that allocates a storage and receives it: from the previous stage in
-forward, from the next one in backward."""
+"""The operation (key) of a pipeline stage that allocates a storage and receives it: from the previous
+stage in forward, from the next one in backward."""
 PAUSE = "irc.pause"
 """The operation of backward after which all that other stages wait for is sent: the rest may run later."""
 

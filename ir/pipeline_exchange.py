@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .graph import PAUSE, RECEIVE, SEND, Node, Region
+from .graph import PAUSE, RECEIVE, SEND, Graph, Node, Region
 from .in_flight import loss_waiting_bytes
 from .liveness import liveness
 from .pipeline import Action, PipelineSchedule, Work, needed_before
 from .schedule import Compute, Free, Loss, Schedule
-from .types import Storage
+from .types import Storage, Value
 
-__all__ = ["Expect", "StageMemory", "device_peak_bytes", "send_window", "stage_memory", "with_expectations"]
+__all__ = [
+    "Expect",
+    "StageMemory",
+    "device_peak_bytes",
+    "received_values",
+    "send_window",
+    "sent_values",
+    "stage_memory",
+    "with_expectations",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +81,8 @@ def _source(schedule: PipelineSchedule, action: Action) -> int | None:
 def send_window(schedule: PipelineSchedule) -> int:
     """The least number of micro-batches whose values may be on their way across a boundary at once.
 
-    A device that has sent so many waits, before it sends more, until the first of them is being received. With
-    fewer than this number devices would wait for each other.
+    A device that has sent so many waits, before it sends more, until the first of them is being received.
+    With fewer than this number devices would wait for each other.
     """
     window = 1
     while not _runs(schedule, window):
@@ -101,7 +111,7 @@ def _runs(schedule: PipelineSchedule, window: int) -> bool:
         waits[then] += 1
 
     for line in schedule.lines:
-        for first, then in zip(line, line[1:], strict=False):
+        for first, then in itertools.pairwise(line):
             put(first, then)
         for action in line:
             for key in needed_before(action, schedule.stages):
@@ -136,8 +146,8 @@ class StageMemory:
         paused_bytes: Between the two parts of backward; 0 where it has one.
         rest_bytes: The most during the second part; 0 where there is none.
         arriving: Bytes received for forward and for backward.
-        passing: Bytes sent in forward and in backward that the stage itself does not keep then: they are there
-            until they have arrived.
+        passing: Bytes sent in forward and in backward that the stage itself does not keep then: they are
+            there until they have arrived.
     """
 
     static_bytes: int
@@ -206,9 +216,18 @@ def stage_memory(
     )
 
 
+def sent_values(graph: Graph, region: Region) -> tuple[Value, ...]:
+    """What a stage sends in forward or backward, in this order."""
+    return tuple(n.operands[0] for n in graph.operations if n.op == SEND and n.region is region)
+
+
+def received_values(graph: Graph, region: Region) -> tuple[Value, ...]:
+    """What a stage receives in forward or backward, in the order in which it is sent."""
+    return tuple(n.values[0] for n in graph.operations if n.op == RECEIVE and n.region is region)
+
+
 def _arriving_bytes(schedule: Schedule, region: Region) -> int:
-    nodes = (n for n in schedule.graph.operations if n.op == RECEIVE and n.region is region)
-    return sum(value.storage.nbytes for node in nodes for value in node.values)
+    return sum(value.storage.nbytes for value in received_values(schedule.graph, region))
 
 
 def _passing_bytes(schedule: Schedule, begin: int, end: int) -> int:
@@ -223,14 +242,24 @@ def _passing_bytes(schedule: Schedule, begin: int, end: int) -> int:
     return sum(storage.nbytes for storage in sent & freed)
 
 
-def device_peak_bytes(schedule: PipelineSchedule, memory: Sequence[StageMemory]) -> tuple[int, ...]:
+def device_peak_bytes(
+    schedule: PipelineSchedule, memory: Sequence[StageMemory], shared_bytes: Sequence[int] | None = None
+) -> tuple[int, ...]:
     """The most bytes on each device during a step.
 
-    While a device does something, each stage on it holds what its other micro-batches hold, what the next action
-    needs may be arriving, and what was sent may not have arrived.
+    While a device does something, each stage on it holds what its other micro-batches hold, what the next
+    action needs may be arriving, and what was sent may not have arrived.
+
+    Args:
+        schedule: In which order devices work.
+        memory: Of each stage.
+        shared_bytes: For each device, what the static bytes of its stages count more than once.
     """
     window = send_window(schedule)
-    return tuple(_device_peak(schedule, memory, device, window) for device in range(schedule.devices))
+    shared = shared_bytes or [0] * schedule.devices
+    return tuple(
+        _device_peak(schedule, memory, device, window) - shared[device] for device in range(schedule.devices)
+    )
 
 
 def _device_peak(schedule: PipelineSchedule, memory: Sequence[StageMemory], device: int, window: int) -> int:

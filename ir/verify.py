@@ -44,8 +44,8 @@ def verify_graph(graph: Graph) -> None:
             alias; IRC117 an output is missing; IRC118 a gradient belongs to no input; IRC119 an effect does
             not write a parameter, buffer, input or constant; IRC133 a gradient is released wrongly, or the
             reserved bytes are not those of what is released; IRC134 a parameter is read after its gradient
-            was applied; IRC140 what has a home cannot have one; IRC141 an exchange between pipeline stages is not
-            well formed; IRC550 a wish is out of place; IRC566 the
+            was applied; IRC140 what has a home cannot have one; IRC141 an exchange between pipeline stages is
+            not well formed; IRC550 a wish is out of place; IRC566 the
             number of forwards in flight is none, or cannot be.
     """
     _GraphCheck(graph).run()
@@ -214,7 +214,7 @@ class _GraphCheck:
                 key = ""
             case _:
                 _fail("IRC141", f"{node.name} is no exchange between pipeline stages", node)
-        if node.traits != {Trait.EXCHANGE} or node.keywords:
+        if node.traits != frozenset({Trait.EXCHANGE}) or node.keywords:
             _fail("IRC141", f"{node.name} is an exchange with other traits, or with keywords", node)
         if (node.op, node.region, key) in self.exchanged:
             _fail("IRC141", f"{node.name} is {node.op} {key!r} a second time", node)

@@ -68,7 +68,8 @@ def analytic_costs(graph: Graph, machine: Machine) -> Costs:
     The workspace bound is one reordered copy of each operand and each result, for the operations whose
     kernels are known to reorder (convolutions, attention, matrix products); the others need none
     beyond a small constant. Copies for a convolution have their channels rounded up to whole blocks.
-    What pipeline stages exchange costs nothing here (see `ir.pipeline_timing`). Accumulating a gradient needs none; the step of an optimizer reads and writes its state once, and its
+    What pipeline stages exchange costs nothing here (see `ir.pipeline_timing`). Accumulating a gradient needs
+    none; the step of an optimizer reads and writes its state once, and its
     workspace is the one that its node was given.
     """
     seconds: dict[Node, float] = {}

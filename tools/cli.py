@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from ..ir import IrcError, UsageError, parse_budget
+from .pipeline_command import add_pipeline, optimize_pipeline, run_written
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -118,6 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     optimize.add_argument(
         "--explain", action="store_true", help="print each storage that is not kept, and why"
     )
+    add_pipeline(optimize)
     optimize.set_defaults(command=_optimize)
 
     pareto = commands.add_parser(
@@ -435,6 +437,8 @@ def _budget(text: str) -> int | str:
 
 
 def _optimize(options: argparse.Namespace) -> int:
+    if options.stages is not None:
+        return optimize_pipeline(options, _source(options), _Progress(options), _mark)
     from .optimize import check_passes
 
     pipeline = _pipeline(options)
@@ -578,6 +582,8 @@ def _inspected(loaded: Loaded, options: argparse.Namespace, progress: _Progress)
 def _run(options: argparse.Namespace) -> int:
     if options.steps < 1:
         raise UsageError("IRC400", f"--steps {options.steps} is not positive", help="give 1 or more")
+    if (options.folder / "pipeline.json").is_file():
+        return run_written(options)
     progress = _Progress(options)
     with progress.phase(f"loading {options.folder}"):
         from .check import check_folder

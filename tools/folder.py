@@ -9,7 +9,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -56,11 +56,28 @@ from .loading import Source
 from .optimize import Optimized
 from .optimizers import DescribedOptimizer, parse_optimizer
 
-__all__ = ["Written", "check_target", "read_folder", "write_folder"]
+__all__ = [
+    "CONSTANT",
+    "EXAMPLE",
+    "PIPELINE_FILE",
+    "Written",
+    "check_operations",
+    "check_target",
+    "delivery_from_json",
+    "delivery_to_json",
+    "in_layout",
+    "put_folder",
+    "read_folder",
+    "undamaged",
+    "write_folder",
+]
 
-_CONSTANT = "irc.constant."
-_EXAMPLE = "irc.example."
+CONSTANT = "irc.constant."
+EXAMPLE = "irc.example."
 _FILES = ("plan.json", "program.irc", "model.py", "weights.safetensors")
+PIPELINE_FILE = "pipeline.json"
+STAGE_FILE = re.compile(r"stage-[0-9]+\.(irc|py)")
+"""What the folder of a pipeline has."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +135,7 @@ def check_target(folder: Path) -> None:
     try:
         if folder.exists() and not folder.is_dir():
             raise UsageError("IRC430", f"{folder} is a file", help="choose a folder")
-        if folder.is_dir() and {entry.name for entry in folder.iterdir()} - set(_FILES):
+        if folder.is_dir() and not all(_is_ours(entry.name) for entry in folder.iterdir()):
             raise UsageError(
                 "IRC430", f"{folder} is not empty", help="choose a new folder, or one that irc wrote"
             )
@@ -130,6 +147,11 @@ def check_target(folder: Path) -> None:
         raise UsageError(
             "IRC430", f"{folder} cannot be written: {error}", help="choose another folder"
         ) from error
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a file of this name may be one that irc wrote: a plan's, or a pipeline's."""
+    return name in _FILES or name == PIPELINE_FILE or STAGE_FILE.fullmatch(name) is not None
 
 
 def _staging(parent: Path, name: str) -> Path:
@@ -158,6 +180,19 @@ def write_folder(
         UsageError: IRC430 when the target cannot be written.
         UnsupportedError: IRC434 when the module returns what no JSON file holds.
     """
+    put_folder(folder, lambda staging: _write_files(staging, optimized, source, examples, optimizer))
+
+
+def put_folder(folder: Path, fill: Callable[[Path], None]) -> None:
+    """Makes a folder that appears when all of its files are complete; an earlier one of irc is replaced.
+
+    Args:
+        folder: Where to.
+        fill: Writes the files into the folder that it is given.
+
+    Raises:
+        UsageError: IRC430 when the target cannot be written.
+    """
     check_target(folder)
     target = folder.resolve()
     missing = [parent for parent in target.parents if not parent.exists()]
@@ -165,7 +200,7 @@ def write_folder(
         target.parent.mkdir(parents=True, exist_ok=True)
         staging = _staging(target.parent, target.name)
         try:
-            _write_files(staging, optimized, source, examples, optimizer)
+            fill(staging)
             _replace(target, staging)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
@@ -194,7 +229,7 @@ def _write_files(
     described = {
         **optimized.plan.to_json(),
         "source": asdict(source.located()),
-        "deliveries": [_delivery_to_json(d) for d in optimized.captured.signature.deliveries],
+        "deliveries": [delivery_to_json(d) for d in optimized.captured.signature.deliveries],
         "workspace_bytes": {
             node.name: costs.workspace_bytes[node]
             for node in schedule.graph.operations
@@ -236,8 +271,8 @@ def _tensors(optimized: Optimized, examples: tuple[Tensor, ...]) -> dict[str, Te
     parameters = dict(module.named_parameters(remove_duplicate=False))
     named = {**parameters, **dict(module.named_buffers(remove_duplicate=False))}
     tensors = {target: named[target] for target in targets}
-    tensors |= {_CONSTANT + name: tensor for name, tensor in optimized.captured.constants.items()}
-    tensors |= {f"{_EXAMPLE}{index}": tensor for index, tensor in enumerate(examples)}
+    tensors |= {CONSTANT + name: tensor for name, tensor in optimized.captured.constants.items()}
+    tensors |= {f"{EXAMPLE}{index}": tensor for index, tensor in enumerate(examples)}
     return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
 
 
@@ -258,27 +293,27 @@ def read_folder(folder: Path) -> Written:
             f"{folder} has no {missing[0]}",
             help="give a folder written by irc optimize MODEL -o DIR",
         )
-    with _undamaged(folder / "plan.json"):
+    with undamaged(folder / "plan.json"):
         described: dict[str, Any] = json.loads((folder / "plan.json").read_text())
         plan = Plan.from_json(described)
-        deliveries = tuple(_delivery_from_json(row) for row in described["deliveries"])
+        deliveries = tuple(delivery_from_json(row) for row in described["deliveries"])
         source = Source(**described["source"])
         by_name = {str(name): int(nbytes) for name, nbytes in described["workspace_bytes"].items()}
         not_saved = frozenset(str(name) for name in described["not_saved"])
         places = tuple(_place_from_json(row) for row in described.get("places", ()))
         text = described.get("optimizer")
         optimizer = None if text is None else parse_optimizer(text)
-    with _undamaged(folder / "program.irc"):
+    with undamaged(folder / "program.irc"):
         schedule = parse_program((folder / "program.irc").read_text())
-    with _undamaged(folder / "plan.json"):
+    with undamaged(folder / "plan.json"):
         nodes = {node.name: node for node in schedule.graph.nodes}
         workspace_bytes = {nodes[name]: nbytes for name, nbytes in by_name.items()}
         _check_optimizer(schedule.graph, optimizer)
     _verify(schedule, plan, workspace_bytes)
-    with _undamaged(folder / "weights.safetensors"):
+    with undamaged(folder / "weights.safetensors"):
         tensors = load_file(folder / "weights.safetensors")
         constants, state, examples = _placed(schedule, tensors)
-    with _undamaged(folder / "plan.json"):
+    with undamaged(folder / "plan.json"):
         _check_deliveries(schedule, deliveries)
     return Written(
         plan=plan,
@@ -296,7 +331,7 @@ def read_folder(folder: Path) -> Written:
 
 
 @contextlib.contextmanager
-def _undamaged(file: Path) -> Generator[None]:
+def undamaged(file: Path) -> Generator[None]:
     try:
         yield
     except (
@@ -360,7 +395,16 @@ def _verify(schedule: Schedule, plan: Plan, workspace_bytes: Mapping[Node, int])
         raise VerificationError(
             "IRC129", f"{homed_bytes} B live in tiers between steps, not the {plan.homed_bytes} B claimed"
         )
-    for node in schedule.graph.nodes:
+    check_operations(schedule.graph)
+
+
+def check_operations(graph: Graph) -> None:
+    """Refuses operations that torch does not have, before anything of a program runs.
+
+    Raises:
+        VerificationError: IRC132.
+    """
+    for node in graph.nodes:
         if node.releases is not None or Trait.EXCHANGE in node.traits:
             continue
         place: Any = torch.ops
@@ -389,21 +433,21 @@ def _placed(schedule: Schedule, tensors: Mapping[str, Tensor]) -> _Placed:
     constants: dict[str, Tensor] = {}
     state: dict[str, Tensor] = {}
     ties = _ties(schedule.graph)
-    examples = {int(k.removeprefix(_EXAMPLE)): t for k, t in tensors.items() if k.startswith(_EXAMPLE)}
+    examples = {int(k.removeprefix(EXAMPLE)): t for k, t in tensors.items() if k.startswith(EXAMPLE)}
     for entry in schedule.graph.inputs:
         match entry.role:
             case InputRole.TANGENT:
                 continue
             case InputRole.INPUT:
                 index = int(entry.target)
-                placed = _in_layout(_EXAMPLE + entry.target, tensors, entry.value.type)
+                placed = in_layout(EXAMPLE + entry.target, tensors, entry.value.type)
                 examples[index] = placed.requires_grad_(entry.requires_grad)
             case InputRole.CONSTANT:
-                constants[entry.target] = _in_layout(_CONSTANT + entry.target, tensors, entry.value.type)
+                constants[entry.target] = in_layout(CONSTANT + entry.target, tensors, entry.value.type)
             case _:
                 first = ties[entry.target]
                 if first not in state:
-                    state[first] = _in_layout(first, tensors, entry.value.type, may_share=True)
+                    state[first] = in_layout(first, tensors, entry.value.type, may_share=True)
                 state[entry.target] = state[first]
     return constants, state, tuple(examples[index] for index in range(len(examples)))
 
@@ -415,7 +459,7 @@ def _ties(graph: Graph) -> dict[str, str]:
     return {i.target: first.setdefault((i.value.storage, i.value.type, i.role), i.target) for i in entries}
 
 
-def _in_layout(
+def in_layout(
     name: str, tensors: Mapping[str, Tensor], wanted: TensorType, *, may_share: bool = False
 ) -> Tensor:
     """A tensor of the file as the program reads it; in memory of its own, unless it may be the file's."""
@@ -458,7 +502,7 @@ def _check_deliveries(schedule: Schedule, deliveries: tuple[Delivery, ...]) -> N
             raise ValueError(f"a result comes from {delivery.origin.value} {delivery.index} of {limit}")
 
 
-def _delivery_to_json(delivery: Delivery) -> dict[str, Any]:
+def delivery_to_json(delivery: Delivery) -> dict[str, Any]:
     constant = cast(object, delivery.constant)
     if not isinstance(constant, None | bool | int | float | str):
         raise UnsupportedError(
@@ -475,7 +519,7 @@ def _delivery_to_json(delivery: Delivery) -> dict[str, Any]:
     }
 
 
-def _delivery_from_json(row: dict[str, Any]) -> Delivery:
+def delivery_from_json(row: dict[str, Any]) -> Delivery:
     view = row["view"]
     if view is not None:
         view = (tuple(view[0]), tuple(view[1]), int(view[2]))

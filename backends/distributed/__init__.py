@@ -1,7 +1,8 @@
-"""Pipelines on devices: stages of planned programs, run by the schedules of `torch.distributed.pipelining`."""
+"""Pipelines on devices: planned stages, driven by the schedules of `torch.distributed.pipelining`."""
 
+from .alone import PipelineAlone
 from .channel import Channel, ChannelInbox, ChannelOutbox
-from .pipeline import PipelineRank, StagePart
+from .pipeline import PipelineRank
 from .post import Inbox, Locker, Outbox, Post
 from .results import Results
 from .stage import Boxes, Stage
@@ -15,10 +16,10 @@ __all__ = [
     "Inbox",
     "Locker",
     "Outbox",
+    "PipelineAlone",
     "PipelineRank",
     "Post",
     "Results",
     "Stage",
-    "StagePart",
     "StageWorker",
 ]

@@ -38,8 +38,8 @@ class ChannelOutbox:
 
     Args:
         channel: To where.
-        window: The values of so many micro-batches may be on their way; before more is sent, those of the first
-            have arrived.
+        window: The values of so many micro-batches may be on their way; before more is sent, those of the
+            first have arrived.
     """
 
     def __init__(self, channel: Channel, window: int) -> None:

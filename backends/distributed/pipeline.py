@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
-from ...ir import Delivery, Value
+from ...ir import Delivery, Graph, Region
 from ...ir.pipeline import Action, PipelineSchedule
-from ...ir.pipeline_exchange import Expect, send_window, with_expectations
+from ...ir.pipeline_exchange import Expect, send_window, sent_values, with_expectations
 from ..torch.program import Program
 from .channel import Channel, ChannelInbox, ChannelOutbox
 from .post import Locker
@@ -25,22 +24,7 @@ from .shared import SharedParameters
 from .stage import Boxes, Stage
 from .worker import StageWorker
 
-__all__ = ["PipelineRank", "StagePart"]
-
-
-@dataclass(frozen=True)
-class StagePart:
-    """One stage, compiled.
-
-    Args:
-        program: What it runs.
-        activations: What it sends to the next stage for each micro-batch, in order.
-        gradients: What the next stage sends back, in order.
-    """
-
-    program: Program
-    activations: tuple[Value, ...]
-    gradients: tuple[Value, ...]
+__all__ = ["PipelineRank"]
 
 
 class PipelineRank:
@@ -48,7 +32,8 @@ class PipelineRank:
 
     Args:
         schedule: Which stage is on which rank, and in which order each rank works.
-        parts: All stages.
+        programs: Of all stages.
+        graphs: Of all stages.
         state: The model's parameters and buffers by name, those of this rank's stages at least.
         deliveries: How the model's result is made of the last stage's outputs.
         rebuild: Nests the leaves of the result as the model does.
@@ -60,7 +45,8 @@ class PipelineRank:
     def __init__(
         self,
         schedule: PipelineSchedule,
-        parts: Sequence[StagePart],
+        programs: Sequence[Program],
+        graphs: Sequence[Graph],
         state: Mapping[str, Tensor],
         *,
         deliveries: Sequence[Delivery],
@@ -73,20 +59,20 @@ class PipelineRank:
         self.group = group
         self.rank = dist.get_rank(group)
         self.device = device
-        channels = _Channels(schedule, parts, group)
+        channels = _Channels(schedule, graphs, group)
         lockers = _Lockers()
         window = send_window(schedule)
         last = schedule.stages - 1
         self.stages: list[Stage] = []
         for index in schedule.stages_on(self.rank):
-            worker = StageWorker(parts[index].program, state)
+            worker = StageWorker(programs[index], state)
             results = None
             if index == last:
                 scale = 1 / schedule.micro_batches
-                results = Results(parts[index].program, deliveries, rebuild, loss, scale)
+                results = Results(programs[index], deliveries, rebuild, loss, scale)
             boxes = _boxes(schedule, index, channels, lockers, device, window)
             self.stages.append(Stage(worker, index, last + 1, device, boxes, results, group))
-        self.shared = SharedParameters(schedule, [p.program for p in parts], self.parameters, group)
+        self.shared = SharedParameters(schedule, programs, self.parameters, group)
         self.runtime = _PipelineScheduleRuntime(
             self.stages, schedule.micro_batches, loss_fn=self._loss, scale_grads=False
         )
@@ -148,10 +134,10 @@ class _Channels:
     """What connects stages on different ranks; every rank makes all of them, in the same order."""
 
     def __init__(
-        self, schedule: PipelineSchedule, parts: Sequence[StagePart], group: dist.ProcessGroup | None
+        self, schedule: PipelineSchedule, graphs: Sequence[Graph], group: dist.ProcessGroup | None
     ) -> None:
         self.of: dict[tuple[int, bool], tuple[int, dist.ProcessGroup | None]] = {}
-        self.parts = parts
+        self.graphs = graphs
         self.schedule = schedule
         self.group = group
         own_groups = dist.get_backend(group) == "nccl"  # which cannot tell messages apart
@@ -169,9 +155,9 @@ class _Channels:
     def between(self, first: int, *, is_forward: bool, sends: bool) -> Channel:
         """The channel across the boundary after stage `first`, for the end that sends or the other one."""
         tag, group = self.of[first, is_forward]
-        part = self.parts[first]
         peer = first + 1 if is_forward == sends else first
-        values = part.activations if is_forward else part.gradients
+        source = self.graphs[first if is_forward else first + 1]
+        values = sent_values(source, Region.FORWARD if is_forward else Region.BACKWARD)
         return Channel(values, self.world_rank(peer), tag, group)
 
 

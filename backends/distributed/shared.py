@@ -7,7 +7,7 @@ from collections.abc import Generator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from ...ir import InputRole
 from ...ir.pipeline import PipelineSchedule
@@ -43,21 +43,27 @@ class SharedParameters:
                 continue
             if ranks not in groups:
                 world = [r if group is None else dist.get_global_rank(group, r) for r in ranks]
-                groups[ranks] = dist.new_group(world)
+                made = dist.new_group(world)
+                groups[ranks] = (
+                    made if isinstance(made, dist.ProcessGroup) else None
+                )  # where it is not among them
             if rank in ranks:
                 self.shared.append((parameters[name], groups[ranks]))
 
     @contextlib.contextmanager
     def added_up(self) -> Generator[None]:
-        """Around a step: afterwards the gradients of this step are the sums over all ranks."""
-        before = [parameter.grad for parameter, _ in self.shared]
-        for parameter, _ in self.shared:
-            parameter.grad = None
+        """Around a step: afterwards the gradients are what was there before, and the sums over all ranks.
+
+        What was there before is the same on all ranks: each takes its part of it into the sum.
+        """
+        for parameter, group in self.shared:
+            if parameter.grad is not None:
+                parameter.grad.div_(dist.get_world_size(group))
         yield
-        for (parameter, group), earlier in zip(self.shared, before, strict=True):
-            gradient: Tensor = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for parameter, group in self.shared:
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             dist.all_reduce(gradient, group=group)
-            parameter.grad = gradient if earlier is None else earlier.add_(gradient)
+            parameter.grad = gradient
 
 
 def _ranks_of(schedule: PipelineSchedule, programs: Sequence[Program]) -> dict[str, tuple[int, ...]]:

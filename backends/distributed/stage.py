@@ -1,7 +1,7 @@
 """A stage as the schedules of `torch.distributed.pipelining` drive it."""
 
-# The schedules' protocol for stages has no public base class.
-# pyright: reportPrivateUsage=false
+# The schedules' protocol for stages has no public base class; its arguments differ between releases of torch.
+# pyright: reportPrivateUsage=false, reportIncompatibleMethodOverride=false
 
 from __future__ import annotations
 

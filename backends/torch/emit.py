@@ -67,8 +67,8 @@ def emit_source(schedule: Schedule) -> str:
     has a gradient: the others' parts are zeros, as the product of a zero and an infinite derivative is none.
     Where gradients are released, `backward` takes one more argument, which it calls for each of them as
     `release(name, parameter, gradient)`.
-    Where the graph is a pipeline stage that exchanges values with others, both take `exchange`; where it has a
-    pause, backward is a generator that yields once, there.
+    Where the graph is a pipeline stage that exchanges values with others, both take `exchange`; where it has
+    a pause, backward is a generator that yields once, there.
     Where the schedule copies to tiers, both take `copies` as their last argument, such as `swap.Session`.
     """
     return _Emitter(schedule).source()

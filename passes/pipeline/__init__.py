@@ -1,17 +1,31 @@
 """Pipelines: which stage runs what, in which order, and what each stage exchanges with its neighbours."""
 
+from .line import Line, Segment
+from .partition import Devices, LinePartition, lower_bound_seconds
 from .placement import Dataflow, Placement, place_backward
+from .planned import PipelineOptions, PlannedPipeline, plan_pipeline
 from .schedules import SCHEDULES, pipeline_schedule
 from .stage_graphs import Boundary, StageGraph, boundary_values, cut
+from .stage_plan import PlannedStage, StagePlanner
 
 __all__ = [
     "SCHEDULES",
     "Boundary",
     "Dataflow",
+    "Devices",
+    "Line",
+    "LinePartition",
+    "PipelineOptions",
     "Placement",
+    "PlannedPipeline",
+    "PlannedStage",
+    "Segment",
     "StageGraph",
+    "StagePlanner",
     "boundary_values",
     "cut",
+    "lower_bound_seconds",
     "pipeline_schedule",
     "place_backward",
+    "plan_pipeline",
 ]

@@ -53,7 +53,8 @@ class Line:
     Args:
         graph: As it was captured.
         costs: Of its operations.
-        most_places: How many places for a cut are looked at: the ones where least crosses, spread over the line.
+        most_places: How many places for a cut are looked at: the ones where least crosses, spread over the
+            line.
     """
 
     def __init__(self, graph: Graph, costs: Costs, most_places: int = 160) -> None:

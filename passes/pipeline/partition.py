@@ -1,4 +1,4 @@
-"""Where to cut the line of forward operations into stages, for the shortest step within the devices' memory."""
+"""Where to cut the line of forward operations into stages, for the shortest step in the devices' memory."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ _SLACKS = (1.0, 1.01, 1.03, 1.06, 1.1, 1.2, 1.35, 1.6)
 class LinePartition:
     """Cuts a line by dynamic programming over its places.
 
-    What a stage takes is estimated: that it keeps all where that fits, and else computes a part of its forward
-    again that grows with the part of its saved bytes that has to go. The plans of the stages are exact.
+    What a stage takes is estimated: that it keeps all where that fits, and else computes a part of its
+    forward again that grows with the part of its saved bytes that has to go. The plans of the stages are exact.
 
     Args:
         line: What is cut.
@@ -132,7 +132,7 @@ class LinePartition:
         return numpy.array([crossing[place][0] for place in self.line.places], dtype=float)[:, None]
 
     def _stage_seconds(self, stage: int) -> _Table:
-        """Estimated time of each segment as a stage, with what is computed again and sent; infinite without room."""
+        """Estimated time of each segment as a stage, with what is computed again and sent."""
         device = self.schedule.device_of[stage]
         held = self.flights[stage]
         budget = self.devices.budget_bytes[device] / len(self.schedule.stages_on(device))
@@ -195,12 +195,12 @@ def _least_sum(tables: Sequence[_Table]) -> tuple[float, list[int]] | None:
 def lower_bound_seconds(line: Line, schedule: PipelineSchedule, devices: Devices) -> float:
     """No partition takes less time for a step of these devices, and of any order of work on one stage each.
 
-    All operations run once for each micro-batch, and a device does one thing at a time: m W / sum of speeds, where W
-    is the time of all operations. Where each device has one stage, and devices are equally fast, the stage k
-    begins only when the first micro-batch has gone through those before it, and when it ends the last one
-    goes back through them, so that the step takes at least t_1 + ... + t_(k-1) + m t_k. The largest of these is
-    the least where all are equal: W / (1 - (1 - 1/m)^p). Where backward is split, the stages before wait
-    for less than all of it, and the first bound alone holds.
+    All operations run once for each micro-batch, and a device does one thing at a time: m W / sum of speeds,
+    where W is the time of all operations. Where each device has one stage, and devices are equally fast, the
+    stage k begins only when the first micro-batch has gone through those before it, and when it ends the
+    last one goes back through them, so that the step takes at least t_1 + ... + t_(k-1) + m t_k. The
+    largest of these is the least where all are equal: W / (1 - (1 - 1/m)^p). Where backward is split, the
+    stages before wait for less than all of it, and the first bound alone holds.
     """
     whole = line.segment(0, len(line.order)).seconds
     count = schedule.micro_batches

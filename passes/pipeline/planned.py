@@ -7,7 +7,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from ...ir import BudgetError, TimeLimitError, UsageError, format_bytes, verify_graph, verify_schedule
+from ...ir import (
+    BudgetError,
+    Input,
+    InputRole,
+    Storage,
+    TimeLimitError,
+    UsageError,
+    format_bytes,
+    verify_graph,
+    verify_schedule,
+)
 from ...ir.pipeline import PipelineSchedule, Work, in_flight
 from ...ir.pipeline_exchange import device_peak_bytes
 from ...ir.pipeline_timing import PipelineTimeline, Transfer, simulate_pipeline
@@ -50,6 +60,7 @@ class PlannedPipeline:
         timeline: When everything happens.
         peak_bytes: The most that is alive on each device.
         bound_seconds: No partition of these devices takes less.
+        single_seconds: Time of a step's operations, each once for each micro-batch, on one device of speed 1.
         seconds: How long planning took.
     """
 
@@ -59,6 +70,7 @@ class PlannedPipeline:
     timeline: PipelineTimeline
     peak_bytes: tuple[int, ...]
     bound_seconds: float
+    single_seconds: float
     seconds: float
 
     @property
@@ -171,9 +183,11 @@ class _Search:
         planners = [self._planner(graph, pair) for graph, pair in zip(graphs, self._pairs(cuts), strict=True)]
         budgets = list(self.options.devices.budget_bytes)
         room = [self._share(stage, budgets) for stage in range(len(planners))]
+        over = [0]
         for _ in range(_TRIES):
             stages = [self._plan(planner, room[k], k) for k, planner in enumerate(planners)]
-            peaks = device_peak_bytes(self.schedule, [stage.memory for stage in stages])
+            shared = self._shared_bytes(graphs)
+            peaks = device_peak_bytes(self.schedule, [stage.memory for stage in stages], shared)
             over = [max(peak - budget, 0) for peak, budget in zip(peaks, budgets, strict=True)]
             if not any(over):
                 return self._result(tuple(cuts), tuple(stages), peaks)
@@ -184,6 +198,34 @@ class _Search:
                     taken = min(room[k], self._taken(stage, planners[k]))
                     room[k] = taken - math.ceil(over[device] / chunks)
         raise self._refusal(planners, max(over), None)
+
+    def _shared_bytes(self, graphs: Sequence[StageGraph]) -> list[int]:
+        """For each device, the bytes of what several of its stages have: parameters twice, for gradients."""
+        found = [0] * self.schedule.devices
+        for device in range(self.schedule.devices):
+            seen: set[Storage] = set()
+            for stage in self.schedule.stages_on(device):
+                graph = graphs[stage].graph
+                mine = {
+                    entry.value.storage: entry
+                    for entry in graph.inputs
+                    if entry.value.storage in graph.static_storages
+                }
+                for storage, entry in mine.items():
+                    if storage in seen:
+                        found[device] += round(storage.nbytes * self._times(entry))
+                seen.update(mine)
+        return found
+
+    def _times(self, entry: Input) -> float:
+        """How often the bytes of a static input count."""
+        match entry.role:
+            case InputRole.PARAMETER if entry.requires_grad:
+                return 2 + self.options.state_bytes
+            case InputRole.INPUT:
+                return self.schedule.micro_batches
+            case _:
+                return 1
 
     def _pairs(self, cuts: Sequence[int]) -> list[tuple[int, int]]:
         return list(_pairs(cuts, len(self.line.order)))
@@ -258,7 +300,9 @@ class _Search:
         transfers = transfers_of([stage.stage for stage in stages], devices)
         timeline = simulate_pipeline(self.schedule, costs, transfers, keeps_received=False)
         bound = lower_bound_seconds(self.line, self.schedule, devices)
-        return PlannedPipeline(self.schedule, stages, cuts, timeline, peaks, bound, 0.0)
+        once = self.line.segment(0, len(self.line.order)).seconds
+        single = once * self.schedule.micro_batches
+        return PlannedPipeline(self.schedule, stages, cuts, timeline, peaks, bound, single, 0.0)
 
 
 _TRIES = 5

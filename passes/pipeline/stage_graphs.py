@@ -130,10 +130,15 @@ def boundary_values(flow: Dataflow, placement: Placement, count: int) -> tuple[B
         last[storage] = max(last.get(storage, 0), stage)
         first[storage] = min(first.get(storage, count), stage)
     values = {v.storage: v for v in _made_values(flow)}
+    # the order in which stages send: what they relay, tangents, what they make
+    onward = sorted((s for s in made if s not in backward), key=made.__getitem__)
+    homeward = sorted(
+        (s for s in made if s in backward), key=lambda s: (-made[s], s not in graph.tangent_storages)
+    )
     found: list[Boundary] = []
     for index in range(count - 1):
-        forth = (s for s in made if s not in backward and made[s] <= index < last.get(s, -1))
-        back = (s for s in made if s in backward and first.get(s, count) <= index < made[s])
+        forth = (s for s in onward if made[s] <= index < last.get(s, -1))
+        back = (s for s in homeward if first.get(s, count) <= index < made[s])
         found.append(
             Boundary(
                 tuple(_crossing(flow, values[s]) for s in forth),
@@ -167,7 +172,7 @@ def _reads(flow: Dataflow, placement: Placement, count: int) -> Iterable[tuple[V
         for part in placement.parts_of(output.value):
             for value in flow.bases(part):
                 maker = flow.makers.get(value)
-                stage = placement.stages[maker] if maker in placement.stages else count - 1
+                stage = count - 1 if maker is None else placement.stages.get(maker, count - 1)
                 yield value, _delivered_at(homes, stage)
 
 
@@ -314,7 +319,8 @@ class _Stage:
     def stage_of(self, part: Value, homes: Sequence[int]) -> int:
         base = next(iter(self.flow.bases(part)))
         maker = self.flow.makers.get(base)
-        stage = self.placement.stages[maker] if maker in self.placement.stages else self.count - 1
+        last = self.count - 1
+        stage = last if maker is None else self.placement.stages.get(maker, last)
         return _delivered_at(homes, stage)
 
 

@@ -1,0 +1,140 @@
+"""`irc optimize --stages` and `irc run` of what it wrote."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
+
+from ..ir import UsageError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from .loading import Source
+
+__all__ = ["Phases", "add_pipeline", "optimize_pipeline", "run_written"]
+
+
+class Phases(Protocol):
+    """What tells the user what is going on."""
+
+    def phase(self, what: str) -> AbstractContextManager[None]:
+        """Around something that takes time."""
+        ...
+
+
+def add_pipeline(parser: argparse.ArgumentParser) -> None:
+    """The options of `irc optimize` for pipelines."""
+    group = parser.add_argument_group("pipelines")
+    group.add_argument("--stages", type=int, metavar="K", help="cut the model for K devices")
+    group.add_argument("--micro-batches", type=int, metavar="M", help="parts that a batch goes through in")
+    group.add_argument(
+        "--schedule", default="1f1b", help="gpipe, 1f1b, interleaved, zb-h1, zbv or dualpipev (1f1b)"
+    )
+    group.add_argument("--chunks", type=int, metavar="V", help="stages of each device, for interleaved (2)")
+
+
+_ALONE = ("swap", "optimizer", "passes", "explain", "print_passes")
+
+
+def optimize_pipeline(options: argparse.Namespace, source: Source, progress: Phases, mark: Marker) -> int:
+    """Plans a pipeline, and writes it where the user asks for that."""
+    from .pipeline import PipelineRequest
+
+    for name in _ALONE:
+        if getattr(options, name):
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(
+                "IRC400", f"--stages and {flag} exclude each other", help=f"leave {flag} or --stages out"
+            )
+    if options.forwards_in_flight != 1:
+        raise UsageError(
+            "IRC400",
+            "--stages and --forwards-in-flight exclude each other",
+            help="the schedule of the pipeline says how many forwards are in flight",
+        )
+    if options.budget is None:
+        raise UsageError("IRC400", "the budget is missing", help="give --budget 4GiB, for each device")
+    if options.micro_batches is None:
+        raise UsageError("IRC400", "--stages without --micro-batches", help="give --micro-batches 8")
+    budgets = options.budget.split(",")
+    request = PipelineRequest(
+        options.stages,
+        options.micro_batches,
+        budgets if len(budgets) > 1 else options.budget,
+        options.schedule,
+        options.chunks,
+        options.strategy,
+        options.time_limit,
+        options.profile,
+    )
+    request.order()
+    request.budgets_bytes()
+    if options.output is not None:
+        from .folder import check_target
+
+        check_target(options.output)
+    with progress.phase(f"loading {options.model}"):
+        from torch import Tensor
+
+        from ..ir.nesting import flatten
+        from .loading import load
+        from .pipeline import Pipeline, captured_micro_batch, micro_batches_of, plan_stages
+
+        loaded = load(source)
+        first = micro_batches_of(loaded.args, request.micro_batches)[0]
+        model = loaded.module
+        if source.batch is not None:
+            model = load(replace(source, batch=source.batch // request.micro_batches)).module
+        mark(model, options)
+    with progress.phase("capturing, measuring and planning"):
+        captured = captured_micro_batch(model, first, None)
+        pipeline = Pipeline(loaded.module, captured, plan_stages(captured, request))
+    if options.output is not None:
+        from .pipeline_folder import write_pipeline
+
+        with progress.phase(f"writing {options.output}"):
+            examples = [leaf for leaf in flatten(loaded.args)[0] if isinstance(leaf, Tensor)]
+            write_pipeline(options.output, pipeline, source, examples)
+    if options.json:
+        print(json.dumps(pipeline.plan.to_json(), indent=1))
+    elif not options.quiet:
+        print(pipeline.plan.summary())
+        if options.output is not None:
+            print(
+                f"{'written':>16}  {options.output} (train it with: torchrun --nproc_per_node={options.stages} "
+                f"-m irc run {options.output} --check)"
+            )
+    return 0
+
+
+class Marker(Protocol):
+    """Puts the wishes of the command line on a model."""
+
+    def __call__(self, module: nn.Module, options: argparse.Namespace) -> None:
+        """Marks its submodules."""
+        ...
+
+
+def run_written(options: argparse.Namespace) -> int:
+    """Trains some steps of a written pipeline; the first rank prints the report."""
+    from .pipeline_run import in_group, run_pipeline
+
+    if options.save_weights is not None:
+        raise UsageError(
+            "IRC400", "--save-weights of a pipeline", help="use irc.pipeline, and save what start() trains"
+        )
+    with in_group() as rank:
+        report = run_pipeline(options.folder, options.steps, with_original=options.check)
+    if not rank:
+        if options.json:
+            print(json.dumps(report.to_json(), indent=1))
+        elif not options.quiet:
+            print(report.text())
+        for failure in report.failures:
+            print(f"error[IRC130]: {failure}", file=sys.stderr)
+    return 1 if report.failures else 0

@@ -1,0 +1,177 @@
+"""The folder of a planned pipeline: plan, order of work, a program for each stage, and weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ..backends.torch import emit_source
+from ..ir import (
+    InputRole,
+    Schedule,
+    UsageError,
+    parse_program,
+    print_program,
+    verify_graph,
+    verify_schedule,
+)
+from ..ir.pipeline import PipelineSchedule
+from ..ir.pipeline_plan import PipelinePlan
+from .folder import (
+    CONSTANT,
+    EXAMPLE,
+    PIPELINE_FILE,
+    check_operations,
+    delivery_from_json,
+    delivery_to_json,
+    in_layout,
+    put_folder,
+    undamaged,
+)
+from .loading import Source
+from .pipeline import Pipeline, Stages, state_of
+
+__all__ = ["WrittenPipeline", "is_pipeline", "read_pipeline", "write_pipeline"]
+
+
+@dataclass(frozen=True)
+class WrittenPipeline:
+    """What the folder of a pipeline holds.
+
+    Args:
+        stages: What runs.
+        state: Parameters and buffers of the stages that were asked for, by name.
+        examples: The tensor arguments of a whole batch.
+        source: Where the model came from.
+        ties: For each name of a parameter of several names the first one.
+    """
+
+    stages: Stages
+    state: dict[str, Tensor]
+    examples: tuple[Tensor, ...]
+    source: Source
+    ties: dict[str, str]
+
+
+def is_pipeline(folder: Path) -> bool:
+    """Whether a folder is that of a pipeline."""
+    return (folder / PIPELINE_FILE).is_file()
+
+
+def write_pipeline(folder: Path, pipeline: Pipeline, source: Source, examples: Sequence[Tensor]) -> None:
+    """Writes a pipeline; the folder appears when it is complete.
+
+    Args:
+        folder: Where to; an earlier folder of irc is replaced.
+        pipeline: What to write.
+        source: Where the model came from.
+        examples: The tensor leaves of the example arguments of a whole batch.
+
+    Raises:
+        UsageError: IRC430 when the target cannot be written.
+        UnsupportedError: IRC434 when the model returns what no JSON file holds.
+    """
+    put_folder(folder, lambda staging: _write(staging, pipeline, source, examples))
+
+
+def _write(folder: Path, pipeline: Pipeline, source: Source, examples: Sequence[Tensor]) -> None:
+    stages = pipeline.stages
+    state = state_of(pipeline.model)
+    first: dict[int, str] = {}
+    ties = {name: first.setdefault(id(tensor), name) for name, tensor in state.items()}
+    described = {
+        **stages.plan.to_json(),
+        "order": str(stages.order),
+        "source": asdict(source.located()),
+        "deliveries": [delivery_to_json(delivery) for delivery in stages.deliveries],
+        "ties": {name: its for name, its in ties.items() if name != its},
+    }
+    (folder / PIPELINE_FILE).write_text(json.dumps(described, indent=1))
+    for index, schedule in enumerate(stages.schedules):
+        (folder / f"stage-{index}.irc").write_text(print_program(schedule))
+        (folder / f"stage-{index}.py").write_text(emit_source(schedule))
+    tensors = {name: state[name] for name in first.values()}
+    tensors |= {CONSTANT + name: tensor for name, tensor in stages.constants.items()}
+    tensors |= {f"{EXAMPLE}{index}": tensor for index, tensor in enumerate(examples)}
+    plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    save_file(plain, folder / "weights.safetensors")
+    (folder / "weights.safetensors").chmod((folder / PIPELINE_FILE).stat().st_mode)
+
+
+def read_pipeline(folder: Path, rank: int | None = None) -> WrittenPipeline:
+    """What `write_pipeline` wrote, checked.
+
+    Args:
+        folder: Where.
+        rank: Reads the weights of the stages of this device alone; None those of all.
+
+    Raises:
+        UsageError: IRC431 when a file is missing or damaged.
+        VerificationError: When a graph, a schedule or the order of work is not valid.
+    """
+    with undamaged(folder / PIPELINE_FILE):
+        described: dict[str, Any] = json.loads((folder / PIPELINE_FILE).read_text())
+        plan = PipelinePlan.from_json(described)
+        order = PipelineSchedule.parse(described["order"])
+        deliveries = tuple(delivery_from_json(row) for row in described["deliveries"])
+        source = Source(**described["source"])
+        ties = {str(name): str(its) for name, its in described["ties"].items()}
+    order.verify()
+    schedules = tuple(_schedule(folder, index) for index in range(order.stages))
+    with undamaged(folder / "weights.safetensors"):
+        mine = range(order.stages) if rank is None else order.stages_on(rank)
+        state, constants, examples = _tensors(folder, [schedules[k] for k in mine], ties)
+    stages = Stages(order, schedules, deliveries, constants, plan)
+    return WrittenPipeline(stages, state, examples, source, ties)
+
+
+def _schedule(folder: Path, index: int) -> Schedule:
+    file = folder / f"stage-{index}.irc"
+    if not file.is_file():
+        raise UsageError(
+            "IRC431",
+            f"{folder} has no {file.name}",
+            help="give a folder written by irc optimize MODEL --stages K -o DIR",
+        )
+    with undamaged(file):
+        schedule = parse_program(file.read_text())
+    verify_graph(schedule.graph)
+    verify_schedule(schedule, {})
+    check_operations(schedule.graph)
+    return schedule
+
+
+def _tensors(
+    folder: Path, schedules: Sequence[Schedule], ties: dict[str, str]
+) -> tuple[dict[str, Tensor], dict[str, Tensor], tuple[Tensor, ...]]:
+    """Parameters and buffers, constants, and the examples; nothing else of the file is read."""
+    state: dict[str, Tensor] = {}
+    constants: dict[str, Tensor] = {}
+    with safe_open(folder / "weights.safetensors", framework="pt") as file:
+        names = set(file.keys())
+
+        def taken(name: str, entry: Any) -> Tensor:
+            tensors = {name: file.get_tensor(name)} if name in names else {}
+            return in_layout(name, tensors, entry.value.type)
+
+        for schedule in schedules:
+            for entry in schedule.graph.inputs:
+                if entry.role is InputRole.CONSTANT:
+                    constants[entry.target] = taken(CONSTANT + entry.target, entry)
+                elif entry.role in (InputRole.PARAMETER, InputRole.BUFFER):
+                    first = ties.get(entry.target, entry.target)
+                    if first not in state:
+                        tensor = taken(first, entry)
+                        is_parameter = entry.role is InputRole.PARAMETER
+                        state[first] = nn.Parameter(tensor, entry.requires_grad) if is_parameter else tensor
+                    state[entry.target] = state[first]
+        count = sum(name.startswith(EXAMPLE) for name in names)
+        examples = tuple(file.get_tensor(f"{EXAMPLE}{index}") for index in range(count))
+    return state, constants, examples

@@ -1,0 +1,60 @@
+"""The certificate of a planned pipeline, from its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..ir import InputRole, Region
+from ..ir.pipeline import in_flight
+from ..ir.pipeline_plan import PipelinePlan, StageSummary
+from ..passes.pipeline import PlannedPipeline, PlannedStage
+
+__all__ = ["plan_of"]
+
+
+def plan_of(planned: PlannedPipeline, budgets_bytes: Sequence[int]) -> PipelinePlan:
+    """The certificate of a planned pipeline, given the budget of each device."""
+    order = planned.schedule
+    flights = in_flight(order)
+    costs = planned.stages[0].program.costs
+    assert costs is not None
+    return PipelinePlan(
+        schedule=order.name,
+        micro_batches=order.micro_batches,
+        budget_bytes=tuple(budgets_bytes),
+        peak_bytes=planned.peak_bytes,
+        step_seconds=planned.timeline.step_seconds,
+        bound_seconds=planned.bound_seconds,
+        single_seconds=planned.single_seconds,
+        bubble=planned.timeline.bubble_fraction,
+        stages=tuple(
+            _summary(stage, order.device_of[k], flights[k].until_weight)
+            for k, stage in enumerate(planned.stages)
+        ),
+        cuts=planned.cuts,
+        costs=costs.source,
+        planning_seconds=planned.seconds,
+    )
+
+
+def _summary(stage: PlannedStage, device: int, in_flight: int) -> StageSummary:
+    graph, costs = stage.schedule.graph, stage.program.costs
+    assert costs is not None
+    forward = [n for n in graph.operations if n.region is Region.FORWARD and not n.op.startswith("irc.")]
+    once = sum(costs.seconds[node] for node in graph.operations)
+    taken = sum(costs.seconds[node] for node in stage.schedule.computed)
+    parameters = {i.value.storage for i in graph.inputs if i.role is InputRole.PARAMETER}
+    return StageSummary(
+        stage=stage.stage.index,
+        device=device,
+        first=next((str(node.at) for node in forward if node.at is not None), "the beginning"),
+        operations=len(forward),
+        parameter_bytes=sum(storage.nbytes for storage in parameters),
+        forward_seconds=stage.cost.forward_seconds,
+        backward_seconds=stage.cost.input_gradient_seconds + stage.cost.weight_gradient_seconds,
+        again_seconds=max(taken - once, 0.0),
+        held_bytes=stage.memory.held_bytes,
+        forward_bytes=stage.stage.after.forward_bytes,
+        backward_bytes=stage.stage.before.backward_bytes,
+        in_flight=in_flight,
+    )

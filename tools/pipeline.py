@@ -231,7 +231,8 @@ class PipelineTrainer:
                         "IRC487",
                         f"input {index} of a micro-batch is {shown}; the pipeline was planned for "
                         f"{list(entry.value.type.shape)}",
-                        help="give batches of the planned size (drop_last=True of a DataLoader), or plan again",
+                        help="give batches of the planned size (drop_last=True of a DataLoader), or plan "
+                        "again",
                     )
 
 
@@ -249,12 +250,12 @@ def micro_batches_of(args: Sequence[Any], count: int) -> list[tuple[Any, ...]]:
     leaves, tree = flatten(tuple(args))
     sizes = (leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim())
     batch = next(sizes, None)
-    if batch is None or not batch or batch % count:
-        what = "no batch is among the arguments" if batch is None else f"a batch of {batch} is there"
+    if not batch or batch % count:
         raise UsageError(
             "IRC487",
-            f"{what}, which does not divide into {count} micro-batches",
-            help="give a batch that is a multiple of the number of micro-batches (drop_last=True of a DataLoader)",
+            f"a batch of {batch or 'no size'} does not divide into {count} micro-batches",
+            help="give a batch that is a multiple of the number of micro-batches (drop_last=True of a "
+            "DataLoader)",
         )
     size = batch // count
     parts: list[Sequence[Any]] = [

@@ -181,23 +181,37 @@ class _Search:
         """
         graphs = self._stages(tuple(cuts))
         planners = [self._planner(graph, pair) for graph, pair in zip(graphs, self._pairs(cuts), strict=True)]
-        budgets = list(self.options.devices.budget_bytes)
-        room = [self._share(stage, budgets) for stage in range(len(planners))]
+        budgets = self.options.devices.budget_bytes
+        room = [budgets[device] for device in self.schedule.device_of]
+        shared = self._shared_bytes(graphs)
         over = [0]
         for _ in range(_TRIES):
-            stages = [self._plan(planner, room[k], k) for k, planner in enumerate(planners)]
-            shared = self._shared_bytes(graphs)
-            peaks = device_peak_bytes(self.schedule, [stage.memory for stage in stages], shared)
+            stages = [self._plan(planner, room, k) for k, planner in enumerate(planners)]
+            alive = device_peak_bytes(self.schedule, [stage.memory for stage in stages], shared)
+            peaks = tuple(peak + _STEP_BYTES * self.schedule.micro_batches for peak in alive)
             over = [max(peak - budget, 0) for peak, budget in zip(peaks, budgets, strict=True)]
             if not any(over):
                 return self._result(tuple(cuts), tuple(stages), peaks)
-            for k, stage in enumerate(stages):
-                device = self.schedule.device_of[k]
-                if over[device]:
-                    chunks = len(self.schedule.stages_on(device))
-                    taken = min(room[k], self._taken(stage, planners[k]))
-                    room[k] = taken - math.ceil(over[device] / chunks)
-        raise self._refusal(planners, max(over), None)
+            for device, excess_bytes in enumerate(over):
+                if excess_bytes:
+                    self._lower(room, stages, planners, device, excess_bytes)
+        raise self._refusal(planners, over, None)
+
+    def _lower(
+        self,
+        room: list[int],
+        stages: Sequence[PlannedStage],
+        planners: Sequence[StagePlanner],
+        device: int,
+        excess_bytes: int,
+    ) -> None:
+        """Takes from the stages of a device what it is over, from each by what it holds beside its statics."""
+        mine = self.schedule.stages_on(device)
+        taken = {k: self._taken(stages[k], planners[k]) for k in mine}
+        moving = {k: max(taken[k] - stages[k].memory.static_bytes, 1) for k in mine}
+        for k in mine:
+            part = excess_bytes * moving[k] / sum(moving.values())
+            room[k] = min(room[k], taken[k]) - math.ceil(part)
 
     def _shared_bytes(self, graphs: Sequence[StageGraph]) -> list[int]:
         """For each device, the bytes of what several of its stages have: parameters twice, for gradients."""
@@ -246,10 +260,6 @@ class _Search:
             )
         return self.planners[key]
 
-    def _share(self, stage: int, budgets: Sequence[int]) -> int:
-        device = self.schedule.device_of[stage]
-        return budgets[device] // len(self.schedule.stages_on(device))
-
     def _taken(self, stage: PlannedStage, planner: StagePlanner) -> int:
         """What a plan takes as `StagePlanner.planned` counts it."""
         waiting = planner.program.graph.forwards_in_flight - 1
@@ -257,13 +267,22 @@ class _Search:
         most = max(memory.forward_bytes, memory.backward_bytes, memory.rest_bytes)
         return memory.static_bytes + waiting * memory.held_bytes + most
 
-    def _plan(self, planner: StagePlanner, room_bytes: int, stage: int) -> PlannedStage:
+    def _plan(self, planner: StagePlanner, room: list[int], stage: int) -> PlannedStage:
+        """A stage within its room; where that is less than it needs, the room becomes what it needs.
+
+        Raises:
+            BudgetError: IRC486 where that is more than its device has.
+        """
         left = max(self.deadline - time.monotonic(), 1.0)
         time_limit = max(left / (2 * self.schedule.stages), 1.0)
         try:
-            planned = planner.planned(room_bytes, self.options.strategy, time_limit)
+            planned = planner.planned(room[stage], self.options.strategy, time_limit)
         except (BudgetError, TimeLimitError) as error:
-            raise self._refusal([planner], 0, error) from error
+            least_bytes = planner.minimum_bytes(time_limit)
+            if least_bytes > self.options.devices.budget_bytes[self.schedule.device_of[stage]]:
+                raise self._refusal([planner], None, error) from error
+            room[stage] = least_bytes
+            planned = planner.planned(least_bytes, self.options.strategy, time_limit)
         schedule, costs = planned.schedule, planned.program.costs
         assert costs is not None
         verify_graph(schedule.graph)
@@ -271,20 +290,29 @@ class _Search:
         return planned
 
     def _refusal(
-        self, planners: Sequence[StagePlanner], over_bytes: int, error: BudgetError | TimeLimitError | None
+        self,
+        planners: Sequence[StagePlanner],
+        over_bytes: Sequence[int] | None,
+        error: BudgetError | TimeLimitError | None,
     ) -> BudgetError:
+        """What to tell the user: the device that is furthest over, or the stage that does not fit alone."""
         left = max(self.deadline - time.monotonic(), 1.0)
-        needs = [(planner.minimum_bytes(left / len(planners)), planner) for planner in planners]
-        least_bytes, planner = max(needs, key=lambda pair: pair[0])
-        stage = planner.stage.index
-        device = self.schedule.device_of[stage]
-        budget_bytes = self.options.devices.budget_bytes[device]
-        needed_bytes = max(least_bytes * len(self.schedule.stages_on(device)), budget_bytes + over_bytes)
+        budgets = self.options.devices.budget_bytes
+        if over_bytes is None:
+            (planner,) = planners
+            device = self.schedule.device_of[planner.stage.index]
+            needed_bytes = max(planner.minimum_bytes(left), budgets[device] + 1)
+            what = f"stage {planner.stage.index} on device {device}"
+        else:
+            device = max(range(len(over_bytes)), key=over_bytes.__getitem__)
+            needed_bytes = budgets[device] + over_bytes[device]
+            stages = ", ".join(map(str, self.schedule.stages_on(device)))
+            what = f"device {device} (stage {stages})"
+        held = ", ".join(str(self.flights[k].until_weight) for k in self.schedule.stages_on(device))
         return BudgetError(
             "IRC486",
-            f"stage {stage} on device {device} needs {format_bytes(needed_bytes)}, over the budget of "
-            f"{format_bytes(budget_bytes)}: {planner.program.graph.forwards_in_flight} micro-batches are in flight "
-            "there",
+            f"{what} needs {format_bytes(needed_bytes)}, over the budget of {format_bytes(budgets[device])}, "
+            f"with {held} micro-batches in flight",
             help="raise --budget, use more stages or smaller micro-batches, or a schedule that holds fewer of "
             "them (1f1b)",
             minimum_bytes=needed_bytes,
@@ -305,7 +333,10 @@ class _Search:
         return PlannedPipeline(self.schedule, stages, cuts, timeline, peaks, bound, single, 0.0)
 
 
-_TRIES = 5
+_STEP_BYTES = 64
+"""What a step keeps for each micro-batch beside its stages: its number, its loss and the like."""
+
+_TRIES = 8
 """So often the budgets of stages are lowered by what their device is over."""
 
 

@@ -80,7 +80,7 @@ class StagePlanner:
             BudgetError: IRC204.
             TimeLimitError: IRC205.
         """
-        room_bytes = budget_bytes - self._beside_bytes
+        room_bytes = max(budget_bytes - self._beside_bytes, 1)
         keep_all = self.planner.problem.keep_all
         if strategy == "auto" and keep_all.peak_bytes <= room_bytes:
             return self._measured(

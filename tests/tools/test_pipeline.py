@@ -1,0 +1,251 @@
+"""Pipelines on several ranks train as the original does on one device, within the memory that was predicted."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pipeline_models
+import pytest
+import torch
+import torch.multiprocessing
+
+import irc
+from irc.tools.cli import main
+from irc.tools.loading import Source
+from irc.tools.pipeline import Pipeline, micro_batches_of, pipeline
+from irc.tools.pipeline_folder import read_pipeline, write_pipeline
+from irc.tools.pipeline_run import run_pipeline
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
+
+MODELS = ("tied", "skips", "translator")
+CASES = [
+    (2, "gpipe", 4),
+    (2, "1f1b", 4),
+    (2, "1f1b", 1),
+    (2, "interleaved", 4),
+    (2, "zb-h1", 4),
+    (2, "zbv", 4),
+    (2, "dualpipev", 4),
+    (4, "gpipe", 8),
+    (4, "1f1b", 8),
+    (4, "1f1b", 2),
+    (4, "zb-h1", 8),
+    (4, "zbv", 8),
+]
+
+
+def source_of(model: str) -> Source:
+    return Source(f"{pipeline_models.__file__}:{model}")
+
+
+def planned(model: str, ranks: int, schedule: str, micro_batches: int, budget: str = "64MiB") -> Pipeline:
+    module, args = getattr(pipeline_models, model)()
+    return pipeline(
+        module,
+        args,
+        budget,
+        stages=ranks,
+        micro_batches=micro_batches,
+        schedule=schedule,
+        profile=False,
+        time_limit=0.5,
+    )
+
+
+def written(folder: Path, model: str, pipe: Pipeline) -> Path:
+    write_pipeline(folder, pipe, source_of(model), getattr(pipeline_models, model)()[1])
+    return folder
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_train_as_one_device(ranks: int, tmp_path: Path) -> None:
+    """All in one test: the ranks are started once."""
+    folders: list[str] = []
+    for model in MODELS:
+        for count, schedule, micro_batches in CASES:
+            if count == ranks:
+                name = tmp_path / f"{model}-{schedule}-{micro_batches}"
+                folders.append(str(written(name, model, planned(model, ranks, schedule, micro_batches))))
+    results = tmp_path / "results"
+    arguments = (ranks, str(tmp_path / "meeting"), tuple(folders), str(results))
+    torch.multiprocessing.spawn(pipeline_models.run_folders, args=arguments, nprocs=ranks)
+    for name, report in json.loads(results.read_text()).items():
+        check(name, report, ranks)
+
+
+def check(name: str, report: Any, ranks: int) -> None:
+    assert report["failures"] == [], name
+    assert len(report["ranks"]) == ranks
+    for rank in report["ranks"]:
+        assert rank["measured_bytes"] <= rank["predicted_bytes"] <= rank["budget_bytes"], name
+        assert rank["gradient_difference"] <= 1e-5 * rank["gradient_scale"], name
+        assert rank["gradient_scale"] > 0
+    assert report["losses"] == pytest.approx(report["original_losses"], rel=1e-6), name
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_one_process_runs_what_was_planned_for_several(model: str, schedule: str, tmp_path: Path) -> None:
+    folder = written(tmp_path / "out", model, planned(model, 2, schedule, 4))
+    report = run_pipeline(folder, 2, with_original=True)
+    assert report.is_alone and report.failures == []
+    assert report.ranks[0].gradient_difference is not None
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zbv"])
+def test_less_memory_takes_more_time_and_fits(schedule: str) -> None:
+    wide = planned("translator", 2, schedule, 4).plan
+    budget = round(max(wide.peak_bytes) * 0.93)
+    tight = planned("translator", 2, schedule, 4, str(budget)).plan
+    assert max(tight.peak_bytes) <= budget
+    assert tight.step_seconds >= tight.bound_seconds
+    assert wide.step_seconds >= wide.bound_seconds
+
+
+def test_a_plan_that_computes_again_has_the_same_numbers(tmp_path: Path) -> None:
+    least = irc_minimum("tied")
+    pipe = planned("tied", 2, "gpipe", 4, str(least))
+    assert any(stage.again_seconds for stage in pipe.plan.stages)
+    report = run_pipeline(written(tmp_path / "out", "tied", pipe), 2, with_original=True)
+    assert report.failures == []
+
+
+def irc_minimum(model: str) -> int:
+    """The smallest budget that a refusal names; it is enough."""
+    with pytest.raises(irc.BudgetError, match="IRC486") as refused:
+        planned(model, 2, "gpipe", 4, "64KiB")
+    budget = refused.value.minimum_bytes
+    for _ in range(6):
+        try:
+            planned(model, 2, "gpipe", 4, str(budget))
+        except irc.BudgetError as error:
+            budget = error.minimum_bytes
+        else:
+            return budget
+    raise AssertionError("what refusals name is never enough")
+
+
+def test_a_program_trains_by_its_own_loss() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(6, 6) for _ in range(4)))
+    twin = copy.deepcopy(model)
+    x, y = torch.randn(8, 6), torch.randn(8, 6)
+
+    class WithTarget(torch.nn.Module):
+        def __init__(self, inner: torch.nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"found": self.inner(x)}
+
+    pipe = pipeline(
+        WithTarget(model),
+        (x, y),
+        "1MiB",
+        stages=2,
+        micro_batches=2,
+        loss=lambda result, x, y: (result["found"] - y).square().mean(),
+        profile=False,
+    )
+    trainer = pipe.start()
+    losses = trainer.step(x, y)
+    expected = (twin(x) - y).square().mean()
+    expected.backward()
+    assert sum(losses) / 2 == pytest.approx(expected.item(), rel=1e-6)
+    for mine, its in zip(model.parameters(), twin.parameters(), strict=True):
+        assert mine.grad is not None and its.grad is not None
+        torch.testing.assert_close(mine.grad, its.grad)
+    assert trainer.state_dict().keys() == {f"inner.{name}" for name in model.state_dict()}
+    assert {id(p) for p in trainer.parameters()} == {id(p) for p in model.parameters()}
+
+
+def test_a_folder_is_read_as_it_was_written(tmp_path: Path) -> None:
+    pipe = planned("tied", 2, "zb-h1", 4)
+    folder = written(tmp_path / "out", "tied", pipe)
+    again = read_pipeline(folder)
+    assert again.stages.plan == pipe.plan and again.stages.order == pipe.stages.order
+    assert again.stages.texts() == pipe.stages.texts()
+    first = read_pipeline(folder, 0)
+    assert first.state.keys() < again.state.keys()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "status"),
+    [
+        (["--stages", "2", "--micro-batches", "3"], "IRC487", 2),
+        (["--stages", "99", "--micro-batches", "4"], "IRC485", 2),
+        (["--stages", "2", "--micro-batches", "4", "--schedule", "none"], "IRC467", 2),
+        (["--stages", "0", "--micro-batches", "4"], "IRC468", 2),
+        (["--stages", "2"], "IRC400", 2),
+        (["--stages", "2", "--micro-batches", "4", "--swap", "host"], "IRC400", 2),
+        (["--stages", "2", "--micro-batches", "4", "--budget", "1MiB,1MiB,1MiB"], "IRC482", 2),
+        (["--stages", "2", "--micro-batches", "4", "--budget", "50%"], "IRC482", 2),
+        (["--stages", "2", "--micro-batches", "4", "--budget", "4KiB"], "IRC486", 3),
+    ],
+)
+def test_refusals(
+    arguments: list[str], code: str, status: int, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    model = source_of("translator").model
+    target = tmp_path / "out"
+    common = ["optimize", model, "--no-profile", "--budget", "1MiB", "-o", str(target)]
+    assert main([*common, *arguments]) == status
+    said = capsys.readouterr().err
+    assert f"error[{code}]" in said and "help: " in said
+    assert not target.exists()
+
+
+def test_batches_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(irc.UsageError, match=r"IRC487.*a batch of 10 does not divide into 4"):
+        micro_batches_of((torch.zeros(10, 2),), 4)
+    trainer = planned("skips", 2, "1f1b", 4).start()
+    with pytest.raises(irc.UsageError, match=r"IRC487.*input 0 of a micro-batch is \[2, 3, 8, 8\]"):
+        trainer.step(torch.zeros(8, 3, 8, 8))
+    assert all(parameter.grad is None for parameter in trainer.parameters())
+
+
+def test_arguments_that_require_gradients_are_refused() -> None:
+    model, (x,) = pipeline_models.skips()
+    with pytest.raises(irc.UnsupportedError, match="IRC483"):
+        pipeline(model, (x.requires_grad_(),), "1MiB", stages=2, micro_batches=2, profile=False)
+
+
+def test_a_rank_that_dies_takes_the_others_down(tmp_path: Path) -> None:
+    folder = written(tmp_path / "out", "tied", planned("tied", 2, "1f1b", 4))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    running = subprocess.Popen(
+        [*command, "-m", "irc", "run", str(folder), "--steps", "1000000"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        ranks = _children(running.pid, 2)
+        time.sleep(5)  # they train by then
+        os.kill(ranks[-1], signal.SIGKILL)
+        _, said = running.communicate(timeout=30)
+    finally:
+        running.kill()
+    assert running.returncode != 0
+    assert f"Signal 9 (SIGKILL) received by PID {ranks[-1]}" in said
+
+
+def _children(parent: int, count: int) -> list[int]:
+    """The processes that a process started, once there are so many."""
+    for _ in range(300):
+        found = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+        if len(found) >= count:
+            return [int(child) for child in found]
+        time.sleep(0.1)
+    raise AssertionError("the ranks do not start")

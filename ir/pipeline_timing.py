@@ -221,21 +221,26 @@ def _check(schedule: PipelineSchedule, costs: Sequence[StageCost], transfers: Se
             )
     pairs: set[tuple[int, int]] = set()
     for transfer in transfers:
-        pair = transfer.source_stage, transfer.target_stage
-        if pair in pairs or pair[0] == pair[1] or not all(0 <= s < schedule.stages for s in pair):
+        source, target = transfer.source_stage, transfer.target_stage
+        if source == target or not all(0 <= stage < schedule.stages for stage in (source, target)):
             raise UsageError(
                 "IRC466",
-                f"a transfer from stage {pair[0]} to stage {pair[1]} of {schedule.stages}"
-                + (" is there twice" if pair in pairs else ""),
-                help="give one transfer for each pair of different stages and each direction",
+                f"there is no transfer from stage {source} to stage {target} of {schedule.stages} stages",
+                help="give transfers between different stages, counted from 0",
+            )
+        if (source, target) in pairs:
+            raise UsageError(
+                "IRC466",
+                f"the transfer from stage {source} to stage {target} is there twice",
+                help="give one transfer with the bytes and seconds of both",
             )
         if transfer.seconds < 0 or transfer.nbytes < 0:
             raise UsageError(
                 "IRC466",
-                f"the transfer from stage {pair[0]} to stage {pair[1]} takes negative time or bytes",
+                f"the transfer from stage {source} to stage {target} takes negative seconds or bytes",
                 help="give 0 or more",
             )
-        pairs.add(pair)
+        pairs.add((source, target))
 
 
 # ---------------------------------------------------------------------- times

@@ -31,13 +31,13 @@ class ScheduleKind:
         chunks: How many stages each device has; None where it is up to the user.
         device_of: The device of a stage, given how many devices there are.
         steps: What a device does, given it, p, m and v.
-        refusal: Why it does not take p and m, and what to do next; None where it takes them.
+        check: Raises IRC468 where it does not take p and m.
     """
 
     chunks: int | None
     device_of: Callable[[int, int], int]
     steps: Callable[[int, int, int, int], _Steps]
-    refusal: Callable[[int, int], tuple[str, str] | None] = lambda p, m: None
+    check: Callable[[int, int], None] = lambda p, m: None
 
 
 def pipeline_schedule(
@@ -71,9 +71,7 @@ def pipeline_schedule(
             f"{name} has {kind.chunks} stages on each device, not {chunks}",
             help=f"give {kind.chunks}, or choose interleaved, which takes any number",
         )
-    if (refusal := kind.refusal(devices, micro_batches)) is not None:
-        message, advice = refusal
-        raise UsageError("IRC468", f"{name} does not take {message}", help=advice)
+    kind.check(devices, micro_batches)
     v = kind.chunks or chunks or 2
     lines = (kind.steps(device, devices, micro_batches, v) for device in range(devices))
     return PipelineSchedule(
@@ -159,13 +157,14 @@ def _round(p: int, m: int) -> int:
     return m // max(m // p, 1)
 
 
-def _interleaved_refusal(p: int, m: int) -> tuple[str, str] | None:
-    if m % max(m // p, 1) == 0:
-        return None
-    return (
-        f"{m} micro-batches on {p} devices: they are no whole number of rounds of {m // (m // p)}",
-        f"give {m // p * p} or {(m // p + 1) * p} micro-batches, multiples of the devices, or choose 1f1b",
-    )
+def _check_interleaved(p: int, m: int) -> None:
+    rounds = max(m // p, 1)
+    if m % rounds:
+        raise UsageError(
+            "IRC468",
+            f"interleaved takes micro-batches in equal rounds, and {m} are not {rounds} times as many",
+            help=f"give {rounds * p} or {(rounds + 1) * p} micro-batches, or choose 1f1b",
+        )
 
 
 def _interleaved(device: int, p: int, m: int, v: int) -> _Steps:
@@ -209,19 +208,20 @@ def _zero_bubble_v(device: int, p: int, m: int, v: int) -> _Steps:
     return steps + [(up, _W)] * device + [(down, _W)] * device
 
 
-def _dual_pipe_v_refusal(p: int, m: int) -> tuple[str, str] | None:
-    if m >= 2 * p:
-        return None
-    return (
-        f"{m} micro-batches on {p} devices: it needs one for each of {2 * p} stages",
-        f"give {2 * p} micro-batches or more, or choose zbv",
-    )
+def _check_dual_pipe_v(p: int, m: int) -> None:
+    if m < 2 * p:
+        raise UsageError(
+            "IRC468",
+            f"dualpipev on {p} devices takes {2 * p} micro-batches or more, one for each stage, not {m}",
+            help=f"give {2 * p} micro-batches, or choose zbv, which takes any number",
+        )
 
 
 def _dual_pipe_v(device: int, p: int, m: int, v: int) -> _Steps:
     """A forward of one chunk beside a backward of the other in turn, weight gradients apart at both ends.
 
-    Takes m >= 2p. What DualPipeV runs as one overlapped action is a forward and then a whole backward here.
+    Takes m >= 2p. What torch's DualPipeV runs as one overlapped action is a forward and then a whole backward
+    here; torch sends the forward's result only after both.
 
     Source:
         DeepSeek-AI, DualPipe (DeepSeek-V3 technical report, 2024), cut in half.
@@ -243,9 +243,9 @@ def _dual_pipe_v(device: int, p: int, m: int, v: int) -> _Steps:
 SCHEDULES: dict[str, ScheduleKind] = {
     "gpipe": ScheduleKind(1, _around, _gpipe),
     "1f1b": ScheduleKind(1, _around, _one_forward_one_backward),
-    "interleaved": ScheduleKind(None, _around, _interleaved, _interleaved_refusal),
+    "interleaved": ScheduleKind(None, _around, _interleaved, _check_interleaved),
     "zb-h1": ScheduleKind(1, _around, _zero_bubble_h1),
     "zbv": ScheduleKind(2, _there_and_back, _zero_bubble_v),
-    "dualpipev": ScheduleKind(2, _there_and_back, _dual_pipe_v, _dual_pipe_v_refusal),
+    "dualpipev": ScheduleKind(2, _there_and_back, _dual_pipe_v, _check_dual_pipe_v),
 }
 """All known schedules, by name."""

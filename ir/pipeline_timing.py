@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -199,7 +200,7 @@ def simulate_pipeline(
         something else, the larger number of bytes is counted.
 
     Raises:
-        UsageError: IRC466 for another number of costs than stages, a negative time, a transfer from a stage
+        UsageError: IRC466 for another number of costs than stages, a time below 0, a transfer from a stage
             to itself, to a stage that is not there, or twice between the same two.
         VerificationError: IRC464 or IRC465 for a schedule whose devices wait forever.
     """
@@ -215,10 +216,13 @@ def _check(schedule: PipelineSchedule, costs: Sequence[StageCost], transfers: Se
             "IRC466", f"{len(costs)} costs for {schedule.stages} stages", help="give one cost for each stage"
         )
     for stage, cost in enumerate(costs):
-        if min(cost.seconds(work) for work in Work) < 0:
-            raise UsageError(
-                "IRC466", f"stage {stage} takes a negative time", help="give times of 0 seconds or more"
-            )
+        for work in Work:
+            if not 0 <= cost.seconds(work) < math.inf:
+                raise UsageError(
+                    "IRC466",
+                    f"{work.name} of stage {stage} takes {cost.seconds(work)} seconds",
+                    help="give a number of seconds that is 0 or more",
+                )
     pairs: set[tuple[int, int]] = set()
     for transfer in transfers:
         source, target = transfer.source_stage, transfer.target_stage
@@ -234,11 +238,12 @@ def _check(schedule: PipelineSchedule, costs: Sequence[StageCost], transfers: Se
                 f"the transfer from stage {source} to stage {target} is there twice",
                 help="give one transfer with the bytes and seconds of both",
             )
-        if transfer.seconds < 0 or transfer.nbytes < 0:
+        if not 0 <= transfer.seconds < math.inf or transfer.nbytes < 0:
             raise UsageError(
                 "IRC466",
-                f"the transfer from stage {source} to stage {target} takes negative seconds or bytes",
-                help="give 0 or more",
+                f"the transfer from stage {source} to stage {target} takes {transfer.seconds} seconds and "
+                f"{transfer.nbytes} bytes",
+                help="give numbers that are 0 or more",
             )
         pairs.add((source, target))
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from ..ir import UsageError
 from .bench_points import IRC, TORCH, ModelResult, Point
+from .pictures import STYLE, rendered
 
-__all__ = ["check_picture", "draw"]
+__all__ = ["draw"]
 
-_SUFFIXES = (".svg", ".png", ".pdf")
 _COLUMNS = 3
 _PANEL_INCHES = (4.4, 3.6)
 _ENTRY_INCHES = 2.9
@@ -27,20 +24,6 @@ _MARKS = (
 )
 
 
-def check_picture(path: Path) -> None:
-    """Refuses a file of a kind that is not drawn.
-
-    Raises:
-        UsageError: IRC400 for another suffix.
-    """
-    if path.suffix not in _SUFFIXES:
-        raise UsageError(
-            "IRC400",
-            f"--plot {path} is of no known kind",
-            help=f"give a file ending in {', '.join(_SUFFIXES)}",
-        )
-
-
 def draw(results: Sequence[ModelResult], kind: str, *, wall: bool) -> bytes:
     """The picture as a file's content.
 
@@ -51,7 +34,7 @@ def draw(results: Sequence[ModelResult], kind: str, *, wall: bool) -> bytes:
     """
     import matplotlib
 
-    with matplotlib.rc_context({"svg.hashsalt": "irc", "svg.fonttype": "none", "font.size": 9}):
+    with matplotlib.rc_context({**STYLE, "font.size": 9}):
         from matplotlib.figure import Figure  # no window system is asked for
 
         columns = min(_COLUMNS, len(results))
@@ -71,10 +54,7 @@ def draw(results: Sequence[ModelResult], kind: str, *, wall: bool) -> bytes:
         per_row = max(int(width / _ENTRY_INCHES), 1)
         columns = min(len(entries), per_row)
         figure.legend(handles=entries, loc="outside upper left", ncols=columns, frameon=False)
-        buffer = io.BytesIO()
-        metadata = {"Date": None} if kind == "svg" else None
-        figure.savefig(buffer, format=kind, dpi=150, metadata=metadata)
-    return buffer.getvalue()
+        return rendered(figure, kind)
 
 
 def _legend(results: Sequence[ModelResult]) -> list[Any]:

@@ -27,11 +27,12 @@ from typing import Any
 
 from .. import __version__
 from ..ir import IrcError, UsageError, format_bytes
-from .bench_picture import check_picture, draw
+from .bench_picture import draw
 from .bench_points import ModelResult, Scope, measure_model
 from .bench_report import render
 from .loading import load
 from .measuring import Settings, model_source, threads
+from .pictures import check_picture
 from .tables import check_folder, replace_section, write_whole
 from .torch_methods import FAMILIES
 
@@ -72,7 +73,7 @@ def _run(options: argparse.Namespace, command: str) -> Sequence[ModelResult]:
     if options.markdown is not None:
         replace_section(options.markdown, _SECTION, "")
     if options.plot is not None:
-        check_picture(options.plot)
+        check_picture(options.plot, "--plot")
     about = _about(options, command)
     done: dict[str, ModelResult] = {}
     if options.resume:

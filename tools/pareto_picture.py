@@ -13,18 +13,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from .pareto_front import Front, Known, memory_unit
+from .pictures import STYLE, rendered
 
 __all__ = ["draw_front", "steps"]
 
 _MARKERS = "x+sD^v*"
 _FRONT, _BAND, _KNEE, _GREY = "#0b5394", "#9fc5e8", "#cc4125", "#777777"
 _TIERS = ("#38761d", "#b45f06")
-_STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "irc",  # the same front gives the same file
-    "font.size": 9.5,
-    "axes.spines.right": False,
-}
+_STYLE: dict[Any, Any] = {**STYLE, "font.size": 9.5, "axes.spines.right": False}
 
 
 def draw_front(front: Front, path: Path, suffix: str) -> None:
@@ -45,8 +41,7 @@ def draw_front(front: Front, path: Path, suffix: str) -> None:
         for panel in copies:
             _draw_copies(panel, front)
         _describe(figure, axes, front)
-        metadata = {"Date": None} if suffix == ".svg" else {}
-        figure.savefig(path, format=suffix.removeprefix("."), dpi=150, metadata=metadata)
+        path.write_bytes(rendered(figure, suffix.removeprefix(".")))
 
 
 def _panels(figure: Figure, front: Front) -> list[Axes]:

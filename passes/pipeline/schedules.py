@@ -52,19 +52,17 @@ def pipeline_schedule(
         chunks: Stages of each device; None for two where it is up to the user, else for the schedule's own.
 
     Raises:
-        UsageError: IRC467 for an unknown name; IRC468 for numbers that the schedule does not take.
+        UsageError: IRC467 for an unknown name; IRC469 for a number below 1; IRC468 for numbers that the
+            schedule does not take.
     """
     kind = SCHEDULES.get(name)
     if kind is None:
         raise UsageError(
             "IRC467", f"there is no pipeline schedule {name!r}", help=f"choose {', '.join(SCHEDULES)}"
         )
-    if min(devices, micro_batches) < 1 or (chunks is not None and chunks < 1):
-        raise UsageError(
-            "IRC468",
-            f"{devices} devices, {micro_batches} micro-batches, {chunks} chunks: each must be 1 or more",
-            help="give positive numbers",
-        )
+    for count, what in ((devices, "devices"), (micro_batches, "micro-batches"), (chunks, "chunks")):
+        if count is not None and count < 1:
+            raise UsageError("IRC469", f"a pipeline cannot have {count} {what}", help="give 1 or more")
     if kind.chunks is not None and chunks not in (None, kind.chunks):
         raise UsageError(
             "IRC468",

@@ -164,11 +164,12 @@ ONE = StageCost(1, 1, 1)
     ("costs", "transfers", "says"),
     [
         ([ONE], [], "1 costs for 2 stages"),
-        ([ONE, StageCost(1, -1, 1)], [], "stage 1 takes a negative time"),
+        ([ONE, StageCost(1, -1, 1)], [], "INPUT_GRADIENT of stage 1 takes -1 seconds"),
+        ([ONE, StageCost(float("nan"), 1, 1)], [], "FORWARD of stage 1 takes nan seconds"),
         ([ONE, ONE], [Transfer(0, 2, 1, 1)], "from stage 0 to stage 2 of 2 stages"),
         ([ONE, ONE], [Transfer(1, 1, 1, 1)], "from stage 1 to stage 1"),
         ([ONE, ONE], [Transfer(0, 1, 1, 1), Transfer(0, 1, 2, 1)], "from stage 0 to stage 1 is there twice"),
-        ([ONE, ONE], [Transfer(0, 1, 1, -1)], "negative seconds or bytes"),
+        ([ONE, ONE], [Transfer(0, 1, 1, -1)], "takes -1 seconds and 1 bytes"),
     ],
 )
 def test_costs_that_make_no_sense_are_refused(

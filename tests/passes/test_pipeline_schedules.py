@@ -133,9 +133,9 @@ def test_what_is_taken_is_valid(name: str, p: int, m: int, v: int) -> None:
     ("name", "numbers", "code", "says"),
     [
         ("1f2b", (2, 4), "IRC467", "there is no pipeline schedule '1f2b'"),
-        ("gpipe", (0, 4), "IRC468", "0 devices"),
-        ("gpipe", (2, 0), "IRC468", "0 micro-batches"),
-        ("interleaved", (2, 4, 0), "IRC468", "0 chunks"),
+        ("gpipe", (0, 4), "IRC469", "0 devices"),
+        ("gpipe", (2, 0), "IRC469", "0 micro-batches"),
+        ("interleaved", (2, 4, 0), "IRC469", "0 chunks"),
         ("zbv", (2, 4, 3), "IRC468", "zbv has 2 stages on each device, not 3"),
         ("1f1b", (2, 4, 2), "IRC468", "1f1b has 1 stages on each device, not 2"),
         ("interleaved", (4, 9), "IRC468", "and 9 are not 2 times as many"),

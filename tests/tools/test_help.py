@@ -17,6 +17,7 @@ from irc.tools import bench_recompute, cli, measure_plans
         (cli.main, ["inspect"]),
         (cli.main, ["run"]),
         (cli.main, ["machine"]),
+        (cli.main, ["schedule"]),
         (bench_recompute.main, []),
         (measure_plans.main, []),
     ],

@@ -198,10 +198,10 @@ def _check_works(stage: int, micro_batch: int, works: Sequence[Work]) -> None:
             "IRC463",
             f"the backward of stage {stage} on micro-batch {micro_batch} is there whole, and in parts",
         )
-    needed = {Work.FORWARD} | ({Work.BACKWARD} if Work.BACKWARD in works else split)
+    needed = {Work.FORWARD, Work.BACKWARD} if split.isdisjoint(works) else {Work.FORWARD, *split}
     missing = [str(Action(stage, work, micro_batch)) for work in Work if work in needed and work not in works]
     if missing:
-        raise VerificationError("IRC461", f"{' and '.join(missing)} is missing")
+        raise VerificationError("IRC461", f"missing: {', '.join(missing)}")
 
 
 # ---------------------------------------------------------------------- order

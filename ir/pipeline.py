@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -89,12 +90,15 @@ class PipelineSchedule:
         device_of: The device of each stage.
         micro_batches: How many there are in a step.
         lines: What each device does, in order.
+        overlapped: Forwards that are one with the whole backward right after them: what both make leaves the
+            device when both have run, as with torch's DualPipeV. In the text form a `+` joins the two.
     """
 
     name: str
     device_of: tuple[int, ...]
     micro_batches: int
     lines: tuple[tuple[Action, ...], ...]
+    overlapped: frozenset[Action] = frozenset()
 
     @property
     def stages(self) -> int:
@@ -121,6 +125,7 @@ class PipelineSchedule:
         """
         _check_places(self)
         _check_counts(self)
+        _check_overlaps(self)
         execution_order(self)
 
     @staticmethod
@@ -146,21 +151,23 @@ class PipelineSchedule:
                     f"line {place + 2} of a pipeline schedule is {rest[place]!r}",
                     help=f"write: device {place}: 0F0 0F1 0B0 0B1",
                 )
+        words = [[word.split("+") for word in line[2].split()] for line in lines if line]
         return PipelineSchedule(
             header[1],
             tuple(int(device) for device in header[3].split()),
             int(header[2]),
-            tuple(tuple(Action.parse(word) for word in line[2].split()) for line in lines if line),
+            tuple(tuple(Action.parse(part) for word in line for part in word) for line in words),
+            frozenset(Action.parse(part) for line in words for word in line for part in word[:-1]),
         )
 
     def __str__(self) -> str:
         devices = " ".join(str(device) for device in self.device_of)
         lines = (
-            " ".join([f"device {device}:", *(str(action) for action in line)])
+            f"device {device}: " + "".join(f"{a}+" if a in self.overlapped else f"{a} " for a in line)
             for device, line in enumerate(self.lines)
         )
         header = f"pipeline {self.name}: {self.micro_batches} micro-batches, stages on devices {devices}"
-        return "\n".join([header, *lines])
+        return "\n".join([header, *(line.rstrip() for line in lines)])
 
 
 def _check_places(schedule: PipelineSchedule) -> None:
@@ -204,14 +211,31 @@ def _check_works(stage: int, micro_batch: int, works: Sequence[Work]) -> None:
         raise VerificationError("IRC461", f"missing: {', '.join(missing)}")
 
 
+def _check_overlaps(schedule: PipelineSchedule) -> None:
+    followed = {before: after for line in schedule.lines for before, after in itertools.pairwise(line)}
+    for action in schedule.overlapped:
+        after = followed.get(action)
+        if action.work is not Work.FORWARD or after is None or after.work is not Work.BACKWARD:
+            raise VerificationError(
+                "IRC464", f"{action} and {after or 'nothing'} are no forward and whole backward that overlap"
+            )
+        if (after.stage, after.micro_batch) == (action.stage, action.micro_batch):
+            raise VerificationError("IRC464", f"{action} cannot overlap with its own backward")
+
+
 # ---------------------------------------------------------------------- order
 
 
-def needed_before(action: Action, stages: int) -> tuple[tuple[int, Work, int], ...]:
-    """What must have run before an action, on whichever device.
+_Result = tuple[int, Work, int]
 
-    A backward, whole or the part for the inputs, is named by `Work.INPUT_GRADIENT`.
-    """
+
+def result_of(action: Action) -> _Result:
+    """What others wait for: of a whole backward it is the gradients of the inputs, as of that part."""
+    return action.stage, Work.INPUT_GRADIENT if action.hands_back else action.work, action.micro_batch
+
+
+def needed_before(action: Action, stages: int) -> tuple[_Result, ...]:
+    """The results that must be there before an action, on whichever device they are made."""
     stage, micro_batch = action.stage, action.micro_batch
     match action.work:
         case Work.FORWARD:
@@ -224,17 +248,21 @@ def needed_before(action: Action, stages: int) -> tuple[tuple[int, Work, int], .
             return (own, after) if stage + 1 < stages else (own,)
 
 
-def execution_order(schedule: PipelineSchedule) -> list[Action]:
+def execution_order(schedule: PipelineSchedule) -> list[tuple[Action, tuple[Action, ...]]]:
     """All actions, each after those of its device that come before it and after what it needs.
+
+    Returns:
+        Each with the actions whose results leave the device when it ends: itself; of an overlapped forward
+        none, as its result leaves with that of the backward after it.
 
     Raises:
         VerificationError: IRC464 where a device does something before what it needs of itself; IRC465 where
             devices wait for each other.
     """
-    done: set[tuple[int, Work, int]] = set()
-    waiting: defaultdict[tuple[int, Work, int], list[int]] = defaultdict(list)
+    done: set[_Result] = set()
+    waiting: defaultdict[_Result, list[int]] = defaultdict(list)
     reached = [0] * schedule.devices
-    order: list[Action] = []
+    order: list[tuple[Action, tuple[Action, ...]]] = []
     ready = list(reversed(range(schedule.devices)))
     while ready:
         device = ready.pop()
@@ -245,20 +273,18 @@ def execution_order(schedule: PipelineSchedule) -> list[Action]:
             if missing is not None:
                 waiting[missing].append(device)
                 break
-            order.append(action)
+            before = line[reached[device] - 1 : reached[device]]
+            leaving = tuple(a for a in (*before, action) if a is action or a in schedule.overlapped)
+            order.append((action, () if action in schedule.overlapped else leaving))
             reached[device] += 1
-            key = (action.stage, _made(action), action.micro_batch)
-            done.add(key)
-            ready += waiting.pop(key, ())
+            for result in map(result_of, order[-1][1]):
+                done.add(result)
+                ready += waiting.pop(result, ())
     _check_end(schedule, reached, done)
     return order
 
 
-def _made(action: Action) -> Work:
-    return Work.INPUT_GRADIENT if action.hands_back else action.work
-
-
-def _check_end(schedule: PipelineSchedule, reached: Sequence[int], done: set[tuple[int, Work, int]]) -> None:
+def _check_end(schedule: PipelineSchedule, reached: Sequence[int], done: set[_Result]) -> None:
     stuck = [device for device, line in enumerate(schedule.lines) if reached[device] < len(line)]
     waits: list[str] = []
     for device in stuck:

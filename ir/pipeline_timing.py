@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from .errors import UsageError
-from .pipeline import Action, PipelineSchedule, Work, execution_order, needed_before
+from .pipeline import Action, PipelineSchedule, Work, execution_order, needed_before, result_of
 
 __all__ = [
     "MemoryPoint",
@@ -178,6 +178,7 @@ def simulate_pipeline(
 ) -> PipelineTimeline:
     """A step of `schedule`: each action as soon as its device is free and what it needs has arrived.
 
+    What an overlapped forward makes leaves with what its backward makes.
     Transfers run beside computations, and on each link from one device to another one after the other, in the
     order in which what they carry is made. An action waits for the same work of the stage next to it also
     where no transfer is between the two.
@@ -259,17 +260,18 @@ class _Times:
 
 
 def _times(schedule: PipelineSchedule, costs: Sequence[StageCost], transfers: Sequence[Transfer]) -> _Times:
-    outgoing: defaultdict[tuple[int, bool], list[Transfer]] = defaultdict(list)
+    outgoing: defaultdict[tuple[int, Work], list[Transfer]] = defaultdict(list)
     for transfer in transfers:
         if schedule.device_of[transfer.source_stage] != schedule.device_of[transfer.target_stage]:
-            outgoing[transfer.source_stage, transfer.is_forward].append(transfer)
+            for work in (Work.FORWARD,) if transfer.is_forward else (Work.INPUT_GRADIENT, Work.BACKWARD):
+                outgoing[transfer.source_stage, work].append(transfer)
     lines: list[list[TimedAction]] = [[] for _ in range(schedule.devices)]
     sent: list[TimedTransfer] = []
     of: dict[Action, TimedAction] = {}
-    made: dict[tuple[int, Work, int], float] = {}
+    made: dict[object, float] = {}
     arrived: defaultdict[tuple[int, bool, int], float] = defaultdict(float)
     link_free: defaultdict[tuple[int, int], float] = defaultdict(float)
-    for action in execution_order(schedule):
+    for action, leaving in execution_order(schedule):
         stage, micro_batch = action.stage, action.micro_batch
         device = schedule.device_of[stage]
         start = lines[device][-1].end_seconds if lines[device] else 0.0
@@ -280,16 +282,15 @@ def _times(schedule: PipelineSchedule, costs: Sequence[StageCost], transfers: Se
         end = start + costs[stage].seconds(action.work)
         of[action] = timed = TimedAction(action, start, end)
         lines[device].append(timed)
-        if action.work is Work.WEIGHT_GRADIENT:
-            continue
-        made[stage, Work.INPUT_GRADIENT if action.hands_back else action.work, micro_batch] = end
-        for transfer in outgoing[stage, action.work is Work.FORWARD]:
-            target = schedule.device_of[transfer.target_stage]
-            begin = max(end, link_free[device, target])
-            link_free[device, target] = finish = begin + transfer.seconds
-            key = transfer.target_stage, transfer.is_forward, micro_batch
-            arrived[key] = max(arrived[key], finish)
-            sent.append(TimedTransfer(transfer, micro_batch, device, target, begin, finish))
+        for source in leaving:
+            made[result_of(source)] = end
+            for transfer in outgoing[source.stage, source.work]:
+                target = schedule.device_of[transfer.target_stage]
+                begin = max(end, link_free[device, target])
+                link_free[device, target] = finish = begin + transfer.seconds
+                key = transfer.target_stage, transfer.is_forward, source.micro_batch
+                arrived[key] = max(arrived[key], finish)
+                sent.append(TimedTransfer(transfer, source.micro_batch, device, target, begin, finish))
     return _Times(tuple(tuple(line) for line in lines), sent, of)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import networkx
 from hypothesis import strategies as st
@@ -45,11 +46,25 @@ def pipelines(draw: st.DrawFn) -> Sample:
         stage, micro_batch = draw(st.sampled_from(possible))
         lines[device_of[stage]].append(Action(stage, left[stage, micro_batch].pop(0), micro_batch))
     schedule = PipelineSchedule("any", device_of, micro_batches, tuple(map(tuple, lines)))
+    schedule = replace(schedule, overlapped=draw(_overlapped(schedule)))
     costs = tuple(draw(_costs()) for _ in device_of)
     pairs = [(a, b) for a in range(len(device_of)) for b in range(len(device_of)) if a != b]
     chosen = draw(st.lists(st.sampled_from(pairs), unique=True, max_size=8)) if pairs else []
     transfers = tuple(Transfer(a, b, draw(_BYTES), draw(_SECONDS)) for a, b in chosen)
     return Sample(schedule, costs, transfers)
+
+
+@st.composite
+def _overlapped(draw: st.DrawFn, schedule: PipelineSchedule) -> frozenset[Action]:
+    """Some forwards right before a whole backward, as long as no device waits forever."""
+    found: frozenset[Action] = frozenset()
+    for before, after in (pair for line in schedule.lines for pair in itertools.pairwise(line)):
+        if before.work is Work.FORWARD and after.work is Work.BACKWARD and draw(st.booleans()):
+            more = found | {before}
+            graph = _dependencies(replace(schedule, overlapped=more))
+            if networkx.is_directed_acyclic_graph(graph):
+                found = more
+    return found
 
 
 _SPLIT = [Work.INPUT_GRADIENT, Work.WEIGHT_GRADIENT]
@@ -97,23 +112,8 @@ Times = dict[Action | _Sent, tuple[float, float]]
 def slow_times(sample: Sample) -> Times:
     """Start and end of each action and transfer: longest paths in the graph of all that waits for another."""
     schedule = sample.schedule
-    graph: networkx.DiGraph[Action | _Sent] = networkx.DiGraph()
-    for line in schedule.lines:
-        graph.add_nodes_from(line)
-        networkx.add_path(graph, line)
-    backward = {
-        (a.stage, a.micro_batch): a
-        for a in graph.nodes
-        if isinstance(a, Action) and a.work in (Work.BACKWARD, Work.INPUT_GRADIENT)
-    }
-    for (stage, micro_batch), action in backward.items():
-        forward = Action(stage, Work.FORWARD, micro_batch)
-        graph.add_edge(forward, action)
-        if stage + 1 < schedule.stages:
-            graph.add_edge(forward, Action(stage + 1, Work.FORWARD, micro_batch))
-            graph.add_edge(backward[stage + 1, micro_batch], action)
-        if action.work is Work.INPUT_GRADIENT:
-            graph.add_edge(action, Action(stage, Work.WEIGHT_GRADIENT, micro_batch))
+    graph = _dependencies(schedule)
+    backward, leaving = _backwards(schedule), _leaving(schedule)
     links: defaultdict[tuple[int, int], list[tuple[int, int, _Sent]]] = defaultdict(list)
     for place, transfer in enumerate(sample.transfers):
         source, target = (schedule.device_of[s] for s in (transfer.source_stage, transfer.target_stage))
@@ -125,7 +125,7 @@ def slow_times(sample: Sample) -> Times:
                 for stage in (transfer.source_stage, transfer.target_stage)
             ]
             sent = (transfer, micro_batch)
-            networkx.add_path(graph, [ends[0], sent, ends[1]])
+            networkx.add_path(graph, [leaving.get(ends[0], ends[0]), sent, ends[1]])
             links[source, target].append((schedule.lines[source].index(ends[0]), place, sent))
     for queue in links.values():
         networkx.add_path(graph, [sent for _, _, sent in sorted(queue, key=lambda entry: entry[:2])])
@@ -134,6 +134,36 @@ def slow_times(sample: Sample) -> Times:
         start = max((times[before][1] for before in graph.predecessors(node)), default=0.0)
         times[node] = start, start + _seconds(sample, node)
     return times
+
+
+def _dependencies(schedule: PipelineSchedule) -> networkx.DiGraph[Any]:
+    """Which action waits for which, transfers aside."""
+    graph: networkx.DiGraph[Any] = networkx.DiGraph()
+    for line in schedule.lines:
+        graph.add_nodes_from(line)
+        networkx.add_path(graph, line)
+    backward, leaving = _backwards(schedule), _leaving(schedule)
+    for (stage, micro_batch), action in backward.items():
+        forward = Action(stage, Work.FORWARD, micro_batch)
+        graph.add_edge(leaving.get(forward, forward), action)  # one to itself is a cycle too
+        if stage + 1 < schedule.stages:
+            graph.add_edge(leaving.get(forward, forward), Action(stage + 1, Work.FORWARD, micro_batch))
+            graph.add_edge(backward[stage + 1, micro_batch], action)
+        if action.work is Work.INPUT_GRADIENT:
+            graph.add_edge(action, Action(stage, Work.WEIGHT_GRADIENT, micro_batch))
+    return graph
+
+
+def _backwards(schedule: PipelineSchedule) -> dict[tuple[int, int], Action]:
+    """What gives the gradients of the inputs, of each stage and micro-batch."""
+    works = (Work.BACKWARD, Work.INPUT_GRADIENT)
+    return {(a.stage, a.micro_batch): a for line in schedule.lines for a in line if a.work in works}
+
+
+def _leaving(schedule: PipelineSchedule) -> dict[Action, Action]:
+    """For each overlapped forward the backward after it."""
+    pairs = (pair for line in schedule.lines for pair in itertools.pairwise(line))
+    return {before: after for before, after in pairs if before in schedule.overlapped}
 
 
 def _seconds(sample: Sample, node: Action | _Sent) -> float:

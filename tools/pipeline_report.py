@@ -114,6 +114,7 @@ class SimulatedStep:
     def to_json(self) -> dict[str, Any]:
         """All of it, as JSON."""
         timeline, each = self.timeline, in_flight_on_devices(self.schedule)
+        lines = str(self.schedule).splitlines()[1:]
         return {
             "schedule": self.schedule.name,
             "micro_batches": self.schedule.micro_batches,
@@ -122,7 +123,7 @@ class SimulatedStep:
             "bubble_fraction": timeline.bubble_fraction,
             "devices": [
                 {
-                    "actions": [str(action) for action in self.schedule.lines[device]],
+                    "actions": lines[device].split()[2:],
                     "busy_seconds": timeline.busy_seconds[device],
                     "bubble_fraction": timeline.bubble_fractions[device],
                     "stages_in_flight": each[device].until_input,

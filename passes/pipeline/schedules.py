@@ -8,8 +8,9 @@ torch.distributed.pipelining.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ...ir import UsageError
@@ -32,12 +33,14 @@ class ScheduleKind:
         device_of: The device of a stage, given how many devices there are.
         steps: What a device does, given it, p, m and v.
         check: Raises IRC468 where it does not take p and m.
+        overlapped: The forwards that are one with the backward after them, given a line, its device and p.
     """
 
     chunks: int | None
     device_of: Callable[[int, int], int]
     steps: Callable[[int, int, int, int], _Steps]
     check: Callable[[int, int], None] = lambda p, m: None
+    overlapped: Callable[[Sequence[Action], int, int], Iterable[Action]] = lambda line, device, p: ()
 
 
 def pipeline_schedule(
@@ -71,12 +74,16 @@ def pipeline_schedule(
         )
     kind.check(devices, micro_batches)
     v = kind.chunks or chunks or 2
-    lines = (kind.steps(device, devices, micro_batches, v) for device in range(devices))
+    lines = tuple(
+        tuple(_numbered(kind.steps(device, devices, micro_batches, v), micro_batches))
+        for device in range(devices)
+    )
     return PipelineSchedule(
         name,
         tuple(kind.device_of(stage, devices) for stage in range(v * devices)),
         micro_batches,
-        tuple(tuple(_numbered(steps, micro_batches)) for steps in lines),
+        lines,
+        frozenset(a for device, line in enumerate(lines) for a in kind.overlapped(line, device, devices)),
     )
 
 
@@ -218,8 +225,7 @@ def _check_dual_pipe_v(p: int, m: int) -> None:
 def _dual_pipe_v(device: int, p: int, m: int, v: int) -> _Steps:
     """A forward of one chunk beside a backward of the other in turn, weight gradients apart at both ends.
 
-    Takes m >= 2p. What torch's DualPipeV runs as one overlapped action is a forward and then a whole backward
-    here; torch sends the forward's result only after both.
+    Takes m >= 2p.
 
     Source:
         DeepSeek-AI, DualPipe (DeepSeek-V3 technical report, 2024), cut in half.
@@ -238,12 +244,18 @@ def _dual_pipe_v(device: int, p: int, m: int, v: int) -> _Steps:
     return steps + [(stage, _W) for stage in waiting[behind:]]
 
 
+def _dual_pipe_v_overlapped(line: Sequence[Action], device: int, p: int) -> list[Action]:
+    """All forwards right before a whole backward, but the first one of the last device."""
+    found = [a for a, b in itertools.pairwise(line) if a.work is _F and b.work is _B]
+    return found[1:] if device == p - 1 else found
+
+
 SCHEDULES: dict[str, ScheduleKind] = {
     "gpipe": ScheduleKind(1, _around, _gpipe),
     "1f1b": ScheduleKind(1, _around, _one_forward_one_backward),
     "interleaved": ScheduleKind(None, _around, _interleaved, _check_interleaved),
     "zb-h1": ScheduleKind(1, _around, _zero_bubble_h1),
     "zbv": ScheduleKind(2, _there_and_back, _zero_bubble_v),
-    "dualpipev": ScheduleKind(2, _there_and_back, _dual_pipe_v, _check_dual_pipe_v),
+    "dualpipev": ScheduleKind(2, _there_and_back, _dual_pipe_v, _check_dual_pipe_v, _dual_pipe_v_overlapped),
 }
 """All known schedules, by name."""

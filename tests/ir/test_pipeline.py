@@ -26,6 +26,14 @@ def test_text_form() -> None:
     assert str(schedule) == TEXT
 
 
+def test_text_form_of_overlapped_actions() -> None:
+    text = TEXT.replace("0F2 0B1", "0F2+0B1")
+    schedule = PipelineSchedule.parse(text)
+    schedule.verify()
+    assert schedule.overlapped == {Action(0, Work.FORWARD, 2)}
+    assert schedule.lines == PipelineSchedule.parse(TEXT).lines and str(schedule) == text
+
+
 @given(pipelines())
 def test_text_reads_back_and_what_is_possible_is_accepted(sample: Sample) -> None:
     sample.schedule.verify()
@@ -68,6 +76,14 @@ device 1: 1F0 1I0 1F1 1W0 1I1 1W1"""
         (SPLIT.replace("0W0", "0W0 0B0"), "IRC463", "stage 0 on micro-batch 0 is there whole, and in parts"),
         (SPLIT.replace("0I0 0W0", "0W0 0I0"), "IRC464", "0W0 of device 0 waits for 0I0"),
         (TEXT.replace("1F1 1B1", "1B1 1F1"), "IRC464", "1B1 of device 1 waits for 1F1"),
+        (TEXT.replace("0F0 0F1", "0F0+0F1"), "IRC464", "0F0 and 0F1 are no forward and whole backward"),
+        (TEXT.replace("0B0 0F2", "0B0+0F2"), "IRC464", "0B0 and 0F2 are no forward and whole backward"),
+        (TEXT.replace("1F0 1B0", "1F0+1B0"), "IRC464", "1F0 cannot overlap with its own backward"),
+        (
+            TEXT.replace("0F0 0F1 0B0", "0F0 0F1+0B0").replace("1F0 1B0 1F1 1B1", "1F0 1F1 1B0 1B1"),
+            "IRC465",
+            "0B0 of device 0 waits for 1I0, 1F1 of device 1 waits for 0F1",
+        ),
         (
             TEXT.replace("0F0 0F1 0B0", "0F0 0B0 0F1").replace("1F0 1B0 1F1", "1F0 1F1 1B0"),
             "IRC465",
@@ -91,7 +107,7 @@ def test_a_moved_action_is_accepted_only_where_it_may_be(sample: Sample, data: s
     action = line.pop(data.draw(st.integers(0, len(line) - 1)))
     line.insert(data.draw(st.integers(0, len(line))), action)
     lines = (*schedule.lines[:device], tuple(line), *schedule.lines[device + 1 :])
-    changed = replace(schedule, lines=lines)
+    changed = replace(schedule, lines=lines, overlapped=frozenset())
     try:
         changed.verify()
     except IrcError as error:

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipelining import Sample, pipelines, slow_bytes, slow_times
 
@@ -52,6 +52,31 @@ def test_a_link_carries_one_transfer_at_a_time() -> None:
     assert [(t.start_seconds, t.end_seconds) for t in forwards] == [(1, 6), (6, 11)]
 
 
+def test_the_last_of_several_transfers_counts() -> None:
+    """Stage 2 reads what stage 0 makes: 7 s on its way, while stage 1 takes 1 s and 1 s to send."""
+    lines = tuple((Action(s, Work.FORWARD, 0), Action(s, Work.BACKWARD, 0)) for s in range(3))
+    three = PipelineSchedule("skip", (0, 1, 2), 1, lines)
+    transfers = [Transfer(0, 1, 0, 1), Transfer(1, 2, 0, 1), Transfer(0, 2, 0, 7), Transfer(2, 0, 0, 9)]
+    timeline = simulate_pipeline(three, [StageCost(1, 1, 0)] * 3, transfers)
+    times = {str(t.action): (t.start_seconds, t.end_seconds) for line in timeline.lines for t in line}
+    assert times["1F0"] == (2, 3) and times["2F0"] == (8, 9)
+    assert times["2B0"] == (9, 10) and times["1B0"] == (10, 11) and times["0B0"] == (19, 20)
+
+
+def test_an_overlapped_forward_leaves_with_its_backward() -> None:
+    text = str(TWO).replace("2 micro", "3 micro").replace("0F1 0B0 0B1", "0F1 0F2+0B0 0B1 0B2")
+    three = PipelineSchedule.parse(text.replace("1F1 1B1", "1F1 1B1 1F2 1B2"))
+    costs = [StageCost(1, 5, 5), StageCost(1, 0.5, 0.5)]
+
+    def start(schedule: PipelineSchedule) -> float:
+        line = simulate_pipeline(schedule, costs, [Transfer(0, 1, 0, 1)]).lines[1]
+        return next(timed.start_seconds for timed in line if str(timed.action) == "1F2")
+
+    # forward 2 of stage 0 ends at 3, backward 0 runs from 4 to 14; stage 1 is done with what came before at 6
+    assert (start(three), start(replace(three, overlapped=frozenset()))) == (15, 6)
+
+
+@settings(max_examples=300)
 @given(pipelines())
 def test_times_are_those_of_the_slow_simulator(sample: Sample) -> None:
     timeline = simulate_pipeline(sample.schedule, sample.costs, sample.transfers)

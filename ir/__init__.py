@@ -38,6 +38,15 @@ from .in_flight import Others, loss_waiting_bytes, others_after, others_before
 from .inspectable import is_inspectable, is_of_library, slots_of, store_of
 from .liveness import Timeline, liveness, stored_bytes
 from .nondeterminism import NONDETERMINISTIC, nondeterminism
+from .pipeline import Action, InFlight, PipelineSchedule, Work
+from .pipeline_timing import (
+    PipelineTimeline,
+    StageCost,
+    TimedAction,
+    TimedTransfer,
+    Transfer,
+    simulate_pipeline,
+)
 from .plan import Decision, Plan, TierUse, WishEffect
 from .recorders import RECORDERS_MARK, is_recorder, is_recording
 from .schedule import Compute, Fetch, Free, Instruction, Loss, Offload, Schedule, Wait, with_frees
@@ -70,6 +79,7 @@ __all__ = [
     "RUN_ONCE",
     "SEND",
     "TIER_KINDS",
+    "Action",
     "Argument",
     "Autocast",
     "BackwardError",
@@ -86,6 +96,7 @@ __all__ = [
     "Gradients",
     "Graph",
     "Home",
+    "InFlight",
     "Input",
     "InputRole",
     "Instruction",
@@ -98,12 +109,15 @@ __all__ = [
     "Others",
     "Output",
     "OutputRole",
+    "PipelineSchedule",
+    "PipelineTimeline",
     "Plan",
     "Policy",
     "Region",
     "Schedule",
     "Signature",
     "Slot",
+    "StageCost",
     "StepTimes",
     "Storage",
     "Symbol",
@@ -113,8 +127,11 @@ __all__ = [
     "TierRequest",
     "TierUse",
     "TimeLimitError",
+    "TimedAction",
+    "TimedTransfer",
     "Timeline",
     "Trait",
+    "Transfer",
     "UnsupportedError",
     "UsageError",
     "Value",
@@ -122,6 +139,7 @@ __all__ = [
     "Wait",
     "Wish",
     "WishEffect",
+    "Work",
     "allocation_bytes",
     "check_scratch",
     "first_line",
@@ -145,6 +163,7 @@ __all__ = [
     "print_schedule",
     "same_graph",
     "same_schedule",
+    "simulate_pipeline",
     "slots_of",
     "step_times",
     "store_of",

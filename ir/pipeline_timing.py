@@ -193,8 +193,8 @@ def simulate_pipeline(
         keeps_received: Whether there is a buffer for each micro-batch of each transfer during the whole step,
             as torch.distributed.pipelining has them, also where both stages are on one device; else there is
             one from the start of a transfer until the work that reads it has ended.
-        keeps_sent: Whether what was sent stays until the step ends, as where a runtime waits for its sends
-            only then; else gradients stay until their transfer has ended, activations while they are held.
+        keeps_sent: Whether what was sent stays until the step ends, as under all schedules of torch but
+            Schedule1F1B; else gradients stay until their transfer has ended, activations while they are held.
 
     Returns:
         Times in seconds from the start of the step. Where a transfer begins or ends at the very moment of

@@ -22,11 +22,11 @@ from .pictures import STYLE, rendered
 __all__ = ["DrawnStep", "draw_pipelines"]
 
 # All of these are inches. The layout is fixed, as matplotlib's own differs in the last bit from run to run.
-_WIDTH, _LEFT, _RIGHT_OF_LEGEND = 11.0, 0.75, 0.85
+_WIDTH, _LEFT, _LEGEND_COLUMN = 11.0, 0.75, 0.85
 _TITLE, _ROW, _GAP, _MEMORY, _TICKS, _FOOT = 0.35, 0.27, 0.08, 1.1, 0.25, 0.55
 _LETTER = 0.075
 
-_LEGEND_ROWS = 8
+_LEGEND_ROWS, _MOST_LEGEND_COLUMNS = 8, 4
 
 _COLORS = {
     Work.FORWARD: "#2c5aa0",
@@ -69,8 +69,8 @@ def draw_pipelines(steps: Sequence[DrawnStep], kind: str) -> bytes:
         steps: At least one.
         kind: `svg`, `png` or `pdf`.
     """
-    columns = max(math.ceil(step.schedule.devices / _LEGEND_ROWS) for step in steps)
-    width = _WIDTH - _LEFT - columns * _RIGHT_OF_LEGEND
+    columns = max(_legend_columns(step) for step in steps)
+    width = _WIDTH - _LEFT - columns * _LEGEND_COLUMN
     height = _FOOT + sum(_height(step) for step in steps)
     end_seconds = max(step.timeline.step_seconds for step in steps) or 1.0
     most = max(max(step.timeline.peak_bytes) / step.divisor for step in steps)
@@ -116,7 +116,7 @@ def _draw_actions(axes: Axes, step: DrawnStep, inches_per_second: float) -> None
             label = str(timed.action.micro_batch)
             if seconds * inches_per_second > _LETTER * (len(label) + 0.5):
                 at = timed.start_seconds + seconds / 2, device
-                color = "white" if chunk == 0 else "black"
+                color = "white" if 2 * chunk < len(stages) else "black"
                 axes.text(*at, label, ha="center", va="center_baseline", fontsize=7, color=color)
         for (work, chunk), spans in bars.items():
             narrowest_inches = min(seconds for _, seconds in spans) * inches_per_second
@@ -181,8 +181,12 @@ def _draw_memory(axes: Axes, step: DrawnStep, most: float) -> None:
         frameon=False,
         fontsize=7,
         handlelength=1.2,
-        ncols=math.ceil(step.schedule.devices / _LEGEND_ROWS),
+        ncols=_legend_columns(step),
     )
+
+
+def _legend_columns(step: DrawnStep) -> int:
+    return min(math.ceil(step.schedule.devices / _LEGEND_ROWS), _MOST_LEGEND_COLUMNS)
 
 
 def _seen(points: Sequence[MemoryPoint]) -> Iterator[tuple[float, int]]:

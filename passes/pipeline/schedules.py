@@ -203,11 +203,11 @@ def _zero_bubble_v(device: int, p: int, m: int, v: int) -> _Steps:
     """
     down, up = device, 2 * p - 1 - device
     n = max(m, 2 * p - 1)
-    last_down = n - (2 * p - 1 - device)  # forwards of the way down that are left for the steady part
+    downs_left = n - (2 * p - 1 - device)  # forwards of the way down that are left for the steady part
     steps = [(down, _F)] * (2 * (p - device) - 1) + [(up, _F), (down, _F)] * device
     steps += [(up, _F), (up, _I), (up, _W)] * (p - device)
     for turn in range(n - p):
-        steps += [(down, _F)] * (turn < last_down)
+        steps += [(down, _F)] * (turn < downs_left)
         steps += [(down, _I), (down, _W), (up, _F), (up, _I), (up, _W)]
     steps += [(down, _I), (up, _I)] * device + [(down, _I), (down, _W)] * (p - device)
     return steps + [(up, _W)] * device + [(down, _W)] * device

@@ -140,9 +140,12 @@ class PipelinePlan:
             again = f", {stage.again_seconds:.3g} s of it again" if stage.again_seconds else ""
             lines.append(
                 f"{f'stage {stage.stage}':>16}  device {stage.device}, {stage.operations} operations from "
-                f"{stage.first}: forward {stage.forward_seconds:.3g} s, backward "
-                f"{stage.backward_seconds:.3g} s{again}; parameters {format_bytes(stage.parameter_bytes)}, each of {stage.in_flight} "
-                f"micro-batches holds {format_bytes(stage.held_bytes)}"
+                f"{stage.first}"
+            )
+            times = f"forward {stage.forward_seconds:.3g} s, backward {stage.backward_seconds:.3g} s{again}"
+            lines.append(
+                f"{'':>16}  {times}; parameters {format_bytes(stage.parameter_bytes)}; holds "
+                f"{stage.in_flight} x {format_bytes(stage.held_bytes)}"
             )
         lines.append(f"{'costs':>16}  {self.costs}, planned in {self.planning_seconds:.1f} s")
         return "\n".join(lines)

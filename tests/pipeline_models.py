@@ -1,4 +1,4 @@
-"""Small models with what makes cutting hard: tied weights, skips, statistics, a tensor that many stages read."""
+"""Small models that are hard to cut: tied weights, skips, statistics, a tensor that many stages read."""
 
 from __future__ import annotations
 

@@ -332,6 +332,7 @@ def read_folder(folder: Path) -> Written:
 
 @contextlib.contextmanager
 def undamaged(file: Path) -> Generator[None]:
+    """Turns what goes wrong while a file is read into IRC431."""
     try:
         yield
     except (
@@ -503,6 +504,11 @@ def _check_deliveries(schedule: Schedule, deliveries: tuple[Delivery, ...]) -> N
 
 
 def delivery_to_json(delivery: Delivery) -> dict[str, Any]:
+    """How a leaf of the result is made, as JSON.
+
+    Raises:
+        UnsupportedError: IRC434 for a constant that no JSON file holds.
+    """
     constant = cast(object, delivery.constant)
     if not isinstance(constant, None | bool | int | float | str):
         raise UnsupportedError(
@@ -520,6 +526,7 @@ def delivery_to_json(delivery: Delivery) -> dict[str, Any]:
 
 
 def delivery_from_json(row: dict[str, Any]) -> Delivery:
+    """What `delivery_to_json` wrote."""
     view = row["view"]
     if view is not None:
         view = (tuple(view[0]), tuple(view[1]), int(view[2]))

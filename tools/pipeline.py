@@ -1,4 +1,4 @@
-"""Pipelines from a module: what `irc.pipeline` and `irc optimize --stages` plan, and what a rank runs of it."""
+"""Pipelines from a module: what `irc.pipeline` and `irc optimize --stages` plan, and what ranks run."""
 
 from __future__ import annotations
 
@@ -167,12 +167,16 @@ class PipelineTrainer:
         self.of_result = loss
         self._batches: list[tuple[Any, ...]] = []
         self.programs = [compile_program(schedule, stages.constants) for schedule in stages.schedules]
-        made = {"deliveries": stages.deliveries, "rebuild": rebuild, "loss": self._loss}
         devices = stages.plan.devices
         self.is_alone = not dist.is_initialized()
         if self.is_alone:
             self.rank: PipelineAlone | PipelineRank = PipelineAlone(
-                self.programs, stages.plan.micro_batches, state, **made
+                self.programs,
+                stages.plan.micro_batches,
+                state,
+                deliveries=stages.deliveries,
+                rebuild=rebuild,
+                loss=self._loss,
             )
             return
         if (ranks := dist.get_world_size(group)) != devices:
@@ -183,7 +187,15 @@ class PipelineTrainer:
             )
         graphs = [schedule.graph for schedule in stages.schedules]
         self.rank = PipelineRank(
-            stages.order, self.programs, graphs, state, device=torch.device(device), group=group, **made
+            stages.order,
+            self.programs,
+            graphs,
+            state,
+            deliveries=stages.deliveries,
+            rebuild=rebuild,
+            loss=self._loss,
+            device=torch.device(device),
+            group=group,
         )
 
     def step(self, *args: Any) -> list[float]:

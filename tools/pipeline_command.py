@@ -106,8 +106,8 @@ def optimize_pipeline(options: argparse.Namespace, source: Source, progress: Pha
         print(pipeline.plan.summary())
         if options.output is not None:
             print(
-                f"{'written':>16}  {options.output} (train it with: torchrun --nproc_per_node={options.stages} "
-                f"-m irc run {options.output} --check)"
+                f"{'written':>16}  {options.output} (train it with: torchrun "
+                f"--nproc_per_node={options.stages} -m irc run {options.output} --check)"
             )
     return 0
 

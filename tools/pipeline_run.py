@@ -123,8 +123,8 @@ class PipelineReport:
             if self.is_alone:
                 lines.append(
                     f"one process: peak measured {rank.measured_bytes:,} bytes "
-                    f"({format_bytes(rank.measured_bytes)}); the plan is for {self._devices} devices and "
-                    "promises nothing here"
+                    f"({format_bytes(rank.measured_bytes)}); the plan is for several devices, and promises "
+                    "nothing here"
                 )
             else:
                 off = rank.predicted_bytes / max(rank.measured_bytes, 1) - 1
@@ -142,10 +142,6 @@ class PipelineReport:
         if self.note:
             lines.append(f"note: {self.note}")
         return "\n".join(lines)
-
-    @property
-    def _devices(self) -> str:
-        return "several"
 
 
 @contextlib.contextmanager
@@ -171,8 +167,8 @@ def run_pipeline(folder: Path, steps: int, *, with_original: bool) -> PipelineRe
     Args:
         folder: What `irc optimize --stages` wrote.
         steps: How many.
-        with_original: Load the original on each rank, train it there on one device, micro-batch by micro-batch,
-            and compare losses, gradients and buffers of each step.
+        with_original: Load the original on each rank, train it there on one device, micro-batch by
+            micro-batch, and compare losses, gradients and buffers of each step.
 
     Raises:
         UsageError: IRC431 for a folder that is damaged; IRC432 when the original is another model now;
@@ -247,8 +243,8 @@ def _why_not(written: WrittenPipeline) -> str:
     if random is None:
         return ""
     return (
-        f"numbers were not compared: {random.op} draws random numbers, and each rank has a generator of its own "
-        "(in one process they are compared)"
+        f"numbers were not compared: {random.op} draws random numbers, and each rank has a generator of its "
+        "own (in one process they are compared)"
     )
 
 

@@ -20,7 +20,7 @@ from ..torch.program import Program
 from .channel import Channel, ChannelInbox, ChannelOutbox
 from .post import Locker
 from .results import Results
-from .shared import SharedParameters
+from .shared import SharedParameters, new_group
 from .stage import Boxes, Stage
 from .worker import StageWorker
 
@@ -145,7 +145,7 @@ class _Channels:
             ranks = [self.world_rank(index), self.world_rank(index + 1)]
             for is_forward in (True, False):
                 tag = 2 * index + is_forward
-                own = dist.new_group(sorted(set(ranks))) if own_groups and ranks[0] != ranks[1] else group
+                own = new_group(sorted(ranks)) if own_groups and ranks[0] != ranks[1] else group
                 self.of[index, is_forward] = tag, own
 
     def world_rank(self, stage: int) -> int:

@@ -13,7 +13,13 @@ from ...ir import InputRole
 from ...ir.pipeline import PipelineSchedule
 from ..torch.program import Program
 
-__all__ = ["SharedParameters"]
+__all__ = ["SharedParameters", "new_group"]
+
+
+def new_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    """A group of some ranks of the world, which all ranks make; None for those that are not in it."""
+    made = dist.new_group(list(ranks))
+    return made if isinstance(made, dist.ProcessGroup) else None
 
 
 class SharedParameters:
@@ -43,10 +49,7 @@ class SharedParameters:
                 continue
             if ranks not in groups:
                 world = [r if group is None else dist.get_global_rank(group, r) for r in ranks]
-                made = dist.new_group(world)
-                groups[ranks] = (
-                    made if isinstance(made, dist.ProcessGroup) else None
-                )  # where it is not among them
+                groups[ranks] = new_group(world)
             if rank in ranks:
                 self.shared.append((parameters[name], groups[ranks]))
 

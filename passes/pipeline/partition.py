@@ -47,7 +47,7 @@ class LinePartition:
     """Cuts a line by dynamic programming over its places.
 
     What a stage takes is estimated: that it keeps all where that fits, and else computes a part of its
-    forward again that grows with the part of its saved bytes that has to go. The plans of the stages are exact.
+    forward again that grows with the part of its saved bytes that has to go. Plans of stages are exact.
 
     Args:
         line: What is cut.

@@ -165,10 +165,10 @@ def place_backward(flow: Dataflow, forward: Mapping[Node, int], count: int) -> P
     """A stage for each operation of backward: the earliest one that keeps its operands where they are.
 
     Gradients go from later stages to earlier ones, and what forward made goes from earlier ones to later
-    ones. So an operation runs no earlier than the stages that made what it reads of forward, than those of the
-    operations that read its results, and, where it makes the gradient of a parameter, than the stage that
-    has the parameter; where it reads a parameter, in a stage that has it. What only joins gradients, such as
-    the sum of those of a skip, does so before they are sent on.
+    ones. So an operation runs no earlier than the stages that made what it reads of forward, than those of
+    the operations that read its results, and, where it makes the gradient of a parameter, than the stage
+    that has the parameter; where it reads a parameter, in a stage that has it. What only joins gradients,
+    such as the sum of those of a skip, does so before they are sent on.
 
     Args:
         flow: Of the training graph.
@@ -213,7 +213,7 @@ def place_backward(flow: Dataflow, forward: Mapping[Node, int], count: int) -> P
 
 
 def _joined_at(flow: Dataflow, node: Node, stages: Mapping[Node, int], count: int) -> int:
-    """Where gradients that nothing else reads further on are joined: in their own stage, if that sends less."""
+    """Where gradients that nothing reads further on are joined: in their own stage, if that sends less."""
     graph = flow.graph
     made_at = {s: stages.get(graph.producers[s]) for s in graph.reads(node) if s in graph.producers}
     made_at |= {s: count - 1 for s in graph.reads(node) if s in graph.tangent_storages}
@@ -246,9 +246,10 @@ def _split_sums(
     split: dict[Value, tuple[Value, ...]] = {}
     targets = {f"{i.role.value}:{i.target}": i for i in flow.graph.inputs}
     for output in flow.graph.outputs:
-        if output.role is OutputRole.GRADIENT and output.value in flow.sums:
-            if len(homes.get(targets[output.target].value.storage, ())) > 1:
-                split[output.value] = flow.sums[output.value]
+        if output.role is not OutputRole.GRADIENT or output.value not in flow.sums:
+            continue
+        if len(homes.get(targets[output.target].value.storage, ())) > 1:
+            split[output.value] = flow.sums[output.value]
     dropped: set[Node] = set()
     pending = list(split)
     kept = {part for parts in split.values() for part in parts}

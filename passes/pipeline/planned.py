@@ -205,7 +205,7 @@ class _Search:
         device: int,
         excess_bytes: int,
     ) -> None:
-        """Takes from the stages of a device what it is over, from each by what it holds beside its statics."""
+        """Takes from the stages of a device what it is over, from each by what it holds beside statics."""
         mine = self.schedule.stages_on(device)
         taken = {k: self._taken(stages[k], planners[k]) for k in mine}
         moving = {k: max(taken[k] - stages[k].memory.static_bytes, 1) for k in mine}
@@ -313,8 +313,8 @@ class _Search:
             "IRC486",
             f"{what} needs {format_bytes(needed_bytes)}, over the budget of {format_bytes(budgets[device])}, "
             f"with {held} micro-batches in flight",
-            help="raise --budget, use more stages or smaller micro-batches, or a schedule that holds fewer of "
-            "them (1f1b)",
+            help="raise --budget, use more stages or smaller micro-batches, or a schedule that holds fewer "
+            "of them (1f1b)",
             minimum_bytes=needed_bytes,
         )
 
@@ -326,7 +326,8 @@ class _Search:
             stage.cost.at_speed(devices.speeds[self.schedule.device_of[k]]) for k, stage in enumerate(stages)
         ]
         transfers = transfers_of([stage.stage for stage in stages], devices)
-        timeline = simulate_pipeline(self.schedule, costs, transfers, keeps_received=False)
+        order = replace(self.schedule, overlapped=frozenset())  # each sends as it goes
+        timeline = simulate_pipeline(order, costs, transfers, keeps_received=False)
         bound = lower_bound_seconds(self.line, self.schedule, devices)
         once = self.line.segment(0, len(self.line.order)).seconds
         single = once * self.schedule.micro_batches

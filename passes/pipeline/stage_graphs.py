@@ -72,8 +72,8 @@ def cut(
 ) -> tuple[StageGraph, ...]:
     """The training graphs of the stages; together they compute what the whole graph does.
 
-    What several stages read is relayed from stage to stage. What depends on nothing trained is computed in each
-    stage anew. The gradient of a parameter that several stages read is left in parts, one in each of
+    What several stages read is relayed from stage to stage. What depends on nothing trained is computed in
+    each stage anew. The gradient of a parameter that several stages read is left in parts, one in each of
     these stages.
 
     Args:

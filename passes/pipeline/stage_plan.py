@@ -106,7 +106,7 @@ class StagePlanner:
         )
 
     def minimum_bytes(self, time_limit: float) -> int:
-        """The smallest budget that a schedule was found for in `time_limit` seconds, as `planned` counts it."""
+        """The smallest budget, as `planned` counts it, that was found in `time_limit` seconds."""
         deadline = time.monotonic() + time_limit
         return self.planner.minimum_bytes(deadline, is_thorough=True) + self._beside_bytes
 

@@ -1,4 +1,4 @@
-"""Pipelines on several ranks train as the original does on one device, within the memory that was predicted."""
+"""Pipelines on several ranks train as the original on one device, within the memory that was predicted."""
 
 from __future__ import annotations
 

@@ -20,7 +20,16 @@ from torch import Tensor, nn
 
 from ..ir import IrcError, Location, UsageError
 
-__all__ = ["Loaded", "Source", "load", "parse_constant", "parse_input", "parse_role", "training_loss"]
+__all__ = [
+    "Loaded",
+    "Source",
+    "load",
+    "load_for_micro_batches",
+    "parse_constant",
+    "parse_input",
+    "parse_role",
+    "training_loss",
+]
 
 
 @dataclass(frozen=True)
@@ -76,6 +85,24 @@ def load(source: Source) -> Loaded:
     if source.seed is not None:
         _draw_parameters(loaded.module, source.seed)
     return loaded
+
+
+def load_for_micro_batches(source: Source, count: int) -> Loaded:
+    """The same with the arguments of a whole batch, and a module that takes a part of it.
+
+    An ONNX model takes batches of the size that it is given; others take any.
+
+    Args:
+        source: With the batch size of a whole batch, for an ONNX model.
+        count: Into how many micro-batches a batch is divided.
+
+    Raises:
+        UsageError: As `load`.
+    """
+    loaded = load(source)
+    if source.batch is None or source.batch % count:
+        return loaded
+    return Loaded(load(replace(source, batch=source.batch // count)).module, loaded.args)
 
 
 def load_file(source: Source) -> nn.Module | None:

@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from ..ir import UsageError
@@ -82,17 +81,14 @@ def optimize_pipeline(options: argparse.Namespace, source: Source, progress: Pha
         from torch import Tensor
 
         from ..ir.nesting import flatten
-        from .loading import load
+        from .loading import load_for_micro_batches
         from .pipeline import Pipeline, captured_micro_batch, micro_batches_of, plan_stages
 
-        loaded = load(source)
+        loaded = load_for_micro_batches(source, request.micro_batches)
         first = micro_batches_of(loaded.args, request.micro_batches)[0]
-        model = loaded.module
-        if source.batch is not None:
-            model = load(replace(source, batch=source.batch // request.micro_batches)).module
-        mark(model, options)
+        mark(loaded.module, options)
     with progress.phase("capturing, measuring and planning"):
-        captured = captured_micro_batch(model, first, None)
+        captured = captured_micro_batch(loaded.module, first, None)
         pipeline = Pipeline(loaded.module, captured, plan_stages(captured, request))
     if options.output is not None:
         from .pipeline_folder import write_pipeline

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from ..ir import InputRole, Trait, UsageError, format_bytes
 from ..ir.nesting import flatten
 from ..passes.allocations import peak_bytes
-from .loading import load, training_loss
+from .loading import load_for_micro_batches, training_loss
 from .pipeline import PipelineTrainer, micro_batches_of, state_of
 from .pipeline_folder import WrittenPipeline, read_pipeline
 from .training import Differences
@@ -318,7 +318,7 @@ class _Original:
 
     def __init__(self, written: WrittenPipeline, folder: Path) -> None:
         whole = read_pipeline(folder)
-        loaded = load(written.source)
+        loaded = load_for_micro_batches(written.source, written.stages.plan.micro_batches)
         self.module: nn.Module = loaded.module
         state = state_of(self.module)
         for name, tensor in whole.state.items():

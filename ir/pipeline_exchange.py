@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .graph import PAUSE, RECEIVE, SEND, Graph, Node, Region
 from .in_flight import loss_waiting_bytes
@@ -248,7 +248,8 @@ def device_peak_bytes(
     """The most bytes on each device during a step.
 
     While a device does something, each stage on it holds what its other micro-batches hold, what the next
-    action needs may be arriving, and what was sent may not have arrived.
+    action needs may be arriving, what was sent may not have arrived, and what one stage of the device has
+    handed to another waits there.
 
     Args:
         schedule: In which order devices work.
@@ -269,17 +270,31 @@ def _device_peak(schedule: PipelineSchedule, memory: Sequence[StageMemory], devi
     there += window * sum(_leaving_bytes(schedule, memory[stage], stage) for stage in stages)
     peak = there
     held: dict[tuple[int, int], int] = {}
+    handed: dict[Action, int] = {}
+    """What a stage has sent to another one of this device, by the action that will receive it."""
     for place, action in enumerate(line):
         its = memory[action.stage]
         key = action.stage, action.micro_batch
         held.pop(key, None)
+        if action.work is not Work.WEIGHT_GRADIENT:
+            handed.pop(replace(action, work=_reading(action.work)), None)
+        is_back = action.work is not Work.FORWARD
+        neighbour = action.stage - 1 if is_back else action.stage + 1
+        if action.work is not Work.WEIGHT_GRADIENT and neighbour in stages:
+            handed[Action(neighbour, _reading(action.work), action.micro_batch)] = its.passing[is_back]
         following = line[place + 1] if place + 1 < len(line) else None
         ahead = 0
         if following is not None and _expected(schedule, following) is not None:
             ahead = memory[following.stage].arriving[following.work is not Work.FORWARD]
-        peak = max(peak, there + sum(held.values()) + its.during(action.work) + ahead)
+        beside = sum(held.values()) + sum(handed.values())
+        peak = max(peak, there + beside + its.during(action.work) + ahead)
         held[key] = its.after(action.work)
     return peak
+
+
+def _reading(work: Work) -> Work:
+    """Forward, or what reads the gradients that a stage sends: named as one, split or not."""
+    return Work.FORWARD if work is Work.FORWARD else Work.INPUT_GRADIENT
 
 
 def _leaving_bytes(schedule: PipelineSchedule, memory: StageMemory, stage: int) -> int:

@@ -19,7 +19,7 @@ __all__ = [
     "StageMemory",
     "device_peak_bytes",
     "received_values",
-    "send_window",
+    "send_lag",
     "sent_values",
     "stage_memory",
     "with_expectations",
@@ -78,23 +78,22 @@ def _source(schedule: PipelineSchedule, action: Action) -> int | None:
             return action.stage + 1 if action.stage + 1 < schedule.stages else None
 
 
-def send_window(schedule: PipelineSchedule) -> int:
-    """The least number of micro-batches whose values may be on their way across a boundary at once.
+def send_lag(schedule: PipelineSchedule) -> int:
+    """After how many more actions of a device what it sends in one action must have arrived.
 
-    A device that has sent so many waits, before it sends more, until the first of them is being received.
-    With fewer than this number devices would wait for each other.
+    A device waits with its next action until what it sent so long ago is being received, and it sends nothing
+    across a boundary while what it sent there before is not being received. This is the least number from
+    1 on with which devices never wait for each other.
     """
-    window = 1
-    while not _runs(schedule, window):
-        window += 1
-    return window
+    most = max(map(len, schedule.lines), default=0)
+    return next((lag for lag in range(1, most) if _runs(schedule, lag)), most)
 
 
-def _runs(schedule: PipelineSchedule, window: int) -> bool:
+def _runs(schedule: PipelineSchedule, lag: int) -> bool:
     """Whether all actions can be put into an order in which nothing waits for what comes later."""
     place: dict[Action, int] = {}
     made: dict[tuple[int, Work, int], Action] = {}
-    readers: defaultdict[tuple[int, bool], list[Action]] = defaultdict(list)
+    readers: list[Action] = []
     for line in schedule.lines:
         for index, action in enumerate(line):
             place[action] = index
@@ -102,7 +101,7 @@ def _runs(schedule: PipelineSchedule, window: int) -> bool:
                 work = Work.FORWARD if action.work is Work.FORWARD else Work.INPUT_GRADIENT
                 made[action.stage, work, action.micro_batch] = action
             if _expected(schedule, action) is not None:
-                readers[action.stage, action.work is Work.FORWARD].append(action)
+                readers.append(action)
     after: defaultdict[Action, list[Action]] = defaultdict(list)
     waits: dict[Action, int] = dict.fromkeys(place, 0)
 
@@ -116,12 +115,19 @@ def _runs(schedule: PipelineSchedule, window: int) -> bool:
         for action in line:
             for key in needed_before(action, schedule.stages):
                 put(made[key], action)
-    for (stage, is_forward), actions in readers.items():
-        line = schedule.lines[schedule.device_of[stage]]
-        source, work = (stage - 1, Work.FORWARD) if is_forward else (stage + 1, Work.INPUT_GRADIENT)
-        for early, late in zip(actions, actions[window:], strict=False):
-            if place[early] >= 2:  # the receive of the early one is posted once this has run
-                put(line[place[early] - 2], made[source, work, late.micro_batch])
+    before: dict[tuple[int, Work], Action] = {}
+    for reader in readers:
+        line = schedule.lines[schedule.device_of[reader.stage]]
+        stage, work, micro_batch = needed_before(reader, schedule.stages)[-1]
+        sender = made[stage, work, micro_batch]
+        its_line = schedule.lines[schedule.device_of[stage]]
+        late = place[sender] + 1 + lag
+        if place[reader] >= 2 and late < len(its_line):
+            put(line[place[reader] - 2], its_line[late])  # once it has run, the receive is posted
+        early = before.get((reader.stage, work))
+        if early is not None and place[early] >= 2:
+            put(line[place[early] - 2], sender)
+        before[reader.stage, work] = reader
     ready = deque(action for action, count in waits.items() if not count)
     done = 0
     while ready:
@@ -140,9 +146,9 @@ class StageMemory:
     Args:
         static_bytes: There for the whole step: parameters, gradients, buffers, the model's arguments of all
             micro-batches.
-        forward_bytes: The most during forward, with the loss.
+        forward_bytes: The most during forward, with the loss, where what is sent stays until it has ended.
         held_bytes: Between forward and backward.
-        backward_bytes: The most during backward, or during its part up to the pause.
+        backward_bytes: The same during backward, or during its part up to the pause.
         paused_bytes: Between the two parts of backward; 0 where it has one.
         rest_bytes: The most during the second part; 0 where there is none.
         arriving: Bytes received for forward and for backward.
@@ -204,16 +210,33 @@ def stage_memory(
     end = len(steps) if pause is None else pause
     during = timeline.during_bytes
     inputs = sum(s.nbytes for s in graph.call_storages)
+    most = _most_bytes(schedule, timeline.during_bytes)
     return StageMemory(
         static_bytes=static + inputs * (micro_batches - 1) + kept_bytes,
-        forward_bytes=max(during[: loss + 1]) - static,
+        forward_bytes=max(most[: loss + 1]) - static,
         held_bytes=kept + loss_waiting_bytes(graph),
-        backward_bytes=max(during[loss:end]) - static,
+        backward_bytes=max(most[loss:end]) - static,
         paused_bytes=0 if pause is None else timeline.after_bytes[pause] - static,
         rest_bytes=0 if pause is None else max(during[pause:]) - static,
         arriving=(_arriving_bytes(schedule, Region.FORWARD), _arriving_bytes(schedule, Region.BACKWARD)),
         passing=(_passing_bytes(schedule, 0, loss), _passing_bytes(schedule, loss, end)),
     )
+
+
+def _most_bytes(schedule: Schedule, during_bytes: Sequence[int]) -> list[int]:
+    """The bytes during each instruction, where what is sent stays until forward or backward has ended."""
+    found: list[int] = []
+    sent: set[Storage] = set()
+    kept_bytes = 0
+    for step, nbytes in zip(schedule.instructions, during_bytes, strict=True):
+        if isinstance(step, Loss):
+            sent, kept_bytes = set(), 0
+        found.append(nbytes + kept_bytes)
+        if isinstance(step, Compute) and step.node.op == SEND:
+            sent.add(step.node.operands[0].storage)
+        elif isinstance(step, Free) and step.storage in sent:
+            kept_bytes += step.storage.nbytes
+    return found
 
 
 def sent_values(graph: Graph, region: Region) -> tuple[Value, ...]:
@@ -256,18 +279,17 @@ def device_peak_bytes(
         memory: Of each stage.
         shared_bytes: For each device, what the static bytes of its stages count more than once.
     """
-    window = send_window(schedule)
+    lag = send_lag(schedule)
     shared = shared_bytes or [0] * schedule.devices
     return tuple(
-        _device_peak(schedule, memory, device, window) - shared[device] for device in range(schedule.devices)
+        _device_peak(schedule, memory, device, lag) - shared[device] for device in range(schedule.devices)
     )
 
 
-def _device_peak(schedule: PipelineSchedule, memory: Sequence[StageMemory], device: int, window: int) -> int:
+def _device_peak(schedule: PipelineSchedule, memory: Sequence[StageMemory], device: int, lag: int) -> int:
     line = schedule.lines[device]
     stages = schedule.stages_on(device)
     there = sum(memory[stage].static_bytes for stage in stages)
-    there += window * sum(_leaving_bytes(schedule, memory[stage], stage) for stage in stages)
     peak = there
     held: dict[tuple[int, int], int] = {}
     handed: dict[Action, int] = {}
@@ -278,17 +300,18 @@ def _device_peak(schedule: PipelineSchedule, memory: Sequence[StageMemory], devi
         held.pop(key, None)
         if action.work is not Work.WEIGHT_GRADIENT:
             handed.pop(replace(action, work=_reading(action.work)), None)
-        is_back = action.work is not Work.FORWARD
-        neighbour = action.stage - 1 if is_back else action.stage + 1
-        if action.work is not Work.WEIGHT_GRADIENT and neighbour in stages:
-            handed[Action(neighbour, _reading(action.work), action.micro_batch)] = its.passing[is_back]
         following = line[place + 1] if place + 1 < len(line) else None
         ahead = 0
         if following is not None and _expected(schedule, following) is not None:
             ahead = memory[following.stage].arriving[following.work is not Work.FORWARD]
         beside = sum(held.values()) + sum(handed.values())
+        beside += _leaving_bytes(schedule, memory, line[max(place - lag, 0) : place])
         peak = max(peak, there + beside + its.during(action.work) + ahead)
         held[key] = its.after(action.work)
+        is_back = action.work is not Work.FORWARD
+        neighbour = action.stage - 1 if is_back else action.stage + 1
+        if action.work is not Work.WEIGHT_GRADIENT and neighbour in stages:
+            handed[Action(neighbour, _reading(action.work), action.micro_batch)] = its.passing[is_back]
     return peak
 
 
@@ -297,10 +320,16 @@ def _reading(work: Work) -> Work:
     return Work.FORWARD if work is Work.FORWARD else Work.INPUT_GRADIENT
 
 
-def _leaving_bytes(schedule: PipelineSchedule, memory: StageMemory, stage: int) -> int:
-    """What may be on its way to other devices for one micro-batch."""
-    found = 0
-    for is_back, neighbour in ((0, stage + 1), (1, stage - 1)):
-        if 0 <= neighbour < schedule.stages and schedule.device_of[neighbour] != schedule.device_of[stage]:
-            found += memory.passing[is_back]
-    return found
+def _leaving_bytes(
+    schedule: PipelineSchedule, memory: Sequence[StageMemory], recent: Sequence[Action]
+) -> int:
+    """What the last actions sent to other devices and their stages do not keep: the last of each boundary."""
+    found: dict[tuple[int, bool], int] = {}
+    for action in recent:
+        is_back = action.work is not Work.FORWARD
+        neighbour = action.stage - 1 if is_back else action.stage + 1
+        if action.work is Work.WEIGHT_GRADIENT or not 0 <= neighbour < schedule.stages:
+            continue
+        if schedule.device_of[neighbour] != schedule.device_of[action.stage]:
+            found[action.stage, is_back] = memory[action.stage].passing[is_back]
+    return sum(found.values())

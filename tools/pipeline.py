@@ -388,8 +388,11 @@ def captured_micro_batch(
     Raises:
         UnsupportedError: IRC483 for arguments that require a gradient; others for what is not supported.
     """
-    of_result = training_loss if loss is None else (lambda result: loss(result, *micro_batch))
-    captured = capture(model, micro_batch, {}, loss=of_result)
+    leaves, tree = flatten(micro_batch)
+    own = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # not a part of the batch
+    example = pytree.tree_unflatten(own, tree)
+    of_result = training_loss if loss is None else (lambda result: loss(result, *example))
+    captured = capture(model, example, {}, loss=of_result)
     for entry in captured.graph.inputs:
         if entry.role is InputRole.INPUT and entry.requires_grad:
             raise UnsupportedError(

@@ -1,7 +1,7 @@
 """Pipelines on devices: planned stages, driven by the schedules of `torch.distributed.pipelining`."""
 
 from .alone import PipelineAlone
-from .channel import Channel, ChannelInbox, ChannelOutbox
+from .channel import Channel, ChannelInbox, ChannelOutbox, Departures
 from .pipeline import PipelineRank
 from .post import Inbox, Locker, Outbox, Post
 from .results import Results
@@ -13,6 +13,7 @@ __all__ = [
     "Channel",
     "ChannelInbox",
     "ChannelOutbox",
+    "Departures",
     "Inbox",
     "Locker",
     "Outbox",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from ...ir import TensorType, Value
 
-__all__ = ["Channel", "ChannelInbox", "ChannelOutbox"]
+__all__ = ["Channel", "ChannelInbox", "ChannelOutbox", "Departures"]
 
 
 @dataclass(frozen=True)
@@ -33,41 +34,80 @@ class Channel:
     group: dist.ProcessGroup | None = None
 
 
+@dataclass(frozen=True)
+class _Departure:
+    """Something that was sent."""
+
+    action: int
+    tag: int
+    micro_batch: int
+    work: dist.Work
+    payload: Tensor
+
+
+class Departures:
+    """What a rank has sent that may not have arrived; it is kept until then.
+
+    Each is waited for once: a second wait for what was sent through gloo would never end.
+
+    Args:
+        lag: After so many more actions of the rank it has arrived: the rank waits for it.
+    """
+
+    def __init__(self, lag: int) -> None:
+        self.lag = lag
+        self._actions = 0
+        self._pending: list[_Departure] = []
+
+    def begin_action(self) -> None:
+        """Waits for what was sent too long ago."""
+        self._actions += 1
+        oldest = self._actions - self.lag
+        self._wait(lambda departure: departure.action < oldest)
+
+    def begin_send(self, tag: int, micro_batch: int) -> None:
+        """Waits for what a channel sent for other micro-batches."""
+        self._wait(lambda departure: departure.tag == tag and departure.micro_batch != micro_batch)
+
+    def add(self, tag: int, micro_batch: int, work: dist.Work, payload: Tensor) -> None:
+        """Keeps what a channel sends in the current action."""
+        self._pending.append(_Departure(self._actions, tag, micro_batch, work, payload))
+
+    def end(self) -> None:
+        """Waits until all of it has arrived."""
+        self._wait(lambda _: True)
+
+    def _wait(self, is_due: Callable[[_Departure], bool]) -> None:
+        pending, self._pending = self._pending, []
+        while pending:
+            departure = pending.pop(0)
+            if is_due(departure):
+                departure.work.wait()
+            else:
+                self._pending.append(departure)
+
+
 class ChannelOutbox:
-    """Sends to another rank.
+    """Sends to another rank; what was sent for one micro-batch has arrived before more is sent.
 
     Args:
         channel: To where.
-        window: The values of so many micro-batches may be on their way; before more is sent, those of the
-            first have arrived.
+        departures: Keeps what was sent until it has arrived.
     """
 
-    def __init__(self, channel: Channel, window: int) -> None:
+    def __init__(self, channel: Channel, departures: Departures) -> None:
         self.channel = channel
-        self.window = window
+        self.departures = departures
         self._types = {value.name: value.type for value in channel.values}
-        self._on_their_way: dict[int, list[tuple[dist.Work, Tensor]]] = {}
 
     def send(self, micro_batch: int, key: str, value: Tensor) -> None:
         """Begins to send a value, which must not be written from here on."""
-        if micro_batch not in self._on_their_way:
-            while len(self._on_their_way) >= self.window:
-                self._end(next(iter(self._on_their_way)))
-            self._on_their_way[micro_batch] = []
+        tag = self.channel.tag
+        self.departures.begin_send(tag, micro_batch)
         payload = _payload_of(value, self._types[key])
-        work = dist.isend(payload, self.channel.peer, self.channel.group, self.channel.tag)
+        work = dist.isend(payload, self.channel.peer, self.channel.group, tag)
         assert work is not None
-        self._on_their_way[micro_batch].append((work, payload))
-
-    def end(self) -> None:
-        """Waits until all that was sent has arrived."""
-        for micro_batch in tuple(self._on_their_way):
-            self._end(micro_batch)
-
-    def _end(self, micro_batch: int) -> None:
-        for work, _ in self._on_their_way[micro_batch]:
-            work.wait()
-        del self._on_their_way[micro_batch]
+        self.departures.add(tag, micro_batch, work, payload)
 
 
 class ChannelInbox:

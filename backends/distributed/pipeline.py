@@ -15,9 +15,9 @@ from torch.distributed.pipelining.schedules import _Action, _ComputationType, _P
 
 from ...ir import Delivery, Graph, Region
 from ...ir.pipeline import Action, PipelineSchedule
-from ...ir.pipeline_exchange import Expect, send_window, sent_values, with_expectations
+from ...ir.pipeline_exchange import Expect, send_lag, sent_values, with_expectations
 from ..torch.program import Program
-from .channel import Channel, ChannelInbox, ChannelOutbox
+from .channel import Channel, ChannelInbox, ChannelOutbox, Departures
 from .post import Locker
 from .results import Results
 from .shared import SharedParameters, new_group
@@ -61,7 +61,7 @@ class PipelineRank:
         self.device = device
         channels = _Channels(schedule, graphs, group)
         lockers = _Lockers()
-        window = send_window(schedule)
+        self.departures = Departures(send_lag(schedule))
         last = schedule.stages - 1
         self.stages: list[Stage] = []
         for index in schedule.stages_on(self.rank):
@@ -70,8 +70,8 @@ class PipelineRank:
             if index == last:
                 scale = 1 / schedule.micro_batches
                 results = Results(programs[index], deliveries, rebuild, loss, scale)
-            boxes = _boxes(schedule, index, channels, lockers, device, window)
-            self.stages.append(Stage(worker, index, last + 1, device, boxes, results, group))
+            boxes = _boxes(schedule, index, channels, lockers, device, self.departures)
+            self.stages.append(Stage(worker, index, last + 1, device, boxes, self.departures, results, group))
         self.shared = SharedParameters(schedule, programs, self.parameters, group)
         self.runtime = _PipelineScheduleRuntime(
             self.stages, schedule.micro_batches, loss_fn=self._loss, scale_grads=False
@@ -106,8 +106,7 @@ class PipelineRank:
         numbers = torch.arange(self.schedule.micro_batches)
         with self.shared.added_up():
             self.runtime.step(target=numbers, losses=losses, return_outputs=False)
-            for stage in self.stages:
-                stage.boxes.end()
+            self.departures.end()
         return [loss.item() for loss in losses]
 
     def _loss(self, _: Any, number: Tensor) -> Tensor:
@@ -177,7 +176,7 @@ def _boxes(
     channels: _Channels,
     lockers: _Lockers,
     device: torch.device,
-    window: int,
+    departures: Departures,
 ) -> Boxes:
     def inbox(first: int, *, is_forward: bool) -> ChannelInbox | Locker:
         if schedule.device_of[first] == schedule.device_of[first + 1]:
@@ -187,7 +186,7 @@ def _boxes(
     def outbox(first: int, *, is_forward: bool) -> ChannelOutbox | Locker:
         if schedule.device_of[first] == schedule.device_of[first + 1]:
             return lockers.between(first, is_forward=is_forward)
-        return ChannelOutbox(channels.between(first, is_forward=is_forward, sends=True), window)
+        return ChannelOutbox(channels.between(first, is_forward=is_forward, sends=True), departures)
 
     has_before, has_after = index > 0, index + 1 < schedule.stages
     return Boxes(

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from .channel import ChannelOutbox
+from .channel import Departures
 from .post import Inbox, Outbox, Post
 from .results import Results
 from .worker import StageWorker
@@ -38,12 +38,6 @@ class Boxes:
     gradients_in: Inbox | None = None
     gradients_out: Outbox | None = None
 
-    def end(self) -> None:
-        """Waits until all that was sent has arrived."""
-        for box in (self.activations_out, self.gradients_out):
-            if isinstance(box, ChannelOutbox):
-                box.end()
-
 
 class Stage(_PipelineStageBase):
     """One stage of a pipeline, on one rank.
@@ -59,6 +53,7 @@ class Stage(_PipelineStageBase):
         count: How many there are.
         device: Where it runs.
         boxes: Through what it exchanges values.
+        departures: What the rank has sent.
         results: The model's results and their gradients, where this is the last stage.
         group: The ranks of the pipeline.
 
@@ -73,12 +68,14 @@ class Stage(_PipelineStageBase):
         count: int,
         device: torch.device,
         boxes: Boxes,
+        departures: Departures,
         results: Results | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(nn.Module(), index, count, device, group)
         self.worker = worker
         self.boxes = boxes
+        self.departures = departures
         self.results = results
         self.arguments: Sequence[Sequence[Tensor]] = ()
 
@@ -86,6 +83,7 @@ class Stage(_PipelineStageBase):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *_: Any, **__: Any) -> None:
         """Runs forward for a micro-batch."""
+        self.departures.begin_action()
         post = Post(fwd_chunk_id, self.boxes.activations_in, self.boxes.activations_out)
         inputs, outputs = self.worker.forward(fwd_chunk_id, self.arguments[fwd_chunk_id], post)
         if self.results is not None:
@@ -95,6 +93,7 @@ class Stage(_PipelineStageBase):
         self, bwd_chunk_id: int, loss: object = None, full_backward: bool = True, **_: Any
     ) -> None:
         """Runs backward for a micro-batch: all of it, or what the stage before waits for."""
+        self.departures.begin_action()
         post = Post(bwd_chunk_id, self.boxes.gradients_in, self.boxes.gradients_out)
         tangents = [] if self.results is None else self.results.tangents(bwd_chunk_id)
         self.worker.backward(bwd_chunk_id, tangents, post)
@@ -103,6 +102,7 @@ class Stage(_PipelineStageBase):
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *_: Any, **__: Any) -> None:
         """Runs the rest of the backward of a micro-batch."""
+        self.departures.begin_action()
         self.worker.finish(bwd_chunk_id)
 
     def perform_reduce_grad(self, *_: Any) -> None:

@@ -1,0 +1,160 @@
+"""A partition problem reduced: blocks instead of nodes, and what needs no decision decided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import networkx as nx
+
+from .partition_problem import PartitionProblem
+
+__all__ = ["Coarse", "coarsen", "contract"]
+
+
+@dataclass(frozen=True)
+class Coarse:
+    """Items in an order of dependence, what each takes, and the nets that transfers are paid for.
+
+    A net is a set of items: those that make or read some outputs. A device pays for the net if it has some
+    of its items but not all: as the one that makes, if another reads, or as one that reads, if another
+    makes. So outputs between the same items are one net, whichever way they go.
+
+    Args:
+        members: For each item the positions of its nodes in the problem.
+        seconds: For each item its time on a device of each class.
+        memory_bytes: For each item.
+        edges: Pairs of items; the first must not be behind the second. They have no cycle.
+        nets: Seconds to move what a net is about, by its items.
+    """
+
+    members: tuple[tuple[int, ...], ...]
+    seconds: tuple[tuple[float, ...], ...]
+    memory_bytes: tuple[int, ...]
+    edges: frozenset[tuple[int, int]]
+    nets: Mapping[frozenset[int], float]
+
+    @cached_property
+    def predecessors(self) -> tuple[frozenset[int], ...]:
+        """For each item those that edges lead from."""
+        return _ends(len(self.members), ((head, tail) for tail, head in self.edges))
+
+    @cached_property
+    def successors(self) -> tuple[frozenset[int], ...]:
+        """For each item those that edges lead to."""
+        return _ends(len(self.members), self.edges)
+
+    def spread(self, chosen: Sequence[int], nodes: int) -> tuple[int, ...]:
+        """What was chosen for each item, for each of `nodes` nodes."""
+        found = [0] * nodes
+        for members, choice in zip(self.members, chosen, strict=True):
+            for node in members:
+                found[node] = choice
+        return tuple(found)
+
+    def joined(self, pairs: Iterable[tuple[int, int]]) -> Coarse:
+        """The same with the items of each pair in one, and whatever is then on a cycle."""
+        graph: nx.DiGraph[int] = nx.DiGraph()
+        graph.add_nodes_from(range(len(self.members)))
+        graph.add_edges_from(self.edges)
+        for one, other in pairs:
+            graph.add_edges_from([(one, other), (other, one)])
+        condensed = nx.condensation(graph)
+        parts = [sorted(condensed.nodes[part]["members"]) for part in condensed]
+        into: dict[int, int] = condensed.graph["mapping"]
+        nets: dict[frozenset[int], float] = {}
+        for items, seconds in self.nets.items():
+            _add(nets, frozenset(into[item] for item in items), seconds)
+        return Coarse(
+            tuple(tuple(node for item in part for node in self.members[item]) for part in parts),
+            tuple(
+                tuple(map(sum, zip(*(self.seconds[item] for item in part), strict=True))) for part in parts
+            ),
+            tuple(sum(self.memory_bytes[item] for item in part) for part in parts),
+            frozenset(condensed.edges),
+            nets,
+        )
+
+
+def _ends(count: int, edges: Iterable[tuple[int, int]]) -> tuple[frozenset[int], ...]:
+    found: list[set[int]] = [set() for _ in range(count)]
+    for tail, head in edges:
+        found[tail].add(head)
+    return tuple(map(frozenset, found))
+
+
+def _add(nets: dict[frozenset[int], float], items: frozenset[int], seconds: float) -> None:
+    if len(items) > 1 and seconds > 0:
+        nets[items] = nets.get(items, 0.0) + seconds
+
+
+def coarsen(problem: PartitionProblem, members: Sequence[Sequence[int]], edges: Iterable[tuple[int, int]]) -> Coarse:
+    """The problem with given sets of nodes as items.
+
+    Args:
+        problem: The graph.
+        members: The positions of the nodes of each item; all nodes, each once.
+        edges: The order that partitions have to follow, between items.
+    """
+    item_of = {node: item for item, part in enumerate(members) for node in part}
+    nets: dict[frozenset[int], float] = {}
+    for position, node in enumerate(problem.nodes):
+        touched = {item_of[position]} | {item_of[reader] for reader in problem.readers[position]}
+        _add(nets, frozenset(touched), node.transfer_seconds)
+    kinds = range(len(problem.classes))
+    return Coarse(
+        tuple(map(tuple, members)),
+        tuple(tuple(sum(problem.nodes[node].seconds[kind] for node in part) for kind in kinds) for part in members),
+        tuple(sum(problem.nodes[node].memory_bytes for node in part) for part in members),
+        frozenset(edges),
+        nets,
+    )
+
+
+def contract(coarse: Coarse, *, is_contiguous: bool, is_memory_free: bool) -> Coarse:
+    """The same problem with fewer items: some optimal partition has each item whole.
+
+    An item `z` that takes no time anywhere, and no memory (or memory never matters), joins a neighbour `q`
+    when the nets of exactly these two cost at least as much as all nets that hold `z` but not `q`. Proof:
+    take an optimal partition with `z` on device `a` and `q` on `b`, and move `z` to `b`. Other devices
+    keep what they pay, since no set of items of theirs changes. The nets of the two alone were paid by `a`
+    and by `b`, and are paid by neither now. A net with both and more was paid by both, as each had some of
+    it and not all; so neither pays more for it. A net with `z` but not `q` may now be paid by `b`, or by
+    `a` where it was whole there: once each, and by the condition no more than what each has saved. Devices
+    that pay no transfers pay as before. So no load grows. Contiguous partitions stay so if `q` is the only
+    predecessor of `z` (then it moves to an earlier stage, and all it depends on is there or before) or its
+    only successor.
+
+    Args:
+        coarse: The items.
+        is_contiguous: Whether only contiguous partitions are looked for.
+        is_memory_free: Whether all items together fit on each device.
+    """
+    while pairs := list(_free_riders(coarse, is_contiguous, is_memory_free)):
+        coarse = coarse.joined(pairs)
+    return coarse
+
+
+def _free_riders(coarse: Coarse, is_contiguous: bool, is_memory_free: bool) -> Iterable[tuple[int, int]]:
+    """Pairs of an item that takes nothing and the one that it may join; no item is in two pairs."""
+    nets_of: list[list[frozenset[int]]] = [[] for _ in coarse.members]
+    for net in coarse.nets:
+        for item in net:
+            nets_of[item].append(net)
+    taken: set[int] = set()
+    for item, seconds in enumerate(coarse.seconds):
+        if item in taken or any(seconds) or (coarse.memory_bytes[item] and not is_memory_free):
+            continue
+        before, after = coarse.predecessors[item], coarse.successors[item]
+        if is_contiguous:
+            hosts = [next(iter(side)) for side in (before, after) if len(side) == 1]
+        else:
+            hosts = sorted({other for net in nets_of[item] for other in net} - {item})
+        for host in hosts:
+            shared = coarse.nets.get(frozenset((item, host)), 0.0)
+            others = sum(coarse.nets[net] for net in nets_of[item] if host not in net)
+            if host not in taken and others <= shared:
+                taken |= {item, host}
+                yield item, host
+                break

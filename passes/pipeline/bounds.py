@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,13 +37,13 @@ class Speeds:
 
     @cached_property
     def _by_speed(self) -> list[tuple[Floats, Floats]]:
-        """For each class, seconds and work of the items it is fastest at, summed up from the fastest on."""
+        """For each class, seconds and work of its items, summed up from those on that it is fastest at."""
         found: list[tuple[Floats, Floats]] = []
         for column in np.array(self.coarse.seconds).T:
             runs = np.isfinite(column) & (column > 0)
             seconds, work = column[runs], self.least_seconds[runs]
             fastest = np.argsort(-work / seconds, kind="stable")
-            found.append(tuple(np.concatenate([[0.0], np.cumsum(each[fastest])]) for each in (seconds, work)))
+            found.append((_summed(seconds[fastest]), _summed(work[fastest])))
         return found
 
     @cached_property
@@ -77,6 +76,10 @@ class Speeds:
         speeds = self._largest_speed[used]
         most = seconds * sum(devices[kind] * self._largest_speed[kind] for kind in used)
         return work + speeds.min() * transfers <= most * (1 + _ROUNDING)
+
+
+def _summed(each: Floats) -> Floats:
+    return np.concatenate([np.zeros(1), np.cumsum(each)])
 
 
 def least_load(coarse: Coarse, classes: Sequence[DeviceClass]) -> float:

@@ -89,7 +89,9 @@ def _add(nets: dict[frozenset[int], float], items: frozenset[int], seconds: floa
         nets[items] = nets.get(items, 0.0) + seconds
 
 
-def coarsen(problem: PartitionProblem, members: Sequence[Sequence[int]], edges: Iterable[tuple[int, int]]) -> Coarse:
+def coarsen(
+    problem: PartitionProblem, members: Sequence[Sequence[int]], edges: Iterable[tuple[int, int]]
+) -> Coarse:
     """The problem with given sets of nodes as items.
 
     Args:
@@ -105,7 +107,10 @@ def coarsen(problem: PartitionProblem, members: Sequence[Sequence[int]], edges: 
     kinds = range(len(problem.classes))
     return Coarse(
         tuple(map(tuple, members)),
-        tuple(tuple(sum(problem.nodes[node].seconds[kind] for node in part) for kind in kinds) for part in members),
+        tuple(
+            tuple(sum(problem.nodes[node].seconds[kind] for node in part) for kind in kinds)
+            for part in members
+        ),
         tuple(sum(problem.nodes[node].memory_bytes for node in part) for part in members),
         frozenset(edges),
         nets,

@@ -13,40 +13,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ...ir import UsageError
 from .bounds import Speeds, least_load
 from .coarse import Coarse, coarsen, contract
 from .downsets import Between, downsets, prefixes
-from .partition_problem import PartitionProblem, evaluate
+from .partition_problem import Partition, PartitionProblem, evaluate, no_room
 
-__all__ = ["Partition", "best_contiguous"]
+__all__ = ["best_contiguous"]
 
 _MOST_DOWNSETS = 200_000
 _ORDERS = 8
 _FIRST_STEP = 0.01
 """By what part of the lower bound the first limit is above it; each further step is twice as long."""
-
-
-@dataclass(frozen=True, slots=True)
-class Partition:
-    """A partition, and how good it is.
-
-    Args:
-        assignment: The device of each node, a position in `PartitionProblem.devices`.
-        max_load_seconds: Of the slowest device.
-        bound_seconds: No partition of the kind that was looked for has less, but for rounding.
-        plan_seconds: How long it took to find.
-    """
-
-    assignment: tuple[int, ...]
-    max_load_seconds: float
-    bound_seconds: float
-    plan_seconds: float
-
-    @property
-    def is_proved(self) -> bool:
-        """Whether there is none better, up to rounding."""
-        return self.max_load_seconds <= self.bound_seconds * (1 + 1e-9)
 
 
 @dataclass(frozen=True)
@@ -77,7 +54,6 @@ def best_contiguous(problem: PartitionProblem, *, seconds: float = math.inf) -> 
         UsageError: IRC473 when no contiguous partition fits the devices.
     """
     started = time.monotonic()
-    deadline = started + seconds
     blocks = problem.blocks
     coarse = coarsen(problem, blocks.members, blocks.edges)
     total_bytes = sum(coarse.memory_bytes)
@@ -93,11 +69,7 @@ def best_contiguous(problem: PartitionProblem, *, seconds: float = math.inf) -> 
             if sets is not None:
                 best, bound = _proved(_Search(problem, coarse, sets, started + seconds), best, bound)
     if best is None:
-        raise UsageError(
-            "IRC473",
-            f"{problem.name} cannot be divided into contiguous stages: {_capacity(problem, total_bytes)}",
-            help="give more devices, or devices with more memory",
-        )
+        raise no_room(problem)
     assignment = coarse.spread(_devices(problem, coarse, best), len(problem.nodes))
     max_load_seconds = evaluate(problem, assignment).max_load_seconds
     return Partition(assignment, max_load_seconds, bound, time.monotonic() - started)
@@ -160,13 +132,6 @@ def _devices(problem: PartitionProblem, coarse: Coarse, chain: _Chain) -> list[i
     return found
 
 
-def _capacity(problem: PartitionProblem, total_bytes: int) -> str:
-    devices = " and ".join(
-        f"{device.count} {device.name} of {device.capacity_bytes:,.0f} bytes" for device in problem.classes
-    )
-    return f"it takes {total_bytes:,} bytes, on {devices}"
-
-
 class _Search:
     """Dynamic programming over some downsets, among them the empty one and the whole.
 
@@ -213,10 +178,11 @@ class _Search:
         for has_transfers in (False, True):
             may_be = self._may_be(between, limit_seconds, has_transfers)
             kept = np.nonzero(may_be.any(axis=0))[0]
-            if not len(kept) or kept[0] != 0 or kept[-1] != len(between.sets) - 1:
+            if not may_be[:, 0].any() or not may_be[:, -1].any():
                 return None
-            between = Between(self.coarse, self.classes, [between.sets[each] for each in kept])
-        return self._sweep(between, may_be[:, kept], limit_seconds)
+            between = Between(self.coarse, self.classes, [between.sets[each] for each in kept.tolist()])
+            may_be = may_be[:, kept]
+        return self._sweep(between, may_be, limit_seconds)
 
     def _may_be(self, between: Between, limit_seconds: float, has_transfers: bool) -> NDArray[np.bool_]:
         """Whether some devices can have done a downset below the limit, and the others the rest.
@@ -257,7 +223,9 @@ class _Search:
             for state in live:
                 for kind, after in self.next_state[state].items():
                     reached = np.maximum(loads[kind], best[state, first])
-                    better = (reached < best[after, larger]) & (reached < limit_seconds) & may_be[after, larger]
+                    better = (
+                        (reached < best[after, larger]) & (reached < limit_seconds) & may_be[after, larger]
+                    )
                     chosen = larger[better]
                     best[after, chosen] = reached[better]
                     came_from[after, chosen] = first, state

@@ -90,16 +90,15 @@ class Between:
         return np.ascontiguousarray(np.frombuffer(packed, np.uint64).reshape(len(self.sets), -1).T)
 
     @cached_property
-    def _seconds(self) -> list[Floats]:
-        """For each class the time of each downset, without what may not run there."""
+    def _seconds(self) -> Floats:
+        """The time of each downset on a class, without what may not run there, `[class, downset]`."""
         times = np.array(self.coarse.seconds)
-        return [self.has @ np.where(np.isfinite(column), column, 0.0) for column in times.T]
+        return np.where(np.isfinite(times), times, 0.0).T @ self.has.T
 
     @cached_property
-    def _barred(self) -> list[NDArray[np.int64]]:
-        """For each class how many items of each downset may not run there."""
-        times = np.array(self.coarse.seconds)
-        return [self.has @ np.isinf(column).astype(np.int64) for column in times.T]
+    def _barred(self) -> NDArray[np.int64]:
+        """How many items of each downset may not run on a class, `[class, downset]`."""
+        return np.isinf(np.array(self.coarse.seconds)).T.astype(np.int64) @ self.has.T
 
     @cached_property
     def _memory_bytes(self) -> NDArray[np.int64]:
@@ -125,7 +124,7 @@ class Between:
         is_open = (self._held > 0) & (self._held < self._net_sizes[:, None])
         return self._net_seconds @ is_open
 
-    def stages(self, first: int, limit_seconds: float) -> tuple[Indices, list[Floats]]:
+    def stages(self, first: int, limit_seconds: float) -> tuple[Indices, Floats]:
         """The stages that begin after one downset and have a load below a limit on some class.
 
         A net that `first` has some items of is paid for by the stage unless it has none of the rest of them.
@@ -137,12 +136,12 @@ class Between:
             limit_seconds: Loads from here on do not matter.
 
         Returns:
-            Positions of the downsets that the stages end with, and for each class their loads; infinite
-            where they may not be on a device of the class, for their memory or for an item.
+            Positions of the downsets that the stages end with, and their loads, `[class, stage]`; infinite
+            where a stage may not be on a device of the class, for its memory or for an item.
         """
         larger = np.arange(first + 1, len(self.sets))
-        loads = [seconds[first + 1 :] - seconds[first] for seconds in self._seconds]
-        is_short = np.logical_or.reduce([load < limit_seconds for load in loads])
+        seconds = self._seconds[:, first + 1 :] - self._seconds[:, first, None]
+        is_short = (seconds < limit_seconds).any(axis=0)
         for word in self._words:
             is_short &= (word[first] & ~word[first + 1 :]) == 0
         larger = larger[is_short]
@@ -153,12 +152,12 @@ class Between:
             passes_by, ends = at_end == held[net], at_end == self._net_sizes[net]
             transfers += self._net_seconds[net] * (ends.astype(float) - passes_by)
         memory_bytes = self._memory_bytes[larger] - self._memory_bytes[first]
+        loads = seconds[:, is_short]
         for kind, device in enumerate(self.classes):
-            load = loads[kind][is_short]
+            load = loads[kind]
             if device.pays_transfers:
                 load += transfers
             load[memory_bytes > device.capacity_bytes] = np.inf
             load[self._barred[kind][larger] > self._barred[kind][first]] = np.inf
-            loads[kind] = load
-        fits = np.logical_or.reduce([load < limit_seconds for load in loads])
-        return larger[fits], [load[fits] for load in loads]
+        fits = (loads < limit_seconds).any(axis=0)
+        return larger[fits], loads[:, fits]

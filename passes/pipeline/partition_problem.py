@@ -21,10 +21,15 @@ __all__ = [
     "Blocks",
     "DeviceClass",
     "Evaluation",
+    "Partition",
     "PartitionNode",
     "PartitionProblem",
     "evaluate",
+    "no_room",
 ]
+
+_PROVED = 1e-4
+"""What a bound may be off for a partition to count as proved, as for plans."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +166,9 @@ class PartitionProblem:
             first, second = self.nodes[tail], self.nodes[head]
             if not first.is_backward and not second.is_backward:
                 graph.add_edge(first.colour, second.colour)
-            elif first.is_backward and second.is_backward and not {first.colour, second.colour} <= has_forward:
+            elif (
+                first.is_backward and second.is_backward and not {first.colour, second.colour} <= has_forward
+            ):
                 graph.add_edge(second.colour, first.colour)
         condensed = nx.condensation(graph)
         block_of_colour: dict[int, int] = condensed.graph["mapping"]
@@ -231,4 +238,39 @@ def evaluate(problem: PartitionProblem, assignment: Sequence[int]) -> Evaluation
         all(device_of[node.colour] == assignment[i] for i, node in enumerate(problem.nodes)),
         fits,
         whole and nx.is_directed_acyclic_graph(between),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """A partition, and how good it is.
+
+    Args:
+        assignment: The device of each node, a position in `PartitionProblem.devices`.
+        max_load_seconds: Of the slowest device.
+        bound_seconds: No partition of the kind that was looked for has less.
+        plan_seconds: How long it took to find.
+    """
+
+    assignment: tuple[int, ...]
+    max_load_seconds: float
+    bound_seconds: float
+    plan_seconds: float
+
+    @property
+    def is_proved(self) -> bool:
+        """Whether none is better by 0.01% or more."""
+        return self.max_load_seconds <= self.bound_seconds * (1 + _PROVED)
+
+
+def no_room(problem: PartitionProblem) -> UsageError:
+    """The error for a problem that no partition fits the devices of."""
+    total_bytes = sum(node.memory_bytes for node in problem.nodes)
+    devices = " and ".join(
+        f"{device.count} {device.name} of {device.capacity_bytes:,.0f} bytes" for device in problem.classes
+    )
+    return UsageError(
+        "IRC473",
+        f"{problem.name} cannot be divided among its devices: it takes {total_bytes:,} bytes, on {devices}",
+        help="give more devices, devices with more memory, or ones that all nodes may run on",
     )

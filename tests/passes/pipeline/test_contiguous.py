@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from partitions import best_of_all, problems
 
 from irc.ir import UsageError
-from irc.passes.pipeline import contiguous
-from irc.passes.pipeline.coarse import coarsen, contract
 from irc.passes.pipeline.contiguous import best_contiguous
 from irc.passes.pipeline.partition_problem import (
-    DeviceClass,
-    PartitionNode,
     PartitionProblem,
     evaluate,
 )

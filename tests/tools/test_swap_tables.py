@@ -15,7 +15,6 @@ from irc.passes import Machine, Planner, machine_named
 from irc.tools.models import resnet18
 from irc.tools.models.registry import Example
 from irc.tools.swap_tables import main
-from irc.tools.swap_tables.journal import Journal
 from irc.tools.swap_tables.page import Fitted, to_section
 from irc.tools.swap_tables.published import Case, Published, cases, largest_batches
 from irc.tools.swap_tables.simulated import (
@@ -24,6 +23,7 @@ from irc.tools.swap_tables.simulated import (
     entries,
     fitted,
     largest_original,
+    open_journal,
     program_on,
 )
 
@@ -171,23 +171,23 @@ ENTRY = Entry("original", 0, 10_000_000, 0, 1.0, 0.0, 0.0, "80")
 
 def test_a_journal_that_was_cut_off_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    Journal.open(path, {"seconds": 1}).append("a", [ENTRY])
+    open_journal(path, {"seconds": 1}).append("a", [ENTRY])
     whole = path.read_bytes()
     path.write_bytes(whole + b'{"key": "b", "entr')
-    journal = Journal.open(path, {"seconds": 1})
+    journal = open_journal(path, {"seconds": 1})
     assert journal.found == {"a": [ENTRY]} and path.read_bytes() == whole
     journal.append("b", [replace(ENTRY, seconds=None)])
-    assert Journal.open(path, {"seconds": 1}).found["b"][0].seconds is None
+    assert open_journal(path, {"seconds": 1}).found["b"][0].seconds is None
     path.write_bytes(whole + b'{"key": "b"}\n')
     with pytest.raises(UsageError, match="damaged in line 3") as caught:
-        Journal.open(path, {"seconds": 1})
+        open_journal(path, {"seconds": 1})
     assert caught.value.code == "IRC446"
     with pytest.raises(UsageError, match="cannot be written") as caught:
-        Journal.open(tmp_path / "no" / "rows.jsonl", {})
+        open_journal(tmp_path / "no" / "rows.jsonl", {})
     assert caught.value.code == "IRC442"
     path.write_text(json.dumps({"format": "other"}) + "\n")
     with pytest.raises(UsageError, match="damaged in line 1"):
-        Journal.open(path, {})
+        open_journal(path, {})
 
 
 # ----------------------------------------------------------------------------------------------- the page

@@ -13,8 +13,8 @@ from pathlib import Path
 from ... import __version__
 from ...ir import Graph, IrcError, UsageError
 from ...passes import Machine, Planner, machine_named
+from ..journal import Journal
 from ..tables import check_folder, replace_section
-from .journal import Journal
 from .page import Fitted, to_section
 from .published import MODELS, Case, cases, largest_batches
 from .simulated import (
@@ -24,6 +24,7 @@ from .simulated import (
     entries,
     fitted,
     largest_original,
+    open_journal,
     original,
     program_on,
     reached,
@@ -73,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
 class _Work:
     """What all rows share."""
 
-    journal: Journal
+    journal: Journal[Entry]
     seconds: float
     make: Maker | None
     graphs: dict[tuple[str, int], Graph] = field(default_factory=dict[tuple[str, int], Graph])
@@ -104,7 +105,7 @@ def _run(options: argparse.Namespace, make: Maker | None) -> int:
     if not 0 <= options.seconds < math.inf:
         raise UsageError("IRC400", f"--seconds is {options.seconds:g}", help="give 0 seconds or more")
     settings = {"irc": __version__, "machine": machine.to_json(), "seconds": options.seconds}
-    work = _Work(Journal.open(options.journal, settings), options.seconds, make)
+    work = _Work(open_journal(options.journal, settings), options.seconds, make)
     fit = next(case for case in cases() if case.model == _BATCH_MODEL)
     target = fit.published["original"].seconds
     machines = (machine, fitted(machine, work.graph(fit.model, fit.batch), target))
@@ -117,7 +118,9 @@ def _run(options: argparse.Namespace, make: Maker | None) -> int:
     return 0
 
 
-def _write(path: Path | None, about: Sequence[Fitted], chosen: Sequence[Case], journal: Journal) -> None:
+def _write(
+    path: Path | None, about: Sequence[Fitted], chosen: Sequence[Case], journal: Journal[Entry]
+) -> None:
     if path is not None:
         text = replace_section(path, "swap-tables", to_section(about, chosen, journal.found))
         path.write_text(text)

@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from ...frontends.torch import capture
 from ...ir import BudgetError, Graph, Plan, TimeLimitError, UsageError, stored_bytes
 from ...passes import Costs, Machine, PlanMemory, Planner, Program, Simulated, analytic_costs
 from ...passes.joint import SwapProblem
 from ...passes.swap_strategies import LOOK_AHEADS, lms_all
+from ..journal import Journal
 from ..models import MODELS
 from ..models.registry import Example
 from .published import Case
 
-__all__ = ["Entry", "Maker", "captured", "entries", "fitted", "largest_original", "program_on", "reached"]
+__all__ = [
+    "Entry",
+    "Maker",
+    "captured",
+    "entries",
+    "fitted",
+    "largest_original",
+    "open_journal",
+    "program_on",
+    "reached",
+]
 
 Maker = Callable[[str, int], Example]
 """A network and its arguments, from the name of a benchmark model and the batch."""
@@ -45,6 +58,19 @@ class Entry:
     bound_seconds: float
     plan_seconds: float
     note: str
+
+
+def open_journal(path: Path | None, options: Mapping[str, Any]) -> Journal[Entry]:
+    """The journal of the tables.
+
+    Args:
+        path: The file; None keeps everything in memory.
+        options: What the entries depend on beside their keys.
+
+    Raises:
+        UsageError: As of `Journal.open`.
+    """
+    return Journal.open(path, options, "irc-swap-tables-1", Entry)
 
 
 def _benchmark(model: str, batch: int) -> Example:

@@ -5,41 +5,50 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from ...ir import UsageError
-from .simulated import Entry
+from ..ir import UsageError
 
 __all__ = ["Journal"]
 
-_FORMAT = "irc-swap-tables-1"
+_Entry = TypeVar("_Entry")
 
 
 @dataclass
-class Journal:
-    """The entries of each machine and case; with a file, on disk at once.
+class Journal(Generic[_Entry]):
+    """The entries of each case; with a file, on disk at once.
 
     Args:
         path: The file; None keeps everything in memory.
         options: What the entries depend on beside their keys; those of other options do not mix.
-        found: By key, such as `gtx1080 resnet50-32`.
+        form: The name of the file's format, with its version.
+        found: By key, such as `gtx1080 resnet50-32`. Entries are dataclasses of what JSON can hold.
     """
 
     path: Path | None
     options: Mapping[str, Any]
-    found: dict[str, list[Entry]] = field(default_factory=dict[str, list[Entry]])
+    form: str
+    found: dict[str, list[_Entry]]
 
     @staticmethod
-    def open(path: Path | None, options: Mapping[str, Any]) -> Journal:
+    def open(
+        path: Path | None, options: Mapping[str, Any], form: str, entry: type[_Entry]
+    ) -> Journal[_Entry]:
         """The journal with what an earlier run left; a last line that was cut off is dropped.
+
+        Args:
+            path: The file; None keeps everything in memory.
+            options: What the entries depend on beside their keys.
+            form: The name of the file's format.
+            entry: The dataclass of its entries.
 
         Raises:
             UsageError: IRC441 when the file is of other options; IRC442 when it cannot be written; IRC446
                 when it is damaged.
         """
-        journal = Journal(path, dict(options))
+        journal = Journal[_Entry](path, dict(options), form, {})
         if path is None:
             return journal
         try:
@@ -50,7 +59,7 @@ class Journal:
         except OSError as error:
             raise _unwritable(path, error) from error
         if not whole:
-            journal._write({"format": _FORMAT, "options": journal.options})
+            journal._write({"format": form, "options": journal.options})
             return journal
         for number, line in enumerate(whole.splitlines(), 1):
             try:
@@ -58,7 +67,7 @@ class Journal:
                 if number == 1:
                     journal._check(row)
                 else:
-                    journal.found[row["key"]] = [Entry(**entry) for entry in row["entries"]]
+                    journal.found[row["key"]] = [entry(**each) for each in row["entries"]]
             except (ValueError, LookupError, TypeError, AttributeError) as error:
                 raise UsageError(
                     "IRC446",
@@ -68,8 +77,8 @@ class Journal:
         return journal
 
     def _check(self, row: Mapping[str, Any]) -> None:
-        if row["format"] != _FORMAT:
-            raise ValueError(f"its format is {row['format']!r}, not {_FORMAT!r}")
+        if row["format"] != self.form:
+            raise ValueError(f"its format is {row['format']!r}, not {self.form!r}")
         if row["options"] != self.options:
             raise UsageError(
                 "IRC441",
@@ -77,14 +86,14 @@ class Journal:
                 help="name another file, or give the same options",
             )
 
-    def append(self, key: str, entries: Sequence[Entry]) -> None:
+    def append(self, key: str, entries: Sequence[_Entry]) -> None:
         """Notes what was found for a key.
 
         Raises:
             UsageError: IRC442 when the file cannot be written.
         """
         self.found[key] = list(entries)
-        self._write({"key": key, "entries": [asdict(entry) for entry in entries]})
+        self._write({"key": key, "entries": [asdict(each) for each in entries]})
 
     def _write(self, row: Mapping[str, Any]) -> None:
         if self.path is None:

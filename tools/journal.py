@@ -7,13 +7,16 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ..ir import UsageError
 
 __all__ = ["Journal"]
 
-_Entry = TypeVar("_Entry")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+_Entry = TypeVar("_Entry", bound="DataclassInstance")
 
 
 @dataclass

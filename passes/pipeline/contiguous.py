@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import random
@@ -13,12 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ...ir import TimeLimitError
 from .bounds import Speeds, least_load
 from .coarse import Coarse, coarsen, contract
 from .downsets import Between, downsets, prefixes
 from .partition_problem import Partition, PartitionProblem, evaluate, no_room
 
-__all__ = ["best_contiguous"]
+__all__ = ["best_along", "best_contiguous"]
 
 _MOST_DOWNSETS = 200_000
 _ORDERS = 8
@@ -52,6 +52,7 @@ def best_contiguous(problem: PartitionProblem, *, seconds: float = math.inf) -> 
 
     Raises:
         UsageError: IRC473 when no contiguous partition fits the devices.
+        TimeLimitError: IRC479 when the time ends before one is found.
     """
     started = time.monotonic()
     blocks = problem.blocks
@@ -60,36 +61,71 @@ def best_contiguous(problem: PartitionProblem, *, seconds: float = math.inf) -> 
     is_free = all(total_bytes <= device.capacity_bytes for device in problem.classes)
     coarse = contract(coarse, is_contiguous=True, is_memory_free=is_free)
     best: _Chain | None = None
-    bound = 0.0
-    if all(min(each) < math.inf for each in coarse.seconds):
+    bound = math.inf
+    if _can_run(coarse):
         bound = least_load(coarse, problem.classes)
         best = _along_orders(problem, coarse)
-        with contextlib.suppress(TimeoutError):
-            sets = downsets(coarse, _MOST_DOWNSETS)
-            if sets is not None:
-                best, bound = _proved(_Search(problem, coarse, sets, started + seconds), best, bound)
-    if best is None:
+        sets = downsets(coarse, _MOST_DOWNSETS)
+        if sets is not None:
+            best, bound = _proved(_Search(problem, coarse, sets, started + seconds), best, bound)
+    if best is None and bound == math.inf:
         raise no_room(problem)
-    assignment = coarse.spread(_devices(problem, coarse, best), len(problem.nodes))
+    if best is None:
+        raise TimeLimitError(
+            "IRC479",
+            f"no contiguous partition of {problem.name} was found in {seconds:g} s",
+            help="give more time, or devices with more memory",
+        )
+    return _partition(problem, coarse, best, bound, started)
+
+
+def best_along(problem: PartitionProblem, order: Sequence[int]) -> Partition:
+    """The partition into runs of one order with the smallest largest load; the bound is of such partitions.
+
+    Args:
+        problem: The graph and the devices.
+        order: All nodes; blocks come in the order of their first nodes, which no edge goes against.
+
+    Raises:
+        UsageError: IRC473 when none fits the devices.
+    """
+    started = time.monotonic()
+    blocks = problem.blocks
+    coarse = coarsen(problem, blocks.members, blocks.edges)
+    search = _Search(problem, coarse, prefixes(list(dict.fromkeys(blocks.block_of[node] for node in order))))
+    found = search.below(search.ceiling_seconds) if _can_run(coarse) else None
+    if found is None:
+        raise no_room(problem)
+    return _partition(problem, coarse, found, found.max_load_seconds, started)
+
+
+def _can_run(coarse: Coarse) -> bool:
+    """Whether each item has a class that all of it may run on."""
+    return all(min(each) < math.inf for each in coarse.seconds)
+
+
+def _partition(
+    problem: PartitionProblem, coarse: Coarse, chain: _Chain, bound: float, started: float
+) -> Partition:
+    assignment = coarse.spread(_devices(problem, coarse, chain), len(problem.nodes))
     max_load_seconds = evaluate(problem, assignment).max_load_seconds
     return Partition(assignment, max_load_seconds, bound, time.monotonic() - started)
 
 
 def _proved(search: _Search, best: _Chain | None, bound: float) -> tuple[_Chain | None, float]:
-    """The best of all chains, and its load as the bound.
-
-    Raises:
-        TimeoutError: The time limit ended first.
-    """
+    """The best of all chains, and its load as the bound, infinite without one; or as far as the time went."""
     ceiling = best.max_load_seconds if best else search.ceiling_seconds
     step = _FIRST_STEP * (bound or ceiling)
     while bound < ceiling:
         limit = min(bound + step, ceiling)
-        found = search.below(limit)
+        try:
+            found = search.below(limit)
+        except TimeoutError:
+            return best, bound
         if found is not None:
             return found, found.max_load_seconds
         bound, step = limit, 2 * step
-    return best, bound
+    return best, bound if best else math.inf
 
 
 def _along_orders(problem: PartitionProblem, coarse: Coarse) -> _Chain | None:

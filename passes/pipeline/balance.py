@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 from itertools import accumulate, pairwise
 
 from ...ir import UsageError
@@ -24,9 +25,8 @@ def uniform(layers: int, stages: int) -> tuple[int, ...]:
 def block_partition(sizes: Sequence[float], stages: int) -> tuple[int, ...]:
     """The balance of torchgpipe, by whatever the sizes are: times (`balance_by_time`) or bytes (`_by_size`).
 
-    Sizes are taken from their minimum on, in parts of their range. While the largest stage exceeds the
-    smallest by more than 1, the smallest takes a layer from its neighbour on the side of the largest. With
-    the largest ones no longer more than one layer larger, that ends; it is no optimum.
+    Sizes are taken from their minimum on. While the largest stage exceeds the smallest by more than the range
+    of sizes, the smallest takes a layer from its neighbour on the side of the largest. The end is no optimum.
 
     Args:
         sizes: One number for each layer.
@@ -36,25 +36,27 @@ def block_partition(sizes: Sequence[float], stages: int) -> tuple[int, ...]:
         UsageError: IRC474 when there are fewer layers than stages.
 
     Source:
-        Bárány and Grolmusz, "Block partitions of sequences" (2015), as torchgpipe has it: it begins with
-        stages of `len(sizes) // stages` layers, the rest in the last, and takes the first of equal
-        smallest stages, not the closest.
+        Bárány and Grolmusz, "Block partitions of sequences" (2015). As in torchgpipe, it begins with stages
+        of `len(sizes) // stages` layers and the rest in the last. As in the paper, and not in torchgpipe,
+        which may then not come to an end, it takes the closest of equal smallest stages, and no sum is
+        rounded.
     """
     _check(len(sizes), stages)
-    least = min(sizes)
-    span = max(sizes) - least
-    sums = [0.0, *accumulate((size - least) / span if span else 0.0 for size in sizes)]
+    exact = [Fraction(size) for size in sizes]
+    least = min(exact)
+    span = max(exact) - least
+    sums = [Fraction(0), *accumulate(size - least for size in exact)]
     ends = [0, *(len(sizes) // stages * stage for stage in range(1, stages)), len(sizes)]
 
-    def size(stage: int) -> float:
+    def size(stage: int) -> Fraction:
         return sums[ends[stage + 1]] - sums[ends[stage]]
 
     largest: int | None = None
     while True:
         if largest is None:
             largest = max(range(stages), key=lambda stage: (size(stage), stage))
-        smallest = min(range(stages), key=size)
-        if size(largest) <= size(smallest) + 1:
+        smallest = min(range(stages), key=lambda stage, of=largest: (size(stage), abs(stage - of)))
+        if size(largest) <= size(smallest) + span:
             return tuple(ends[1:])
         if largest < smallest:
             giver = smallest - 1

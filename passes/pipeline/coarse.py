@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -44,6 +45,11 @@ class Coarse:
     def successors(self) -> tuple[frozenset[int], ...]:
         """For each item those that edges lead to."""
         return _ends(len(self.members), self.edges)
+
+    @property
+    def can_run(self) -> bool:
+        """Whether each item has a class that all of it may run on."""
+        return all(min(each) < math.inf for each in self.seconds)
 
     def spread(self, chosen: Sequence[int], nodes: int) -> tuple[int, ...]:
         """What was chosen for each item, for each of `nodes` nodes."""

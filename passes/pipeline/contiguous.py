@@ -16,7 +16,8 @@ from ...ir import TimeLimitError
 from .bounds import Speeds, least_load
 from .coarse import Coarse, coarsen, contract
 from .downsets import Between, downsets, prefixes
-from .partition_problem import Partition, PartitionProblem, evaluate, no_room
+from .partition_problem import Partition, PartitionProblem, no_room
+from .programme import Solved, solve
 
 __all__ = ["best_along", "best_contiguous"]
 
@@ -35,7 +36,7 @@ class _Chain:
     max_load_seconds: float
 
 
-def best_contiguous(problem: PartitionProblem, *, seconds: float = math.inf) -> Partition:
+def best_contiguous(problem: PartitionProblem, *, seconds: float = 60.0, workers: int = 1) -> Partition:
     """The contiguous partition with the smallest largest load.
 
     The stages of a contiguous partition have an order that no edge between blocks goes against, so that the
@@ -43,12 +44,14 @@ def best_contiguous(problem: PartitionProblem, *, seconds: float = math.inf) -> 
     and keeps for each number of used devices of each class the smallest largest load. It is given a limit:
     stages with a load from the limit on are not made, and neither are downsets that the devices used cannot
     have done, or the others cannot complete, below it. If a partition is found, it is the best; if not, the
-    limit is a lower bound, and the next one is larger.
+    limit is a lower bound, and the next one is larger. Graphs with too many downsets to hold go to a
+    constraint programme, if their devices are of one class.
 
     Args:
         problem: The graph and the devices.
-        seconds: Time limit. When it ends, or there are too many downsets, the best partition along one
-            of a few orders is the answer, with the bound as far as it was raised.
+        seconds: Time limit. When it ends, the best partition so far is the answer, at the least the best one
+            along a few orders, with the bound as far as it was raised.
+        workers: Threads of the constraint programme.
 
     Raises:
         UsageError: IRC473 when no contiguous partition fits the devices.
@@ -57,26 +60,33 @@ def best_contiguous(problem: PartitionProblem, *, seconds: float = math.inf) -> 
     started = time.monotonic()
     blocks = problem.blocks
     coarse = coarsen(problem, blocks.members, blocks.edges)
-    total_bytes = sum(coarse.memory_bytes)
-    is_free = all(total_bytes <= device.capacity_bytes for device in problem.classes)
-    coarse = contract(coarse, is_contiguous=True, is_memory_free=is_free)
-    best: _Chain | None = None
-    bound = math.inf
-    if _can_run(coarse):
-        bound = least_load(coarse, problem.classes)
-        best = _along_orders(problem, coarse)
-        sets = downsets(coarse, _MOST_DOWNSETS)
-        if sets is not None:
-            best, bound = _proved(_Search(problem, coarse, sets, started + seconds), best, bound)
-    if best is None and bound == math.inf:
+    coarse = contract(coarse, is_contiguous=True, is_memory_free=problem.is_memory_free)
+    if not coarse.can_run:
         raise no_room(problem)
-    if best is None:
+    found = _found(problem, coarse, started + seconds, workers)
+    if found.is_infeasible:
+        raise no_room(problem)
+    if found.devices is None:
         raise TimeLimitError(
             "IRC479",
             f"no contiguous partition of {problem.name} was found in {seconds:g} s",
             help="give more time, or devices with more memory",
         )
-    return _partition(problem, coarse, best, bound, started)
+    assignment = coarse.spread(found.devices, len(problem.nodes))
+    return Partition.of(problem, assignment, found.bound_seconds, started)
+
+
+def _found(problem: PartitionProblem, coarse: Coarse, deadline: float, workers: int) -> Solved:
+    bound = least_load(coarse, problem.classes)
+    best = _along_orders(problem, coarse)
+    sets = downsets(coarse, _MOST_DOWNSETS)
+    if sets is not None:
+        best, bound = _proved(_Search(problem, coarse, sets, deadline), best, bound)
+    devices = None if best is None else _devices(problem, coarse, best)
+    if sets is None and len(problem.classes) == 1:
+        seconds = deadline - time.monotonic()
+        return solve(problem, coarse, is_contiguous=True, start=devices, seconds=seconds, workers=workers)
+    return Solved(devices, bound, bound == math.inf)
 
 
 def best_along(problem: PartitionProblem, order: Sequence[int]) -> Partition:
@@ -93,23 +103,11 @@ def best_along(problem: PartitionProblem, order: Sequence[int]) -> Partition:
     blocks = problem.blocks
     coarse = coarsen(problem, blocks.members, blocks.edges)
     search = _Search(problem, coarse, prefixes(list(dict.fromkeys(blocks.block_of[node] for node in order))))
-    found = search.below(search.ceiling_seconds) if _can_run(coarse) else None
+    found = search.below(search.ceiling_seconds) if coarse.can_run else None
     if found is None:
         raise no_room(problem)
-    return _partition(problem, coarse, found, found.max_load_seconds, started)
-
-
-def _can_run(coarse: Coarse) -> bool:
-    """Whether each item has a class that all of it may run on."""
-    return all(min(each) < math.inf for each in coarse.seconds)
-
-
-def _partition(
-    problem: PartitionProblem, coarse: Coarse, chain: _Chain, bound: float, started: float
-) -> Partition:
-    assignment = coarse.spread(_devices(problem, coarse, chain), len(problem.nodes))
-    max_load_seconds = evaluate(problem, assignment).max_load_seconds
-    return Partition(assignment, max_load_seconds, bound, time.monotonic() - started)
+    assignment = coarse.spread(_devices(problem, coarse, found), len(problem.nodes))
+    return Partition.of(problem, assignment, found.max_load_seconds, started)
 
 
 def _proved(search: _Search, best: _Chain | None, bound: float) -> tuple[_Chain | None, float]:

@@ -9,6 +9,7 @@ and of these transfers; in a pipeline that is full, the largest load is the time
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -137,6 +138,12 @@ class PartitionProblem:
             device.count > 0 and node.seconds[kind] < math.inf and node.memory_bytes <= device.capacity_bytes
         )
 
+    @property
+    def is_memory_free(self) -> bool:
+        """Whether all nodes together fit on each device."""
+        total_bytes = sum(node.memory_bytes for node in self.nodes)
+        return all(total_bytes <= device.capacity_bytes for device in self.classes)
+
     @cached_property
     def devices(self) -> tuple[int, ...]:
         """The class of each device, the devices of a class side by side."""
@@ -256,6 +263,14 @@ class Partition:
     max_load_seconds: float
     bound_seconds: float
     plan_seconds: float
+
+    @staticmethod
+    def of(
+        problem: PartitionProblem, assignment: tuple[int, ...], bound_seconds: float, started: float
+    ) -> Partition:
+        """An assignment with its load; `started` is when the search began, by `time.monotonic()`."""
+        load = evaluate(problem, assignment).max_load_seconds
+        return Partition(assignment, load, bound_seconds, time.monotonic() - started)
 
     @property
     def is_proved(self) -> bool:

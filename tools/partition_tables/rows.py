@@ -189,7 +189,7 @@ def _profile(profile: Profile, problem: PartitionProblem, limits: Limits) -> lis
     }
     rows = [_cut(problem, method, cut) for method, cut in cuts.items()]
     rows.append(_row("same order", best_along(problem, range(len(seconds)))))
-    rows.append(_row("contiguous", best_contiguous(problem, seconds=limits.seconds)))
+    rows.append(_row("contiguous", best_contiguous(problem, seconds=limits.seconds, workers=limits.workers)))
     return rows
 
 
@@ -203,7 +203,7 @@ def _cut(problem: PartitionProblem, method: str, cut: Callable[[], tuple[int, ..
 
 def _piper(path: Path, limits: Limits) -> list[Row]:
     problem = read_piper(path)
-    stages = best_contiguous(problem, seconds=limits.seconds)
+    stages = best_contiguous(problem, seconds=limits.seconds, workers=limits.workers)
     found = best_non_contiguous(
         problem, seconds=limits.seconds, start=stages.assignment, workers=limits.workers
     )

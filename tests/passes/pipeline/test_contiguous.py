@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -50,9 +52,21 @@ def test_a_time_limit_leaves_the_best_of_a_few_orders_and_a_bound() -> None:
     assert evaluate(problem, hurried.assignment).is_contiguous
 
 
-def test_too_many_downsets_leave_the_best_of_a_few_orders(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contiguous, "_MOST_DOWNSETS", 3)
-    assert not best_contiguous(ladder(6)).is_proved
+@given(problems())
+@settings(max_examples=40, deadline=None)
+def test_graphs_with_too_many_downsets_go_to_the_programme(problem: PartitionProblem) -> None:
+    best = best_of_all(problem, is_contiguous=True)
+    with mock.patch.object(contiguous, "_MOST_DOWNSETS", 0):
+        if best == math.inf:
+            with pytest.raises((UsageError, TimeLimitError), match=r"IRC473|IRC479"):
+                best_contiguous(problem)
+            return
+        with contextlib.suppress(TimeLimitError):  # with a host, a few orders are all that is tried
+            found = best_contiguous(problem)
+            evaluation = evaluate(problem, found.assignment)
+            assert evaluation.is_contiguous and evaluation.fits
+            assert found.bound_seconds <= best * (1 + 1e-9) and best <= found.max_load_seconds * (1 + 1e-9)
+            assert len(problem.classes) > 1 or found.is_proved
 
 
 def test_a_time_limit_before_any_partition_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from .programme import Solved, solve
 
 __all__ = ["best_along", "best_contiguous"]
 
-_MOST_DOWNSETS = 200_000
+_MOST_DOWNSETS = 100_000
 _ORDERS = 8
 _FIRST_STEP = 0.01
 """By what part of the lower bound the first limit is above it; each further step is twice as long."""

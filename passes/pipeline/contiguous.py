@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
@@ -136,7 +137,11 @@ def _along_orders(problem: PartitionProblem, coarse: Coarse) -> _Chain | None:
 
 
 def _orders(coarse: Coarse) -> Iterator[list[int]]:
-    """A few orders of the items, each following one path as far as it goes."""
+    """A few orders of the items: that of their nodes, and some that follow one path as far as it goes."""
+    graph: nx.DiGraph[int] = nx.DiGraph()
+    graph.add_nodes_from(range(len(coarse.members)))
+    graph.add_edges_from(coarse.edges)
+    yield list(nx.lexicographical_topological_sort(graph, key=lambda item: min(coarse.members[item])))
     for seed in range(_ORDERS):
         chance = random.Random(seed)
         waiting = [len(before) for before in coarse.predecessors]

@@ -70,7 +70,7 @@ def test_graphs_with_too_many_downsets_go_to_the_programme(problem: PartitionPro
 
 
 def test_a_time_limit_before_any_partition_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contiguous, "_ORDERS", 0)
+    monkeypatch.setattr(contiguous, "_orders", lambda _: iter(()))
     with pytest.raises(
         TimeLimitError, match=r"IRC479.*no contiguous partition of ladder was found in 0 s"
     ) as caught:

@@ -262,9 +262,7 @@ class _Search:
             for state in live:
                 for kind, after in self.next_state[state].items():
                     reached = np.maximum(loads[kind], best[state, first])
-                    better = (
-                        (reached < best[after, larger]) & (reached < limit_seconds) & may_be[after, larger]
-                    )
+                    better = (reached < best[after, larger]) & may_be[after, larger]
                     chosen = larger[better]
                     best[after, chosen] = reached[better]
                     came_from[after, chosen] = first, state

@@ -137,7 +137,8 @@ class Between:
 
         Returns:
             Positions of the downsets that the stages end with, and their loads, `[class, stage]`; infinite
-            where a stage may not be on a device of the class, for its memory or for an item.
+            from the limit on, and where a stage may not be on a device of the class, for its memory or for an
+            item.
         """
         larger = np.arange(first + 1, len(self.sets))
         seconds = self._seconds[:, first + 1 :] - self._seconds[:, first, None]
@@ -159,5 +160,6 @@ class Between:
                 load += transfers
             load[memory_bytes > device.capacity_bytes] = np.inf
             load[self._barred[kind][larger] > self._barred[kind][first]] = np.inf
-        fits = (loads < limit_seconds).any(axis=0)
+        loads[loads >= limit_seconds] = np.inf
+        fits = np.isfinite(loads).any(axis=0)
         return larger[fits], loads[:, fits]

@@ -17,7 +17,11 @@ from .partition_problem import PartitionProblem, evaluate
 __all__ = ["Solved", "solve"]
 
 _UNITS = 100_000_000
-"""Into how many whole units of time the lower bound is divided."""
+"""Into how many whole units of time the lower bound is divided, where times are not whole microseconds."""
+
+_MICROSECOND = 1e-6
+_ROUNDING = 1e-6
+"""What part of a unit may be missing to the next one for a time to count as that."""
 
 _GAP = 5e-5
 """Relative gap at which the search ends: half of what counts as proved."""
@@ -95,7 +99,7 @@ class _Programme:
         self.coarse = coarse
         self.is_contiguous = is_contiguous
         self.least_seconds = least_load(coarse, problem.classes)
-        self.unit_seconds = (self.least_seconds or 1.0) / _UNITS
+        self.unit_seconds = _unit(coarse) or (self.least_seconds or 1.0) / _UNITS
         self.model = cp_model.CpModel()
         self.on = [[self.model.new_bool_var("") for _ in problem.devices] for _ in coarse.members]
         for places in self.on:
@@ -108,7 +112,7 @@ class _Programme:
         self._minimise()
 
     def _units(self, seconds: float) -> int:
-        return math.floor(seconds / self.unit_seconds)
+        return math.floor(seconds / self.unit_seconds + _ROUNDING)
 
     @cached_property
     def _order(self) -> list[int]:
@@ -196,3 +200,10 @@ class _Programme:
     def chosen(self, solver: cp_model.CpSolver) -> list[int]:
         """The device of each item."""
         return [next(d for d, place in enumerate(on) if solver.boolean_value(place)) for on in self.on]
+
+
+def _unit(coarse: Coarse) -> float | None:
+    """A microsecond, if all times are whole ones, as in profiles: then there are few loads to tell apart."""
+    times = [time for seconds in coarse.seconds for time in seconds if time < math.inf]
+    whole = (time / _MICROSECOND for time in (*times, *coarse.nets.values()))
+    return _MICROSECOND if all(abs(time - round(time)) < _ROUNDING for time in whole) else None

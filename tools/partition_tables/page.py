@@ -67,8 +67,8 @@ def _with_hosts(instances: Sequence[Known], found: Found) -> str:
         "## Contiguous, on accelerators and hosts",
         to_markdown(header, rows),
         f"The {sum(each.dp_ms is not None for each in instances)} instances that the authors' programme "
-        f"finished took {ours:.1f} s here. That programme, in C++, took {published:.0f} s, on another "
-        "machine and in another run.",
+        f"finished took {ours:.1f} s here. That programme, in C++, took {published:.0f} s, in another "
+        "run than this one.",
     ]
     if plain:
         still = f", {unfinished} of them without coming to an end" if unfinished else ""

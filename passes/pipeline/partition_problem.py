@@ -115,7 +115,7 @@ class PartitionProblem:
                     "classes of devices",
                     help="give one time for each class; infinity where the node may not run",
                 )
-            if not any(map(self.may_run, [node] * len(self.classes), range(len(self.classes)))):
+            if not any(self.may_run(node, kind) for kind in range(len(self.classes))):
                 raise UsageError(
                     "IRC472",
                     f"{self.name}: node {node.name} ({node.memory_bytes:,} bytes) may not run on any of the "

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import networkx
 
 from .graph import PAUSE, RECEIVE, SEND, Graph, Node, Region
 from .in_flight import loss_waiting_bytes
@@ -81,7 +81,7 @@ def _source(schedule: PipelineSchedule, action: Action) -> int | None:
 def send_lag(schedule: PipelineSchedule) -> int:
     """After how many more actions of a device what it sends in one action must have arrived.
 
-    A device waits with its next action until what it sent so long ago is being received, and it sends nothing
+    A device waits after each action until what it sent so long ago is being received, and it sends nothing
     across a boundary while what it sent there before is not being received. This is the least number from
     1 on with which devices never wait for each other.
     """
@@ -90,53 +90,36 @@ def send_lag(schedule: PipelineSchedule) -> int:
 
 
 def _runs(schedule: PipelineSchedule, lag: int) -> bool:
-    """Whether all actions can be put into an order in which nothing waits for what comes later."""
-    place: dict[Action, int] = {}
+    """Whether nothing waits for what comes later.
+
+    Between two actions a device waits for what it sent too long ago, and then posts receives: those of the
+    action after the next one.
+    """
+    order: networkx.DiGraph[tuple[str, int, int]] = networkx.DiGraph()
+    place: dict[Action, tuple[int, int]] = {}
     made: dict[tuple[int, Work, int], Action] = {}
-    readers: list[Action] = []
-    for line in schedule.lines:
+    for device, line in enumerate(schedule.lines):
         for index, action in enumerate(line):
-            place[action] = index
-            if action.work is not Work.WEIGHT_GRADIENT:
-                work = Work.FORWARD if action.work is Work.FORWARD else Work.INPUT_GRADIENT
-                made[action.stage, work, action.micro_batch] = action
-            if _expected(schedule, action) is not None:
-                readers.append(action)
-    after: defaultdict[Action, list[Action]] = defaultdict(list)
-    waits: dict[Action, int] = dict.fromkeys(place, 0)
-
-    def put(first: Action, then: Action) -> None:
-        after[first].append(then)
-        waits[then] += 1
-
-    for line in schedule.lines:
-        for first, then in itertools.pairwise(line):
-            put(first, then)
-        for action in line:
-            for key in needed_before(action, schedule.stages):
-                put(made[key], action)
-    before: dict[tuple[int, Work], Action] = {}
-    for reader in readers:
-        line = schedule.lines[schedule.device_of[reader.stage]]
-        stage, work, micro_batch = needed_before(reader, schedule.stages)[-1]
-        sender = made[stage, work, micro_batch]
-        its_line = schedule.lines[schedule.device_of[stage]]
-        late = place[sender] + 1 + lag
-        if place[reader] >= 2 and late < len(its_line):
-            put(line[place[reader] - 2], its_line[late])  # once it has run, the receive is posted
-        early = before.get((reader.stage, work))
-        if early is not None and place[early] >= 2:
-            put(line[place[early] - 2], sender)
-        before[reader.stage, work] = reader
-    ready = deque(action for action, count in waits.items() if not count)
-    done = 0
-    while ready:
-        done += 1
-        for then in after[ready.popleft()]:
-            waits[then] -= 1
-            if not waits[then]:
-                ready.append(then)
-    return done == len(place)
+            place[action] = device, index
+            made[
+                action.stage, _reading(action.work) if action.hands_back else action.work, action.micro_batch
+            ] = action
+            order.add_edge(("act", device, index), ("wait", device, index))
+            order.add_edge(("wait", device, index), ("act", device, index + 1))
+    posted_before: dict[tuple[int, Work], tuple[int, int]] = {}
+    for reader, (device, index) in place.items():
+        for key in needed_before(reader, schedule.stages):
+            order.add_edge(("act", *place[made[key]]), ("act", device, index))
+        if _expected(schedule, reader) is None:
+            continue
+        sender = place[made[needed_before(reader, schedule.stages)[-1]]]
+        channel = reader.stage, _reading(reader.work)
+        if channel in posted_before and posted_before[channel][1] >= 0:
+            order.add_edge(("wait", *posted_before[channel]), ("act", *sender))
+        posted_before[channel] = device, index - 2
+        if index >= 2:
+            order.add_edge(("wait", device, index - 2), ("wait", sender[0], sender[1] + lag))
+    return networkx.is_directed_acyclic_graph(order)
 
 
 @dataclass(frozen=True, slots=True)

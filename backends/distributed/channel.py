@@ -59,8 +59,8 @@ class Departures:
         self._actions = 0
         self._pending: list[_Departure] = []
 
-    def begin_action(self) -> None:
-        """Waits for what was sent too long ago."""
+    def end_action(self) -> None:
+        """Waits for what was sent too long ago, before memory is taken for what the next actions receive."""
         self._actions += 1
         oldest = self._actions - self.lag
         self._wait(lambda departure: departure.action < oldest)

@@ -83,27 +83,27 @@ class Stage(_PipelineStageBase):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *_: Any, **__: Any) -> None:
         """Runs forward for a micro-batch."""
-        self.departures.begin_action()
         post = Post(fwd_chunk_id, self.boxes.activations_in, self.boxes.activations_out)
         inputs, outputs = self.worker.forward(fwd_chunk_id, self.arguments[fwd_chunk_id], post)
         if self.results is not None:
             self.results.deliver(fwd_chunk_id, inputs, outputs)
+        self.departures.end_action()
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: object = None, full_backward: bool = True, **_: Any
     ) -> None:
         """Runs backward for a micro-batch: all of it, or what the stage before waits for."""
-        self.departures.begin_action()
         post = Post(bwd_chunk_id, self.boxes.gradients_in, self.boxes.gradients_out)
         tangents = [] if self.results is None else self.results.tangents(bwd_chunk_id)
         self.worker.backward(bwd_chunk_id, tangents, post)
         if full_backward and self.worker.program.pauses:
             self.worker.finish(bwd_chunk_id)
+        self.departures.end_action()
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *_: Any, **__: Any) -> None:
         """Runs the rest of the backward of a micro-batch."""
-        self.departures.begin_action()
         self.worker.finish(bwd_chunk_id)
+        self.departures.end_action()
 
     def perform_reduce_grad(self, *_: Any) -> None:
         """Does nothing: losses are scaled, and the pipeline adds up what stages share."""

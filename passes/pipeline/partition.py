@@ -67,9 +67,13 @@ class LinePartition:
         self._forward, self._backward = self._seconds()
         self._static, self._saved, self._largest = self._bytes()
 
-    def best(self) -> tuple[int, ...] | None:
-        """The cuts, as places of the line's operations; None where no partition seems to fit."""
-        tables = [self._stage_seconds(stage) for stage in range(self.schedule.stages)]
+    def best(self, *, anywhere: bool = False) -> tuple[int, ...] | None:
+        """The cuts, as places of the line's operations; None where no partition seems to fit.
+
+        Args:
+            anywhere: As if every device had memory enough.
+        """
+        tables = [self._stage_seconds(stage, anywhere) for stage in range(self.schedule.stages)]
         least = _smallest_largest(tables)
         if math.isinf(least):
             return None
@@ -131,7 +135,7 @@ class LinePartition:
         crossing = self.line.crossing_bytes
         return numpy.array([crossing[place][0] for place in self.line.places], dtype=float)[:, None]
 
-    def _stage_seconds(self, stage: int) -> _Table:
+    def _stage_seconds(self, stage: int, anywhere: bool) -> _Table:
         """Estimated time of each segment as a stage, with what is computed again and sent."""
         device = self.schedule.device_of[stage]
         held = self.flights[stage]
@@ -141,6 +145,7 @@ class LinePartition:
         leaving = numpy.array([crossing[place][1] for place in self.line.places], dtype=float)[:, None]
         fixed = self._static + held * arriving + self._largest
         over = fixed + held * self._saved - budget
+        over = numpy.full_like(over, -math.inf) if anywhere else over
         part = numpy.clip(over / numpy.maximum(held * self._saved, 1.0), 0.0, None)
         seconds = (self._forward * (1 + numpy.minimum(part, 1.0) ** 1.5) + self._backward) / (
             self.devices.speeds[device]

@@ -134,14 +134,21 @@ class _Search:
         if self.options.cuts is not None:
             return self._planned(self.options.cuts)
         partition = LinePartition(self.line, self.schedule, self.options.devices, self.options.state_bytes)
-        cuts = partition.best()
-        least = partition.smallest()
-        if cuts is None:
-            return self._planned(least)
-        try:
-            best = self._planned(cuts)
-        except (BudgetError, TimeLimitError):
-            best, cuts = self._planned(least), least
+        candidates = (partition.best(anywhere=True), partition.best(), partition.smallest())
+        best: PlannedPipeline | None = None
+        refusal: BudgetError | None = None
+        for cuts in dict.fromkeys(cuts for cuts in candidates if cuts is not None):
+            try:
+                found = self._planned(cuts)
+            except BudgetError as error:
+                if refusal is None or error.minimum_bytes < refusal.minimum_bytes:
+                    refusal = error
+                continue
+            if best is None or found.timeline.step_seconds < best.timeline.step_seconds:
+                best = found
+        if best is None:
+            assert refusal is not None
+            raise refusal
         return self._improved(best)
 
     def _improved(self, best: PlannedPipeline) -> PlannedPipeline:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import networkx
 
+from .errors import VerificationError
 from .graph import PAUSE, RECEIVE, SEND, Graph, Node, Region
 from .in_flight import loss_waiting_bytes
 from .liveness import liveness
@@ -22,6 +23,7 @@ __all__ = [
     "send_lag",
     "sent_values",
     "stage_memory",
+    "verify_exchanges",
     "with_expectations",
 ]
 
@@ -230,6 +232,32 @@ def sent_values(graph: Graph, region: Region) -> tuple[Value, ...]:
 def received_values(graph: Graph, region: Region) -> tuple[Value, ...]:
     """What a stage receives in forward or backward, in the order in which it is sent."""
     return tuple(n.values[0] for n in graph.operations if n.op == RECEIVE and n.region is region)
+
+
+def verify_exchanges(graphs: Sequence[Graph]) -> None:
+    """Raises unless each stage receives what its neighbours send, in the same order and layout.
+
+    Args:
+        graphs: Of all stages.
+
+    Raises:
+        VerificationError: IRC142.
+    """
+    for stage, graph in enumerate(graphs):
+        for neighbour, region in ((stage + 1, Region.FORWARD), (stage - 1, Region.BACKWARD)):
+            sent = [(value.name, value.type) for value in sent_values(graph, region)]
+            exists = 0 <= neighbour < len(graphs)
+            arriving = received_values(graphs[neighbour], region) if exists else ()
+            received = [(value.name, value.type) for value in arriving]
+            if sent != received:
+                wrong = next(a or b for a, b in itertools.zip_longest(sent, received) if a != b)
+                raise VerificationError(
+                    "IRC142",
+                    f"stage {stage} and stage {neighbour} disagree about {wrong[0]}, which one sends the other",
+                )
+    for stage, region in ((0, Region.FORWARD), (len(graphs) - 1, Region.BACKWARD)):
+        if received_values(graphs[stage], region):
+            raise VerificationError("IRC142", f"stage {stage} receives what no stage sends")
 
 
 def _arriving_bytes(schedule: Schedule, region: Region) -> int:

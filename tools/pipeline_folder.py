@@ -23,6 +23,7 @@ from ..ir import (
     verify_schedule,
 )
 from ..ir.pipeline import PipelineSchedule
+from ..ir.pipeline_exchange import verify_exchanges
 from ..ir.pipeline_plan import PipelinePlan
 from .folder import (
     CONSTANT,
@@ -125,6 +126,7 @@ def read_pipeline(folder: Path, rank: int | None = None) -> WrittenPipeline:
         ties = {str(name): str(its) for name, its in described["ties"].items()}
     order.verify()
     schedules = tuple(_schedule(folder, index) for index in range(order.stages))
+    verify_exchanges([schedule.graph for schedule in schedules])
     with undamaged(folder / "weights.safetensors"):
         mine = range(order.stages) if rank is None else order.stages_on(rank)
         state, constants, examples = _tensors(folder, [schedules[k] for k in mine], ties)

@@ -19,7 +19,7 @@ from ...ir import (
     verify_schedule,
 )
 from ...ir.pipeline import PipelineSchedule, Work, in_flight
-from ...ir.pipeline_exchange import device_peak_bytes
+from ...ir.pipeline_exchange import device_peak_bytes, verify_exchanges
 from ...ir.pipeline_timing import PipelineTimeline, Transfer, simulate_pipeline
 from ..program import Program
 from .line import Line
@@ -128,7 +128,7 @@ class _Search:
             )
         self.split = any(action.work is Work.WEIGHT_GRADIENT for line in schedule.lines for action in line)
         self.flights = in_flight(schedule)
-        self.planners: dict[tuple[int, int, int], StagePlanner] = {}
+        self.planners: dict[tuple[int, str], StagePlanner] = {}
 
     def run(self) -> PlannedPipeline:
         if self.options.cuts is not None:
@@ -187,7 +187,7 @@ class _Search:
             BudgetError: IRC486.
         """
         graphs = self._stages(tuple(cuts))
-        planners = [self._planner(graph, pair) for graph, pair in zip(graphs, self._pairs(cuts), strict=True)]
+        planners = [self._planner(graph) for graph in graphs]
         budgets = self.options.devices.budget_bytes
         room = [budgets[device] for device in self.schedule.device_of]
         shared = self._shared_bytes(graphs)
@@ -198,6 +198,7 @@ class _Search:
             peaks = tuple(peak + _STEP_BYTES * self.schedule.micro_batches for peak in alive)
             over = [max(peak - budget, 0) for peak, budget in zip(peaks, budgets, strict=True)]
             if not any(over):
+                verify_exchanges([stage.schedule.graph for stage in stages])
                 return self._result(tuple(cuts), tuple(stages), peaks)
             for device, excess_bytes in enumerate(over):
                 if excess_bytes:
@@ -248,15 +249,13 @@ class _Search:
             case _:
                 return 1
 
-    def _pairs(self, cuts: Sequence[int]) -> list[tuple[int, int]]:
-        return list(_pairs(cuts, len(self.line.order)))
-
     def _stages(self, cuts: tuple[int, ...]) -> tuple[StageGraph, ...]:
         forward = self.line.stages(cuts)
         return cut(self.line.graph, forward, self.schedule.stages, split_backward=self.split)
 
-    def _planner(self, graph: StageGraph, pair: tuple[int, int]) -> StagePlanner:
-        key = (graph.index, *pair)
+    def _planner(self, graph: StageGraph) -> StagePlanner:
+        """What plans a stage; where other stages begin and end, may change what the same operations exchange."""
+        key = (graph.index, str(graph.graph))
         if key not in self.planners:
             self.planners[key] = StagePlanner(
                 graph,

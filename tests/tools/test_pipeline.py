@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -167,6 +168,45 @@ def test_a_program_trains_by_its_own_loss() -> None:
         torch.testing.assert_close(mine.grad, its.grad)
     assert trainer.state_dict().keys() == {f"inner.{name}" for name in model.state_dict()}
     assert {id(p) for p in trainer.parameters()} == {id(p) for p in model.parameters()}
+
+
+class _Halves(torch.nn.Module):
+    """Casts of parameters are cut from where they are read, and gradients of biases join where they are small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+        return x.float().square().mean()
+
+
+def test_other_stages_may_change_what_a_stage_exchanges() -> None:
+    torch.manual_seed(0)
+    model = _Halves()
+    twin, x = copy.deepcopy(model), torch.randn(8, 8)
+    pipe = pipeline(
+        model, (x,), "64MiB", stages=2, micro_batches=4, schedule="zbv", profile=False, time_limit=1.0
+    )
+    losses = pipe.start().step(x)
+    parts = [twin(part) for part in x.split(2)]
+    (torch.stack(parts).sum() / 4).backward()
+    assert losses == [part.item() for part in parts]
+    for mine, its in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, its.grad)
+
+
+def test_stages_that_disagree_about_what_they_exchange_are_refused(tmp_path: Path) -> None:
+    folder = written(tmp_path / "out", "tied", planned("tied", 2, "1f1b", 4))
+    file = folder / "stage-1.irc"
+    text = file.read_text()
+    key = text.split('irc.receive("')[1].split('"')[0]
+    file.write_text(re.sub(rf"\b{re.escape(key)}\b", "renamed", text))
+    with pytest.raises(irc.VerificationError, match=rf"IRC142.*stage 0 and stage 1 disagree about {key}"):
+        read_pipeline(folder)
 
 
 def test_a_folder_is_read_as_it_was_written(tmp_path: Path) -> None:

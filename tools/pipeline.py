@@ -33,6 +33,7 @@ from ..ir.pipeline_plan import PipelinePlan
 from ..passes import Cost, Program, SplitConvolutions
 from ..passes.pipeline import Devices, PipelineOptions, PlannedPipeline, pipeline_schedule, plan_pipeline
 from .loading import training_loss
+from .pipeline_results import own_results
 from .pipeline_summary import plan_of
 
 __all__ = [
@@ -386,7 +387,8 @@ def captured_micro_batch(
     """The training graph of one micro-batch.
 
     Raises:
-        UnsupportedError: IRC483 for arguments that require a gradient; others for what is not supported.
+        UnsupportedError: IRC483 for arguments that require a gradient; IRC489 for written arguments and
+            results that are parameters; others for what is not supported.
     """
     leaves, tree = flatten(micro_batch)
     own = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # not a part of the batch
@@ -400,7 +402,7 @@ def captured_micro_batch(
                 f"argument {entry.target} requires a gradient, which a pipeline does not give back",
                 help="detach the argument, or make it a parameter of the model",
             )
-    return captured
+    return own_results(captured)
 
 
 def plan_stages(captured: Captured, request: PipelineRequest) -> Stages:

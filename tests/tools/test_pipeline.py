@@ -199,6 +199,62 @@ def test_other_stages_may_change_what_a_stage_exchanges() -> None:
         torch.testing.assert_close(mine.grad, its.grad)
 
 
+class _Returns(torch.nn.Module):
+    """Returns what it was given, beside what it computes."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(4))
+        self.register_buffer("seen", torch.full((4,), 2.0))
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        h = x
+        for layer in self.layers:
+            h = torch.tanh(layer(h))
+        if self.kind == "parameter":
+            return h, self.layers[0].weight
+        if self.kind == "written":
+            return h, y.mul_(2)
+        seen = self.get_buffer("seen")
+        if self.kind == "counter":
+            seen.add_(1)
+            return h, seen
+        return h, y, y[:, 1:], seen, self.layers[0].weight.detach()
+
+
+def test_results_may_be_arguments_and_buffers() -> None:
+    torch.manual_seed(0)
+    model = _Returns("arguments")
+    twin, x, y = copy.deepcopy(model), torch.randn(8, 4), torch.randn(8, 4)
+
+    def loss(result: Any, *_: torch.Tensor) -> torch.Tensor:
+        h, whole, part, seen, weight = result
+        return ((h - whole) * seen * weight.sum()).square().mean() + (h[:, 1:] * part).mean()
+
+    pipe = pipeline(model, (x, y), "64MiB", stages=2, micro_batches=4, loss=loss, profile=False)
+    losses = pipe.start().step(x, y)
+    parts = [loss(twin(a, b)) for a, b in zip(x.split(2), y.split(2), strict=True)]
+    (torch.stack(parts).sum() / 4).backward()
+    assert losses == pytest.approx([part.item() for part in parts], rel=1e-6)
+    for mine, its in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, its.grad)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("parameter", "returns parameter layers.0.weight, and the pipeline takes no gradient"),
+        ("written", "writes into argument 1"),
+        ("counter", "returns buffer seen, which its forward writes"),
+    ],
+)
+def test_results_that_one_stage_cannot_hand_out_are_refused(kind: str, said: str) -> None:
+    x = torch.randn(8, 4)
+    with pytest.raises(irc.UnsupportedError, match=f"IRC489.*{said}"):
+        pipeline(_Returns(kind), (x, x.clone()), "64MiB", stages=2, micro_batches=4, profile=False)
+
+
 def test_stages_that_disagree_about_what_they_exchange_are_refused(tmp_path: Path) -> None:
     folder = written(tmp_path / "out", "tied", planned("tied", 2, "1f1b", 4))
     file = folder / "stage-1.irc"

@@ -253,7 +253,7 @@ def verify_exchanges(graphs: Sequence[Graph]) -> None:
                 wrong = next(a or b for a, b in itertools.zip_longest(sent, received) if a != b)
                 raise VerificationError(
                     "IRC142",
-                    f"stage {stage} and stage {neighbour} disagree about {wrong[0]}, which one sends the other",
+                    f"stage {stage} and stage {neighbour} disagree about {wrong[0]}, which is exchanged",
                 )
     for stage, region in ((0, Region.FORWARD), (len(graphs) - 1, Region.BACKWARD)):
         if received_values(graphs[stage], region):

@@ -33,6 +33,7 @@ from ..ir.pipeline_plan import PipelinePlan
 from ..passes import Cost, Program, SplitConvolutions
 from ..passes.pipeline import Devices, PipelineOptions, PlannedPipeline, pipeline_schedule, plan_pipeline
 from .loading import training_loss
+from .pipeline_call import PlannedCall, check_tensors
 from .pipeline_results import own_results
 from .pipeline_summary import plan_of
 
@@ -149,6 +150,7 @@ class PipelineTrainer:
         device: Of this rank.
         group: The ranks, one for each device of the plan; None for all ranks. In a process that belongs to
             no group all stages run here.
+        call: How the model was called at planning; None where that is not known.
 
     Raises:
         UsageError: IRC488 for another number of ranks than devices.
@@ -163,13 +165,16 @@ class PipelineTrainer:
         loss: PipelineLoss | None = None,
         device: torch.device | str = "cpu",
         group: dist.ProcessGroup | None = None,
+        call: PlannedCall | None = None,
     ) -> None:
         self.stages = stages
+        self.call = call
         self.of_result = loss
         self._batches: list[tuple[Any, ...]] = []
         self.programs = [compile_program(schedule, stages.constants) for schedule in stages.schedules]
         devices = stages.plan.devices
         self.is_alone = not dist.is_initialized()
+        self._own: Sequence[int] = range(stages.order.stages)
         if self.is_alone:
             self.rank: PipelineAlone | PipelineRank = PipelineAlone(
                 self.programs,
@@ -186,6 +191,7 @@ class PipelineTrainer:
                 f"the pipeline is planned for {devices} devices, and {ranks} processes run it",
                 help=f"start it with torchrun --nproc_per_node={devices}, or in one process without torchrun",
             )
+        self._own = stages.order.stages_on(dist.get_rank(group))
         graphs = [schedule.graph for schedule in stages.schedules]
         self.rank = PipelineRank(
             stages.order,
@@ -209,13 +215,26 @@ class PipelineTrainer:
             The loss of each micro-batch, on the rank of the last stage; nothing on the others.
 
         Raises:
-            UsageError: IRC487 for a batch that does not divide, or is of another size than planned.
+            UsageError: IRC487 for a batch that does not divide, or is of another size or type than planned;
+                IRC490 for another call than the planned one; IRC491 where a step has failed before on some
+                rank.
         """
+        if not torch.is_grad_enabled():
+            raise UsageError(
+                "IRC490",
+                "a step is called without gradients enabled",
+                help="call it outside of torch.no_grad() and inference_mode()",
+            )
         batches = micro_batches_of(args, self.stages.plan.micro_batches)
+        if self.call is not None:
+            self.call.check(batches[0])
         tensors = [[leaf for leaf in flatten(batch)[0] if isinstance(leaf, Tensor)] for batch in batches]
-        self._check_shapes(tensors[0])
+        check_tensors(tensors[0], [schedule.graph for schedule in self.stages.schedules], self._own)
         self._batches = batches
-        return self.rank.step(tensors)
+        try:
+            return self.rank.step(tensors)
+        finally:
+            self._batches = []  # the caller's next batch takes its place
 
     def parameters(self) -> list[nn.Parameter]:
         """What this rank trains: the parameters of its stages, each once."""
@@ -230,23 +249,6 @@ class PipelineTrainer:
         if self.of_result is None:
             return training_loss(result)
         return self.of_result(result, *self._batches[number])
-
-    def _check_shapes(self, tensors: Sequence[Tensor]) -> None:
-        for schedule in self.stages.schedules:
-            for entry in schedule.graph.inputs:
-                if entry.role is not InputRole.INPUT:
-                    continue
-                index = int(entry.target)
-                found = tensors[index] if index < len(tensors) else None
-                if found is None or tuple(found.shape) != entry.value.type.shape:
-                    shown = "missing" if found is None else str(list(found.shape))
-                    raise UsageError(
-                        "IRC487",
-                        f"input {index} of a micro-batch is {shown}; the pipeline was planned for "
-                        f"{list(entry.value.type.shape)}",
-                        help="give batches of the planned size (drop_last=True of a DataLoader), or plan "
-                        "again",
-                    )
 
 
 def micro_batches_of(args: Sequence[Any], count: int) -> list[tuple[Any, ...]]:
@@ -321,6 +323,7 @@ class Pipeline:
             loss=self.loss,
             device=device,
             group=group,
+            call=PlannedCall(self.model, self.captured),
         )
 
 

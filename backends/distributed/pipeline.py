@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
-from ...ir import Delivery, Graph, Region
+from ...ir import Delivery, Graph, Region, UsageError
 from ...ir.pipeline import Action, PipelineSchedule
 from ...ir.pipeline_exchange import Expect, send_lag, sent_values, with_expectations
 from ..torch.program import Program
@@ -57,6 +57,7 @@ class PipelineRank:
     ) -> None:
         self.schedule = schedule
         self.group = group
+        self.has_failed = False
         self.rank = dist.get_rank(group)
         self.device = device
         channels = _Channels(schedule, graphs, group)
@@ -99,14 +100,30 @@ class PipelineRank:
 
         Returns:
             The loss of each micro-batch, on the rank of the last stage; nothing on the others.
+
+        Raises:
+            UsageError: IRC491 where a step has failed before.
         """
+        if self.has_failed:
+            raise UsageError(
+                "IRC491",
+                "a step has failed before, and the ranks wait for each other at different places",
+                help="end all ranks, and start them again",
+            )
         for stage in self.stages:
             stage.arguments = arguments
         losses: list[Tensor] = []
         numbers = torch.arange(self.schedule.micro_batches)
-        with self.shared.added_up():
-            self.runtime.step(target=numbers, losses=losses, return_outputs=False)
-            self.departures.end()
+        self.has_failed = True  # until the step has ended
+        try:
+            with self.shared.added_up():
+                self.runtime.step(target=numbers, losses=losses, return_outputs=False)
+                self.departures.end()
+        finally:
+            for stage in self.stages:
+                stage.arguments = ()
+                stage.clear_runtime_states()
+        self.has_failed = False
         return [loss.item() for loss in losses]
 
     def _loss(self, _: Any, number: Tensor) -> Tensor:

@@ -254,7 +254,7 @@ class _Search:
         return cut(self.line.graph, forward, self.schedule.stages, split_backward=self.split)
 
     def _planner(self, graph: StageGraph) -> StagePlanner:
-        """What plans a stage; where other stages begin and end, may change what the same operations exchange."""
+        """What plans a stage; what it exchanges depends on the cuts of other stages too."""
         key = (graph.index, str(graph.graph))
         if key not in self.planners:
             self.planners[key] = StagePlanner(

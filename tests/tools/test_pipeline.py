@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import os
 import re
@@ -17,6 +18,7 @@ import pipeline_models
 import pytest
 import torch
 import torch.multiprocessing
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import irc
 from irc.tools.cli import main
@@ -171,7 +173,7 @@ def test_a_program_trains_by_its_own_loss() -> None:
 
 
 class _Halves(torch.nn.Module):
-    """Casts of parameters are cut from where they are read, and gradients of biases join where they are small."""
+    """Casts of parameters are cut from where they are read; gradients of biases join where they are small."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -305,9 +307,60 @@ def test_batches_that_do_not_divide_are_refused() -> None:
     with pytest.raises(irc.UsageError, match=r"IRC487.*a batch of 10 does not divide into 4"):
         micro_batches_of((torch.zeros(10, 2),), 4)
     trainer = planned("skips", 2, "1f1b", 4).start()
-    with pytest.raises(irc.UsageError, match=r"IRC487.*input 0 of a micro-batch is \[2, 3, 8, 8\]"):
+    with pytest.raises(irc.UsageError, match=r"IRC487.*is float32\[2, 3, 8, 8\] on cpu"):
         trainer.step(torch.zeros(8, 3, 8, 8))
     assert all(parameter.grad is None for parameter in trainer.parameters())
+
+
+class _Called(torch.nn.Module):
+    """Takes what a call may get wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, named: dict[str, torch.Tensor], twice: bool) -> torch.Tensor:
+        h = named["x"]
+        for layer in self.layers:
+            h = torch.tanh(layer(h))
+        return h.square().mean() * (2 if twice else 1)
+
+
+def test_calls_unlike_the_planned_one_are_refused() -> None:
+    model, x = _Called(), torch.randn(8, 4)
+    pipe = pipeline(model, ({"x": x}, True), "64MiB", stages=2, micro_batches=2, profile=False)
+    trainer = pipe.start()
+
+    def refused(code: str, said: str, *args: Any) -> None:
+        with pytest.raises(irc.UsageError, match=rf"{code}.*{said}"):
+            trainer.step(*args)
+
+    refused("IRC490", "an argument is False; it was True at planning", {"x": x}, False)
+    refused("IRC490", "nest otherwise", {"x": x, "y": x}, True)
+    refused("IRC487", r"is float64\[4, 4\] on cpu; .* for float32\[4, 4\] on cpu", {"x": x.double()}, True)
+    refused("IRC487", r"with strides \[1, 8\]", {"x": torch.randn(4, 8).T}, True)
+    with torch.no_grad():
+        refused("IRC490", "without gradients", {"x": x}, True)
+    with torch.autocast("cpu", torch.bfloat16):
+        refused("IRC490", "autocast", {"x": x}, True)
+    model.layers[1].eval()
+    refused("IRC490", r"module layers.1 is no longer in train\(\)", {"x": x}, True)
+    model.train()
+    model.layers[1].bias.requires_grad_(False)
+    refused("IRC490", "requires_grad of parameter layers.1.bias", {"x": x}, True)
+    model.layers[1].bias.requires_grad_(True)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert len(trainer.step({"x": x}, True)) == 2
+
+
+def test_a_batch_is_let_go_when_its_step_ends() -> None:
+    trainer = planned("skips", 2, "1f1b", 4).start()
+    batch = torch.randn(16, 3, 8, 8)
+    held = StorageWeakRef(batch.untyped_storage())
+    trainer.step(batch)
+    del batch
+    gc.collect()
+    assert held.expired()
 
 
 def test_arguments_that_require_gradients_are_refused() -> None:

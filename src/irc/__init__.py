@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .tools.optimize import optimize
     from .tools.pareto import pareto
     from .tools.pareto_front import Front
+    from .tools.pipeline import pipeline
 
 __version__ = "0.1.0"
 
@@ -47,6 +48,7 @@ __all__ = [
     "keep",
     "optimize",
     "pareto",
+    "pipeline",
     "recompute",
     "unmark",
 ]
@@ -59,6 +61,7 @@ _HOMES = {
     "keep": ".frontends.torch.wishes",
     "optimize": ".tools.optimize",
     "pareto": ".tools.pareto",
+    "pipeline": ".tools.pipeline",
     "recompute": ".frontends.torch.wishes",
     "unmark": ".frontends.torch.wishes",
 }

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["run_folders", "skips", "tied", "translator"]
+__all__ = ["run_folders", "run_probes", "skips", "sometimes", "tied", "translator"]
 
 Example = tuple[nn.Module, tuple[Tensor, ...]]
 
@@ -90,6 +90,29 @@ class _Translator(nn.Module):
         return x.square().mean()
 
 
+class _Sometimes(nn.Module):
+    """Has parameters that get no gradient, that nothing reads, and that are not saved; one has two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.layers[3].weight = self.layers[0].weight
+        self.choice = nn.Parameter(torch.randn(8, 8))
+        self.spare = nn.Parameter(torch.ones(3))
+        self.register_buffer("seen", torch.ones(2))
+        self.register_buffer("scale", torch.ones(8), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * self.get_buffer("scale")
+            x = x + (x @ self.choice).argmax(-1, keepdim=True)
+        return x.square().mean()
+
+
+def sometimes() -> Example:
+    return _Sometimes(), (torch.randn(8, 8),)
+
+
 def tied() -> Example:
     torch.manual_seed(0)
     return _Tied(), (torch.randint(0, 40, (16, 6)), torch.randint(0, 40, (16, 6)))
@@ -121,3 +144,57 @@ def run_folders(rank: int, ranks: int, meeting: str, folders: Sequence[str], res
         dist.destroy_process_group()
     if rank == 0:
         Path(results).write_text(json.dumps(found))
+
+
+def run_probes(rank: int, ranks: int, meeting: str, results: str) -> None:
+    """Pairs of ranks run a pipeline each; then the loss of one fails. Each rank writes down what it saw."""
+    import irc
+
+    torch.set_num_threads(1)
+    limit = datetime.timedelta(seconds=120)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks, timeout=limit
+    )
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, ranks, 2)]
+    torch.manual_seed(rank)  # as in a program that forgets to
+    model, args = sometimes()
+    steps = 0
+
+    def loss(result: Tensor, _: Tensor) -> Tensor:
+        nonlocal steps
+        steps += 1
+        if steps > 9:
+            raise ValueError("no loss today")
+        return result
+
+    pipe = irc.pipeline(
+        model, args, "64MiB", stages=2, micro_batches=2, loss=loss, profile=False, time_limit=0.5
+    )
+    trainer = pipe.start(group=pairs[rank // 2])
+    optimizer = torch.optim.SGD(trainer.parameters(), 0.1)
+    for _ in range(2):
+        trainer.step(*args)
+        optimizer.step()
+        optimizer.zero_grad()
+    trainer.step(*args)
+    shared = model.layers[0].weight
+    assert shared.grad is not None
+    found: dict[str, object] = {
+        "names": sorted(trainer.state_dict()),
+        "shared": shared.flatten().tolist(),
+        "gradient": shared.grad.flatten().tolist(),
+        "choice": model.choice.grad is None,
+        "failures": [],
+    }
+    dist.barrier()
+    failures: list[str] = []
+    for _ in range(4):
+        try:
+            trainer.step(*args)
+        except (irc.IrcError, ValueError) as error:
+            failures.append(str(error))
+            if len(failures) == 2:
+                break
+    found["failures"] = failures
+    Path(f"{results}-{rank}").write_text(json.dumps(found))
+    os._exit(0)  # what is in flight stays there

@@ -151,6 +151,7 @@ class PipelineTrainer:
         group: The ranks, one for each device of the plan; None for all ranks. In a process that belongs to
             no group all stages run here.
         call: How the model was called at planning; None where that is not known.
+        saved: The names in the model's `state_dict`; None for all.
 
     Raises:
         UsageError: IRC488 for another number of ranks than devices.
@@ -166,8 +167,11 @@ class PipelineTrainer:
         device: torch.device | str = "cpu",
         group: dist.ProcessGroup | None = None,
         call: PlannedCall | None = None,
+        saved: Sequence[str] | None = None,
     ) -> None:
         self.stages = stages
+        self.state = state
+        self.saved = saved
         self.call = call
         self.of_result = loss
         self._batches: list[tuple[Any, ...]] = []
@@ -242,8 +246,23 @@ class PipelineTrainer:
         return [parameter for parameter in found.values() if parameter.requires_grad]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The parameters and buffers of this rank's stages, by the model's names."""
-        return {name: tensor.detach() for name, tensor in (self.rank.parameters | self.rank.buffers).items()}
+        """The parameters and buffers of this rank's stages, by all names that the model saves them under.
+
+        The first stage's rank has those that no stage reads, too: all ranks together have the model's.
+        """
+        own = self.rank.parameters | self.rank.buffers
+        if 0 in self._own:
+            read = {
+                id(self.state[entry.target])
+                for program in self.programs
+                for entry in program.statics
+                if entry.target in self.state and entry.role in (InputRole.PARAMETER, InputRole.BUFFER)
+            }
+            own |= {name: tensor for name, tensor in self.state.items() if id(tensor) not in read}
+        found = {id(tensor): tensor for tensor in own.values()}
+        names = own if self.saved is None else self.saved
+        kept = {name: found.get(id(self.state[name])) for name in names}
+        return {name: tensor.detach() for name, tensor in kept.items() if tensor is not None}
 
     def _loss(self, result: Any, number: int) -> Tensor:
         if self.of_result is None:
@@ -316,14 +335,16 @@ class Pipeline:
             UsageError: IRC488 for another number of ranks than devices.
         """
         tree = cast("pytree.TreeSpec", self.captured.signature.out_tree)
+        state = state_of(self.model)
         return PipelineTrainer(
             self.stages,
-            state_of(self.model),
+            state,
             rebuild=lambda leaves: pytree.tree_unflatten(leaves, tree),
             loss=self.loss,
             device=device,
             group=group,
             call=PlannedCall(self.model, self.captured),
+            saved=[name for name in self.model.state_dict() if name in state],
         )
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...ir import TensorType, Value
+from ...ir import IrcError, TensorType, Value, first_line
 
 __all__ = ["Channel", "ChannelInbox", "ChannelOutbox", "Departures"]
 
@@ -33,13 +34,28 @@ class Channel:
     tag: int
     group: dist.ProcessGroup | None = None
 
+    @contextlib.contextmanager
+    def reaching(self) -> Generator[None]:
+        """Says which rank is not there any more, where sending or receiving fails.
+
+        Raises:
+            IrcError: IRC493.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            raise IrcError(
+                "IRC493",
+                f"rank {self.peer} cannot be reached within a step: {first_line(error)}",
+                help="see what that rank has printed, and start all ranks again",
+            ) from error
+
 
 @dataclass(frozen=True)
 class _Departure:
     """Something that was sent."""
 
-    action: int
-    tag: int
+    channel: Channel
     micro_batch: int
     work: dist.Work
     payload: Tensor
@@ -57,34 +73,35 @@ class Departures:
     def __init__(self, lag: int) -> None:
         self.lag = lag
         self._actions = 0
-        self._pending: list[_Departure] = []
+        self._pending: list[tuple[int, _Departure]] = []
 
     def end_action(self) -> None:
         """Waits for what was sent too long ago, before memory is taken for what the next actions receive."""
         self._actions += 1
         oldest = self._actions - self.lag
-        self._wait(lambda departure: departure.action < oldest)
+        self._wait(lambda action, _: action < oldest)
 
-    def begin_send(self, tag: int, micro_batch: int) -> None:
+    def begin_send(self, channel: Channel, micro_batch: int) -> None:
         """Waits for what a channel sent for other micro-batches."""
-        self._wait(lambda departure: departure.tag == tag and departure.micro_batch != micro_batch)
+        self._wait(lambda _, sent: sent.channel is channel and sent.micro_batch != micro_batch)
 
-    def add(self, tag: int, micro_batch: int, work: dist.Work, payload: Tensor) -> None:
-        """Keeps what a channel sends in the current action."""
-        self._pending.append(_Departure(self._actions, tag, micro_batch, work, payload))
+    def add(self, departure: _Departure) -> None:
+        """Keeps what is sent in the current action."""
+        self._pending.append((self._actions, departure))
 
     def end(self) -> None:
         """Waits until all of it has arrived."""
-        self._wait(lambda _: True)
+        self._wait(lambda _, __: True)
 
-    def _wait(self, is_due: Callable[[_Departure], bool]) -> None:
+    def _wait(self, is_due: Callable[[int, _Departure], bool]) -> None:
         pending, self._pending = self._pending, []
         while pending:
-            departure = pending.pop(0)
-            if is_due(departure):
-                departure.work.wait()
+            action, departure = pending.pop(0)
+            if is_due(action, departure):
+                with departure.channel.reaching():
+                    departure.work.wait()
             else:
-                self._pending.append(departure)
+                self._pending.append((action, departure))
 
 
 class ChannelOutbox:
@@ -102,12 +119,12 @@ class ChannelOutbox:
 
     def send(self, micro_batch: int, key: str, value: Tensor) -> None:
         """Begins to send a value, which must not be written from here on."""
-        tag = self.channel.tag
-        self.departures.begin_send(tag, micro_batch)
+        self.departures.begin_send(self.channel, micro_batch)
         payload = _payload_of(value, self._types[key])
-        work = dist.isend(payload, self.channel.peer, self.channel.group, tag)
+        with self.channel.reaching():
+            work = dist.isend(payload, self.channel.peer, self.channel.group, self.channel.tag)
         assert work is not None
-        self.departures.add(tag, micro_batch, work, payload)
+        self.departures.add(_Departure(self.channel, micro_batch, work, payload))
 
 
 class ChannelInbox:
@@ -128,14 +145,16 @@ class ChannelInbox:
         """Allocates memory for the values of a micro-batch, and begins to receive them."""
         for name, type in self._types.items():
             payload = torch.empty(_payload_bytes(type), dtype=torch.uint8, device=self.device)
-            work = dist.irecv(payload, self.channel.peer, self.channel.group, self.channel.tag)
+            with self.channel.reaching():
+                work = dist.irecv(payload, self.channel.peer, self.channel.group, self.channel.tag)
             assert work is not None
             self._arriving[micro_batch, name] = work, payload
 
     def receive(self, micro_batch: int, key: str) -> Tensor:
         """A value, once it has arrived."""
         work, payload = self._arriving.pop((micro_batch, key))
-        work.wait()
+        with self.channel.reaching():
+            work.wait()
         type = self._types[key]
         dtype: torch.dtype = getattr(torch, type.dtype.value)
         empty = torch.empty(0, dtype=dtype, device=self.device)

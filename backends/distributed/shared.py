@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...ir import InputRole
+from ...ir import InputRole, UnsupportedError
 from ...ir.pipeline import PipelineSchedule
 from ..torch.program import Program
 
@@ -23,7 +23,7 @@ def new_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
 
 
 class SharedParameters:
-    """Adds the gradients of shared parameters up across ranks.
+    """Adds the gradients of shared parameters up across ranks, which begin with the values of the first.
 
     Every rank makes the groups of all, in the same order.
 
@@ -32,6 +32,10 @@ class SharedParameters:
         programs: Of all stages.
         parameters: Those of this rank, by name.
         group: The ranks of the pipeline; None for all.
+
+    Raises:
+        UnsupportedError: IRC492 where the pipeline has a part of the world's ranks, and a parameter is on
+            some of these alone.
     """
 
     def __init__(
@@ -48,10 +52,11 @@ class SharedParameters:
             if len(ranks) < 2:
                 continue
             if ranks not in groups:
-                world = [r if group is None else dist.get_global_rank(group, r) for r in ranks]
-                groups[ranks] = new_group(world)
+                groups[ranks] = _group_of(name, ranks, group)
             if rank in ranks:
-                self.shared.append((parameters[name], groups[ranks]))
+                parameter = parameters[name]
+                dist.broadcast(parameter.detach(), group=groups[ranks], group_src=0)
+                self.shared.append((parameter, groups[ranks]))
 
     @contextlib.contextmanager
     def added_up(self) -> Generator[None]:
@@ -69,11 +74,29 @@ class SharedParameters:
             parameter.grad = gradient
 
 
+def _group_of(name: str, ranks: Sequence[int], group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The group of some ranks of a pipeline, which have a parameter.
+
+    Raises:
+        UnsupportedError: IRC492.
+    """
+    if len(ranks) == dist.get_world_size(group):
+        return group
+    if group is None:
+        return new_group(ranks)
+    raise UnsupportedError(
+        "IRC492",
+        f"parameter {name} is shared by some ranks of a pipeline that has a part of all ranks",
+        help="run each pipeline in a world of its own, or cut it into two stages",
+    )
+
+
 def _ranks_of(schedule: PipelineSchedule, programs: Sequence[Program]) -> dict[str, tuple[int, ...]]:
-    """The ranks that have each trained parameter, by its name."""
+    """The ranks that have each parameter that gets a gradient in any of them, by its name."""
+    released = {name for program in programs for name in program.released}
     ranks: dict[str, set[int]] = {}
     for stage, program in enumerate(programs):
         for entry in program.statics:
-            if entry.role is InputRole.PARAMETER and entry.requires_grad:
+            if entry.role is InputRole.PARAMETER and entry.target in released:
                 ranks.setdefault(entry.target, set()).add(schedule.device_of[stage])
     return {name: tuple(sorted(found)) for name, found in ranks.items()}

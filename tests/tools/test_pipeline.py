@@ -85,6 +85,23 @@ def test_ranks_train_as_one_device(ranks: int, tmp_path: Path) -> None:
         check(name, report, ranks)
 
 
+def test_ranks_agree_and_fail_together(tmp_path: Path) -> None:
+    """Two pipelines side by side, from a program that seeds no rank as another."""
+    results = tmp_path / "result"
+    arguments = (4, str(tmp_path / "meeting"), str(results))
+    torch.multiprocessing.spawn(pipeline_models.run_probes, args=arguments, nprocs=4)
+    found = [json.loads(Path(f"{results}-{rank}").read_text()) for rank in range(4)]
+    names = pipeline_models.sometimes()[0].state_dict().keys()
+    for first, second in (found[:2], found[2:]):
+        assert set(first["names"]) | set(second["names"]) == names
+        assert first["shared"] == second["shared"]
+        assert first["gradient"] == second["gradient"]
+        assert first["choice"] and second["choice"], "no gradient is none, and not zeros"
+        assert "error[IRC493]: rank" in first["failures"][0]
+        assert second["failures"][0] == "no loss today"
+        assert all("error[IRC491]" in rank["failures"][1] for rank in (first, second))
+
+
 def check(name: str, report: Any, ranks: int) -> None:
     assert report["failures"] == [], name
     assert len(report["ranks"]) == ranks

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, ClassVar
 from ..ir import (
     ACCUMULATE_GRADIENT,
     APPLY_GRADIENT,
+    RECEIVE,
+    SEND,
     Argument,
     Graph,
     Input,
@@ -173,10 +175,16 @@ def _own_gradient(
 
 
 def _held(graph: Graph, done: set[Output]) -> set[Storage]:
-    """Storages that a gradient may not give away: of inputs, of other results, and what forward makes."""
+    """Storages that a gradient may not give away.
+
+    Those of inputs, of other results, what forward makes, and what pipeline stages exchange: a neighbour may
+    still read it when the next micro-batch is added to `.grad`.
+    """
     others = (o.value for o in graph.outputs if o not in done and o.value is not None)
     forward = (s for s, node in graph.producers.items() if node.region is Region.FORWARD)
-    return {*graph.static_storages, *graph.tangent_storages, *(value.storage for value in others), *forward}
+    exchanged = (v.storage for n in graph.nodes if n.op in (SEND, RECEIVE) for v in (*n.operands, *n.values))
+    results = (value.storage for value in others)
+    return {*graph.static_storages, *graph.tangent_storages, *results, *forward, *exchanged}
 
 
 def _woven(nodes: Sequence[Node], *insertions: Mapping[int, list[Node]]) -> Iterator[Node]:

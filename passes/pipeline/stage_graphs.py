@@ -17,6 +17,8 @@ from ...ir import (
     OutputRole,
     Region,
     Storage,
+    Symbol,
+    TensorType,
     Trait,
     UnsupportedError,
     Value,
@@ -308,13 +310,28 @@ class _Stage:
         total = mine[0]
         for number, part in enumerate(mine[1:]):
             name = f"{gradient.name}_{self.index}_{number}"
-            storage = Storage(
-                name, allocation_bytes(gradient.type.nbytes, gradient.type.device), gradient.storage.device
-            )
-            made = Value(name, gradient.type, storage)
-            self.sums.append(Node(name, "aten.add.Tensor", (total, part), (made,), region=Region.BACKWARD))
-            total = made
+            total = self.summand(name, "aten.add.Tensor", (total, part), gradient.type)
+        payload_bytes = allocation_bytes(total.type.nbytes, total.type.device)
+        if total.type.strides != gradient.type.strides or total.storage.nbytes > payload_bytes:
+            # such as a number that is expanded: `.grad` is written in place
+            contiguous = TensorType.contiguous(total.type.shape, total.type.dtype, total.type.device)
+            memory_format = (("memory_format", Symbol("memory_format", "contiguous_format")),)
+            name = f"{gradient.name}_{self.index}_own"
+            total = self.summand(name, "aten.clone.default", (total,), contiguous, memory_format)
         return total
+
+    def summand(
+        self,
+        name: str,
+        op: str,
+        operands: tuple[Value, ...],
+        type: TensorType,
+        keywords: tuple[tuple[str, Symbol], ...] = (),
+    ) -> Value:
+        """What an operation at the end of backward makes of parts of a gradient."""
+        made = Value(name, type, Storage(name, allocation_bytes(type.nbytes, type.device), type.device))
+        self.sums.append(Node(name, op, operands, (made,), keywords=keywords, region=Region.BACKWARD))
+        return made
 
     def stage_of(self, part: Value, homes: Sequence[int]) -> int:
         base = next(iter(self.flow.bases(part)))

@@ -21,9 +21,13 @@ import torch.multiprocessing
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import irc
+from irc.ir import ACCUMULATE_GRADIENT, RECEIVE, SEND
+from irc.passes.pipeline.placement import Dataflow
+from irc.passes.pipeline.stage_graphs import cut
+from irc.passes.release_gradients import release_gradients
 from irc.tools.cli import main
 from irc.tools.loading import Source
-from irc.tools.pipeline import Pipeline, micro_batches_of, pipeline
+from irc.tools.pipeline import Pipeline, captured_micro_batch, micro_batches_of, pipeline
 from irc.tools.pipeline_folder import read_pipeline, write_pipeline
 from irc.tools.pipeline_run import run_pipeline
 
@@ -327,6 +331,49 @@ def test_batches_that_do_not_divide_are_refused() -> None:
     with pytest.raises(irc.UsageError, match=r"IRC487.*is float32\[2, 3, 8, 8\] on cpu"):
         trainer.step(torch.zeros(8, 3, 8, 8))
     assert all(parameter.grad is None for parameter in trainer.parameters())
+
+
+class _Shares(torch.nn.Module):
+    """One parameter is read first and last, there as a sum; the others' gradients are also their layers'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends = torch.nn.Parameter(torch.rand(4, 6))
+        self.added = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(2, 8)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.ends.mean()
+        for added in self.added:
+            x = torch.tanh(x) * 1.1 + added
+        return (x + self.ends.sum()).square().mean()
+
+
+def test_parts_of_a_gradient_may_be_expanded_numbers() -> None:
+    torch.manual_seed(0)
+    model, x = _Shares(), torch.randn(8, 8)
+    twin = copy.deepcopy(model)
+    pipeline(model, (x,), "64MiB", stages=2, micro_batches=4, profile=False).start().step(x)
+    (torch.stack([twin(part) for part in x.split(2)]).sum() / 4).backward()
+    for mine, its in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, its.grad)
+
+
+def test_gradients_that_are_on_their_way_are_not_added_to() -> None:
+    """The next micro-batch is added to `.grad` in place, while a neighbour may still read what was sent."""
+    graph = captured_micro_batch(_Shares(), (torch.randn(2, 8),), None).graph
+    line = Dataflow(graph).forward
+    sent = 0
+    for place in range(1, len(line)):
+        stages = {node: int(k >= place) for k, node in enumerate(line)}
+        for stage in cut(graph, stages, 2):
+            nodes = release_gradients(stage.graph).operations
+            exchanged = {
+                v.storage for n in nodes if n.op in (SEND, RECEIVE) for v in (*n.operands, *n.values)
+            }
+            kept = {node.operands[1].storage for node in nodes if node.op == ACCUMULATE_GRADIENT}
+            assert exchanged.isdisjoint(kept), place
+            sent += len(exchanged)
+    assert sent
 
 
 class _Called(torch.nn.Module):

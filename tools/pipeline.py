@@ -414,11 +414,10 @@ def captured_micro_batch(
         UnsupportedError: IRC483 for arguments that require a gradient; IRC489 for written arguments and
             results that are parameters; others for what is not supported.
     """
+    of_result = training_loss if loss is None else (lambda result: loss(result, *micro_batch))
     leaves, tree = flatten(micro_batch)
-    own = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # not a part of the batch
-    example = pytree.tree_unflatten(own, tree)
-    of_result = training_loss if loss is None else (lambda result: loss(result, *example))
-    captured = capture(model, example, {}, loss=of_result)
+    own = [_own(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    captured = capture(model, pytree.tree_unflatten(own, tree), {}, loss=of_result)
     for entry in captured.graph.inputs:
         if entry.role is InputRole.INPUT and entry.requires_grad:
             raise UnsupportedError(
@@ -427,6 +426,13 @@ def captured_micro_batch(
                 help="detach the argument, or make it a parameter of the model",
             )
     return own_results(captured)
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """A copy of a part of a batch, which would hold all of it: a plan counts what is held."""
+    if tensor.untyped_storage().nbytes() <= tensor.nbytes:
+        return tensor
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def plan_stages(captured: Captured, request: PipelineRequest) -> Stages:

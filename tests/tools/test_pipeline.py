@@ -21,7 +21,7 @@ import torch.multiprocessing
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import irc
-from irc.ir import ACCUMULATE_GRADIENT, RECEIVE, SEND
+from irc.ir import ACCUMULATE_GRADIENT, RECEIVE, SEND, InputRole
 from irc.passes.pipeline.placement import Dataflow
 from irc.passes.pipeline.stage_graphs import cut
 from irc.passes.release_gradients import release_gradients
@@ -415,6 +415,16 @@ def test_calls_unlike_the_planned_one_are_refused() -> None:
     model.layers[1].bias.requires_grad_(True)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert len(trainer.step({"x": x}, True)) == 2
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 8])
+def test_a_batch_counts_once(micro_batches: int) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+    batch = torch.randn(64, 4096, 4)
+    pipe = pipeline(model, (batch,), "1GiB", stages=2, micro_batches=micro_batches, profile=False)
+    graph = pipe.stages.schedules[0].graph
+    (held,) = [entry.value.storage for entry in graph.inputs if entry.role is InputRole.INPUT]
+    assert held.nbytes * micro_batches == batch.nbytes
 
 
 def test_a_batch_is_let_go_when_its_step_ends() -> None:

@@ -322,7 +322,8 @@ def _device_peak(schedule: PipelineSchedule, memory: Sequence[StageMemory], devi
         is_back = action.work is not Work.FORWARD
         neighbour = action.stage - 1 if is_back else action.stage + 1
         if action.work is not Work.WEIGHT_GRADIENT and neighbour in stages:
-            handed[Action(neighbour, _reading(action.work), action.micro_batch)] = its.passing[is_back]
+            sent_bytes = _sent_bytes(memory, action, neighbour)
+            handed[Action(neighbour, _reading(action.work), action.micro_batch)] = sent_bytes
     return peak
 
 
@@ -342,5 +343,16 @@ def _leaving_bytes(
         if action.work is Work.WEIGHT_GRADIENT or not 0 <= neighbour < schedule.stages:
             continue
         if schedule.device_of[neighbour] != schedule.device_of[action.stage]:
-            found[action.stage, is_back] = memory[action.stage].passing[is_back]
+            found[action.stage, is_back] = _sent_bytes(memory, action, neighbour)
     return sum(found.values())
+
+
+def _sent_bytes(memory: Sequence[StageMemory], action: Action, neighbour: int) -> int:
+    """What an action sends, and its stage does not keep as long as it may be on its way.
+
+    What it keeps over a pause in backward may be let go before.
+    """
+    if action.work is Work.FORWARD:
+        return memory[action.stage].passing[0]
+    is_split = memory[action.stage].rest_bytes > 0
+    return memory[neighbour].arriving[1] if is_split else memory[action.stage].passing[1]

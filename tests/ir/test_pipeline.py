@@ -11,6 +11,8 @@ from pipelining import Sample, pipelines
 
 from irc.ir import IrcError, UsageError, VerificationError
 from irc.ir.pipeline import Action, InFlight, PipelineSchedule, Work, in_flight, in_flight_on_devices
+from irc.ir.pipeline_exchange import StageMemory, device_peak_bytes
+from irc.passes.pipeline import pipeline_schedule
 
 TEXT = """\
 pipeline 1f1b: 3 micro-batches, stages on devices 0 1
@@ -163,3 +165,13 @@ def test_in_flight_is_the_most_at_any_place_of_the_line(sample: Sample) -> None:
     for device, found in enumerate(in_flight_on_devices(schedule)):
         line, stages = schedule.lines[device], schedule.stages_on(device)
         assert found == InFlight(waiting(line, stages, to_input), waiting(line, stages, to_weight))
+
+
+def test_what_waits_for_a_stage_of_the_same_device_counts() -> None:
+    order = pipeline_schedule("zbv", 1, 4)
+    first = StageMemory(0, forward_bytes=10, held_bytes=0, backward_bytes=100, passing=(10, 0))
+    second = StageMemory(0, forward_bytes=10, held_bytes=0, backward_bytes=0, arriving=(10, 0))
+    assert device_peak_bytes(order, [first, second]) == (110,)
+    first = StageMemory(0, forward_bytes=0, held_bytes=0, backward_bytes=7, arriving=(0, 7))
+    second = StageMemory(0, forward_bytes=0, held_bytes=0, backward_bytes=0, rest_bytes=50)
+    assert device_peak_bytes(order, [first, second]) == (57,)

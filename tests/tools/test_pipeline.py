@@ -236,14 +236,14 @@ class _Returns(torch.nn.Module):
         for layer in self.layers:
             h = torch.tanh(layer(h))
         if self.kind == "parameter":
-            return h, self.layers[0].weight
+            return h, self.get_parameter("layers.0.weight")
         if self.kind == "written":
             return h, y.mul_(2)
         seen = self.get_buffer("seen")
         if self.kind == "counter":
             seen.add_(1)
             return h, seen
-        return h, y, y[:, 1:], seen, self.layers[0].weight.detach()
+        return h, y, y[:, 1:], seen, self.get_parameter("layers.0.weight").detach()
 
 
 def test_results_may_be_arguments_and_buffers() -> None:

@@ -65,6 +65,7 @@ def test_public_names_exist() -> None:
         "keep",
         "optimize",
         "pareto",
+        "pipeline",
         "recompute",
         "unmark",
     }

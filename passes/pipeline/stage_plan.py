@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ...ir import PAUSE, Compute, Loss, Schedule
+from ...ir import PAUSE, Compute, Graph, InputRole, Loss, Schedule
 from ...ir.pipeline_exchange import StageMemory, stage_memory
 from ...ir.pipeline_timing import StageCost
 from ..hold_forwards import HoldForwards
@@ -66,7 +66,9 @@ class StagePlanner:
         released = ReleaseGradients("accumulate").run(Program(stage.graph))
         self.program = cost(HoldForwards(in_flight).run(released))
         self.planner = Planner(self.program)
-        self.kept_bytes = round(self.program.graph.reserved_bytes * state_bytes)
+        graph = self.program.graph
+        elsewhere_bytes = _made_elsewhere_bytes(graph)
+        self.kept_bytes = elsewhere_bytes + round((graph.reserved_bytes + elsewhere_bytes) * state_bytes)
 
     def planned(self, budget_bytes: int, strategy: str, time_limit: float) -> PlannedStage:
         """The best schedule within a budget that covers all of the stage but what is on its way.
@@ -109,6 +111,13 @@ class StagePlanner:
         """The smallest budget, as `planned` counts it, that was found in `time_limit` seconds."""
         deadline = time.monotonic() + time_limit
         return self.planner.minimum_bytes(deadline, is_thorough=True) + self._beside_bytes
+
+
+def _made_elsewhere_bytes(graph: Graph) -> int:
+    """Bytes of the gradients of trained parameters that other stages make, and this one has after the step."""
+    mine = {node.operands[0].storage for node in graph.releases}
+    trained = {i.value.storage for i in graph.inputs if i.role is InputRole.PARAMETER and i.requires_grad}
+    return sum(storage.nbytes for storage in trained - mine)
 
 
 def _cost(schedule: Schedule, program: Program, memory: StageMemory) -> StageCost:

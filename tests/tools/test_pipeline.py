@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pipeline_models
 import pytest
@@ -236,14 +236,15 @@ class _Returns(torch.nn.Module):
         for layer in self.layers:
             h = torch.tanh(layer(h))
         if self.kind == "parameter":
-            return h, self.get_parameter("layers.0.weight")
+            return h, cast("torch.nn.Linear", self.layers[0]).weight
         if self.kind == "written":
             return h, y.mul_(2)
         seen = self.get_buffer("seen")
         if self.kind == "counter":
             seen.add_(1)
             return h, seen
-        return h, y, y[:, 1:], seen, self.get_parameter("layers.0.weight").detach()
+        first = cast("torch.nn.Linear", self.layers[0])
+        return h, y, y[:, 1:], seen, first.weight.detach()
 
 
 def test_results_may_be_arguments_and_buffers() -> None:

@@ -114,7 +114,7 @@ class StagePlanner:
 
 
 def _made_elsewhere_bytes(graph: Graph) -> int:
-    """Bytes of the gradients of trained parameters that other stages make, and this one has after the step."""
+    """Bytes of the gradients of trained parameters that other stages make and this one has after a step."""
     mine = {node.operands[0].storage for node in graph.releases}
     trained = {i.value.storage for i in graph.inputs if i.role is InputRole.PARAMETER and i.requires_grad}
     return sum(storage.nbytes for storage in trained - mine)

@@ -25,7 +25,7 @@ from .models.registry import Example
 from .models.sequences import TransformerBlock, t5
 from .pipeline import Pipeline, PipelineRequest, captured_micro_batch, micro_batches_of, plan_stages
 from .pipeline_folder import write_pipeline
-from .tables import check_folder, to_markdown
+from .tables import check_folder, to_markdown, write_whole
 
 __all__ = ["SOURCES", "language_model", "main", "translator", "wide_unet"]
 
@@ -180,8 +180,8 @@ def _run(options: argparse.Namespace) -> int:
     for row in _rows(options, names):
         rows.append(row)
         print(" | ".join(row.cells()), flush=True)
-    if options.markdown is not None:
-        options.markdown.write_text(_page(options, rows))
+        if options.markdown is not None:
+            write_whole(options.markdown, _page(options, rows))
     return 1 if any(row.report["failures"] for row in rows) else 0
 
 

@@ -117,6 +117,7 @@ class _Search:
         assert program.costs is not None, "costs come first"
         self.schedule = schedule
         self.options = options
+        self.budgets = options.devices.budget_bytes
         self.cost = cost
         self.deadline = started + options.time_limit
         self.line = Line(program.graph, program.costs)
@@ -137,6 +138,7 @@ class _Search:
         candidates = (partition.best(anywhere=True), partition.best(), partition.smallest())
         best: PlannedPipeline | None = None
         refusal: BudgetError | None = None
+        late: TimeLimitError | None = None
         for cuts in dict.fromkeys(cuts for cuts in candidates if cuts is not None):
             try:
                 found = self._planned(cuts)
@@ -144,12 +146,38 @@ class _Search:
                 if refusal is None or error.minimum_bytes < refusal.minimum_bytes:
                     refusal = error
                 continue
+            except TimeLimitError as error:
+                late = error
+                continue
             if best is None or found.timeline.step_seconds < best.timeline.step_seconds:
                 best = found
-        if best is None:
-            assert refusal is not None
-            raise refusal
-        return self._improved(best)
+        if best is not None:
+            return self._improved(best)
+        if refusal is None:
+            assert late is not None
+            raise late
+        raise self._with_enough(refusal, partition.smallest())
+
+    def _with_enough(self, refusal: BudgetError, cuts: Sequence[int]) -> BudgetError:
+        """The refusal with a budget, for all devices, that a plan was found for; at least what it names."""
+        asked = self.budgets
+        budget_bytes = refusal.minimum_bytes
+        try:
+            for _ in range(_TRIES):
+                self.budgets = tuple(max(budget_bytes, own) for own in asked)
+                try:
+                    self._planned(cuts)
+                except BudgetError as error:
+                    budget_bytes = max(error.minimum_bytes, round(budget_bytes * 1.03))
+                except TimeLimitError:
+                    break
+                else:
+                    refusal.minimum_bytes = budget_bytes
+                    refusal.add_note(f"a plan was found for {format_bytes(budget_bytes)} on each device")
+                    break
+        finally:
+            self.budgets = asked
+        return refusal
 
     def _improved(self, best: PlannedPipeline) -> PlannedPipeline:
         """Moves single cuts to the next place, as long as the step becomes shorter."""
@@ -188,7 +216,7 @@ class _Search:
         """
         graphs = self._stages(tuple(cuts))
         planners = [self._planner(graph) for graph in graphs]
-        budgets = self.options.devices.budget_bytes
+        budgets = self.budgets
         room = [budgets[device] for device in self.schedule.device_of]
         shared = self._shared_bytes(graphs)
         over = [0]
@@ -285,7 +313,7 @@ class _Search:
             planned = planner.planned(room[stage], self.options.strategy, time_limit)
         except (BudgetError, TimeLimitError) as error:
             least_bytes = planner.minimum_bytes(time_limit)
-            if least_bytes > self.options.devices.budget_bytes[self.schedule.device_of[stage]]:
+            if least_bytes > self.budgets[self.schedule.device_of[stage]]:
                 raise self._refusal([planner], None, error) from error
             room[stage] = least_bytes
             planned = planner.planned(least_bytes, self.options.strategy, time_limit)
@@ -303,7 +331,7 @@ class _Search:
     ) -> BudgetError:
         """What to tell the user: the device that is furthest over, or the stage that does not fit alone."""
         left = max(self.deadline - time.monotonic(), 1.0)
-        budgets = self.options.devices.budget_bytes
+        budgets = self.budgets
         if over_bytes is None:
             (planner,) = planners
             device = self.schedule.device_of[planner.stage.index]
@@ -317,8 +345,8 @@ class _Search:
         held = ", ".join(str(self.flights[k].until_weight) for k in self.schedule.stages_on(device))
         return BudgetError(
             "IRC486",
-            f"{what} needs {format_bytes(needed_bytes)}, over the budget of {format_bytes(budgets[device])}, "
-            f"with {held} micro-batches in flight",
+            f"{what} needs at least {format_bytes(needed_bytes)}, over the budget of "
+            f"{format_bytes(budgets[device])}, with {held} micro-batches in flight",
             help="raise --budget, use more stages or smaller micro-batches, or a schedule that holds fewer "
             "of them (1f1b)",
             minimum_bytes=needed_bytes,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..ir import InputRole, Trait, UsageError, format_bytes
+from ..ir import InputRole, Trait, UnsupportedError, UsageError, format_bytes
 from ..ir.nesting import flatten
 from ..passes.allocations import peak_bytes
 from .loading import load_for_micro_batches, training_loss
@@ -150,11 +150,8 @@ def in_group() -> Generator[int | None]:
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         yield None
         return
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    if backend == "nccl":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    dist.init_process_group(backend, timeout=_LIMIT)
+    dist.init_process_group("gloo", timeout=_LIMIT)
     try:
         yield dist.get_rank()
     finally:
@@ -171,11 +168,13 @@ def run_pipeline(folder: Path, steps: int, *, with_original: bool) -> PipelineRe
             micro-batch, and compare losses, gradients and buffers of each step.
 
     Raises:
+        UnsupportedError: IRC494 for a plan for accelerators.
         UsageError: IRC431 for a folder that is damaged; IRC432 when the original is another model now;
             IRC488 for another number of ranks than devices.
     """
     rank = dist.get_rank() if dist.is_initialized() else None
     written = read_pipeline(folder, rank)
+    _refuse_accelerators(written)
     trainer = PipelineTrainer(written.stages, written.state, rebuild=_flat)
     examples = _needed(written, trainer)
     micro_batches = written.stages.plan.micro_batches
@@ -229,6 +228,17 @@ def run_pipeline(folder: Path, steps: int, *, with_original: bool) -> PipelineRe
         rank is None,
         note,
     )
+
+
+def _refuse_accelerators(written: WrittenPipeline) -> None:
+    devices = {storage.device for schedule in written.stages.schedules for storage in schedule.graph.storages}
+    other = next((device for device in sorted(devices) if device != "cpu"), None)
+    if other is not None:
+        raise UnsupportedError(
+            "IRC494",
+            f"the pipeline is planned for {other}, and irc run trains pipelines on the CPU",
+            help="train it by irc.pipeline(...).start(device=...) in a process group of its own",
+        )
 
 
 def _flat(leaves: list[Any]) -> Any:

@@ -466,3 +466,11 @@ def _children(parent: int, count: int) -> list[int]:
             return [int(child) for child in found]
         time.sleep(0.1)
     raise AssertionError("the ranks do not start")
+
+
+def test_plans_for_accelerators_are_not_run(tmp_path: Path) -> None:
+    folder = written(tmp_path / "out", "skips", planned("skips", 2, "1f1b", 4))
+    for stage in folder.glob("stage-*.irc"):
+        stage.write_text(re.sub(r"(storage @\S+ \d+) cpu", r"\1 meta", stage.read_text()))
+    with pytest.raises(irc.UnsupportedError, match="IRC494"):
+        run_pipeline(folder, 1, with_original=False)

@@ -21,15 +21,19 @@ KINDS: dict[tuple[int, bool], Any] = {
     (1, True): nn.ConvTranspose1d,
     (2, True): nn.ConvTranspose2d,
 }
+KERNELS = {1: (1, 2, 3, 4, 7), 2: (1, 2, 3, 4, 7), 3: (1, 2, 3, 4)}
 
 
 @st.composite
 def convolutions(draw: st.DrawFn) -> tuple[nn.Module, torch.Tensor]:
-    """A convolution between two others, with an input that it fits."""
+    """A convolution between two others, with an input that it fits.
+
+    torch's own gradients of kernels of seven in three dimensions hold what memory held, where the input is small.
+    """
     dimensions, transposed = draw(st.sampled_from(sorted(KINDS)))
     groups = draw(st.sampled_from([1, 1, 1, 2]))
     channels = [groups * draw(st.sampled_from([1, 2, 5, 16])) for _ in range(2)]
-    kernel, stride = draw(st.sampled_from([1, 2, 3, 4, 7])), draw(st.sampled_from([1, 2, 3]))
+    kernel, stride = draw(st.sampled_from(KERNELS[dimensions])), draw(st.sampled_from([1, 2, 3]))
     dilation = draw(st.sampled_from([1, 1, 2]))
     padding = draw(st.integers(0, kernel // 2))
     size = dilation * (kernel - 1) + 1 + draw(st.integers(0, 7))

@@ -28,7 +28,7 @@ KERNELS = {1: (1, 2, 3, 4, 7), 2: (1, 2, 3, 4, 7), 3: (1, 2, 3, 4)}
 def convolutions(draw: st.DrawFn) -> tuple[nn.Module, torch.Tensor]:
     """A convolution between two others, with an input that it fits.
 
-    torch's own gradients of kernels of seven in three dimensions are wrong where inputs are small: memory's contents.
+    torch's own gradients of kernels of seven in three dimensions are wrong for small inputs.
     """
     dimensions, transposed = draw(st.sampled_from(sorted(KINDS)))
     groups = draw(st.sampled_from([1, 1, 1, 2]))

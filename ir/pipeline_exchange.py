@@ -316,15 +316,19 @@ def _device_peak(schedule: PipelineSchedule, memory: Sequence[StageMemory], devi
         ahead = 0
         if following is not None and _expected(schedule, following) is not None:
             ahead = memory[following.stage].arriving[following.work is not Work.FORWARD]
+        if action.work is Work.WEIGHT_GRADIENT:  # it lets go of what it kept of the gradients that it sent
+            for waiting in handed.keys() & {
+                Action(action.stage - 1, Work.INPUT_GRADIENT, action.micro_batch)
+            }:
+                handed[waiting] = memory[waiting.stage].arriving[1]
         beside = sum(held.values()) + sum(handed.values())
-        beside += _leaving_bytes(schedule, memory, line[max(place - lag, 0) : place])
+        beside += _leaving_bytes(schedule, memory, line[max(place - lag, 0) : place + 1])
         peak = max(peak, there + beside + its.during(action.work) + ahead)
         held[key] = its.after(action.work)
         is_back = action.work is not Work.FORWARD
         neighbour = action.stage - 1 if is_back else action.stage + 1
         if action.work is not Work.WEIGHT_GRADIENT and neighbour in stages:
-            sent_bytes = _sent_bytes(memory, action, neighbour)
-            handed[Action(neighbour, _reading(action.work), action.micro_batch)] = sent_bytes
+            handed[Action(neighbour, _reading(action.work), action.micro_batch)] = its.passing[is_back]
     return peak
 
 
@@ -336,24 +340,22 @@ def _reading(work: Work) -> Work:
 def _leaving_bytes(
     schedule: PipelineSchedule, memory: Sequence[StageMemory], recent: Sequence[Action]
 ) -> int:
-    """What the last actions sent to other devices and their stages do not keep: the last of each boundary."""
+    """What the last actions sent to other devices and their stages do not keep: the last of each boundary.
+
+    Args:
+        schedule: In which order devices work.
+        memory: Of each stage.
+        recent: The last actions of a device, and the one that runs.
+    """
     found: dict[tuple[int, bool], int] = {}
-    for action in recent:
+    let_go = {(a.stage, a.micro_batch) for a in recent if a.work is Work.WEIGHT_GRADIENT}
+    for action in recent[:-1]:
         is_back = action.work is not Work.FORWARD
         neighbour = action.stage - 1 if is_back else action.stage + 1
         if action.work is Work.WEIGHT_GRADIENT or not 0 <= neighbour < schedule.stages:
             continue
         if schedule.device_of[neighbour] != schedule.device_of[action.stage]:
-            found[action.stage, is_back] = _sent_bytes(memory, action, neighbour)
+            is_let_go = is_back and (action.stage, action.micro_batch) in let_go
+            sent_bytes = memory[neighbour].arriving[1] if is_let_go else memory[action.stage].passing[is_back]
+            found[action.stage, is_back] = sent_bytes
     return sum(found.values())
-
-
-def _sent_bytes(memory: Sequence[StageMemory], action: Action, neighbour: int) -> int:
-    """What an action sends, and its stage does not keep as long as it may be on its way.
-
-    What it keeps over a pause in backward may be let go before.
-    """
-    if action.work is Work.FORWARD:
-        return memory[action.stage].passing[0]
-    is_split = memory[action.stage].rest_bytes > 0
-    return memory[neighbour].arriving[1] if is_split else memory[action.stage].passing[1]

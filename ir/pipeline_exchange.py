@@ -87,9 +87,39 @@ def send_lag(schedule: PipelineSchedule) -> int:
     A device waits after each action until what it sent so long ago is being received, and it sends nothing
     across a boundary while what it sent there before is not being received. This is the least number from
     1 on with which devices never wait for each other.
+
+    Raises:
+        VerificationError: IRC143 for an order of work that has no such number, or in which what is sent
+            across a boundary is read in another order: messages cannot pass each other.
     """
+    _check_order(schedule)
     most = max(map(len, schedule.lines), default=0)
-    return next((lag for lag in range(1, most) if _runs(schedule, lag)), most)
+    for lag in range(1, max(most, 1) + 1):
+        if _runs(schedule, lag):
+            return lag
+    raise VerificationError(
+        "IRC143",
+        f"devices of pipeline {schedule.name} wait for each other where the values of one micro-batch are on "
+        "their way across a boundary at a time",
+    )
+
+
+def _check_order(schedule: PipelineSchedule) -> None:
+    """Each stage takes micro-batches in the order in which its neighbours on other devices send them."""
+    taken: dict[tuple[int, Work], list[int]] = {}
+    for line in schedule.lines:
+        for action in line:
+            if action.work is not Work.WEIGHT_GRADIENT:
+                taken.setdefault((action.stage, _reading(action.work)), []).append(action.micro_batch)
+    for first in range(schedule.stages - 1):
+        if schedule.device_of[first] != schedule.device_of[first + 1]:
+            for work in (Work.FORWARD, Work.INPUT_GRADIENT):
+                if taken.get((first, work)) != taken.get((first + 1, work)):
+                    raise VerificationError(
+                        "IRC143",
+                        f"stages {first} and {first + 1} take micro-batches in different orders, and what "
+                        "is sent cannot pass what was sent before",
+                    )
 
 
 def _runs(schedule: PipelineSchedule, lag: int) -> bool:
@@ -104,9 +134,8 @@ def _runs(schedule: PipelineSchedule, lag: int) -> bool:
     for device, line in enumerate(schedule.lines):
         for index, action in enumerate(line):
             place[action] = device, index
-            made[
-                action.stage, _reading(action.work) if action.hands_back else action.work, action.micro_batch
-            ] = action
+            if action.work is not Work.WEIGHT_GRADIENT:
+                made[action.stage, _reading(action.work), action.micro_batch] = action
             order.add_edge(("act", device, index), ("wait", device, index))
             order.add_edge(("wait", device, index), ("act", device, index + 1))
     posted_before: dict[tuple[int, Work], tuple[int, int]] = {}
@@ -317,9 +346,8 @@ def _device_peak(schedule: PipelineSchedule, memory: Sequence[StageMemory], devi
         if following is not None and _expected(schedule, following) is not None:
             ahead = memory[following.stage].arriving[following.work is not Work.FORWARD]
         if action.work is Work.WEIGHT_GRADIENT:  # it lets go of what it kept of the gradients that it sent
-            for waiting in handed.keys() & {
-                Action(action.stage - 1, Work.INPUT_GRADIENT, action.micro_batch)
-            }:
+            waiting = Action(action.stage - 1, Work.INPUT_GRADIENT, action.micro_batch)
+            if waiting in handed:
                 handed[waiting] = memory[waiting.stage].arriving[1]
         beside = sum(held.values()) + sum(handed.values())
         beside += _leaving_bytes(schedule, memory, line[max(place - lag, 0) : place + 1])

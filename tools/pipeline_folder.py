@@ -23,7 +23,7 @@ from ..ir import (
     verify_schedule,
 )
 from ..ir.pipeline import PipelineSchedule
-from ..ir.pipeline_exchange import verify_exchanges
+from ..ir.pipeline_exchange import send_lag, verify_exchanges
 from ..ir.pipeline_plan import PipelinePlan
 from .folder import (
     CONSTANT,
@@ -125,6 +125,7 @@ def read_pipeline(folder: Path, rank: int | None = None) -> WrittenPipeline:
         source = Source(**described["source"])
         ties = {str(name): str(its) for name, its in described["ties"].items()}
     order.verify()
+    send_lag(order)
     schedules = tuple(_schedule(folder, index) for index in range(order.stages))
     verify_exchanges([schedule.graph for schedule in schedules])
     with undamaged(folder / "weights.safetensors"):

@@ -1,4 +1,4 @@
-"""Devices that wait for what they sent never wait for each other, and hold what is predicted, in any order."""
+"""Devices that wait for what they sent never wait for each other, and hold what is predicted."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def sent_by(schedule: PipelineSchedule, action: Action) -> Message | None:
 
 @dataclass
 class Ranks:
-    """A slow stand-in for the ranks: each goes on with its line as far as it can; nothing is dropped unasked."""
+    """A slow stand-in for the ranks: each goes on with its line as far as it can."""
 
     schedule: PipelineSchedule
     lag: int

@@ -9,7 +9,7 @@ from .units import format_bytes
 
 __all__ = ["PipelinePlan", "StageSummary"]
 
-_FORMAT = "irc-pipeline-1"
+_FORMAT = "irc-pipeline-2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,9 @@ class PipelinePlan:
         schedule: The name of the order of work.
         micro_batches: How many a step has.
         budget_bytes: Of each device.
+        speeds: Of each device, beside the one that costs are for.
+        device_names: What each device was called; empty texts where that was left open.
+        optimizer: Whose state and steps are counted; None where none is.
         peak_bytes: Predicted, of each device.
         step_seconds: Predicted time of a step.
         bound_seconds: No partition takes less on these devices.
@@ -67,6 +70,9 @@ class PipelinePlan:
     schedule: str
     micro_batches: int
     budget_bytes: tuple[int, ...]
+    speeds: tuple[float, ...]
+    device_names: tuple[str, ...]
+    optimizer: str | None
     peak_bytes: tuple[int, ...]
     step_seconds: float
     bound_seconds: float
@@ -110,6 +116,9 @@ class PipelinePlan:
             schedule=str(data["schedule"]),
             micro_batches=int(data["micro_batches"]),
             budget_bytes=tuple(map(int, data["budget_bytes"])),
+            speeds=tuple(map(float, data["speeds"])),
+            device_names=tuple(map(str, data["device_names"])),
+            optimizer=None if data["optimizer"] is None else str(data["optimizer"]),
             peak_bytes=tuple(map(int, data["peak_bytes"])),
             step_seconds=float(data["step_seconds"]),
             bound_seconds=float(data["bound_seconds"]),
@@ -132,10 +141,14 @@ class PipelinePlan:
             f"devices wait {self.bubble:.1%} of the time",
         ]
         for device, (peak, budget) in enumerate(zip(self.peak_bytes, self.budget_bytes, strict=True)):
+            name, speed = self.device_names[device], self.speeds[device]
             lines.append(
-                f"{f'device {device}':>16}  peak {format_bytes(peak)} ({peak:,} bytes) of a budget of "
-                f"{format_bytes(budget)}"
+                f"{f'device {device}':>16}  {f'{name}, ' if name else ''}peak {format_bytes(peak)} "
+                f"({peak:,} bytes) of a budget of {format_bytes(budget)}"
+                f"{'' if speed == 1 else f', at {speed:g} of the speed'}"
             )
+        if self.optimizer is not None:
+            lines.append(f"{'optimizer':>16}  {self.optimizer}, with its state and steps counted")
         for stage in self.stages:
             again = f", {stage.again_seconds:.3g} s of it again" if stage.again_seconds else ""
             lines.append(

@@ -173,6 +173,7 @@ def simulate_pipeline(
     costs: Sequence[StageCost],
     transfers: Sequence[Transfer] = (),
     *,
+    last_costs: Sequence[StageCost] | None = None,
     keeps_received: bool = True,
     keeps_sent: bool = False,
 ) -> PipelineTimeline:
@@ -190,6 +191,7 @@ def simulate_pipeline(
         schedule: A valid one.
         costs: One for each stage.
         transfers: What stages send each other, at most one for each pair and direction.
+        last_costs: Of the last micro-batch, where they differ; their static bytes do not count.
         keeps_received: Whether there is a buffer for each micro-batch of each transfer during the whole step,
             as torch.distributed.pipelining has them, also where both stages are on one device; else there is
             one from the start of a transfer until the work that reads it has ended.
@@ -205,10 +207,25 @@ def simulate_pipeline(
             to itself, to a stage that is not there, or twice between the same two.
         VerificationError: IRC464 or IRC465 for a schedule whose devices wait forever.
     """
+    every = _Costs(costs, costs if last_costs is None else last_costs, schedule.micro_batches - 1)
     _check(schedule, costs, transfers)
-    times = _times(schedule, costs, transfers)
-    memory = _memory(schedule, costs, transfers, times, keeps_received, keeps_sent)
+    _check(schedule, every.last, transfers)
+    times = _times(schedule, every, transfers)
+    memory = _memory(schedule, every, transfers, times, keeps_received, keeps_sent)
     return PipelineTimeline(times.lines, tuple(times.transfers), memory)
+
+
+@dataclass(frozen=True, slots=True)
+class _Costs:
+    """What each action takes."""
+
+    first: Sequence[StageCost]
+    last: Sequence[StageCost]
+    last_micro_batch: int
+
+    def of(self, action: Action) -> StageCost:
+        costs = self.last if action.micro_batch == self.last_micro_batch else self.first
+        return costs[action.stage]
 
 
 def _check(schedule: PipelineSchedule, costs: Sequence[StageCost], transfers: Sequence[Transfer]) -> None:
@@ -259,7 +276,7 @@ class _Times:
     of: dict[Action, TimedAction]
 
 
-def _times(schedule: PipelineSchedule, costs: Sequence[StageCost], transfers: Sequence[Transfer]) -> _Times:
+def _times(schedule: PipelineSchedule, costs: _Costs, transfers: Sequence[Transfer]) -> _Times:
     outgoing: defaultdict[tuple[int, Work], list[Transfer]] = defaultdict(list)
     for transfer in transfers:
         if schedule.device_of[transfer.source_stage] != schedule.device_of[transfer.target_stage]:
@@ -279,7 +296,7 @@ def _times(schedule: PipelineSchedule, costs: Sequence[StageCost], transfers: Se
             start = max(start, made[needed])
         if action.work is not Work.WEIGHT_GRADIENT:
             start = max(start, arrived[stage, action.work is Work.FORWARD, micro_batch])
-        end = start + costs[stage].seconds(action.work)
+        end = start + costs.of(action).seconds(action.work)
         of[action] = timed = TimedAction(action, start, end)
         lines[device].append(timed)
         for source in leaving:
@@ -303,7 +320,7 @@ _BEFORE, _AFTER = -1, 1 << 60
 
 def _memory(
     schedule: PipelineSchedule,
-    costs: Sequence[StageCost],
+    costs: _Costs,
     transfers: Sequence[Transfer],
     times: _Times,
     keeps_received: bool,
@@ -312,7 +329,7 @@ def _memory(
     """The bytes of each device over time."""
     changes = [_own_changes(costs, line) for line in times.lines]
     static = [0] * schedule.devices
-    for stage, cost in enumerate(costs):
+    for stage, cost in enumerate(costs.first):
         static[schedule.device_of[stage]] += cost.static_bytes
     ends = {timed.action: place for line in times.lines for place, timed in enumerate(line)}
     for sent in times.transfers:
@@ -334,11 +351,11 @@ _Change = tuple[float, int, int]
 """When, where among what happens at that moment, and how many bytes come or go."""
 
 
-def _own_changes(costs: Sequence[StageCost], line: Sequence[TimedAction]) -> list[_Change]:
+def _own_changes(costs: _Costs, line: Sequence[TimedAction]) -> list[_Change]:
     """What a device's own actions take and give back."""
     changes: list[_Change] = []
     for place, timed in enumerate(line):
-        cost, work = costs[timed.action.stage], timed.action.work
+        cost, work = costs.of(timed.action), timed.action.work
         working_bytes = cost.working_bytes.get(work, 0)
         match work:
             case Work.FORWARD:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from ..ir import IrcError, UsageError, parse_budget
-from .pipeline_command import add_pipeline, optimize_pipeline, run_written
+from .pipeline_command import add_pipeline, is_pipeline, optimize_pipeline, run_written
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -474,7 +474,7 @@ def _budget(text: str) -> int | str:
 
 
 def _optimize(options: argparse.Namespace) -> int:
-    if options.stages is not None:
+    if is_pipeline(options):
         return optimize_pipeline(options, _source(options), _Progress(options), _mark)
     from .optimize import check_passes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -13,292 +13,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..backends.distributed import PipelineAlone, PipelineRank
-from ..backends.torch import compile_program
 from ..frontends.torch import Captured, capture
-from ..ir import (
-    Delivery,
-    InputRole,
-    IrcError,
-    Schedule,
-    UnsupportedError,
-    UsageError,
-    parse_budget,
-    parse_program,
-    print_program,
-)
+from ..ir import Graph, InputRole, IrcError, UnsupportedError, UsageError, parse_program
 from ..ir.nesting import flatten
 from ..ir.pipeline import PipelineSchedule
 from ..ir.pipeline_plan import PipelinePlan
 from ..passes import Cost, Program, SplitConvolutions
-from ..passes.pipeline import Devices, PipelineOptions, PlannedPipeline, pipeline_schedule, plan_pipeline
+from ..passes.optimizer_costs import OptimizerFactory, step_costs
+from ..passes.pipeline import Devices, PipelineOptions, PlannedPipeline, Updates, plan_pipeline
 from .loading import training_loss
-from .pipeline_call import PlannedCall, check_tensors
+from .optimizers import DescribedOptimizer
+from .pipeline_call import PlannedCall, micro_batches_of
+from .pipeline_request import PipelineRequest
 from .pipeline_results import own_results
 from .pipeline_summary import plan_of
+from .pipeline_trainer import PipelineLoss, PipelineTrainer, Stages, state_of
 
-__all__ = [
-    "Pipeline",
-    "PipelineLoss",
-    "PipelineRequest",
-    "PipelineTrainer",
-    "Stages",
-    "captured_micro_batch",
-    "micro_batches_of",
-    "pipeline",
-    "plan_stages",
-    "state_of",
-]
+__all__ = ["Pipeline", "captured_micro_batch", "pipeline", "plan_stages"]
 
-PipelineLoss = Callable[..., Tensor]
-"""A function from the model's result, and the arguments of a micro-batch, to a scalar."""
-
-_LINK_BYTES_PER_SECOND = 10e9
 _LINK_SECONDS = 20e-6
-"""What is assumed of the link between two devices."""
-
-
-@dataclass(frozen=True)
-class PipelineRequest:
-    """What a pipeline is asked to be.
-
-    Args:
-        devices: How many devices it runs on.
-        micro_batches: In how many parts a batch goes through it.
-        budget: Bytes of each device, as `"4GiB"`; one for all, or one for each.
-        schedule: `gpipe`, `1f1b`, `interleaved`, `zb-h1`, `zbv` or `dualpipev`.
-        chunks: Stages of each device, for `interleaved`.
-        strategy: What stages compute again, as in `irc.optimize`.
-        time_limit: Seconds for planning.
-        profile: As in `irc.optimize`.
-    """
-
-    devices: int
-    micro_batches: int
-    budget: int | str | Sequence[int | str]
-    schedule: str = "1f1b"
-    chunks: int | None = None
-    strategy: str = "auto"
-    time_limit: float = 60.0
-    profile: bool | str | None = None
-
-    def order(self) -> PipelineSchedule:
-        """The order of work.
-
-        Raises:
-            UsageError: IRC467 or IRC468.
-        """
-        return pipeline_schedule(self.schedule, self.devices, self.micro_batches, self.chunks)
-
-    def budgets_bytes(self) -> tuple[int, ...]:
-        """The budget of each device.
-
-        Raises:
-            UsageError: IRC401 for what is no number of bytes; IRC482 for another number of budgets than
-                devices, or a part of something.
-        """
-        given = self.budget
-        texts = [given] * self.devices if isinstance(given, int | str) else list(given)
-        if len(texts) != self.devices:
-            raise UsageError(
-                "IRC482",
-                f"{len(texts)} budgets for {self.devices} devices",
-                help="give one budget for all devices, or one for each",
-            )
-        for text in texts:
-            if isinstance(text, str) and text.strip().endswith("%"):
-                raise UsageError(
-                    "IRC482",
-                    f"the budget of a device is {text}: a part of what, is not clear where there are several",
-                    help="give bytes, as 4GiB",
-                )
-        return tuple(parse_budget(text, 0) for text in texts)
-
-
-@dataclass(frozen=True)
-class Stages:
-    """A planned pipeline as it runs, whatever model it came from.
-
-    Args:
-        order: In which order each device works.
-        schedules: Of the stages.
-        deliveries: How the leaves of the model's result are made.
-        constants: Tensors that the model's code creates from nothing.
-        plan: The certificate.
-    """
-
-    order: PipelineSchedule
-    schedules: tuple[Schedule, ...]
-    deliveries: tuple[Delivery, ...]
-    constants: Mapping[str, Tensor]
-    plan: PipelinePlan
-
-    def texts(self) -> list[str]:
-        """Plan, order and schedules as texts."""
-        return [json.dumps(self.plan.to_json()), str(self.order), *map(print_program, self.schedules)]
-
-
-class PipelineTrainer:
-    """The stages of one rank of a pipeline, or all of them in one process, ready to train.
-
-    Args:
-        stages: What runs.
-        state: The model's parameters and buffers by name.
-        rebuild: Nests the leaves of the model's result as the model does.
-        loss: From the result, and the arguments of a micro-batch; None takes the result where it is a scalar,
-            else the mean of its squares.
-        device: Of this rank.
-        group: The ranks, one for each device of the plan; None for all ranks. In a process that belongs to
-            no group all stages run here.
-        call: How the model was called at planning; None where that is not known.
-        saved: The names in the model's `state_dict`; None for all.
-
-    Raises:
-        UsageError: IRC488 for another number of ranks than devices.
-    """
-
-    def __init__(
-        self,
-        stages: Stages,
-        state: Mapping[str, Tensor],
-        *,
-        rebuild: Callable[[list[Any]], Any],
-        loss: PipelineLoss | None = None,
-        device: torch.device | str = "cpu",
-        group: dist.ProcessGroup | None = None,
-        call: PlannedCall | None = None,
-        saved: Sequence[str] | None = None,
-    ) -> None:
-        self.stages = stages
-        self.state = state
-        self.saved = saved
-        self.call = call
-        self.of_result = loss
-        self._batches: list[tuple[Any, ...]] = []
-        self.programs = [compile_program(schedule, stages.constants) for schedule in stages.schedules]
-        devices = stages.plan.devices
-        self.is_alone = not dist.is_initialized()
-        self._own: Sequence[int] = range(stages.order.stages)
-        if self.is_alone:
-            self.rank: PipelineAlone | PipelineRank = PipelineAlone(
-                self.programs,
-                stages.plan.micro_batches,
-                state,
-                deliveries=stages.deliveries,
-                rebuild=rebuild,
-                loss=self._loss,
-            )
-            return
-        if (ranks := dist.get_world_size(group)) != devices:
-            raise UsageError(
-                "IRC488",
-                f"the pipeline is planned for {devices} devices, and {ranks} processes run it",
-                help=f"start it with torchrun --nproc_per_node={devices}, or in one process without torchrun",
-            )
-        self._own = stages.order.stages_on(dist.get_rank(group))
-        graphs = [schedule.graph for schedule in stages.schedules]
-        self.rank = PipelineRank(
-            stages.order,
-            self.programs,
-            graphs,
-            state,
-            deliveries=stages.deliveries,
-            rebuild=rebuild,
-            loss=self._loss,
-            device=torch.device(device),
-            group=group,
-        )
-
-    def step(self, *args: Any) -> list[float]:
-        """One training step: the gradients of the mean loss of all micro-batches are added to `.grad`.
-
-        Args:
-            args: The model's arguments for the whole batch, alike on every rank.
-
-        Returns:
-            The loss of each micro-batch, on the rank of the last stage; nothing on the others.
-
-        Raises:
-            UsageError: IRC487 for a batch that does not divide, or is of another size or type than planned;
-                IRC490 for another call than the planned one; IRC491 where a step has failed before on some
-                rank.
-        """
-        if not torch.is_grad_enabled():
-            raise UsageError(
-                "IRC490",
-                "a step is called without gradients enabled",
-                help="call it outside of torch.no_grad() and inference_mode()",
-            )
-        batches = micro_batches_of(args, self.stages.plan.micro_batches)
-        if self.call is not None:
-            self.call.check(batches[0])
-        tensors = [[leaf for leaf in flatten(batch)[0] if isinstance(leaf, Tensor)] for batch in batches]
-        check_tensors(tensors[0], [schedule.graph for schedule in self.stages.schedules], self._own)
-        self._batches = batches
-        try:
-            return self.rank.step(tensors)
-        finally:
-            self._batches = []  # the caller's next batch takes its place
-
-    def parameters(self) -> list[nn.Parameter]:
-        """What this rank trains: the parameters of its stages, each once."""
-        found = {id(parameter): parameter for parameter in self.rank.parameters.values()}
-        return [parameter for parameter in found.values() if parameter.requires_grad]
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The parameters and buffers of this rank's stages, by all names that the model saves them under.
-
-        The first stage's rank has those that no stage reads, too: all ranks together have the model's.
-        """
-        own = self.rank.parameters | self.rank.buffers
-        if 0 in self._own:
-            read = {
-                id(self.state[entry.target])
-                for program in self.programs
-                for entry in program.statics
-                if entry.target in self.state and entry.role in (InputRole.PARAMETER, InputRole.BUFFER)
-            }
-            own |= {name: tensor for name, tensor in self.state.items() if id(tensor) not in read}
-        found = {id(tensor): tensor for tensor in own.values()}
-        names = own if self.saved is None else self.saved
-        kept = {name: found.get(id(self.state[name])) for name in names}
-        return {name: tensor.detach() for name, tensor in kept.items() if tensor is not None}
-
-    def _loss(self, result: Any, number: int) -> Tensor:
-        if self.of_result is None:
-            return training_loss(result)
-        return self.of_result(result, *self._batches[number])
-
-
-def micro_batches_of(args: Sequence[Any], count: int) -> list[tuple[Any, ...]]:
-    """The arguments of each micro-batch: tensors with the batch as their first dimension are split.
-
-    Args:
-        args: Of a whole batch. The first dimension of the first tensor is the batch; other arguments are the
-            same for all micro-batches.
-        count: How many micro-batches.
-
-    Raises:
-        UsageError: IRC487 when the batch does not divide, or there is none.
-    """
-    leaves, tree = flatten(tuple(args))
-    sizes = (leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim())
-    batch = next(sizes, None)
-    if not batch or batch % count:
-        raise UsageError(
-            "IRC487",
-            f"a batch of {batch or 'no size'} does not divide into {count} micro-batches",
-            help="give a batch that is a multiple of the number of micro-batches (drop_last=True of a "
-            "DataLoader)",
-        )
-    size = batch // count
-    parts: list[Sequence[Any]] = [
-        leaf.split(size)
-        if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == batch
-        else (leaf,) * count
-        for leaf in leaves
-    ]
-    return [pytree.tree_unflatten([part[k] for part in parts], tree) for k in range(count)]
+"""What is assumed that a transfer takes beside its bytes."""
 
 
 @dataclass(frozen=True)
@@ -348,12 +82,6 @@ class Pipeline:
         )
 
 
-def state_of(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers of a module under all of their names."""
-    named: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    return named | dict(model.named_buffers(remove_duplicate=False))
-
-
 def pipeline(
     model: nn.Module,
     example_args: tuple[Any, ...] | Tensor,
@@ -367,6 +95,9 @@ def pipeline(
     strategy: str = "auto",
     time_limit: float = 60.0,
     profile: bool | str | None = None,
+    checkpoint: str | None = None,
+    optimizer: OptimizerFactory | None = None,
+    link: int | str = "10GB",
 ) -> Pipeline:
     """Cuts a model into pipeline stages that fit their devices, for the shortest step.
 
@@ -376,9 +107,11 @@ def pipeline(
     Args:
         model: An `nn.Module`, in train() mode.
         example_args: Arguments of one training step of the whole batch.
-        budget: Bytes of each device: `"4GiB"`, or one for each device. It covers parameters, gradients,
-            buffers, the batch, activations of all micro-batches in flight, what is sent and received, and
-            workspaces.
+        budget: Bytes of each device: `"4GiB"`, or one for each device, with its speed beside the one that
+            costs are measured on where that differs: `["16GiB", "8GiB@0.5"]`. It covers parameters,
+            gradients, buffers, the batch, activations of all micro-batches in flight, what is sent and
+            received, workspaces, and the state and steps of `optimizer`. Different devices take their stages
+            in the order that is best (`plan.device_names`, `plan.budget_bytes`).
         stages: How many devices.
         micro_batches: In how many parts a batch goes through.
         schedule: `gpipe`, `1f1b`, `interleaved`, `zb-h1`, `zbv` or `dualpipev`.
@@ -389,6 +122,12 @@ def pipeline(
         strategy: As in `irc.optimize`.
         time_limit: Seconds for planning.
         profile: As in `irc.optimize`.
+        checkpoint: Instead of a plan for each stage: `always` computes all of a stage's forward again,
+            `except_last` does so but for the last micro-batch, `never` keeps all.
+        optimizer: Makes the optimizer of a list of parameters, such as
+            `lambda params: torch.optim.AdamW(params, lr=1e-3)`: the budget covers its state and its steps,
+            and `trainer.optimizer` is it.
+        link: Bytes that go from one device to the next in a second.
 
     Raises:
         BudgetError: IRC486 when no partition was found that fits.
@@ -396,9 +135,20 @@ def pipeline(
         UsageError: An argument is malformed.
     """
     arguments = (example_args,) if isinstance(example_args, Tensor) else tuple(example_args)
-    request = PipelineRequest(stages, micro_batches, budget, schedule, chunks, strategy, time_limit, profile)
-    request.order()
-    request.budgets_bytes()
+    request = PipelineRequest(
+        stages,
+        micro_batches,
+        budget,
+        schedule,
+        chunks,
+        strategy,
+        time_limit,
+        profile,
+        checkpoint,
+        optimizer,
+        link,
+    )
+    request.check()
     captured = captured_micro_batch(model, micro_batches_of(arguments, micro_batches)[0], loss)
     if dist.is_initialized() and dist.get_world_size() > 1:
         return Pipeline(model, captured, _agreed(captured, request), loss)
@@ -440,27 +190,27 @@ def plan_stages(captured: Captured, request: PipelineRequest) -> Stages:
 
     Raises:
         BudgetError: IRC486.
+        UnsupportedError: IRC508 for an optimizer that takes no steps parameter by parameter.
         UsageError: IRC485 for more stages than operations; as `PipelineRequest`.
     """
     started = time.monotonic()
-    order, budgets = request.order(), request.budgets_bytes()
-    planned = _planned(captured, request, order, budgets, started)
+    planned = _planned(captured, request, started)
+    names = [device.name for device in request.requested_devices()]
+    optimizer = request.optimizer
+    named = str(optimizer) if isinstance(optimizer, DescribedOptimizer) else "one of the program's own"
+    plan = plan_of(planned, names, None if optimizer is None else named)
     return Stages(
-        order,
+        planned.schedule,
         tuple(stage.schedule for stage in planned.stages),
+        tuple(stage.schedule for stage in planned.last_stages),
         captured.signature.deliveries,
         captured.constants,
-        replace(plan_of(planned, budgets), planning_seconds=time.monotonic() - started),
+        replace(plan, planning_seconds=time.monotonic() - started),
+        optimizer,
     )
 
 
-def _planned(
-    captured: Captured,
-    request: PipelineRequest,
-    order: PipelineSchedule,
-    budgets: tuple[int, ...],
-    started: float,
-) -> PlannedPipeline:
+def _planned(captured: Captured, request: PipelineRequest, started: float) -> PlannedPipeline:
     profile = request.profile
     if isinstance(profile, str):
         split, cost = SplitConvolutions(transpose=profile == "cpu"), Cost(profile=profile)
@@ -468,9 +218,24 @@ def _planned(
         cost = Cost(profile="cpu") if profile is False else Cost(repeats=8 if profile else 3)
         split = SplitConvolutions()
     program = cost.run(replace(split.run(Program(captured.graph)), original=None))
+    updates = Updates() if request.optimizer is None else _updates(program.graph, request.optimizer)
     left = max(request.time_limit - (time.monotonic() - started), request.time_limit / 4)
-    devices = Devices(budgets, (1.0,) * request.devices, _LINK_BYTES_PER_SECOND, _LINK_SECONDS)
-    return plan_pipeline(program, order, PipelineOptions(devices, request.strategy, left), cost.run)
+    asked = request.requested_devices()
+    devices = Devices(
+        tuple(device.budget_bytes for device in asked),
+        tuple(device.speed for device in asked),
+        request.link_bytes_per_second(),
+        _LINK_SECONDS,
+    )
+    options = PipelineOptions(devices, request.strategy, request.strategies(), left, updates)
+    return plan_pipeline(program, request.order(), options, cost.run)
+
+
+def _updates(graph: Graph, optimizer: OptimizerFactory) -> Updates:
+    """What the steps of an optimizer take for the parameters of a graph."""
+    trained = [i.value for i in graph.inputs if i.role is InputRole.PARAMETER and i.requires_grad]
+    costs = step_costs(optimizer, trained)
+    return Updates({value.storage: cost for value, cost in costs.items()})
 
 
 def _agreed(captured: Captured, request: PipelineRequest) -> Stages:
@@ -487,11 +252,15 @@ def _agreed(captured: Captured, request: PipelineRequest) -> Stages:
         raise failure
     if isinstance(said[0], str):
         raise UsageError("IRC484", f"planning failed on the first rank: {said[0]}")
-    plan, order, *schedules = cast("list[str]", said[0])
+    plan, order_text, *texts = cast("list[str]", said[0])
+    order = PipelineSchedule.parse(order_text)
+    schedules = tuple(map(parse_program, texts))
     return Stages(
-        PipelineSchedule.parse(order),
-        tuple(map(parse_program, schedules)),
+        order,
+        schedules[: order.stages],
+        schedules[order.stages :],
         captured.signature.deliveries,
         captured.constants,
         PipelinePlan.from_json(json.loads(plan)),
+        request.optimizer,
     )

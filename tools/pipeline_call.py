@@ -1,4 +1,4 @@
-"""Whether a step of a pipeline is called as it was planned."""
+"""The arguments of a step of a pipeline: split into micro-batches, and held to what was planned."""
 
 from __future__ import annotations
 
@@ -7,16 +7,48 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ..backends.torch.snapshot import is_equal
 from ..frontends.torch import Captured
 from ..ir import Graph, Input, InputRole, Slot, UsageError
 from ..ir.autocast import autocast_state
-from ..ir.nesting import flatten_arguments
+from ..ir.nesting import flatten, flatten_arguments
 
-__all__ = ["PlannedCall", "check_tensors"]
+__all__ = ["PlannedCall", "check_tensors", "micro_batches_of"]
 
 _HELP = "call it as it was planned, or plan again"
+
+
+def micro_batches_of(args: Sequence[Any], count: int) -> list[tuple[Any, ...]]:
+    """The arguments of each micro-batch: tensors with the batch as their first dimension are split.
+
+    Args:
+        args: Of a whole batch. The first dimension of the first tensor is the batch; other arguments are the
+            same for all micro-batches.
+        count: How many micro-batches.
+
+    Raises:
+        UsageError: IRC487 when the batch does not divide, or there is none.
+    """
+    leaves, tree = flatten(tuple(args))
+    sizes = (leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim())
+    batch = next(sizes, None)
+    if not batch or batch % count:
+        raise UsageError(
+            "IRC487",
+            f"a batch of {batch or 'no size'} does not divide into {count} micro-batches",
+            help="give a batch that is a multiple of the number of micro-batches (drop_last=True of a "
+            "DataLoader)",
+        )
+    size = batch // count
+    parts: list[Sequence[Any]] = [
+        leaf.split(size)
+        if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == batch
+        else (leaf,) * count
+        for leaf in leaves
+    ]
+    return [pytree.tree_unflatten([part[k] for part in parts], tree) for k in range(count)]
 
 
 @dataclass(frozen=True)

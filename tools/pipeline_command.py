@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from .loading import Source
 
-__all__ = ["Phases", "add_pipeline", "optimize_pipeline", "run_written"]
+__all__ = ["Phases", "add_pipeline", "is_pipeline", "optimize_pipeline", "run_written"]
 
 
 class Phases(Protocol):
@@ -30,19 +30,35 @@ def add_pipeline(parser: argparse.ArgumentParser) -> None:
     """The options of `irc optimize` for pipelines."""
     group = parser.add_argument_group("pipelines")
     group.add_argument("--stages", type=int, metavar="K", help="cut the model for K devices")
+    group.add_argument(
+        "--device",
+        action="append",
+        metavar="[NAME=]BYTES[@SPEED]",
+        help="a device, once for each: cuda:0=16GiB, 8GiB@0.5 (half as fast as costs are measured)",
+    )
     group.add_argument("--micro-batches", type=int, metavar="M", help="parts that a batch goes through in")
     group.add_argument(
         "--schedule", default="1f1b", help="gpipe, 1f1b, interleaved, zb-h1, zbv or dualpipev (1f1b)"
     )
     group.add_argument("--chunks", type=int, metavar="V", help="stages of each device, for interleaved (2)")
+    group.add_argument(
+        "--checkpoint", metavar="MODE", help="always, except_last or never, instead of a plan for each stage"
+    )
+    group.add_argument("--link", default="10GB", metavar="BYTES", help="a second between two devices (10GB)")
 
 
-_ALONE = ("swap", "optimizer", "passes", "explain", "print_passes")
+_ALONE = ("swap", "passes", "explain", "print_passes")
+
+
+def is_pipeline(options: argparse.Namespace) -> bool:
+    """Whether `irc optimize` was asked for a pipeline."""
+    return options.stages is not None or options.device is not None
 
 
 def optimize_pipeline(options: argparse.Namespace, source: Source, progress: Phases, mark: Marker) -> int:
     """Plans a pipeline, and writes it where the user asks for that."""
-    from .pipeline import PipelineRequest
+    from .optimizers import parse_optimizer
+    from .pipeline_request import PipelineRequest
 
     for name in _ALONE:
         if getattr(options, name):
@@ -56,23 +72,23 @@ def optimize_pipeline(options: argparse.Namespace, source: Source, progress: Pha
             "--stages and --forwards-in-flight exclude each other",
             help="the schedule of the pipeline says how many forwards are in flight",
         )
-    if options.budget is None:
-        raise UsageError("IRC400", "the budget is missing", help="give --budget 4GiB, for each device")
     if options.micro_batches is None:
         raise UsageError("IRC400", "--stages without --micro-batches", help="give --micro-batches 8")
-    budgets = options.budget.split(",")
+    budgets = _budgets(options)
     request = PipelineRequest(
-        options.stages,
+        len(budgets),
         options.micro_batches,
-        budgets if len(budgets) > 1 else options.budget,
+        budgets,
         options.schedule,
         options.chunks,
         options.strategy,
         options.time_limit,
         options.profile,
+        options.checkpoint,
+        None if options.optimizer is None else parse_optimizer(options.optimizer),
+        options.link,
     )
-    request.order()
-    request.budgets_bytes()
+    request.check()
     if options.output is not None:
         from .folder import check_target
 
@@ -82,7 +98,8 @@ def optimize_pipeline(options: argparse.Namespace, source: Source, progress: Pha
 
         from ..ir.nesting import flatten
         from .loading import load_for_micro_batches
-        from .pipeline import Pipeline, captured_micro_batch, micro_batches_of, plan_stages
+        from .pipeline import Pipeline, captured_micro_batch, plan_stages
+        from .pipeline_call import micro_batches_of
 
         loaded = load_for_micro_batches(source, request.micro_batches)
         first = micro_batches_of(loaded.args, request.micro_batches)[0]
@@ -103,9 +120,23 @@ def optimize_pipeline(options: argparse.Namespace, source: Source, progress: Pha
         if options.output is not None:
             print(
                 f"{'written':>16}  {options.output} (train it with: torchrun "
-                f"--nproc_per_node={options.stages} -m irc run {options.output} --check)"
+                f"--nproc_per_node={request.devices} -m irc run {options.output} --check)"
             )
     return 0
+
+
+def _budgets(options: argparse.Namespace) -> list[str]:
+    """Each device that was asked for, as a text."""
+    if (options.budget is None) == (options.device is None):
+        raise UsageError(
+            "IRC400",
+            "the budget is missing" if options.budget is None else "--budget and --device exclude each other",
+            help="give --budget 4GiB, for each of --stages devices, or --device 4GiB once for each",
+        )
+    if options.device is None:
+        budgets: list[str] = options.budget.split(",")
+        return budgets * options.stages if len(budgets) == 1 else budgets
+    return options.device
 
 
 class Marker(Protocol):

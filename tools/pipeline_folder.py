@@ -16,6 +16,7 @@ from ..backends.torch import emit_source
 from ..ir import (
     InputRole,
     Schedule,
+    UnsupportedError,
     UsageError,
     parse_program,
     print_program,
@@ -37,7 +38,9 @@ from .folder import (
     undamaged,
 )
 from .loading import Source
-from .pipeline import Pipeline, Stages, state_of
+from .optimizers import DescribedOptimizer, parse_optimizer
+from .pipeline import Pipeline
+from .pipeline_trainer import Stages, state_of
 
 __all__ = ["WrittenPipeline", "is_pipeline", "read_pipeline", "write_pipeline"]
 
@@ -77,8 +80,15 @@ def write_pipeline(folder: Path, pipeline: Pipeline, source: Source, examples: S
 
     Raises:
         UsageError: IRC430 when the target cannot be written.
-        UnsupportedError: IRC434 when the model returns what no JSON file holds.
+        UnsupportedError: IRC434 when the model returns what no JSON file holds, or the optimizer is made by
+            a function of the program.
     """
+    if not isinstance(pipeline.stages.optimizer, DescribedOptimizer | None):
+        raise UnsupportedError(
+            "IRC434",
+            "the optimizer is made by a function, which no folder holds",
+            help='name it: optimizer=irc.tools.optimizers.parse_optimizer("adamw:lr=1e-3")',
+        )
     put_folder(folder, lambda staging: _write(staging, pipeline, source, examples))
 
 
@@ -90,20 +100,27 @@ def _write(folder: Path, pipeline: Pipeline, source: Source, examples: Sequence[
     described = {
         **stages.plan.to_json(),
         "order": str(stages.order),
+        "last_differs": bool(stages.last_schedules),
         "source": asdict(source.located()),
         "deliveries": [delivery_to_json(delivery) for delivery in stages.deliveries],
         "ties": {name: its for name, its in ties.items() if name != its},
     }
     (folder / PIPELINE_FILE).write_text(json.dumps(described, indent=1))
     for index, schedule in enumerate(stages.schedules):
-        (folder / f"stage-{index}.irc").write_text(print_program(schedule))
-        (folder / f"stage-{index}.py").write_text(emit_source(schedule))
+        _write_stage(folder, f"stage-{index}", schedule)
+    for index, schedule in enumerate(stages.last_schedules):
+        _write_stage(folder, f"stage-{index}-last", schedule)
     tensors = {name: state[name] for name in first.values()}
     tensors |= {CONSTANT + name: tensor for name, tensor in stages.constants.items()}
     tensors |= {f"{EXAMPLE}{index}": tensor for index, tensor in enumerate(examples)}
     plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     save_file(plain, folder / "weights.safetensors")
     (folder / "weights.safetensors").chmod((folder / PIPELINE_FILE).stat().st_mode)
+
+
+def _write_stage(folder: Path, name: str, schedule: Schedule) -> None:
+    (folder / f"{name}.irc").write_text(print_program(schedule))
+    (folder / f"{name}.py").write_text(emit_source(schedule))
 
 
 def read_pipeline(folder: Path, rank: int | None = None) -> WrittenPipeline:
@@ -124,19 +141,23 @@ def read_pipeline(folder: Path, rank: int | None = None) -> WrittenPipeline:
         deliveries = tuple(delivery_from_json(row) for row in described["deliveries"])
         source = Source(**described["source"])
         ties = {str(name): str(its) for name, its in described["ties"].items()}
+        optimizer = None if plan.optimizer is None else parse_optimizer(plan.optimizer)
+        has_last = bool(described["last_differs"])
     order.verify()
     send_lag(order)
-    schedules = tuple(_schedule(folder, index) for index in range(order.stages))
-    verify_exchanges([schedule.graph for schedule in schedules])
+    schedules = tuple(_schedule(folder, f"stage-{index}") for index in range(order.stages))
+    last = tuple(_schedule(folder, f"stage-{index}-last") for index in range(order.stages * has_last))
+    for each in (schedules, last):
+        verify_exchanges([schedule.graph for schedule in each])
     with undamaged(folder / "weights.safetensors"):
         mine = range(order.stages) if rank is None else order.stages_on(rank)
         state, constants, examples = _tensors(folder, [schedules[k] for k in mine], ties)
-    stages = Stages(order, schedules, deliveries, constants, plan)
+    stages = Stages(order, schedules, last, deliveries, constants, plan, optimizer)
     return WrittenPipeline(stages, state, examples, source, ties)
 
 
-def _schedule(folder: Path, index: int) -> Schedule:
-    file = folder / f"stage-{index}.irc"
+def _schedule(folder: Path, name: str) -> Schedule:
+    file = folder / f"{name}.irc"
     if not file.is_file():
         raise UsageError(
             "IRC431",

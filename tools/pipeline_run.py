@@ -7,7 +7,7 @@ import datetime
 import math
 import os
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,10 @@ from ..ir import InputRole, Trait, UnsupportedError, UsageError, format_bytes
 from ..ir.nesting import flatten
 from ..passes.allocations import peak_bytes
 from .loading import load_for_micro_batches, training_loss
-from .pipeline import PipelineTrainer, micro_batches_of, state_of
+from .pipeline_call import micro_batches_of
 from .pipeline_folder import WrittenPipeline, read_pipeline
-from .training import Differences
+from .pipeline_trainer import PipelineTrainer, state_of
+from .training import Differences, optimizer_of_all
 
 __all__ = ["PipelineReport", "RankReport", "in_group", "run_pipeline"]
 
@@ -159,7 +160,7 @@ def in_group() -> Generator[int | None]:
 
 
 def run_pipeline(folder: Path, steps: int, *, with_original: bool) -> PipelineReport:
-    """Trains some steps of plain SGD on the written batch, and measures memory.
+    """Trains some steps on the written batch, by the planned optimizer or plain SGD, and measures memory.
 
     Args:
         folder: What `irc optimize --stages` wrote.
@@ -201,12 +202,14 @@ def run_pipeline(folder: Path, steps: int, *, with_original: bool) -> PipelineRe
                 differences.add(original.gradients(trainer))
                 buffers.add(original.buffers(trainer))
                 original.update()
-            with torch.no_grad():
-                for parameter in trainer.parameters():
-                    if parameter.grad is not None:
-                        parameter.add_(parameter.grad, alpha=-_RATE)
+            _update(trainer)
     del original
-    measured = _static_bytes(trainer, examples) + peak_bytes(lambda: trainer.step(*examples))
+
+    def step() -> None:
+        trainer.step(*examples)
+        _update(trainer)
+
+    measured = _static_bytes(trainer, examples) + peak_bytes(step)
     plan = written.stages.plan
     place = rank or 0
     compared = with_original and not note
@@ -228,6 +231,21 @@ def run_pipeline(folder: Path, steps: int, *, with_original: bool) -> PipelineRe
         rank is None,
         note,
     )
+
+
+def _update(trainer: PipelineTrainer) -> None:
+    """The step of the planned optimizer, or of plain SGD."""
+    if trainer.stages.optimizer is not None:
+        trainer.optimizer.step()
+    else:
+        _descend(trainer.parameters())
+
+
+def _descend(parameters: Iterable[nn.Parameter]) -> None:
+    with torch.no_grad():
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.add_(parameter.grad, alpha=-_RATE)
 
 
 def _refuse_accelerators(written: WrittenPipeline) -> None:
@@ -274,12 +292,15 @@ def _needed(written: WrittenPipeline, trainer: PipelineTrainer) -> list[Tensor]:
 
 
 def _static_bytes(trainer: PipelineTrainer, examples: Sequence[Tensor]) -> int:
-    """What is there between steps: parameters, gradients, buffers, constants and the batch."""
+    """What is there between steps: parameters, gradients, state, buffers, constants and the batch."""
     order = trainer.stages.order
     mine = range(order.stages) if trainer.is_alone else order.stages_on(dist.get_rank())
     programs = [trainer.programs[stage] for stage in mine]
     tensors: list[Tensor] = [*trainer.rank.parameters.values(), *trainer.rank.buffers.values(), *examples]
     tensors += [p.grad for p in trainer.parameters() if p.grad is not None]
+    if trainer.stages.optimizer is not None:
+        held = (value for state in trainer.optimizer.state.values() for value in state.values())
+        tensors += [value for value in held if isinstance(value, Tensor)]
     for program in programs:
         for entry in program.statics:
             if entry.role is InputRole.CONSTANT:
@@ -341,6 +362,8 @@ class _Original:
         shapes = [leaf.shape for leaf in leaves if isinstance(leaf, Tensor)]
         if shapes != [example.shape for example in whole.examples]:
             raise _changed(written, "takes other inputs than the written ones")
+        factory = written.stages.optimizer
+        self.optimizer = None if factory is None else optimizer_of_all(factory, self.module)
         given = iter(whole.examples)
         self.args = pytree.tree_unflatten(
             [next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves], tree
@@ -375,10 +398,10 @@ class _Original:
 
     def update(self) -> None:
         """The same step as the pipeline takes."""
-        with torch.no_grad():
-            for parameter in self.module.parameters():
-                if parameter.grad is not None:
-                    parameter.add_(parameter.grad, alpha=-_RATE)
+        if self.optimizer is not None:
+            self.optimizer.step()
+        else:
+            _descend(self.module.parameters())
 
 
 def _changed(written: WrittenPipeline, how: str) -> UsageError:

@@ -12,8 +12,14 @@ from ..passes.pipeline import PlannedPipeline, PlannedStage
 __all__ = ["plan_of"]
 
 
-def plan_of(planned: PlannedPipeline, budgets_bytes: Sequence[int]) -> PipelinePlan:
-    """The certificate of a planned pipeline, given the budget of each device."""
+def plan_of(planned: PlannedPipeline, names: Sequence[str], optimizer: str | None) -> PipelinePlan:
+    """The certificate of a planned pipeline.
+
+    Args:
+        planned: The pipeline.
+        names: Of the devices, as they were given.
+        optimizer: What the optimizer is called that was counted; None without one.
+    """
     order = planned.schedule
     flights = in_flight(order)
     costs = planned.stages[0].program.costs
@@ -21,9 +27,12 @@ def plan_of(planned: PlannedPipeline, budgets_bytes: Sequence[int]) -> PipelineP
     return PipelinePlan(
         schedule=order.name,
         micro_batches=order.micro_batches,
-        budget_bytes=tuple(budgets_bytes),
+        budget_bytes=planned.devices.budget_bytes,
+        speeds=planned.devices.speeds,
+        device_names=tuple(names[device] for device in planned.device_order),
+        optimizer=optimizer,
         peak_bytes=planned.peak_bytes,
-        step_seconds=planned.timeline.step_seconds,
+        step_seconds=planned.step_seconds,
         bound_seconds=planned.bound_seconds,
         single_seconds=planned.single_seconds,
         bubble=planned.timeline.bubble_fraction,

@@ -21,6 +21,7 @@ class PipelineAlone:
 
     Args:
         programs: Of all stages.
+        last_programs: Those of the last micro-batch, where it has others; else none.
         micro_batches: How many a step has.
         state: The model's parameters and buffers by name.
         deliveries: How the model's result is made of the last stage's outputs.
@@ -34,12 +35,16 @@ class PipelineAlone:
         micro_batches: int,
         state: Mapping[str, Tensor],
         *,
+        last_programs: Sequence[Program] = (),
         deliveries: Sequence[Delivery],
         rebuild: Callable[[list[Any]], Any],
         loss: Callable[[Any, int], Tensor],
     ) -> None:
         self.micro_batches = micro_batches
-        self.workers = [StageWorker(program, state) for program in programs]
+        others = [{micro_batches - 1: program} for program in last_programs] or [{} for _ in programs]
+        self.workers = [
+            StageWorker(program, state, special) for program, special in zip(programs, others, strict=True)
+        ]
         self.results = Results(programs[-1], deliveries, rebuild, loss, 1 / micro_batches)
 
     @property

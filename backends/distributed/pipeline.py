@@ -34,6 +34,7 @@ class PipelineRank:
         schedule: Which stage is on which rank, and in which order each rank works.
         programs: Of all stages.
         graphs: Of all stages.
+        last_programs: Those of the last micro-batch, of all stages, where it has others; else none.
         state: The model's parameters and buffers by name, those of this rank's stages at least.
         deliveries: How the model's result is made of the last stage's outputs.
         rebuild: Nests the leaves of the result as the model does.
@@ -49,6 +50,7 @@ class PipelineRank:
         graphs: Sequence[Graph],
         state: Mapping[str, Tensor],
         *,
+        last_programs: Sequence[Program] = (),
         deliveries: Sequence[Delivery],
         rebuild: Callable[[list[Any]], Any],
         loss: Callable[[Any, int], Tensor],
@@ -66,7 +68,8 @@ class PipelineRank:
         last = schedule.stages - 1
         self.stages: list[Stage] = []
         for index in schedule.stages_on(self.rank):
-            worker = StageWorker(programs[index], state)
+            others = {schedule.micro_batches - 1: last_programs[index]} if last_programs else {}
+            worker = StageWorker(programs[index], state, others)
             results = None
             if index == last:
                 scale = 1 / schedule.micro_batches

@@ -32,14 +32,19 @@ class StageWorker:
     Args:
         program: The stage's program; it releases its gradients by accumulation.
         state: Parameters and buffers by name; names of one tensor stay tied.
+        others: Programs of the same stage for single micro-batches, by their numbers: what is kept and what
+            is computed again differs.
 
     Attributes:
         parameters: What the stage trains or reads, by name.
         buffers: Its buffers, by name.
     """
 
-    def __init__(self, program: Program, state: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, program: Program, state: Mapping[str, Tensor], others: Mapping[int, Program] | None = None
+    ) -> None:
         self.program = program
+        self.others = others or {}
         self.parameters: dict[str, nn.Parameter] = {}
         self.buffers: dict[str, Tensor] = {}
         made: dict[int, nn.Parameter] = {}
@@ -70,7 +75,8 @@ class StageWorker:
         """
         inputs = [self._bound(entry, arguments) for entry in self.program.statics]
         with torch.no_grad():
-            outputs, saved = self.program.forward(inputs, *([post] if self.program.exchanges else []))
+            program = self._of(micro_batch)
+            outputs, saved = program.forward(inputs, *([post] if program.exchanges else []))
         self._flights[micro_batch] = _Flight(inputs, saved)
         return inputs, outputs
 
@@ -83,7 +89,7 @@ class StageWorker:
             post: What sends and receives.
         """
         flight = self._flights[micro_batch]
-        program = self.program
+        program = self._of(micro_batch)
         given = frozenset(k for k, tangent in enumerate(program.tangents) if tangent is not None)
         more: list[Any] = [sum(1 << index for index in given)] if program.is_partial else []
         if program.released:
@@ -109,6 +115,9 @@ class StageWorker:
     def give_up(self) -> None:
         """Drops what micro-batches hold whose backward has not ended."""
         self._flights.clear()
+
+    def _of(self, micro_batch: int) -> Program:
+        return self.others.get(micro_batch, self.program)
 
     def _bound(self, entry: Input, arguments: Sequence[Tensor]) -> Tensor:
         match entry.role:

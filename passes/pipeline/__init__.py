@@ -1,12 +1,13 @@
 """Pipelines: which stage runs what, in which order, and what each stage exchanges with its neighbours."""
 
-from .line import Line, Segment
+from .line import Line
 from .partition import Devices, LinePartition, lower_bound_seconds
 from .placement import Dataflow, Placement, place_backward
 from .planned import PipelineOptions, PlannedPipeline, plan_pipeline
 from .schedules import SCHEDULES, pipeline_schedule
 from .stage_graphs import Boundary, StageGraph, boundary_values, cut
 from .stage_plan import PlannedStage, StagePlanner
+from .updates import Updates
 
 __all__ = [
     "SCHEDULES",
@@ -19,9 +20,9 @@ __all__ = [
     "Placement",
     "PlannedPipeline",
     "PlannedStage",
-    "Segment",
     "StageGraph",
     "StagePlanner",
+    "Updates",
     "boundary_values",
     "cut",
     "lower_bound_seconds",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 from ...ir import Graph, InputRole, Node, Region, Storage
@@ -13,35 +12,7 @@ from ..costs import Costs
 from .placement import Dataflow, place_backward
 from .stage_graphs import boundary_values
 
-__all__ = ["Line", "Segment"]
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """What a stage of consecutive operations takes, for one micro-batch where it does not say otherwise.
-
-    Args:
-        forward_seconds: Of its forward.
-        backward_seconds: Of its backward.
-        parameter_bytes: Of its parameters, once.
-        buffer_bytes: Of its other static inputs, once.
-        saved_bytes: Made by its forward and read by its backward.
-        arriving_bytes: What it receives for forward.
-        largest_bytes: The most that one of its operations reads, makes and works with.
-    """
-
-    forward_seconds: float
-    backward_seconds: float
-    parameter_bytes: int
-    buffer_bytes: int
-    saved_bytes: int
-    arriving_bytes: int
-    largest_bytes: int
-
-    @property
-    def seconds(self) -> float:
-        """Of both."""
-        return self.forward_seconds + self.backward_seconds
+__all__ = ["Line"]
 
 
 class Line:
@@ -158,30 +129,13 @@ class Line:
 
     @cached_property
     def statics(self) -> list[tuple[Storage, bool, tuple[int, ...]]]:
-        """Static storages, whether each is a parameter, and the places that read it."""
-        roles = {i.value.storage: i for i in self.graph.inputs}
-        homes = self.placement.homes
-        return [
-            (storage, roles[storage].role is InputRole.PARAMETER, places) for storage, places in homes.items()
-        ]
+        """Static storages, whether each is a trained parameter, and the places that read it."""
+        trained = {
+            i.value.storage for i in self.graph.inputs if i.role is InputRole.PARAMETER and i.requires_grad
+        }
+        return [(storage, storage in trained, places) for storage, places in self.placement.homes.items()]
 
-    def segment(self, begin: int, end: int) -> Segment:
-        """The stage of the operations from `begin` to before `end`."""
-        parameters = buffers = 0
-        for storage, is_parameter, places in self.statics:
-            at = bisect.bisect_left(places, begin)
-            if at < len(places) and places[at] < end:
-                if is_parameter:
-                    parameters += storage.nbytes
-                else:
-                    buffers += storage.nbytes
-        arriving = self.crossing_bytes[begin][0]
-        return Segment(
-            self.forward_prefix[end] - self.forward_prefix[begin],
-            self.backward_prefix[end] - self.backward_prefix[begin],
-            parameters,
-            buffers,
-            int(self.saved_prefix[end] - self.saved_prefix[begin]),
-            arriving,
-            max(self.largest[begin:end], default=0),
-        )
+    def seconds(self, begin: int, end: int) -> float:
+        """Time of the operations from `begin` to before `end`, forward and backward."""
+        forward = self.forward_prefix[end] - self.forward_prefix[begin]
+        return forward + self.backward_prefix[end] - self.backward_prefix[begin]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy
 from numpy.typing import NDArray
 
-from ...ir import Storage
 from ...ir.pipeline import PipelineSchedule, in_flight
 from .line import Line
+from .updates import Updates
 
 __all__ = ["Devices", "LinePartition", "lower_bound_seconds"]
 
@@ -34,6 +35,14 @@ class Devices:
     link_bytes_per_second: float
     link_seconds: float = 0.0
 
+    def ordered(self, order: Sequence[int]) -> Devices:
+        """The same devices in another order."""
+        return replace(
+            self,
+            budget_bytes=tuple(self.budget_bytes[device] for device in order),
+            speeds=tuple(self.speeds[device] for device in order),
+        )
+
     def transfer_seconds(self, nbytes: int) -> float:
         """Time of one transfer."""
         return self.link_seconds + nbytes / self.link_bytes_per_second
@@ -53,19 +62,23 @@ class LinePartition:
         line: What is cut.
         schedule: Says how many stages there are, on which device, and how many micro-batches each holds.
         devices: What they run on.
-        state_bytes: What an optimizer keeps for each byte of a parameter.
+        updates: What the steps of an optimizer take.
     """
 
-    def __init__(
-        self, line: Line, schedule: PipelineSchedule, devices: Devices, state_bytes: float = 0.0
-    ) -> None:
+    def __init__(self, line: Line, schedule: PipelineSchedule, devices: Devices, updates: Updates) -> None:
         self.line = line
         self.schedule = schedule
         self.devices = devices
-        self.state_bytes = state_bytes
+        self.updates = updates
         self.flights = [flight.until_weight for flight in in_flight(schedule)]
         self._forward, self._backward = self._seconds()
         self._static, self._saved, self._largest = self._bytes()
+
+    def on(self, devices: Devices) -> LinePartition:
+        """The same for other devices, or another order of them."""
+        other = copy.copy(self)
+        other.devices = devices
+        return other
 
     def best(self, *, anywhere: bool = False) -> tuple[int, ...] | None:
         """The cuts, as places of the line's operations; None where no partition seems to fit.
@@ -73,6 +86,16 @@ class LinePartition:
         Args:
             anywhere: As if every device had memory enough.
         """
+        found = self._shortest(anywhere)
+        return None if found is None else tuple(self.line.places[index] for index in found[1])
+
+    def seconds(self) -> float:
+        """The estimated time of a step with the best cuts; infinite where no partition seems to fit."""
+        found = self._shortest(anywhere=False)
+        return math.inf if found is None else found[0]
+
+    def _shortest(self, anywhere: bool) -> tuple[float, list[int]] | None:
+        """The shortest step, and the indices of the places that it is cut at."""
         tables = [self._stage_seconds(stage, anywhere) for stage in range(self.schedule.stages)]
         least = _smallest_largest(tables)
         if math.isinf(least):
@@ -86,8 +109,7 @@ class LinePartition:
                 total, cuts = cut
                 times = [tables[s][b, e] for s, (b, e) in enumerate(_pairs(cuts, self._end))]
                 found.append((total + (micro_batches - 1) * max(times), cuts))
-        _, cuts = min(found)
-        return tuple(self.line.places[index] for index in cuts)
+        return min(found)
 
     def smallest(self) -> tuple[int, ...]:
         """The cuts that ask for least memory, by the least that each stage may hold."""
@@ -113,9 +135,9 @@ class LinePartition:
         places = self.line.places
         count = len(places)
         static = numpy.zeros((count, count))
-        for storage, is_parameter, homes in self.line.statics:
-            factor = 2 + self.state_bytes if is_parameter else 1
-            self._add_static(static, storage, homes, factor)
+        for storage, is_trained, homes in self.line.statics:
+            nbytes = self.updates.kept_bytes(storage) if is_trained else storage.nbytes
+            self._add_static(static, homes, nbytes)
         largest = numpy.zeros((count, count))
         for begin in range(count):
             most = 0
@@ -124,12 +146,12 @@ class LinePartition:
                 largest[begin, end] = most
         return static, self._between(self.line.saved_prefix), largest
 
-    def _add_static(self, table: _Table, storage: Storage, homes: Sequence[int], factor: float) -> None:
+    def _add_static(self, table: _Table, homes: Sequence[int], nbytes: int) -> None:
         places = numpy.array(self.line.places)
         following = numpy.searchsorted(homes, places)
         for begin, index in enumerate(following):
             if index < len(homes):
-                table[begin, places > homes[index]] += factor * storage.nbytes
+                table[begin, places > homes[index]] += nbytes
 
     def _arriving(self) -> _Table:
         crossing = self.line.crossing_bytes
@@ -197,19 +219,22 @@ def _least_sum(tables: Sequence[_Table]) -> tuple[float, list[int]] | None:
     return float(reached[-1]), cuts[::-1]
 
 
-def lower_bound_seconds(line: Line, schedule: PipelineSchedule, devices: Devices) -> float:
+def lower_bound_seconds(
+    line: Line, schedule: PipelineSchedule, devices: Devices, update_seconds: float = 0.0
+) -> float:
     """No partition takes less time for a step of these devices, and of any order of work on one stage each.
 
-    All operations run once for each micro-batch, and a device does one thing at a time: m W / sum of speeds,
-    where W is the time of all operations. Where each device has one stage, and devices are equally fast, the
-    stage k begins only when the first micro-batch has gone through those before it, and when it ends the
-    last one goes back through them, so that the step takes at least t_1 + ... + t_(k-1) + m t_k. The
-    largest of these is the least where all are equal: W / (1 - (1 - 1/m)^p). Where backward is split, the
-    stages before wait for less than all of it, and the first bound alone holds.
+    All operations run once for each micro-batch, and a device does one thing at a time: (m W + U) / sum of
+    speeds, where W is the time of all operations and U that of the optimizer's steps. Where each device has
+    one stage, and devices are equally fast, the stage k begins only when the first micro-batch has gone
+    through those before it, and when it ends the last one goes back through them, so that the step takes at
+    least t_1 + ... + t_(k-1) + m t_k. The largest of these is the least where all are equal:
+    W / (1 - (1 - 1/m)^p). Where backward is split, the stages before wait for less than all of it, and the
+    first bound alone holds.
     """
-    whole = line.segment(0, len(line.order)).seconds
+    whole = line.seconds(0, len(line.order))
     count = schedule.micro_batches
-    bound = count * whole / sum(devices.speeds)
+    bound = (count * whole + update_seconds) / sum(devices.speeds)
     is_split = any(action.work.value == "W" for row in schedule.lines for action in row)
     if schedule.stages == schedule.devices and len(set(devices.speeds)) == 1 and not is_split:
         speed = devices.speeds[0]

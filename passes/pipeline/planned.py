@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ...ir import (
     BudgetError,
@@ -19,13 +19,16 @@ from ...ir import (
     verify_schedule,
 )
 from ...ir.pipeline import PipelineSchedule, Work, in_flight
-from ...ir.pipeline_exchange import device_peak_bytes, verify_exchanges
+from ...ir.pipeline_exchange import verify_exchanges
+from ...ir.pipeline_memory import device_peak_bytes
 from ...ir.pipeline_timing import PipelineTimeline, Transfer, simulate_pipeline
 from ..program import Program
+from .device_order import device_order
 from .line import Line
 from .partition import Devices, LinePartition, lower_bound_seconds
 from .stage_graphs import StageGraph, cut
 from .stage_plan import PlannedStage, StagePlanner
+from .updates import Updates
 
 __all__ = ["PipelineOptions", "PlannedPipeline", "plan_pipeline", "transfers_of"]
 
@@ -37,16 +40,17 @@ class PipelineOptions:
     Args:
         devices: What the stages run on.
         strategy: What stages compute again, as `SelectCheckpoints`.
+        checkpoint: Strategies of all micro-batches but the last, and of the last, that are taken whatever
+            memory they need; None for plans within the budgets by `strategy`.
         time_limit: Seconds for all of it.
-        state_bytes: What an optimizer keeps for each byte of a trained parameter.
-        cuts: Where to cut the line of forward operations, instead of looking for it.
+        updates: What the steps of an optimizer take.
     """
 
     devices: Devices
     strategy: str = "auto"
+    checkpoint: tuple[str, str] | None = None
     time_limit: float = 60.0
-    state_bytes: float = 0.0
-    cuts: tuple[int, ...] | None = None
+    updates: Updates = field(default_factory=Updates)
 
 
 @dataclass(frozen=True)
@@ -55,28 +59,37 @@ class PlannedPipeline:
 
     Args:
         schedule: In which order each device works.
+        devices: The devices, in the order in which the pipeline goes through them.
+        device_order: Which of the given devices each of them is.
         stages: The stages.
+        last_stages: The stages as they treat the last micro-batch, where that differs; else none.
         cuts: Where the line of forward operations is cut.
         timeline: When everything happens.
         peak_bytes: The most that is alive on each device.
         bound_seconds: No partition of these devices takes less.
         single_seconds: Time of a step's operations, each once for each micro-batch, on one device of speed 1.
         seconds: How long planning took.
+        update_seconds: Time of the optimizer's steps on each device, after its last micro-batch.
     """
 
     schedule: PipelineSchedule
+    devices: Devices
+    device_order: tuple[int, ...]
     stages: tuple[PlannedStage, ...]
+    last_stages: tuple[PlannedStage, ...]
     cuts: tuple[int, ...]
     timeline: PipelineTimeline
     peak_bytes: tuple[int, ...]
     bound_seconds: float
     single_seconds: float
     seconds: float
+    update_seconds: tuple[float, ...]
 
     @property
-    def gap(self) -> float:
-        """How much longer than the bound a step is at the most, as a fraction of the bound."""
-        return self.timeline.step_seconds / self.bound_seconds - 1 if self.bound_seconds else 0.0
+    def step_seconds(self) -> float:
+        """Time of a step with the optimizer's."""
+        ends = (line[-1].end_seconds if line else 0.0 for line in self.timeline.lines)
+        return max(end + more for end, more in zip(ends, self.update_seconds, strict=True))
 
 
 def plan_pipeline(
@@ -117,7 +130,6 @@ class _Search:
         assert program.costs is not None, "costs come first"
         self.schedule = schedule
         self.options = options
-        self.budgets = options.devices.budget_bytes
         self.cost = cost
         self.deadline = started + options.time_limit
         self.line = Line(program.graph, program.costs)
@@ -127,14 +139,17 @@ class _Search:
                 f"{schedule.stages} stages, and the model has {len(self.line.places) - 1} places to put them",
                 help="ask for fewer stages (--stages, --chunks)",
             )
+        given = LinePartition(self.line, schedule, options.devices, options.updates)
+        self.device_order = device_order(given)
+        self.devices = options.devices.ordered(self.device_order)
+        self.budgets = self.devices.budget_bytes
+        self.partition = given.on(self.devices)
         self.split = any(action.work is Work.WEIGHT_GRADIENT for line in schedule.lines for action in line)
         self.flights = in_flight(schedule)
         self.planners: dict[tuple[int, str], StagePlanner] = {}
 
     def run(self) -> PlannedPipeline:
-        if self.options.cuts is not None:
-            return self._planned(self.options.cuts)
-        partition = LinePartition(self.line, self.schedule, self.options.devices, self.options.state_bytes)
+        partition = self.partition
         candidates = (partition.best(anywhere=True), partition.best(), partition.smallest())
         best: PlannedPipeline | None = None
         refusal: BudgetError | None = None
@@ -149,7 +164,7 @@ class _Search:
             except TimeLimitError as error:
                 late = error
                 continue
-            if best is None or found.timeline.step_seconds < best.timeline.step_seconds:
+            if best is None or found.step_seconds < best.step_seconds:
                 best = found
         if best is not None:
             return self._improved(best)
@@ -190,22 +205,21 @@ class _Search:
                 if cuts in tried or time.monotonic() >= self.deadline:
                     continue
                 tried.add(cuts)
-                if self._least_seconds(cuts) >= best.timeline.step_seconds:
+                if self._least_seconds(cuts) >= best.step_seconds:
                     continue
                 try:
                     candidate = self._planned(cuts)
                 except (BudgetError, TimeLimitError):
                     continue
-                if candidate.timeline.step_seconds < best.timeline.step_seconds * (1 - 1e-9):
+                if candidate.step_seconds < best.step_seconds * (1 - 1e-9):
                     best, found = candidate, True
         return best
 
     def _least_seconds(self, cuts: Sequence[int]) -> float:
         """What a step takes with these cuts if nothing is computed again: the slowest device's work."""
-        segments = [self.line.segment(*pair) for pair in _pairs(cuts, len(self.line.order))]
         busy = [0.0] * self.schedule.devices
-        for device, segment in zip(self.schedule.device_of, segments, strict=True):
-            busy[device] += segment.seconds / self.options.devices.speeds[device]
+        for device, pair in zip(self.schedule.device_of, _pairs(cuts, len(self.line.order)), strict=True):
+            busy[device] += self.line.seconds(*pair) / self.devices.speeds[device]
         return max(busy) * self.schedule.micro_batches
 
     def _planned(self, cuts: Sequence[int]) -> PlannedPipeline:
@@ -216,22 +230,54 @@ class _Search:
         """
         graphs = self._stages(tuple(cuts))
         planners = [self._planner(graph) for graph in graphs]
-        budgets = self.budgets
-        room = [budgets[device] for device in self.schedule.device_of]
         shared = self._shared_bytes(graphs)
+        if self.options.checkpoint is not None:
+            return self._checkpointed(tuple(cuts), planners, shared, *self.options.checkpoint)
+        room = [self.budgets[device] for device in self.schedule.device_of]
         over = [0]
         for _ in range(_TRIES):
             stages = [self._plan(planner, room, k) for k, planner in enumerate(planners)]
-            alive = device_peak_bytes(self.schedule, [stage.memory for stage in stages], shared)
-            peaks = tuple(peak + _STEP_BYTES * self.schedule.micro_batches for peak in alive)
-            over = [max(peak - budget, 0) for peak, budget in zip(peaks, budgets, strict=True)]
+            peaks = self._peaks(stages, shared)
+            over = self._over(peaks)
             if not any(over):
-                verify_exchanges([stage.schedule.graph for stage in stages])
-                return self._result(tuple(cuts), tuple(stages), peaks)
+                return self._result(tuple(cuts), tuple(stages), (), peaks)
             for device, excess_bytes in enumerate(over):
                 if excess_bytes:
                     self._lower(room, stages, planners, device, excess_bytes)
         raise self._refusal(planners, over, None)
+
+    def _checkpointed(
+        self,
+        cuts: tuple[int, ...],
+        planners: Sequence[StagePlanner],
+        shared: Sequence[int],
+        strategy: str,
+        last_strategy: str,
+    ) -> PlannedPipeline:
+        """The stages of these cuts by strategies that ask for no budget.
+
+        Raises:
+            BudgetError: IRC486.
+        """
+        stages = tuple(_verified(planner.by_strategy(strategy)) for planner in planners)
+        last = ()
+        if last_strategy != strategy:
+            last = tuple(_verified(planner.by_strategy(last_strategy)) for planner in planners)
+        peaks = self._peaks(stages, shared, last)
+        if any(over := self._over(peaks)):
+            raise self._refusal(planners, over, None)
+        return self._result(cuts, stages, last, peaks)
+
+    def _peaks(
+        self, stages: Sequence[PlannedStage], shared: Sequence[int], last: Sequence[PlannedStage] = ()
+    ) -> tuple[int, ...]:
+        """The most bytes on each device."""
+        memory, last_memory = ([stage.memory for stage in each] for each in (stages, last))
+        alive = device_peak_bytes(self.schedule, memory, shared, last_memory or None)
+        return tuple(peak + _STEP_BYTES * self.schedule.micro_batches for peak in alive)
+
+    def _over(self, peaks: Sequence[int]) -> list[int]:
+        return [max(peak - budget, 0) for peak, budget in zip(peaks, self.budgets, strict=True)]
 
     def _lower(
         self,
@@ -250,7 +296,7 @@ class _Search:
             room[k] = min(room[k], taken[k]) - math.ceil(part)
 
     def _shared_bytes(self, graphs: Sequence[StageGraph]) -> list[int]:
-        """For each device, the bytes of what several of its stages have: parameters twice, for gradients."""
+        """For each device, the bytes of what several of its stages have, with what belongs to parameters."""
         found = [0] * self.schedule.devices
         for device in range(self.schedule.devices):
             seen: set[Storage] = set()
@@ -263,19 +309,20 @@ class _Search:
                 }
                 for storage, entry in mine.items():
                     if storage in seen:
-                        found[device] += round(storage.nbytes * self._times(entry))
+                        found[device] += self._kept_bytes(entry)
                 seen.update(mine)
         return found
 
-    def _times(self, entry: Input) -> float:
-        """How often the bytes of a static input count."""
+    def _kept_bytes(self, entry: Input) -> int:
+        """What a stage keeps for the whole step of a static input."""
+        storage = entry.value.storage
         match entry.role:
             case InputRole.PARAMETER if entry.requires_grad:
-                return 2 + self.options.state_bytes
+                return self.options.updates.kept_bytes(storage)
             case InputRole.INPUT:
-                return self.schedule.micro_batches
+                return storage.nbytes * self.schedule.micro_batches
             case _:
-                return 1
+                return storage.nbytes
 
     def _stages(self, cuts: tuple[int, ...]) -> tuple[StageGraph, ...]:
         forward = self.line.stages(cuts)
@@ -290,7 +337,7 @@ class _Search:
                 self.cost,
                 self.flights[graph.index].until_weight,
                 self.schedule.micro_batches,
-                self.options.state_bytes,
+                self.options.updates,
             )
         return self.planners[key]
 
@@ -317,11 +364,7 @@ class _Search:
                 raise self._refusal([planner], None, error) from error
             room[stage] = least_bytes
             planned = planner.planned(least_bytes, self.options.strategy, time_limit)
-        schedule, costs = planned.schedule, planned.program.costs
-        assert costs is not None
-        verify_graph(schedule.graph)
-        verify_schedule(schedule, costs.workspace_bytes)
-        return planned
+        return _verified(planned)
 
     def _refusal(
         self,
@@ -353,19 +396,44 @@ class _Search:
         )
 
     def _result(
-        self, cuts: tuple[int, ...], stages: tuple[PlannedStage, ...], peaks: tuple[int, ...]
+        self,
+        cuts: tuple[int, ...],
+        stages: tuple[PlannedStage, ...],
+        last: tuple[PlannedStage, ...],
+        peaks: tuple[int, ...],
     ) -> PlannedPipeline:
-        devices = self.options.devices
-        costs = [
-            stage.cost.at_speed(devices.speeds[self.schedule.device_of[k]]) for k, stage in enumerate(stages)
-        ]
+        verify_exchanges([stage.schedule.graph for stage in stages])
+        devices = self.devices
+        speeds = [devices.speeds[device] for device in self.schedule.device_of]
+        costs, last_costs = (
+            [stage.cost.at_speed(speed) for stage, speed in zip(each, speeds, strict=False)]
+            for each in (stages, last)
+        )
         transfers = transfers_of([stage.stage for stage in stages], devices)
         order = replace(self.schedule, overlapped=frozenset())  # each sends as it goes
-        timeline = simulate_pipeline(order, costs, transfers, keeps_received=False)
-        bound = lower_bound_seconds(self.line, self.schedule, devices)
-        once = self.line.segment(0, len(self.line.order)).seconds
-        single = once * self.schedule.micro_batches
-        return PlannedPipeline(self.schedule, stages, cuts, timeline, peaks, bound, single, 0.0)
+        timeline = simulate_pipeline(
+            order, costs, transfers, last_costs=last_costs or None, keeps_received=False
+        )
+        updates = self.options.updates
+        once = self.line.seconds(0, len(self.line.order))
+        update = updates.seconds([self.line.graph])
+        return PlannedPipeline(
+            self.schedule,
+            devices,
+            self.device_order,
+            stages,
+            last,
+            cuts,
+            timeline,
+            peaks,
+            bound_seconds=lower_bound_seconds(self.line, self.schedule, devices, update),
+            single_seconds=once * self.schedule.micro_batches + update,
+            seconds=0.0,
+            update_seconds=tuple(
+                updates.seconds(stages[k].stage.graph for k in self.schedule.stages_on(device)) / speed
+                for device, speed in enumerate(devices.speeds)
+            ),
+        )
 
 
 _STEP_BYTES = 64
@@ -373,6 +441,19 @@ _STEP_BYTES = 64
 
 _TRIES = 8
 """So often the budgets of stages are lowered by what their device is over."""
+
+
+def _verified(planned: PlannedStage) -> PlannedStage:
+    """The same, found valid.
+
+    Raises:
+        VerificationError: When it is not.
+    """
+    costs = planned.program.costs
+    assert costs is not None
+    verify_graph(planned.schedule.graph)
+    verify_schedule(planned.schedule, costs.workspace_bytes)
+    return planned
 
 
 def _pairs(cuts: Sequence[int], end: int) -> list[tuple[int, int]]:

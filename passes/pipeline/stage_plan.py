@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ...ir import PAUSE, Compute, Graph, InputRole, Loss, Schedule
-from ...ir.pipeline_exchange import StageMemory, stage_memory
+from ...ir.pipeline_memory import StageMemory, stage_memory
 from ...ir.pipeline_timing import StageCost
 from ..hold_forwards import HoldForwards
 from ..planner import Planner
@@ -15,8 +15,13 @@ from ..program import Program
 from ..release_gradients import ReleaseGradients
 from ..select_checkpoints import SelectCheckpoints
 from .stage_graphs import StageGraph
+from .updates import Updates
 
 __all__ = ["PlannedStage", "StagePlanner"]
+
+
+_ENOUGH_BYTES = 1 << 62
+"""A budget that every schedule is within."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ class StagePlanner:
         cost: Finds the costs of a program's operations.
         in_flight: The most micro-batches whose backward has not ended.
         micro_batches: How many there are in a step.
-        state_bytes: What an optimizer keeps for each byte of a trained parameter.
+        updates: What the steps of an optimizer take.
     """
 
     def __init__(
@@ -59,7 +64,7 @@ class StagePlanner:
         cost: Callable[[Program], Program],
         in_flight: int,
         micro_batches: int,
-        state_bytes: float = 0.0,
+        updates: Updates,
     ) -> None:
         self.stage = stage
         self.micro_batches = micro_batches
@@ -67,8 +72,9 @@ class StagePlanner:
         self.program = cost(HoldForwards(in_flight).run(released))
         self.planner = Planner(self.program)
         graph = self.program.graph
-        elsewhere_bytes = _made_elsewhere_bytes(graph)
-        self.kept_bytes = elsewhere_bytes + round((graph.reserved_bytes + elsewhere_bytes) * state_bytes)
+        self.kept_bytes = _made_elsewhere_bytes(graph) + updates.state_bytes(graph)
+        self.update_bytes = updates.workspace_bytes(graph)
+        self._by_strategy: dict[str, PlannedStage] = {}
 
     def planned(self, budget_bytes: int, strategy: str, time_limit: float) -> PlannedStage:
         """The best schedule within a budget that covers all of the stage but what is on its way.
@@ -90,6 +96,17 @@ class StagePlanner:
             )
         return self._measured(SelectCheckpoints(room_bytes, strategy, time_limit).choose(self.planner))
 
+    def by_strategy(self, strategy: str) -> PlannedStage:
+        """The schedule of a strategy that has one, or the fastest of several, whatever memory it needs.
+
+        Args:
+            strategy: As `SelectCheckpoints`.
+        """
+        if strategy not in self._by_strategy:
+            found = SelectCheckpoints(_ENOUGH_BYTES, strategy).choose(self.planner)
+            self._by_strategy[strategy] = self._measured(found)
+        return self._by_strategy[strategy]
+
     @property
     def _beside_bytes(self) -> int:
         """What is there beside what a plan of the stage counts: optimizer state, and other arguments."""
@@ -102,7 +119,10 @@ class StagePlanner:
         assert schedule is not None and costs is not None
         one = replace(schedule.graph, forwards_in_flight=1)
         alone = Schedule(one, schedule.instructions)
-        memory = stage_memory(alone, costs.workspace_bytes, self.micro_batches, self.kept_bytes)
+        memory = replace(
+            stage_memory(alone, costs.workspace_bytes, self.micro_batches, self.kept_bytes),
+            update_bytes=self.update_bytes,
+        )
         return PlannedStage(
             self.stage, replace(program, graph=one, schedule=alone), memory, _cost(alone, program, memory)
         )

@@ -11,7 +11,7 @@ from pipelining import Sample, pipelines
 
 from irc.ir import IrcError, UsageError, VerificationError
 from irc.ir.pipeline import Action, InFlight, PipelineSchedule, Work, in_flight, in_flight_on_devices
-from irc.ir.pipeline_exchange import StageMemory, device_peak_bytes
+from irc.ir.pipeline_memory import StageMemory, device_peak_bytes
 from irc.passes.pipeline import pipeline_schedule
 
 TEXT = """\

@@ -14,11 +14,10 @@ from irc.ir import UsageError, VerificationError
 from irc.ir.pipeline import Action, PipelineSchedule, Work
 from irc.ir.pipeline_exchange import (
     Expect,
-    StageMemory,
-    device_peak_bytes,
     send_lag,
     with_expectations,
 )
+from irc.ir.pipeline_memory import StageMemory, device_peak_bytes
 from irc.passes.pipeline import SCHEDULES, pipeline_schedule
 
 _BACK = (Work.BACKWARD, Work.INPUT_GRADIENT)

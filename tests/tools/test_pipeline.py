@@ -27,7 +27,8 @@ from irc.passes.pipeline.stage_graphs import cut
 from irc.passes.release_gradients import release_gradients
 from irc.tools.cli import main
 from irc.tools.loading import Source
-from irc.tools.pipeline import Pipeline, captured_micro_batch, micro_batches_of, pipeline
+from irc.tools.pipeline import Pipeline, captured_micro_batch, pipeline
+from irc.tools.pipeline_call import micro_batches_of
 from irc.tools.pipeline_folder import read_pipeline, write_pipeline
 from irc.tools.pipeline_run import run_pipeline
 

@@ -1,0 +1,228 @@
+"""How many bytes each device of a pipeline holds at the most during a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from .graph import PAUSE, SEND, Node, Region
+from .in_flight import loss_waiting_bytes
+from .liveness import liveness
+from .pipeline import Action, PipelineSchedule, Work
+from .pipeline_exchange import reading_work, received_values, receives_of, send_lag
+from .schedule import Compute, Free, Loss, Schedule
+from .types import Storage
+
+__all__ = ["StageMemory", "device_peak_bytes", "stage_memory"]
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Bytes of a stage on its device. All but the static ones are of one micro-batch.
+
+    Args:
+        static_bytes: There for the whole step: parameters, gradients, buffers, the model's arguments of all
+            micro-batches.
+        forward_bytes: The most during forward, with the loss, where what is sent stays until it has ended.
+        held_bytes: Between forward and backward.
+        backward_bytes: The same during backward, or during its part up to the pause.
+        paused_bytes: Between the two parts of backward; 0 where it has one.
+        rest_bytes: The most during the second part; 0 where there is none.
+        arriving: Bytes received for forward and for backward.
+        passing: Bytes sent in forward and in backward that the stage itself does not keep then: they are
+            there until they have arrived.
+        update_bytes: The most that an optimizer's step for a parameter takes, after all micro-batches.
+    """
+
+    static_bytes: int
+    forward_bytes: int
+    held_bytes: int
+    backward_bytes: int
+    paused_bytes: int = 0
+    rest_bytes: int = 0
+    arriving: tuple[int, int] = (0, 0)
+    passing: tuple[int, int] = (0, 0)
+    update_bytes: int = 0
+
+    def during(self, work: Work) -> int:
+        """The most that a micro-batch takes during some work."""
+        match work:
+            case Work.FORWARD:
+                return self.forward_bytes
+            case Work.WEIGHT_GRADIENT:
+                return self.rest_bytes
+            case Work.INPUT_GRADIENT:
+                return self.backward_bytes
+            case Work.BACKWARD:
+                return max(self.backward_bytes, self.rest_bytes)
+
+    def after(self, work: Work) -> int:
+        """What a micro-batch holds once some work has ended."""
+        match work:
+            case Work.FORWARD:
+                return self.held_bytes
+            case Work.INPUT_GRADIENT:
+                return self.paused_bytes
+            case _:
+                return 0
+
+
+def stage_memory(
+    schedule: Schedule, workspace_bytes: Mapping[Node, int], micro_batches: int, kept_bytes: int = 0
+) -> StageMemory:
+    """The memory of a stage by its schedule, as `liveness` counts it.
+
+    Args:
+        schedule: Of the stage's graph, for one forward in flight.
+        workspace_bytes: Of its operations.
+        micro_batches: How many micro-batches' arguments are there.
+        kept_bytes: What else is there for the whole step, such as the state of an optimizer.
+    """
+    graph = schedule.graph
+    assert graph.forwards_in_flight == 1, "the pipeline's schedule says what else is in flight"
+    timeline = liveness(schedule, workspace_bytes)
+    static = graph.static_bytes
+    steps = schedule.instructions
+    loss = next(k for k, step in enumerate(steps) if isinstance(step, Loss))
+    kept = timeline.after_bytes[loss - 1] - static if loss else 0
+    pause = next((k for k, s in enumerate(steps) if isinstance(s, Compute) and s.node.op == PAUSE), None)
+    end = len(steps) if pause is None else pause
+    during = timeline.during_bytes
+    inputs = sum(s.nbytes for s in graph.call_storages)
+    most = _most_bytes(schedule, timeline.during_bytes)
+    return StageMemory(
+        static_bytes=static + inputs * (micro_batches - 1) + kept_bytes,
+        forward_bytes=max(most[: loss + 1]) - static,
+        held_bytes=kept + loss_waiting_bytes(graph),
+        backward_bytes=max(most[loss:end]) - static,
+        paused_bytes=0 if pause is None else timeline.after_bytes[pause] - static,
+        rest_bytes=0 if pause is None else max(during[pause:]) - static,
+        arriving=(_arriving_bytes(schedule, Region.FORWARD), _arriving_bytes(schedule, Region.BACKWARD)),
+        passing=(_passing_bytes(schedule, 0, loss), _passing_bytes(schedule, loss, end)),
+    )
+
+
+def _most_bytes(schedule: Schedule, during_bytes: Sequence[int]) -> list[int]:
+    """The bytes during each instruction, where what is sent stays until forward or backward has ended."""
+    found: list[int] = []
+    sent: set[Storage] = set()
+    kept_bytes = 0
+    for step, nbytes in zip(schedule.instructions, during_bytes, strict=True):
+        if isinstance(step, Loss):
+            sent, kept_bytes = set(), 0
+        found.append(nbytes + kept_bytes)
+        if isinstance(step, Compute) and step.node.op == SEND:
+            sent.add(step.node.operands[0].storage)
+        elif isinstance(step, Free) and step.storage in sent:
+            kept_bytes += step.storage.nbytes
+    return found
+
+
+def _arriving_bytes(schedule: Schedule, region: Region) -> int:
+    return sum(value.storage.nbytes for value in received_values(schedule.graph, region))
+
+
+def _passing_bytes(schedule: Schedule, begin: int, end: int) -> int:
+    """What is sent within some instructions and freed within them too."""
+    steps = schedule.instructions[begin:end]
+    sent: set[Storage] = set()
+    for step in steps:
+        if isinstance(step, Compute) and step.node.op == SEND:
+            (value,) = step.node.operands
+            sent.add(value.storage)
+    freed = {step.storage for step in steps if isinstance(step, Free)}
+    return sum(storage.nbytes for storage in sent & freed)
+
+
+def device_peak_bytes(
+    schedule: PipelineSchedule,
+    memory: Sequence[StageMemory],
+    shared_bytes: Sequence[int] | None = None,
+    last_memory: Sequence[StageMemory] | None = None,
+) -> tuple[int, ...]:
+    """The most bytes on each device during a step.
+
+    While a device does something, each stage on it holds what its other micro-batches hold, what the next
+    action needs may be arriving, what was sent may not have arrived, and what one stage of the device has
+    handed to another waits there.
+
+    Args:
+        schedule: In which order devices work.
+        memory: Of each stage.
+        shared_bytes: For each device, what the static bytes of its stages count more than once.
+        last_memory: Of each stage for the last micro-batch, where that differs; static bytes count as before.
+    """
+    lag = send_lag(schedule)
+    shared = shared_bytes or [0] * schedule.devices
+    every = _Memory(memory, last_memory or memory, schedule.micro_batches - 1)
+    return tuple(
+        _device_peak(schedule, every, device, lag) - shared[device] for device in range(schedule.devices)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """What each action takes."""
+
+    first: Sequence[StageMemory]
+    last: Sequence[StageMemory]
+    last_micro_batch: int
+
+    def of(self, action: Action) -> StageMemory:
+        memory = self.last if action.micro_batch == self.last_micro_batch else self.first
+        return memory[action.stage]
+
+
+def _device_peak(schedule: PipelineSchedule, memory: _Memory, device: int, lag: int) -> int:
+    line = schedule.lines[device]
+    stages = schedule.stages_on(device)
+    there = sum(memory.first[stage].static_bytes for stage in stages)
+    peak = there + max(memory.first[stage].update_bytes for stage in stages)
+    held: dict[tuple[int, int], int] = {}
+    handed: dict[Action, int] = {}
+    """What a stage has sent to another one of this device, by the action that will receive it."""
+    for place, action in enumerate(line):
+        its = memory.of(action)
+        key = action.stage, action.micro_batch
+        held.pop(key, None)
+        if action.work is not Work.WEIGHT_GRADIENT:
+            handed.pop(replace(action, work=reading_work(action.work)), None)
+        following = line[place + 1] if place + 1 < len(line) else None
+        ahead = 0
+        if following is not None and receives_of(schedule, following) is not None:
+            ahead = memory.of(following).arriving[following.work is not Work.FORWARD]
+        if action.work is Work.WEIGHT_GRADIENT:  # it lets go of what it kept of the gradients that it sent
+            waiting = Action(action.stage - 1, Work.INPUT_GRADIENT, action.micro_batch)
+            if waiting in handed:
+                handed[waiting] = memory.of(waiting).arriving[1]
+        beside = sum(held.values()) + sum(handed.values())
+        beside += _leaving_bytes(schedule, memory, line[max(place - lag, 0) : place + 1])
+        peak = max(peak, there + beside + its.during(action.work) + ahead)
+        held[key] = its.after(action.work)
+        is_back = action.work is not Work.FORWARD
+        neighbour = action.stage - 1 if is_back else action.stage + 1
+        if action.work is not Work.WEIGHT_GRADIENT and neighbour in stages:
+            handed[Action(neighbour, reading_work(action.work), action.micro_batch)] = its.passing[is_back]
+    return peak
+
+
+def _leaving_bytes(schedule: PipelineSchedule, memory: _Memory, recent: Sequence[Action]) -> int:
+    """What the last actions sent to other devices and their stages do not keep: the last of each boundary.
+
+    Args:
+        schedule: In which order devices work.
+        memory: Of each stage.
+        recent: The last actions of a device, and the one that runs.
+    """
+    found: dict[tuple[int, bool], int] = {}
+    let_go = {(a.stage, a.micro_batch) for a in recent if a.work is Work.WEIGHT_GRADIENT}
+    for action in recent[:-1]:
+        is_back = action.work is not Work.FORWARD
+        neighbour = action.stage - 1 if is_back else action.stage + 1
+        if action.work is Work.WEIGHT_GRADIENT or not 0 <= neighbour < schedule.stages:
+            continue
+        if schedule.device_of[neighbour] != schedule.device_of[action.stage]:
+            is_let_go = is_back and (action.stage, action.micro_batch) in let_go
+            arriving_bytes = memory.first[neighbour].arriving[1]
+            found[action.stage, is_back] = arriving_bytes if is_let_go else memory.of(action).passing[is_back]
+    return sum(found.values())

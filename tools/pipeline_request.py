@@ -1,0 +1,181 @@
+"""What a pipeline is asked to be: devices, micro-batches, schedule, and what stages compute again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..ir import UsageError, parse_budget
+from ..ir.pipeline import PipelineSchedule
+from ..passes.optimizer_costs import OptimizerFactory
+from ..passes.pipeline import pipeline_schedule
+
+__all__ = ["CHECKPOINT_MODES", "DeviceRequest", "PipelineRequest"]
+
+_WHOLE_STAGE = "every-999999999"
+"""The strategy that has one segment: a stage keeps what it receives, and computes all else again."""
+
+CHECKPOINT_MODES = {
+    "always": (_WHOLE_STAGE, _WHOLE_STAGE),
+    "except_last": (_WHOLE_STAGE, "keep-all"),
+    "never": ("keep-all", "keep-all"),
+}
+"""The strategies of all micro-batches but the last, and of the last, by the names of torchgpipe."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRequest:
+    """A device that a pipeline may use.
+
+    Args:
+        budget_bytes: What its memory is for.
+        speed: How fast it is, beside the device that costs are measured on.
+        name: As torch names it, such as `cuda:0`; empty where that is left open.
+    """
+
+    budget_bytes: int
+    speed: float = 1.0
+    name: str = ""
+
+    @staticmethod
+    def parse(text: int | str) -> DeviceRequest:
+        """A device as `[NAME=]BYTES[@SPEED]`, such as `cuda:0=16GiB`, `8GiB@0.5` or `4GiB`.
+
+        Raises:
+            UsageError: IRC401 for what is no number of bytes; IRC482 for a part of something, a speed that is
+                not above 0, or a name that torch does not know.
+        """
+        if not isinstance(text, str):
+            return DeviceRequest(parse_budget(text, 0))
+        name, equals, rest = text.rpartition("=")
+        amount, at, speed_text = rest.partition("@")
+        if equals:
+            _check_name(name.strip())
+        if amount.strip().endswith("%"):
+            raise UsageError(
+                "IRC482",
+                f"the budget of a device is {amount}: a part of what, is not clear where there are several",
+                help="give bytes, as 4GiB",
+            )
+        budget_bytes = parse_budget(amount, 0)
+        try:
+            speed = float(speed_text) if at else 1.0
+        except ValueError:
+            speed = math.nan
+        if not 0 < speed < math.inf:
+            raise UsageError(
+                "IRC482",
+                f"the speed of a device is {speed_text!r}",
+                help="give a number above 0, as 8GiB@0.5 for half of the speed that costs are measured at",
+            )
+        return DeviceRequest(budget_bytes, speed, name.strip())
+
+
+def _check_name(name: str) -> None:
+    try:
+        torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(
+            "IRC482", f"there is no device {name!r}", help="name it as torch does: cuda:0=16GiB"
+        ) from error
+
+
+@dataclass(frozen=True)
+class PipelineRequest:
+    """What a pipeline is asked to be.
+
+    Args:
+        devices: How many devices it runs on.
+        micro_batches: In how many parts a batch goes through it.
+        budget: Of each device, as `DeviceRequest.parse` reads it; one for all, or one for each.
+        schedule: `gpipe`, `1f1b`, `interleaved`, `zb-h1`, `zbv` or `dualpipev`.
+        chunks: Stages of each device, for `interleaved`.
+        strategy: What stages compute again, as in `irc.optimize`.
+        time_limit: Seconds for planning.
+        profile: As in `irc.optimize`.
+        checkpoint: Instead of a strategy, of `CHECKPOINT_MODES`; None for irc's own plan of each stage.
+        optimizer: Makes the optimizer of a list of parameters, whose state and steps the budget covers too.
+        link: Bytes that go from one device to another in a second, in each direction.
+    """
+
+    devices: int
+    micro_batches: int
+    budget: int | str | Sequence[int | str]
+    schedule: str = "1f1b"
+    chunks: int | None = None
+    strategy: str = "auto"
+    time_limit: float = 60.0
+    profile: bool | str | None = None
+    checkpoint: str | None = None
+    optimizer: OptimizerFactory | None = None
+    link: int | str = "10GB"
+
+    def check(self) -> None:
+        """Refuses what can be refused before the model is looked at.
+
+        Raises:
+            UsageError: IRC401 or IRC482 for devices, IRC467 or IRC468 for a schedule, IRC495 for a mode of
+                checkpointing.
+        """
+        self.order()
+        self.requested_devices()
+        self.strategies()
+        self.link_bytes_per_second()
+
+    def order(self) -> PipelineSchedule:
+        """The order of work.
+
+        Raises:
+            UsageError: IRC467 or IRC468.
+        """
+        return pipeline_schedule(self.schedule, self.devices, self.micro_batches, self.chunks)
+
+    def strategies(self) -> tuple[str, str] | None:
+        """The strategies of a mode of checkpointing: of all micro-batches but the last, and of the last.
+
+        Raises:
+            UsageError: IRC495 for an unknown mode, or one beside a strategy.
+        """
+        if self.checkpoint is None:
+            return None
+        if self.checkpoint not in CHECKPOINT_MODES:
+            raise UsageError(
+                "IRC495",
+                f"there is no mode {self.checkpoint!r} of checkpointing",
+                help=f"choose one of {', '.join(CHECKPOINT_MODES)}, or none for irc's own plan of each stage",
+            )
+        if self.strategy != "auto":
+            raise UsageError(
+                "IRC495",
+                f"checkpointing {self.checkpoint} and strategy {self.strategy} exclude each other",
+                help="leave one of them out",
+            )
+        return CHECKPOINT_MODES[self.checkpoint]
+
+    def requested_devices(self) -> tuple[DeviceRequest, ...]:
+        """Each device.
+
+        Raises:
+            UsageError: IRC401 for what is no number of bytes; IRC482 for another number of budgets than
+                devices, and as `DeviceRequest.parse`.
+        """
+        given = self.budget
+        texts = [given] * self.devices if isinstance(given, int | str) else list(given)
+        if len(texts) != self.devices:
+            raise UsageError(
+                "IRC482",
+                f"{len(texts)} budgets for {self.devices} devices",
+                help="give one budget for all devices, or one for each",
+            )
+        return tuple(map(DeviceRequest.parse, texts))
+
+    def link_bytes_per_second(self) -> int:
+        """Bytes that go from one device to another in a second.
+
+        Raises:
+            UsageError: IRC401 for what is no number of bytes, IRC482 for a part of something.
+        """
+        return DeviceRequest.parse(self.link).budget_bytes

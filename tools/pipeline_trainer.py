@@ -1,0 +1,219 @@
+"""Trains the stages of one rank of a planned pipeline, or all of them in one process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..backends.distributed import PipelineAlone, PipelineRank
+from ..backends.torch import compile_program
+from ..ir import Delivery, InputRole, Schedule, UsageError, print_program
+from ..ir.nesting import flatten
+from ..ir.pipeline import PipelineSchedule
+from ..ir.pipeline_plan import PipelinePlan
+from ..passes.optimizer_costs import OptimizerFactory, optimizer_of
+from .loading import training_loss
+from .pipeline_call import PlannedCall, check_tensors, micro_batches_of
+
+__all__ = ["PipelineLoss", "PipelineTrainer", "Stages", "state_of"]
+
+PipelineLoss = Callable[..., Tensor]
+"""A function from the model's result, and the arguments of a micro-batch, to a scalar."""
+
+
+@dataclass(frozen=True)
+class Stages:
+    """A planned pipeline as it runs, whatever model it came from.
+
+    Args:
+        order: In which order each device works.
+        schedules: Of the stages.
+        last_schedules: Of the stages for the last micro-batch, where they differ; else none.
+        deliveries: How the leaves of the model's result are made.
+        constants: Tensors that the model's code creates from nothing.
+        plan: The certificate.
+        optimizer: Makes the optimizer that the plan counts; None where it counts none.
+    """
+
+    order: PipelineSchedule
+    schedules: tuple[Schedule, ...]
+    last_schedules: tuple[Schedule, ...]
+    deliveries: tuple[Delivery, ...]
+    constants: Mapping[str, Tensor]
+    plan: PipelinePlan
+    optimizer: OptimizerFactory | None = None
+
+    def texts(self) -> list[str]:
+        """Plan, order and schedules as texts."""
+        schedules = map(print_program, self.schedules + self.last_schedules)
+        return [json.dumps(self.plan.to_json()), str(self.order), *schedules]
+
+
+class PipelineTrainer:
+    """The stages of one rank of a pipeline, or all of them in one process, ready to train.
+
+    Args:
+        stages: What runs.
+        state: The model's parameters and buffers by name.
+        rebuild: Nests the leaves of the model's result as the model does.
+        loss: From the result, and the arguments of a micro-batch; None takes the result where it is a scalar,
+            else the mean of its squares.
+        device: Of this rank.
+        group: The ranks, one for each device of the plan; None for all ranks. In a process that belongs to
+            no group all stages run here.
+        call: How the model was called at planning; None where that is not known.
+        saved: The names in the model's `state_dict`; None for all.
+
+    Raises:
+        UsageError: IRC488 for another number of ranks than devices.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        state: Mapping[str, Tensor],
+        *,
+        rebuild: Callable[[list[Any]], Any],
+        loss: PipelineLoss | None = None,
+        device: torch.device | str = "cpu",
+        group: dist.ProcessGroup | None = None,
+        call: PlannedCall | None = None,
+        saved: Sequence[str] | None = None,
+    ) -> None:
+        self.stages = stages
+        self.state = state
+        self.saved = saved
+        self.call = call
+        self.of_result = loss
+        self._batches: list[tuple[Any, ...]] = []
+        self.programs, last_programs = (
+            [compile_program(schedule, stages.constants) for schedule in schedules]
+            for schedules in (stages.schedules, stages.last_schedules)
+        )
+        devices = stages.plan.devices
+        self.is_alone = not dist.is_initialized()
+        self._own: Sequence[int] = range(stages.order.stages)
+        if self.is_alone:
+            self.rank: PipelineAlone | PipelineRank = PipelineAlone(
+                self.programs,
+                stages.plan.micro_batches,
+                state,
+                last_programs=last_programs,
+                deliveries=stages.deliveries,
+                rebuild=rebuild,
+                loss=self._loss,
+            )
+            return
+        if (ranks := dist.get_world_size(group)) != devices:
+            raise UsageError(
+                "IRC488",
+                f"the pipeline is planned for {devices} devices, and {ranks} processes run it",
+                help=f"start it with torchrun --nproc_per_node={devices}, or in one process without torchrun",
+            )
+        self._own = stages.order.stages_on(dist.get_rank(group))
+        graphs = [schedule.graph for schedule in stages.schedules]
+        self.rank = PipelineRank(
+            stages.order,
+            self.programs,
+            graphs,
+            state,
+            last_programs=last_programs,
+            deliveries=stages.deliveries,
+            rebuild=rebuild,
+            loss=self._loss,
+            device=torch.device(device),
+            group=group,
+        )
+
+    def step(self, *args: Any) -> list[float]:
+        """One training step: the gradients of the mean loss of all micro-batches are added to `.grad`.
+
+        Args:
+            args: The model's arguments for the whole batch, alike on every rank.
+
+        Returns:
+            The loss of each micro-batch, on the rank of the last stage; nothing on the others.
+
+        Raises:
+            UsageError: IRC487 for a batch that does not divide, or is of another size or type than planned;
+                IRC490 for another call than the planned one; IRC491 where a step has failed before on some
+                rank.
+        """
+        if not torch.is_grad_enabled():
+            raise UsageError(
+                "IRC490",
+                "a step is called without gradients enabled",
+                help="call it outside of torch.no_grad() and inference_mode()",
+            )
+        batches = micro_batches_of(args, self.stages.plan.micro_batches)
+        if self.call is not None:
+            self.call.check(batches[0])
+        tensors = [[leaf for leaf in flatten(batch)[0] if isinstance(leaf, Tensor)] for batch in batches]
+        check_tensors(tensors[0], [schedule.graph for schedule in self.stages.schedules], self._own)
+        self._batches = batches
+        try:
+            return self.rank.step(tensors)
+        finally:
+            self._batches = []  # the caller's next batch takes its place
+
+    @cached_property
+    def optimizer(self) -> Optimizer:
+        """The planned optimizer of this rank's parameters; it takes its steps parameter by parameter.
+
+        Raises:
+            UsageError: IRC496 where the pipeline was planned without one; IRC508 when none can be made.
+        """
+        if self.stages.optimizer is None:
+            raise UsageError(
+                "IRC496",
+                "the pipeline was planned without an optimizer",
+                help="plan it with one (optimizer=, --optimizer), or make one of trainer.parameters()",
+            )
+        made = optimizer_of(self.stages.optimizer, self.parameters())
+        for group in made.param_groups:
+            if "foreach" in group and group["foreach"] is None:
+                group["foreach"] = False  # lists of parameters would take as much again as all of them
+        return made
+
+    def parameters(self) -> list[nn.Parameter]:
+        """What this rank trains: the parameters of its stages, each once."""
+        found = {id(parameter): parameter for parameter in self.rank.parameters.values()}
+        return [parameter for parameter in found.values() if parameter.requires_grad]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The parameters and buffers of this rank's stages, by all names that the model saves them under.
+
+        The first stage's rank has those that no stage reads, too: all ranks together have the model's.
+        """
+        own = self.rank.parameters | self.rank.buffers
+        if 0 in self._own:
+            read = {
+                id(self.state[entry.target])
+                for program in self.programs
+                for entry in program.statics
+                if entry.target in self.state and entry.role in (InputRole.PARAMETER, InputRole.BUFFER)
+            }
+            own |= {name: tensor for name, tensor in self.state.items() if id(tensor) not in read}
+        found = {id(tensor): tensor for tensor in own.values()}
+        names = own if self.saved is None else self.saved
+        kept = {name: found.get(id(self.state[name])) for name in names}
+        return {name: tensor.detach() for name, tensor in kept.items() if tensor is not None}
+
+    def _loss(self, result: Any, number: int) -> Tensor:
+        if self.of_result is None:
+            return training_loss(result)
+        return self.of_result(result, *self._batches[number])
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of a module under all of their names."""
+    named: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    return named | dict(model.named_buffers(remove_duplicate=False))

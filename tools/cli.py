@@ -165,6 +165,9 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--steps", type=int, default=3, metavar="N", help="training steps (3)")
     run.add_argument("--check", action="store_true", help="compare each step with the original model")
     run.add_argument(
+        "--weights", type=Path, metavar="FILE", help="begin a pipeline with these weights, of whatever cut"
+    )
+    run.add_argument(
         "--save-weights", type=Path, metavar="FILE", help="write the trained weights here, as .safetensors"
     )
     _add_verbosity(run)
@@ -621,6 +624,12 @@ def _run(options: argparse.Namespace) -> int:
         raise UsageError("IRC400", f"--steps {options.steps} is not positive", help="give 1 or more")
     if (options.folder / "pipeline.json").is_file():
         return run_written(options)
+    if options.weights is not None:
+        raise UsageError(
+            "IRC400",
+            f"--weights of {options.folder}, which is no pipeline",
+            help="optimize the model with these weights in it",
+        )
     progress = _Progress(options)
     with progress.phase(f"loading {options.folder}"):
         from .check import check_folder

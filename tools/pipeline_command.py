@@ -76,7 +76,7 @@ def optimize_pipeline(options: argparse.Namespace, source: Source, progress: Pha
         raise UsageError("IRC400", "--stages without --micro-batches", help="give --micro-batches 8")
     budgets = _budgets(options)
     request = PipelineRequest(
-        len(budgets),
+        len(budgets) if options.stages is None else options.stages,
         options.micro_batches,
         budgets,
         options.schedule,
@@ -135,7 +135,7 @@ def _budgets(options: argparse.Namespace) -> list[str]:
         )
     if options.device is None:
         budgets: list[str] = options.budget.split(",")
-        return budgets * options.stages if len(budgets) == 1 else budgets
+        return budgets * max(options.stages, 1) if len(budgets) == 1 else budgets
     return options.device
 
 
@@ -151,12 +151,14 @@ def run_written(options: argparse.Namespace) -> int:
     """Trains some steps of a written pipeline; the first rank prints the report."""
     from .pipeline_run import in_group, run_pipeline
 
-    if options.save_weights is not None:
-        raise UsageError(
-            "IRC400", "--save-weights of a pipeline", help="use irc.pipeline, and save what start() trains"
-        )
     with in_group() as rank:
-        report = run_pipeline(options.folder, options.steps, with_original=options.check)
+        report = run_pipeline(
+            options.folder,
+            options.steps,
+            with_original=options.check,
+            weights=options.weights,
+            save_weights=options.save_weights,
+        )
     if not rank:
         if options.json:
             print(json.dumps(report.to_json(), indent=1))

@@ -42,7 +42,9 @@ from .optimizers import DescribedOptimizer, parse_optimizer
 from .pipeline import Pipeline
 from .pipeline_trainer import Stages, state_of
 
-__all__ = ["WrittenPipeline", "is_pipeline", "read_pipeline", "write_pipeline"]
+__all__ = ["WrittenPipeline", "is_pipeline", "read_pipeline", "unread_state", "write_pipeline"]
+
+_STATE = (InputRole.PARAMETER, InputRole.BUFFER)
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class WrittenPipeline:
         examples: The tensor arguments of a whole batch.
         source: Where the model came from.
         ties: For each name of a parameter of several names the first one.
+        names: Of the model's `state_dict`.
     """
 
     stages: Stages
@@ -62,6 +65,12 @@ class WrittenPipeline:
     examples: tuple[Tensor, ...]
     source: Source
     ties: dict[str, str]
+    names: tuple[str, ...]
+
+    @property
+    def own_names(self) -> list[str]:
+        """Those of the names whose tensors were read."""
+        return [name for name in self.names if name in self.state]
 
 
 def is_pipeline(folder: Path) -> bool:
@@ -103,6 +112,7 @@ def _write(folder: Path, pipeline: Pipeline, source: Source, examples: Sequence[
         "last_differs": bool(stages.last_schedules),
         "source": asdict(source.located()),
         "deliveries": [delivery_to_json(delivery) for delivery in stages.deliveries],
+        "names": [name for name in pipeline.model.state_dict() if name in state],
         "ties": {name: its for name, its in ties.items() if name != its},
     }
     (folder / PIPELINE_FILE).write_text(json.dumps(described, indent=1))
@@ -142,18 +152,31 @@ def read_pipeline(folder: Path, rank: int | None = None) -> WrittenPipeline:
         source = Source(**described["source"])
         ties = {str(name): str(its) for name, its in described["ties"].items()}
         optimizer = None if plan.optimizer is None else parse_optimizer(plan.optimizer)
+        names = tuple(map(str, described["names"]))
         has_last = bool(described["last_differs"])
     order.verify()
     send_lag(order)
     schedules = tuple(_schedule(folder, f"stage-{index}") for index in range(order.stages))
     last = tuple(_schedule(folder, f"stage-{index}-last") for index in range(order.stages * has_last))
-    for each in (schedules, last):
+    for each in (schedules, last) if last else (schedules,):
         verify_exchanges([schedule.graph for schedule in each])
     with undamaged(folder / "weights.safetensors"):
         mine = range(order.stages) if rank is None else order.stages_on(rank)
         state, constants, examples = _tensors(folder, [schedules[k] for k in mine], ties)
     stages = Stages(order, schedules, last, deliveries, constants, plan, optimizer)
-    return WrittenPipeline(stages, state, examples, source, ties)
+    state |= {name: state[first] for name, first in ties.items() if first in state}
+    return WrittenPipeline(stages, state, examples, source, ties, names)
+
+
+def unread_state(folder: Path, written: WrittenPipeline) -> dict[str, Tensor]:
+    """The tensors of the model's `state_dict` that no stage reads, by name."""
+    graphs = [schedule.graph for schedule in written.stages.schedules]
+    targets = {entry.target for graph in graphs for entry in graph.inputs if entry.role in _STATE}
+    read = {written.ties.get(target, target) for target in targets}
+    file = folder / "weights.safetensors"
+    with undamaged(file), safe_open(file, framework="pt") as opened:
+        firsts = ((name, written.ties.get(name, name)) for name in written.names)
+        return {name: opened.get_tensor(first) for name, first in firsts if first not in read}
 
 
 def _schedule(folder: Path, name: str) -> Schedule:
@@ -189,7 +212,7 @@ def _tensors(
             for entry in schedule.graph.inputs:
                 if entry.role is InputRole.CONSTANT:
                     constants[entry.target] = taken(CONSTANT + entry.target, entry)
-                elif entry.role in (InputRole.PARAMETER, InputRole.BUFFER):
+                elif entry.role in _STATE:
                     first = ties.get(entry.target, entry.target)
                     if first not in state:
                         tensor = taken(first, entry)

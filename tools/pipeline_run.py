@@ -22,8 +22,9 @@ from ..ir.nesting import flatten
 from ..passes.allocations import peak_bytes
 from .loading import load_for_micro_batches, training_loss
 from .pipeline_call import micro_batches_of
-from .pipeline_folder import WrittenPipeline, read_pipeline
+from .pipeline_folder import WrittenPipeline, read_pipeline, unread_state
 from .pipeline_trainer import PipelineTrainer, state_of
+from .pipeline_weights import read_weights, write_weights
 from .training import Differences, optimizer_of_all
 
 __all__ = ["PipelineReport", "RankReport", "in_group", "run_pipeline"]
@@ -159,7 +160,14 @@ def in_group() -> Generator[int | None]:
         dist.destroy_process_group()
 
 
-def run_pipeline(folder: Path, steps: int, *, with_original: bool) -> PipelineReport:
+def run_pipeline(
+    folder: Path,
+    steps: int,
+    *,
+    with_original: bool,
+    weights: Path | None = None,
+    save_weights: Path | None = None,
+) -> PipelineReport:
     """Trains some steps on the written batch, by the planned optimizer or plain SGD, and measures memory.
 
     Args:
@@ -167,20 +175,25 @@ def run_pipeline(folder: Path, steps: int, *, with_original: bool) -> PipelineRe
         steps: How many.
         with_original: Load the original on each rank, train it there on one device, micro-batch by
             micro-batch, and compare losses, gradients and buffers of each step.
+        weights: A safetensors file with the model's names to begin with, instead of what was written.
+        save_weights: A safetensors file for what was trained, by the model's names.
 
     Raises:
         UnsupportedError: IRC494 for a plan for accelerators.
         UsageError: IRC431 for a folder that is damaged; IRC432 when the original is another model now;
-            IRC488 for another number of ranks than devices.
+            IRC488 for another number of ranks than devices; IRC497 for weights of another model; IRC434
+            when weights cannot be written.
     """
     rank = dist.get_rank() if dist.is_initialized() else None
     written = read_pipeline(folder, rank)
     _refuse_accelerators(written)
-    trainer = PipelineTrainer(written.stages, written.state, rebuild=_flat)
+    trainer = PipelineTrainer(written.stages, written.state, rebuild=_flat, saved=written.own_names)
+    if weights is not None:
+        trainer.load_state_dict(read_weights(weights, trainer.state_dict()))
     examples = _needed(written, trainer)
     micro_batches = written.stages.plan.micro_batches
     note = _why_not(written) if with_original and rank is not None else ""
-    original = _Original(written, folder) if with_original and not note else None
+    original = _Original(written, folder, weights) if with_original and not note else None
     differences, buffers = Differences(), Differences()
     losses: list[float] = []
     its: list[float] = []
@@ -210,6 +223,9 @@ def run_pipeline(folder: Path, steps: int, *, with_original: bool) -> PipelineRe
         _update(trainer)
 
     measured = _static_bytes(trainer, examples) + peak_bytes(step)
+    if save_weights is not None:
+        unread = {} if rank else unread_state(folder, written)
+        write_weights(save_weights, trainer.state_dict() | unread)
     plan = written.stages.plan
     place = rank or 0
     compared = with_original and not note
@@ -347,7 +363,7 @@ def _gathered(own: RankReport) -> tuple[RankReport, ...]:
 class _Original:
     """The original on one device, micro-batch by micro-batch."""
 
-    def __init__(self, written: WrittenPipeline, folder: Path) -> None:
+    def __init__(self, written: WrittenPipeline, folder: Path, weights: Path | None) -> None:
         whole = read_pipeline(folder)
         loaded = load_for_micro_batches(written.source, written.stages.plan.micro_batches)
         self.module: nn.Module = loaded.module
@@ -355,8 +371,11 @@ class _Original:
         for name, tensor in whole.state.items():
             if name not in state or state[name].shape != tensor.shape:
                 raise _changed(written, f"has no {name} of the written shape {list(tensor.shape)}")
+        begin = whole.state
+        if weights is not None:
+            begin = begin | read_weights(weights, {name: begin[name] for name in whole.own_names})
         with torch.no_grad():
-            for name, tensor in whole.state.items():
+            for name, tensor in begin.items():
                 state[name].copy_(tensor)
         leaves, tree = flatten(loaded.args)
         shapes = [leaf.shape for leaf in leaves if isinstance(leaf, Tensor)]

@@ -37,7 +37,7 @@ def plan_of(planned: PlannedPipeline, names: Sequence[str], optimizer: str | Non
         single_seconds=planned.single_seconds,
         bubble=planned.timeline.bubble_fraction,
         stages=tuple(
-            _summary(stage, order.device_of[k], flights[k].until_weight)
+            _summary(stage, order.device_of[k], planned.devices.speeds, flights[k].until_weight)
             for k, stage in enumerate(planned.stages)
         ),
         cuts=planned.cuts,
@@ -46,12 +46,13 @@ def plan_of(planned: PlannedPipeline, names: Sequence[str], optimizer: str | Non
     )
 
 
-def _summary(stage: PlannedStage, device: int, in_flight: int) -> StageSummary:
+def _summary(stage: PlannedStage, device: int, speeds: Sequence[float], in_flight: int) -> StageSummary:
     graph, costs = stage.schedule.graph, stage.program.costs
     assert costs is not None
     forward = [n for n in graph.operations if n.region is Region.FORWARD and not n.op.startswith("irc.")]
     once = sum(costs.seconds[node] for node in graph.operations)
     taken = sum(costs.seconds[node] for node in stage.schedule.computed)
+    cost = stage.cost.at_speed(speeds[device])
     parameters = {i.value.storage for i in graph.inputs if i.role is InputRole.PARAMETER}
     return StageSummary(
         stage=stage.stage.index,
@@ -59,9 +60,9 @@ def _summary(stage: PlannedStage, device: int, in_flight: int) -> StageSummary:
         first=next((str(node.at) for node in forward if node.at is not None), "the beginning"),
         operations=len(forward),
         parameter_bytes=sum(storage.nbytes for storage in parameters),
-        forward_seconds=stage.cost.forward_seconds,
-        backward_seconds=stage.cost.input_gradient_seconds + stage.cost.weight_gradient_seconds,
-        again_seconds=max(taken - once, 0.0),
+        forward_seconds=cost.forward_seconds,
+        backward_seconds=cost.input_gradient_seconds + cost.weight_gradient_seconds,
+        again_seconds=max(taken - once, 0.0) / speeds[device],
         held_bytes=stage.memory.held_bytes,
         forward_bytes=stage.stage.after.forward_bytes,
         backward_bytes=stage.stage.before.backward_bytes,

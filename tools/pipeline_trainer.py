@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from ..ir.pipeline_plan import PipelinePlan
 from ..passes.optimizer_costs import OptimizerFactory, optimizer_of
 from .loading import training_loss
 from .pipeline_call import PlannedCall, check_tensors, micro_batches_of
+from .pipeline_checkpoint import load_checkpoint, load_state, save_checkpoint
 
 __all__ = ["PipelineLoss", "PipelineTrainer", "Stages", "state_of"]
 
@@ -92,6 +94,7 @@ class PipelineTrainer:
         self.state = state
         self.saved = saved
         self.call = call
+        self.group = group
         self.of_result = loss
         self._batches: list[tuple[Any, ...]] = []
         self.programs, last_programs = (
@@ -206,6 +209,46 @@ class PipelineTrainer:
         names = own if self.saved is None else self.saved
         kept = {name: found.get(id(self.state[name])) for name in names}
         return {name: tensor.detach() for name, tensor in kept.items() if tensor is not None}
+
+    def load_state_dict(self, given: Mapping[str, Tensor]) -> None:
+        """Takes values over from a state dict of the whole model, or of a part that has this rank's tensors.
+
+        Raises:
+            UsageError: IRC497 when one is missing, of another shape or unknown; nothing is changed then.
+        """
+        load_state(self.state_dict(), frozenset(self.state), given)
+
+    def save(self, folder: str | Path) -> None:
+        """Writes a checkpoint: parameters, buffers and the optimizer's state, by the model's names.
+
+        All ranks call it, between steps. Any number of stages loads it; the format is that of
+        `torch.distributed.checkpoint`.
+
+        Raises:
+            UsageError: IRC430 when it cannot be written.
+        """
+        named = {name: parameter for name, parameter in self._named().items() if parameter.requires_grad}
+        first = {id(parameter): name for name, parameter in reversed(named.items())}
+        trained = {first[id(parameter)]: parameter for parameter in self.parameters()}
+        save_checkpoint(Path(folder), self.state_dict(), trained, self._planned_optimizer, self.group)
+
+    def load(self, folder: str | Path) -> None:
+        """Takes over what `save` wrote, under whatever cut and schedule; all ranks call it, between steps.
+
+        Raises:
+            UsageError: IRC497 when it is no checkpoint, or one of another model; nothing is changed then.
+        """
+        tensors, named = self.state_dict(), self._named()
+        load_checkpoint(Path(folder), tensors, named, self._planned_optimizer, self.group)
+
+    @property
+    def _planned_optimizer(self) -> Optimizer | None:
+        return None if self.stages.optimizer is None else self.optimizer
+
+    def _named(self) -> dict[str, nn.Parameter]:
+        """This rank's parameters by all of their names."""
+        own = {id(self.state[name]): parameter for name, parameter in self.rank.parameters.items()}
+        return {name: own[id(tensor)] for name, tensor in self.state.items() if id(tensor) in own}
 
     def _loss(self, result: Any, number: int) -> Tensor:
         if self.of_result is None:

@@ -27,6 +27,7 @@ from irc.passes.pipeline.stage_graphs import cut
 from irc.passes.release_gradients import release_gradients
 from irc.tools.cli import main
 from irc.tools.loading import Source
+from irc.tools.optimizers import parse_optimizer
 from irc.tools.pipeline import Pipeline, captured_micro_batch, pipeline
 from irc.tools.pipeline_call import micro_batches_of
 from irc.tools.pipeline_folder import read_pipeline, write_pipeline
@@ -50,12 +51,26 @@ CASES = [
     (4, "zbv", 8),
 ]
 
+ADAM = parse_optimizer("adamw:lr=1e-2")
+OPTIONS: list[tuple[str, dict[str, Any]]] = [
+    ("gpipe", {"checkpoint": "except_last", "optimizer": ADAM}),
+    ("zbv", {"checkpoint": "always", "optimizer": parse_optimizer("sgd:lr=1e-2,momentum=0.9")}),
+    ("1f1b", {"checkpoint": "never", "optimizer": ADAM}),
+]
+
 
 def source_of(model: str) -> Source:
     return Source(f"{pipeline_models.__file__}:{model}")
 
 
-def planned(model: str, ranks: int, schedule: str, micro_batches: int, budget: str = "64MiB") -> Pipeline:
+def planned(
+    model: str,
+    ranks: int,
+    schedule: str,
+    micro_batches: int,
+    budget: str | list[str] = "64MiB",
+    **options: Any,
+) -> Pipeline:
     module, args = getattr(pipeline_models, model)()
     return pipeline(
         module,
@@ -66,6 +81,7 @@ def planned(model: str, ranks: int, schedule: str, micro_batches: int, budget: s
         schedule=schedule,
         profile=False,
         time_limit=0.5,
+        **options,
     )
 
 
@@ -83,6 +99,10 @@ def test_ranks_train_as_one_device(ranks: int, tmp_path: Path) -> None:
             if count == ranks:
                 name = tmp_path / f"{model}-{schedule}-{micro_batches}"
                 folders.append(str(written(name, model, planned(model, ranks, schedule, micro_batches))))
+        for schedule, options in OPTIONS:
+            name = tmp_path / f"{model}-{schedule}-{options['checkpoint']}"
+            pipe = planned(model, ranks, schedule, 2 * ranks, **options)
+            folders.append(str(written(name, model, pipe)))
     results = tmp_path / "results"
     arguments = (ranks, str(tmp_path / "meeting"), tuple(folders), str(results))
     torch.multiprocessing.spawn(pipeline_models.run_folders, args=arguments, nprocs=ranks)
@@ -142,6 +162,123 @@ def test_a_plan_that_computes_again_has_the_same_numbers(tmp_path: Path) -> None
     assert any(stage.again_seconds for stage in pipe.plan.stages)
     report = run_pipeline(written(tmp_path / "out", "tied", pipe), 2, with_original=True)
     assert report.failures == []
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zbv"])
+def test_modes_of_checkpointing_trade_time_for_memory(schedule: str) -> None:
+    plans = [
+        planned("translator", 2, schedule, 4, checkpoint=mode).plan
+        for mode in ("always", "except_last", "never")
+    ]
+    peaks = [max(plan.peak_bytes) for plan in plans]
+    assert peaks == sorted(peaks) and peaks[0] < peaks[-1]
+    seconds = [plan.step_seconds for plan in plans]
+    assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[1] > seconds[-1]
+    assert plans[0].bound_seconds <= seconds[-1]
+
+
+def test_all_but_the_last_micro_batch_are_computed_again() -> None:
+    stages = planned("tied", 2, "gpipe", 4, checkpoint="except_last").stages
+    for schedule, last in zip(stages.schedules, stages.last_schedules, strict=True):
+        assert len(schedule.computed) > len(set(schedule.computed))
+        assert len(last.computed) == len(set(last.computed))
+
+
+def test_a_mode_of_checkpointing_that_does_not_fit_is_refused() -> None:
+    most = max(planned("tied", 2, "gpipe", 4, checkpoint="never").plan.peak_bytes)
+    assert max(planned("tied", 2, "gpipe", 4, str(most), checkpoint="never").plan.peak_bytes) <= most
+    with pytest.raises(irc.BudgetError, match=r"IRC486.*needs at least"):
+        planned("tied", 2, "gpipe", 4, str(most // 2), checkpoint="never")
+
+
+def test_the_faster_device_takes_more_of_the_model() -> None:
+    plan = planned("tied", 2, "1f1b", 8, ["64MiB@0.25", "64MiB"], link="1TB").plan
+    assert sorted(plan.speeds) == [0.25, 1.0]
+    whole = [stage.operations for stage in plan.stages]
+    fast = plan.speeds.index(1.0)
+    assert whole[fast] > 2 * whole[1 - fast]
+    assert plan.step_seconds >= plan.bound_seconds
+
+
+def test_each_device_keeps_to_its_own_budget_wherever_it_is_put() -> None:
+    wide = planned("tied", 2, "1f1b", 4).plan
+    small = round(min(wide.peak_bytes) * 0.8)
+    for budgets in ([f"cpu={small}", "64MiB"], ["64MiB", f"cpu={small}"]):
+        plan = planned("tied", 2, "1f1b", 4, budgets).plan
+        assert sorted(plan.budget_bytes) == [small, 64 << 20]
+        assert plan.device_names[plan.budget_bytes.index(small)] == "cpu"
+        assert all(peak <= budget for peak, budget in zip(plan.peak_bytes, plan.budget_bytes, strict=True))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_the_optimizer_of_a_plan_steps_as_on_one_device(schedule: str) -> None:
+    model, args = pipeline_models.tied()
+    twin = copy.deepcopy(model)
+    pipe = pipeline(
+        model,
+        args,
+        "64MiB",
+        stages=2,
+        micro_batches=4,
+        schedule=schedule,
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
+        profile=False,
+        time_limit=0.5,
+    )
+    trainer = pipe.start()
+    optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2)
+    for _ in range(5):
+        trainer.step(*args)
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+        for part in micro_batches_of(args, 4):
+            (twin(*part) / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for mine, its in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, its)
+
+
+def test_the_state_of_an_optimizer_counts() -> None:
+    without = planned("tied", 1, "1f1b", 4).plan
+    with_state = planned("tied", 1, "1f1b", 4, optimizer=ADAM).plan
+    model = pipeline_models.tied()[0]
+    more = sum(2 * parameter.nbytes + 4 for parameter in model.parameters())
+    assert with_state.peak_bytes[0] - without.peak_bytes[0] == more
+    assert with_state.optimizer == "adamw:lr=0.01" and without.optimizer is None
+    assert with_state.step_seconds > without.step_seconds
+    assert with_state.bound_seconds > without.bound_seconds
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ({"checkpoint": "sometimes"}, "IRC495.*no mode 'sometimes'"),
+        ({"checkpoint": "never", "strategy": "ilp"}, "IRC495.*exclude each other"),
+        ({"budget": "1GiB@0"}, "IRC482.*speed of a device is '0'"),
+        ({"budget": "1GiB@fast"}, "IRC482.*speed of a device is 'fast'"),
+        ({"budget": "nowhere=1GiB"}, "IRC482.*no device 'nowhere'"),
+        ({"budget": "50%"}, "IRC482.*part of what"),
+        ({"budget": ["1GiB", "1GiB", "1GiB"]}, "IRC482.*3 budgets for 2 devices"),
+        ({"link": "fast"}, "IRC401.*'fast'"),
+    ],
+)
+def test_malformed_requests_are_refused(options: dict[str, Any], code: str) -> None:
+    with pytest.raises(irc.UsageError, match=code):
+        planned("tied", 2, "1f1b", 4, **options)
+
+
+def test_no_optimizer_was_planned() -> None:
+    trainer = planned("tied", 2, "1f1b", 4).start()
+    with pytest.raises(irc.UsageError, match="IRC496"):
+        _ = trainer.optimizer
+
+
+def test_a_function_that_makes_an_optimizer_is_not_written(tmp_path: Path) -> None:
+    pipe = planned("tied", 2, "1f1b", 4, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+    with pytest.raises(irc.UnsupportedError, match=r"IRC434.*made by a function"):
+        written(tmp_path / "out", "tied", pipe)
+    assert not (tmp_path / "out").exists()
 
 
 def irc_minimum(model: str) -> int:

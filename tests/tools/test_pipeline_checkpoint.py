@@ -1,0 +1,143 @@
+"""What one cut of a model has trained, another goes on with: parameters, buffers and optimizer state."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pipeline_models
+import pytest
+import torch
+import torch.multiprocessing
+from safetensors.torch import load_file, save_file
+
+import irc
+from irc.tools.cli import main
+from irc.tools.optimizers import parse_optimizer
+from irc.tools.pipeline import Pipeline, pipeline
+from irc.tools.pipeline_call import micro_batches_of
+from irc.tools.pipeline_folder import write_pipeline
+from irc.tools.loading import Source
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
+
+ADAM = parse_optimizer("adamw:lr=1e-2")
+
+
+def planned(model: torch.nn.Module, args: tuple[torch.Tensor, ...], stages: int, schedule: str) -> Pipeline:
+    return pipeline(
+        model,
+        args,
+        "64MiB",
+        stages=stages,
+        micro_batches=4,
+        schedule=schedule,
+        optimizer=ADAM,
+        profile=False,
+        time_limit=0.5,
+    )
+
+
+def train(trainer: Any, args: tuple[torch.Tensor, ...], steps: int) -> None:
+    for _ in range(steps):
+        trainer.step(*args)
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+
+
+def trained_alone(model: torch.nn.Module, args: tuple[torch.Tensor, ...], steps: int) -> dict[str, torch.Tensor]:
+    optimizer = ADAM(list(model.parameters()))
+    for _ in range(steps):
+        for part in micro_batches_of(args, 4):
+            out = model(*part)
+            loss = out if out.dim() == 0 else out.square().mean()
+            (loss / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("name", ["tied", "skips"])
+def test_a_checkpoint_of_some_stages_loads_into_others(name: str, tmp_path: Path) -> None:
+    """Three stages in one process, then two ranks, then two stages of another schedule."""
+    model, args = getattr(pipeline_models, name)()
+    expected = trained_alone(copy.deepcopy(model), args, 4)
+    fresh, again = copy.deepcopy(model), copy.deepcopy(model)
+    first = planned(model, args, 3, "1f1b").start()
+    train(first, args, 2)
+    first.save(tmp_path / "first")
+    folder = tmp_path / "pipe"
+    write_pipeline(folder, planned(fresh, args, 2, "zbv"), Source(f"{pipeline_models.__file__}:{name}"), args)
+    meeting = str(tmp_path / "meeting")
+    arguments = (2, meeting, str(folder), str(tmp_path / "first"), str(tmp_path / "second"))
+    torch.multiprocessing.spawn(pipeline_models.go_on, args=arguments, nprocs=2)
+    last = planned(again, args, 2, "gpipe").start()
+    last.load(tmp_path / "second")
+    train(last, args, 1)
+    found = again.state_dict()
+    assert found.keys() == expected.keys()
+    for key, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[key], msg=key)
+
+
+def test_checkpoints_of_other_models_are_refused_and_change_nothing(tmp_path: Path) -> None:
+    model, args = pipeline_models.tied()
+    planned(model, args, 2, "1f1b").start().save(tmp_path / "tied")
+    other, its_args = pipeline_models.skips()
+    before = {key: tensor.clone() for key, tensor in other.state_dict().items()}
+    trainer = planned(other, its_args, 2, "1f1b").start()
+    with pytest.raises(irc.UsageError, match=r"IRC497.*has no tensor"):
+        trainer.load(tmp_path / "tied")
+    with pytest.raises(irc.UsageError, match=r"IRC497.*is no checkpoint"):
+        trainer.load(tmp_path / "nothing")
+    with pytest.raises(irc.UsageError, match="IRC497.*missing"):
+        trainer.load_state_dict(model.state_dict())
+    strange = dict(before) | {"no.such": torch.zeros(1)}
+    with pytest.raises(irc.UsageError, match=r"IRC497.*the model has no no\.such"):
+        trainer.load_state_dict(strange)
+    short = dict(before)
+    key = next(key for key, tensor in before.items() if tensor.dim() > 1)
+    short[key] = short[key][:1]
+    with pytest.raises(irc.UsageError, match=r"IRC497.*has shape"):
+        trainer.load_state_dict(short)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in other.state_dict().items())
+
+
+def test_a_state_dict_is_taken_over() -> None:
+    model, args = pipeline_models.skips()
+    other = pipeline_models.skips()[0]
+    with torch.no_grad():
+        for tensor in other.state_dict().values():
+            tensor.add_(1)
+    trainer = planned(model, args, 2, "1f1b").start()
+    trainer.load_state_dict(other.state_dict())
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[key]), key
+    assert trainer.state_dict().keys() == model.state_dict().keys()
+
+
+def test_weights_of_one_cut_begin_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = f"{pipeline_models.__file__}:tied"
+    usual = ["--budget", "64MiB", "--micro-batches", "4", "--no-profile", "--time-limit", "1", "-q"]
+    for stages in ("2", "3"):
+        assert main(["optimize", source, "--stages", stages, *usual, "-o", str(tmp_path / stages)]) == 0
+    weights = tmp_path / "weights.safetensors"
+    assert main(["run", str(tmp_path / "2"), "--steps", "2", "--save-weights", str(weights)]) == 0
+    model = pipeline_models.tied()[0]
+    model.load_state_dict(load_file(weights))
+    assert main(["run", str(tmp_path / "3"), "--steps", "1", "--weights", str(weights), "--check"]) == 0
+    assert "original" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.glob(".*")] == []
+    tensors = load_file(weights)
+    tensors.popitem()
+    save_file(tensors, weights)
+    if len(tensors) and main(["run", str(tmp_path / "3"), "--weights", str(weights)]) == 2:
+        assert "error[IRC497]" in capsys.readouterr().err
+    (tmp_path / "text").write_text("no weights")
+    assert main(["run", str(tmp_path / "3"), "--weights", str(tmp_path / "text")]) == 2
+    assert "error[IRC497]" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "3")
+    assert main(["run", str(tmp_path / "2"), "--save-weights", str(tmp_path / "3" / "w.safetensors")]) == 2
+    assert "error[IRC434]" in capsys.readouterr().err

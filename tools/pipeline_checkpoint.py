@@ -1,0 +1,159 @@
+"""Checkpoints of pipelines: parameters, buffers and optimizer state by the model's names, for any cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.optim import Optimizer
+
+from ..ir import UsageError
+
+__all__ = ["load_checkpoint", "load_state", "save_checkpoint"]
+
+_MODEL, _STATE = "model.", "optimizer."
+"""What the names of entries begin with: then comes the model's name, for state also what it is there."""
+
+_HELP = "give a folder that trainer.save wrote for the same model"
+
+
+def save_checkpoint(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: Optimizer | None,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Writes what each rank has, in the format of torch.distributed.checkpoint; all ranks call it.
+
+    Args:
+        folder: Where to; what is there already is replaced.
+        tensors: The rank's parameters and buffers by the model's names.
+        parameters: The rank's trained parameters by one name each.
+        optimizer: Whose state is written too.
+        group: The ranks; None for all.
+
+    Raises:
+        UsageError: IRC430 when the folder cannot be written.
+    """
+    entries: dict[str, Any] = {_MODEL + name: tensor for name, tensor in tensors.items()}
+    if optimizer is not None:
+        for name, parameter in parameters.items():
+            for key, value in optimizer.state.get(parameter, {}).items():
+                entries[f"{_STATE}{name}.{key}"] = value
+    try:
+        dcp.save(entries, checkpoint_id=folder, process_group=group, no_dist=not dist.is_initialized())
+    except (OSError, dcp.api.CheckpointException) as error:
+        raise UsageError(
+            "IRC430", f"{folder} cannot be written: {error}", help="choose another folder"
+        ) from error
+
+
+def load_checkpoint(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: Optimizer | None,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Reads what each rank has, whatever ranks wrote it; all ranks of the group call it.
+
+    Args:
+        folder: What `save_checkpoint` wrote.
+        tensors: The rank's parameters and buffers by the model's names, which take the values.
+        parameters: The rank's trained parameters by all of their names.
+        optimizer: What takes the state; its own settings (learning rate and the like) stay.
+        group: The ranks; None for all.
+
+    Raises:
+        UsageError: IRC497 when the folder is no checkpoint, or one of another model; nothing is changed then.
+    """
+    known = _known(folder)
+    wanted: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        _check(folder, name, tensor, known.get(_MODEL + name))
+        wanted[_MODEL + name] = tensor
+    of: dict[str, tuple[nn.Parameter, str]] = {}
+    if optimizer is not None:
+        for name, parameter in parameters.items():
+            prefix = f"{_STATE}{name}."
+            for key, meta in known.items():
+                if key.startswith(prefix) and "." not in key[len(prefix) :]:
+                    of[key] = parameter, key[len(prefix) :]
+                    is_tensor = isinstance(meta, TensorStorageMetadata)
+                    wanted[key] = torch.empty(meta.size, dtype=meta.properties.dtype) if is_tensor else None
+    dcp.load(wanted, checkpoint_id=folder, process_group=group, no_dist=not dist.is_initialized())
+    if optimizer is not None:
+        state: dict[nn.Parameter, dict[str, Any]] = {}
+        for key, (parameter, its) in of.items():
+            state.setdefault(parameter, {})[its] = wanted[key]
+        _take_state(optimizer, state)
+
+
+def _known(folder: Path) -> Mapping[str, Any]:
+    """What a checkpoint holds, by the names of its entries."""
+    try:
+        return dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    except Exception as error:  # whatever unpickling meets
+        raise UsageError("IRC497", f"{folder} is no checkpoint: {error}", help=_HELP) from error
+
+
+def _check(folder: Path, name: str, tensor: Tensor, found: object) -> None:
+    if not isinstance(found, TensorStorageMetadata):
+        raise UsageError("IRC497", f"the checkpoint {folder} has no tensor {name}", help=_HELP)
+    if found.size != tensor.shape or found.properties.dtype != tensor.dtype:
+        raise UsageError(
+            "IRC497",
+            f"{name} is {_text(found.size, found.properties.dtype)} in the checkpoint {folder}, and "
+            f"{_text(tensor.shape, tensor.dtype)} in the model",
+            help=_HELP,
+        )
+
+
+def _text(shape: torch.Size, dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+
+
+def _take_state(optimizer: Optimizer, state: Mapping[nn.Parameter, dict[str, Any]]) -> None:
+    """Puts state by parameter into an optimizer, which casts and moves it as it does with its own."""
+    described = optimizer.state_dict()
+    numbers = (number for group in described["param_groups"] for number in group["params"])
+    held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    described["state"] = {
+        number: state[parameter]
+        for number, parameter in zip(numbers, held, strict=True)
+        if parameter in state
+    }
+    optimizer.load_state_dict(described)
+
+
+def load_state(own: Mapping[str, Tensor], known: frozenset[str], given: Mapping[str, Tensor]) -> None:
+    """Copies the values of a state dict of the whole model, or of a part with these tensors, into them.
+
+    Args:
+        own: The rank's parameters and buffers by the model's names, which take the values.
+        known: All names of the model.
+        given: Values by name.
+
+    Raises:
+        UsageError: IRC497 when one is missing, of another shape, or unknown; nothing is changed then.
+    """
+    help_text = "give the state dict of the same model"
+    for name, tensor in own.items():
+        found = given.get(name)
+        if found is None or found.shape != tensor.shape:
+            shown = "is missing" if found is None else f"has shape {list(found.shape)}"
+            raise UsageError(
+                "IRC497", f"{name} {shown}; the model's has shape {list(tensor.shape)}", help=help_text
+            )
+    if unknown := sorted(cast("set[str]", given.keys()) - known):
+        raise UsageError("IRC497", f"the model has no {unknown[0]}", help=help_text)
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(given[name])

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["run_folders", "run_probes", "skips", "sometimes", "tied", "translator"]
+__all__ = ["go_on", "run_folders", "run_probes", "skips", "sometimes", "tied", "translator"]
 
 Example = tuple[nn.Module, tuple[Tensor, ...]]
 
@@ -145,6 +145,29 @@ def run_folders(rank: int, ranks: int, meeting: str, folders: Sequence[str], res
         dist.destroy_process_group()
     if rank == 0:
         Path(results).write_text(json.dumps(found))
+
+
+def go_on(rank: int, ranks: int, meeting: str, folder: str, begin: str, end: str) -> None:
+    """Loads a checkpoint into the ranks of a written pipeline, takes a step and writes another."""
+    from irc.tools.pipeline_folder import read_pipeline
+    from irc.tools.pipeline_trainer import PipelineTrainer
+
+    torch.set_num_threads(1)
+    limit = datetime.timedelta(seconds=120)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks, timeout=limit
+    )
+    try:
+        written = read_pipeline(Path(folder), rank)
+        trainer = PipelineTrainer(
+            written.stages, written.state, rebuild=lambda leaves: leaves[0], saved=written.own_names
+        )
+        trainer.load(begin)
+        trainer.step(*written.examples)
+        trainer.optimizer.step()
+        trainer.save(end)
+    finally:
+        dist.destroy_process_group()
 
 
 def run_probes(rank: int, ranks: int, meeting: str, results: str) -> None:

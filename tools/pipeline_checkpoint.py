@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import warnings
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -48,7 +50,8 @@ def save_checkpoint(
             for key, value in optimizer.state.get(parameter, {}).items():
                 entries[f"{_STATE}{name}.{key}"] = value
     try:
-        dcp.save(entries, checkpoint_id=folder, process_group=group, no_dist=not dist.is_initialized())
+        with _alone_without_a_warning():
+            dcp.save(entries, checkpoint_id=folder, process_group=group, no_dist=not dist.is_initialized())
     except (OSError, dcp.api.CheckpointException) as error:
         raise UsageError(
             "IRC430", f"{folder} cannot be written: {error}", help="choose another folder"
@@ -88,12 +91,21 @@ def load_checkpoint(
                     of[key] = parameter, key[len(prefix) :]
                     is_tensor = isinstance(meta, TensorStorageMetadata)
                     wanted[key] = torch.empty(meta.size, dtype=meta.properties.dtype) if is_tensor else None
-    dcp.load(wanted, checkpoint_id=folder, process_group=group, no_dist=not dist.is_initialized())
+    with _alone_without_a_warning():
+        dcp.load(wanted, checkpoint_id=folder, process_group=group, no_dist=not dist.is_initialized())
     if optimizer is not None:
         state: dict[nn.Parameter, dict[str, Any]] = {}
         for key, (parameter, its) in of.items():
             state.setdefault(parameter, {})[its] = wanted[key]
         _take_state(optimizer, state)
+
+
+@contextlib.contextmanager
+def _alone_without_a_warning() -> Generator[None]:
+    """A process without a group saves and loads by itself, and means it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
+        yield
 
 
 def _known(folder: Path) -> Mapping[str, Any]:

@@ -110,6 +110,11 @@ class PipelineSchedule:
         """How many devices there are."""
         return len(self.lines)
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether backward comes in two parts."""
+        return any(action.work is Work.WEIGHT_GRADIENT for line in self.lines for action in line)
+
     def stages_on(self, device: int) -> tuple[int, ...]:
         """The stages of a device, in order."""
         return tuple(stage for stage, its in enumerate(self.device_of) if its == device)

@@ -15,9 +15,16 @@ from ..ir import Graph, Input, InputRole, Slot, UsageError
 from ..ir.autocast import autocast_state
 from ..ir.nesting import flatten, flatten_arguments
 
-__all__ = ["PlannedCall", "check_tensors", "micro_batches_of"]
+__all__ = ["PlannedCall", "batch_of", "check_tensors", "micro_batches_of"]
 
 _HELP = "call it as it was planned, or plan again"
+
+
+def batch_of(args: Sequence[Any]) -> int:
+    """The first dimension of the first tensor that has one; 0 where there is none."""
+    leaves = flatten(tuple(args))[0]
+    sizes = (leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim())
+    return next(sizes, 0)
 
 
 def micro_batches_of(args: Sequence[Any], count: int) -> list[tuple[Any, ...]]:
@@ -32,8 +39,7 @@ def micro_batches_of(args: Sequence[Any], count: int) -> list[tuple[Any, ...]]:
         UsageError: IRC487 when the batch does not divide, or there is none.
     """
     leaves, tree = flatten(tuple(args))
-    sizes = (leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim())
-    batch = next(sizes, None)
+    batch = batch_of(args)
     if not batch or batch % count:
         raise UsageError(
             "IRC487",

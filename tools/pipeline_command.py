@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Protocol
 
 from ..ir import UsageError
@@ -29,22 +30,37 @@ class Phases(Protocol):
 def add_pipeline(parser: argparse.ArgumentParser) -> None:
     """The options of `irc optimize` for pipelines."""
     group = parser.add_argument_group("pipelines")
-    group.add_argument("--stages", type=int, metavar="K", help="cut the model for K devices")
+    group.add_argument(
+        "--stages",
+        type=_number_or_auto,
+        metavar="K",
+        help="cut the model for K devices, or auto for as many of them as are best",
+    )
     group.add_argument(
         "--device",
         action="append",
         metavar="[NAME=]BYTES[@SPEED]",
         help="a device, once for each: cuda:0=16GiB, 8GiB@0.5 (half as fast as costs are measured)",
     )
-    group.add_argument("--micro-batches", type=int, metavar="M", help="parts that a batch goes through in")
     group.add_argument(
-        "--schedule", default="1f1b", help="gpipe, 1f1b, interleaved, zb-h1, zbv or dualpipev (1f1b)"
+        "--micro-batches",
+        type=_number_or_auto,
+        metavar="M",
+        help="parts that a batch goes through in, or auto",
+    )
+    group.add_argument(
+        "--schedule",
+        help="gpipe, 1f1b, interleaved, zb-h1, zbv or dualpipev (1f1b), or auto, as with --stages auto",
     )
     group.add_argument("--chunks", type=int, metavar="V", help="stages of each device, for interleaved (2)")
     group.add_argument(
         "--checkpoint", metavar="MODE", help="always, except_last or never, instead of a plan for each stage"
     )
     group.add_argument("--link", default="10GB", metavar="BYTES", help="a second between two devices (10GB)")
+
+
+def _number_or_auto(text: str) -> int | str:
+    return text if text == "auto" else int(text)
 
 
 _ALONE = ("swap", "passes", "explain", "print_passes")
@@ -58,7 +74,7 @@ def is_pipeline(options: argparse.Namespace) -> bool:
 def optimize_pipeline(options: argparse.Namespace, source: Source, progress: Phases, mark: Marker) -> int:
     """Plans a pipeline, and writes it where the user asks for that."""
     from .optimizers import parse_optimizer
-    from .pipeline_request import PipelineRequest
+    from .pipeline_request import AUTO, PipelineRequest
 
     for name in _ALONE:
         if getattr(options, name):
@@ -72,14 +88,15 @@ def optimize_pipeline(options: argparse.Namespace, source: Source, progress: Pha
             "--stages and --forwards-in-flight exclude each other",
             help="the schedule of the pipeline says how many forwards are in flight",
         )
-    if options.micro_batches is None:
-        raise UsageError("IRC400", "--stages without --micro-batches", help="give --micro-batches 8")
+    every = options.stages == AUTO
+    if options.micro_batches is None and not every:
+        raise UsageError("IRC400", "--stages without --micro-batches", help="give --micro-batches 8, or auto")
     budgets = _budgets(options)
     request = PipelineRequest(
         len(budgets) if options.stages is None else options.stages,
-        options.micro_batches,
+        options.micro_batches or AUTO,
         budgets,
-        options.schedule,
+        options.schedule or (AUTO if every else "1f1b"),
         options.chunks,
         options.strategy,
         options.time_limit,
@@ -96,17 +113,31 @@ def optimize_pipeline(options: argparse.Namespace, source: Source, progress: Pha
     with progress.phase(f"loading {options.model}"):
         from torch import Tensor
 
+        from ..frontends.torch import Captured
         from ..ir.nesting import flatten
-        from .loading import load_for_micro_batches
-        from .pipeline import Pipeline, captured_micro_batch, plan_stages
-        from .pipeline_call import micro_batches_of
+        from .loading import Loaded, load_for_micro_batches
+        from .pipeline import Pipeline
+        from .pipeline_call import batch_of, micro_batches_of
+        from .pipeline_choice import choose, considered_lines
+        from .pipeline_planning import captured_micro_batch, plan_stages
 
-        loaded = load_for_micro_batches(source, request.micro_batches)
-        first = micro_batches_of(loaded.args, request.micro_batches)[0]
-        mark(loaded.module, options)
+        def load(count: int) -> Loaded:
+            loaded = load_for_micro_batches(source, count)
+            mark(loaded.module, options)
+            return loaded
+
+        def capture(count: int, loaded: Loaded) -> Captured:
+            return captured_micro_batch(loaded.module, micro_batches_of(loaded.args, count)[0], None)
+
+        loaded = load(1 if request.micro_batches == AUTO else request.count_of_micro_batches)
     with progress.phase("capturing, measuring and planning"):
-        captured = captured_micro_batch(loaded.module, first, None)
-        pipeline = Pipeline(loaded.module, captured, plan_stages(captured, request))
+        if request.is_open:
+            choice = choose(lambda count: capture(count, load(count)), request, batch_of(loaded.args))
+            loaded = load(choice.request.count_of_micro_batches)
+            pipeline = Pipeline(loaded.module, choice.captured, choice.stages, None, choice.considered)
+        else:
+            captured = capture(request.count_of_micro_batches, loaded)
+            pipeline = Pipeline(loaded.module, captured, plan_stages(captured, request))
     if options.output is not None:
         from .pipeline_folder import write_pipeline
 
@@ -114,13 +145,17 @@ def optimize_pipeline(options: argparse.Namespace, source: Source, progress: Pha
             examples = [leaf for leaf in flatten(loaded.args)[0] if isinstance(leaf, Tensor)]
             write_pipeline(options.output, pipeline, source, examples)
     if options.json:
-        print(json.dumps(pipeline.plan.to_json(), indent=1))
+        considered = [asdict(one) for one in pipeline.considered]
+        more = {"considered": considered} if considered else {}
+        print(json.dumps(pipeline.plan.to_json() | more, indent=1))
     elif not options.quiet:
+        for line in considered_lines(pipeline.considered):
+            print(f"{'considered':>16}  {line}")
         print(pipeline.plan.summary())
         if options.output is not None:
             print(
                 f"{'written':>16}  {options.output} (train it with: torchrun "
-                f"--nproc_per_node={request.devices} -m irc run {options.output} --check)"
+                f"--nproc_per_node={pipeline.plan.devices} -m irc run {options.output} --check)"
             )
     return 0
 
@@ -133,10 +168,11 @@ def _budgets(options: argparse.Namespace) -> list[str]:
             "the budget is missing" if options.budget is None else "--budget and --device exclude each other",
             help="give --budget 4GiB, for each of --stages devices, or --device 4GiB once for each",
         )
-    if options.device is None:
-        budgets: list[str] = options.budget.split(",")
-        return budgets * max(options.stages, 1) if len(budgets) == 1 else budgets
-    return options.device
+    if options.device is not None:
+        return options.device
+    budgets: list[str] = options.budget.split(",")
+    is_one = len(budgets) == 1 and isinstance(options.stages, int)
+    return budgets * max(options.stages, 1) if is_one else budgets
 
 
 class Marker(Protocol):

@@ -11,9 +11,12 @@ import torch
 from ..ir import UsageError, parse_budget
 from ..ir.pipeline import PipelineSchedule
 from ..passes.optimizer_costs import OptimizerFactory
-from ..passes.pipeline import pipeline_schedule
+from ..passes.pipeline import SCHEDULES, pipeline_schedule
 
-__all__ = ["CHECKPOINT_MODES", "DeviceRequest", "PipelineRequest"]
+__all__ = ["AUTO", "CHECKPOINT_MODES", "DeviceRequest", "PipelineRequest"]
+
+AUTO = "auto"
+"""Leaves a number or the schedule to be chosen."""
 
 _WHOLE_STAGE = "every-999999999"
 """The strategy that has one segment: a stage keeps what it receives, and computes all else again."""
@@ -88,10 +91,10 @@ class PipelineRequest:
     """What a pipeline is asked to be.
 
     Args:
-        devices: How many devices it runs on.
-        micro_batches: In how many parts a batch goes through it.
+        devices: How many devices it runs on; `auto` for as many of those in `budget` as are best.
+        micro_batches: In how many parts a batch goes through it, or `auto`.
         budget: Of each device, as `DeviceRequest.parse` reads it; one for all, or one for each.
-        schedule: `gpipe`, `1f1b`, `interleaved`, `zb-h1`, `zbv` or `dualpipev`.
+        schedule: `gpipe`, `1f1b`, `interleaved`, `zb-h1`, `zbv` or `dualpipev`, or `auto`.
         chunks: Stages of each device, for `interleaved`.
         strategy: What stages compute again, as in `irc.optimize`.
         time_limit: Seconds for planning.
@@ -101,8 +104,8 @@ class PipelineRequest:
         link: Bytes that go from one device to another in a second, in each direction.
     """
 
-    devices: int
-    micro_batches: int
+    devices: int | str
+    micro_batches: int | str
     budget: int | str | Sequence[int | str]
     schedule: str = "1f1b"
     chunks: int | None = None
@@ -117,21 +120,49 @@ class PipelineRequest:
         """Refuses what can be refused before the model is looked at.
 
         Raises:
-            UsageError: IRC401 or IRC482 for devices, IRC467 or IRC468 for a schedule, IRC495 for a mode of
-                checkpointing.
+            UsageError: IRC401 or IRC482 for devices, IRC467, IRC468 or IRC469 for a schedule, IRC495 for a
+                mode of checkpointing.
         """
-        self.order()
+        if not self.is_open:
+            self.order()
+        elif self.schedule not in (AUTO, *SCHEDULES):
+            pipeline_schedule(self.schedule, 1, 1)
+        for what, given in (("stages", self.devices), ("micro-batches", self.micro_batches)):
+            if given != AUTO and (isinstance(given, str) or given < 1):
+                raise UsageError(
+                    "IRC469", f"{what} are {given!r}", help=f"give a number from 1 on, or {AUTO}"
+                )
         self.requested_devices()
         self.strategies()
         self.link_bytes_per_second()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether something is left to be chosen."""
+        return AUTO in (self.devices, self.micro_batches, self.schedule)
+
+    @property
+    def count_of_devices(self) -> int:
+        """How many devices there are to choose from."""
+        if isinstance(self.devices, int):
+            return self.devices
+        return 1 if isinstance(self.budget, int | str) else len(self.budget)
+
+    @property
+    def count_of_micro_batches(self) -> int:
+        """How many micro-batches there are, where that is not open."""
+        assert isinstance(self.micro_batches, int), "the number of micro-batches is open"
+        return self.micro_batches
+
     def order(self) -> PipelineSchedule:
-        """The order of work.
+        """The order of work, where nothing is open.
 
         Raises:
             UsageError: IRC467 or IRC468.
         """
-        return pipeline_schedule(self.schedule, self.devices, self.micro_batches, self.chunks)
+        return pipeline_schedule(
+            self.schedule, self.count_of_devices, self.count_of_micro_batches, self.chunks
+        )
 
     def strategies(self) -> tuple[str, str] | None:
         """The strategies of a mode of checkpointing: of all micro-batches but the last, and of the last.
@@ -163,11 +194,12 @@ class PipelineRequest:
                 devices, and as `DeviceRequest.parse`.
         """
         given = self.budget
-        texts = [given] * self.devices if isinstance(given, int | str) else list(given)
-        if len(texts) != self.devices:
+        count = self.count_of_devices
+        texts = [given] * count if isinstance(given, int | str) else list(given)
+        if len(texts) != count:
             raise UsageError(
                 "IRC482",
-                f"{len(texts)} budgets for {self.devices} devices",
+                f"{len(texts)} budgets for {count} devices",
                 help="give one budget for all devices, or one for each",
             )
         return tuple(map(DeviceRequest.parse, texts))

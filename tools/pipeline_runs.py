@@ -23,9 +23,10 @@ from .loading import Source, load_for_micro_batches
 from .models.images import unet
 from .models.registry import Example
 from .models.sequences import TransformerBlock, t5
-from .pipeline import Pipeline, captured_micro_batch, plan_stages
+from .pipeline import Pipeline
 from .pipeline_call import micro_batches_of
 from .pipeline_folder import write_pipeline
+from .pipeline_planning import captured_micro_batch, plan_stages
 from .pipeline_request import PipelineRequest
 from .tables import check_folder, to_markdown, write_whole
 

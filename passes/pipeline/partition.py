@@ -11,6 +11,7 @@ import numpy
 from numpy.typing import NDArray
 
 from ...ir.pipeline import PipelineSchedule, in_flight
+from ...ir.pipeline_timing import StageCost, simulate_pipeline
 from .line import Line
 from .updates import Updates
 
@@ -93,6 +94,30 @@ class LinePartition:
         """The estimated time of a step with the best cuts; infinite where no partition seems to fit."""
         found = self._shortest(anywhere=False)
         return math.inf if found is None else found[0]
+
+    def simulated_seconds(self) -> float:
+        """A step with the best cuts by the schedule, without transfers; infinite where none seems to fit.
+
+        Where backward comes in two parts, each is taken as half of it.
+        """
+        cuts = self.best()
+        if cuts is None:
+            return math.inf
+        index = {place: k for k, place in enumerate(self.line.places)}
+        ends = (*(index[cut] for cut in cuts), self._end)
+        is_split = self.schedule.splits_backward
+        costs: list[StageCost] = []
+        begin = 0
+        for stage, end in enumerate(ends):
+            speed = self.devices.speeds[self.schedule.device_of[stage]]
+            forward, backward = self._forward[begin, end], self._backward[begin, end]
+            again = self._stage_seconds(stage, anywhere=False)[begin, end] * speed - forward - backward
+            back = max(float(backward + again), 0.0) / speed
+            parts = (back / 2, back / 2) if is_split else (back, 0.0)
+            costs.append(StageCost(float(forward) / speed, *parts))
+            begin = end
+        order = replace(self.schedule, overlapped=frozenset())
+        return simulate_pipeline(order, costs).step_seconds
 
     def _shortest(self, anywhere: bool) -> tuple[float, list[int]] | None:
         """The shortest step, and the indices of the places that it is cut at."""
@@ -235,8 +260,8 @@ def lower_bound_seconds(
     whole = line.seconds(0, len(line.order))
     count = schedule.micro_batches
     bound = (count * whole + update_seconds) / sum(devices.speeds)
-    is_split = any(action.work.value == "W" for row in schedule.lines for action in row)
-    if schedule.stages == schedule.devices and len(set(devices.speeds)) == 1 and not is_split:
+    is_equal = schedule.stages == schedule.devices and len(set(devices.speeds)) == 1
+    if is_equal and not schedule.splits_backward:
         speed = devices.speeds[0]
         bound = max(bound, whole / speed / (1 - (1 - 1 / count) ** schedule.devices))
     return bound

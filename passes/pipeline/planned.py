@@ -18,7 +18,7 @@ from ...ir import (
     verify_graph,
     verify_schedule,
 )
-from ...ir.pipeline import PipelineSchedule, Work, in_flight
+from ...ir.pipeline import PipelineSchedule, in_flight
 from ...ir.pipeline_exchange import verify_exchanges
 from ...ir.pipeline_memory import device_peak_bytes
 from ...ir.pipeline_timing import PipelineTimeline, Transfer, simulate_pipeline
@@ -144,7 +144,7 @@ class _Search:
         self.devices = options.devices.ordered(self.device_order)
         self.budgets = self.devices.budget_bytes
         self.partition = given.on(self.devices)
-        self.split = any(action.work is Work.WEIGHT_GRADIENT for line in schedule.lines for action in line)
+        self.split = schedule.splits_backward
         self.flights = in_flight(schedule)
         self.planners: dict[tuple[int, str], StagePlanner] = {}
 

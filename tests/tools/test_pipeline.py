@@ -28,9 +28,10 @@ from irc.passes.release_gradients import release_gradients
 from irc.tools.cli import main
 from irc.tools.loading import Source
 from irc.tools.optimizers import parse_optimizer
-from irc.tools.pipeline import Pipeline, captured_micro_batch, pipeline
+from irc.tools.pipeline import Pipeline, pipeline
 from irc.tools.pipeline_call import micro_batches_of
 from irc.tools.pipeline_folder import read_pipeline, write_pipeline
+from irc.tools.pipeline_planning import captured_micro_batch
 from irc.tools.pipeline_run import run_pipeline
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")

@@ -1,0 +1,261 @@
+"""Chooses how many devices a pipeline uses, its micro-batches and its schedule, for the shortest step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..frontends.torch import Captured
+from ..ir import BudgetError, IrcError, TimeLimitError, UsageError, format_bytes
+from ..passes.pipeline import SCHEDULES, Line, LinePartition, lower_bound_seconds
+from .pipeline_planning import MicroBatch, devices_of
+from .pipeline_request import AUTO, PipelineRequest
+from .pipeline_trainer import Stages
+
+__all__ = ["Choice", "Considered", "choose", "considered_lines"]
+
+
+@dataclass(frozen=True)
+class Considered:
+    """A way to run the pipeline that was looked at.
+
+    Args:
+        devices: How many.
+        micro_batches: How many.
+        schedule: Its name.
+        bound_seconds: No plan of it takes less; None where it was not looked at.
+        step_seconds: Of the plan; None where none was made.
+        peak_bytes: On the device that has most; None where no plan was made.
+        why_not: Why no plan was made; empty where one was.
+    """
+
+    devices: int
+    micro_batches: int
+    schedule: str
+    bound_seconds: float | None = None
+    step_seconds: float | None = None
+    peak_bytes: int | None = None
+    why_not: str = ""
+
+    def text(self) -> str:
+        """In one line."""
+        said = (
+            f"{_many(self.devices, 'device')}, {_many(self.micro_batches, 'micro-batch')}, {self.schedule}: "
+        )
+        if self.step_seconds is None or self.peak_bytes is None:
+            return said + self.why_not
+        return said + f"{self.step_seconds:.4g} s, largest peak {format_bytes(self.peak_bytes)}"
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 'es' if what.endswith('ch') else 's'}"
+
+
+def considered_lines(considered: Sequence[Considered]) -> list[str]:
+    """What was looked at, for a person: plans one by one, the others by why there is none."""
+    lines = [one.text() for one in considered if one.step_seconds is not None]
+    others: dict[str, list[Considered]] = {}
+    for one in considered:
+        if one.step_seconds is None:
+            others.setdefault(one.why_not, []).append(one)
+    for why_not, ways in others.items():
+        lines.append(ways[0].text() if len(ways) == 1 else f"{len(ways)} other ways: {why_not}")
+    return lines
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The best way that was found.
+
+    Args:
+        request: It, with nothing open.
+        captured: One micro-batch.
+        stages: Its plan.
+        considered: All that was looked at, the shortest step first, then what has no plan.
+    """
+
+    request: PipelineRequest
+    captured: Captured
+    stages: Stages
+    considered: tuple[Considered, ...]
+
+    @property
+    def bound_seconds(self) -> float:
+        """No plan of all that was looked at takes less for a step."""
+        bounds = (one.bound_seconds for one in self.considered)
+        return min(bound for bound in bounds if bound is not None)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A request with nothing open, and what is known of it before it is planned."""
+
+    request: PipelineRequest
+    micro_batch: MicroBatch
+    bound_seconds: float
+    estimated_seconds: float
+
+    def considered(self, **more: Any) -> Considered:
+        return replace(_considered(self.request, ""), bound_seconds=self.bound_seconds, **more)
+
+
+def choose(capture: Callable[[int], Captured], request: PipelineRequest, batch: int) -> Choice:
+    """Plans the ways to run a pipeline that a request leaves open, the most promising ones first.
+
+    Numbers of micro-batches are those that divide the batch, two of them at most from one power of two to the
+    next. Where a part of the devices is used, that is the fastest ones. A way whose bound is above the best
+    plan's step is not planned. A third of the time goes into capturing and measuring micro-batches of several
+    sizes, the rest into plans, each with a part of it.
+
+    Args:
+        capture: The training graph of a micro-batch, given how many there are.
+        request: What is asked; `auto` is open.
+        batch: The size of a whole batch.
+
+    Raises:
+        BudgetError: IRC486 of the way that came nearest, where none fits.
+        UsageError: IRC487 where the batch does not divide; IRC498 where no way was left.
+        UnsupportedError: Where the model uses what is not supported.
+    """
+    started = time.monotonic()
+    candidates, considered = _candidates(capture, request, batch, started + request.time_limit / 3)
+    best: tuple[_Candidate, Stages] | None = None
+    refusal: BudgetError | None = None
+    deadline = started + request.time_limit
+    for number, candidate in enumerate(candidates):
+        if best is not None and candidate.bound_seconds >= best[1].plan.step_seconds:
+            considered.append(candidate.considered(why_not="no plan can be shorter than the best one"))
+            continue
+        left = deadline - time.monotonic()
+        if best is not None and left <= 0:
+            considered.append(candidate.considered(why_not="no time was left to plan it"))
+            continue
+        part = max(left / max(1 + len(candidates) - number, 2), request.time_limit / 20)
+        try:
+            stages = candidate.micro_batch.plan(candidate.request, part)
+        except BudgetError as error:
+            considered.append(candidate.considered(why_not=f"over budget: {error.message}"))
+            if refusal is None or error.minimum_bytes < refusal.minimum_bytes:
+                refusal = error
+            continue
+        except (TimeLimitError, UsageError) as error:
+            considered.append(candidate.considered(why_not=error.message))
+            continue
+        plan = stages.plan
+        considered.append(
+            candidate.considered(step_seconds=plan.step_seconds, peak_bytes=max(plan.peak_bytes))
+        )
+        if best is None or plan.step_seconds < best[1].plan.step_seconds:
+            best = candidate, stages
+    if best is None:
+        raise refusal or _nothing(considered)
+    candidate, stages = best
+    considered.sort(key=lambda one: math.inf if one.step_seconds is None else one.step_seconds)
+    plan = replace(stages.plan, planning_seconds=time.monotonic() - started)
+    return Choice(
+        candidate.request,
+        candidate.micro_batch.captured,
+        replace(stages, plan=plan),
+        tuple(considered),
+    )
+
+
+def _nothing(considered: Sequence[Considered]) -> IrcError:
+    said = considered[0].text() if considered else "no number of micro-batches divides the batch"
+    return UsageError(
+        "IRC498",
+        f"no way to run a pipeline was left ({said})",
+        help="give another batch, more time (--time-limit), or numbers instead of auto",
+    )
+
+
+def _considered(request: PipelineRequest, why_not: str) -> Considered:
+    return Considered(
+        request.count_of_devices, request.count_of_micro_batches, request.schedule, why_not=why_not
+    )
+
+
+def _candidates(
+    capture: Callable[[int], Captured], request: PipelineRequest, batch: int, deadline: float
+) -> tuple[list[_Candidate], list[Considered]]:
+    """What may be planned, the shortest estimated step first, and what may not."""
+    found: list[_Candidate] = []
+    refused: list[Considered] = []
+    for count in _micro_batches(request, batch):
+        ways = list(_ways(request, count))
+        if found and time.monotonic() > deadline:
+            refused += [_considered(way, "no time was left to capture a micro-batch") for way in ways]
+            continue
+        micro_batch: MicroBatch | None = None
+        line: Line | None = None
+        for way in ways:
+            try:
+                way.order()
+            except UsageError as error:
+                refused.append(_considered(way, error.message))
+                continue
+            if micro_batch is None or line is None:
+                micro_batch = MicroBatch.measured(capture(count), request.profile, request.optimizer)
+                costs = micro_batch.program.costs
+                assert costs is not None
+                line = Line(micro_batch.program.graph, costs)
+            if len(line.places) <= way.order().stages:
+                refused.append(_considered(way, f"the model has {len(line.places) - 1} places for stages"))
+                continue
+            found.append(_candidate(way, micro_batch, line))
+    return sorted(found, key=lambda one: (one.estimated_seconds, one.bound_seconds)), refused
+
+
+def _candidate(request: PipelineRequest, micro_batch: MicroBatch, line: Line) -> _Candidate:
+    order, devices = request.order(), devices_of(request)
+    partition = LinePartition(line, order, devices, micro_batch.updates)
+    update_seconds = micro_batch.updates.seconds([line.graph])
+    bound_seconds = lower_bound_seconds(line, order, devices, update_seconds)
+    return _Candidate(request, micro_batch, bound_seconds, partition.simulated_seconds())
+
+
+def _ways(request: PipelineRequest, micro_batches: int) -> Iterator[PipelineRequest]:
+    """The requests with nothing open for a number of micro-batches."""
+    devices = request.requested_devices()
+    texts = [f"{f'{d.name}=' if d.name else ''}{d.budget_bytes}@{d.speed!r}" for d in devices]
+    fastest = sorted(range(len(devices)), key=lambda k: (-devices[k].speed, -devices[k].budget_bytes, k))
+    counts = range(1, len(devices) + 1) if request.devices == AUTO else [len(devices)]
+    names = SCHEDULES if request.schedule == AUTO else [request.schedule]
+    for count in counts:
+        for name in names if count > 1 or request.schedule != AUTO else ["1f1b"]:
+            yield replace(
+                request,
+                devices=count,
+                micro_batches=micro_batches,
+                schedule=name,
+                budget=[texts[k] for k in sorted(fastest[:count])],
+                chunks=request.chunks if name == "interleaved" else None,
+            )
+
+
+def _micro_batches(request: PipelineRequest, batch: int) -> list[int]:
+    """Numbers of micro-batches, those around four for each device first.
+
+    Raises:
+        UsageError: IRC487 where the given one does not divide the batch, or there is no batch.
+    """
+    if request.micro_batches != AUTO:
+        return [request.count_of_micro_batches]
+    if not batch:
+        raise UsageError(
+            "IRC487", "no argument is a batch that could be divided", help="give tensors with a batch"
+        )
+    divisors = [count for count in range(1, batch + 1) if batch % count == 0]
+    by_power: dict[int, list[int]] = {}
+    for count in divisors:
+        by_power.setdefault(count.bit_length(), []).append(count)
+    kept = [count for counts in by_power.values() for count in counts[:_EACH_POWER]]
+    aim = 4 * request.count_of_devices
+    return sorted(kept, key=lambda count: abs(math.log(count / aim)))
+
+
+_EACH_POWER = 2
+"""So many numbers of micro-batches are looked at from one power of two to the next."""

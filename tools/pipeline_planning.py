@@ -1,0 +1,157 @@
+"""Captures one micro-batch of a model, and plans its pipeline."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..frontends.torch import Captured, capture
+from ..ir import InputRole, UnsupportedError
+from ..ir.nesting import flatten
+from ..passes import Cost, Program, SplitConvolutions
+from ..passes.optimizer_costs import OptimizerFactory, step_costs
+from ..passes.pipeline import Devices, PipelineOptions, Updates, plan_pipeline
+from .loading import training_loss
+from .optimizers import DescribedOptimizer
+from .pipeline_request import PipelineRequest
+from .pipeline_results import own_results
+from .pipeline_summary import plan_of
+from .pipeline_trainer import PipelineLoss, Stages
+
+__all__ = ["MicroBatch", "captured_micro_batch", "devices_of", "plan_stages"]
+
+_LINK_SECONDS = 20e-6
+"""What is assumed that a transfer takes beside its bytes."""
+
+
+def captured_micro_batch(
+    model: nn.Module, micro_batch: tuple[Any, ...], loss: PipelineLoss | None
+) -> Captured:
+    """The training graph of one micro-batch.
+
+    Raises:
+        UnsupportedError: IRC483 for arguments that require a gradient; IRC489 for written arguments and
+            results that are parameters; others for what is not supported.
+    """
+    of_result = training_loss if loss is None else (lambda result: loss(result, *micro_batch))
+    leaves, tree = flatten(micro_batch)
+    own = [_own(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    captured = capture(model, pytree.tree_unflatten(own, tree), {}, loss=of_result)
+    for entry in captured.graph.inputs:
+        if entry.role is InputRole.INPUT and entry.requires_grad:
+            raise UnsupportedError(
+                "IRC483",
+                f"argument {entry.target} requires a gradient, which a pipeline does not give back",
+                help="detach the argument, or make it a parameter of the model",
+            )
+    return own_results(captured)
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """A copy of a part of a batch, which would hold all of it: a plan counts what is held."""
+    if tensor.untyped_storage().nbytes() <= tensor.nbytes:
+        return tensor
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One micro-batch of a model with what its operations take.
+
+    Args:
+        captured: Its training graph.
+        program: The same with costs.
+        cost: What found them, for the graphs of stages.
+        updates: What the steps of an optimizer take.
+    """
+
+    captured: Captured
+    program: Program
+    cost: Cost
+    updates: Updates
+
+    @staticmethod
+    def measured(
+        captured: Captured, profile: bool | str | None, optimizer: OptimizerFactory | None
+    ) -> MicroBatch:
+        """Finds what the operations of a captured micro-batch take.
+
+        Args:
+            captured: The training graph.
+            profile: As in `irc.optimize`.
+            optimizer: Whose steps count too.
+
+        Raises:
+            UnsupportedError: IRC508 for an optimizer that takes no steps parameter by parameter.
+        """
+        if isinstance(profile, str):
+            split, cost = SplitConvolutions(transpose=profile == "cpu"), Cost(profile=profile)
+        else:
+            cost = Cost(profile="cpu") if profile is False else Cost(repeats=8 if profile else 3)
+            split = SplitConvolutions()
+        program = cost.run(replace(split.run(Program(captured.graph)), original=None))
+        inputs = program.graph.inputs
+        trained = [i.value for i in inputs if i.role is InputRole.PARAMETER and i.requires_grad]
+        costs = {} if optimizer is None else step_costs(optimizer, trained)
+        updates = Updates({value.storage: taken for value, taken in costs.items()})
+        return MicroBatch(captured, program, cost, updates)
+
+    def plan(self, request: PipelineRequest, time_limit: float) -> Stages:
+        """Plans its pipeline.
+
+        Args:
+            request: What it is asked to be.
+            time_limit: Seconds, instead of the request's.
+
+        Raises:
+            BudgetError: IRC486.
+            TimeLimitError: IRC205.
+            UsageError: IRC485 for more stages than operations; as `PipelineRequest`.
+        """
+        options = PipelineOptions(
+            devices_of(request), request.strategy, request.strategies(), time_limit, self.updates
+        )
+        planned = plan_pipeline(self.program, request.order(), options, self.cost.run)
+        names = [device.name for device in request.requested_devices()]
+        optimizer = request.optimizer
+        named = str(optimizer) if isinstance(optimizer, DescribedOptimizer) else "one of the program's own"
+        return Stages(
+            planned.schedule,
+            tuple(stage.schedule for stage in planned.stages),
+            tuple(stage.schedule for stage in planned.last_stages),
+            self.captured.signature.deliveries,
+            self.captured.constants,
+            plan_of(planned, names, None if optimizer is None else named),
+            optimizer,
+        )
+
+
+def devices_of(request: PipelineRequest) -> Devices:
+    """The devices of a request and their links, as partitions know them."""
+    asked = request.requested_devices()
+    return Devices(
+        tuple(device.budget_bytes for device in asked),
+        tuple(device.speed for device in asked),
+        request.link_bytes_per_second(),
+        _LINK_SECONDS,
+    )
+
+
+def plan_stages(captured: Captured, request: PipelineRequest) -> Stages:
+    """Plans the pipeline of a captured micro-batch.
+
+    Raises:
+        BudgetError: IRC486.
+        TimeLimitError: IRC205.
+        UnsupportedError: IRC508 for an optimizer that takes no steps parameter by parameter.
+        UsageError: IRC485 for more stages than operations; as `PipelineRequest`.
+    """
+    started = time.monotonic()
+    micro_batch = MicroBatch.measured(captured, request.profile, request.optimizer)
+    left = max(request.time_limit - (time.monotonic() - started), request.time_limit / 4)
+    stages = micro_batch.plan(request, left)
+    return replace(stages, plan=replace(stages.plan, planning_seconds=time.monotonic() - started))

@@ -20,6 +20,7 @@ IMAGES: dict[str, Any] = {"batch": 4, "size": 64, "classes": 10}
 BLOCKS: dict[str, Any] = {"batch": 4, "sequence": 32, "depth": 3, "width": 16, "heads": 2}
 TOKENS: dict[str, Any] = {**BLOCKS, "vocabulary": 40, "depth": 2}
 SMALL: dict[str, dict[str, Any]] = {
+    "amoebanet_d": {**IMAGES, "layers": 3, "filters": 16},
     "bart": TOKENS,
     "densenet121": {**IMAGES, "growth": 4, "depths": (2, 2, 2)},
     "densenet201": {**IMAGES, "growth": 4, "depths": (1, 3, 2)},
@@ -70,6 +71,41 @@ def test_parameters_are_those_of_the_published_model(name: str) -> None:
     with torch.device("meta"):
         module, _ = MODELS[name]()
     assert sum(parameter.numel() for parameter in module.parameters()) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize(
+    ("layers", "filters", "parameters"),
+    [
+        (18, 208, 81_505_540),
+        (18, 416, 319_024_120),
+        (18, 544, 542_734_840),
+        (36, 544, 1_055_832_376),
+        (72, 512, 1_844_858_344),
+    ],
+)
+def test_amoebanet_d_has_the_parameters_of_gpipe_and_torchgpipe(
+    layers: int, filters: int, parameters: int
+) -> None:
+    with torch.device("meta"):
+        module, _ = models.amoebanet_d(layers=layers, filters=filters)
+    assert sum(parameter.numel() for parameter in module.parameters()) == parameters
+
+
+def test_amoebanet_d_joins_two_cells_of_different_sizes() -> None:
+    module, (images, _) = models.amoebanet_d(batch=2, size=64, layers=3, filters=16)
+    sizes: list[tuple[int, ...]] = []
+    for cell in module.get_submodule("model.cells").children():
+        cell.register_forward_hook(lambda m, i, output: sizes.append(tuple(output.shape)))
+    assert module.get_submodule("model")(images).shape == (2, 1000)
+    assert sizes == [
+        (2, 24, 16, 16),
+        (2, 48, 8, 8),
+        (2, 64, 8, 8),
+        (2, 96, 4, 4),
+        (2, 128, 4, 4),
+        (2, 192, 2, 2),
+        (2, 256, 2, 2),
+    ]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -7,6 +7,7 @@ seeds its own generator and leaves the caller's as it was. `MODELS` has all of t
 
 from __future__ import annotations
 
+from .amoebanet import amoebanet_d
 from .experts import mixtral
 from .images import Classifier as Classifier
 from .images import (
@@ -28,6 +29,7 @@ from .sequences import bart, gpt2, gpt2_no_dropout, gpt2x24, gpt2x24_no_dropout,
 
 # The factories, as many as in MODELS.
 __all__ = [
+    "amoebanet_d",
     "bart",
     "densenet121",
     "densenet201",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -341,6 +341,19 @@ class _Translator:
         """
         by_target = {(i.role, i.target): i for i in self.inputs}
         placeholders = {value: node for node, value in self.values.items() if node.op == "placeholder"}
+        read_by_backward = {read for n in calls if n not in forward for read in n.all_input_nodes}
+        read = {v for n in self.nodes if Trait.EFFECT not in n.traits for v in n.operands}
+        by_name: dict[str, Node] = {}
+        touching: dict[Storage | Value, list[str]] = {}
+        """The nodes that read each storage, or make each value."""
+
+        def note(node: Node) -> None:
+            by_name[node.name] = node
+            for touched in dict.fromkeys((*(v.storage for v in node.operands), *node.values)):
+                touching.setdefault(touched, []).append(node.name)
+
+        for node in self.nodes:
+            note(node)
         for new_node, described in mutations:
             old = by_target[_ROLES[type(described)], _input_target(described)]
             new = self.values[new_node]
@@ -353,16 +366,17 @@ class _Translator:
                     help="write into a copy (clone()) instead",
                 )
             placeholder = placeholders[old.value]
-            if any(placeholder in n.all_input_nodes for n in calls if n not in forward):
+            if placeholder in read_by_backward:
                 self.values[placeholder] = self._copy_of(old.value)
+                note(self.nodes[0])
             last = -1
-            for index, reader in enumerate(self.nodes):
-                if any(v.storage is old.value.storage for v in reader.operands):
-                    last = index
-                    if not reader.is_view and not self._ignores_statistics(reader):
-                        self.nodes[index] = replace(reader, traits=reader.traits | {Trait.PINNED})
-                elif new in reader.values:
-                    last = index
+            for name in (*touching.get(old.value.storage, ()), *touching.get(new, ())):
+                reader = by_name[name]
+                index = self.nodes.index(reader)
+                last = max(last, index)
+                reads_old = any(v.storage is old.value.storage for v in reader.operands)
+                if reads_old and not reader.is_view and not _ignores_statistics(reader, read):
+                    self.nodes[index] = by_name[name] = replace(reader, traits=reader.traits | {Trait.PINNED})
             write = Node(
                 name=f"write_{old.value.name}",
                 op="aten.copy_.default",
@@ -371,6 +385,7 @@ class _Translator:
                 traits=frozenset({Trait.EFFECT}),
             )
             self.nodes.insert(last + 1, write)
+            note(write)
 
     def _copy_of(self, value: Value) -> Value:
         storage = self._new_storage(value.type)
@@ -382,13 +397,6 @@ class _Translator:
         storage = Storage(f"s{len(self.storages)}", allocation_bytes(type.nbytes, type.device), type.device)
         self.storages[-len(self.storages)] = storage
         return storage
-
-    def _ignores_statistics(self, node: Node) -> bool:
-        """Whether a node reads running statistics only to update them (BatchNorm in training)."""
-        if node.op not in _BATCH_NORM or node.arguments[_TRAINING["forward"]] is not True:
-            return False
-        updated = {node.results[index] for index in _STATISTICS}
-        return not any(updated & set(n.operands) for n in self.nodes if Trait.EFFECT not in n.traits)
 
     # ------------------------------------------------------------------ results
 
@@ -625,6 +633,13 @@ _BATCH_NORM = ("aten._native_batch_norm_legit_functional.default",)
 _BATCH_NORM_BACKWARD = ("aten.native_batch_norm_backward.default",)
 _STATISTICS = (3, 4)
 _TRAINING = {"forward": 5, "backward": 7}
+
+
+def _ignores_statistics(node: Node, read: Set[Value]) -> bool:
+    """Whether a node reads running statistics only to update them (BatchNorm in training)."""
+    if node.op not in _BATCH_NORM or node.arguments[_TRAINING["forward"]] is not True:
+        return False
+    return read.isdisjoint(node.results[index] for index in _STATISTICS)
 
 
 def _accumulates_in_place(gradient: Value, of: Value) -> bool:

@@ -132,6 +132,7 @@ def release_gradients(graph: Graph, costs: Mapping[Value, StepCost] | None = Non
     made: defaultdict[int, list[Node]] = defaultdict(list)
     releases: defaultdict[int, list[Node]] = defaultdict(list)
     reserved_bytes = graph.reserved_bytes
+    names = {node.name for node in graph.nodes}
     for parameter, parts in _delivered(graph):
         gradients = sorted((o.value for o in parts if o.value is not None), key=places.made)
         at = places.made(gradients[-1])
@@ -141,7 +142,7 @@ def release_gradients(graph: Graph, costs: Mapping[Value, StepCost] | None = Non
         cost = None if costs is None else costs[parameter.value]
         if cost is not None:
             at = max(at, places.last_read(gradient.storage), places.last_needed(parameter.value.storage))
-        releases[at].append(_release(graph, parameter, gradient, cost))
+        releases[at].append(_release(names, parameter, gradient, cost))
         reserved_bytes += gradient.storage.nbytes if cost is None else cost.state_bytes
     nodes = tuple(_woven(graph.nodes, made, releases))
     outputs = tuple(replace(output, value=None) if output in done else output for output in graph.outputs)
@@ -196,11 +197,11 @@ def _woven(nodes: Sequence[Node], *insertions: Mapping[int, list[Node]]) -> Iter
             yield from inserted.get(index, ())
 
 
-def _release(graph: Graph, parameter: Input, gradient: Value, cost: StepCost | None) -> Node:
-    """The node that applies a gradient at some cost, or accumulates it."""
+def _release(names: set[str], parameter: Input, gradient: Value, cost: StepCost | None) -> Node:
+    """The node that applies a gradient at some cost, or accumulates it; its name is none of `names`."""
     verb, op = ("accumulate", ACCUMULATE_GRADIENT) if cost is None else ("apply", APPLY_GRADIENT)
     return Node(
-        name=_unused(f"{verb}_{parameter.target}", {node.name for node in graph.nodes}),
+        name=_unused(f"{verb}_{parameter.target}", names),
         op=op,
         arguments=(parameter.value, gradient),
         keywords=() if cost is None else cost.keywords,

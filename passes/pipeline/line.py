@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from ...ir import Graph, InputRole, Node, Region, Storage
 from ..costs import Costs
 from .placement import Dataflow, place_backward
-from .stage_graphs import boundary_values
+from .stage_graphs import boundary_bytes
 
 __all__ = ["Line"]
 
@@ -24,13 +24,21 @@ class Line:
     Args:
         graph: As it was captured.
         costs: Of its operations.
+        release_seconds: Time of adding the gradient of a parameter to its sum, by the parameter's storage.
         most_places: How many places for a cut are looked at: the ones where least crosses, spread over the
             line.
     """
 
-    def __init__(self, graph: Graph, costs: Costs, most_places: int = 160) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        costs: Costs,
+        release_seconds: Mapping[Storage, float] | None = None,
+        most_places: int = 160,
+    ) -> None:
         self.flow = Dataflow(graph)
         self.costs = costs
+        self.release_seconds = release_seconds or {}
         self.order = self.flow.forward
         self.placement = place_backward(
             self.flow, {node: place for place, node in enumerate(self.order)}, max(len(self.order), 1)
@@ -49,13 +57,8 @@ class Line:
     @cached_property
     def crossing_bytes(self) -> list[tuple[int, int]]:
         """For each place, the bytes that go forward and that come back where the line is cut before it."""
-        count = len(self.order)
-        forth, back = [0] * (count + 1), [0] * (count + 1)
-        for boundary, where in zip(
-            boundary_values(self.flow, self.placement, count), range(1, count), strict=True
-        ):
-            forth[where], back[where] = boundary.forward_bytes, boundary.backward_bytes
-        return list(zip(forth, back, strict=True))
+        nothing = (0, 0)
+        return [nothing, *boundary_bytes(self.flow, self.placement, len(self.order)), nothing]
 
     def _places(self, most: int) -> tuple[int, ...]:
         """The places that are looked at: 0, the end, and those between."""
@@ -95,6 +98,8 @@ class Line:
         for node, place in self.placement.stages.items():
             if node.region is Region.BACKWARD and found:
                 found[place] += self.costs.seconds[node]
+        for storage, seconds in self.release_seconds.items():
+            found[max(self.placement.homes.get(storage, (0,)))] += seconds
         return found
 
     @cached_property

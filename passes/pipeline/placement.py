@@ -53,6 +53,11 @@ class Dataflow:
         return frozenset(entry.value.storage for entry in entries)
 
     @cached_property
+    def owners(self) -> dict[str, Input]:
+        """The input that each gradient belongs to, by what outputs call it."""
+        return {f"{entry.role.value}:{entry.target}": entry for entry in self.graph.inputs}
+
+    @cached_property
     def repeated(self) -> frozenset[Node]:
         """Operations that each stage runs for itself instead of receiving what they make.
 
@@ -190,7 +195,7 @@ def place_backward(flow: Dataflow, forward: Mapping[Node, int], count: int) -> P
 
     for output in graph.outputs:
         if output.role is OutputRole.GRADIENT and output.value is not None:
-            owner = next(i for i in graph.inputs if f"{i.role.value}:{i.target}" == output.target)
+            owner = flow.owners[output.target]
             for part in parts.get(output.value, (output.value,)):
                 ask(part, min(homes.get(owner.value.storage, (0,))))
     backward = [n for n in graph.operations if n.region is Region.BACKWARD]
@@ -244,11 +249,10 @@ def _split_sums(
 ) -> tuple[dict[Value, tuple[Value, ...]], frozenset[Node]]:
     """The gradients of parameters that several stages have, with their parts; and what would add these up."""
     split: dict[Value, tuple[Value, ...]] = {}
-    targets = {f"{i.role.value}:{i.target}": i for i in flow.graph.inputs}
     for output in flow.graph.outputs:
         if output.role is not OutputRole.GRADIENT or output.value not in flow.sums:
             continue
-        if len(homes.get(targets[output.target].value.storage, ())) > 1:
+        if len(homes.get(flow.owners[output.target].value.storage, ())) > 1:
             split[output.value] = flow.sums[output.value]
     dropped: set[Node] = set()
     pending = list(split)

@@ -23,6 +23,7 @@ from ...ir.pipeline_exchange import verify_exchanges
 from ...ir.pipeline_memory import device_peak_bytes
 from ...ir.pipeline_timing import PipelineTimeline, Transfer, simulate_pipeline
 from ..program import Program
+from ..release_gradients import ReleaseGradients
 from .device_order import device_order
 from .line import Line
 from .partition import Devices, LinePartition, lower_bound_seconds
@@ -132,7 +133,7 @@ class _Search:
         self.options = options
         self.cost = cost
         self.deadline = started + options.time_limit
-        self.line = Line(program.graph, program.costs)
+        self.line = Line(program.graph, program.costs, _release_seconds(program, cost))
         if len(self.line.places) <= schedule.stages:
             raise UsageError(
                 "IRC485",
@@ -434,6 +435,13 @@ class _Search:
                 for device, speed in enumerate(devices.speeds)
             ),
         )
+
+
+def _release_seconds(program: Program, cost: Callable[[Program], Program]) -> dict[Storage, float]:
+    """What adding each gradient to those of other micro-batches takes, by the storage of its parameter."""
+    released = cost(ReleaseGradients("accumulate").run(replace(program, costs=None)))
+    assert released.costs is not None
+    return {node.operands[0].storage: released.costs.seconds[node] for node in released.graph.releases}
 
 
 _STEP_BYTES = 64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -10,7 +11,6 @@ from ...ir import (
     RECEIVE,
     SEND,
     Graph,
-    Input,
     InputRole,
     Node,
     Output,
@@ -26,7 +26,7 @@ from ...ir import (
 )
 from .placement import Dataflow, Placement, place_backward
 
-__all__ = ["Boundary", "StageGraph", "boundary_values", "cut"]
+__all__ = ["Boundary", "StageGraph", "boundary_bytes", "boundary_values", "cut"]
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,21 @@ def cut(
     )
 
 
-def boundary_values(flow: Dataflow, placement: Placement, count: int) -> tuple[Boundary, ...]:
-    """What crosses each of the boundaries between `count` stages.
+@dataclass(frozen=True, slots=True)
+class _Crossing:
+    """A value that other stages read than the one that makes it.
+
+    Args:
+        value: What is sent.
+        boundaries: Those that it crosses.
+    """
+
+    value: Value
+    boundaries: range
+
+
+def _crossings(flow: Dataflow, placement: Placement, count: int) -> tuple[list[_Crossing], list[_Crossing]]:
+    """What goes forward and what comes back, in the order in which stages send it.
 
     Raises:
         UnsupportedError: IRC480.
@@ -137,17 +150,43 @@ def boundary_values(flow: Dataflow, placement: Placement, count: int) -> tuple[B
     homeward = sorted(
         (s for s in made if s in backward), key=lambda s: (-made[s], s not in graph.tangent_storages)
     )
-    found: list[Boundary] = []
-    for index in range(count - 1):
-        forth = (s for s in onward if made[s] <= index < last.get(s, -1))
-        back = (s for s in homeward if first.get(s, count) <= index < made[s])
-        found.append(
-            Boundary(
-                tuple(_crossing(flow, values[s]) for s in forth),
-                tuple(_crossing(flow, values[s]) for s in back),
-            )
-        )
-    return tuple(found)
+    forth = ((s, range(made[s], last.get(s, -1))) for s in onward)
+    back = ((s, range(first.get(s, count), made[s])) for s in homeward)
+    return (
+        [_Crossing(_crossing(flow, values[s]), between) for s, between in forth if between],
+        [_Crossing(_crossing(flow, values[s]), between) for s, between in back if between],
+    )
+
+
+def boundary_values(flow: Dataflow, placement: Placement, count: int) -> tuple[Boundary, ...]:
+    """What crosses each of the boundaries between `count` stages.
+
+    Raises:
+        UnsupportedError: IRC480.
+    """
+    forth: list[list[Value]] = [[] for _ in range(count - 1)]
+    back: list[list[Value]] = [[] for _ in range(count - 1)]
+    for found, crossings in zip((forth, back), _crossings(flow, placement, count), strict=True):
+        for crossing in crossings:
+            for boundary in crossing.boundaries:
+                found[boundary].append(crossing.value)
+    return tuple(Boundary(tuple(there), tuple(here)) for there, here in zip(forth, back, strict=True))
+
+
+def boundary_bytes(flow: Dataflow, placement: Placement, count: int) -> list[tuple[int, int]]:
+    """The bytes that go forward and come back across each of the boundaries between `count` stages.
+
+    Raises:
+        UnsupportedError: IRC480.
+    """
+    sums: list[list[int]] = []
+    for crossings in _crossings(flow, placement, count):
+        changes = [0] * count
+        for crossing in crossings:
+            changes[crossing.boundaries.start] += crossing.value.storage.nbytes
+            changes[crossing.boundaries.stop] -= crossing.value.storage.nbytes
+        sums.append(list(itertools.accumulate(changes[:-1])))
+    return list(zip(*sums, strict=True))
 
 
 def _made_values(flow: Dataflow) -> Iterable[Value]:
@@ -180,13 +219,7 @@ def _reads(flow: Dataflow, placement: Placement, count: int) -> Iterable[tuple[V
 
 def _homes_of(flow: Dataflow, placement: Placement, output: Output) -> tuple[int, ...]:
     """The stages that keep the input that a gradient belongs to."""
-    owner = next(entry for entry in flow.graph.inputs if _belongs(output, entry))
-    return placement.homes.get(owner.value.storage, (0,))
-
-
-def _belongs(output: Output, entry: Input) -> bool:
-    """Whether an output is the gradient of an input."""
-    return output.role is OutputRole.GRADIENT and output.target == f"{entry.role.value}:{entry.target}"
+    return placement.homes.get(flow.owners[output.target].value.storage, (0,))
 
 
 def _delivered_at(homes: Sequence[int], stage: int) -> int:
@@ -231,7 +264,8 @@ class _Stage:
         for output in delivered:
             if output.value is not None:
                 self.read(output.value)
-                self.statics.update(entry.value for entry in graph.inputs if _belongs(output, entry))
+                if output.role is OutputRole.GRADIENT:
+                    self.statics.add(self.flow.owners[output.target].value)
         sums = {node.results[0]: node for node in self.sums}
         for node in self.sums:
             for value in node.operands:
@@ -246,8 +280,9 @@ class _Stage:
             for entry in graph.inputs
             if (last if entry.role is InputRole.TANGENT else entry.value in self.statics)
         )
+        own = {entry.value for entry in inputs}
         outputs = tuple(
-            o for o in delivered if o.role is OutputRole.OUTPUT or any(_belongs(o, i) for i in inputs)
+            o for o in delivered if o.role is OutputRole.OUTPUT or self.flow.owners[o.target].value in own
         )
         arrived = _received(self.after.gradients, Region.BACKWARD)
         rest = _with_sends(backward, self.before.gradients, self.after.gradients, Region.BACKWARD)

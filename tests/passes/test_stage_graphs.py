@@ -24,8 +24,8 @@ from irc.ir import (
     verify_schedule,
 )
 from irc.passes import Program
-from irc.passes.pipeline.placement import Dataflow
-from irc.passes.pipeline.stage_graphs import StageGraph, cut
+from irc.passes.pipeline.placement import Dataflow, place_backward
+from irc.passes.pipeline.stage_graphs import StageGraph, boundary_bytes, boundary_values, cut
 
 _ADD = "aten.add.Tensor"
 
@@ -170,3 +170,14 @@ def test_one_stage_is_the_whole_graph(case: tuple[Graph, dict[Node, int], int]) 
     dead = [n for n in graph.operations if n in Dataflow(graph).repeated and read.isdisjoint(n.values)]
     assert set(stage.graph.operations) == set(graph.operations) - set(dead)
     assert not stage.before.activations and not stage.after.activations
+
+
+@given(cuts())
+def test_bytes_at_boundaries_are_those_of_the_values_that_cross_them(
+    made: tuple[Graph, dict[Node, int], int],
+) -> None:
+    graph, stages, count = made
+    flow = Dataflow(graph)
+    placement = place_backward(flow, stages, count)
+    expected = [(b.forward_bytes, b.backward_bytes) for b in boundary_values(flow, placement, count)]
+    assert boundary_bytes(flow, placement, count) == expected

@@ -290,6 +290,13 @@ def irc_minimum(model: str) -> int:
     return refused.value.minimum_bytes
 
 
+def test_one_device_that_holds_all_takes_no_longer_than_the_bound() -> None:
+    """Gradients are added up in each micro-batch: partitions, bounds and plans count that alike."""
+    plan = planned("skips", 1, "gpipe", 4).plan
+    assert plan.step_seconds == pytest.approx(plan.bound_seconds)
+    assert plan.step_seconds == pytest.approx(plan.single_seconds)
+
+
 def test_a_program_trains_by_its_own_loss() -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(6, 6) for _ in range(4)))

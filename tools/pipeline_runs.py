@@ -20,6 +20,7 @@ from ..ir import BudgetError, IrcError, UsageError, format_bytes
 from ..ir.nesting import flatten
 from ..passes.profile import device_name
 from .loading import Source, load_for_micro_batches
+from .models.amoebanet import amoebanet_d
 from .models.images import unet
 from .models.registry import Example
 from .models.sequences import TransformerBlock, t5
@@ -30,7 +31,7 @@ from .pipeline_planning import captured_micro_batch, plan_stages
 from .pipeline_request import PipelineRequest
 from .tables import check_folder, to_markdown, write_whole
 
-__all__ = ["SOURCES", "language_model", "main", "translator", "wide_unet"]
+__all__ = ["SOURCES", "amoebanet", "language_model", "main", "translator", "wide_unet"]
 
 _SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv")
 _FREE = "1TiB"
@@ -74,6 +75,11 @@ def translator() -> Example:
     return t5(batch=16, sequence=32, depth=4, width=256, heads=4, vocabulary=4096, dropout=0.0)
 
 
+def amoebanet() -> Example:
+    """AmoebaNet-D (6, 32), batch 16: each cell reads the results of the two before it."""
+    return amoebanet_d(batch=16, size=64, classes=10, layers=6, filters=32)
+
+
 def _resnet() -> str:
     """The ResNet-50 that the onnx package has."""
     import onnx
@@ -86,6 +92,7 @@ SOURCES: dict[str, Callable[[], Source]] = {
     "u-net": lambda: Source("irc.tools.pipeline_runs:wide_unet"),
     "resnet50.onnx": lambda: Source(_resnet(), batch=8, seed=0),
     "t5": lambda: Source("irc.tools.pipeline_runs:translator"),
+    "amoebanet-d": lambda: Source("irc.tools.pipeline_runs:amoebanet"),
 }
 """What is trained; the names are those of the table."""
 

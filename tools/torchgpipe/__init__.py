@@ -1,0 +1,1 @@
+"""What torchgpipe and GPipe published of their pipelines, and the same pipelines planned by irc."""

@@ -91,6 +91,7 @@ def pipeline(
     checkpoint: str | None = None,
     optimizer: OptimizerFactory | None = None,
     link: int | str = "10GB",
+    partition: str = "best",
 ) -> Pipeline:
     """Cuts a model into pipeline stages that fit their devices, for the shortest step.
 
@@ -122,6 +123,8 @@ def pipeline(
             `lambda params: torch.optim.AdamW(params, lr=1e-3)`: the budget covers its state and its steps,
             and `trainer.optimizer` is it.
         link: Bytes that go from one device to the next in a second.
+        partition: Where the model is cut: `best`, or for comparison as many places in each stage (`uniform`),
+            torchgpipe's balance (`time`, `size`) or PipeDream's (`pipedream`).
 
     Raises:
         BudgetError: IRC486 when no partition was found that fits.
@@ -141,6 +144,7 @@ def pipeline(
         checkpoint,
         optimizer,
         link,
+        partition,
     )
     request.check()
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..frontends.torch import Captured
 from ..ir import BudgetError, IrcError, TimeLimitError, UsageError, format_bytes
-from ..passes.pipeline import SCHEDULES, Line, LinePartition, lower_bound_seconds
+from ..passes.pipeline import SCHEDULES, LinePartition, lower_bound_seconds
 from .pipeline_planning import MicroBatch, devices_of
 from .pipeline_request import AUTO, PipelineRequest
 from .pipeline_trainer import Stages
@@ -190,27 +190,23 @@ def _candidates(
             refused += [_considered(way, "no time was left to capture a micro-batch") for way in ways]
             continue
         micro_batch: MicroBatch | None = None
-        line: Line | None = None
         for way in ways:
             try:
                 way.order()
             except UsageError as error:
                 refused.append(_considered(way, error.message))
                 continue
-            if micro_batch is None or line is None:
+            if micro_batch is None:
                 micro_batch = MicroBatch.measured(capture(count), request.profile, request.optimizer)
-                costs = micro_batch.program.costs
-                assert costs is not None
-                line = Line(micro_batch.program.graph, costs)
-            if len(line.places) <= way.order().stages:
-                refused.append(_considered(way, f"the model has {len(line.places) - 1} places for stages"))
+            if (places := len(micro_batch.line.places)) <= way.order().stages:
+                refused.append(_considered(way, f"the model has {places - 1} places for stages"))
                 continue
-            found.append(_candidate(way, micro_batch, line))
+            found.append(_candidate(way, micro_batch))
     return sorted(found, key=lambda one: (one.estimated_seconds, one.bound_seconds)), refused
 
 
-def _candidate(request: PipelineRequest, micro_batch: MicroBatch, line: Line) -> _Candidate:
-    order, devices = request.order(), devices_of(request)
+def _candidate(request: PipelineRequest, micro_batch: MicroBatch) -> _Candidate:
+    order, devices, line = request.order(), devices_of(request), micro_batch.line
     partition = LinePartition(line, order, devices, micro_batch.updates)
     update_seconds = micro_batch.updates.seconds([line.graph])
     bound_seconds = lower_bound_seconds(line, order, devices, update_seconds)

@@ -56,6 +56,12 @@ def add_pipeline(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--checkpoint", metavar="MODE", help="always, except_last or never, instead of a plan for each stage"
     )
+    group.add_argument(
+        "--partition",
+        default="best",
+        metavar="NAME",
+        help="best, or for comparison uniform, time or size (torchgpipe's balance), pipedream",
+    )
     group.add_argument("--link", default="10GB", metavar="BYTES", help="a second between two devices (10GB)")
 
 
@@ -104,6 +110,7 @@ def optimize_pipeline(options: argparse.Namespace, source: Source, progress: Pha
         options.checkpoint,
         None if options.optimizer is None else parse_optimizer(options.optimizer),
         options.link,
+        options.partition,
     )
     request.check()
     if options.output is not None:

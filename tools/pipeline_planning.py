@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from ..ir import InputRole, UnsupportedError
 from ..ir.nesting import flatten
 from ..passes import Cost, Program, SplitConvolutions
 from ..passes.optimizer_costs import OptimizerFactory, step_costs
-from ..passes.pipeline import Devices, PipelineOptions, Updates, plan_pipeline
+from ..passes.pipeline import Devices, Line, PipelineOptions, Updates, line_of, plan_pipeline
 from .loading import training_loss
 from .optimizers import DescribedOptimizer
 from .pipeline_request import PipelineRequest
@@ -100,6 +101,11 @@ class MicroBatch:
         updates = Updates({value.storage: taken for value, taken in costs.items()})
         return MicroBatch(captured, program, cost, updates)
 
+    @cached_property
+    def line(self) -> Line:
+        """Its operations as they may be cut."""
+        return line_of(self.program, self.cost.run)
+
     def plan(self, request: PipelineRequest, time_limit: float) -> Stages:
         """Plans its pipeline.
 
@@ -113,9 +119,14 @@ class MicroBatch:
             UsageError: IRC485 for more stages than operations; as `PipelineRequest`.
         """
         options = PipelineOptions(
-            devices_of(request), request.strategy, request.strategies(), time_limit, self.updates
+            devices_of(request),
+            request.strategy,
+            request.partition,
+            request.strategies(),
+            time_limit,
+            self.updates,
         )
-        planned = plan_pipeline(self.program, request.order(), options, self.cost.run)
+        planned = plan_pipeline(self.program, request.order(), options, self.cost.run, self.line)
         names = [device.name for device in request.requested_devices()]
         optimizer = request.optimizer
         named = str(optimizer) if isinstance(optimizer, DescribedOptimizer) else "one of the program's own"

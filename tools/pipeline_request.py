@@ -11,7 +11,7 @@ import torch
 from ..ir import UsageError, parse_budget
 from ..ir.pipeline import PipelineSchedule
 from ..passes.optimizer_costs import OptimizerFactory
-from ..passes.pipeline import SCHEDULES, pipeline_schedule
+from ..passes.pipeline import PARTITIONS, SCHEDULES, pipeline_schedule
 
 __all__ = ["AUTO", "CHECKPOINT_MODES", "DeviceRequest", "PipelineRequest"]
 
@@ -102,6 +102,7 @@ class PipelineRequest:
         checkpoint: Instead of a strategy, of `CHECKPOINT_MODES`; None for irc's own plan of each stage.
         optimizer: Makes the optimizer of a list of parameters, whose state and steps the budget covers too.
         link: Bytes that go from one device to another in a second, in each direction.
+        partition: Where the model is cut: `best`, or for comparison `uniform`, `time`, `size` or `pipedream`.
     """
 
     devices: int | str
@@ -115,13 +116,14 @@ class PipelineRequest:
     checkpoint: str | None = None
     optimizer: OptimizerFactory | None = None
     link: int | str = "10GB"
+    partition: str = "best"
 
     def check(self) -> None:
         """Refuses what can be refused before the model is looked at.
 
         Raises:
             UsageError: IRC401 or IRC482 for devices, IRC467, IRC468 or IRC469 for a schedule, IRC495 for a
-                mode of checkpointing.
+                mode of checkpointing, IRC499 for an unknown partition.
         """
         if not self.is_open:
             self.order()
@@ -134,6 +136,12 @@ class PipelineRequest:
                 )
         self.requested_devices()
         self.strategies()
+        if self.partition not in PARTITIONS:
+            raise UsageError(
+                "IRC499",
+                f"there is no way {self.partition!r} to cut a model",
+                help=f"choose one of {', '.join(PARTITIONS)}",
+            )
         self.link_bytes_per_second()
 
     @property

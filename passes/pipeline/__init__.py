@@ -1,15 +1,18 @@
 """Pipelines: which stage runs what, in which order, and what each stage exchanges with its neighbours."""
 
+from .compared import PARTITIONS
+from .devices import Devices
 from .line import Line
-from .partition import Devices, LinePartition, lower_bound_seconds
+from .partition import LinePartition, lower_bound_seconds
 from .placement import Dataflow, Placement, place_backward
-from .planned import PipelineOptions, PlannedPipeline, plan_pipeline
+from .planned import PipelineOptions, PlannedPipeline, line_of, plan_pipeline
 from .schedules import SCHEDULES, pipeline_schedule
 from .stage_graphs import Boundary, StageGraph, boundary_values, cut
 from .stage_plan import PlannedStage, StagePlanner
 from .updates import Updates
 
 __all__ = [
+    "PARTITIONS",
     "SCHEDULES",
     "Boundary",
     "Dataflow",
@@ -25,6 +28,7 @@ __all__ = [
     "Updates",
     "boundary_values",
     "cut",
+    "line_of",
     "lower_bound_seconds",
     "pipeline_schedule",
     "place_backward",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from .partition import Devices, LinePartition
+from .devices import Devices
+from .partition import LinePartition
 
 __all__ = ["device_order"]
 

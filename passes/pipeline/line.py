@@ -25,6 +25,8 @@ class Line:
         graph: As it was captured.
         costs: Of its operations.
         release_seconds: Time of adding the gradient of a parameter to its sum, by the parameter's storage.
+        order: The operations of forward in an order in which each comes after what it reads; None for the
+            order in which they run.
         most_places: How many places for a cut are looked at: the ones where least crosses, spread over the
             line.
     """
@@ -34,12 +36,13 @@ class Line:
         graph: Graph,
         costs: Costs,
         release_seconds: Mapping[Storage, float] | None = None,
+        order: Sequence[Node] | None = None,
         most_places: int = 160,
     ) -> None:
         self.flow = Dataflow(graph)
         self.costs = costs
         self.release_seconds = release_seconds or {}
-        self.order = self.flow.forward
+        self.order = self.flow.forward if order is None else tuple(order)
         self.placement = place_backward(
             self.flow, {node: place for place, node in enumerate(self.order)}, max(len(self.order), 1)
         )
@@ -49,6 +52,10 @@ class Line:
     def graph(self) -> Graph:
         """The training graph."""
         return self.flow.graph
+
+    def in_order(self, order: Sequence[Node]) -> Line:
+        """The same operations in another order."""
+        return Line(self.graph, self.costs, self.release_seconds, order)
 
     def stages(self, cuts: Sequence[int]) -> dict[Node, int]:
         """The stage of each operation of forward, where the line is cut before the operations `cuts`."""

@@ -5,48 +5,20 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy
 from numpy.typing import NDArray
 
 from ...ir.pipeline import PipelineSchedule, in_flight
 from ...ir.pipeline_timing import StageCost, simulate_pipeline
+from .devices import Devices
 from .line import Line
 from .updates import Updates
 
-__all__ = ["Devices", "LinePartition", "lower_bound_seconds"]
+__all__ = ["LinePartition", "lower_bound_seconds"]
 
 _Table = NDArray[numpy.float64]
-
-
-@dataclass(frozen=True)
-class Devices:
-    """What the stages run on.
-
-    Args:
-        budget_bytes: Of each device.
-        speeds: Of each device, beside the one that costs were found for.
-        link_bytes_per_second: Of the link between two devices, in each direction.
-        link_seconds: What a transfer takes beside its bytes.
-    """
-
-    budget_bytes: tuple[int, ...]
-    speeds: tuple[float, ...]
-    link_bytes_per_second: float
-    link_seconds: float = 0.0
-
-    def ordered(self, order: Sequence[int]) -> Devices:
-        """The same devices in another order."""
-        return replace(
-            self,
-            budget_bytes=tuple(self.budget_bytes[device] for device in order),
-            speeds=tuple(self.speeds[device] for device in order),
-        )
-
-    def transfer_seconds(self, nbytes: int) -> float:
-        """Time of one transfer."""
-        return self.link_seconds + nbytes / self.link_bytes_per_second
 
 
 _SLACKS = (1.0, 1.01, 1.03, 1.06, 1.1, 1.2, 1.35, 1.6)

@@ -24,14 +24,17 @@ from ...ir.pipeline_memory import device_peak_bytes
 from ...ir.pipeline_timing import PipelineTimeline, Transfer, simulate_pipeline
 from ..program import Program
 from ..release_gradients import ReleaseGradients
+from .compared import compared_cuts
 from .device_order import device_order
+from .devices import Devices
+from .downset_order import downset_order
 from .line import Line
-from .partition import Devices, LinePartition, lower_bound_seconds
+from .partition import LinePartition, lower_bound_seconds
 from .stage_graphs import StageGraph, cut
 from .stage_plan import PlannedStage, StagePlanner
 from .updates import Updates
 
-__all__ = ["PipelineOptions", "PlannedPipeline", "plan_pipeline", "transfers_of"]
+__all__ = ["PipelineOptions", "PlannedPipeline", "line_of", "plan_pipeline", "transfers_of"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class PipelineOptions:
     Args:
         devices: What the stages run on.
         strategy: What stages compute again, as `SelectCheckpoints`.
+        partition: Where the model is cut, of `PARTITIONS`: all but `best` are others' ways.
         checkpoint: Strategies of all micro-batches but the last, and of the last, that are taken whatever
             memory they need; None for plans within the budgets by `strategy`.
         time_limit: Seconds for all of it.
@@ -49,6 +53,7 @@ class PipelineOptions:
 
     devices: Devices
     strategy: str = "auto"
+    partition: str = "best"
     checkpoint: tuple[str, str] | None = None
     time_limit: float = 60.0
     updates: Updates = field(default_factory=Updates)
@@ -64,7 +69,7 @@ class PlannedPipeline:
         device_order: Which of the given devices each of them is.
         stages: The stages.
         last_stages: The stages as they treat the last micro-batch, where that differs; else none.
-        cuts: Where the line of forward operations is cut.
+        cuts: Where the operations of forward are cut, in an order in which stages follow each other.
         timeline: When everything happens.
         peak_bytes: The most that is alive on each device.
         bound_seconds: No partition of these devices takes less.
@@ -98,6 +103,7 @@ def plan_pipeline(
     schedule: PipelineSchedule,
     options: PipelineOptions,
     cost: Callable[[Program], Program],
+    line: Line | None = None,
 ) -> PlannedPipeline:
     """Cuts a training graph into the stages of a schedule, and plans each of them.
 
@@ -106,15 +112,24 @@ def plan_pipeline(
         schedule: Says how many stages and micro-batches there are.
         options: The rest.
         cost: Finds the costs of a stage's operations.
+        line: What `line_of` finds for the program, where that is known.
 
     Raises:
         BudgetError: IRC486 when no partition was found whose stages fit.
         UsageError: IRC485 for more stages than operations.
     """
     started = time.monotonic()
-    search = _Search(program, schedule, options, cost, started)
+    search = _Search(line or line_of(program, cost), schedule, options, cost, started)
     best = search.run()
     return replace(best, seconds=time.monotonic() - started)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Where a line is cut."""
+
+    line: Line
+    places: tuple[int, ...]
 
 
 class _Search:
@@ -122,18 +137,17 @@ class _Search:
 
     def __init__(
         self,
-        program: Program,
+        line: Line,
         schedule: PipelineSchedule,
         options: PipelineOptions,
         cost: Callable[[Program], Program],
         started: float,
     ) -> None:
-        assert program.costs is not None, "costs come first"
         self.schedule = schedule
         self.options = options
         self.cost = cost
         self.deadline = started + options.time_limit
-        self.line = Line(program.graph, program.costs, _release_seconds(program, cost))
+        self.line = line
         if len(self.line.places) <= schedule.stages:
             raise UsageError(
                 "IRC485",
@@ -150,14 +164,13 @@ class _Search:
         self.planners: dict[tuple[int, str], StagePlanner] = {}
 
     def run(self) -> PlannedPipeline:
-        partition = self.partition
-        candidates = (partition.best(anywhere=True), partition.best(), partition.smallest())
-        best: PlannedPipeline | None = None
+        best: tuple[_Cut, PlannedPipeline] | None = None
         refusal: BudgetError | None = None
         late: TimeLimitError | None = None
-        for cuts in dict.fromkeys(cuts for cuts in candidates if cuts is not None):
+        smallest = _Cut(self.line, self.partition.smallest())
+        for candidate in self._candidates(smallest):
             try:
-                found = self._planned(cuts)
+                found = self._planned(candidate)
             except BudgetError as error:
                 if refusal is None or error.minimum_bytes < refusal.minimum_bytes:
                     refusal = error
@@ -165,16 +178,34 @@ class _Search:
             except TimeLimitError as error:
                 late = error
                 continue
-            if best is None or found.step_seconds < best.step_seconds:
-                best = found
+            if best is None or found.step_seconds < best[1].step_seconds:
+                best = candidate, found
         if best is not None:
-            return self._improved(best)
+            return self._improved(*best) if self.options.partition == "best" else best[1]
         if refusal is None:
             assert late is not None
             raise late
-        raise self._with_enough(refusal, partition.smallest())
+        raise self._with_enough(refusal, smallest)
 
-    def _with_enough(self, refusal: BudgetError, cuts: Sequence[int]) -> BudgetError:
+    def _candidates(self, smallest: _Cut) -> list[_Cut]:
+        """The cuts to begin with: the shortest steps by estimates, and the one that asks for least memory."""
+        if self.options.partition != "best":
+            stages, devices = self.schedule.stages, self.devices
+            return [_Cut(self.line, compared_cuts(self.options.partition, self.line, stages, devices))]
+        partitions = [self.partition]
+        left = (self.deadline - time.monotonic()) * _ORDERING
+        order = downset_order(self.line, self.schedule, self.devices, left)
+        if order is not None:
+            line = self.line.in_order(order)
+            partitions.append(LinePartition(line, self.schedule, self.devices, self.options.updates))
+        found: list[_Cut] = []
+        for anywhere in (True, False):
+            for partition in partitions:
+                cuts = partition.best(anywhere=anywhere)
+                found += [] if cuts is None else [_Cut(partition.line, cuts)]
+        return list(dict.fromkeys([*found, smallest]))
+
+    def _with_enough(self, refusal: BudgetError, cut: _Cut) -> BudgetError:
         """The refusal with a budget, for all devices, that a plan was found for; at least what it names."""
         asked = self.budgets
         budget_bytes = refusal.minimum_bytes
@@ -182,7 +213,7 @@ class _Search:
             for _ in range(_TRIES):
                 self.budgets = tuple(max(budget_bytes, own) for own in asked)
                 try:
-                    self._planned(cuts)
+                    self._planned(cut)
                 except BudgetError as error:
                     budget_bytes = max(error.minimum_bytes, round(budget_bytes * 1.03))
                 except TimeLimitError:
@@ -195,45 +226,47 @@ class _Search:
             self.budgets = asked
         return refusal
 
-    def _improved(self, best: PlannedPipeline) -> PlannedPipeline:
+    def _improved(self, at: _Cut, best: PlannedPipeline) -> PlannedPipeline:
         """Moves single cuts to the next place, as long as the step becomes shorter."""
-        places = self.line.places
+        line = at.line
         tried = {best.cuts}
         found = True
         while found and time.monotonic() < self.deadline:
             found = False
-            for cuts in _neighbours(best.cuts, places):
+            for cuts in _neighbours(best.cuts, line.places):
                 if cuts in tried or time.monotonic() >= self.deadline:
                     continue
                 tried.add(cuts)
-                if self._least_seconds(cuts) >= best.step_seconds:
+                cut = _Cut(line, cuts)
+                if self._least_seconds(cut) >= best.step_seconds:
                     continue
                 try:
-                    candidate = self._planned(cuts)
+                    candidate = self._planned(cut)
                 except (BudgetError, TimeLimitError):
                     continue
                 if candidate.step_seconds < best.step_seconds * (1 - 1e-9):
                     best, found = candidate, True
         return best
 
-    def _least_seconds(self, cuts: Sequence[int]) -> float:
+    def _least_seconds(self, cut: _Cut) -> float:
         """What a step takes with these cuts if nothing is computed again: the slowest device's work."""
         busy = [0.0] * self.schedule.devices
-        for device, pair in zip(self.schedule.device_of, _pairs(cuts, len(self.line.order)), strict=True):
-            busy[device] += self.line.seconds(*pair) / self.devices.speeds[device]
+        pairs = _pairs(cut.places, len(cut.line.order))
+        for device, pair in zip(self.schedule.device_of, pairs, strict=True):
+            busy[device] += cut.line.seconds(*pair) / self.devices.speeds[device]
         return max(busy) * self.schedule.micro_batches
 
-    def _planned(self, cuts: Sequence[int]) -> PlannedPipeline:
+    def _planned(self, cut: _Cut) -> PlannedPipeline:
         """The stages of these cuts, each within what the others on its device leave.
 
         Raises:
             BudgetError: IRC486.
         """
-        graphs = self._stages(tuple(cuts))
+        graphs = self._stages(cut)
         planners = [self._planner(graph) for graph in graphs]
         shared = self._shared_bytes(graphs)
         if self.options.checkpoint is not None:
-            return self._checkpointed(tuple(cuts), planners, shared, *self.options.checkpoint)
+            return self._checkpointed(cut.places, planners, shared, *self.options.checkpoint)
         room = [self.budgets[device] for device in self.schedule.device_of]
         over = [0]
         for _ in range(_TRIES):
@@ -241,7 +274,7 @@ class _Search:
             peaks = self._peaks(stages, shared)
             over = self._over(peaks)
             if not any(over):
-                return self._result(tuple(cuts), tuple(stages), (), peaks)
+                return self._result(cut.places, tuple(stages), (), peaks)
             for device, excess_bytes in enumerate(over):
                 if excess_bytes:
                     self._lower(room, stages, planners, device, excess_bytes)
@@ -325,9 +358,9 @@ class _Search:
             case _:
                 return storage.nbytes
 
-    def _stages(self, cuts: tuple[int, ...]) -> tuple[StageGraph, ...]:
-        forward = self.line.stages(cuts)
-        return cut(self.line.graph, forward, self.schedule.stages, split_backward=self.split)
+    def _stages(self, at: _Cut) -> tuple[StageGraph, ...]:
+        forward = at.line.stages(at.places)
+        return cut(at.line.graph, forward, self.schedule.stages, split_backward=self.split)
 
     def _planner(self, graph: StageGraph) -> StagePlanner:
         """What plans a stage; what it exchanges depends on the cuts of other stages too."""
@@ -437,15 +470,20 @@ class _Search:
         )
 
 
-def _release_seconds(program: Program, cost: Callable[[Program], Program]) -> dict[Storage, float]:
-    """What adding each gradient to those of other micro-batches takes, by the storage of its parameter."""
+def line_of(program: Program, cost: Callable[[Program], Program]) -> Line:
+    """The line of a program with costs, with the time of adding gradients to those of other micro-batches."""
+    assert program.costs is not None, "costs come first"
     released = cost(ReleaseGradients("accumulate").run(replace(program, costs=None)))
     assert released.costs is not None
-    return {node.operands[0].storage: released.costs.seconds[node] for node in released.graph.releases}
+    seconds = {node.operands[0].storage: released.costs.seconds[node] for node in released.graph.releases}
+    return Line(program.graph, program.costs, seconds)
 
 
 _STEP_BYTES = 64
 """What a step keeps for each micro-batch beside its stages: its number, its loss and the like."""
+
+_ORDERING = 0.2
+"""The part of the time that may go into looking for another order of forward."""
 
 _TRIES = 8
 """So often the budgets of stages are lowered by what their device is over."""

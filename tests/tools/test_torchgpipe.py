@@ -15,7 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from irc.tools import amoebanet_plans, torchgpipe_speed
 from irc.tools.amoebanet_plans import Row, Setting, rows_of, settings
 from irc.tools.models import amoebanet_d
-from irc.tools.pipeline import captured_micro_batch, micro_batches_of, pipeline
+from irc.tools.pipeline import pipeline
+from irc.tools.pipeline_call import micro_batches_of
+from irc.tools.pipeline_planning import captured_micro_batch
 from irc.tools.torchgpipe.networks import StackedUNet, stacked_unet
 from irc.tools.torchgpipe.programs import Simulation, model_bytes
 from irc.tools.torchgpipe_speed import Experiment, experiments, row_of

@@ -10,9 +10,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...ir import InputRole
 from ...passes import Cost, Machine, Program, SplitConvolutions, machine_named
-from ...passes.pipeline import Devices, PipelineOptions, PlannedPipeline, pipeline_schedule, plan_pipeline
+from ...passes.costs import StepCost
+from ...passes.pipeline import (
+    Devices,
+    PipelineOptions,
+    PlannedPipeline,
+    Updates,
+    pipeline_schedule,
+    plan_pipeline,
+)
 from ..models.registry import Example
-from ..pipeline import captured_micro_batch
+from ..pipeline_planning import captured_micro_batch
 
 __all__ = ["MACHINE", "Simulation", "again_seconds", "model_bytes"]
 
@@ -81,7 +89,9 @@ class Simulation:
         count = len(budget_bytes)
         order = pipeline_schedule(schedule, count, micro_batches, None)
         devices = Devices(tuple(budget_bytes), (1.0,) * count, _LINK_BYTES_PER_SECOND, _LINK_SECONDS)
-        options = PipelineOptions(devices, strategy, time_limit, state_bytes)
+        trained = {i.value.storage for i in self.program.graph.inputs if i.role is InputRole.PARAMETER}
+        updates = Updates({s: StepCost(round(s.nbytes * state_bytes)) for s in trained})
+        options = PipelineOptions(devices, strategy, time_limit=time_limit, updates=updates)
         return plan_pipeline(self.program, order, options, self._cost)
 
 

@@ -373,7 +373,7 @@ def improve(work: SwapProblem, found: Found, *, deadline: float) -> None:
             if simulated is not None and simulated.seconds < best:
                 found.offer("joint", simulated, work.budget_bytes)
                 repeats = changed
-        if found.best.seconds > before * (1 - _PROGRESS):
+        if found.best.seconds >= before * (1 - _PROGRESS):
             return
 
 

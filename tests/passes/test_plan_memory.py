@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from exhaustive import at_random
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, find, given, settings
 from hypothesis import strategies as st
 from strategies import Sample
 from swapping import chain, program_of, samples, works
@@ -189,6 +189,15 @@ def test_improving_makes_nothing_slower_and_keeps_the_budget(work: SwapProblem) 
         budget_bytes=work.budget_bytes,
         tiers=work.tiers,
     )
+
+
+def test_improving_ends_where_a_step_takes_no_time() -> None:
+    work = find(works(), lambda work: not work.problem.step_seconds)
+    fitted = work.with_copies(work.problem.keep_all)
+    assert fitted is not None
+    found = Found("swap", fitted)
+    improve(work, found, deadline=later(2.0))
+    assert found.best is fitted
 
 
 # ------------------------------------------------------------------------------------------------ the passes

@@ -22,7 +22,6 @@ from .torchgpipe.programs import MACHINE, Simulation, again_seconds, model_bytes
 __all__ = ["Row", "Setting", "main", "rows_of", "settings"]
 
 _BATCH = 128
-_STATE_BYTES = 1.0
 _TIME_LIMIT = 60.0
 _GIB = 2**30
 _GB = 10**9
@@ -86,7 +85,7 @@ class Row:
     Args:
         asked: What its budgets are, in words.
         parameters: How many the model has.
-        budget_bytes: Of each device.
+        budget_bytes: Of each device, in the order in which the pipeline goes through them.
         peak_bytes: Of each device; the smallest budget of one device where the plan was refused.
         fits: Whether there is a plan.
         step_seconds: Predicted time of a step.
@@ -110,7 +109,7 @@ class Row:
     @property
     def model_bytes(self) -> int:
         """Bytes of parameters, gradients and the optimizer's state: 12 for each parameter."""
-        return round(self.parameters * 4 * (2 + _STATE_BYTES))
+        return 12 * self.parameters
 
     @property
     def activation_bytes(self) -> int:
@@ -160,21 +159,24 @@ class _Planner:
         started = time.monotonic()
         try:
             plan = self.simulation.planned(
-                budgets, self.setting.micro_batches, state_bytes=_STATE_BYTES, time_limit=self.time_limit
+                budgets,
+                self.setting.micro_batches,
+                updates=self.simulation.rmsprop(),
+                time_limit=self.time_limit,
             )
         except BudgetError as error:
             took = time.monotonic() - started
             peaks = [error.minimum_bytes]
             capture = self.simulation.capture_seconds
             return Row(asked, self.parameters, budgets, peaks, False, 0.0, 0.0, 0.0, capture, took)
-        self.last_model = model_bytes(plan, _STATE_BYTES)
+        self.last_model = model_bytes(plan)
         return Row(
             asked,
             self.parameters,
-            budgets,
+            list(plan.devices.budget_bytes),
             list(plan.peak_bytes),
             True,
-            plan.timeline.step_seconds,
+            plan.step_seconds,
             plan.bound_seconds,
             again_seconds(plan) / plan.single_seconds,
             self.simulation.capture_seconds,

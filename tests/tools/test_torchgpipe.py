@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from irc.passes import SplitConvolutions
 from irc.tools import amoebanet_plans, torchgpipe_speed
 from irc.tools.amoebanet_plans import Row, Setting, rows_of, settings
-from irc.tools.models import amoebanet_d
+from irc.tools.models import amoebanet_d, resnet18
 from irc.tools.pipeline import pipeline
 from irc.tools.pipeline_call import micro_batches_of
 from irc.tools.pipeline_planning import captured_micro_batch
@@ -34,7 +36,7 @@ def parameters(model: nn.Module) -> int:
 # ------------------------------------------------------------------------------------ training
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zbv"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_a_pipeline_of_amoebanet_trains_as_the_original(schedule: str) -> None:
     model, args = small(batch=8)
     original = copy.deepcopy(model)
@@ -55,28 +57,34 @@ def test_a_pipeline_of_amoebanet_trains_as_the_original(schedule: str) -> None:
 # ------------------------------------------------------------------------------------ without data
 
 
+def tiny(batch: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return resnet18(batch=batch, size=32, classes=10, width=4, depths=(1, 1))
+
+
 def test_a_model_without_data_is_captured_as_one_with_data() -> None:
-    module, args = small(batch=2)
-    program = Simulation.of(lambda: small(batch=2)).program
-    assert program.original is None
-    captured = captured_micro_batch(module, args, None).graph
-    assert [str(entry) for entry in program.graph.inputs] == [str(entry) for entry in captured.inputs]
-    assert program.graph.static_bytes == captured.static_bytes
+    module, args = tiny(2)
+    program = Simulation.of(lambda: tiny(2)).program
+    program = replace(program, graph=captured_micro_batch(module, args, None).graph, costs=None)
+    split = SplitConvolutions(transpose=False).run(program)
+    assert str(Simulation.of(lambda: tiny(2)).program.graph) == str(split.graph)
 
 
 def test_a_pipeline_is_planned_without_memory_for_the_model() -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model, args = small(batch=4)
+        model, args = tiny(4)
     plan = pipeline(model, args, "1GiB", stages=2, micro_batches=2, profile="p40", time_limit=0.5).plan
     assert sum(stage.parameter_bytes for stage in plan.stages) == 4 * parameters(model)
     assert plan.costs == "analytic:p40" and plan.step_seconds >= plan.bound_seconds
 
 
-def test_the_model_of_all_devices_takes_twelve_bytes_a_parameter() -> None:
-    planned = Simulation.of(lambda: small(batch=1)).planned([1 << 30] * 2, 4, state_bytes=1.0, time_limit=0.5)
-    taken = model_bytes(planned, 1.0)
-    assert sum(taken) == 12 * parameters(small(batch=1)[0])
-    assert all(peak > model for peak, model in zip(planned.peak_bytes, taken, strict=True))
+def test_the_model_of_all_devices_takes_twelve_bytes_a_parameter_with_rmsprop() -> None:
+    simulation = Simulation.of(lambda: tiny(1))
+    planned = simulation.planned([1 << 30] * 2, 4, updates=simulation.rmsprop(), time_limit=0.5)
+    model = model_bytes(planned)
+    assert sum(model) == 12 * parameters(tiny(1)[0])
+    assert all(peak > model for peak, model in zip(planned.peak_bytes, model, strict=True))
+    bare = simulation.planned([1 << 30] * 2, 4, time_limit=0.5)
+    assert planned.step_seconds > bare.step_seconds
 
 
 # ------------------------------------------------------------------------------------ AmoebaNet-D's table
@@ -91,19 +99,14 @@ def test_the_published_settings_are_five() -> None:
     assert known["pipeline-8"].published_bytes == round(10.83 * 2**30)
 
 
-def test_a_setting_is_planned_and_what_cannot_fit_is_told() -> None:
+def test_a_setting_is_planned_within_what_is_published_or_told_what_it_needs() -> None:
     wide, tight = rows_of(Setting("pipeline-2", 3, 16, 1, 1), time_limit=0.5)
     model = parameters(amoebanet_d(layers=3, filters=16)[0])
     assert wide.fits and wide.parameters == model
     assert wide.activation_bytes == sum(wide.peak_bytes) - 12 * model > 0
     assert wide.step_seconds >= wide.bound_seconds > 0
     assert not tight.fits and tight.peak_bytes[0] > max(tight.budget_bytes)
-
-
-def test_within_the_published_peak_budgets_sum_up_to_it() -> None:
-    fast = rows_of(Setting("pipeline-2", 3, 16, 1 << 40, 1), time_limit=0.5)
-    assert len(fast) == 1
-    published = fast[0].activation_bytes - (fast[0].activation_bytes >> 6)
+    published = wide.activation_bytes - (wide.activation_bytes >> 6)
     rows = rows_of(Setting("pipeline-2", 3, 16, published, 1), time_limit=0.5)
     assert rows[-1].fits and rows[-1].activation_bytes <= published
     assert sum(rows[-1].budget_bytes) <= published + rows[-1].model_bytes
@@ -153,12 +156,13 @@ def test_each_experiment_has_its_baseline_first() -> None:
 
 def test_computing_all_again_takes_a_forward_longer_but_for_the_last_micro_batch() -> None:
     def make(batch: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-        return stacked_unet(batch=batch, size=32, depth=1, base=4)
+        return stacked_unet(batch=batch, size=64, depth=1, base=4)
 
-    alone = row_of(Experiment("unet", "baseline", 8, 1, 1.0), make, 0.5)
-    one = row_of(Experiment("unet", "pipeline-1", 8, 4, 1.0), make, 0.5)
-    two = row_of(Experiment("unet", "pipeline-2", 8, 4, 1.0), make, 0.5)
-    assert one.except_last is not None and two.except_last is None
-    assert one.whole < one.except_last < one.planned < alone.whole
-    assert two.planned > one.planned and one.planned_again == 0.0
+    alone, half, one, two = (
+        row_of(Experiment("unet", name, 2 * count, count, 1.0), make, 0.5)
+        for name, count in (("baseline", 1), ("pipeline-1", 2), ("pipeline-1", 8), ("pipeline-2", 8))
+    )
+    assert one.theirs < half.theirs < half.ours < alone.ours, "half of the micro-batches, or most, run again"
+    assert two.theirs > one.theirs and two.ours > two.theirs
+    assert one.our_again == 0.0
     assert torchgpipe_speed.main(["--networks", "vgg"]) == 2

@@ -15,6 +15,7 @@ from ...passes.pipeline import (
     Devices,
     PipelineOptions,
     PlannedPipeline,
+    PlannedStage,
     Updates,
     pipeline_schedule,
     plan_pipeline,
@@ -69,8 +70,8 @@ class Simulation:
         micro_batches: int,
         *,
         schedule: str = "1f1b",
-        strategy: str = "auto",
-        state_bytes: float = 0.0,
+        checkpoint: tuple[str, str] | None = None,
+        updates: Updates | None = None,
         time_limit: float = 60.0,
     ) -> PlannedPipeline:
         """The pipeline of the model on as many equal devices as there are budgets.
@@ -79,8 +80,8 @@ class Simulation:
             budget_bytes: Of each device.
             micro_batches: How many there are in a step.
             schedule: As on the command line.
-            strategy: What stages compute again, as in `irc.optimize`.
-            state_bytes: What the optimizer keeps for each byte of a trained parameter.
+            checkpoint: As in `PipelineOptions`.
+            updates: What the steps of an optimizer take; nothing if None.
             time_limit: Seconds for planning.
 
         Raises:
@@ -89,28 +90,42 @@ class Simulation:
         count = len(budget_bytes)
         order = pipeline_schedule(schedule, count, micro_batches, None)
         devices = Devices(tuple(budget_bytes), (1.0,) * count, _LINK_BYTES_PER_SECOND, _LINK_SECONDS)
-        trained = {i.value.storage for i in self.program.graph.inputs if i.role is InputRole.PARAMETER}
-        updates = Updates({s: StepCost(round(s.nbytes * state_bytes)) for s in trained})
-        options = PipelineOptions(devices, strategy, time_limit=time_limit, updates=updates)
+        options = PipelineOptions(
+            devices, checkpoint=checkpoint, time_limit=time_limit, updates=updates or Updates()
+        )
         return plan_pipeline(self.program, order, options, self._cost)
 
+    def rmsprop(self) -> Updates:
+        """What torch's RMSprop takes: a mean for each number, and as much again during a parameter's step.
 
-def model_bytes(planned: PlannedPipeline, state_bytes: float) -> list[int]:
-    """For each device the bytes of its parameters, their gradients and what the optimizer keeps of them."""
+        Its time is that of seven passes over the parameter's bytes: gradient, mean (twice), root (twice) and
+        parameter (twice).
+        """
+        inputs = self.program.graph.inputs
+        trained = {i.value.storage for i in inputs if i.role is InputRole.PARAMETER and i.requires_grad}
+        return Updates({s: StepCost(s.nbytes, s.nbytes, MACHINE.seconds(0, 7 * s.nbytes)) for s in trained})
+
+
+def model_bytes(planned: PlannedPipeline) -> list[int]:
+    """For each device 12 bytes for each of its parameters."""
     found = [0] * planned.schedule.devices
     for stage, device in zip(planned.stages, planned.schedule.device_of, strict=True):
         inputs = stage.schedule.graph.inputs
-        parameters = {i.value.storage for i in inputs if i.role is InputRole.PARAMETER}
-        found[device] += round(sum(s.nbytes for s in parameters) * (2 + state_bytes))
+        found[device] += 3 * sum(
+            s.nbytes for s in {i.value.storage for i in inputs if i.role is InputRole.PARAMETER}
+        )
     return found
 
 
 def again_seconds(planned: PlannedPipeline) -> float:
     """Time of what is computed a second time in a step, of all devices together."""
-    total = 0.0
-    for stage in planned.stages:
-        assert stage.program.costs is not None
-        seconds = stage.program.costs.seconds
-        once = sum(seconds[node] for node in stage.schedule.graph.operations)
-        total += max(sum(seconds[node] for node in stage.schedule.computed) - once, 0.0)
-    return total * planned.schedule.micro_batches
+    every = sum(map(_again_seconds, planned.stages))
+    last = sum(map(_again_seconds, planned.last_stages or planned.stages))
+    return every * (planned.schedule.micro_batches - 1) + last
+
+
+def _again_seconds(stage: PlannedStage) -> float:
+    assert stage.program.costs is not None
+    seconds = stage.program.costs.seconds
+    once = sum(seconds[node] for node in stage.schedule.graph.operations)
+    return max(sum(seconds[node] for node in stage.schedule.computed) - once, 0.0)

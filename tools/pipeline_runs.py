@@ -31,7 +31,15 @@ from .pipeline_planning import captured_micro_batch, plan_stages
 from .pipeline_request import PipelineRequest
 from .tables import check_folder, to_markdown, write_whole
 
-__all__ = ["SOURCES", "amoebanet", "language_model", "main", "translator", "wide_unet"]
+__all__ = [
+    "SOURCES",
+    "amoebanet",
+    "language_model",
+    "main",
+    "trained_under_torchrun",
+    "translator",
+    "wide_unet",
+]
 
 _SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv")
 _FREE = "1TiB"
@@ -200,7 +208,9 @@ def _rows(options: argparse.Namespace, names: Sequence[str]) -> Iterator[_Row]:
         for ranks in map(int, options.ranks.split(",")):
             for schedule in options.schedules.split(","):
                 pipeline, source, examples = _planned(options, name, ranks, schedule)
-                yield _Row(name, ranks, schedule, pipeline, _trained(pipeline, source, examples, ranks))
+                yield _Row(
+                    name, ranks, schedule, pipeline, trained_under_torchrun(pipeline, source, examples, ranks)
+                )
 
 
 def _planned(
@@ -231,8 +241,14 @@ def _planned(
             part = min(part + 0.02, 1.0)
 
 
-def _trained(pipeline: Pipeline, source: Source, examples: list[Tensor], ranks: int) -> dict[str, Any]:
-    """What `irc run --check` says under torchrun."""
+def trained_under_torchrun(
+    pipeline: Pipeline, source: Source, examples: Sequence[Tensor], ranks: int
+) -> dict[str, Any]:
+    """What `irc run --check` says of a pipeline that trains for two steps on so many ranks of this machine.
+
+    Raises:
+        IrcError: IRC489 when the ranks end without a report.
+    """
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "pipeline"
         write_pipeline(target, pipeline, source, examples)

@@ -1,0 +1,130 @@
+"""The command: replays the grid, fits what is left, plans the same model, and writes the page."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ...ir import IrcError, UsageError, parse_budget
+from ..tables import check_folder, write_whole
+from .model import GRID, gpt2
+from .own_plan import OwnPlan, Planning, RankRun, run_on_ranks
+from .page import Page
+from .published import PLANS, PublishedRow, published
+from .replay import Held, Run, replayed, stages_of
+from .workspace import DeviceRow
+
+__all__ = ["main"]
+
+_COMPARED = (4, 32)
+"""The devices and micro-batches that plans are made for."""
+_ALL_AGAIN = "every-999999999"
+"""One segment: a stage keeps what it receives, and the results of random operations."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; the exit status is 2 for a wrong command.
+
+    Args:
+        argv: The arguments; those of the process if None.
+    """
+    try:
+        return _run(_parser().parse_args(argv))
+    except IrcError as error:
+        print(error, file=sys.stderr)
+        return error.exit_status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m irc.tools.gpt2_grid",
+        description="Predicts the peaks of a published grid of GPT-2 runs, and plans the same model.",
+    )
+    parser.add_argument("--devices", default="1,2,4", metavar="A,B", help="only these rows (1,2,4)")
+    parser.add_argument("--micro-batches", metavar="A,B", help="only these rows (1,2,4,8,16,32,64)")
+    parser.add_argument("--budget", default="650MiB", help="of each device, for our own plans (650MiB)")
+    parser.add_argument("--time-limit", type=float, default=40.0, metavar="SECONDS", help="for each plan")
+    parser.add_argument("--no-plans", action="store_true", help="predict the grid, and plan nothing")
+    parser.add_argument("--no-run", action="store_true", help="plan, and run nothing")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the page here")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.markdown is not None:
+        check_folder(options.markdown)
+    rows = _chosen(options)
+    page = Page(tuple(_device_rows(rows)))
+    print(page.summary(), flush=True)
+    if not options.no_plans:
+        plans, run = _plans(options)
+        page = Page(page.devices, plans, run)
+        print(page.of_plans(), flush=True)
+    if options.markdown is not None:
+        write_whole(options.markdown, page.text())
+    return 0
+
+
+def _chosen(options: argparse.Namespace) -> list[PublishedRow]:
+    """The rows that were asked for.
+
+    Raises:
+        UsageError: IRC400 where there are none.
+    """
+    devices = _numbers(options.devices)
+    counts = None if options.micro_batches is None else _numbers(options.micro_batches)
+    rows = [
+        row
+        for row in published()
+        if row.devices in devices and (counts is None or row.run.micro_batches in counts)
+    ]
+    if not rows:
+        raise UsageError(
+            "IRC400",
+            "the grid has no such rows",
+            help="choose among 1, 2 and 4 devices, and 1, 2, 4, 8, 16, 32 and 64 micro-batches",
+        )
+    return rows
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise UsageError(
+            "IRC400", f"{text!r} is no list of numbers", help="write numbers with commas, as 2,4"
+        ) from None
+
+
+def _device_rows(rows: Sequence[PublishedRow]) -> Iterator[DeviceRow]:
+    """Each device of each row with its replay."""
+    model = gpt2(GRID)
+    found: dict[tuple[int, int, Run], Held] = {}
+    for count in sorted({row.run.micro_batches for row in rows}):
+        mine = [row for row in rows if row.run.micro_batches == count]
+        needed = sorted({row.devices for row in mine})
+        stages = stages_of(model, GRID, [PLANS[devices] for devices in needed], count)
+        for devices, its in zip(needed, stages, strict=True):
+            for run in dict.fromkeys(row.run for row in mine if row.devices == devices):
+                for device, stage in enumerate(its):
+                    found[devices, device, run] = replayed(stage, run)
+    for row in rows:
+        for device in range(row.devices):
+            yield DeviceRow(row, device, found[row.devices, device, row.run])
+
+
+def _plans(options: argparse.Namespace) -> tuple[tuple[OwnPlan, ...], RankRun | None]:
+    """Plans for 4 devices and 32 micro-batches; the last one within the budget is run."""
+    planning = Planning(*_COMPARED, options.time_limit)
+    budget_bytes = parse_budget(options.budget, 0)
+    found: list[OwnPlan] = []
+    for schedule in ("gpipe", "1f1b"):
+        found += [planning.even(schedule, strategy) for strategy in ("keep-all", _ALL_AGAIN)]
+        found.append(planning.plan(schedule, budget_bytes))
+        found.append(planning.least(schedule))
+    within = [own for own in found if own.planned is not None and own.budget_bytes == budget_bytes]
+    if options.no_run or not within:
+        return tuple(found), None
+    return tuple(found), run_on_ranks(planning, within[-1])

@@ -102,10 +102,8 @@ class CachingAllocator:
         return self._blocks[free.pop(place)[1]] if place < len(free) else None
 
     def _segment(self, pool: _Pool, size: int) -> Block:
-        if pool[1]:
-            nbytes = 2 * _MIB
-        else:
-            nbytes = 20 * _MIB if size < _MEDIUM else -(-size // (2 * _MIB)) * 2 * _MIB
+        least = 2 * _MIB if pool[1] else 20 * _MIB
+        nbytes = least if size < _MEDIUM else -(-size // (2 * _MIB)) * 2 * _MIB
         self._segments += 1
         block = Block(pool, self._segments << 48, nbytes)
         self._blocks[block.address] = block

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ...ir import IrcError, UsageError, parse_budget
-from ..tables import check_folder, write_whole
+from ..tables import check_folder, replace_section, write_whole
 from .model import GRID, gpt2
 from .own_plan import OwnPlan, Planning, RankRun, run_on_ranks
 from .page import Page
@@ -18,6 +18,7 @@ from .workspace import DeviceRow
 
 __all__ = ["main"]
 
+_SECTION = "gpt2-grid"
 _COMPARED = (4, 32)
 """The devices and micro-batches that plans are made for."""
 _ALL_AGAIN = "every-999999999"
@@ -48,22 +49,24 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--time-limit", type=float, default=40.0, metavar="SECONDS", help="for each plan")
     parser.add_argument("--no-plans", action="store_true", help="predict the grid, and plan nothing")
     parser.add_argument("--no-run", action="store_true", help="plan, and run nothing")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the page here")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables between its markers")
     return parser
 
 
 def _run(options: argparse.Namespace) -> int:
     if options.markdown is not None:
         check_folder(options.markdown)
+        replace_section(options.markdown, _SECTION, "")
+    budget_bytes = parse_budget(options.budget, 0)
     rows = _chosen(options)
     page = Page(tuple(_device_rows(rows)))
     print(page.summary(), flush=True)
     if not options.no_plans:
-        plans, run = _plans(options)
+        plans, run = _plans(options, budget_bytes)
         page = Page(page.devices, plans, run)
         print(page.of_plans(), flush=True)
     if options.markdown is not None:
-        write_whole(options.markdown, page.text())
+        write_whole(options.markdown, replace_section(options.markdown, _SECTION, page.text()))
     return 0
 
 
@@ -115,10 +118,9 @@ def _device_rows(rows: Sequence[PublishedRow]) -> Iterator[DeviceRow]:
             yield DeviceRow(row, device, found[row.devices, device, row.run])
 
 
-def _plans(options: argparse.Namespace) -> tuple[tuple[OwnPlan, ...], RankRun | None]:
+def _plans(options: argparse.Namespace, budget_bytes: int) -> tuple[tuple[OwnPlan, ...], RankRun | None]:
     """Plans for 4 devices and 32 micro-batches; the last one within the budget is run."""
     planning = Planning(*_COMPARED, options.time_limit)
-    budget_bytes = parse_budget(options.budget, 0)
     found: list[OwnPlan] = []
     for schedule in ("gpipe", "1f1b"):
         found += [planning.even(schedule, strategy) for strategy in ("keep-all", _ALL_AGAIN)]

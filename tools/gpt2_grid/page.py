@@ -1,9 +1,9 @@
-"""The page: what was run and how it is known, the grid beside its predictions, and plans of our own."""
+"""The tables: the grid beside its predictions, and plans of our own."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -16,12 +16,11 @@ from .workspace import TERMS, DeviceRow, errors, fitted, held_out
 __all__ = ["Page"]
 
 _MIB = 2**20
-_COMMAND = "python -m irc.tools.gpt2_grid --markdown docs/gpt2_grid.md"
 
 
 @dataclass(frozen=True)
 class Page:
-    """The page of a grid.
+    """The tables of a grid.
 
     Args:
         devices: Each device of each published row with its replay.
@@ -32,10 +31,10 @@ class Page:
     devices: tuple[DeviceRow, ...]
     plans: tuple[OwnPlan, ...] = ()
     run: RankRun | None = None
-    _terms: list[tuple[float, ...]] = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_terms", [each.terms() for each in self.devices])
+    @cached_property
+    def _terms(self) -> list[tuple[float, ...]]:
+        return [each.terms() for each in self.devices]
 
     @cached_property
     def published(self) -> list[float]:
@@ -86,13 +85,14 @@ class Page:
         return to_markdown(header, [_plan_cells(own) for own in self.plans])
 
     def text(self) -> str:
-        """The page, as Markdown."""
-        parts = [_INTRODUCTION, self.summary(), _MODELS, self._of_coefficients(), _GRID, self._grid()]
+        """What goes between the markers of the page, as Markdown."""
+        parts = ["### Errors", self.summary(), "### Coefficients", self._of_coefficients()]
+        parts += ["### All rows", self._grid()]
         if self.plans:
-            parts += [_PLANS, self.of_plans()]
+            parts += ["### Plans", self.of_plans()]
         if self.run is not None:
-            parts += [_RUN, _of_run(self.run)]
-        return "\n\n".join(part.strip() for part in parts) + "\n"
+            parts += ["### Ranks", _of_run(self.run)]
+        return "\n\n".join(parts)
 
     def _of_coefficients(self) -> str:
         cells = [
@@ -181,81 +181,3 @@ def _of_run(run: RankRun) -> str:
     table = to_markdown(["rank", "predicted, MiB", "measured, MiB", "off by"], rows)
     losses = ", ".join(f"{loss:.4f}" for loss in run.losses)
     return f"{table}\n\nSchedule `{run.schedule}`, {len(run.losses)} steps, losses {losses}."
-
-
-_INTRODUCTION = f"""
-# A published grid of GPT-2 on 1, 2 and 4 devices
-
-```
-{_COMMAND}
-```
-
-`tools/gpt2_grid/published.csv` has 84 rows: a GPT-2 of 89,762,304 parameters, batches of 64, K = 1, 2, 4 devices,
-M = 1 to 64 micro-batches, checkpointing on and off, by `torchgpipe` and by `self`, the authors' own GPipe. This page
-sets what each of the 196 devices had reserved beside what irc predicts.
-
-## What was run
-
-**Established**, from the benchmark that the rows come from (github.com/HalberdOfPineapple/pipeline_parallel_expr, its
-logs of January 2024 have the same figures):
-
-- 12 blocks of width 768 with 12 heads, 3,000 tokens, 128 positions, embedding and head not tied, the head without bias:
-  12 x 7,087,872 + 3,000 x 768 + 128 x 768 + 1,536 + 3,000 x 768 = 89,762,304. Blocks have their LayerNorms after the sums,
-  and dropout of 0.1. `tools/gpt2_grid/model.py` is our own definition; a test counts it.
-- The model is a list of 16 modules, divided 16, 8 8, and 5 3 3 5.
-- `nn.MultiheadAttention` gets [batch, positions, width] and takes the first dimension for positions: attention is
-  between the samples of a micro-batch. So scores shrink as micro-batches do, and M = 1 takes most.
-- SGD with momentum 0.9 and weight decay: 12 bytes a parameter. Ten steps. The loss is that of the whole batch, on the
-  last device; `zero_grad` comes after forward.
-- Figures are what torch's caching allocator had reserved (multiples of 2 MiB), at the end of the run.
-- `torchgpipe` checkpoints by `except_last`: at M = 1 its rows with and without are the same. `self` checkpoints all.
-- Each micro-batch's copies have a stream of their own, and so a pool of memory of their own.
-
-**Inferred**, from the figures: that of the versions of `self` it is the one that checkpoints all micro-batches (its rows
-with one device differ with checkpointing, also at M = 1). The GPUs are not named; workspaces of cuBLAS are taken as two
-of 8.1 MiB, torch's default before H100.
-
-## How far predictions are off
-"""
-
-_MODELS = """
-Errors are of single devices, as parts of what was published; no row is left out.
-
-- **Tensors**: the micro-batch is captured and cut by irc (`captured_micro_batch`, `stage_graphs.cut`), and each stage is
-  replayed as these runs go (`tools/gpt2_grid/replay.py`): GPipe's order, what autograd keeps, forward without autograd
-  and again, receives, the loss of the whole batch with the scores of the step before, momentum, and what `self` keeps
-  beyond a backward. The most that is alive. Nothing is fitted.
-- **With the allocator**: the same takes and gives through the rules of torch's CUDA allocator
-  (`tools/gpt2_grid/allocator.py`). What is reserved after ten steps. Nothing is fitted.
-- **Fitted**: least squares of the relative errors on five terms. To all rows; to the rows of all other M, for the rows of one M; and
-  to those of all other K. The last two are the errors on rows that were not fitted.
-
-Where stages keep all, or the order of backward is forced, the allocator's rules explain nearly everything. The last two
-terms are for what they do not: with one device and checkpointing, about a third of what all other micro-batches save is there
-beside the one that runs. Tokens are whole numbers, through which no gradient goes, so the edges by which torchgpipe orders micro-batches are
-lost in the first stage: run on a CPU, torchgpipe 0.0.7 with one device computes all of them again before the first
-backward. Why it is a third and not all on these GPUs, is not established; nor why `self`, which drops the result of its `fork`, reserves
-up to three micro-batches more where they are large. No other K shows the effect of one device, so rows of K = 1 cannot be
-predicted from the others.
-"""
-
-_GRID = """
-## The grid
-
-Off by: of the last prediction in the row.
-"""
-
-_PLANS = """
-## Plans of our own for K = 4, M = 32
-
-The published rows with checkpointing hold up to 986 MiB (`torchgpipe`) and 970981376 bytes = 926 MiB (`self`) on a
-device. Ours count 12 bytes a parameter, and the loss of each micro-batch in its own backward. Seconds are estimates for a CPU from
-operations and bytes (`profile=False`), good for comparing; the published runs were on GPUs.
-"""
-
-_RUN = """
-## On four ranks of this machine
-
-The plan of the last schedule within the budget, as `irc run` trains it: gloo, CPU, without momentum, which is taken off
-the prediction too. Peaks are from allocator events of a step, with what is there between steps.
-"""

@@ -24,7 +24,7 @@ _COPY_STREAMS = 32
 """Streams in torch's pool for a device; each micro-batch's copies have one, in turn."""
 _STEPS = 10
 _CUBLAS_BYTES = 8_519_680
-"""Workspace of a cuBLAS handle for a stream; the thread of forward and the one of backward have a handle each."""
+"""Workspace of a cuBLAS handle before H100; the threads of forward and of backward have one each."""
 
 _Move = tuple[Storage, bool, bool]
 """A storage, whether it is taken or given back, and whether another device has sent it."""

@@ -16,6 +16,7 @@ from .release_gradients import ReleaseGradients
 from .schedule_swaps import ScheduleSwaps
 from .select_checkpoints import STRATEGIES, SelectCheckpoints, minimum_budget
 from .split_convolutions import SplitConvolutions
+from .split_dropout import SplitDropout
 
 __all__ = [
     "HOMED",
@@ -39,6 +40,7 @@ __all__ = [
     "SelectCheckpoints",
     "Simulated",
     "SplitConvolutions",
+    "SplitDropout",
     "Timing",
     "analytic_costs",
     "carry_over",

@@ -19,6 +19,7 @@ from .release_gradients import ReleaseGradients
 from .schedule_swaps import ScheduleSwaps
 from .select_checkpoints import SelectCheckpoints
 from .split_convolutions import SplitConvolutions
+from .split_dropout import SplitDropout
 
 __all__ = ["Observer", "Pass", "PassManager", "Timing", "parse_passes"]
 
@@ -64,6 +65,7 @@ _PASSES: dict[str, type[Any]] = {
     for step in (
         ReleaseGradients,
         SplitConvolutions,
+        SplitDropout,
         HoldForwards,
         Cost,
         OfferTiers,

@@ -22,7 +22,7 @@ _SECTION = "gpt2-grid"
 _COMPARED = (4, 32)
 """The devices and micro-batches that plans are made for."""
 _ALL_AGAIN = "every-999999999"
-"""One segment: a stage keeps what it receives, and the results of random operations."""
+"""One segment: a stage keeps what it receives, and what operations draw."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,6 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--micro-batches", metavar="A,B", help="only these rows (1,2,4,8,16,32,64)")
     parser.add_argument("--budget", default="650MiB", help="of each device, for our own plans (650MiB)")
     parser.add_argument("--time-limit", type=float, default=40.0, metavar="SECONDS", help="for each plan")
+    parser.add_argument("--no-profile", action="store_true", help="for our own plans, measure no operations")
     parser.add_argument("--no-plans", action="store_true", help="predict the grid, and plan nothing")
     parser.add_argument("--no-run", action="store_true", help="plan, and run nothing")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables between its markers")
@@ -62,8 +63,8 @@ def _run(options: argparse.Namespace) -> int:
     page = Page(tuple(_device_rows(rows)))
     print(page.summary(), flush=True)
     if not options.no_plans:
-        plans, run = _plans(options, budget_bytes)
-        page = Page(page.devices, plans, run)
+        plans, runs = _plans(options, budget_bytes)
+        page = Page(page.devices, plans, runs)
         print(page.of_plans(), flush=True)
     if options.markdown is not None:
         write_whole(options.markdown, replace_section(options.markdown, _SECTION, page.text()))
@@ -118,15 +119,15 @@ def _device_rows(rows: Sequence[PublishedRow]) -> Iterator[DeviceRow]:
             yield DeviceRow(row, device, found[row.devices, device, row.run])
 
 
-def _plans(options: argparse.Namespace, budget_bytes: int) -> tuple[tuple[OwnPlan, ...], RankRun | None]:
-    """Plans for 4 devices and 32 micro-batches; the last one within the budget is run."""
-    planning = Planning(*_COMPARED, options.time_limit)
+def _plans(options: argparse.Namespace, budget_bytes: int) -> tuple[tuple[OwnPlan, ...], tuple[RankRun, ...]]:
+    """Plans for 4 devices and 32 micro-batches; those within the budget are run."""
+    planning = Planning(*_COMPARED, options.time_limit, is_measured=not options.no_profile)
     found: list[OwnPlan] = []
+    runs: list[RankRun] = []
     for schedule in ("gpipe", "1f1b"):
         found += [planning.even(schedule, strategy) for strategy in ("keep-all", _ALL_AGAIN)]
-        found.append(planning.plan(schedule, budget_bytes))
-        found.append(planning.least(schedule))
-    within = [own for own in found if own.planned is not None and own.budget_bytes == budget_bytes]
-    if options.no_run or not within:
-        return tuple(found), None
-    return tuple(found), run_on_ranks(planning, within[-1])
+        within = planning.plan(schedule, budget_bytes)
+        found += [within, planning.least(schedule)]
+        if within.planned is not None and not options.no_run:
+            runs.append(run_on_ranks(planning, within))
+    return tuple(found), tuple(runs)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from ...frontends.torch import Captured
 from ...ir import BudgetError
-from ...passes import Cost, Program
+from ...passes import Cost, Program, SplitDropout
 from ...passes.pipeline import Devices, PipelineOptions, PlannedPipeline, pipeline_schedule, plan_pipeline
 from ...passes.pipeline.placement import Dataflow
 from ..loading import Source
@@ -35,6 +35,7 @@ class OwnPlan:
         budget_bytes: Of each device; None for as much as it takes.
         planned: The plan; None where none was found.
         minimum_bytes: The budget that a plan was found for, where there is none for `budget_bytes`.
+        is_apart: Whether `SplitDropout` has taken dropout apart.
     """
 
     schedule: str
@@ -42,6 +43,7 @@ class OwnPlan:
     budget_bytes: int | None
     planned: PlannedPipeline | None
     minimum_bytes: int = 0
+    is_apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,14 +55,12 @@ class RankRun:
         predicted_bytes: The peak of each rank, without what the optimizer keeps.
         measured_bytes: The same from allocator events.
         losses: Of the steps.
-        seconds: Of the steps.
     """
 
     schedule: str
     predicted_bytes: tuple[int, ...]
     measured_bytes: tuple[int, ...]
     losses: tuple[float, ...]
-    seconds: tuple[float, ...]
 
 
 class Planning:
@@ -70,33 +70,57 @@ class Planning:
         devices: How many.
         micro_batches: In how many parts the batch of 64 is divided.
         time_limit: Seconds for each plan.
+        is_measured: Measure what operations take, here; else it is estimated.
     """
 
-    def __init__(self, devices: int, micro_batches: int, time_limit: float) -> None:
+    def __init__(
+        self, devices: int, micro_batches: int, time_limit: float, *, is_measured: bool = True
+    ) -> None:
         self.devices, self.micro_batches, self.time_limit = devices, micro_batches, time_limit
         self.model, self.args = trained()
         self.captured: Captured = captured_micro_batch(
             self.model, micro_batches_of(self.args, micro_batches)[0], None
         )
-        self.cost = Cost(profile="cpu")
-        self.program = self.cost.run(Program(self.captured.graph))
+        self.cost = Cost(repeats=3) if is_measured else Cost(profile="cpu")
+        self.whole = self.cost.run(Program(self.captured.graph))
+        self.apart = self.cost.run(replace(SplitDropout().run(self.whole), original=None))
 
     def even(self, schedule: str, strategy: str) -> OwnPlan:
-        """Divided as the published runs are, without a budget; `strategy` as in `SelectCheckpoints`."""
-        planned = self._planned(schedule, _FREE_BYTES, strategy, self._even_cuts())
-        name = "even, all kept" if strategy == "keep-all" else "even, all computed again"
-        return OwnPlan(schedule, name, None, planned)
+        """Divided as the published runs are, without a budget.
+
+        Args:
+            schedule: The order of work.
+            strategy: As `SelectCheckpoints`; where it is `keep-all`, dropout stays whole.
+        """
+        is_kept = strategy == "keep-all"
+        program = self.whole if is_kept else self.apart
+        planned = self._planned(program, schedule, _FREE_BYTES, strategy, self._even_cuts(program))
+        name = "even, all kept" if is_kept else "even, all computed again"
+        return OwnPlan(schedule, name, None, planned, is_apart=not is_kept)
 
     def plan(self, schedule: str, budget_bytes: int) -> OwnPlan:
-        """The shortest step within a budget for each device, with the momentum in it."""
-        try:
-            planned = self._planned(schedule, budget_bytes, "auto", None)
-        except BudgetError as error:
-            return OwnPlan(schedule, "planned", budget_bytes, None, error.minimum_bytes)
-        return OwnPlan(schedule, "planned", budget_bytes, planned)
+        """The shortest step found within a budget for each device, with the momentum in it.
+
+        Dropout is taken apart where nothing is found with it whole.
+        """
+        least_bytes: list[int] = []
+        for program in (self.whole, self.apart):
+            try:
+                planned = self._planned(program, schedule, budget_bytes)
+            except BudgetError as error:
+                least_bytes.append(error.minimum_bytes)
+            else:
+                is_apart = program is self.apart
+                return OwnPlan(schedule, "planned", budget_bytes, planned, is_apart=is_apart)
+        return OwnPlan(schedule, "planned", budget_bytes, None, min(least_bytes))
 
     def _planned(
-        self, schedule: str, budget_bytes: int, strategy: str, cuts: tuple[int, ...] | None
+        self,
+        program: Program,
+        schedule: str,
+        budget_bytes: int,
+        strategy: str = "auto",
+        cuts: tuple[int, ...] | None = None,
     ) -> PlannedPipeline:
         order = pipeline_schedule(schedule, self.devices, self.micro_batches, None)
         options = PipelineOptions(
@@ -106,7 +130,7 @@ class Planning:
             _MOMENTUM,
             cuts,
         )
-        return plan_pipeline(self.program, order, options, self.cost.run)
+        return plan_pipeline(program, order, options, self.cost.run)
 
     def least(self, schedule: str) -> OwnPlan:
         """A plan for the smallest budget that one was found for, in steps of a thirtieth."""
@@ -119,10 +143,10 @@ class Planning:
             budget_bytes, found = round(budget_bytes * _STEP), tried
         return replace(found, partition="planned, least budget")
 
-    def _even_cuts(self) -> tuple[int, ...]:
+    def _even_cuts(self, program: Program) -> tuple[int, ...]:
         """Where the line of operations is cut by modules, as the published runs do."""
         places: dict[int, int] = {}
-        for place, node in enumerate(Dataflow(self.program.graph).forward):
+        for place, node in enumerate(Dataflow(program.graph).forward):
             parts = (node.at.module if node.at is not None and node.at.module else "").split(".")
             if parts[0] == "model" and len(parts) > 1:
                 places.setdefault(int(parts[1]), place)
@@ -154,5 +178,4 @@ def run_on_ranks(planning: Planning, own: OwnPlan) -> RankRun:
         tuple(peak - kept for peak, kept in zip(planned.peak_bytes, momentum, strict=True)),
         tuple(rank["measured_bytes"] for rank in report["ranks"]),
         tuple(report["losses"]),
-        tuple(report["seconds"]),
     )

@@ -25,12 +25,12 @@ class Page:
     Args:
         devices: Each device of each published row with its replay.
         plans: Our own plans.
-        run: One of them on ranks of this machine.
+        runs: Some of them on ranks of this machine.
     """
 
     devices: tuple[DeviceRow, ...]
     plans: tuple[OwnPlan, ...] = ()
-    run: RankRun | None = None
+    runs: tuple[RankRun, ...] = ()
 
     @cached_property
     def _terms(self) -> list[tuple[float, ...]]:
@@ -81,7 +81,16 @@ class Page:
 
     def of_plans(self) -> str:
         """The table of our own plans."""
-        header = ["schedule", "divided", "budget of each", "peaks, MiB", "largest", "step", "computed again"]
+        header = [
+            "schedule",
+            "divided",
+            "dropout",
+            "budget of each",
+            "peaks, MiB",
+            "largest",
+            "step",
+            "computed again",
+        ]
         return to_markdown(header, [_plan_cells(own) for own in self.plans])
 
     def text(self) -> str:
@@ -90,8 +99,8 @@ class Page:
         parts += ["### All rows", self._grid()]
         if self.plans:
             parts += ["### Plans", self.of_plans()]
-        if self.run is not None:
-            parts += ["### Ranks", _of_run(self.run)]
+        if self.runs:
+            parts += ["### Ranks", _of_runs(self.runs)]
         return "\n\n".join(parts)
 
     def _of_coefficients(self) -> str:
@@ -145,12 +154,13 @@ def _plan_cells(own: OwnPlan) -> list[str]:
     budget = "-" if own.budget_bytes is None else format_bytes(own.budget_bytes)
     if own.planned is None:
         least = f"none; one was found for {format_bytes(own.minimum_bytes)}"
-        return [own.schedule, own.partition, budget, least, "-", "-", "-"]
+        return [own.schedule, own.partition, "-", budget, least, "-", "-", "-"]
     planned = own.planned
     again = sum(_again_seconds(own))
     return [
         own.schedule,
         own.partition,
+        "apart" if own.is_apart else "whole",
         budget,
         _mebibytes(planned.peak_bytes),
         f"{max(planned.peak_bytes) / _MIB:.0f}",
@@ -171,13 +181,19 @@ def _again_seconds(own: OwnPlan) -> list[float]:
     return found
 
 
-def _of_run(run: RankRun) -> str:
+def _of_runs(runs: Sequence[RankRun]) -> str:
     rows = [
-        [str(rank), f"{predicted / _MIB:.2f}", f"{measured / _MIB:.2f}", f"{predicted / measured - 1:+.2%}"]
+        [
+            run.schedule,
+            str(rank),
+            f"{predicted:,}",
+            f"{measured:,}",
+            f"{predicted / measured - 1:+.3%}",
+            ", ".join(f"{loss:.4f}" for loss in run.losses),
+        ]
+        for run in runs
         for rank, (predicted, measured) in enumerate(
             zip(run.predicted_bytes, run.measured_bytes, strict=True)
         )
     ]
-    table = to_markdown(["rank", "predicted, MiB", "measured, MiB", "off by"], rows)
-    losses = ", ".join(f"{loss:.4f}" for loss in run.losses)
-    return f"{table}\n\nSchedule `{run.schedule}`, {len(run.losses)} steps, losses {losses}."
+    return to_markdown(["schedule", "rank", "predicted bytes", "measured bytes", "off by", "losses"], rows)

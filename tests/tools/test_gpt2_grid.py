@@ -145,7 +145,7 @@ def test_a_forward_keeps_what_autograd_saves(model: nn.Sequential, monkeypatch: 
             alive.append(tensor)
         return tensor
 
-    monkeypatch.setattr(torch.nn.functional._VF, "dropout", _as_on_a_gpu)
+    monkeypatch.setattr("torch.nn.functional._VF.dropout", _as_on_a_gpu)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         scores = model(tokens)
     of_scores = scores.untyped_storage().nbytes()

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..frontends.torch import Captured, capture
-from ..ir import InputRole, UnsupportedError
+from ..ir import BudgetError, Graph, InputRole, UnsupportedError
 from ..ir.nesting import flatten
-from ..passes import Cost, Program, SplitConvolutions
+from ..passes import Cost, Program, SplitConvolutions, SplitDropout
 from ..passes.optimizer_costs import OptimizerFactory, step_costs
 from ..passes.pipeline import Devices, Line, PipelineOptions, Updates, line_of, plan_pipeline
 from .loading import training_loss
@@ -23,7 +23,7 @@ from .pipeline_results import own_results
 from .pipeline_summary import plan_of
 from .pipeline_trainer import PipelineLoss, Stages
 
-__all__ = ["MicroBatch", "captured_micro_batch", "devices_of", "plan_stages"]
+__all__ = ["MicroBatch", "captured_micro_batch", "devices_of", "plan_stages", "updates_of"]
 
 _LINK_SECONDS = 20e-6
 """What is assumed that a transfer takes beside its bytes."""
@@ -95,10 +95,7 @@ class MicroBatch:
             cost = Cost(profile="cpu") if profile is False else Cost(repeats=8 if profile else 3)
             split = SplitConvolutions()
         program = cost.run(replace(split.run(Program(captured.graph)), original=None))
-        inputs = program.graph.inputs
-        trained = [i.value for i in inputs if i.role is InputRole.PARAMETER and i.requires_grad]
-        costs = {} if optimizer is None else step_costs(optimizer, trained)
-        updates = Updates({value.storage: taken for value, taken in costs.items()})
+        updates = Updates() if optimizer is None else updates_of(program.graph, optimizer)
         return MicroBatch(captured, program, cost, updates)
 
     @cached_property
@@ -106,8 +103,16 @@ class MicroBatch:
         """Its operations as they may be cut."""
         return line_of(self.program, self.cost.run)
 
+    @cached_property
+    def with_dropout_apart(self) -> MicroBatch | None:
+        """The same with masks that are kept and products that can be computed again; None without dropout."""
+        apart = SplitDropout().run(self.program)
+        if apart is self.program:
+            return None
+        return replace(self, program=self.cost.run(replace(apart, original=None)))
+
     def plan(self, request: PipelineRequest, time_limit: float) -> Stages:
-        """Plans its pipeline.
+        """Plans its pipeline; where nothing fits, with dropout taken apart.
 
         Args:
             request: What it is asked to be.
@@ -118,6 +123,14 @@ class MicroBatch:
             TimeLimitError: IRC205.
             UsageError: IRC485 for more stages than operations; as `PipelineRequest`.
         """
+        try:
+            return self._planned(request, time_limit)
+        except BudgetError:
+            if self.with_dropout_apart is None:
+                raise
+            return self.with_dropout_apart._planned(request, time_limit)
+
+    def _planned(self, request: PipelineRequest, time_limit: float) -> Stages:
         options = PipelineOptions(
             devices_of(request),
             request.strategy,
@@ -139,6 +152,17 @@ class MicroBatch:
             plan_of(planned, names, None if optimizer is None else named),
             optimizer,
         )
+
+
+def updates_of(graph: Graph, optimizer: OptimizerFactory) -> Updates:
+    """What the steps of an optimizer take for the parameters of a graph.
+
+    Raises:
+        UnsupportedError: IRC508 for an optimizer that takes no steps parameter by parameter.
+    """
+    trained = [i.value for i in graph.inputs if i.role is InputRole.PARAMETER and i.requires_grad]
+    costs = step_costs(optimizer, trained)
+    return Updates({value.storage: cost for value, cost in costs.items()})
 
 
 def devices_of(request: PipelineRequest) -> Devices:

@@ -49,6 +49,7 @@ class PipelineOptions:
             memory they need; None for plans within the budgets by `strategy`.
         time_limit: Seconds for all of it.
         updates: What the steps of an optimizer take.
+        cuts: Where to cut the line of forward operations, instead of looking for it.
     """
 
     devices: Devices
@@ -57,6 +58,7 @@ class PipelineOptions:
     checkpoint: tuple[str, str] | None = None
     time_limit: float = 60.0
     updates: Updates = field(default_factory=Updates)
+    cuts: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,8 @@ class _Search:
         self.planners: dict[tuple[int, str], StagePlanner] = {}
 
     def run(self) -> PlannedPipeline:
+        if self.options.cuts is not None:
+            return self._planned(_Cut(self.line, self.options.cuts))
         best: tuple[_Cut, PlannedPipeline] | None = None
         refusal: BudgetError | None = None
         late: TimeLimitError | None = None

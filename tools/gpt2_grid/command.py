@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ...ir import IrcError, UsageError, parse_budget
+from ..pipeline_request import CHECKPOINT_MODES
 from ..tables import check_folder, replace_section, write_whole
 from .model import GRID, gpt2
 from .own_plan import OwnPlan, Planning, RankRun, run_on_ranks
@@ -21,8 +22,6 @@ __all__ = ["main"]
 _SECTION = "gpt2-grid"
 _COMPARED = (4, 32)
 """The devices and micro-batches that plans are made for."""
-_ALL_AGAIN = "every-999999999"
-"""One segment: a stage keeps what it receives, and what operations draw."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -125,9 +124,9 @@ def _plans(options: argparse.Namespace, budget_bytes: int) -> tuple[tuple[OwnPla
     found: list[OwnPlan] = []
     runs: list[RankRun] = []
     for schedule in ("gpipe", "1f1b"):
-        found += [planning.even(schedule, strategy) for strategy in ("keep-all", _ALL_AGAIN)]
+        found += [planning.even(schedule, mode) for mode in CHECKPOINT_MODES]
         within = planning.plan(schedule, budget_bytes)
         found += [within, planning.least(schedule)]
-        if within.planned is not None and not options.no_run:
+        if within.pipeline is not None and not options.no_run:
             runs.append(run_on_ranks(planning, within))
     return tuple(found), tuple(runs)

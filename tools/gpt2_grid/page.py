@@ -151,34 +151,21 @@ def _mebibytes(values: Sequence[float]) -> str:
 
 
 def _plan_cells(own: OwnPlan) -> list[str]:
-    budget = "-" if own.budget_bytes is None else format_bytes(own.budget_bytes)
-    if own.planned is None:
+    plan, budget = own.plan, "-" if own.budget_bytes is None else format_bytes(own.budget_bytes)
+    if plan is None:
         least = f"none; one was found for {format_bytes(own.minimum_bytes)}"
         return [own.schedule, own.partition, "-", budget, least, "-", "-", "-"]
-    planned = own.planned
-    again = sum(_again_seconds(own))
+    again = sum(stage.again_seconds for stage in plan.stages) * plan.micro_batches
     return [
         own.schedule,
         own.partition,
         "apart" if own.is_apart else "whole",
         budget,
-        _mebibytes(planned.peak_bytes),
-        f"{max(planned.peak_bytes) / _MIB:.0f}",
-        f"{planned.timeline.step_seconds:.2f} s",
-        f"{again * planned.schedule.micro_batches / planned.single_seconds:.1%}",
+        _mebibytes(plan.peak_bytes),
+        f"{max(plan.peak_bytes) / _MIB:.0f}",
+        f"{plan.step_seconds:.2f} s",
+        f"{again / plan.single_seconds:.1%}",
     ]
-
-
-def _again_seconds(own: OwnPlan) -> list[float]:
-    """Seconds that each stage computes again for a micro-batch."""
-    assert own.planned is not None
-    found: list[float] = []
-    for stage in own.planned.stages:
-        costs = stage.program.costs
-        assert costs is not None
-        once = sum(costs.seconds[node] for node in stage.schedule.graph.operations)
-        found.append(sum(costs.seconds[node] for node in stage.schedule.computed) - once)
-    return found
 
 
 def _of_runs(runs: Sequence[RankRun]) -> str:

@@ -14,7 +14,7 @@ from ...ir.pipeline_exchange import received_values, sent_values
 from ...ir.schedule import Instruction
 from ...passes.pipeline.placement import Dataflow
 from ...passes.pipeline.stage_graphs import cut
-from ..pipeline import captured_micro_batch
+from ..pipeline_planning import captured_micro_batch
 from .allocator import Block, CachingAllocator
 from .model import Shape
 

@@ -16,6 +16,8 @@ from .workspace import TERMS, DeviceRow, errors, fitted, held_out
 __all__ = ["Page"]
 
 _MIB = 2**20
+_NOT_SHOWN = ("fitted to all", "fitted to other K")
+"""Predictions that the table of all rows leaves out."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ class Page:
         return to_markdown(["term", "coefficient"], cells)
 
     def _grid(self) -> str:
-        names = [name for name in self.predictions if name != "fitted to all"]
+        names = [name for name in self.predictions if name not in _NOT_SHOWN]
         header = [
             "K",
             "M",

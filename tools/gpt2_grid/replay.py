@@ -61,7 +61,7 @@ class Held:
         alive_bytes: The most that tensors took at once.
         reserved_bytes: What the allocator had reserved for them in the end.
         saved_bytes: What the forward of one micro-batch leaves for its backward.
-        boundary_bytes: What one micro-batch receives and sends.
+        boundary_bytes: What one micro-batch receives for forward, and what it sends.
     """
 
     alive_bytes: int
@@ -269,7 +269,7 @@ class _Device:
     def _end(self, number: int) -> None:
         """What a micro-batch still has when its backward ends."""
         alive, outlasting = self.alive[number], self._outlasting(number)
-        self.kept += [alive.pop(storage) for storage in outlasting if storage in alive]
+        self.kept += [alive.pop(storage) for storage in list(alive) if storage in outlasting]
         self._give(alive.values())
         alive.clear()
 

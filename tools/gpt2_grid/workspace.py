@@ -15,7 +15,7 @@ __all__ = ["TERMS", "DeviceRow", "errors", "fitted", "held_out"]
 TERMS = (
     "reserved bytes of the replay",
     "a device",
-    "bytes that a micro-batch receives and sends",
+    "bytes that a micro-batch receives for forward, and sends",
     "bytes that the other micro-batches save, where one device computes forward again",
     "bytes that one more micro-batch saves, where `self` computes forward again on several devices",
 )

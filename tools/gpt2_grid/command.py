@@ -12,7 +12,7 @@ from ..pipeline_request import CHECKPOINT_MODES
 from ..tables import check_folder, replace_section, write_whole
 from .model import GRID, gpt2
 from .own_plan import OwnPlan, Planning, RankRun, run_on_ranks
-from .page import Page
+from .page import Page, told
 from .published import PLANS, PublishedRow, published
 from .replay import Held, Run, replayed, stages_of
 from .workspace import DeviceRow
@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--devices", default="1,2,4", metavar="A,B", help="only these rows (1,2,4)")
     parser.add_argument("--micro-batches", metavar="A,B", help="only these rows (1,2,4,8,16,32,64)")
     parser.add_argument("--budget", default="650MiB", help="of each device, for our own plans (650MiB)")
-    parser.add_argument("--time-limit", type=float, default=40.0, metavar="SECONDS", help="for each plan")
+    parser.add_argument("--time-limit", type=float, default=20.0, metavar="SECONDS", help="for each plan")
     parser.add_argument("--no-profile", action="store_true", help="for our own plans, measure no operations")
     parser.add_argument("--no-plans", action="store_true", help="predict the grid, and plan nothing")
     parser.add_argument("--no-run", action="store_true", help="plan, and run nothing")
@@ -61,13 +61,17 @@ def _run(options: argparse.Namespace) -> int:
     rows = _chosen(options)
     page = Page(tuple(_device_rows(rows)))
     print(page.summary(), flush=True)
-    if not options.no_plans:
-        plans, runs = _plans(options, budget_bytes)
-        page = Page(page.devices, plans, runs)
-        print(page.of_plans(), flush=True)
+    _write(options, page)
+    for found in () if options.no_plans else _plans(options, budget_bytes):
+        print(told(found), flush=True)
+        page = page.with_(found)
+        _write(options, page)
+    return 0
+
+
+def _write(options: argparse.Namespace, page: Page) -> None:
     if options.markdown is not None:
         write_whole(options.markdown, replace_section(options.markdown, _SECTION, page.text()))
-    return 0
 
 
 def _chosen(options: argparse.Namespace) -> list[PublishedRow]:
@@ -118,15 +122,14 @@ def _device_rows(rows: Sequence[PublishedRow]) -> Iterator[DeviceRow]:
             yield DeviceRow(row, device, found[row.devices, device, row.run])
 
 
-def _plans(options: argparse.Namespace, budget_bytes: int) -> tuple[tuple[OwnPlan, ...], tuple[RankRun, ...]]:
+def _plans(options: argparse.Namespace, budget_bytes: int) -> Iterator[OwnPlan | RankRun]:
     """Plans for 4 devices and 32 micro-batches; those within the budget are run."""
     planning = Planning(*_COMPARED, options.time_limit, is_measured=not options.no_profile)
-    found: list[OwnPlan] = []
-    runs: list[RankRun] = []
     for schedule in ("gpipe", "1f1b"):
-        found += [planning.even(schedule, mode) for mode in CHECKPOINT_MODES]
+        for mode in CHECKPOINT_MODES:
+            yield planning.even(schedule, mode)
         within = planning.plan(schedule, budget_bytes)
-        found += [within, planning.least(schedule)]
+        yield within
+        yield planning.least(schedule)
         if within.pipeline is not None and not options.no_run:
-            runs.append(run_on_ranks(planning, within))
-    return tuple(found), tuple(runs)
+            yield run_on_ranks(planning, within)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...frontends.torch import Captured
 from ...ir import BudgetError, Region
@@ -24,7 +24,6 @@ from .published import PLANS
 __all__ = ["OwnPlan", "Planning", "RankRun", "run_on_ranks"]
 
 _FREE_BYTES = 2**50
-_STEP = 29 / 30
 _OPTIMIZER = "sgd:lr=0.01,momentum=0.9,nesterov=true,weight_decay=0.0001"
 """That of the published runs: momentum makes 12 bytes a parameter."""
 
@@ -135,15 +134,9 @@ class Planning:
         return OwnPlan(schedule, f"even, checkpoint {mode}", None, plan)
 
     def least(self, schedule: str) -> OwnPlan:
-        """A plan for the smallest budget that one was found for, in steps of a thirtieth."""
-        budget_bytes = self.plan(schedule, 1).minimum_bytes
-        found = self.plan(schedule, budget_bytes)
-        while found.plan is not None:
-            tried = self.plan(schedule, round(budget_bytes * _STEP))
-            if tried.plan is None:
-                break
-            budget_bytes, found = round(budget_bytes * _STEP), tried
-        return OwnPlan(schedule, "planned, least budget", budget_bytes, found.plan, found.pipeline)
+        """A plan for the budget that is named where a budget is refused that nothing fits into."""
+        found = self.plan(schedule, self.plan(schedule, 1).minimum_bytes)
+        return replace(found, partition="planned, least budget")
 
     def _even_cuts(self) -> tuple[int, ...]:
         """Where the line of operations is cut by modules, as the published runs do."""

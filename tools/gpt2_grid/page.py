@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -13,11 +13,22 @@ from ..tables import to_markdown
 from .own_plan import OwnPlan, RankRun
 from .workspace import TERMS, DeviceRow, errors, fitted, held_out
 
-__all__ = ["Page"]
+__all__ = ["Page", "told"]
 
 _MIB = 2**20
 _NOT_SHOWN = ("fitted to all", "fitted to other K")
 """Predictions that the table of all rows leaves out."""
+_PLAN_HEADER = [
+    "schedule",
+    "divided",
+    "dropout",
+    "budget of each",
+    "peaks, MiB",
+    "largest",
+    "step",
+    "computed again",
+]
+_RUN_HEADER = ["schedule", "rank", "predicted bytes", "measured bytes", "off by", "losses"]
 
 
 @dataclass(frozen=True)
@@ -81,28 +92,21 @@ class Page:
             f"K = {each.row.devices}, M = {each.row.run.micro_batches}, {_mode(each)}, device {each.device}",
         ]
 
-    def of_plans(self) -> str:
-        """The table of our own plans."""
-        header = [
-            "schedule",
-            "divided",
-            "dropout",
-            "budget of each",
-            "peaks, MiB",
-            "largest",
-            "step",
-            "computed again",
-        ]
-        return to_markdown(header, [_plan_cells(own) for own in self.plans])
+    def with_(self, found: OwnPlan | RankRun) -> Page:
+        """The page with another plan, or another run of one."""
+        if isinstance(found, OwnPlan):
+            return replace(self, plans=(*self.plans, found))
+        return replace(self, runs=(*self.runs, found))
 
     def text(self) -> str:
         """What goes between the markers of the page, as Markdown."""
         parts = ["### Errors", self.summary(), "### Coefficients", self._of_coefficients()]
         parts += ["### All rows", self._grid()]
         if self.plans:
-            parts += ["### Plans", self.of_plans()]
+            parts += ["### Plans", to_markdown(_PLAN_HEADER, [_plan_cells(own) for own in self.plans])]
         if self.runs:
-            parts += ["### Ranks", _of_runs(self.runs)]
+            cells = [row for run in self.runs for row in _run_cells(run)]
+            parts += ["### Ranks", to_markdown(_RUN_HEADER, cells)]
         return "\n\n".join(parts)
 
     def _of_coefficients(self) -> str:
@@ -170,19 +174,25 @@ def _plan_cells(own: OwnPlan) -> list[str]:
     ]
 
 
-def _of_runs(runs: Sequence[RankRun]) -> str:
-    rows = [
+def _run_cells(run: RankRun) -> list[list[str]]:
+    """A row for each rank."""
+    losses = ", ".join(f"{loss:.4f}" for loss in run.losses)
+    return [
         [
             run.schedule,
             str(rank),
             f"{predicted:,}",
             f"{measured:,}",
             f"{predicted / measured - 1:+.3%}",
-            ", ".join(f"{loss:.4f}" for loss in run.losses),
+            losses,
         ]
-        for run in runs
         for rank, (predicted, measured) in enumerate(
             zip(run.predicted_bytes, run.measured_bytes, strict=True)
         )
     ]
-    return to_markdown(["schedule", "rank", "predicted bytes", "measured bytes", "off by", "losses"], rows)
+
+
+def told(found: OwnPlan | RankRun) -> str:
+    """What was found, for the terminal."""
+    rows = [_plan_cells(found)] if isinstance(found, OwnPlan) else _run_cells(found)
+    return "\n".join(" | ".join(cells) for cells in rows)

@@ -123,12 +123,14 @@ class MicroBatch:
             TimeLimitError: IRC205.
             UsageError: IRC485 for more stages than operations; as `PipelineRequest`.
         """
+        started = time.monotonic()
         try:
             return self._planned(request, time_limit)
         except BudgetError:
             if self.with_dropout_apart is None:
                 raise
-            return self.with_dropout_apart._planned(request, time_limit)
+            left = max(time_limit - (time.monotonic() - started), time_limit / 4)
+            return self.with_dropout_apart._planned(request, left)
 
     def _planned(self, request: PipelineRequest, time_limit: float) -> Stages:
         options = PipelineOptions(

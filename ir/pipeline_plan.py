@@ -24,6 +24,7 @@ class StageSummary:
         parameter_bytes: Of its parameters.
         forward_seconds: Predicted time of its forward.
         backward_seconds: Predicted time of its backward, with what it computes again.
+        copied_bytes: What it copies out to tiers.
         again_seconds: Predicted time of what it computes again.
         held_bytes: What a micro-batch holds there between forward and backward.
         forward_bytes: What it sends to the next stage.
@@ -38,6 +39,7 @@ class StageSummary:
     parameter_bytes: int
     forward_seconds: float
     backward_seconds: float
+    copied_bytes: int
     again_seconds: float
     held_bytes: int
     forward_bytes: int
@@ -150,6 +152,7 @@ class PipelinePlan:
         if self.optimizer is not None:
             lines.append(f"{'optimizer':>16}  {self.optimizer}, with its state and steps counted")
         for stage in self.stages:
+            copied = f"; copies {format_bytes(stage.copied_bytes)} out" if stage.copied_bytes else ""
             again = f", {stage.again_seconds:.3g} s of it again" if stage.again_seconds else ""
             lines.append(
                 f"{f'stage {stage.stage}':>16}  device {stage.device}, {stage.operations} operations from "
@@ -158,7 +161,7 @@ class PipelinePlan:
             times = f"forward {stage.forward_seconds:.3g} s, backward {stage.backward_seconds:.3g} s{again}"
             lines.append(
                 f"{'':>16}  {times}; parameters {format_bytes(stage.parameter_bytes)}; holds "
-                f"{stage.in_flight} x {format_bytes(stage.held_bytes)}"
+                f"{stage.in_flight} x {format_bytes(stage.held_bytes)}{copied}"
             )
         lines.append(f"{'costs':>16}  {self.costs}, planned in {self.planning_seconds:.1f} s")
         return "\n".join(lines)

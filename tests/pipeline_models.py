@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["go_on", "run_folders", "run_probes", "skips", "sometimes", "tied", "translator"]
+__all__ = ["go_on", "run_folders", "run_probes", "skips", "sometimes", "tied", "translator", "wide"]
 
 Example = tuple[nn.Module, tuple[Tensor, ...]]
 
@@ -108,6 +108,13 @@ class _Sometimes(nn.Module):
             x = torch.tanh(layer(x)) * self.get_buffer("scale")
             x = x + (x @ self.choice).argmax(-1, keepdim=True)
         return x.square().mean()
+
+
+def wide() -> Example:
+    """Layers that keep much for backward beside what they weigh."""
+    torch.manual_seed(0)
+    layers = [part for _ in range(6) for part in (nn.Linear(64, 64), nn.GELU())]
+    return nn.Sequential(*layers), (torch.randn(4096, 64),)
 
 
 def sometimes() -> Example:

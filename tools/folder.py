@@ -236,7 +236,7 @@ def _write_files(
             if costs.workspace_bytes[node]
         },
         "optimizer": str(optimizer) if applies else None,
-        "places": [_place_to_json(place) for place in optimized.places],
+        "places": [place_to_json(place) for place in optimized.places],
         "not_saved": sorted(
             {name for name, _ in optimized.module.named_buffers(remove_duplicate=False)}
             - set(optimized.module.state_dict())
@@ -300,7 +300,7 @@ def read_folder(folder: Path) -> Written:
         source = Source(**described["source"])
         by_name = {str(name): int(nbytes) for name, nbytes in described["workspace_bytes"].items()}
         not_saved = frozenset(str(name) for name in described["not_saved"])
-        places = tuple(_place_from_json(row) for row in described.get("places", ()))
+        places = tuple(place_from_json(row) for row in described.get("places", ()))
         text = described.get("optimizer")
         optimizer = None if text is None else parse_optimizer(text)
     with undamaged(folder / "program.irc"):
@@ -357,11 +357,13 @@ def undamaged(file: Path) -> Generator[None]:
 _PLACES: dict[str, type[DiskPlace | HostPlace]] = {"disk": DiskPlace, "host": HostPlace}
 
 
-def _place_to_json(place: TierPlace) -> dict[str, Any]:
+def place_to_json(place: TierPlace) -> dict[str, Any]:
+    """As JSON; `place_from_json` reads it."""
     return {"kind": place.kind, **asdict(place)}
 
 
-def _place_from_json(row: dict[str, Any]) -> TierPlace:
+def place_from_json(row: dict[str, Any]) -> TierPlace:
+    """The place that `place_to_json` wrote."""
     known = dict(row)
     return _PLACES[known.pop("kind")](**known)
 

@@ -92,6 +92,7 @@ def pipeline(
     optimizer: OptimizerFactory | None = None,
     link: int | str = "10GB",
     partition: str = "best",
+    swap: str | Sequence[str] = (),
 ) -> Pipeline:
     """Cuts a model into pipeline stages that fit their devices, for the shortest step.
 
@@ -125,6 +126,7 @@ def pipeline(
         link: Bytes that go from one device to the next in a second.
         partition: Where the model is cut: `best`, or for comparison as many places in each stage (`uniform`),
             torchgpipe's balance (`time`, `size`) or PipeDream's (`pipedream`).
+        swap: Tiers that each device's stages may copy to, as in `irc.optimize`: `"host:64GiB"`.
 
     Raises:
         BudgetError: IRC486 when no partition was found that fits.
@@ -145,6 +147,7 @@ def pipeline(
         optimizer,
         link,
         partition,
+        swap,
     )
     request.check()
 
@@ -180,7 +183,7 @@ def _agreed(
                 captured, stages, considered = choice.captured, choice.stages, choice.considered
             else:
                 stages = plan_stages(captured, request)
-            said = [(stages.texts(), considered)]
+            said = [(stages.texts(), stages.places, considered)]
         except IrcError as error:
             failure, said = error, [str(error)]
     dist.broadcast_object_list(said)
@@ -188,7 +191,7 @@ def _agreed(
         raise failure
     if isinstance(said[0], str):
         raise UsageError("IRC484", f"planning failed on the first rank: {said[0]}")
-    (plan_text, order_text, *texts), considered = said[0]
+    (plan_text, order_text, *texts), places, considered = said[0]
     plan = PipelinePlan.from_json(json.loads(plan_text))
     if captured is None:
         captured = capture(plan.micro_batches)
@@ -202,5 +205,6 @@ def _agreed(
         captured.constants,
         plan,
         request.optimizer,
+        places,
     )
     return Pipeline(model, captured, stages, loss, considered)

@@ -197,7 +197,7 @@ def _candidates(
                 refused.append(_considered(way, error.message))
                 continue
             if micro_batch is None:
-                micro_batch = MicroBatch.measured(capture(count), request.profile, request.optimizer)
+                micro_batch = MicroBatch.measured(capture(count), request)
             if (places := len(micro_batch.line.places)) <= way.order().stages:
                 refused.append(_considered(way, f"the model has {places - 1} places for stages"))
                 continue

@@ -69,7 +69,7 @@ def _number_or_auto(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 
-_ALONE = ("swap", "passes", "explain", "print_passes")
+_ALONE = ("passes", "explain", "print_passes")
 
 
 def is_pipeline(options: argparse.Namespace) -> bool:
@@ -111,6 +111,7 @@ def optimize_pipeline(options: argparse.Namespace, source: Source, progress: Pha
         None if options.optimizer is None else parse_optimizer(options.optimizer),
         options.link,
         options.partition,
+        options.swap,
     )
     request.check()
     if options.output is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,10 +13,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..backends.torch import emit_source
+from ..backends.torch import TierPlace, emit_source
 from ..ir import (
     InputRole,
     Schedule,
+    Tier,
     UnsupportedError,
     UsageError,
     parse_program,
@@ -34,6 +36,8 @@ from .folder import (
     delivery_from_json,
     delivery_to_json,
     in_layout,
+    place_from_json,
+    place_to_json,
     put_folder,
     undamaged,
 )
@@ -109,6 +113,7 @@ def _write(folder: Path, pipeline: Pipeline, source: Source, examples: Sequence[
     described = {
         **stages.plan.to_json(),
         "order": str(stages.order),
+        "places": [place_to_json(place) for place in stages.places],
         "last_differs": bool(stages.last_schedules),
         "source": asdict(source.located()),
         "deliveries": [delivery_to_json(delivery) for delivery in stages.deliveries],
@@ -153,17 +158,18 @@ def read_pipeline(folder: Path, rank: int | None = None) -> WrittenPipeline:
         ties = {str(name): str(its) for name, its in described["ties"].items()}
         optimizer = None if plan.optimizer is None else parse_optimizer(plan.optimizer)
         names = tuple(map(str, described["names"]))
+        places = tuple(place_from_json(row) for row in described["places"])
         has_last = bool(described["last_differs"])
     order.verify()
     send_lag(order)
-    schedules = tuple(_schedule(folder, f"stage-{index}") for index in range(order.stages))
-    last = tuple(_schedule(folder, f"stage-{index}-last") for index in range(order.stages * has_last))
+    schedules = tuple(_schedule(folder, f"stage-{index}", places) for index in range(order.stages))
+    last = tuple(_schedule(folder, f"stage-{index}-last", places) for index in range(order.stages * has_last))
     for each in (schedules, last) if last else (schedules,):
         verify_exchanges([schedule.graph for schedule in each])
     with undamaged(folder / "weights.safetensors"):
         mine = range(order.stages) if rank is None else order.stages_on(rank)
         state, constants, examples = _tensors(folder, [schedules[k] for k in mine], ties)
-    stages = Stages(order, schedules, last, deliveries, constants, plan, optimizer)
+    stages = Stages(order, schedules, last, deliveries, constants, plan, optimizer, places)
     state |= {name: state[first] for name, first in ties.items() if first in state}
     return WrittenPipeline(stages, state, examples, source, ties, names)
 
@@ -179,7 +185,7 @@ def unread_state(folder: Path, written: WrittenPipeline) -> dict[str, Tensor]:
         return {name: opened.get_tensor(first) for name, first in firsts if first not in read}
 
 
-def _schedule(folder: Path, name: str) -> Schedule:
+def _schedule(folder: Path, name: str, places: Sequence[TierPlace]) -> Schedule:
     file = folder / f"{name}.irc"
     if not file.is_file():
         raise UsageError(
@@ -190,7 +196,8 @@ def _schedule(folder: Path, name: str) -> Schedule:
     with undamaged(file):
         schedule = parse_program(file.read_text())
     verify_graph(schedule.graph)
-    verify_schedule(schedule, {})
+    tiers = [Tier(place.name, place.capacity_bytes, math.inf, math.inf) for place in places]
+    verify_schedule(schedule, {}, tiers=tiers)
     check_operations(schedule.graph)
     return schedule
 

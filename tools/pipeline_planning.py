@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..frontends.torch import Captured, capture
 from ..ir import BudgetError, Graph, InputRole, UnsupportedError
 from ..ir.nesting import flatten
-from ..passes import Cost, Program, SplitConvolutions, SplitDropout
+from ..passes import Cost, OfferTiers, Program, SplitConvolutions, SplitDropout
 from ..passes.optimizer_costs import OptimizerFactory, step_costs
 from ..passes.pipeline import Devices, Line, PipelineOptions, Updates, line_of, plan_pipeline
 from .loading import training_loss
@@ -22,6 +23,7 @@ from .pipeline_request import PipelineRequest
 from .pipeline_results import own_results
 from .pipeline_summary import plan_of
 from .pipeline_trainer import PipelineLoss, Stages
+from .swap import measured, places
 
 __all__ = ["MicroBatch", "captured_micro_batch", "devices_of", "plan_stages", "updates_of"]
 
@@ -68,27 +70,28 @@ class MicroBatch:
         program: The same with costs.
         cost: What found them, for the graphs of stages.
         updates: What the steps of an optimizer take.
+        tiers: Offers the tiers that stages may copy to; None where there are none.
     """
 
     captured: Captured
     program: Program
     cost: Cost
     updates: Updates
+    tiers: OfferTiers | None = None
 
     @staticmethod
-    def measured(
-        captured: Captured, profile: bool | str | None, optimizer: OptimizerFactory | None
-    ) -> MicroBatch:
-        """Finds what the operations of a captured micro-batch take.
+    def measured(captured: Captured, request: PipelineRequest) -> MicroBatch:
+        """Finds what the operations of a captured micro-batch take, the optimizer's steps, and copies.
 
         Args:
             captured: The training graph.
-            profile: As in `irc.optimize`.
-            optimizer: Whose steps count too.
+            request: What is asked of the pipeline.
 
         Raises:
             UnsupportedError: IRC508 for an optimizer that takes no steps parameter by parameter.
+            UsageError: As `PipelineRequest.offered`.
         """
+        profile, optimizer = request.profile, request.optimizer
         if isinstance(profile, str):
             split, cost = SplitConvolutions(transpose=profile == "cpu"), Cost(profile=profile)
         else:
@@ -96,7 +99,12 @@ class MicroBatch:
             split = SplitConvolutions()
         program = cost.run(replace(split.run(Program(captured.graph)), original=None))
         updates = Updates() if optimizer is None else updates_of(program.graph, optimizer)
-        return MicroBatch(captured, program, cost, updates)
+        offered = request.offered()
+        if offered is not None:
+            (tiers,) = measured([offered], _device(program))
+            assert isinstance(tiers, OfferTiers)
+            offered = tiers
+        return MicroBatch(captured, program, cost, updates, offered)
 
     @cached_property
     def line(self) -> Line:
@@ -141,7 +149,9 @@ class MicroBatch:
             time_limit,
             self.updates,
         )
-        planned = plan_pipeline(self.program, request.order(), options, self.cost.run, self.line)
+        order = request.order()
+        find = partial(self._costed, parts=order.stages // order.devices)
+        planned = plan_pipeline(self.program, order, options, find, self.line)
         names = [device.name for device in request.requested_devices()]
         optimizer = request.optimizer
         named = str(optimizer) if isinstance(optimizer, DescribedOptimizer) else "one of the program's own"
@@ -153,7 +163,21 @@ class MicroBatch:
             self.captured.constants,
             plan_of(planned, names, None if optimizer is None else named),
             optimizer,
+            () if self.tiers is None else places([self.tiers], _device(self.program)),
         )
+
+    def _costed(self, program: Program, parts: int) -> Program:
+        """A stage's program with costs and with its part of the tiers of its device."""
+        found = self.cost.run(program)
+        if self.tiers is None:
+            return found
+        offered = self.tiers.run(found)
+        shares = (replace(tier, capacity_bytes=tier.capacity_bytes // parts) for tier in offered.tiers)
+        return replace(offered, tiers=tuple(shares))
+
+
+def _device(program: Program) -> torch.device:
+    return torch.device(program.graph.storages[0].device)
 
 
 def updates_of(graph: Graph, optimizer: OptimizerFactory) -> Updates:
@@ -188,7 +212,7 @@ def plan_stages(captured: Captured, request: PipelineRequest) -> Stages:
         UsageError: IRC485 for more stages than operations; as `PipelineRequest`.
     """
     started = time.monotonic()
-    micro_batch = MicroBatch.measured(captured, request.profile, request.optimizer)
+    micro_batch = MicroBatch.measured(captured, request)
     left = max(request.time_limit - (time.monotonic() - started), request.time_limit / 4)
     stages = micro_batch.plan(request, left)
     return replace(stages, plan=replace(stages.plan, planning_seconds=time.monotonic() - started))

@@ -10,8 +10,10 @@ import torch
 
 from ..ir import UsageError, parse_budget
 from ..ir.pipeline import PipelineSchedule
+from ..passes import OfferTiers
 from ..passes.optimizer_costs import OptimizerFactory
 from ..passes.pipeline import PARTITIONS, SCHEDULES, pipeline_schedule
+from .swap import offer
 
 __all__ = ["AUTO", "CHECKPOINT_MODES", "DeviceRequest", "PipelineRequest"]
 
@@ -102,6 +104,7 @@ class PipelineRequest:
         checkpoint: Instead of a strategy, of `CHECKPOINT_MODES`; None for irc's own plan of each stage.
         optimizer: Makes the optimizer of a list of parameters, whose state and steps the budget covers too.
         link: Bytes that go from one device to another in a second, in each direction.
+        swap: Tiers that stages may copy to, as in `irc.optimize`, for each device.
         partition: Where the model is cut: `best`, or for comparison `uniform`, `time`, `size` or `pipedream`.
     """
 
@@ -117,13 +120,15 @@ class PipelineRequest:
     optimizer: OptimizerFactory | None = None
     link: int | str = "10GB"
     partition: str = "best"
+    swap: str | Sequence[str] = ()
 
     def check(self) -> None:
         """Refuses what can be refused before the model is looked at.
 
         Raises:
             UsageError: IRC401 or IRC482 for devices, IRC467, IRC468 or IRC469 for a schedule, IRC495 for a
-                mode of checkpointing, IRC499 for an unknown partition.
+                mode of checkpointing, IRC499 for an unknown partition; as `offer` for
+                tiers.
         """
         if not self.is_open:
             self.order()
@@ -143,6 +148,7 @@ class PipelineRequest:
                 help=f"choose one of {', '.join(PARTITIONS)}",
             )
         self.link_bytes_per_second()
+        self.offered()
 
     @property
     def is_open(self) -> bool:
@@ -211,6 +217,14 @@ class PipelineRequest:
                 help="give one budget for all devices, or one for each",
             )
         return tuple(map(DeviceRequest.parse, texts))
+
+    def offered(self) -> OfferTiers | None:
+        """The pass that offers the tiers; None where none is asked for.
+
+        Raises:
+            UsageError: As `offer`.
+        """
+        return offer(self.swap, self.profile) if self.swap else None
 
     def link_bytes_per_second(self) -> int:
         """Bytes that go from one device to another in a second.

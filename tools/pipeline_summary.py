@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..ir import InputRole, Region
+from ..ir import InputRole, Offload, Region
 from ..ir.pipeline import in_flight
 from ..ir.pipeline_plan import PipelinePlan, StageSummary
 from ..passes.pipeline import PlannedPipeline, PlannedStage
@@ -62,6 +62,7 @@ def _summary(stage: PlannedStage, device: int, speeds: Sequence[float], in_fligh
         parameter_bytes=sum(storage.nbytes for storage in parameters),
         forward_seconds=cost.forward_seconds,
         backward_seconds=cost.input_gradient_seconds + cost.weight_gradient_seconds,
+        copied_bytes=sum(s.storage.nbytes for s in stage.schedule.instructions if isinstance(s, Offload)),
         again_seconds=max(taken - once, 0.0) / speeds[device],
         held_bytes=stage.memory.held_bytes,
         forward_bytes=stage.stage.after.forward_bytes,

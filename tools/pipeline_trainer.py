@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..backends.distributed import PipelineAlone, PipelineRank
-from ..backends.torch import compile_program
+from ..backends.torch import TierPlace, Tiers, compile_program
 from ..ir import Delivery, InputRole, Schedule, UsageError, print_program
 from ..ir.nesting import flatten
 from ..ir.pipeline import PipelineSchedule
@@ -43,6 +43,7 @@ class Stages:
         constants: Tensors that the model's code creates from nothing.
         plan: The certificate.
         optimizer: Makes the optimizer that the plan counts; None where it counts none.
+        places: Where the tiers are that stages copy to.
     """
 
     order: PipelineSchedule
@@ -52,6 +53,7 @@ class Stages:
     constants: Mapping[str, Tensor]
     plan: PipelinePlan
     optimizer: OptimizerFactory | None = None
+    places: tuple[TierPlace, ...] = ()
 
     def texts(self) -> list[str]:
         """Plan, order and schedules as texts."""
@@ -101,6 +103,9 @@ class PipelineTrainer:
             [compile_program(schedule, stages.constants) for schedule in schedules]
             for schedules in (stages.schedules, stages.last_schedules)
         )
+        tiers = Tiers(stages.places)
+        for program in (*self.programs, *last_programs):
+            tiers.check(program.copies)
         devices = stages.plan.devices
         self.is_alone = not dist.is_initialized()
         self._own: Sequence[int] = range(stages.order.stages)
@@ -110,6 +115,7 @@ class PipelineTrainer:
                 stages.plan.micro_batches,
                 state,
                 last_programs=last_programs,
+                tiers=tiers,
                 deliveries=stages.deliveries,
                 rebuild=rebuild,
                 loss=self._loss,
@@ -129,6 +135,7 @@ class PipelineTrainer:
             graphs,
             state,
             last_programs=last_programs,
+            tiers=tiers,
             deliveries=stages.deliveries,
             rebuild=rebuild,
             loss=self._loss,

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ...ir import Delivery
 from ..torch.program import Program
+from ..torch.swap import Tiers
 from .post import Locker, Post
 from .results import Results
 from .worker import StageWorker
@@ -22,6 +23,7 @@ class PipelineAlone:
     Args:
         programs: Of all stages.
         last_programs: Those of the last micro-batch, where it has others; else none.
+        tiers: Where copies go; None where the programs make none.
         micro_batches: How many a step has.
         state: The model's parameters and buffers by name.
         deliveries: How the model's result is made of the last stage's outputs.
@@ -36,6 +38,7 @@ class PipelineAlone:
         state: Mapping[str, Tensor],
         *,
         last_programs: Sequence[Program] = (),
+        tiers: Tiers | None = None,
         deliveries: Sequence[Delivery],
         rebuild: Callable[[list[Any]], Any],
         loss: Callable[[Any, int], Tensor],
@@ -43,7 +46,8 @@ class PipelineAlone:
         self.micro_batches = micro_batches
         others = [{micro_batches - 1: program} for program in last_programs] or [{} for _ in programs]
         self.workers = [
-            StageWorker(program, state, special) for program, special in zip(programs, others, strict=True)
+            StageWorker(program, state, special, tiers)
+            for program, special in zip(programs, others, strict=True)
         ]
         self.results = Results(programs[-1], deliveries, rebuild, loss, 1 / micro_batches)
 

@@ -17,6 +17,7 @@ from ...ir import Delivery, Graph, Region, UsageError
 from ...ir.pipeline import Action, PipelineSchedule
 from ...ir.pipeline_exchange import Expect, send_lag, sent_values, with_expectations
 from ..torch.program import Program
+from ..torch.swap import Tiers
 from .channel import Channel, ChannelInbox, ChannelOutbox, Departures
 from .post import Locker
 from .results import Results
@@ -35,6 +36,7 @@ class PipelineRank:
         programs: Of all stages.
         graphs: Of all stages.
         last_programs: Those of the last micro-batch, of all stages, where it has others; else none.
+        tiers: Where copies go; None where the programs make none.
         state: The model's parameters and buffers by name, those of this rank's stages at least.
         deliveries: How the model's result is made of the last stage's outputs.
         rebuild: Nests the leaves of the result as the model does.
@@ -51,6 +53,7 @@ class PipelineRank:
         state: Mapping[str, Tensor],
         *,
         last_programs: Sequence[Program] = (),
+        tiers: Tiers | None = None,
         deliveries: Sequence[Delivery],
         rebuild: Callable[[list[Any]], Any],
         loss: Callable[[Any, int], Tensor],
@@ -69,7 +72,7 @@ class PipelineRank:
         self.stages: list[Stage] = []
         for index in schedule.stages_on(self.rank):
             others = {schedule.micro_batches - 1: last_programs[index]} if last_programs else {}
-            worker = StageWorker(programs[index], state, others)
+            worker = StageWorker(programs[index], state, others, tiers)
             results = None
             if index == last:
                 scale = 1 / schedule.micro_batches

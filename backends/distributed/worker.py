@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ...ir import Input, InputRole
 from ..torch.program import Program
 from ..torch.release import Release
+from ..torch.swap import Session, Tiers
 from .post import Post
 
 __all__ = ["StageWorker"]
@@ -23,6 +24,7 @@ class _Flight:
 
     inputs: list[Tensor]
     saved: list[Any]
+    copies: Session | None
     rest: Generator[None, None, object] | None = None
 
 
@@ -34,6 +36,7 @@ class StageWorker:
         state: Parameters and buffers by name; names of one tensor stay tied.
         others: Programs of the same stage for single micro-batches, by their numbers: what is kept and what
             is computed again differs.
+        tiers: Where copies go; None where the programs make none.
 
     Attributes:
         parameters: What the stage trains or reads, by name.
@@ -41,10 +44,15 @@ class StageWorker:
     """
 
     def __init__(
-        self, program: Program, state: Mapping[str, Tensor], others: Mapping[int, Program] | None = None
+        self,
+        program: Program,
+        state: Mapping[str, Tensor],
+        others: Mapping[int, Program] | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
         self.program = program
         self.others = others or {}
+        self.tiers = tiers or Tiers()
         self.parameters: dict[str, nn.Parameter] = {}
         self.buffers: dict[str, Tensor] = {}
         made: dict[int, nn.Parameter] = {}
@@ -74,10 +82,17 @@ class StageWorker:
             The program's static inputs, and the model's outputs in the last stage.
         """
         inputs = [self._bound(entry, arguments) for entry in self.program.statics]
-        with torch.no_grad():
-            program = self._of(micro_batch)
-            outputs, saved = program.forward(inputs, *([post] if program.exchanges else []))
-        self._flights[micro_batch] = _Flight(inputs, saved)
+        program = self._of(micro_batch)
+        copies = self.tiers.session(program.copies) if program.copies else None
+        more = [post] if program.exchanges else []
+        try:
+            with torch.no_grad():
+                outputs, saved = program.forward(inputs, *more, *([] if copies is None else [copies]))
+        except BaseException:
+            if copies is not None:
+                copies.close()
+            raise
+        self._flights[micro_batch] = _Flight(inputs, saved, copies)
         return inputs, outputs
 
     def backward(self, micro_batch: int, tangents: Sequence[Tensor], post: Post) -> None:
@@ -96,25 +111,35 @@ class StageWorker:
             more.append(self._release.taker(program, flight.inputs, given))
         if program.exchanges:
             more.append(post)
+        if flight.copies is not None:
+            more.append(flight.copies)
         with torch.no_grad():
             running = program.backward(flight.inputs, flight.saved, list(tangents), *more)
             if program.pauses:
                 next(running)
                 flight.rest = running
             else:
-                del self._flights[micro_batch]
+                self._end(micro_batch)
 
     def finish(self, micro_batch: int) -> None:
         """Runs what a pause left of the backward of a micro-batch."""
-        rest = self._flights.pop(micro_batch).rest
+        rest = self._flights[micro_batch].rest
         assert rest is not None, "nothing was left"
         with torch.no_grad():
             for _ in rest:
                 raise AssertionError("a backward pauses once")
+        self._end(micro_batch)
 
     def give_up(self) -> None:
         """Drops what micro-batches hold whose backward has not ended."""
-        self._flights.clear()
+        for micro_batch in list(self._flights):
+            self._end(micro_batch)
+
+    def _end(self, micro_batch: int) -> None:
+        """Forgets a micro-batch, and what it has in tiers."""
+        copies = self._flights.pop(micro_batch).copies
+        if copies is not None:
+            copies.close()
 
     def _of(self, micro_batch: int) -> Program:
         return self.others.get(micro_batch, self.program)

@@ -43,7 +43,7 @@ class PipelineOptions:
 
     Args:
         devices: What the stages run on.
-        strategy: What stages compute again, as `SelectCheckpoints`.
+        strategy: What stages compute again and copy, as `PlanMemory`.
         partition: Where the model is cut, of `PARTITIONS`: all but `best` are others' ways.
         checkpoint: Strategies of all micro-batches but the last, and of the last, that are taken whatever
             memory they need; None for plans within the budgets by `strategy`.
@@ -282,7 +282,7 @@ class _Search:
             for device, excess_bytes in enumerate(over):
                 if excess_bytes:
                     self._lower(room, stages, planners, device, excess_bytes)
-        raise self._refusal(planners, over, None)
+        raise self._refusal(over)
 
     def _checkpointed(
         self,
@@ -303,7 +303,7 @@ class _Search:
             last = tuple(_verified(planner.by_strategy(last_strategy)) for planner in planners)
         peaks = self._peaks(stages, shared, last)
         if any(over := self._over(peaks)):
-            raise self._refusal(planners, over, None)
+            raise self._refusal(over)
         return self._result(cuts, stages, last, peaks)
 
     def _peaks(
@@ -397,37 +397,40 @@ class _Search:
         try:
             planned = planner.planned(room[stage], self.options.strategy, time_limit)
         except (BudgetError, TimeLimitError) as error:
-            least_bytes = planner.minimum_bytes(time_limit)
+            least_bytes = self._least_bytes(planner, time_limit, error)
             if least_bytes > self.budgets[self.schedule.device_of[stage]]:
-                raise self._refusal([planner], None, error) from error
+                raise self._refusal_of(planner, least_bytes) from error
             room[stage] = least_bytes
             planned = planner.planned(least_bytes, self.options.strategy, time_limit)
         return _verified(planned)
 
-    def _refusal(
-        self,
-        planners: Sequence[StagePlanner],
-        over_bytes: Sequence[int] | None,
-        error: BudgetError | TimeLimitError | None,
-    ) -> BudgetError:
-        """What to tell the user: the device that is furthest over, or the stage that does not fit alone."""
-        left = max(self.deadline - time.monotonic(), 1.0)
-        budgets = self.budgets
-        if over_bytes is None:
-            (planner,) = planners
-            device = self.schedule.device_of[planner.stage.index]
-            needed_bytes = max(planner.minimum_bytes(left), budgets[device] + 1)
-            what = f"stage {planner.stage.index} on device {device}"
-        else:
-            device = max(range(len(over_bytes)), key=over_bytes.__getitem__)
-            needed_bytes = budgets[device] + over_bytes[device]
-            stages = ", ".join(map(str, self.schedule.stages_on(device)))
-            what = f"device {device} (stage {stages})"
+    def _least_bytes(
+        self, planner: StagePlanner, time_limit: float, error: BudgetError | TimeLimitError
+    ) -> int:
+        """The smallest room for a stage that was found, by the strategy that was asked for."""
+        if self.options.strategy != "auto" and isinstance(error, BudgetError):
+            return error.minimum_bytes + planner.beside_bytes
+        return planner.minimum_bytes(time_limit)
+
+    def _refusal(self, over_bytes: Sequence[int]) -> BudgetError:
+        """What to tell the user of the device that is furthest over."""
+        device = max(range(len(over_bytes)), key=over_bytes.__getitem__)
+        stages = ", ".join(map(str, self.schedule.stages_on(device)))
+        needed_bytes = self.budgets[device] + over_bytes[device]
+        return self._needs(f"device {device} (stage {stages})", device, needed_bytes)
+
+    def _refusal_of(self, planner: StagePlanner, needed_bytes: int) -> BudgetError:
+        """What to tell the user of a stage that does not fit alone."""
+        index = planner.stage.index
+        device = self.schedule.device_of[index]
+        return self._needs(f"stage {index} on device {device}", device, needed_bytes)
+
+    def _needs(self, what: str, device: int, needed_bytes: int) -> BudgetError:
         held = ", ".join(str(self.flights[k].until_weight) for k in self.schedule.stages_on(device))
         return BudgetError(
             "IRC486",
             f"{what} needs at least {format_bytes(needed_bytes)}, over the budget of "
-            f"{format_bytes(budgets[device])}, with {held} micro-batches in flight",
+            f"{format_bytes(self.budgets[device])}, with {held} micro-batches in flight",
             help="raise --budget, use more stages or smaller micro-batches, or a schedule that holds fewer "
             "of them (1f1b)",
             minimum_bytes=needed_bytes,
@@ -502,7 +505,7 @@ def _verified(planned: PlannedStage) -> PlannedStage:
     costs = planned.program.costs
     assert costs is not None
     verify_graph(planned.schedule.graph)
-    verify_schedule(planned.schedule, costs.workspace_bytes)
+    verify_schedule(planned.schedule, costs.workspace_bytes, tiers=planned.program.tiers)
     return planned
 
 

@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from ...ir import PAUSE, Compute, Graph, InputRole, Loss, Schedule
 from ...ir.pipeline_memory import StageMemory, stage_memory
 from ...ir.pipeline_timing import StageCost
+from ...ir.timing import step_times
 from ..hold_forwards import HoldForwards
+from ..plan_memory import PlanMemory
 from ..planner import Planner
 from ..program import Program
 from ..release_gradients import ReleaseGradients
-from ..select_checkpoints import SelectCheckpoints
 from .stage_graphs import StageGraph
 from .updates import Updates
 
@@ -81,34 +82,34 @@ class StagePlanner:
 
         Args:
             budget_bytes: Of the stage alone, with its static bytes, optimizer state included.
-            strategy: As `SelectCheckpoints`.
+            strategy: As `PlanMemory`.
             time_limit: Seconds.
 
         Raises:
             BudgetError: IRC204.
             TimeLimitError: IRC205.
         """
-        room_bytes = max(budget_bytes - self._beside_bytes, 1)
+        room_bytes = max(budget_bytes - self.beside_bytes, 1)
         keep_all = self.planner.problem.keep_all
         if strategy == "auto" and keep_all.peak_bytes <= room_bytes:
             return self._measured(
                 replace(self.program, graph=keep_all.schedule.graph, schedule=keep_all.schedule)
             )
-        return self._measured(SelectCheckpoints(room_bytes, strategy, time_limit).choose(self.planner))
+        return self._measured(PlanMemory(room_bytes, strategy, time_limit).choose(self.planner))
 
     def by_strategy(self, strategy: str) -> PlannedStage:
         """The schedule of a strategy that has one, or the fastest of several, whatever memory it needs.
 
         Args:
-            strategy: As `SelectCheckpoints`.
+            strategy: As `PlanMemory`.
         """
         if strategy not in self._by_strategy:
-            found = SelectCheckpoints(_ENOUGH_BYTES, strategy).choose(self.planner)
+            found = PlanMemory(_ENOUGH_BYTES, strategy).choose(self.planner)
             self._by_strategy[strategy] = self._measured(found)
         return self._by_strategy[strategy]
 
     @property
-    def _beside_bytes(self) -> int:
+    def beside_bytes(self) -> int:
         """What is there beside what a plan of the stage counts: optimizer state, and other arguments."""
         graph = self.program.graph
         inputs = sum(storage.nbytes for storage in graph.call_storages)
@@ -130,7 +131,7 @@ class StagePlanner:
     def minimum_bytes(self, time_limit: float) -> int:
         """The smallest budget, as `planned` counts it, that was found in `time_limit` seconds."""
         deadline = time.monotonic() + time_limit
-        return self.planner.minimum_bytes(deadline, is_thorough=True) + self._beside_bytes
+        return self.planner.minimum_bytes(deadline, is_thorough=True) + self.beside_bytes
 
 
 def _made_elsewhere_bytes(graph: Graph) -> int:
@@ -143,19 +144,17 @@ def _made_elsewhere_bytes(graph: Graph) -> int:
 def _cost(schedule: Schedule, program: Program, memory: StageMemory) -> StageCost:
     """Seconds of the parts of a schedule, and its bytes in the terms of the simulator."""
     assert program.costs is not None
-    seconds = program.costs.seconds
-    forward = backward = rest = 0.0
-    part = "forward"
-    for step in schedule.instructions:
+    times = step_times(schedule, program.costs.seconds, program.tiers)
+    loss_seconds = pause_seconds = times.step_seconds
+    for step, start_seconds in zip(schedule.instructions, times.start_seconds, strict=True):
         if isinstance(step, Loss):
-            part = "backward"
-        elif isinstance(step, Compute):
-            if step.node.op == PAUSE:
-                part = "rest"
-            if part == "forward":
-                forward += seconds[step.node]
-            elif part == "backward":
-                backward += seconds[step.node]
-            else:
-                rest += seconds[step.node]
-    return StageCost(forward, backward, rest, static_bytes=memory.static_bytes, held_bytes=memory.held_bytes)
+            loss_seconds = start_seconds
+        elif isinstance(step, Compute) and step.node.op == PAUSE:
+            pause_seconds = start_seconds
+    return StageCost(
+        loss_seconds,
+        pause_seconds - loss_seconds,
+        times.step_seconds - pause_seconds,
+        static_bytes=memory.static_bytes,
+        held_bytes=memory.held_bytes,
+    )

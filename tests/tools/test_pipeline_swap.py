@@ -1,0 +1,111 @@
+"""Stages copy to tiers what waits for backward, within the same budgets and with the same numbers."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pipeline_models
+import pytest
+import torch
+import torch.multiprocessing
+
+import irc
+from irc.tools.cli import main
+from irc.tools.loading import Source
+from irc.tools.pipeline import Pipeline, pipeline
+from irc.tools.pipeline_call import micro_batches_of
+from irc.tools.pipeline_folder import read_pipeline, write_pipeline
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
+
+
+def planned(
+    model: torch.nn.Module,
+    schedule: str,
+    budget: int | str,
+    folder: Path | None,
+    strategy: str = "auto",
+    checkpoint: str | None = None,
+) -> Pipeline:
+    """Two stages and four micro-batches; a folder is the tier to copy to."""
+    return pipeline(
+        model,
+        pipeline_models.wide()[1],
+        budget,
+        stages=2,
+        micro_batches=4,
+        schedule=schedule,
+        strategy=strategy,
+        checkpoint=checkpoint,
+        swap=() if folder is None else f"disk:{folder}:1GiB",
+        profile=False,
+        time_limit=4,
+    )
+
+
+def tight(schedule: str, part: float) -> int:
+    return round(max(planned(pipeline_models.wide()[0], schedule, "1GiB", None).plan.peak_bytes) * part)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zbv"])
+def test_copies_cost_less_than_computing_again(schedule: str, tmp_path: Path) -> None:
+    budget = tight(schedule, 0.75)
+    model, (x,) = pipeline_models.wide()
+    twin = copy.deepcopy(model)
+    pipe = planned(model, schedule, budget, tmp_path)
+    assert sum(stage.copied_bytes for stage in pipe.plan.stages) > 0
+    assert max(pipe.plan.peak_bytes) <= budget
+    alone = planned(pipeline_models.wide()[0], schedule, budget, None).plan
+    assert sum(stage.copied_bytes for stage in alone.stages) == 0
+    assert pipe.plan.bound_seconds <= pipe.plan.step_seconds <= alone.step_seconds * (1 + 1e-9)
+    assert "out" in pipe.plan.summary()
+    trainer = pipe.start()
+    for _ in range(2):
+        trainer.step(x)
+    for _ in range(2):
+        for (part,) in micro_batches_of((x,), 4):
+            (twin(part).square().mean() / 4).backward()
+    for mine, its in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, its.grad)
+    assert list(tmp_path.iterdir()) == [], "scratch files have no names"
+
+
+def test_ranks_that_copy_hold_what_is_predicted(tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    folders: list[str] = []
+    for schedule in ("gpipe", "zbv"):
+        pipe = planned(pipeline_models.wide()[0], schedule, tight(schedule, 0.75), scratch)
+        assert sum(stage.copied_bytes for stage in pipe.plan.stages) > 0
+        folder = tmp_path / schedule
+        write_pipeline(folder, pipe, Source(f"{pipeline_models.__file__}:wide"), pipeline_models.wide()[1])
+        assert read_pipeline(folder).stages.places == pipe.stages.places
+        folders.append(str(folder))
+    results = tmp_path / "results"
+    arguments = (2, str(tmp_path / "meeting"), tuple(folders), str(results))
+    torch.multiprocessing.spawn(pipeline_models.run_folders, args=arguments, nprocs=2)
+    for name, report in json.loads(results.read_text()).items():
+        assert report["failures"] == [], name
+        for rank in report["ranks"]:
+            assert rank["measured_bytes"] <= rank["predicted_bytes"] <= rank["budget_bytes"], name
+
+
+def test_modes_of_checkpointing_copy_nothing(tmp_path: Path) -> None:
+    plan = planned(pipeline_models.wide()[0], "gpipe", "1GiB", tmp_path, checkpoint="never").plan
+    assert sum(stage.copied_bytes for stage in plan.stages) == 0
+
+
+def test_copies_alone_that_do_not_suffice_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(irc.BudgetError, match="IRC486"):
+        planned(pipeline_models.wide()[0], "gpipe", tight("gpipe", 0.3), tmp_path, "swap")
+
+
+def test_what_a_pipeline_does_not_copy_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = f"{pipeline_models.__file__}:wide"
+    usual = ["optimize", source, "--stages", "2", "--micro-batches", "4", "--budget", "64MiB"]
+    assert main([*usual, "--swap", "params", "--swap", f"disk:{tmp_path}"]) == 2
+    assert "error[IRC447]" in capsys.readouterr().err
+    assert main([*usual, "--swap", f"disk:{tmp_path / 'nowhere'}"]) == 2
+    assert "error[IRC42" in capsys.readouterr().err

@@ -97,11 +97,11 @@ class LinePartition:
         least = _smallest_largest(tables)
         if math.isinf(least):
             return None
-        micro_batches = self.schedule.micro_batches
+        micro_batches, fill = self.schedule.micro_batches, self._fill_seconds()
         found: list[tuple[float, list[int]]] = []
         for slack in _SLACKS:
             limit = least * slack * (1 + 1e-12)
-            cut = _least_sum([numpy.where(table <= limit, table, math.inf) for table in tables])
+            cut = _least_sum([numpy.where(table <= limit, table + fill, math.inf) for table in tables])
             if cut is not None:
                 total, cuts = cut
                 times = [tables[s][b, e] for s, (b, e) in enumerate(_pairs(cuts, self._end))]
@@ -154,14 +154,20 @@ class LinePartition:
         crossing = self.line.crossing_bytes
         return numpy.array([crossing[place][0] for place in self.line.places], dtype=float)[:, None]
 
+    def _leaving(self) -> _Table:
+        crossing = self.line.crossing_bytes
+        return numpy.array([crossing[place][1] for place in self.line.places], dtype=float)[:, None]
+
+    def _fill_seconds(self) -> _Table:
+        """What the first micro-batch waits for links before a segment, and after it on the way back."""
+        return (self._arriving() + self._leaving()) / self.devices.link_bytes_per_second
+
     def _stage_seconds(self, stage: int, anywhere: bool) -> _Table:
-        """Estimated time of each segment as a stage, with what is computed again and sent."""
+        """Estimated time of each segment as a stage: that of its computations, or of a slower link."""
         device = self.schedule.device_of[stage]
         held = self.flights[stage]
         budget = self.devices.budget_bytes[device] / len(self.schedule.stages_on(device))
-        crossing = self.line.crossing_bytes
-        arriving = self._arriving()
-        leaving = numpy.array([crossing[place][1] for place in self.line.places], dtype=float)[:, None]
+        arriving, leaving = self._arriving(), self._leaving()
         fixed = self._static + held * arriving + self._largest
         over = fixed + held * self._saved - budget
         over = numpy.full_like(over, -math.inf) if anywhere else over
@@ -169,8 +175,9 @@ class LinePartition:
         seconds = (self._forward * (1 + numpy.minimum(part, 1.0) ** 1.5) + self._backward) / (
             self.devices.speeds[device]
         )
-        rate = self.devices.link_bytes_per_second
-        seconds = seconds + (arriving + leaving) / rate
+        seconds = numpy.maximum(
+            seconds, numpy.maximum(arriving, leaving) / self.devices.link_bytes_per_second
+        )
         seconds = numpy.where(part <= 1, seconds, math.inf)
         return numpy.where(self._is_segment(), seconds, math.inf)
 

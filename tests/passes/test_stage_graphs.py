@@ -18,6 +18,7 @@ from irc.ir import (
     Graph,
     InputRole,
     Node,
+    OutputRole,
     Region,
     Value,
     verify_graph,
@@ -133,8 +134,10 @@ def test_stages_compute_what_the_graph_does(case: tuple[Graph, dict[Node, int], 
 def test_stages_are_graphs_that_schedules_carry_out(
     case: tuple[Graph, dict[Node, int], int], split: bool
 ) -> None:
+    """Left out are stages whose forward nothing reads, and which make gradients of nothing."""
     for stage in cut(*case, split_backward=split):
-        if stage.graph.outputs or stage.after.activations:
+        exchanges = any(node.op in (SEND, RECEIVE) for node in stage.graph.nodes)
+        if exchanges or any(output.role is OutputRole.OUTPUT for output in stage.graph.outputs):
             verify_graph(stage.graph)
             verify_schedule(Program(stage.graph).baseline, {})
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .graph import PAUSE, SEND, Node, Region
-from .in_flight import loss_waiting_bytes
 from .liveness import liveness
 from .pipeline import Action, PipelineSchedule, Work
 from .pipeline_exchange import reading_work, received_values, receives_of, send_lag
@@ -93,7 +92,7 @@ def stage_memory(
     return StageMemory(
         static_bytes=static + inputs * (micro_batches - 1) + kept_bytes,
         forward_bytes=max(most[: loss + 1]) - static,
-        held_bytes=kept + loss_waiting_bytes(graph),
+        held_bytes=kept + graph.loss_saved_bytes,  # gradients of results come when their backward begins
         backward_bytes=max(most[loss:end]) - static,
         paused_bytes=0 if pause is None else timeline.after_bytes[pause] - static,
         rest_bytes=0 if pause is None else max(during[pause:]) - static,

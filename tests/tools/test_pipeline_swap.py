@@ -28,6 +28,8 @@ def planned(
     folder: Path | None,
     strategy: str = "auto",
     checkpoint: str | None = None,
+    *,
+    is_measured: bool = False,
 ) -> Pipeline:
     """Two stages and four micro-batches; a folder is the tier to copy to."""
     return pipeline(
@@ -40,7 +42,7 @@ def planned(
         strategy=strategy,
         checkpoint=checkpoint,
         swap=() if folder is None else f"disk:{folder}:1GiB",
-        profile=False,
+        profile=None if is_measured else False,
         time_limit=4,
     )
 
@@ -49,18 +51,17 @@ def tight(schedule: str, part: float) -> int:
     return round(max(planned(pipeline_models.wide()[0], schedule, "1GiB", None).plan.peak_bytes) * part)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zbv"])
-def test_copies_cost_less_than_computing_again(schedule: str, tmp_path: Path) -> None:
-    budget = tight(schedule, 0.75)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_stages_that_copy_have_the_same_numbers(schedule: str, tmp_path: Path) -> None:
+    budget = tight(schedule, 0.85)
     model, (x,) = pipeline_models.wide()
     twin = copy.deepcopy(model)
-    pipe = planned(model, schedule, budget, tmp_path)
+    pipe = planned(model, schedule, budget, tmp_path, "swap")
     assert sum(stage.copied_bytes for stage in pipe.plan.stages) > 0
+    assert sum(stage.again_seconds for stage in pipe.plan.stages) == 0
     assert max(pipe.plan.peak_bytes) <= budget
-    alone = planned(pipeline_models.wide()[0], schedule, budget, None).plan
-    assert sum(stage.copied_bytes for stage in alone.stages) == 0
-    assert pipe.plan.bound_seconds <= pipe.plan.step_seconds <= alone.step_seconds * (1 + 1e-9)
-    assert "out" in pipe.plan.summary()
+    assert pipe.plan.bound_seconds <= pipe.plan.step_seconds
+    assert "; copies " in pipe.plan.summary()
     trainer = pipe.start()
     for _ in range(2):
         trainer.step(x)
@@ -75,9 +76,12 @@ def test_copies_cost_less_than_computing_again(schedule: str, tmp_path: Path) ->
 def test_ranks_that_copy_hold_what_is_predicted(tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    folders: list[str] = []
-    for schedule in ("gpipe", "zbv"):
-        pipe = planned(pipeline_models.wide()[0], schedule, tight(schedule, 0.75), scratch)
+    measured = tmp_path / "measured"
+    pipe = planned(pipeline_models.wide()[0], "gpipe", "1GiB", None, is_measured=True)
+    write_pipeline(measured, pipe, Source(f"{pipeline_models.__file__}:wide"), pipeline_models.wide()[1])
+    folders = [str(measured)]
+    for schedule in ("1f1b", "zb-h1"):
+        pipe = planned(pipeline_models.wide()[0], schedule, tight(schedule, 0.85), scratch, "swap")
         assert sum(stage.copied_bytes for stage in pipe.plan.stages) > 0
         folder = tmp_path / schedule
         write_pipeline(folder, pipe, Source(f"{pipeline_models.__file__}:wide"), pipeline_models.wide()[1])
@@ -90,6 +94,9 @@ def test_ranks_that_copy_hold_what_is_predicted(tmp_path: Path) -> None:
         assert report["failures"] == [], name
         for rank in report["ranks"]:
             assert rank["measured_bytes"] <= rank["predicted_bytes"] <= rank["budget_bytes"], name
+            estimates = name != str(tmp_path / "measured")
+            most = 1.2 * rank["measured_bytes"] if estimates else rank["measured_bytes"] + 1024
+            assert rank["predicted_bytes"] <= most, name
 
 
 def test_modes_of_checkpointing_copy_nothing(tmp_path: Path) -> None:

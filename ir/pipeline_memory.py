@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from .graph import PAUSE, SEND, Node, Region
+from .graph import PAUSE, SEND, Graph, Node, Region
 from .liveness import liveness
 from .pipeline import Action, PipelineSchedule, Work
 from .pipeline_exchange import reading_work, received_values, receives_of, send_lag
@@ -86,19 +86,46 @@ def stage_memory(
     kept = timeline.after_bytes[loss - 1] - static if loss else 0
     pause = next((k for k, s in enumerate(steps) if isinstance(s, Compute) and s.node.op == PAUSE), None)
     end = len(steps) if pause is None else pause
+    after_loss = _let_go_bytes(schedule, loss, graph.output_storages)
+    results = graph.output_storages | graph.tangent_storages
+    after_pause = 0 if pause is None else _let_go_bytes(schedule, pause, results)
     during = timeline.during_bytes
     inputs = sum(s.nbytes for s in graph.call_storages)
     most = _most_bytes(schedule, timeline.during_bytes)
+    backward = [nbytes - after_loss for nbytes in most[loss + 1 : end]]
     return StageMemory(
         static_bytes=static + inputs * (micro_batches - 1) + kept_bytes,
         forward_bytes=max(most[: loss + 1]) - static,
         held_bytes=kept + graph.loss_saved_bytes,  # gradients of results come when their backward begins
-        backward_bytes=max(most[loss:end]) - static,
-        paused_bytes=0 if pause is None else timeline.after_bytes[pause] - static,
-        rest_bytes=0 if pause is None else max(during[pause:]) - static,
+        backward_bytes=max(most[loss], *backward) - static,
+        paused_bytes=0 if pause is None else timeline.after_bytes[pause] - static - after_pause,
+        rest_bytes=0 if pause is None else max(during[pause:]) - static - after_pause,
         arriving=(_arriving_bytes(schedule, Region.FORWARD), _arriving_bytes(schedule, Region.BACKWARD)),
         passing=(_passing_bytes(schedule, 0, loss), _passing_bytes(schedule, loss, end)),
     )
+
+
+def _let_go_bytes(schedule: Schedule, place: int, storages: Collection[Storage]) -> int:
+    """What a pipeline has let go of, though the caller of a whole graph would have it still.
+
+    A micro-batch's results are there until their gradients are made, and these until backward returns, at its
+    pause too. What backward reads of either stays where it is counted.
+
+    Args:
+        schedule: Of a stage.
+        place: Of the loss, or of the pause.
+        storages: Results, and their gradients.
+    """
+    graph = schedule.graph
+    later = (step.node for step in schedule.instructions[place + 1 :] if isinstance(step, Compute))
+    read = {storage for node in later for storage in graph.reads(node)}
+    gone = (s for s in storages if s in graph.tangent_storages or _is_forward(graph, s))
+    return sum(s.nbytes for s in gone if s not in read and s not in graph.static_storages)
+
+
+def _is_forward(graph: Graph, storage: Storage) -> bool:
+    maker = graph.producers.get(storage)
+    return maker is not None and maker.region is Region.FORWARD
 
 
 def _most_bytes(schedule: Schedule, during_bytes: Sequence[int]) -> list[int]:

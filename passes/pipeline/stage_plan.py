@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ...ir import PAUSE, Compute, Graph, InputRole, Loss, Schedule
+from ...ir.in_flight import loss_waiting_bytes
 from ...ir.pipeline_memory import StageMemory, stage_memory
 from ...ir.pipeline_timing import StageCost
 from ...ir.timing import step_times
@@ -110,10 +111,15 @@ class StagePlanner:
 
     @property
     def beside_bytes(self) -> int:
-        """What is there beside what a plan of the stage counts: optimizer state, and other arguments."""
+        """What is there beside what a plan of the stage counts: optimizer state, and other arguments.
+
+        Gradients of results are never there for micro-batches that wait: plans count them.
+        """
         graph = self.program.graph
         inputs = sum(storage.nbytes for storage in graph.call_storages)
-        return self.kept_bytes + inputs * (self.micro_batches - graph.forwards_in_flight)
+        waiting = graph.forwards_in_flight - 1
+        never = waiting * (loss_waiting_bytes(graph) - graph.loss_saved_bytes)
+        return self.kept_bytes + inputs * (self.micro_batches - graph.forwards_in_flight) - never
 
     def _measured(self, program: Program) -> PlannedStage:
         schedule, costs = program.schedule, program.costs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import json
 import os
@@ -21,6 +22,7 @@ import torch.multiprocessing
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import irc
+from irc.frontends.torch import Captured
 from irc.ir import ACCUMULATE_GRADIENT, RECEIVE, SEND, InputRole
 from irc.passes.pipeline.placement import Dataflow
 from irc.passes.pipeline.stage_graphs import cut
@@ -31,7 +33,8 @@ from irc.tools.optimizers import parse_optimizer
 from irc.tools.pipeline import Pipeline, pipeline
 from irc.tools.pipeline_call import micro_batches_of
 from irc.tools.pipeline_folder import read_pipeline, write_pipeline
-from irc.tools.pipeline_planning import captured_micro_batch
+from irc.tools.pipeline_planning import captured_micro_batch, plan_stages
+from irc.tools.pipeline_request import PipelineRequest
 from irc.tools.pipeline_run import run_pipeline
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
@@ -72,18 +75,19 @@ def planned(
     budget: str | list[str] = "64MiB",
     **options: Any,
 ) -> Pipeline:
-    module, args = getattr(pipeline_models, model)()
-    return pipeline(
-        module,
-        args,
-        budget,
-        stages=ranks,
-        micro_batches=micro_batches,
-        schedule=schedule,
-        profile=False,
-        time_limit=0.5,
-        **options,
+    """As `irc.pipeline`; a model is captured once for each number of micro-batches."""
+    request = PipelineRequest(
+        ranks, micro_batches, budget, schedule, profile=False, time_limit=0.5, **options
     )
+    request.check()
+    captured = captured_once(model, micro_batches)
+    return Pipeline(getattr(pipeline_models, model)()[0], captured, plan_stages(captured, request))
+
+
+@functools.cache
+def captured_once(model: str, micro_batches: int) -> Captured:
+    module, args = getattr(pipeline_models, model)()
+    return captured_micro_batch(module, micro_batches_of(args, micro_batches)[0], None)
 
 
 def written(folder: Path, model: str, pipe: Pipeline) -> Path:

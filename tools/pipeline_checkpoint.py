@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
-from ..ir import UsageError
+from ..ir import UsageError, first_line
+from ..passes.optimizer_costs import OptimizerFactory, optimizer_of
 
 __all__ = ["load_checkpoint", "load_state", "save_checkpoint"]
 
@@ -54,7 +55,7 @@ def save_checkpoint(
             dcp.save(entries, checkpoint_id=folder, process_group=group, no_dist=not dist.is_initialized())
     except (OSError, dcp.api.CheckpointException) as error:
         raise UsageError(
-            "IRC430", f"{folder} cannot be written: {error}", help="choose another folder"
+            "IRC430", f"{folder} cannot be written: {_reason(error)}", help="choose another folder"
         ) from error
 
 
@@ -63,25 +64,30 @@ def load_checkpoint(
     tensors: Mapping[str, Tensor],
     parameters: Mapping[str, nn.Parameter],
     optimizer: Optimizer | None,
+    factory: OptimizerFactory | None,
     group: dist.ProcessGroup | None,
 ) -> None:
     """Reads what each rank has, whatever ranks wrote it; all ranks of the group call it.
+
+    What is read waits in the host's memory until all of it is there.
 
     Args:
         folder: What `save_checkpoint` wrote.
         tensors: The rank's parameters and buffers by the model's names, which take the values.
         parameters: The rank's trained parameters by all of their names.
         optimizer: What takes the state; its own settings (learning rate and the like) stay.
+        factory: What made it.
         group: The ranks; None for all.
 
     Raises:
-        UsageError: IRC497 when the folder is no checkpoint, or one of another model; nothing is changed then.
+        UsageError: IRC497 when the folder is no checkpoint, is damaged, or is one of another model or
+            optimizer; nothing is changed then.
     """
     known = _known(folder)
     wanted: dict[str, Any] = {}
     for name, tensor in tensors.items():
         _check(folder, name, tensor, known.get(_MODEL + name))
-        wanted[_MODEL + name] = tensor
+        wanted[_MODEL + name] = torch.empty_like(tensor, device="cpu")
     of: dict[str, tuple[nn.Parameter, str]] = {}
     if optimizer is not None:
         for name, parameter in parameters.items():
@@ -91,8 +97,21 @@ def load_checkpoint(
                     of[key] = parameter, key[len(prefix) :]
                     is_tensor = isinstance(meta, TensorStorageMetadata)
                     wanted[key] = torch.empty(meta.size, dtype=meta.properties.dtype) if is_tensor else None
-    with _alone_without_a_warning():
-        dcp.load(wanted, checkpoint_id=folder, process_group=group, no_dist=not dist.is_initialized())
+    names: dict[nn.Parameter, set[str]] = {}
+    for parameter, its in of.values():
+        names.setdefault(parameter, set()).add(its)
+    if factory is not None:
+        _check_state(folder, names, factory)
+    try:
+        with _alone_without_a_warning():
+            dcp.load(wanted, checkpoint_id=folder, process_group=group, no_dist=not dist.is_initialized())
+    except (OSError, dcp.api.CheckpointException) as error:
+        raise UsageError(
+            "IRC497", f"the checkpoint {folder} cannot be read: {_reason(error)}", help=_HELP
+        ) from error
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            tensor.copy_(wanted[_MODEL + name])
     if optimizer is not None:
         state: dict[nn.Parameter, dict[str, Any]] = {}
         for key, (parameter, its) in of.items():
@@ -106,6 +125,13 @@ def _alone_without_a_warning() -> Generator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
         yield
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong, in a line: on the first rank where it did."""
+    if isinstance(error, dcp.api.CheckpointException):
+        error = min(error.failures.items())[1][0]
+    return first_line(error)
 
 
 def _known(folder: Path) -> Mapping[str, Any]:
@@ -126,6 +152,30 @@ def _check(folder: Path, name: str, tensor: Tensor, found: object) -> None:
             f"{_text(tensor.shape, tensor.dtype)} in the model",
             help=_HELP,
         )
+
+
+def _check_state(folder: Path, found: Mapping[nn.Parameter, set[str]], factory: OptimizerFactory) -> None:
+    """Refuses state of another optimizer than the factory makes, which shows on parameters of one element."""
+    known: dict[int, set[str]] = {}
+    for parameter, names in found.items():
+        dimensions = parameter.dim()
+        if dimensions not in known:
+            scratch = nn.Parameter(torch.zeros([1] * dimensions, dtype=parameter.dtype))
+            scratch.grad = torch.zeros_like(scratch)
+            made = optimizer_of(factory, [scratch])
+            made.step()
+            known[dimensions] = set(made.state[scratch])
+        if names != known[dimensions]:
+            raise UsageError(
+                "IRC497",
+                f"the optimizer of the checkpoint {folder} keeps {_listed(names)} for a parameter, and the "
+                f"planned one {_listed(known[dimensions])}",
+                help="plan the pipeline with the optimizer that the checkpoint was trained with",
+            )
+
+
+def _listed(names: set[str]) -> str:
+    return ", ".join(sorted(names)) or "nothing"
 
 
 def _text(shape: torch.Size, dtype: torch.dtype) -> str:

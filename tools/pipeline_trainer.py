@@ -243,10 +243,12 @@ class PipelineTrainer:
         """Takes over what `save` wrote, under whatever cut and schedule; all ranks call it, between steps.
 
         Raises:
-            UsageError: IRC497 when it is no checkpoint, or one of another model; nothing is changed then.
+            UsageError: IRC497 when it is no checkpoint, is damaged, or is one of another model or optimizer;
+                nothing is changed then.
         """
         tensors, named = self.state_dict(), self._named()
-        load_checkpoint(Path(folder), tensors, named, self._planned_optimizer, self.group)
+        optimizer, factory = self._planned_optimizer, self.stages.optimizer
+        load_checkpoint(Path(folder), tensors, named, optimizer, factory, self.group)
 
     @property
     def _planned_optimizer(self) -> Optimizer | None:

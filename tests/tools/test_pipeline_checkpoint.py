@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import irc
 from irc.tools.cli import main
 from irc.tools.loading import Source
-from irc.tools.optimizers import parse_optimizer
+from irc.tools.optimizers import DescribedOptimizer, parse_optimizer
 from irc.tools.pipeline import Pipeline, pipeline
 from irc.tools.pipeline_call import micro_batches_of
 from irc.tools.pipeline_folder import write_pipeline
@@ -26,7 +26,13 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="to
 ADAM = parse_optimizer("adamw:lr=1e-2")
 
 
-def planned(model: torch.nn.Module, args: tuple[torch.Tensor, ...], stages: int, schedule: str) -> Pipeline:
+def planned(
+    model: torch.nn.Module,
+    args: tuple[torch.Tensor, ...],
+    stages: int,
+    schedule: str,
+    optimizer: DescribedOptimizer = ADAM,
+) -> Pipeline:
     return pipeline(
         model,
         args,
@@ -34,7 +40,7 @@ def planned(model: torch.nn.Module, args: tuple[torch.Tensor, ...], stages: int,
         stages=stages,
         micro_batches=4,
         schedule=schedule,
-        optimizer=ADAM,
+        optimizer=optimizer,
         profile=False,
         time_limit=0.5,
     )
@@ -105,6 +111,39 @@ def test_checkpoints_of_other_models_are_refused_and_change_nothing(tmp_path: Pa
     with pytest.raises(irc.UsageError, match=r"IRC497.*has shape"):
         trainer.load_state_dict(short)
     assert all(torch.equal(tensor, before[key]) for key, tensor in other.state_dict().items())
+
+
+def test_state_of_another_optimizer_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    model, args = pipeline_models.skips()
+    trainer = planned(copy.deepcopy(model), args, 2, "1f1b").start()
+    train(trainer, args, 1)
+    trainer.save(tmp_path / "adam")
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    for described in ("sgd", "sgd:lr=0.1,momentum=0.9", "adam:amsgrad=true", "adafactor"):
+        other = planned(model, args, 2, "1f1b", parse_optimizer(described)).start()
+        with pytest.raises(irc.UsageError, match=r"IRC497.*keeps exp_avg, exp_avg_sq, step for a parameter"):
+            other.load(tmp_path / "adam")
+        assert not other.optimizer.state
+    assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
+
+
+def test_a_damaged_checkpoint_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    model, args = pipeline_models.tied()
+    trainer = planned(model, args, 2, "1f1b").start()
+    trainer.save(tmp_path)
+    (file,) = tmp_path.glob("*.distcp")
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    with pytest.raises(irc.UsageError, match=r"IRC497.*cannot be read") as refused:
+        trainer.load(tmp_path)
+    assert "Traceback" not in str(refused.value)
+    assert not any(parameter.any() for parameter in model.parameters())
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(irc.UsageError, match=r"IRC430") as refused:
+        trainer.save(tmp_path / "file")
+    assert "Traceback" not in str(refused.value)
 
 
 def test_a_state_dict_is_taken_over() -> None:

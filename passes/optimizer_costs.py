@@ -28,7 +28,7 @@ _MEMORY_STEPS = 8
 
 
 def optimizer_of(factory: OptimizerFactory, parameters: list[nn.Parameter]) -> Optimizer:
-    """The optimizer of these parameters alone.
+    """The optimizer of these parameters alone, in whatever groups.
 
     Raises:
         UsageError: IRC508 when the factory fails, or makes something else.
@@ -48,10 +48,10 @@ def optimizer_of(factory: OptimizerFactory, parameters: list[nn.Parameter]) -> O
             "IRC508", f"the optimizer's factory returns a {type(made).__name__}, no Optimizer", help=advice
         )
     held = [parameter for group in made.param_groups for parameter in group["params"]]
-    if len(held) != len(parameters) or any(a is not b for a, b in zip(held, parameters, strict=True)):
+    if sorted(map(id, held)) != sorted(map(id, parameters)):
         raise UsageError(
             "IRC508",
-            f"the optimizer holds {len(held)} parameters, not the {len(parameters)} that it is to have",
+            f"the optimizer holds {len(held)} parameters, not just the {len(parameters)} that it is to have",
             help=f"use the factory's argument; {advice}",
         )
     return made

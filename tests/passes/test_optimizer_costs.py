@@ -133,7 +133,7 @@ OTHERS = [nn.Parameter(torch.zeros(2))]
     [
         (lambda p: torch.optim.SGD(p, lr=-1.0), "ValueError: Invalid learning rate: -1.0"),
         (nothing, "returns a NoneType, no Optimizer"),
-        (lambda p: torch.optim.SGD(OTHERS), "holds 1 parameters, not the 2 that it is to have"),
+        (lambda p: torch.optim.SGD(OTHERS), "holds 1 parameters, not just the 2 that it is to have"),
         (lambda p: torch.optim.Muon(p), "Muon only supports 2D parameters"),
     ],
 )

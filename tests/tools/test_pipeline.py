@@ -244,6 +244,36 @@ def test_the_optimizer_of_a_plan_steps_as_on_one_device(schedule: str) -> None:
         torch.testing.assert_close(mine, its)
 
 
+def test_an_optimizer_may_put_parameters_into_groups(tmp_path: Path) -> None:
+    """Such as matrices, and the rest without decay: another order than that of the parameters."""
+
+    def in_groups(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        groups = [
+            {"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in params if p.dim() <= 1], "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups, lr=1e-2)
+
+    model, args = pipeline_models.tied()
+    twin, again = copy.deepcopy(model), copy.deepcopy(model)
+    options: dict[str, Any] = {"micro_batches": 4, "profile": False, "time_limit": 0.5}
+    trainer = pipeline(model, args, "64MiB", stages=2, optimizer=in_groups, **options).start()
+    optimizer = in_groups(list(twin.parameters()))
+    for step in range(3):
+        trainer.step(*args)
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+        trainer.save(tmp_path / str(step))
+        trainer = pipeline(again, args, "64MiB", stages=3, optimizer=in_groups, **options).start()
+        trainer.load(tmp_path / str(step))
+        for part in micro_batches_of(args, 4):
+            (twin(*part) / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for mine, its in zip(again.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, its)
+
+
 def test_the_state_of_an_optimizer_counts() -> None:
     without = planned("tied", 1, "1f1b", 4).plan
     with_state = planned("tied", 1, "1f1b", 4, optimizer=ADAM).plan

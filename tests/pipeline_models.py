@@ -15,7 +15,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["go_on", "run_folders", "run_probes", "skips", "sometimes", "tied", "translator", "wide"]
+__all__ = [
+    "go_on",
+    "half_frozen",
+    "run_folders",
+    "run_probes",
+    "skips",
+    "sometimes",
+    "tied",
+    "translator",
+    "wide",
+]
 
 Example = tuple[nn.Module, tuple[Tensor, ...]]
 
@@ -115,6 +125,24 @@ def wide() -> Example:
     torch.manual_seed(0)
     layers = [part for _ in range(6) for part in (nn.Linear(64, 64), nn.GELU())]
     return nn.Sequential(*layers), (torch.randn(4096, 64),)
+class _HalfFrozen(nn.Module):
+    """Layers of which the first ones are not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+        for layer in self.layers[:4]:
+            layer.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def half_frozen() -> Example:
+    torch.manual_seed(0)
+    return _HalfFrozen(), (torch.randn(8, 8),)
 
 
 def sometimes() -> Example:

@@ -178,6 +178,8 @@ class PipelineTrainer:
     def optimizer(self) -> Optimizer:
         """The planned optimizer of this rank's parameters; it takes its steps parameter by parameter.
 
+        On a rank that trains nothing it has no parameters, and does nothing.
+
         Raises:
             UsageError: IRC496 where the pipeline was planned without one; IRC508 when none can be made.
         """
@@ -187,7 +189,10 @@ class PipelineTrainer:
                 "the pipeline was planned without an optimizer",
                 help="plan it with one (optimizer=, --optimizer), or make one of trainer.parameters()",
             )
-        made = optimizer_of(self.stages.optimizer, self.parameters())
+        parameters = self.parameters()
+        if not parameters:
+            return torch.optim.SGD([{"params": []}])  # of an empty list torch makes none
+        made = optimizer_of(self.stages.optimizer, parameters)
         for group in made.param_groups:
             if "foreach" in group and group["foreach"] is None:
                 group["foreach"] = False  # lists of parameters would take as much again as all of them

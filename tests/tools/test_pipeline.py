@@ -274,6 +274,38 @@ def test_an_optimizer_may_put_parameters_into_groups(tmp_path: Path) -> None:
         torch.testing.assert_close(mine, its)
 
 
+def test_a_rank_that_trains_nothing_has_an_optimizer(tmp_path: Path) -> None:
+    """The first of two stages is frozen: on two ranks each has an optimizer, which saves, loads and steps."""
+    model, args = pipeline_models.half_frozen()
+    pipe = pipeline(
+        model,
+        args,
+        "64MiB",
+        stages=2,
+        micro_batches=4,
+        partition="uniform",
+        optimizer=ADAM,
+        profile=False,
+        time_limit=0.5,
+    )
+    first, second = (
+        {entry.target for entry in schedule.graph.inputs if entry.requires_grad}
+        for schedule in pipe.stages.schedules
+    )
+    assert not first and second
+    folder = written(tmp_path / "pipe", "half_frozen", pipe)
+    pipe.start().save(tmp_path / "begin")
+    arguments = (2, str(tmp_path / "meet"), str(folder), str(tmp_path / "begin"), str(tmp_path / "end"))
+    torch.multiprocessing.spawn(pipeline_models.go_on, args=arguments, nprocs=2)
+    twin = copy.deepcopy(model)
+    pipe.start().load(tmp_path / "end")
+    for part in micro_batches_of(args, 4):
+        (twin(*part) / 4).backward()
+    ADAM([parameter for parameter in twin.parameters() if parameter.requires_grad]).step()
+    for mine, its in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, its)
+
+
 def test_the_state_of_an_optimizer_counts() -> None:
     without = planned("tied", 1, "1f1b", 4).plan
     with_state = planned("tied", 1, "1f1b", 4, optimizer=ADAM).plan

@@ -178,7 +178,8 @@ class PipelineTrainer:
     def optimizer(self) -> Optimizer:
         """The planned optimizer of this rank's parameters; it takes its steps parameter by parameter.
 
-        On a rank that trains nothing it has no parameters, and does nothing.
+        `foreach` is off even where it was asked for: the budget is that of one parameter's step. On a rank
+        that trains nothing it has no parameters, and does nothing.
 
         Raises:
             UsageError: IRC496 where the pipeline was planned without one; IRC508 when none can be made.
@@ -194,7 +195,7 @@ class PipelineTrainer:
             return torch.optim.SGD([{"params": []}])  # of an empty list torch makes none
         made = optimizer_of(self.stages.optimizer, parameters)
         for group in made.param_groups:
-            if "foreach" in group and group["foreach"] is None:
+            if "foreach" in group:
                 group["foreach"] = False  # lists of parameters would take as much again as all of them
         return made
 

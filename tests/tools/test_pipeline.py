@@ -24,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import irc
 from irc.frontends.torch import Captured
 from irc.ir import ACCUMULATE_GRADIENT, RECEIVE, SEND, InputRole
+from irc.passes.allocations import peak_bytes
 from irc.passes.pipeline.placement import Dataflow
 from irc.passes.pipeline.stage_graphs import cut
 from irc.passes.release_gradients import release_gradients
@@ -304,6 +305,24 @@ def test_a_rank_that_trains_nothing_has_an_optimizer(tmp_path: Path) -> None:
     ADAM([parameter for parameter in twin.parameters() if parameter.requires_grad]).step()
     for mine, its in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(mine, its)
+
+
+def test_a_planned_optimizer_takes_no_more_than_its_largest_step() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(12)))
+    x = torch.randn(2, 64)
+    options: dict[str, Any] = {"stages": 1, "micro_batches": 2, "profile": "cpu", "time_limit": 0.5}
+    pipe = pipeline(
+        model, (x,), "64MiB", optimizer=lambda p: torch.optim.Adam(p, foreach=True), **options
+    )
+    trainer = pipe.start()
+
+    def step() -> None:
+        trainer.step(x)
+        trainer.optimizer.step()
+
+    step()
+    weights = 12 * 64 * 64 * 4
+    assert 4 * weights + peak_bytes(step) <= pipe.plan.peak_bytes[0]
 
 
 def test_the_state_of_an_optimizer_counts() -> None:

@@ -68,10 +68,10 @@ class Line:
         return [nothing, *boundary_bytes(self.flow, self.placement, len(self.order)), nothing]
 
     def _places(self, most: int) -> tuple[int, ...]:
-        """The places that are looked at: 0, the end, and those between."""
+        """The places that are looked at: 0, the end, and those between over which something goes."""
         count = len(self.order)
         apart = {place for group in self.flow.together for place in self._within(group)}
-        inner = [place for place in range(1, count) if place not in apart]
+        inner = [place for place in range(1, count) if place not in apart and self.crossing_bytes[place][0]]
         if len(inner) <= most:
             return (0, *inner, count)
         seconds = self._prefix([self._seconds[k] for k in range(count)])

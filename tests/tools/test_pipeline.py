@@ -216,6 +216,24 @@ def test_each_device_keeps_to_its_own_budget_wherever_it_is_put() -> None:
         assert all(peak <= budget for peak, budget in zip(plan.peak_bytes, plan.budget_bytes, strict=True))
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+def test_no_stage_is_cut_off_from_the_others(schedule: str) -> None:
+    """BatchNorm counts batches before all else, and nothing reads the number."""
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 8)
+    model, x = torch.nn.Sequential(*layers), torch.randn(4, 8)
+    twin = copy.deepcopy(model)
+    pipe = pipeline(
+        model, (x,), "64MiB", stages=4, micro_batches=1, schedule=schedule, profile="cpu", time_limit=0.5
+    )
+    pipe.start().step(x)
+    twin(x).square().mean().backward()
+    for mine, its in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, its.grad)
+    for mine, its in zip(model.buffers(), twin.buffers(), strict=True):
+        torch.testing.assert_close(mine, its)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_the_optimizer_of_a_plan_steps_as_on_one_device(schedule: str) -> None:
     model, args = pipeline_models.tied()

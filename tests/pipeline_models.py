@@ -125,6 +125,8 @@ def wide() -> Example:
     torch.manual_seed(0)
     layers = [part for _ in range(6) for part in (nn.Linear(64, 64), nn.GELU())]
     return nn.Sequential(*layers), (torch.randn(4096, 64),)
+
+
 class _HalfFrozen(nn.Module):
     """Layers of which the first ones are not trained."""
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..frontends.torch import Captured
-from ..ir import BudgetError, IrcError, TimeLimitError, UsageError, format_bytes
+from ..ir import BudgetError, IrcError, TimeLimitError, UnsupportedError, UsageError, format_bytes
 from ..passes.pipeline import SCHEDULES, LinePartition, lower_bound_seconds
 from .pipeline_planning import MicroBatch, devices_of
 from .pipeline_request import AUTO, PipelineRequest
@@ -181,27 +181,42 @@ def _considered(request: PipelineRequest, why_not: str) -> Considered:
 def _candidates(
     capture: Callable[[int], Captured], request: PipelineRequest, batch: int, deadline: float
 ) -> tuple[list[_Candidate], list[Considered]]:
-    """What may be planned, the shortest estimated step first, and what may not."""
+    """What may be planned, the shortest estimated step first, and what may not.
+
+    Raises:
+        UsageError: As `choose`, and what capturing raises where no micro-batch can be captured.
+        UnsupportedError: The same.
+    """
     found: list[_Candidate] = []
     refused: list[Considered] = []
+    failure: UnsupportedError | UsageError | None = None
     for count in _micro_batches(request, batch):
-        ways = list(_ways(request, count))
-        if found and time.monotonic() > deadline:
-            refused += [_considered(way, "no time was left to capture a micro-batch") for way in ways]
-            continue
-        micro_batch: MicroBatch | None = None
-        for way in ways:
+        ways: list[PipelineRequest] = []
+        for way in _ways(request, count):
             try:
                 way.order()
             except UsageError as error:
                 refused.append(_considered(way, error.message))
-                continue
-            if micro_batch is None:
-                micro_batch = MicroBatch.measured(capture(count), request)
+            else:
+                ways.append(way)
+        if not ways:
+            continue
+        if found and time.monotonic() > deadline:
+            refused += [_considered(way, "no time was left to capture a micro-batch") for way in ways]
+            continue
+        try:
+            micro_batch = MicroBatch.measured(capture(count), request)
+        except (UnsupportedError, UsageError) as error:  # such as a batch of one, which has no statistics
+            refused += [_considered(way, error.message) for way in ways]
+            failure = failure or error
+            continue
+        for way in ways:
             if (places := len(micro_batch.line.places)) <= way.order().stages:
                 refused.append(_considered(way, f"the model has {places - 1} places for stages"))
-                continue
-            found.append(_candidate(way, micro_batch))
+            else:
+                found.append(_candidate(way, micro_batch))
+    if not found and failure is not None:
+        raise failure
     return sorted(found, key=lambda one: (one.estimated_seconds, one.bound_seconds)), refused
 
 

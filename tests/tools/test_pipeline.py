@@ -329,9 +329,7 @@ def test_a_planned_optimizer_takes_no_more_than_its_largest_step() -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(12)))
     x = torch.randn(2, 64)
     options: dict[str, Any] = {"stages": 1, "micro_batches": 2, "profile": "cpu", "time_limit": 0.5}
-    pipe = pipeline(
-        model, (x,), "64MiB", optimizer=lambda p: torch.optim.Adam(p, foreach=True), **options
-    )
+    pipe = pipeline(model, (x,), "64MiB", optimizer=lambda p: torch.optim.Adam(p, foreach=True), **options)
     trainer = pipe.start()
 
     def step() -> None:

@@ -93,6 +93,21 @@ def test_more_memory_than_there_is_is_refused() -> None:
         pipeline(model(), (torch.randn(4, 32),), ["8KiB", "8KiB"], stages=AUTO, profile="cpu", time_limit=3)
 
 
+def test_micro_batches_that_the_model_does_not_take_are_left_out() -> None:
+    """BatchNorm has no statistics of a single row."""
+    rows = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 8))
+    options: dict[str, Any] = {"stages": AUTO, "schedule": AUTO, "profile": "cpu", "time_limit": 5}
+    pipe = pipeline(rows, (torch.randn(4, 8),), ["64MiB", "64MiB"], **options)
+    assert pipe.plan.micro_batches in (1, 2)
+    others = [one for one in pipe.considered if one.micro_batches == 4 and one.devices == 1]
+    assert others and all("Expected more than 1 value per channel" in one.why_not for one in others)
+    assert len({(one.devices, one.micro_batches, one.schedule) for one in pipe.considered}) == len(
+        pipe.considered
+    )
+    with pytest.raises(irc.UnsupportedError, match=r"IRC333.*more than 1 value per channel"):
+        pipeline(rows, (torch.randn(1, 8),), ["64MiB", "64MiB"], **options)
+
+
 @pytest.mark.parametrize(
     ("request_", "code"),
     [

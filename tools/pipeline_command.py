@@ -100,7 +100,7 @@ def optimize_pipeline(options: argparse.Namespace, source: Source, progress: Pha
     budgets = _budgets(options)
     request = PipelineRequest(
         len(budgets) if options.stages is None else options.stages,
-        options.micro_batches or AUTO,
+        AUTO if options.micro_batches is None else options.micro_batches,
         budgets,
         options.schedule or (AUTO if every else "1f1b"),
         options.chunks,

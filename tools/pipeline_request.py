@@ -126,19 +126,25 @@ class PipelineRequest:
         """Refuses what can be refused before the model is looked at.
 
         Raises:
-            UsageError: IRC401 or IRC482 for devices, IRC467, IRC468 or IRC469 for a schedule, IRC495 for a
-                mode of checkpointing, IRC499 for an unknown partition; as `offer` for
-                tiers.
+            UsageError: IRC401 or IRC482 for devices or the link, IRC467 or IRC468 for a schedule, IRC469 for
+                what is no number, IRC495 for a mode of checkpointing, IRC499 for an unknown partition;
+                as `offer` for tiers.
         """
+        numbers: tuple[tuple[str, object], ...] = (
+            ("stages", self.devices),
+            ("micro-batches", self.micro_batches),
+            ("chunks", AUTO if self.chunks is None else self.chunks),
+        )
+        for what, given in numbers:
+            is_number = isinstance(given, int) and not isinstance(given, bool) and given > 0
+            if not is_number and given != AUTO:
+                raise UsageError(
+                    "IRC469", f"{what} are {given!r}", help=f"give a number from 1 on, or {AUTO}"
+                )
         if not self.is_open:
             self.order()
         elif self.schedule not in (AUTO, *SCHEDULES):
             pipeline_schedule(self.schedule, 1, 1)
-        for what, given in (("stages", self.devices), ("micro-batches", self.micro_batches)):
-            if given != AUTO and (isinstance(given, str) or given < 1):
-                raise UsageError(
-                    "IRC469", f"{what} are {given!r}", help=f"give a number from 1 on, or {AUTO}"
-                )
         self.requested_devices()
         self.strategies()
         if self.partition not in PARTITIONS:
@@ -210,7 +216,7 @@ class PipelineRequest:
         given = self.budget
         count = self.count_of_devices
         texts = [given] * count if isinstance(given, int | str) else list(given)
-        if len(texts) != count:
+        if len(texts) != count or not texts:
             raise UsageError(
                 "IRC482",
                 f"{len(texts)} budgets for {count} devices",
@@ -232,4 +238,6 @@ class PipelineRequest:
         Raises:
             UsageError: IRC401 for what is no number of bytes, IRC482 for a part of something.
         """
-        return DeviceRequest.parse(self.link).budget_bytes
+        if isinstance(self.link, str) and self.link.strip().endswith("%"):
+            raise UsageError("IRC482", f"the link takes {self.link} a second", help="give bytes, as 10GB")
+        return parse_budget(self.link, 0)

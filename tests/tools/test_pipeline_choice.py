@@ -113,12 +113,24 @@ def test_micro_batches_that_the_model_does_not_take_are_left_out() -> None:
     [
         (PipelineRequest("many", 4, "1GiB"), "IRC469.*stages are 'many'"),
         (PipelineRequest(AUTO, 0, "1GiB"), "IRC469.*micro-batches are 0"),
+        (PipelineRequest(2, "many", "1GiB"), "IRC469.*micro-batches are 'many'"),
+        (PipelineRequest(2.5, 4, "1GiB"), r"IRC469.*stages are 2\.5"),  # pyright: ignore[reportArgumentType]
+        (PipelineRequest(2, 4, "1GiB", AUTO, chunks=0), "IRC469.*chunks are 0"),
+        (PipelineRequest(AUTO, AUTO, []), "IRC482.*0 budgets"),
+        (PipelineRequest(2, 4, "1GiB", link="cuda:0=10GB@0.5"), "IRC401.*'cuda:0=10GB@0.5'"),
+        (PipelineRequest(2, 4, "1GiB", link="50%"), "IRC482.*the link takes 50%"),
         (PipelineRequest(AUTO, AUTO, "1GiB", "no-such"), "IRC467"),
     ],
 )
 def test_malformed_requests_are_refused(request_: PipelineRequest, code: str) -> None:
     with pytest.raises(irc.UsageError, match=code):
         request_.check()
+
+
+def test_no_micro_batches_are_no_choice(capsys: pytest.CaptureFixture[str]) -> None:
+    source = f"{pipeline_models.__file__}:tied"
+    assert main(["optimize", source, "--stages", "2", "--micro-batches", "0", "--budget", "1GiB"]) == 2
+    assert "error[IRC469]: micro-batches are 0" in capsys.readouterr().err
 
 
 def test_without_a_batch_nothing_is_chosen() -> None:

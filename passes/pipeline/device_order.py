@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator
 
 from .devices import Devices
@@ -14,11 +15,12 @@ _MOST_DEVICES = 8
 """With more devices their orders are too many to look at, and they stay as they were given."""
 
 
-def device_order(partition: LinePartition) -> tuple[int, ...]:
+def device_order(partition: LinePartition, deadline: float) -> tuple[int, ...]:
     """The devices in the order in which the estimated step is the shortest.
 
     Args:
         partition: With the devices as they were given.
+        deadline: When, by `time.monotonic()`, the best order so far is taken.
 
     Returns:
         For each place in the pipeline the device that takes it: 0, 1 and so on where all are equal, or there
@@ -29,6 +31,8 @@ def device_order(partition: LinePartition) -> tuple[int, ...]:
     if len(given.speeds) > _MOST_DEVICES:
         return best
     for order in _orders(given):
+        if time.monotonic() >= deadline:
+            break
         seconds = partition.on(given.ordered(order)).seconds()
         if seconds < best_seconds * (1 - 1e-9):
             best, best_seconds = order, seconds

@@ -157,7 +157,7 @@ class _Search:
                 help="ask for fewer stages (--stages, --chunks)",
             )
         given = LinePartition(self.line, schedule, options.devices, options.updates)
-        self.device_order = device_order(given)
+        self.device_order = device_order(given, started + options.time_limit * _ORDERING)
         self.devices = options.devices.ordered(self.device_order)
         self.budgets = self.devices.budget_bytes
         self.partition = given.on(self.devices)
@@ -490,7 +490,7 @@ _STEP_BYTES = 64
 """What a step keeps for each micro-batch beside its stages: its number, its loss and the like."""
 
 _ORDERING = 0.2
-"""The part of the time that may go into looking for another order of forward."""
+"""The part of the time that may go into an order of devices, and that of the rest into one of forward."""
 
 _TRIES = 8
 """So often the budgets of stages are lowered by what their device is over."""

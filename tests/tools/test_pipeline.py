@@ -25,6 +25,8 @@ import irc
 from irc.frontends.torch import Captured
 from irc.ir import ACCUMULATE_GRADIENT, RECEIVE, SEND, InputRole
 from irc.passes.allocations import peak_bytes
+from irc.passes.pipeline import Devices, LinePartition
+from irc.passes.pipeline.device_order import device_order
 from irc.passes.pipeline.placement import Dataflow
 from irc.passes.pipeline.stage_graphs import cut
 from irc.passes.release_gradients import release_gradients
@@ -34,7 +36,7 @@ from irc.tools.optimizers import parse_optimizer
 from irc.tools.pipeline import Pipeline, pipeline
 from irc.tools.pipeline_call import micro_batches_of
 from irc.tools.pipeline_folder import read_pipeline, write_pipeline
-from irc.tools.pipeline_planning import captured_micro_batch, plan_stages
+from irc.tools.pipeline_planning import MicroBatch, captured_micro_batch, devices_of, plan_stages
 from irc.tools.pipeline_request import PipelineRequest
 from irc.tools.pipeline_run import run_pipeline
 
@@ -204,6 +206,26 @@ def test_the_faster_device_takes_more_of_the_model() -> None:
     fast = plan.speeds.index(1.0)
     assert whole[fast] > 2 * whole[1 - fast]
     assert plan.step_seconds >= plan.bound_seconds
+
+
+def test_orders_of_devices_are_looked_at_until_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight different devices have 40320 orders."""
+    model, args = pipeline_models.tied()
+    captured = captured_micro_batch(model, micro_batches_of(args, 16)[0], None)
+    micro_batch = MicroBatch.measured(captured, "cpu", None)
+    request = PipelineRequest(8, 16, [f"64MiB@{1 + k / 8}" for k in range(8)])
+    partition = LinePartition(micro_batch.line, request.order(), devices_of(request), micro_batch.updates)
+    looked_at: list[Devices] = []
+
+    def seconds(self: LinePartition) -> float:
+        looked_at.append(self.devices)
+        return float(len(looked_at) != 3)
+
+    monkeypatch.setattr(LinePartition, "seconds", seconds)
+    assert device_order(partition, deadline=0.0) == tuple(range(8)) and len(looked_at) == 1
+    looked_at.clear()
+    monkeypatch.setattr(time, "monotonic", lambda: float(len(looked_at)))
+    assert device_order(partition, deadline=9.0) == (0, 1, 2, 3, 4, 5, 7, 6) and len(looked_at) == 9
 
 
 def test_each_device_keeps_to_its_own_budget_wherever_it_is_put() -> None:

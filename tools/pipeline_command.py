@@ -58,11 +58,13 @@ def add_pipeline(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--partition",
-        default="best",
+        default=_DEFAULTS["partition"],
         metavar="NAME",
         help="best, or for comparison uniform, time or size (torchgpipe's balance), pipedream",
     )
-    group.add_argument("--link", default="10GB", metavar="BYTES", help="a second between two devices (10GB)")
+    group.add_argument(
+        "--link", default=_DEFAULTS["link"], metavar="BYTES", help="a second between two devices (10GB)"
+    )
 
 
 def _number_or_auto(text: str) -> int | str:
@@ -70,11 +72,34 @@ def _number_or_auto(text: str) -> int | str:
 
 
 _ALONE = ("passes", "explain", "print_passes")
+"""Options that pipelines do not have."""
+
+_DEFAULTS = {
+    "micro_batches": None,
+    "schedule": None,
+    "chunks": None,
+    "checkpoint": None,
+    "partition": "best",
+    "link": "10GB",
+}
+"""Options that only pipelines have, as they are where they are not given."""
 
 
 def is_pipeline(options: argparse.Namespace) -> bool:
-    """Whether `irc optimize` was asked for a pipeline."""
-    return options.stages is not None or options.device is not None
+    """Whether `irc optimize` was asked for a pipeline.
+
+    Raises:
+        UsageError: IRC400 for options of pipelines where it was not.
+    """
+    if options.stages is not None or options.device is not None:
+        return True
+    for name, default in _DEFAULTS.items():
+        if getattr(options, name) != default:
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(
+                "IRC400", f"{flag} without --stages or --device", help=f"give --stages 4, or leave {flag} out"
+            )
+    return False
 
 
 def optimize_pipeline(options: argparse.Namespace, source: Source, progress: Phases, mark: Marker) -> int:

@@ -127,6 +127,17 @@ def test_malformed_requests_are_refused(request_: PipelineRequest, code: str) ->
         request_.check()
 
 
+@pytest.mark.parametrize(
+    "given",
+    ["--micro-batches 4", "--schedule gpipe", "--checkpoint always", "--partition time", "--link 1GB"],
+)
+def test_options_of_pipelines_ask_for_stages(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    source = f"{pipeline_models.__file__}:tied"
+    assert main(["optimize", source, "--budget", "1GiB", *given.split()]) == 2
+    said = capsys.readouterr().err
+    assert f"error[IRC400]: {given.split()[0]} without --stages or --device" in said
+
+
 def test_no_micro_batches_are_no_choice(capsys: pytest.CaptureFixture[str]) -> None:
     source = f"{pipeline_models.__file__}:tied"
     assert main(["optimize", source, "--stages", "2", "--micro-batches", "0", "--budget", "1GiB"]) == 2

@@ -106,9 +106,9 @@ def choose(capture: Callable[[int], Captured], request: PipelineRequest, batch: 
     """Plans the ways to run a pipeline that a request leaves open, the most promising ones first.
 
     Numbers of micro-batches are those that divide the batch, two of them at most from one power of two to the
-    next. Where a part of the devices is used, that is the fastest ones. A way whose bound is above the best
-    plan's step is not planned. A third of the time goes into capturing and measuring micro-batches of several
-    sizes, the rest into plans, each with a part of it.
+    next. Where a part of the devices is used, that is the fastest ones, or those with most memory. A way whose
+    bound is above the best plan's step is not planned. A third of the time goes into capturing and measuring
+    micro-batches of several sizes, the rest into plans, each with a part of it.
 
     Args:
         capture: The training graph of a micro-batch, given how many there are.
@@ -232,17 +232,21 @@ def _ways(request: PipelineRequest, micro_batches: int) -> Iterator[PipelineRequ
     """The requests with nothing open for a number of micro-batches."""
     devices = request.requested_devices()
     texts = [f"{f'{d.name}=' if d.name else ''}{d.budget_bytes}@{d.speed!r}" for d in devices]
-    fastest = sorted(range(len(devices)), key=lambda k: (-devices[k].speed, -devices[k].budget_bytes, k))
+    places = range(len(devices))
+    fastest = sorted(places, key=lambda k: (-devices[k].speed, -devices[k].budget_bytes, k))
+    largest = sorted(places, key=lambda k: (-devices[k].budget_bytes, -devices[k].speed, k))
     counts = range(1, len(devices) + 1) if request.devices == AUTO else [len(devices)]
     names = SCHEDULES if request.schedule == AUTO else [request.schedule]
-    for count in counts:
+    parts = dict.fromkeys(tuple(sorted(row[:count])) for count in counts for row in (fastest, largest))
+    for part in parts:
+        count = len(part)
         for name in names if count > 1 or request.schedule != AUTO else ["1f1b"]:
             yield replace(
                 request,
                 devices=count,
                 micro_batches=micro_batches,
                 schedule=name,
-                budget=[texts[k] for k in sorted(fastest[:count])],
+                budget=[texts[k] for k in part],
                 chunks=request.chunks if name == "interleaved" else None,
             )
 

@@ -127,6 +127,14 @@ def test_malformed_requests_are_refused(request_: PipelineRequest, code: str) ->
         request_.check()
 
 
+def test_a_slow_device_with_enough_memory_is_found() -> None:
+    """The fast one has no room for a stage."""
+    module, args = pipeline_models.tied()
+    budgets = ["cpu:0=40KiB@4", "cpu:1=64MiB"]
+    pipe = pipeline(module, args, budgets, stages=AUTO, micro_batches=4, profile="cpu", time_limit=3)
+    assert pipe.plan.device_names == ("cpu:1",)
+
+
 @pytest.mark.parametrize(
     "given",
     ["--micro-batches 4", "--schedule gpipe", "--checkpoint always", "--partition time", "--link 1GB"],

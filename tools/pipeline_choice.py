@@ -10,7 +10,7 @@ from typing import Any
 
 from ..frontends.torch import Captured
 from ..ir import BudgetError, IrcError, TimeLimitError, UnsupportedError, UsageError, format_bytes
-from ..passes.pipeline import SCHEDULES, LinePartition, lower_bound_seconds
+from ..passes.pipeline import SCHEDULES, LinePartition
 from .pipeline_planning import MicroBatch, devices_of
 from .pipeline_request import AUTO, PipelineRequest
 from .pipeline_trainer import Stages
@@ -106,9 +106,9 @@ def choose(capture: Callable[[int], Captured], request: PipelineRequest, batch: 
     """Plans the ways to run a pipeline that a request leaves open, the most promising ones first.
 
     Numbers of micro-batches are those that divide the batch, two of them at most from one power of two to the
-    next. Where a part of the devices is used, that is the fastest ones, or those with most memory. A way whose
-    bound is above the best plan's step is not planned. A third of the time goes into capturing and measuring
-    micro-batches of several sizes, the rest into plans, each with a part of it.
+    next. Where a part of the devices is used, that is the fastest ones, or those with most memory. A way
+    whose bound is above the best plan's step is not planned. A third of the time goes into capturing and
+    measuring micro-batches of several sizes, the rest into plans, each with a part of it.
 
     Args:
         capture: The training graph of a micro-batch, given how many there are.
@@ -221,10 +221,8 @@ def _candidates(
 
 
 def _candidate(request: PipelineRequest, micro_batch: MicroBatch) -> _Candidate:
-    order, devices, line = request.order(), devices_of(request), micro_batch.line
-    partition = LinePartition(line, order, devices, micro_batch.updates)
-    update_seconds = micro_batch.updates.seconds([line.graph])
-    bound_seconds = lower_bound_seconds(line, order, devices, update_seconds)
+    partition = LinePartition(micro_batch.line, request.order(), devices_of(request), micro_batch.updates)
+    bound_seconds = micro_batch.bound_seconds(request)
     return _Candidate(request, micro_batch, bound_seconds, partition.simulated_seconds())
 
 

@@ -16,7 +16,15 @@ from ..ir import BudgetError, Graph, InputRole, UnsupportedError
 from ..ir.nesting import flatten
 from ..passes import Cost, OfferTiers, Program, SplitConvolutions, SplitDropout
 from ..passes.optimizer_costs import OptimizerFactory, step_costs
-from ..passes.pipeline import Devices, Line, PipelineOptions, Updates, line_of, plan_pipeline
+from ..passes.pipeline import (
+    Devices,
+    Line,
+    PipelineOptions,
+    Updates,
+    line_of,
+    lower_bound_seconds,
+    plan_pipeline,
+)
 from .loading import training_loss
 from .optimizers import DescribedOptimizer
 from .pipeline_request import PipelineRequest
@@ -122,6 +130,8 @@ class MicroBatch:
     def plan(self, request: PipelineRequest, time_limit: float) -> Stages:
         """Plans its pipeline; where nothing fits, with dropout taken apart.
 
+        The bound holds for both.
+
         Args:
             request: What it is asked to be.
             time_limit: Seconds, instead of the request's.
@@ -138,7 +148,21 @@ class MicroBatch:
             if self.with_dropout_apart is None:
                 raise
             left = max(time_limit - (time.monotonic() - started), time_limit / 4)
-            return self.with_dropout_apart._planned(request, left)
+            stages = self.with_dropout_apart._planned(request, left)
+            bound_seconds, single_seconds = self.bound_seconds(request), self._single_seconds(request)
+            plan = replace(stages.plan, bound_seconds=bound_seconds, single_seconds=single_seconds)
+            return replace(stages, plan=plan)
+
+    def bound_seconds(self, request: PipelineRequest) -> float:
+        """No plan of a request in which nothing is open takes less for a step."""
+        return lower_bound_seconds(
+            self.line, request.order(), devices_of(request), self.updates.seconds([self.line.graph])
+        )
+
+    def _single_seconds(self, request: PipelineRequest) -> float:
+        """Time of a step's operations on one device, each once for each micro-batch."""
+        once = self.line.seconds(0, len(self.line.order))
+        return once * request.count_of_micro_batches + self.updates.seconds([self.line.graph])
 
     def _planned(self, request: PipelineRequest, time_limit: float) -> Stages:
         options = PipelineOptions(

@@ -413,6 +413,36 @@ def irc_minimum(model: str) -> int:
     return refused.value.minimum_bytes
 
 
+def test_dropout_is_taken_apart_where_it_has_to_be() -> None:
+    """The bound stays that of the model; numbers are those of the original."""
+    torch.manual_seed(0)
+    layers = (torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Dropout(0.25))
+    model = torch.nn.Sequential(*(copy.deepcopy(layer) for _ in range(6) for layer in layers))
+    twin, x = copy.deepcopy(model), torch.randn(256, 64)
+    options: dict[str, Any] = {"stages": 2, "micro_batches": 2, "schedule": "gpipe", "profile": "cpu"}
+    wide = pipeline(model, (x,), "64MiB", time_limit=0.5, **options)
+    least = wide.plan.peak_bytes
+    for part in range(19, 0, -1):
+        budgets = [round(nbytes * part / 20) for nbytes in least]
+        pipe = pipeline(model, (x,), budgets, time_limit=0.5, **options)
+        ops = [node.op for schedule in pipe.stages.schedules for node in schedule.graph.nodes]
+        if "aten.mul.Tensor" in ops:
+            break
+    else:
+        raise AssertionError("dropout stayed whole")
+    assert pipe.plan.bound_seconds == pytest.approx(wide.plan.bound_seconds)
+    assert pipe.plan.single_seconds == pytest.approx(wide.plan.single_seconds)
+    assert all(peak <= budget for peak, budget in zip(pipe.plan.peak_bytes, budgets, strict=True))
+    trainer = pipe.start()
+    torch.manual_seed(1)
+    trainer.step(x)
+    torch.manual_seed(1)
+    for part in x.split(128):
+        (twin(part).square().mean() / 2).backward()
+    for mine, its in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, its.grad)
+
+
 def test_one_device_that_holds_all_takes_no_longer_than_the_bound() -> None:
     """Gradients are added up in each micro-batch: partitions, bounds and plans count that alike."""
     plan = planned("skips", 1, "gpipe", 4).plan

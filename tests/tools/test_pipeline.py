@@ -212,8 +212,8 @@ def test_orders_of_devices_are_looked_at_until_a_deadline(monkeypatch: pytest.Mo
     """Eight different devices have 40320 orders."""
     model, args = pipeline_models.tied()
     captured = captured_micro_batch(model, micro_batches_of(args, 16)[0], None)
-    micro_batch = MicroBatch.measured(captured, "cpu", None)
-    request = PipelineRequest(8, 16, [f"64MiB@{1 + k / 8}" for k in range(8)])
+    request = PipelineRequest(8, 16, [f"64MiB@{1 + k / 8}" for k in range(8)], profile="cpu")
+    micro_batch = MicroBatch.measured(captured, request)
     partition = LinePartition(micro_batch.line, request.order(), devices_of(request), micro_batch.updates)
     looked_at: list[Devices] = []
 

@@ -97,7 +97,7 @@ def stage_memory(
         static_bytes=static + inputs * (micro_batches - 1) + kept_bytes,
         forward_bytes=max(most[: loss + 1]) - static,
         held_bytes=kept + graph.loss_saved_bytes,  # gradients of results come when their backward begins
-        backward_bytes=max(most[loss], *backward) - static,
+        backward_bytes=max([most[loss], *backward]) - static,
         paused_bytes=0 if pause is None else timeline.after_bytes[pause] - static - after_pause,
         rest_bytes=0 if pause is None else max(during[pause:]) - static - after_pause,
         arriving=(_arriving_bytes(schedule, Region.FORWARD), _arriving_bytes(schedule, Region.BACKWARD)),

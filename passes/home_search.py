@@ -134,13 +134,16 @@ class HomeSearch:
     def least_bytes(self, deadline: float = math.inf) -> int:
         """The smallest budget that a schedule is found for where everything lives in the tier that can.
 
+        Of models so small that moving takes more than it frees, it is what keeping everything takes.
+
         Args:
             deadline: `time.monotonic()` at which to stop; what was found by then counts.
         """
         loaded, planner = self._loaded(self.homes)
         work = SwapProblem(planner.problem, self._tiers_beside(loaded.homes), self.budget_bytes)
         candidates = planner.candidates((time.monotonic() + deadline) / 2, is_thorough=True)
-        return least_budget(work, candidates, deadline=deadline)
+        found_bytes = least_budget(work, candidates, deadline=deadline)
+        return min(found_bytes, self.planner.problem.keep_all.peak_bytes)
 
     @property
     def largest_step(self) -> tuple[str, int] | None:

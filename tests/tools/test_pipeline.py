@@ -599,7 +599,7 @@ def test_a_folder_is_read_as_it_was_written(tmp_path: Path) -> None:
         (["--stages", "2", "--micro-batches", "4", "--schedule", "none"], "IRC467", 2),
         (["--stages", "0", "--micro-batches", "4"], "IRC469", 2),
         (["--stages", "2"], "IRC400", 2),
-        (["--stages", "2", "--micro-batches", "4", "--swap", "host"], "IRC400", 2),
+        (["--stages", "2", "--micro-batches", "4", "--swap", "params"], "IRC423", 2),
         (["--stages", "2", "--micro-batches", "4", "--budget", "1MiB,1MiB,1MiB"], "IRC482", 2),
         (["--stages", "2", "--micro-batches", "4", "--budget", "50%"], "IRC482", 2),
         (["--stages", "2", "--micro-batches", "4", "--budget", "4KiB"], "IRC486", 3),

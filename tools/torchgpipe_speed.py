@@ -243,10 +243,8 @@ Each plan had {time_limit:g} s to look for better cuts. The optimizer's step is 
 **Where they are off.** {remarks}
 """
 
-_REMARKS = """When irc looks for cuts it adds the time of a stage's transfers to that of its
-operations, and the simulation has them side by side: U-Net's skips, relayed from stage to stage, take about
-half as long as the operations of a middle stage, so that its first stage gets too much to do. That is most of
-what the simulation of U-Net on four devices is short of, with its few micro-batches. torchgpipe copies a skip
+_REMARKS = """U-Net's skips are relayed from stage to stage, and take about half as long as the
+operations of a middle stage; torchgpipe copies a skip
 straight to where it is read. Its cuts are those of a list of layers, found by hand and by its balancer; irc
 cuts between any two operations. An estimate knows no kernel, and real GPUs use small micro-batches less well.
 Theirs share PCIe, and one Python process drives all of them; here each has its own links. The rows of 1F1B

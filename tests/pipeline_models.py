@@ -18,6 +18,8 @@ from torch.nn import functional
 __all__ = [
     "go_on",
     "half_frozen",
+    "narrow",
+    "refuse_together",
     "run_folders",
     "run_probes",
     "skips",
@@ -205,6 +207,44 @@ def go_on(rank: int, ranks: int, meeting: str, folder: str, begin: str, end: str
         trainer.save(end)
     finally:
         dist.destroy_process_group()
+
+
+def refuse_together(rank: int, ranks: int, meeting: str, folder: str, begin: str, results: str) -> None:
+    """Loads a checkpoint that does not fit one of the ranks; each writes down what it was told."""
+    import irc
+    from irc.tools.pipeline_folder import read_pipeline
+    from irc.tools.pipeline_trainer import PipelineTrainer
+
+    torch.set_num_threads(1)
+    limit = datetime.timedelta(seconds=120)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks, timeout=limit
+    )
+    try:
+        written = read_pipeline(Path(folder), rank)
+        trainer = PipelineTrainer(
+            written.stages, written.state, rebuild=lambda leaves: leaves[0], saved=written.own_names
+        )
+        before = {name: tensor.clone() for name, tensor in trainer.state_dict().items()}
+        said = "nothing"
+        try:
+            trainer.load(begin)
+        except irc.UsageError as error:
+            said = str(error)
+        same = all(torch.equal(tensor, before[name]) for name, tensor in trainer.state_dict().items())
+        Path(f"{results}-{rank}").write_text(json.dumps([said, same]))
+        trainer.step(*written.examples)  # they still go together
+    finally:
+        dist.destroy_process_group()
+
+
+def narrow() -> Example:
+    """As `wide`, but with fewer results."""
+    torch.manual_seed(0)
+    model, args = wide()
+    assert isinstance(model, nn.Sequential)
+    model[-2] = nn.Linear(64, 8)
+    return model, args
 
 
 def run_probes(rank: int, ranks: int, meeting: str, results: str) -> None:

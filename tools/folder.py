@@ -68,6 +68,7 @@ __all__ = [
     "in_layout",
     "put_folder",
     "read_folder",
+    "replace_folder",
     "undamaged",
     "write_folder",
 ]
@@ -201,7 +202,7 @@ def put_folder(folder: Path, fill: Callable[[Path], None]) -> None:
         staging = _staging(target.parent, target.name)
         try:
             fill(staging)
-            _replace(target, staging)
+            replace_folder(target, staging)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
     except BaseException as error:
@@ -249,7 +250,7 @@ def _write_files(
     (folder / "weights.safetensors").chmod((folder / "plan.json").stat().st_mode)  # it is private otherwise
 
 
-def _replace(target: Path, staging: Path) -> None:
+def replace_folder(target: Path, staging: Path) -> None:
     """Puts `staging` in the place of `target`, which is given up only once the new one stands."""
     if not target.exists():
         os.replace(staging, target)

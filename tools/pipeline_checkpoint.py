@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import warnings
 from collections.abc import Generator, Mapping
 from pathlib import Path
@@ -17,11 +18,16 @@ from torch.optim import Optimizer
 
 from ..ir import UsageError, first_line
 from ..passes.optimizer_costs import OptimizerFactory, optimizer_of
+from .folder import replace_folder
+from .pipeline_agreement import first_failure
 
 __all__ = ["load_checkpoint", "load_state", "save_checkpoint"]
 
 _MODEL, _STATE = "model.", "optimizer."
 """What the names of entries begin with: then comes the model's name, for state also what it is there."""
+
+_METADATA = ".metadata"
+"""The file by which torch knows a checkpoint."""
 
 _HELP = "give a folder that trainer.save wrote for the same model"
 
@@ -35,28 +41,65 @@ def save_checkpoint(
 ) -> None:
     """Writes what each rank has, in the format of torch.distributed.checkpoint; all ranks call it.
 
+    It appears when it is whole; until then an earlier one stays.
+
     Args:
-        folder: Where to; what is there already is replaced.
+        folder: Where to, on a disk that all ranks see; an earlier checkpoint there is replaced.
         tensors: The rank's parameters and buffers by the model's names.
         parameters: The rank's trained parameters by one name each.
         optimizer: Whose state is written too.
         group: The ranks; None for all.
 
     Raises:
-        UsageError: IRC430 when the folder cannot be written.
+        UsageError: IRC430 when the folder cannot be written, or holds something else.
     """
     entries: dict[str, Any] = {_MODEL + name: tensor for name, tensor in tensors.items()}
     if optimizer is not None:
         for name, parameter in parameters.items():
             for key, value in optimizer.state.get(parameter, {}).items():
                 entries[f"{_STATE}{name}.{key}"] = value
+    target = folder.resolve()
+    staging = target.with_name(f".{target.name}.part")
+    is_first = not dist.is_initialized() or dist.get_rank(group) == 0
+    failure = first_failure(_in_the_way(target) if is_first else "", group)
+    if not failure:
+        failure = first_failure(_saved(entries, staging, group), group)
+    if not failure:
+        failure = first_failure(_moved(staging, target) if is_first else "", group)
+    if is_first:
+        shutil.rmtree(staging, ignore_errors=True)
+    if failure:
+        raise UsageError("IRC430", f"{folder} cannot be written: {failure}", help="choose another folder")
+
+
+def _in_the_way(target: Path) -> str:
+    """Why a checkpoint cannot take the place of what is there, if it cannot."""
+    if (
+        not target.exists()
+        or (target / _METADATA).is_file()
+        or (target.is_dir() and not any(target.iterdir()))
+    ):
+        return ""
+    return "something that is no checkpoint is there"
+
+
+def _saved(entries: dict[str, Any], folder: Path, group: dist.ProcessGroup | None) -> str:
+    """Writes a rank's part; returns what went wrong."""
     try:
         with _alone_without_a_warning():
             dcp.save(entries, checkpoint_id=folder, process_group=group, no_dist=not dist.is_initialized())
     except (OSError, dcp.api.CheckpointException) as error:
-        raise UsageError(
-            "IRC430", f"{folder} cannot be written: {_reason(error)}", help="choose another folder"
-        ) from error
+        return _reason(error)
+    return ""
+
+
+def _moved(staging: Path, target: Path) -> str:
+    """Puts a whole checkpoint where it belongs; returns what went wrong."""
+    try:
+        replace_folder(target, staging)
+    except OSError as error:
+        return str(error)
+    return ""
 
 
 def load_checkpoint(
@@ -83,25 +126,23 @@ def load_checkpoint(
         UsageError: IRC497 when the folder is no checkpoint, is damaged, or is one of another model or
             optimizer; nothing is changed then.
     """
-    known = _known(folder)
     wanted: dict[str, Any] = {}
-    for name, tensor in tensors.items():
-        _check(folder, name, tensor, known.get(_MODEL + name))
-        wanted[_MODEL + name] = torch.empty_like(tensor, device="cpu")
-    of: dict[str, tuple[nn.Parameter, str]] = {}
-    if optimizer is not None:
-        for name, parameter in parameters.items():
-            prefix = f"{_STATE}{name}."
-            for key, meta in known.items():
-                if key.startswith(prefix) and "." not in key[len(prefix) :]:
-                    of[key] = parameter, key[len(prefix) :]
-                    is_tensor = isinstance(meta, TensorStorageMetadata)
-                    wanted[key] = torch.empty(meta.size, dtype=meta.properties.dtype) if is_tensor else None
-    names: dict[nn.Parameter, set[str]] = {}
-    for parameter, its in of.values():
-        names.setdefault(parameter, set()).add(its)
-    if factory is not None:
-        _check_state(folder, names, factory)
+    of: _StateOf = {}
+    refusal: UsageError | None = None
+    try:
+        known = _known(folder)
+        wanted = _room_for(folder, tensors, known)
+        if factory is not None:
+            of = _state_of(parameters, known)
+            wanted |= {key: _empty(known[key]) for key in of}
+            _check_state(folder, of, factory)
+    except UsageError as error:
+        refusal = error
+    failure = first_failure("" if refusal is None else refusal.message, group)
+    if refusal is not None:
+        raise refusal
+    if failure:
+        raise UsageError("IRC497", f"another rank refuses the checkpoint: {failure}", help=_HELP)
     try:
         with _alone_without_a_warning():
             dcp.load(wanted, checkpoint_id=folder, process_group=group, no_dist=not dist.is_initialized())
@@ -142,6 +183,37 @@ def _known(folder: Path) -> Mapping[str, Any]:
         raise UsageError("IRC497", f"{folder} is no checkpoint: {error}", help=_HELP) from error
 
 
+_StateOf = dict[str, tuple[nn.Parameter, str]]
+"""For entries of a checkpoint the parameter that each is state of, and what it is called there."""
+
+
+def _room_for(folder: Path, tensors: Mapping[str, Tensor], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Memory for the tensors of a checkpoint, by their entries.
+
+    Raises:
+        UsageError: IRC497 for one that is missing, or of another type.
+    """
+    for name, tensor in tensors.items():
+        _check(folder, name, tensor, known.get(_MODEL + name))
+    return {_MODEL + name: torch.empty_like(tensor, device="cpu") for name, tensor in tensors.items()}
+
+
+def _state_of(parameters: Mapping[str, nn.Parameter], known: Mapping[str, Any]) -> _StateOf:
+    """The entries that are state of some parameters, which are given by all of their names."""
+    found: _StateOf = {}
+    for key in known:
+        name, _, its = key.removeprefix(_STATE).rpartition(".")
+        if key.startswith(_STATE) and name in parameters:
+            found[key] = parameters[name], its
+    return found
+
+
+def _empty(meta: object) -> Tensor | None:
+    """Memory for an entry; None for what is no tensor."""
+    is_tensor = isinstance(meta, TensorStorageMetadata)
+    return torch.empty(meta.size, dtype=meta.properties.dtype) if is_tensor else None
+
+
 def _check(folder: Path, name: str, tensor: Tensor, found: object) -> None:
     if not isinstance(found, TensorStorageMetadata):
         raise UsageError("IRC497", f"the checkpoint {folder} has no tensor {name}", help=_HELP)
@@ -154,8 +226,11 @@ def _check(folder: Path, name: str, tensor: Tensor, found: object) -> None:
         )
 
 
-def _check_state(folder: Path, found: Mapping[nn.Parameter, set[str]], factory: OptimizerFactory) -> None:
+def _check_state(folder: Path, of: _StateOf, factory: OptimizerFactory) -> None:
     """Refuses state of another optimizer than the factory makes, which shows on parameters of one element."""
+    found: dict[nn.Parameter, set[str]] = {}
+    for parameter, its in of.values():
+        found.setdefault(parameter, set()).add(its)
     known: dict[int, set[str]] = {}
     for parameter, names in found.items():
         dimensions = parameter.dim()

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..ir import UsageError
+from .pipeline_agreement import first_failure
 
 __all__ = ["read_weights", "write_weights"]
 
@@ -31,15 +32,14 @@ def write_weights(path: Path, own: Mapping[str, Tensor]) -> None:
     """
     rank, count = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     parts = [path.with_name(f".{path.name}.{number}") for number in range(count)]
-    failures = _everywhere(_written(parts[rank], own))
     try:
-        if not any(failures) and rank == 0:
-            failures[0] = _merged(path, parts)
-        failures = _everywhere(failures[0] if rank == 0 else "")
+        failure = first_failure(_written(parts[rank], own))
+        if not failure:
+            failure = first_failure(_merged(path, parts) if rank == 0 else "")
     finally:
         parts[rank].unlink(missing_ok=True)
-    if found := next(filter(None, failures), ""):
-        raise UsageError("IRC434", f"{path} cannot be written: {found}", help="choose another file")
+    if failure:
+        raise UsageError("IRC434", f"{path} cannot be written: {failure}", help="choose another file")
 
 
 def _written(path: Path, tensors: Mapping[str, Tensor]) -> str:
@@ -67,15 +67,6 @@ def _merged(path: Path, parts: list[Path]) -> str:
         draft.unlink(missing_ok=True)
         return str(error)
     return ""
-
-
-def _everywhere(said: str) -> list[str]:
-    """What each rank says, on all of them."""
-    if not dist.is_initialized():
-        return [said]
-    found = [""] * dist.get_world_size()
-    dist.all_gather_object(found, said)
-    return found
 
 
 def read_weights(path: Path, names: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -401,7 +401,10 @@ class _Search:
             if least_bytes > self.budgets[self.schedule.device_of[stage]]:
                 raise self._refusal_of(planner, least_bytes) from error
             room[stage] = least_bytes
-            planned = planner.planned(least_bytes, self.options.strategy, time_limit)
+            try:
+                planned = planner.planned(least_bytes, self.options.strategy, time_limit)
+            except BudgetError as still:
+                raise self._refusal_of(planner, still.minimum_bytes + planner.beside_bytes) from still
         return _verified(planned)
 
     def _least_bytes(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,52 @@ def test_a_damaged_checkpoint_is_refused_and_changes_nothing(tmp_path: Path) -> 
     with pytest.raises(irc.UsageError, match=r"IRC430") as refused:
         trainer.save(tmp_path / "file")
     assert "Traceback" not in str(refused.value)
+
+
+def test_ranks_refuse_a_checkpoint_together(tmp_path: Path) -> None:
+    """The last rank alone has another layer; nobody waits for it."""
+    model, args = pipeline_models.wide()
+    planned(model, args, 2, "1f1b").start().save(tmp_path / "wide")
+    source = Source(f"{pipeline_models.__file__}:narrow")
+    write_pipeline(tmp_path / "pipe", planned(pipeline_models.narrow()[0], args, 2, "1f1b"), source, args)
+    results = str(tmp_path / "result")
+    arguments = (2, str(tmp_path / "meeting"), str(tmp_path / "pipe"), str(tmp_path / "wide"), results)
+    torch.multiprocessing.spawn(pipeline_models.refuse_together, args=arguments, nprocs=2)
+    (first, same), (last, same_too) = (json.loads(Path(f"{results}-{rank}").read_text()) for rank in (0, 1))
+    assert same and same_too
+    assert "error[IRC497]" in last and "10.weight is float32[64, 64] in the checkpoint" in last
+    assert "error[IRC497]: another rank refuses the checkpoint: 10.weight is" in first
+
+
+def test_a_checkpoint_takes_the_place_of_an_earlier_one_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, args = pipeline_models.tied()
+    trainer = planned(model, args, 2, "1f1b").start()
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("years of work")
+    with pytest.raises(irc.UsageError, match=r"IRC430.*no checkpoint is there"):
+        trainer.save(mine)
+    assert [path.name for path in mine.iterdir()] == ["thesis.txt"]
+    folder = tmp_path / "checkpoint"
+    trainer.save(folder)
+    before = {name: tensor.clone() for name, tensor in trainer.state_dict().items()}
+    train(trainer, args, 1)
+    trainer.save(folder)
+    after = {name: tensor.clone() for name, tensor in trainer.state_dict().items()}
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in after.items())
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(torch.distributed.checkpoint, "save", full)
+    train(trainer, args, 1)
+    with pytest.raises(irc.UsageError, match=r"IRC430.*no space left"):
+        trainer.save(folder)
+    trainer.load(folder)
+    assert all(torch.equal(tensor, after[name]) for name, tensor in trainer.state_dict().items())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "mine"]
 
 
 def test_a_state_dict_is_taken_over() -> None:

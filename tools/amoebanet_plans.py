@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from .. import __version__
-from ..ir import BudgetError, IrcError, UsageError
+from ..ir import BudgetError, UsageError
+from .commands import exit_status
 from .journal import Journal
 from .models.amoebanet import AmoebaNet, amoebanet_d
 from .tables import check_folder, to_markdown, write_whole
@@ -205,11 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The arguments; those of the process if None.
     """
-    try:
-        return _run(_parser().parse_args(argv))
-    except IrcError as error:
-        print(error, file=sys.stderr)
-        return error.exit_status
+    return exit_status(_parser(), _run, argv)
 
 
 def _parser() -> argparse.ArgumentParser:

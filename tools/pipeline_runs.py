@@ -19,6 +19,7 @@ from torch.nn import functional
 from ..ir import BudgetError, IrcError, UsageError, format_bytes
 from ..ir.nesting import flatten
 from ..passes.profile import device_name
+from .commands import exit_status
 from .loading import Source, load_for_micro_batches
 from .models.amoebanet import amoebanet_d
 from .models.images import unet
@@ -154,11 +155,7 @@ _HEADER = [
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; the exit status is 1 where a promise was not kept, 2 for a wrong command."""
-    try:
-        return _run(_parser().parse_args(argv))
-    except IrcError as error:
-        print(error, file=sys.stderr)
-        return error.exit_status
+    return exit_status(_parser(), _run, argv)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from .. import __version__
-from ..ir import IrcError, UsageError
+from ..ir import UsageError
+from .commands import exit_status
 from .journal import Journal
 from .models.images import resnet101
 from .models.registry import Example
@@ -138,11 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The arguments; those of the process if None.
     """
-    try:
-        return _run(_parser().parse_args(argv))
-    except IrcError as error:
-        print(error, file=sys.stderr)
-        return error.exit_status
+    return exit_status(_parser(), _run, argv)
 
 
 def _parser() -> argparse.ArgumentParser:

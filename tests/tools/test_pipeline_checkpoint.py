@@ -11,6 +11,7 @@ from typing import Any
 import pipeline_models
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.multiprocessing
 from safetensors.torch import load_file, save_file
 
@@ -184,7 +185,7 @@ def test_a_checkpoint_takes_the_place_of_an_earlier_one_only(
     def full(*_: Any, **__: Any) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(torch.distributed.checkpoint, "save", full)
+    monkeypatch.setattr(dcp, "save", full)
     train(trainer, args, 1)
     with pytest.raises(irc.UsageError, match=r"IRC430.*no space left"):
         trainer.save(folder)

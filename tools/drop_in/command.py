@@ -10,9 +10,11 @@ import shlex
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
-from ...ir import IrcError, UsageError
+from ...ir import UsageError
+from ..commands import exit_status
 from ..tables import check_folder, write_whole
 
 __all__ = ["main"]
@@ -26,10 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     level = logger.level
     logger.setLevel(logging.ERROR)  # the checks plan anew and keep graphs all the time
     try:
-        return _run(_parser().parse_args(given), given)
-    except IrcError as error:
-        print(error, file=sys.stderr)
-        return error.exit_status
+        return exit_status(_parser(), partial(_run, given=given), given)
     finally:
         logger.setLevel(level)
 

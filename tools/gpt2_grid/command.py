@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ...ir import IrcError, UsageError, parse_budget
+from ...ir import UsageError, parse_budget
+from ..commands import exit_status
 from ..pipeline_request import CHECKPOINT_MODES
 from ..tables import check_folder, replace_section, write_whole
 from .model import GRID, gpt2
@@ -30,11 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The arguments; those of the process if None.
     """
-    try:
-        return _run(_parser().parse_args(argv))
-    except IrcError as error:
-        print(error, file=sys.stderr)
-        return error.exit_status
+    return exit_status(_parser(), _run, argv)
 
 
 def _parser() -> argparse.ArgumentParser:

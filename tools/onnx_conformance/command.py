@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ... import __version__
-from ...ir import IrcError, UsageError
+from ...ir import UsageError
+from ..commands import exit_status
 from ..tables import check_folder, write_whole
 from .cases import GROUPS
 from .environments import REQUIREMENTS, run_peer
@@ -27,11 +27,7 @@ _OWN = "irc"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; the exit status is 1 for a wrong answer, a hang or a crash, 2 for a wrong command."""
-    try:
-        return _run(_parser().parse_args(argv))
-    except IrcError as error:
-        print(error, file=sys.stderr)
-        return error.exit_status
+    return exit_status(_parser(), _run, argv)
 
 
 def _parser() -> argparse.ArgumentParser:

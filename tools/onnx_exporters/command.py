@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from ...ir import IrcError
+from ..commands import exit_status
 from ..measuring import threads
 from ..onnx_rows import light_folder
 from ..tables import check_folder, replace_section, to_markdown, write_whole
@@ -144,17 +144,10 @@ def _timed_files(only: str, is_tiny: bool, folder: Path, files: Sequence[Path]) 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, prints, and returns the exit status: 1 where something does not hold."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")
-    options = _options(argv)
-    try:
-        if options.markdown is not None:
-            check_folder(options.markdown)
-        return _run(options)
-    except IrcError as error:
-        print(error, file=sys.stderr)
-        return error.exit_status
+    return exit_status(_parser(), _run, argv)
 
 
-def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m irc.tools.onnx_exporters",
         description="Holds what comes back from torch's ONNX exporters to the original, and times imports.",
@@ -167,10 +160,12 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--file", type=Path, action="append", default=[], help="more files to time")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables into this page")
-    return parser.parse_args(argv)
+    return parser
 
 
 def _run(options: argparse.Namespace) -> int:
+    if options.markdown is not None:
+        check_folder(options.markdown)
     is_broken = False
     if not options.no_round_trips:
         found: list[Row] = []

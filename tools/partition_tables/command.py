@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from ... import __version__
-from ...ir import IrcError, UsageError
+from ...ir import UsageError
+from ..commands import exit_status
 from ..journal import Journal
 from ..tables import check_folder, replace_section, write_whole
 from .page import to_section
@@ -27,11 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The arguments; those of the process if None.
     """
-    try:
-        return _run(_parser().parse_args(argv))
-    except IrcError as error:
-        print(error, file=sys.stderr)
-        return error.exit_status
+    return exit_status(_parser(), _run, argv)
 
 
 def _parser() -> argparse.ArgumentParser:

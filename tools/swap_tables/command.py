@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from ... import __version__
-from ...ir import Graph, IrcError, UsageError
+from ...ir import Graph, UsageError
 from ...passes import Machine, Planner, machine_named
+from ..commands import exit_status
 from ..journal import Journal
 from ..tables import check_folder, replace_section
 from .page import Fitted, to_section
@@ -45,11 +46,7 @@ def main(argv: Sequence[str] | None = None, *, make: Maker | None = None) -> int
         argv: The arguments; those of the process if None.
         make: Makes the networks; the benchmark models if None.
     """
-    try:
-        return _run(_parser().parse_args(argv), make)
-    except IrcError as error:
-        print(error, file=sys.stderr)
-        return error.exit_status
+    return exit_status(_parser(), partial(_run, make=make), argv)
 
 
 def _parser() -> argparse.ArgumentParser:

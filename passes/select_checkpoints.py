@@ -27,11 +27,21 @@ from .frontier import Frontier
 from .planner import Planner
 from .program import Program, without_wishes
 from .search import Found, search
-from .strategies import every_k, keep_all, min_cut_candidates, per_block, sqrt_n
+from .strategies import every_k, keep_all, keep_none, min_cut_candidates, per_block, sqrt_n
 
 __all__ = ["STRATEGIES", "SelectCheckpoints", "minimum_budget", "out_of_time", "over_budget"]
 
-STRATEGIES = ("auto", "ilp", "eviction", "min-cut", "per-block", "sqrt-n", "every-<k>", "keep-all")
+STRATEGIES = (
+    "auto",
+    "ilp",
+    "eviction",
+    "min-cut",
+    "per-block",
+    "sqrt-n",
+    "every-<k>",
+    "keep-none",
+    "keep-all",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +51,7 @@ class SelectCheckpoints:
     Args:
         budget: Bytes, `4GiB`, `4GB`, or `60%` of the baseline peak; `100%` is the baseline itself.
         strategy: `auto` takes the best of all; the others are `ilp`, `eviction`, `min-cut`, `per-block`,
-            `sqrt-n`, `every-8` (any k) and `keep-all`.
+            `sqrt-n`, `every-8` (any k), `keep-none` and `keep-all`.
         time_limit: Seconds for the search; the best schedule so far counts when they are over.
     """
 
@@ -173,6 +183,8 @@ def _by_name(
     match strategy:
         case "keep-all":
             return [keep_all(problem)]
+        case "keep-none":
+            return [keep_none(problem)]
         case "sqrt-n":
             return [sqrt_n(problem)]
         case "per-block":

@@ -21,6 +21,7 @@ __all__ = [
     "block_borders",
     "every_k",
     "keep_all",
+    "keep_none",
     "keeping",
     "known_strategies",
     "min_cut",
@@ -55,6 +56,14 @@ def known_strategies(problem: CheckpointProblem) -> Iterator[tuple[str, Simulate
 def keep_all(problem: CheckpointProblem) -> Simulated:
     """Computes nothing twice."""
     return problem.keep_all
+
+
+def keep_none(problem: CheckpointProblem) -> Simulated:
+    """Keeps only what may not be computed again (masks), beside forward's inputs.
+
+    It is what `torch.utils.checkpoint` around the whole model does.
+    """
+    return keeping(problem, frozenset())
 
 
 # ---------------------------------------------------------------------- segments

@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     optimize.add_argument(
         "--strategy",
         default="auto",
-        help="auto, ilp, eviction, min-cut, per-block, sqrt-n, every-<k>, keep-all; "
+        help="auto, ilp, eviction, min-cut, per-block, sqrt-n, every-<k>, keep-none, keep-all; "
         "with --swap also lms, ome, pofo, swap, recompute",
     )
     optimize.add_argument(
@@ -146,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     pareto.add_argument(
         "--strategy",
         default="auto",
-        help="auto, ilp, eviction, min-cut, per-block, sqrt-n, every-<k>, keep-all; "
+        help="auto, ilp, eviction, min-cut, per-block, sqrt-n, every-<k>, keep-none, keep-all; "
         "with --swap also lms, ome, pofo, swap, recompute",
     )
     pareto.add_argument(

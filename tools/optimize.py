@@ -110,8 +110,8 @@ def optimize(
         budget: Bytes, `"4GiB"`, `"4GB"`, or `"60%"` of the baseline peak. It covers parameters,
             buffers, inputs, gradients, activations and workspaces.
         example_kwargs: Keyword arguments of one training step.
-        strategy: `auto`, `ilp`, `eviction`, `min-cut`, `per-block`, `sqrt-n`, `every-<k>` or `keep-all`; with
-            `swap` also `lms`, `ome`, `pofo`, `swap` or `recompute`.
+        strategy: `auto`, `ilp`, `eviction`, `min-cut`, `per-block`, `sqrt-n`, `every-<k>`, `keep-none` or
+            `keep-all`; with `swap` also `lms`, `ome`, `pofo`, `swap` or `recompute`.
         time_limit: Seconds for the search of a schedule; the best one so far counts.
         profile: True measures operations thoroughly, None briefly, on the device that the model is on
             (both are cached on disk); False uses the roofline of a described machine. A text names one, such

@@ -20,12 +20,9 @@ __all__ = ["AUTO", "CHECKPOINT_MODES", "DeviceRequest", "PipelineRequest"]
 AUTO = "auto"
 """Leaves a number or the schedule to be chosen."""
 
-_WHOLE_STAGE = "every-999999999"
-"""The strategy that has one segment: a stage keeps what it receives, and computes all else again."""
-
 CHECKPOINT_MODES = {
-    "always": (_WHOLE_STAGE, _WHOLE_STAGE),
-    "except_last": (_WHOLE_STAGE, "keep-all"),
+    "always": ("keep-none", "keep-none"),
+    "except_last": ("keep-none", "keep-all"),
     "never": ("keep-all", "keep-all"),
 }
 """The strategies of all micro-batches but the last, and of the last, by the names of torchgpipe."""

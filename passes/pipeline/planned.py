@@ -149,6 +149,7 @@ class _Search:
         self.options = options
         self.cost = cost
         self.deadline = started + options.time_limit
+        self.stage_seconds = _STAGE_SECONDS
         self.line = line
         if len(self.line.places) <= schedule.stages:
             raise UsageError(
@@ -173,6 +174,8 @@ class _Search:
         late: TimeLimitError | None = None
         smallest = _Cut(self.line, self.partition.smallest())
         for candidate in self._candidates(smallest):
+            if best is not None and time.monotonic() >= self.deadline:
+                break
             try:
                 found = self._planned(candidate)
             except BudgetError as error:
@@ -212,6 +215,7 @@ class _Search:
     def _with_enough(self, refusal: BudgetError, cut: _Cut) -> BudgetError:
         """The refusal with a budget, for all devices, that a plan was found for; at least what it names."""
         asked = self.budgets
+        self.stage_seconds = _FITTING_SECONDS
         budget_bytes = refusal.minimum_bytes
         try:
             for _ in range(_TRIES):
@@ -228,6 +232,7 @@ class _Search:
                     break
         finally:
             self.budgets = asked
+            self.stage_seconds = _STAGE_SECONDS
         return refusal
 
     def _improved(self, at: _Cut, best: PlannedPipeline) -> PlannedPipeline:
@@ -392,8 +397,8 @@ class _Search:
         Raises:
             BudgetError: IRC486 where that is more than its device has.
         """
-        left = max(self.deadline - time.monotonic(), 1.0)
-        time_limit = max(left / (2 * self.schedule.stages), 1.0)
+        left = self.deadline - time.monotonic()
+        time_limit = max(left / (2 * self.schedule.stages), self.stage_seconds)
         try:
             planned = planner.planned(room[stage], self.options.strategy, time_limit)
         except (BudgetError, TimeLimitError) as error:
@@ -491,6 +496,12 @@ def line_of(program: Program, cost: Callable[[Program], Program]) -> Line:
 
 _STEP_BYTES = 64
 """What a step keeps for each micro-batch beside its stages: its number, its loss and the like."""
+
+_STAGE_SECONDS = 1.0
+"""The least time for a stage's plan, when there is little left for all."""
+
+_FITTING_SECONDS = 0.2
+"""The same where a plan has only to fit."""
 
 _ORDERING = 0.2
 """The part of the time that may go into an order of devices, and that of the rest into one of forward."""

@@ -23,7 +23,7 @@ __all__ = ["PlannedStage", "StagePlanner"]
 
 
 _ENOUGH_BYTES = 1 << 62
-"""A budget that every schedule is within."""
+"""A budget that every schedule is within: a strategy's own one is asked for, and nothing is looked for."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class StagePlanner:
             strategy: As `PlanMemory`.
         """
         if strategy not in self._by_strategy:
-            found = PlanMemory(_ENOUGH_BYTES, strategy).choose(self.planner)
+            found = PlanMemory(_ENOUGH_BYTES, strategy, time_limit=0.0).choose(self.planner)
             self._by_strategy[strategy] = self._measured(found)
         return self._by_strategy[strategy]
 

@@ -134,7 +134,12 @@ def test_without_time_the_best_so_far_is_returned(sample: Sample) -> None:
         assert error.code == "IRC205"
 
 
-@given(samples, st.sampled_from(("keep-all", "sqrt-n", "every-1", "every-2", "every-100", "eviction", "ilp")))
+@given(
+    samples,
+    st.sampled_from(
+        ("keep-all", "keep-none", "sqrt-n", "every-1", "every-2", "every-100", "eviction", "ilp")
+    ),
+)
 @FEW
 def test_named_strategies_keep_the_budget_or_say_what_they_need(sample: Sample, strategy: str) -> None:
     program = program_of(sample)

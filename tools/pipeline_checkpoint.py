@@ -108,6 +108,7 @@ def load_checkpoint(
     parameters: Mapping[str, nn.Parameter],
     optimizer: Optimizer | None,
     factory: OptimizerFactory | None,
+    names: frozenset[str],
     group: dist.ProcessGroup | None,
 ) -> None:
     """Reads what each rank has, whatever ranks wrote it; all ranks of the group call it.
@@ -120,6 +121,7 @@ def load_checkpoint(
         parameters: The rank's trained parameters by all of their names.
         optimizer: What takes the state; its own settings (learning rate and the like) stay.
         factory: What made it.
+        names: All names of the model.
         group: The ranks; None for all.
 
     Raises:
@@ -132,6 +134,7 @@ def load_checkpoint(
     try:
         known = _known(folder)
         wanted = _room_for(folder, tensors, known)
+        _check_names(folder, known, names)
         if factory is not None:
             of = _state_of(parameters, known)
             wanted |= {key: _empty(known[key]) for key in of}
@@ -185,6 +188,19 @@ def _known(folder: Path) -> Mapping[str, Any]:
 
 _StateOf = dict[str, tuple[nn.Parameter, str]]
 """For entries of a checkpoint the parameter that each is state of, and what it is called there."""
+
+
+def _check_names(folder: Path, known: Mapping[str, Any], names: frozenset[str]) -> None:
+    """Refuses tensors that the model does not have.
+
+    Raises:
+        UsageError: IRC497.
+    """
+    found = {key.removeprefix(_MODEL) for key in known if key.startswith(_MODEL)}
+    if unknown := sorted(found - names):
+        raise UsageError(
+            "IRC497", f"the model has no {unknown[0]}, which the checkpoint {folder} has", help=_HELP
+        )
 
 
 def _room_for(folder: Path, tensors: Mapping[str, Tensor], known: Mapping[str, Any]) -> dict[str, Any]:

@@ -254,7 +254,8 @@ class PipelineTrainer:
         """
         tensors, named = self.state_dict(), self._named()
         optimizer, factory = self._planned_optimizer, self.stages.optimizer
-        load_checkpoint(Path(folder), tensors, named, optimizer, factory, self.group)
+        names = frozenset(self.state)
+        load_checkpoint(Path(folder), tensors, named, optimizer, factory, names, self.group)
 
     @property
     def _planned_optimizer(self) -> Optimizer | None:

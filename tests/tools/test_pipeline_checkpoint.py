@@ -102,6 +102,11 @@ def test_checkpoints_of_other_models_are_refused_and_change_nothing(tmp_path: Pa
         trainer.load(tmp_path / "tied")
     with pytest.raises(irc.UsageError, match=r"IRC497.*is no checkpoint"):
         trainer.load(tmp_path / "nothing")
+    x = torch.randn(8, 4)
+    larger = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+    planned(larger, (x,), 2, "1f1b").start().save(tmp_path / "larger")
+    with pytest.raises(irc.UsageError, match=r"IRC497.*the model has no 3\.bias"):
+        planned(larger[:3], (x,), 2, "1f1b").start().load(tmp_path / "larger")
     with pytest.raises(irc.UsageError, match=r"IRC497.*missing"):
         trainer.load_state_dict(model.state_dict())
     strange = dict(before) | {"no.such": torch.zeros(1)}

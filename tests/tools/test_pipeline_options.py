@@ -250,6 +250,8 @@ def test_the_state_of_an_optimizer_counts() -> None:
         ({"budget": "1GiB@0"}, "IRC482.*speed of a device is '0'"),
         ({"budget": "1GiB@fast"}, "IRC482.*speed of a device is 'fast'"),
         ({"budget": "nowhere=1GiB"}, "IRC482.*no device 'nowhere'"),
+        ({"budget": "meta=1GiB"}, "IRC482.*no device 'meta'"),
+        ({"budget": "cuda:300=1GiB"}, "IRC482.*no device 'cuda:300'"),
         ({"budget": "50%"}, "IRC482.*part of what"),
         ({"budget": ["1GiB", "1GiB", "1GiB"]}, "IRC482.*3 budgets for 2 devices"),
         ({"link": "fast"}, "IRC401.*'fast'"),

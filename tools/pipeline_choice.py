@@ -30,6 +30,7 @@ class Considered:
         step_seconds: Of the plan; None where none was made.
         peak_bytes: On the device that has most; None where no plan was made.
         why_not: Why no plan was made; empty where one was.
+        which: Each of the devices, as `DeviceRequest` names it.
     """
 
     devices: int
@@ -39,12 +40,13 @@ class Considered:
     step_seconds: float | None = None
     peak_bytes: int | None = None
     why_not: str = ""
+    which: tuple[str, ...] = ()
 
-    def text(self) -> str:
+    def text(self, *, names_devices: bool = False) -> str:
         """In one line."""
-        said = (
-            f"{_many(self.devices, 'device')}, {_many(self.micro_batches, 'micro-batch')}, {self.schedule}: "
-        )
+        which = f" ({', '.join(self.which)})" if names_devices else ""
+        counts = f"{_many(self.devices, 'device')}{which}, {_many(self.micro_batches, 'micro-batch')}"
+        said = f"{counts}, {self.schedule}: "
         if self.step_seconds is None or self.peak_bytes is None:
             return said + self.why_not
         return said + f"{self.step_seconds:.4g} s, largest peak {format_bytes(self.peak_bytes)}"
@@ -55,14 +57,19 @@ def _many(count: int, what: str) -> str:
 
 
 def considered_lines(considered: Sequence[Considered]) -> list[str]:
-    """What was looked at, for a person: plans one by one, the others by why there is none."""
-    lines = [one.text() for one in considered if one.step_seconds is not None]
+    """What was looked at, for a person: plans one by one, the others by why there is none.
+
+    Devices are named where they differ.
+    """
+    differ = len({name for one in considered for name in one.which}) > 1
+    lines = [one.text(names_devices=differ) for one in considered if one.step_seconds is not None]
     others: dict[str, list[Considered]] = {}
     for one in considered:
         if one.step_seconds is None:
             others.setdefault(one.why_not, []).append(one)
     for why_not, ways in others.items():
-        lines.append(ways[0].text() if len(ways) == 1 else f"{len(ways)} other ways: {why_not}")
+        several = f"{len(ways)} other ways: {why_not}"
+        lines.append(ways[0].text(names_devices=differ) if len(ways) == 1 else several)
     return lines
 
 
@@ -174,7 +181,11 @@ def _nothing(considered: Sequence[Considered]) -> IrcError:
 
 def _considered(request: PipelineRequest, why_not: str) -> Considered:
     return Considered(
-        request.count_of_devices, request.count_of_micro_batches, request.schedule, why_not=why_not
+        request.count_of_devices,
+        request.count_of_micro_batches,
+        request.schedule,
+        why_not=why_not,
+        which=tuple(map(str, request.requested_devices())),
     )
 
 

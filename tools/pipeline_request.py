@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..ir import UsageError, parse_budget
+from ..ir import UsageError, format_bytes, parse_budget
 from ..ir.pipeline import PipelineSchedule
 from ..passes import OfferTiers
 from ..passes.optimizer_costs import OptimizerFactory
@@ -41,6 +41,10 @@ class DeviceRequest:
     budget_bytes: int
     speed: float = 1.0
     name: str = ""
+
+    def __str__(self) -> str:
+        name = f"{self.name}=" if self.name else ""
+        return f"{name}{format_bytes(self.budget_bytes)}{'' if self.speed == 1 else f'@{self.speed:g}'}"
 
     @staticmethod
     def parse(text: int | str) -> DeviceRequest:

@@ -35,7 +35,7 @@ def plan_of(planned: PlannedPipeline, names: Sequence[str], optimizer: str | Non
         step_seconds=planned.step_seconds,
         bound_seconds=planned.bound_seconds,
         single_seconds=planned.single_seconds,
-        bubble=planned.timeline.bubble_fraction,
+        bubble=planned.bubble_fraction,
         stages=tuple(
             _summary(stage, order.device_of[k], planned.devices.speeds, flights[k].until_weight)
             for k, stage in enumerate(planned.stages)

@@ -99,6 +99,12 @@ class PlannedPipeline:
         ends = (line[-1].end_seconds if line else 0.0 for line in self.timeline.lines)
         return max(end + more for end, more in zip(ends, self.update_seconds, strict=True))
 
+    @property
+    def bubble_fraction(self) -> float:
+        """The part of all devices' time in a step in which they do not compute."""
+        busy = math.fsum((*self.timeline.busy_seconds, *self.update_seconds))
+        return 1 - busy / (len(self.update_seconds) * self.step_seconds) if self.step_seconds else 0.0
+
 
 def plan_pipeline(
     program: Program,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,9 @@ def test_ways_without_a_plan_are_summed_up() -> None:
         Considered(1, 2, "1f1b", 2.0, why_not="slow"),
         Considered(1, 1, "1f1b", why_not="no"),
     ]
+    which = ("16 GiB", "cuda:1=8 GiB@0.5")
+    (line,) = considered_lines([replace(rows[0], which=which)])
+    assert line.startswith("2 devices (16 GiB, cuda:1=8 GiB@0.5), 4 micro-batches, 1f1b: ")
     assert considered_lines(rows) == [
         "2 devices, 4 micro-batches, 1f1b: 1.5 s, largest peak 1 MiB",
         "2 other ways: slow",

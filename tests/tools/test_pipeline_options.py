@@ -240,6 +240,7 @@ def test_the_state_of_an_optimizer_counts() -> None:
     assert with_state.optimizer == "adamw:lr=0.01" and without.optimizer is None
     assert with_state.step_seconds > without.step_seconds
     assert with_state.bound_seconds > without.bound_seconds
+    assert with_state.bubble == pytest.approx(0.0), "one device waits for none"
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,9 @@
 from .compared import PARTITIONS
 from .devices import Devices
 from .line import Line
-from .partition import LinePartition, lower_bound_seconds
+from .line_partition import LinePartition, lower_bound_seconds
 from .placement import Dataflow, Placement, place_backward
-from .planned import PipelineOptions, PlannedPipeline, line_of, plan_pipeline
+from .plan import PipelineOptions, PlannedPipeline, line_of, plan_pipeline
 from .schedules import SCHEDULES, pipeline_schedule
 from .stage_graphs import Boundary, StageGraph, boundary_values, cut
 from .stage_plan import PlannedStage, StagePlanner

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from ...ir import TimeLimitError
 from .bounds import Speeds, least_load
 from .coarse import Coarse, coarsen, contract
+from .constraint_programme import Solved, solve
 from .downsets import Between, downsets, prefixes
 from .partition_problem import Partition, PartitionProblem, no_room
-from .programme import Solved, solve
 
 __all__ = ["best_along", "best_contiguous"]
 

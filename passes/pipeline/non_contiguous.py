@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from ...ir import TimeLimitError
 from .coarse import coarsen, contract
+from .constraint_programme import solve
 from .partition_problem import Partition, PartitionProblem, no_room
-from .programme import solve
 
 __all__ = ["best_non_contiguous"]
 

@@ -11,12 +11,15 @@ from typing import Any
 import pipeline_models
 import pytest
 import torch
+from planned_pipelines import captured_once
 
 import irc
 from irc.ir import BudgetError
+from irc.passes.pipeline import LinePartition
 from irc.tools.cli import main
 from irc.tools.pipeline import pipeline
 from irc.tools.pipeline_choice import Considered, considered_lines
+from irc.tools.pipeline_planning import MicroBatch, devices_of
 from irc.tools.pipeline_request import AUTO, PipelineRequest
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
@@ -188,3 +191,13 @@ def test_the_command_says_what_it_looked_at(tmp_path: Path, capsys: pytest.Captu
     assert {"devices", "micro_batches", "schedule", "bound_seconds", "why_not"} <= rows[0].keys()
     assert main([*usual, *devices, "--budget", "1GiB"]) == 2
     assert "error[IRC400]: --budget and --device exclude each other" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model_name", ["tied", "skips", "translator"])
+@pytest.mark.parametrize("schedule", NAMES)
+def test_what_comes_first_is_estimated_as_it_is_planned(model_name: str, schedule: str) -> None:
+    request = PipelineRequest(2, 4, "64MiB", schedule, profile="cpu", time_limit=0.5, link="1000TB")
+    micro_batch = MicroBatch.measured(captured_once(model_name, 4), request)
+    partition = LinePartition(micro_batch.line, request.order(), devices_of(request), micro_batch.updates)
+    planned_seconds = micro_batch.plan(request, 0.5).plan.step_seconds
+    assert partition.simulated_seconds() == pytest.approx(planned_seconds, rel=0.1)

@@ -29,7 +29,7 @@ from .device_order import device_order
 from .devices import Devices
 from .downset_order import downset_order
 from .line import Line
-from .partition import LinePartition, lower_bound_seconds
+from .line_partition import LinePartition, lower_bound_seconds
 from .stage_graphs import StageGraph, cut
 from .stage_plan import PlannedStage, StagePlanner
 from .updates import Updates

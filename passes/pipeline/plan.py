@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from ...ir import (
 )
 from ...ir.pipeline import PipelineSchedule, in_flight
 from ...ir.pipeline_exchange import verify_exchanges
-from ...ir.pipeline_memory import device_peak_bytes
+from ...ir.pipeline_memory import StageMemory, device_peak_bytes
 from ...ir.pipeline_timing import PipelineTimeline, Transfer, simulate_pipeline
 from ..program import Program
 from ..release_gradients import ReleaseGradients
@@ -140,6 +141,14 @@ class _Cut:
     places: tuple[int, ...]
 
 
+class _DeviceRefusal(BudgetError):
+    """Stages that do not fit on a device of the pipeline."""
+
+    def __init__(self, device: int, code: str, message: str, *, help: str, minimum_bytes: int) -> None:
+        super().__init__(code, message, help=help, minimum_bytes=minimum_bytes)
+        self.device = device
+
+
 class _Search:
     """The partitions that were tried, and the best of them."""
 
@@ -171,61 +180,96 @@ class _Search:
         self.split = schedule.splits_backward
         self.flights = in_flight(schedule)
         self.planners: dict[tuple[int, str], StagePlanner] = {}
+        self.refusals: dict[_Cut, _DeviceRefusal | None] = {}
+        """Cuts that were tried, the last one last, and why they do not fit."""
+        self.best: tuple[_Cut, PlannedPipeline] | None = None
+        self.late: TimeLimitError | None = None
 
     def run(self) -> PlannedPipeline:
         if self.options.cuts is not None:
             return self._planned(_Cut(self.line, self.options.cuts))
-        best: tuple[_Cut, PlannedPipeline] | None = None
-        refusal: BudgetError | None = None
-        late: TimeLimitError | None = None
-        smallest = _Cut(self.line, self.partition.smallest())
-        for candidate in self._candidates(smallest):
-            if best is not None and time.monotonic() >= self.deadline:
-                break
-            try:
-                found = self._planned(candidate)
-            except BudgetError as error:
-                if refusal is None or error.minimum_bytes < refusal.minimum_bytes:
-                    refusal = error
-                continue
-            except TimeLimitError as error:
-                late = error
-                continue
-            if best is None or found.step_seconds < best[1].step_seconds:
-                best = candidate, found
-        if best is not None:
-            return self._improved(*best) if self.options.partition == "best" else best[1]
-        if refusal is None:
-            assert late is not None
-            raise late
-        raise self._with_enough(refusal, smallest)
-
-    def _candidates(self, smallest: _Cut) -> list[_Cut]:
-        """The cuts to begin with: the shortest steps by estimates, and the one that asks for least memory."""
         if self.options.partition != "best":
             stages, devices = self.schedule.stages, self.devices
-            return [_Cut(self.line, compared_cuts(self.options.partition, self.line, stages, devices))]
-        partitions = [self.partition]
+            self._try(_Cut(self.line, compared_cuts(self.options.partition, self.line, stages, devices)))
+        else:
+            partitions = self._partitions()
+            for partition in partitions:
+                self._try_best(partition, anywhere=True)
+            for partition in partitions:
+                self._tighten(partition)
+            for cut in self._smallest():
+                if self.best is None or not self._is_over:
+                    self._try(cut)
+        if self.best is not None:
+            return self._improved(*self.best) if self.options.partition == "best" else self.best[1]
+        refusals = [error for error in self.refusals.values() if error is not None]
+        if not refusals:
+            assert self.late is not None
+            raise self.late
+        last = next(reversed(self.refusals))  # it is tried with any budgets, and the same with any equal ones
+        raise self._with_enough(min(refusals, key=lambda error: error.minimum_bytes), last)
+
+    def _smallest(self) -> list[_Cut]:
+        """The cuts that ask for least: as a part of the budgets, and of equal ones."""
+        equal = self.partition.on(replace(self.devices, budget_bytes=(1 << 30,) * len(self.budgets)))
+        return [_Cut(self.line, partition.smallest()) for partition in (self.partition, equal)]
+
+    @property
+    def _is_over(self) -> bool:
+        return time.monotonic() >= self.deadline
+
+    def _partitions(self) -> list[LinePartition]:
+        """Of the line, and of the order in which the best chain of downsets has its stages in turn."""
+        found = [self.partition]
         left = (self.deadline - time.monotonic()) * _ORDERING
         order = downset_order(self.line, self.schedule, self.devices, left)
         if order is not None:
             line = self.line.in_order(order)
-            partitions.append(LinePartition(line, self.schedule, self.devices, self.options.updates))
-        found: list[_Cut] = []
-        for anywhere in (True, False):
-            for partition in partitions:
-                cuts = partition.best(anywhere=anywhere)
-                found += [] if cuts is None else [_Cut(partition.line, cuts)]
-        return list(dict.fromkeys([*found, smallest]))
+            found.append(LinePartition(line, self.schedule, self.devices, self.options.updates))
+        return found
+
+    def _tighten(self, partition: LinePartition) -> None:
+        """Tries the best cuts by estimates, which learn from each device that does not hold what they say."""
+        for _ in range(_TRIES):
+            refusal = self._try_best(partition, anywhere=False)
+            if refusal is None or self._is_over:
+                return
+            budgets = list(partition.devices.budget_bytes)
+            part = self.budgets[refusal.device] / refusal.minimum_bytes
+            budgets[refusal.device] = math.floor(budgets[refusal.device] * min(part, _LEAST_TIGHTENING))
+            partition = partition.on(replace(partition.devices, budget_bytes=tuple(budgets)))
+
+    def _try_best(self, partition: LinePartition, *, anywhere: bool) -> _DeviceRefusal | None:
+        """Tries the best cuts by estimates; why they do not fit, if they do not."""
+        cuts = partition.best(anywhere=anywhere)
+        return None if cuts is None else self._try(_Cut(partition.line, cuts))
+
+    def _try(self, cut: _Cut) -> _DeviceRefusal | None:
+        """Plans these cuts, unless that was done; why they do not fit, if they do not."""
+        if cut in self.refusals:
+            self.refusals[cut] = known = self.refusals.pop(cut)
+            return known
+        self.refusals[cut] = None
+        left = self.deadline - time.monotonic()
+        try:
+            found = self._planned(cut, time.monotonic() + left * _TRYING)
+        except _DeviceRefusal as error:
+            self.refusals[cut] = error
+        except TimeLimitError as error:
+            self.late = error
+        else:
+            if self.best is None or found.step_seconds < self.best[1].step_seconds:
+                self.best = cut, found
+        return self.refusals[cut]
 
     def _with_enough(self, refusal: BudgetError, cut: _Cut) -> BudgetError:
-        """The refusal with a budget, for all devices, that a plan was found for; at least what it names."""
+        """The refusal with a budget that a plan was found for with all devices of it; at least what it names."""
         asked = self.budgets
         self.stage_seconds = _FITTING_SECONDS
         budget_bytes = refusal.minimum_bytes
         try:
             for _ in range(_TRIES):
-                self.budgets = tuple(max(budget_bytes, own) for own in asked)
+                self.budgets = (budget_bytes,) * len(asked)
                 try:
                     self._planned(cut)
                 except BudgetError as error:
@@ -234,7 +278,8 @@ class _Search:
                     break
                 else:
                     refusal.minimum_bytes = budget_bytes
-                    refusal.add_note(f"a plan was found for {format_bytes(budget_bytes)} on each device")
+                    found = f"{format_bytes(budget_bytes)} ({budget_bytes:,} bytes)"
+                    refusal.add_note(f"a plan was found for {found} on each device")
                     break
         finally:
             self.budgets = asked
@@ -271,8 +316,12 @@ class _Search:
             busy[device] += cut.line.seconds(*pair) / self.devices.speeds[device]
         return max(busy) * self.schedule.micro_batches
 
-    def _planned(self, cut: _Cut) -> PlannedPipeline:
+    def _planned(self, cut: _Cut, deadline: float | None = None) -> PlannedPipeline:
         """The stages of these cuts, each within what the others on its device leave.
+
+        Args:
+            cut: Where.
+            deadline: By when; that of all if None.
 
         Raises:
             BudgetError: IRC486.
@@ -284,12 +333,16 @@ class _Search:
             return self._checkpointed(cut.places, planners, shared, *self.options.checkpoint)
         room = [self.budgets[device] for device in self.schedule.device_of]
         over = [0]
+        before: tuple[int, ...] = ()
         for _ in range(_TRIES):
-            stages = [self._plan(planner, room, k) for k, planner in enumerate(planners)]
+            stages = [self._plan(planner, room, k, deadline) for k, planner in enumerate(planners)]
             peaks = self._peaks(stages, shared)
             over = self._over(peaks)
             if not any(over):
                 return self._result(cut.places, tuple(stages), (), peaks)
+            if peaks == before:
+                break  # with less room they hold no less
+            before = peaks
             for device, excess_bytes in enumerate(over):
                 if excess_bytes:
                     self._lower(room, stages, planners, device, excess_bytes)
@@ -321,9 +374,17 @@ class _Search:
         self, stages: Sequence[PlannedStage], shared: Sequence[int], last: Sequence[PlannedStage] = ()
     ) -> tuple[int, ...]:
         """The most bytes on each device."""
-        memory, last_memory = ([stage.memory for stage in each] for each in (stages, last))
+        memory, last_memory = (self._memory(each) for each in (stages, last))
         alive = device_peak_bytes(self.schedule, memory, shared, last_memory or None)
         return tuple(peak + _STEP_BYTES * self.schedule.micro_batches for peak in alive)
+
+    def _memory(self, stages: Sequence[PlannedStage]) -> list[StageMemory]:
+        """That of each stage, where neighbours on one device share what one hands to the other."""
+        found = [stage.memory for stage in stages]
+        for first, second in itertools.pairwise(range(len(stages))):
+            if self.schedule.device_of[first] == self.schedule.device_of[second]:
+                found[second] = stages[second].after(stages[first])
+        return found
 
     def _over(self, peaks: Sequence[int]) -> list[int]:
         return [max(peak - budget, 0) for peak, budget in zip(peaks, self.budgets, strict=True)]
@@ -397,13 +458,15 @@ class _Search:
         most = max(memory.forward_bytes, memory.backward_bytes, memory.rest_bytes)
         return memory.static_bytes + waiting * memory.held_bytes + most
 
-    def _plan(self, planner: StagePlanner, room: list[int], stage: int) -> PlannedStage:
+    def _plan(
+        self, planner: StagePlanner, room: list[int], stage: int, deadline: float | None
+    ) -> PlannedStage:
         """A stage within its room; where that is less than it needs, the room becomes what it needs.
 
         Raises:
             BudgetError: IRC486 where that is more than its device has.
         """
-        left = self.deadline - time.monotonic()
+        left = (deadline or self.deadline) - time.monotonic()
         time_limit = max(left / (2 * self.schedule.stages), self.stage_seconds)
         try:
             planned = planner.planned(room[stage], self.options.strategy, time_limit)
@@ -426,24 +489,25 @@ class _Search:
             return error.minimum_bytes + planner.beside_bytes
         return planner.minimum_bytes(time_limit)
 
-    def _refusal(self, over_bytes: Sequence[int]) -> BudgetError:
+    def _refusal(self, over_bytes: Sequence[int]) -> _DeviceRefusal:
         """What to tell the user of the device that is furthest over."""
         device = max(range(len(over_bytes)), key=over_bytes.__getitem__)
         stages = ", ".join(map(str, self.schedule.stages_on(device)))
         needed_bytes = self.budgets[device] + over_bytes[device]
         return self._needs(f"device {device} (stage {stages})", device, needed_bytes)
 
-    def _refusal_of(self, planner: StagePlanner, needed_bytes: int) -> BudgetError:
+    def _refusal_of(self, planner: StagePlanner, needed_bytes: int) -> _DeviceRefusal:
         """What to tell the user of a stage that does not fit alone."""
         index = planner.stage.index
         device = self.schedule.device_of[index]
         return self._needs(f"stage {index} on device {device}", device, needed_bytes)
 
-    def _needs(self, what: str, device: int, needed_bytes: int) -> BudgetError:
+    def _needs(self, what: str, device: int, needed_bytes: int) -> _DeviceRefusal:
         held = ", ".join(str(self.flights[k].until_weight) for k in self.schedule.stages_on(device))
-        return BudgetError(
+        return _DeviceRefusal(
+            device,
             "IRC486",
-            f"{what} needs at least {format_bytes(needed_bytes)}, over the budget of "
+            f"{what} needs at least {format_bytes(needed_bytes)} ({needed_bytes:,} bytes), over the budget of "
             f"{format_bytes(self.budgets[device])}, with {held} micro-batches in flight",
             help="raise --budget, use more stages or smaller micro-batches, or a schedule that holds fewer "
             "of them (1f1b)",
@@ -508,6 +572,12 @@ _STAGE_SECONDS = 1.0
 
 _FITTING_SECONDS = 0.2
 """The same where a plan has only to fit."""
+
+_TRYING = 0.3
+"""The part of the time left that may go into one of several partitions."""
+
+_LEAST_TIGHTENING = 0.99
+"""What a device's budget is multiplied with at the most, in estimates, when these were too low."""
 
 _ORDERING = 0.2
 """The part of the time that may go into an order of devices, and that of the rest into one of forward."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from ...ir import PAUSE, Compute, Graph, InputRole, Loss, Schedule
 from ...ir.in_flight import loss_waiting_bytes
-from ...ir.pipeline_memory import StageMemory, stage_memory
+from ...ir.pipeline_memory import StageMemory, borrowed_storages, stage_memory
 from ...ir.pipeline_timing import StageCost
 from ...ir.timing import step_times
 from ..hold_forwards import HoldForwards
@@ -47,6 +47,16 @@ class PlannedStage:
         """Its straight line of instructions."""
         assert self.program.schedule is not None
         return self.program.schedule
+
+    def after(self, lender: PlannedStage) -> StageMemory:
+        """The memory of this stage behind the one before it, on the same device."""
+        borrowed = borrowed_storages(lender.schedule, self.schedule)
+        if not borrowed:
+            return self.memory
+        assert self.program.costs is not None
+        workspace_bytes = self.program.costs.workspace_bytes
+        less = stage_memory(self.schedule, workspace_bytes, micro_batches=1, borrowed=borrowed)
+        return replace(self.memory, borrowing=less)
 
 
 class StagePlanner:

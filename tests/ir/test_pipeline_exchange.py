@@ -132,7 +132,7 @@ class Ranks:
         else:
             earlier = []
         if self.memory:
-            self.look(device, place, action, reads)
+            self.look(device, place, action, reads, earlier)
         for message in earlier:
             del self.kept[device][message]
         if reads is not None:
@@ -146,29 +146,36 @@ class Ranks:
         self.done.add(action)
         return True
 
-    def look(self, device: int, place: int, action: Action, reads: Message | None) -> None:
-        """The bytes of a device during an action."""
+    def look(
+        self, device: int, place: int, action: Action, reads: Message | None, earlier: list[Message]
+    ) -> None:
+        """The bytes of a device during an action, before and after it begins to send."""
         line = self.schedule.lines[device]
         mine = action.stage, action.micro_batch
         self.held[device].pop(mine, None)
         following = read_by(self.schedule, line[place + 1]) if place + 1 < len(line) else None
         arriving = [following] if following is not None and not self.is_local(following) else []
         its = self.memory_of(*mine)
-        nbytes = self.static[device] + sum(self.held[device].values()) + its.during(action.work)
+        nbytes = self.static[device] + sum(self.held[device].values())
         nbytes += sum(self.memory[stage].arriving[not forth] for stage, forth, _ in arriving)
-        waiting = [*self.kept[device], *(m for m in self.local[device] if m != reads)]
-        nbytes += sum(self.passing(message, action) for message in waiting)
-        self.peaks[device] = max(self.peaks[device], nbytes)
+        kept = [message for message in self.kept[device] if message not in earlier]
+        waiting = [*kept, *(m for m in self.local[device] if m != reads)]
+        nbytes += sum(self.passing(message) for message in waiting)
+        before = sum(self.passing(message) for message in earlier)
+        if action.work is not Work.WEIGHT_GRADIENT:
+            before += its.until_sending[action.work is not Work.FORWARD]
+        self.peaks[device] = max(self.peaks[device], nbytes + max(before, its.during(action.work)))
         self.held[device][mine] = its.after(action.work)
 
-    def passing(self, message: Message, action: Action) -> int:
+    def passing(self, message: Message) -> int:
         """What a message takes beside what its sender keeps."""
         stage, is_forward, micro_batch = message
         sender = self.sender_of(message)
-        rest = Action(sender, Work.WEIGHT_GRADIENT, micro_batch)
-        if not is_forward and (rest in self.done or rest == action):
+        its = self.memory_of(sender, micro_batch)
+        whole, rest = (Action(sender, work, micro_batch) for work in (Work.BACKWARD, Work.WEIGHT_GRADIENT))
+        if not is_forward and (rest in self.done or (whole in self.done and its.rest_bytes)):
             return self.memory[stage].arriving[1]
-        return self.memory_of(sender, micro_batch).passing[not is_forward]
+        return its.passing[not is_forward]
 
 
 def named() -> list[PipelineSchedule]:
@@ -193,6 +200,7 @@ def memories(draw: st.DrawFn, stages: int) -> tuple[StageMemory, ...]:
         StageMemory(
             *(draw(size) for _ in range(6)),
             update_bytes=draw(st.integers(0, 200)),
+            until_sending=(draw(size), draw(size)),
             arriving=(forth[stage] if stage else 0, back[stage] if stage + 1 < stages else 0),
             passing=(
                 draw(st.integers(0, forth[stage + 1])) if stage + 1 < stages else 0,

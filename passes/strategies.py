@@ -59,7 +59,7 @@ def keep_all(problem: CheckpointProblem) -> Simulated:
 
 
 def keep_none(problem: CheckpointProblem) -> Simulated:
-    """Keeps only what may not be computed again (masks), beside forward's inputs.
+    """Keeps forward's inputs, what may not be computed again (masks) and what backward reads first.
 
     It is what `torch.utils.checkpoint` around the whole model does.
     """

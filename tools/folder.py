@@ -143,7 +143,7 @@ def check_target(folder: Path) -> None:
         existing = next(parent for parent in folder.resolve().parents if parent.exists())
         if not existing.is_dir():
             raise UsageError("IRC430", f"{existing} is a file", help="choose another folder")
-        _staging(existing, folder.name).rmdir()  # tells more than the permissions do
+        staging_folder(existing, folder.name).rmdir()  # tells more than the permissions do
     except OSError as error:
         raise UsageError(
             "IRC430", f"{folder} cannot be written: {error}", help="choose another folder"
@@ -155,7 +155,8 @@ def _is_ours(name: str) -> bool:
     return name in _FILES or name == PIPELINE_FILE or STAGE_FILE.fullmatch(name) is not None
 
 
-def _staging(parent: Path, name: str) -> Path:
+def staging_folder(parent: Path, name: str) -> Path:
+    """A new folder beside one of this name, which it will take the place of."""
     folder = parent / f".{name}-{secrets.token_hex(4)}"
     folder.mkdir()
     return folder
@@ -199,7 +200,7 @@ def put_folder(folder: Path, fill: Callable[[Path], None]) -> None:
     missing = [parent for parent in target.parents if not parent.exists()]
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        staging = _staging(target.parent, target.name)
+        staging = staging_folder(target.parent, target.name)
         try:
             fill(staging)
             replace_folder(target, staging)

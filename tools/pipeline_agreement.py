@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch.distributed as dist
 
-__all__ = ["first_failure"]
+__all__ = ["first_failure", "said_by_all"]
+
+_Said = TypeVar("_Said")
+
+
+def said_by_all(said: _Said, group: dist.ProcessGroup | None = None) -> list[_Said]:
+    """What each rank says, the first one first; all ranks call it.
+
+    Args:
+        said: Of this rank; it can be pickled.
+        group: The ranks; None for all. A process that belongs to no group speaks for itself.
+    """
+    if not dist.is_initialized():
+        return [said]
+    found = [said] * dist.get_world_size(group)
+    dist.all_gather_object(found, said, group=group)
+    return found
 
 
 def first_failure(said: str, group: dist.ProcessGroup | None = None) -> str:
@@ -12,10 +30,6 @@ def first_failure(said: str, group: dist.ProcessGroup | None = None) -> str:
 
     Args:
         said: What went wrong on this rank; empty where nothing did.
-        group: The ranks; None for all. A process that belongs to no group speaks for itself.
+        group: As in `said_by_all`.
     """
-    if not dist.is_initialized():
-        return said
-    found = [""] * dist.get_world_size(group)
-    dist.all_gather_object(found, said, group=group)
-    return next(filter(None, found), "")
+    return next(filter(None, said_by_all(said, group)), "")

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from ..ir import UsageError, first_line
 from ..passes.optimizer_costs import OptimizerFactory, optimizer_of
-from .folder import replace_folder
-from .pipeline_agreement import first_failure
+from .folder import replace_folder, staging_folder
+from .pipeline_agreement import first_failure, said_by_all
 
 __all__ = ["load_checkpoint", "load_state", "save_checkpoint"]
 
@@ -41,7 +41,8 @@ def save_checkpoint(
 ) -> None:
     """Writes what each rank has, in the format of torch.distributed.checkpoint; all ranks call it.
 
-    It appears when it is whole; until then an earlier one stays.
+    It appears when it is whole, and takes the place of an earlier one. Where a process dies between these
+    two, the earlier one is beside it under a hidden name.
 
     Args:
         folder: Where to, on a disk that all ranks see; an earlier checkpoint there is replaced.
@@ -54,33 +55,52 @@ def save_checkpoint(
         UsageError: IRC430 when the folder cannot be written, or holds something else.
     """
     entries: dict[str, Any] = {_MODEL + name: tensor for name, tensor in tensors.items()}
-    if optimizer is not None:
-        for name, parameter in parameters.items():
-            for key, value in optimizer.state.get(parameter, {}).items():
-                entries[f"{_STATE}{name}.{key}"] = value
-    target = folder.resolve()
-    staging = target.with_name(f".{target.name}.part")
+    state, unsaved = _entries_of(parameters, optimizer)
+    if unsaved := first_failure(unsaved, group):
+        raise UsageError(
+            "IRC430",
+            f"{folder} cannot hold the optimizer's state: {unsaved}",
+            help="plan without the optimizer, and save its state_dict() on each rank",
+        )
     is_first = not dist.is_initialized() or dist.get_rank(group) == 0
-    failure = first_failure(_in_the_way(target) if is_first else "", group)
+    staging, failure = said_by_all(_begun(folder) if is_first else ("", ""), group)[0]
     if not failure:
-        failure = first_failure(_saved(entries, staging, group), group)
-    if not failure:
-        failure = first_failure(_moved(staging, target) if is_first else "", group)
-    if is_first:
-        shutil.rmtree(staging, ignore_errors=True)
+        failure = first_failure(_saved(entries | state, Path(staging), group), group)
+        if not failure:
+            failure = first_failure(_moved(Path(staging), folder) if is_first else "", group)
+        if is_first:
+            shutil.rmtree(staging, ignore_errors=True)
     if failure:
         raise UsageError("IRC430", f"{folder} cannot be written: {failure}", help="choose another folder")
 
 
-def _in_the_way(target: Path) -> str:
-    """Why a checkpoint cannot take the place of what is there, if it cannot."""
-    if (
-        not target.exists()
-        or (target / _METADATA).is_file()
-        or (target.is_dir() and not any(target.iterdir()))
-    ):
-        return ""
-    return "something that is no checkpoint is there"
+def _entries_of(
+    parameters: Mapping[str, nn.Parameter], optimizer: Optimizer | None
+) -> tuple[dict[str, Any], str]:
+    """The state of an optimizer as entries, and what a checkpoint cannot hold of it."""
+    found: dict[str, Any] = {}
+    if optimizer is None:
+        return found, ""
+    for name, parameter in parameters.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if "." in str(key) or not isinstance(value, Tensor | int | float | str | None):
+                kind = type(value).__name__
+                return {}, f"of {name} it keeps {key!r}, a {kind}"
+            found[f"{_STATE}{name}.{key}"] = value
+    return found, ""
+
+
+def _begun(folder: Path) -> tuple[str, str]:
+    """A new folder beside the one that shall be written, and why that is not possible."""
+    try:
+        target = folder.resolve()
+        is_free = not target.exists() or (target.is_dir() and not any(target.iterdir()))
+        if not is_free and not (target / _METADATA).is_file():
+            return "", "something that is no checkpoint is there"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        return str(staging_folder(target.parent, target.name)), ""
+    except (OSError, ValueError, RuntimeError) as error:
+        return "", first_line(error)
 
 
 def _saved(entries: dict[str, Any], folder: Path, group: dist.ProcessGroup | None) -> str:
@@ -88,15 +108,15 @@ def _saved(entries: dict[str, Any], folder: Path, group: dist.ProcessGroup | Non
     try:
         with _alone_without_a_warning():
             dcp.save(entries, checkpoint_id=folder, process_group=group, no_dist=not dist.is_initialized())
-    except (OSError, dcp.api.CheckpointException) as error:
+    except Exception as error:  # the other ranks wait for what this one says
         return _reason(error)
     return ""
 
 
-def _moved(staging: Path, target: Path) -> str:
+def _moved(staging: Path, folder: Path) -> str:
     """Puts a whole checkpoint where it belongs; returns what went wrong."""
     try:
-        replace_folder(target, staging)
+        replace_folder(folder.resolve(), staging)
     except OSError as error:
         return str(error)
     return ""
@@ -121,7 +141,7 @@ def load_checkpoint(
         parameters: The rank's trained parameters by all of their names.
         optimizer: What takes the state; its own settings (learning rate and the like) stay.
         factory: What made it.
-        names: All names of the model.
+        names: Of the model, as far as this rank knows them: all ranks together know all.
         group: The ranks; None for all.
 
     Raises:
@@ -130,6 +150,7 @@ def load_checkpoint(
     """
     wanted: dict[str, Any] = {}
     of: _StateOf = {}
+    names = names.union(*said_by_all(names, group))
     refusal: UsageError | None = None
     try:
         known = _known(folder)
@@ -191,12 +212,13 @@ _StateOf = dict[str, tuple[nn.Parameter, str]]
 
 
 def _check_names(folder: Path, known: Mapping[str, Any], names: frozenset[str]) -> None:
-    """Refuses tensors that the model does not have.
+    """Refuses tensors, and state of parameters, that the model does not have.
 
     Raises:
         UsageError: IRC497.
     """
     found = {key.removeprefix(_MODEL) for key in known if key.startswith(_MODEL)}
+    found |= {key.removeprefix(_STATE).rpartition(".")[0] for key in known if key.startswith(_STATE)}
     if unknown := sorted(found - names):
         raise UsageError(
             "IRC497", f"the model has no {unknown[0]}, which the checkpoint {folder} has", help=_HELP

@@ -25,6 +25,7 @@ from .pipeline_call import micro_batches_of
 from .pipeline_folder import WrittenPipeline, read_pipeline, unread_state
 from .pipeline_trainer import PipelineTrainer, state_of
 from .pipeline_weights import read_weights, write_weights
+from .tables import check_folder
 from .training import Differences, optimizer_of_all
 
 __all__ = ["PipelineReport", "RankReport", "in_group", "run_pipeline"]
@@ -180,13 +181,15 @@ def run_pipeline(
 
     Raises:
         UnsupportedError: IRC494 for a plan for accelerators.
-        UsageError: IRC431 for a folder that is damaged; IRC432 when the original is another model now;
-            IRC488 for another number of ranks than devices; IRC497 for weights of another model; IRC434
-            when weights cannot be written.
+        UsageError: IRC435 where there is no folder for the weights; IRC431 for a folder that is damaged;
+            IRC432 when the original is another model now; IRC488 for another number of ranks than devices;
+            IRC497 for weights of another model; IRC434 when weights cannot be written.
     """
     rank = dist.get_rank() if dist.is_initialized() else None
     written = read_pipeline(folder, rank)
     _refuse_accelerators(written)
+    if save_weights is not None:
+        check_folder(save_weights)
     trainer = PipelineTrainer(written.stages, written.state, rebuild=_flat, saved=written.own_names)
     if weights is not None:
         trainer.load_state_dict(read_weights(weights, trainer.state_dict()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +23,7 @@ from ..ir.pipeline import PipelineSchedule
 from ..ir.pipeline_plan import PipelinePlan
 from ..passes.optimizer_costs import OptimizerFactory, optimizer_of
 from .loading import training_loss
+from .pipeline_agreement import first_failure
 from .pipeline_call import PlannedCall, check_tensors, micro_batches_of
 from .pipeline_checkpoint import load_checkpoint, load_state, save_checkpoint
 
@@ -77,7 +79,7 @@ class PipelineTrainer:
         saved: The names in the model's `state_dict`; None for all.
 
     Raises:
-        UsageError: IRC488 for another number of ranks than devices.
+        UsageError: IRC488 for another number of ranks than devices, or processes that do not know each other.
     """
 
     def __init__(
@@ -108,6 +110,12 @@ class PipelineTrainer:
             tiers.check(program.copies)
         devices = stages.plan.devices
         self.is_alone = not dist.is_initialized()
+        if self.is_alone and (processes := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+            raise UsageError(
+                "IRC488",
+                f"{processes} processes were started without a process group: each would run all stages",
+                help="call torch.distributed.init_process_group() before irc.pipeline",
+            )
         self._own: Sequence[int] = range(stages.order.stages)
         if self.is_alone:
             self.rank: PipelineAlone | PipelineRank = PipelineAlone(
@@ -153,9 +161,37 @@ class PipelineTrainer:
             The loss of each micro-batch, on the rank of the last stage; nothing on the others.
 
         Raises:
-            UsageError: IRC487 for a batch that does not divide, or is of another size or type than planned;
-                IRC490 for another call than the planned one; IRC491 where a step has failed before on some
-                rank.
+            UsageError: IRC487 for a batch that does not divide, or is of another size or type than planned,
+                on any rank; IRC490 for another call than the planned one; IRC491 where a step has failed
+                before on some rank. No rank has begun its step then.
+        """
+        refusal: UsageError | None = None
+        batches: list[tuple[Any, ...]] = []
+        try:
+            batches = self._checked(args)
+        except UsageError as error:
+            refusal = error
+        if not self.is_alone:
+            failure = first_failure("" if refusal is None else refusal.message, self.group)
+            if refusal is None and failure:
+                refusal = UsageError(
+                    "IRC487",
+                    f"another rank refuses its step: {failure}",
+                    help="call step on every rank with the same batch",
+                )
+        if refusal is not None:
+            raise refusal
+        self._batches = batches
+        try:
+            return self.rank.step(list(map(_tensors, batches)))
+        finally:
+            self._batches = []  # the caller's next batch takes its place
+
+    def _checked(self, args: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        """The micro-batches of a call.
+
+        Raises:
+            UsageError: IRC487 or IRC490.
         """
         if not torch.is_grad_enabled():
             raise UsageError(
@@ -166,13 +202,9 @@ class PipelineTrainer:
         batches = micro_batches_of(args, self.stages.plan.micro_batches)
         if self.call is not None:
             self.call.check(batches[0])
-        tensors = [[leaf for leaf in flatten(batch)[0] if isinstance(leaf, Tensor)] for batch in batches]
-        check_tensors(tensors[0], [schedule.graph for schedule in self.stages.schedules], self._own)
-        self._batches = batches
-        try:
-            return self.rank.step(tensors)
-        finally:
-            self._batches = []  # the caller's next batch takes its place
+        graphs = [schedule.graph for schedule in self.stages.schedules]
+        check_tensors(_tensors(batches[0]), graphs, self._own)
+        return batches
 
     @cached_property
     def optimizer(self) -> Optimizer:
@@ -270,6 +302,10 @@ class PipelineTrainer:
         if self.of_result is None:
             return training_loss(result)
         return self.of_result(result, *self._batches[number])
+
+
+def _tensors(arguments: tuple[Any, ...]) -> list[Tensor]:
+    return [leaf for leaf in flatten(arguments)[0] if isinstance(leaf, Tensor)]
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:

@@ -45,8 +45,9 @@ def write_weights(path: Path, own: Mapping[str, Tensor]) -> None:
 def _written(path: Path, tensors: Mapping[str, Tensor]) -> str:
     """Writes a file; returns what went wrong."""
     try:
-        save_file({name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}, path)
-    except (OSError, SafetensorError) as error:
+        copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+        save_file(copies, path)
+    except (OSError, ValueError, SafetensorError) as error:
         return str(error)
     return ""
 

@@ -144,8 +144,8 @@ class _Cut:
 class _DeviceRefusal(BudgetError):
     """Stages that do not fit on a device of the pipeline."""
 
-    def __init__(self, device: int, code: str, message: str, *, help: str, minimum_bytes: int) -> None:
-        super().__init__(code, message, help=help, minimum_bytes=minimum_bytes)
+    def __init__(self, device: int, error: BudgetError) -> None:
+        super().__init__(error.code, error.message, help=error.help, minimum_bytes=error.minimum_bytes)
         self.device = device
 
 
@@ -263,7 +263,7 @@ class _Search:
         return self.refusals[cut]
 
     def _with_enough(self, refusal: BudgetError, cut: _Cut) -> BudgetError:
-        """The refusal with a budget that a plan was found for with all devices of it; at least what it names."""
+        """The refusal with a budget that a plan was found for, if all devices have it."""
         asked = self.budgets
         self.stage_seconds = _FITTING_SECONDS
         budget_bytes = refusal.minimum_bytes
@@ -504,15 +504,15 @@ class _Search:
 
     def _needs(self, what: str, device: int, needed_bytes: int) -> _DeviceRefusal:
         held = ", ".join(str(self.flights[k].until_weight) for k in self.schedule.stages_on(device))
-        return _DeviceRefusal(
-            device,
+        error = BudgetError(
             "IRC486",
-            f"{what} needs at least {format_bytes(needed_bytes)} ({needed_bytes:,} bytes), over the budget of "
-            f"{format_bytes(self.budgets[device])}, with {held} micro-batches in flight",
+            f"{what} needs at least {format_bytes(needed_bytes)} ({needed_bytes:,} bytes), over the budget "
+            f"of {format_bytes(self.budgets[device])}, with {held} micro-batches in flight",
             help="raise --budget, use more stages or smaller micro-batches, or a schedule that holds fewer "
             "of them (1f1b)",
             minimum_bytes=needed_bytes,
         )
+        return _DeviceRefusal(device, error)
 
     def _result(
         self,

@@ -182,6 +182,12 @@ def test_a_batch_is_let_go_when_its_step_ends() -> None:
     assert held.expired()
 
 
+def test_processes_that_do_not_know_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(irc.UsageError, match=r"IRC488.*2 processes were started"):
+        planned("skips", 2, "1f1b", 4).start()
+
+
 def test_arguments_that_require_gradients_are_refused() -> None:
     model, (x,) = pipeline_models.skips()
     with pytest.raises(irc.UnsupportedError, match="IRC483"):

@@ -22,6 +22,7 @@ from irc.tools.optimizers import DescribedOptimizer, parse_optimizer
 from irc.tools.pipeline import Pipeline, pipeline
 from irc.tools.pipeline_call import micro_batches_of
 from irc.tools.pipeline_folder import write_pipeline
+from irc.tools.pipeline_weights import write_weights
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 
@@ -199,6 +200,31 @@ def test_a_checkpoint_takes_the_place_of_an_earlier_one_only(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "mine"]
 
 
+def test_what_no_checkpoint_holds_is_refused(tmp_path: Path) -> None:
+    model, args = pipeline_models.tied()
+    trainer = planned(model, args, 2, "1f1b").start()
+    train(trainer, args, 1)
+    mine = tmp_path / ".kept.part"
+    mine.mkdir()
+    trainer.save(tmp_path / "kept")
+    assert mine.is_dir()
+    (first, *_) = trainer.optimizer.state.values()
+    first["past"] = [torch.zeros(2)]
+    with pytest.raises(
+        irc.UsageError, match=r"IRC430.*cannot hold the optimizer's state: of .* it keeps 'past', a list"
+    ):
+        trainer.save(tmp_path / "other")
+    with pytest.raises(irc.UsageError, match=r"IRC430.*cannot be written"):
+        planned(model, args, 2, "1f1b").start().save(tmp_path / ("long" * 100))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".kept.part", "kept"]
+
+
+def test_weights_in_any_layout_are_written(tmp_path: Path) -> None:
+    tensor = torch.randn(4, 3).T
+    write_weights(tmp_path / "weights", {"tensor": tensor})
+    assert torch.equal(load_file(tmp_path / "weights")["tensor"], tensor)
+
+
 def test_a_state_dict_is_taken_over() -> None:
     model, args = pipeline_models.skips()
     other = pipeline_models.skips()[0]
@@ -234,4 +260,4 @@ def test_weights_of_one_cut_begin_another(tmp_path: Path, capsys: pytest.Capture
     assert "error[IRC497]" in capsys.readouterr().err
     shutil.rmtree(tmp_path / "3")
     assert main(["run", str(tmp_path / "2"), "--save-weights", str(tmp_path / "3" / "w.safetensors")]) == 2
-    assert "error[IRC434]" in capsys.readouterr().err
+    assert "error[IRC435]" in capsys.readouterr().err

@@ -171,7 +171,7 @@ class PipelineTrainer:
             batches = self._checked(args)
         except UsageError as error:
             refusal = error
-        if not self.is_alone:
+        if isinstance(self.rank, PipelineRank) and not self.rank.has_failed:
             failure = first_failure("" if refusal is None else refusal.message, self.group)
             if refusal is None and failure:
                 refusal = UsageError(

@@ -210,7 +210,7 @@ def go_on(rank: int, ranks: int, meeting: str, folder: str, begin: str, end: str
 
 
 def refuse_together(rank: int, ranks: int, meeting: str, folder: str, begin: str, results: str) -> None:
-    """Loads a checkpoint that does not fit one of the ranks; each writes down what it was told."""
+    """Loads what does not fit one of the ranks, then steps with it; each writes what it was told."""
     import irc
     from irc.tools.pipeline_folder import read_pipeline
     from irc.tools.pipeline_trainer import PipelineTrainer
@@ -232,7 +232,13 @@ def refuse_together(rank: int, ranks: int, meeting: str, folder: str, begin: str
         except irc.UsageError as error:
             said = str(error)
         same = all(torch.equal(tensor, before[name]) for name, tensor in trainer.state_dict().items())
-        Path(f"{results}-{rank}").write_text(json.dumps([said, same]))
+        batch = [tensor[:4] for tensor in written.examples] if rank == 1 else written.examples
+        refused = "nothing"
+        try:
+            trainer.step(*batch)
+        except irc.UsageError as error:
+            refused = str(error)
+        Path(f"{results}-{rank}").write_text(json.dumps([said, same, refused]))
         trainer.step(*written.examples)  # they still go together
     finally:
         dist.destroy_process_group()

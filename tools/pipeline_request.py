@@ -10,7 +10,7 @@ import torch
 
 from ..ir import UsageError, format_bytes, parse_budget
 from ..ir.pipeline import PipelineSchedule
-from ..passes import OfferTiers
+from ..passes import OfferTiers, PlanMemory
 from ..passes.optimizer_costs import OptimizerFactory
 from ..passes.pipeline import PARTITIONS, SCHEDULES, pipeline_schedule
 from .swap import offer
@@ -127,9 +127,9 @@ class PipelineRequest:
         """Refuses what can be refused before the model is looked at.
 
         Raises:
-            UsageError: IRC401 or IRC482 for devices or the link, IRC467 or IRC468 for a schedule, IRC469 for
-                what is no number, IRC495 for a mode of checkpointing, IRC499 for an unknown partition;
-                as `offer` for tiers.
+            UsageError: IRC401 or IRC482 for devices or the link, IRC403 for strategy or time limit, IRC467 or
+                IRC468 for a schedule, IRC469 for what is no number, IRC495 for a mode of checkpointing,
+                IRC499 for an unknown partition; as `offer` for tiers.
         """
         numbers: tuple[tuple[str, object], ...] = (
             ("stages", self.devices),
@@ -146,7 +146,14 @@ class PipelineRequest:
             self.order()
         elif self.schedule not in (AUTO, *SCHEDULES):
             pipeline_schedule(self.schedule, 1, 1)
+        if self.devices == AUTO and isinstance(self.budget, int | str):
+            raise UsageError(
+                "IRC482",
+                "stages auto uses as many of the given devices as are best, and one budget gives none",
+                help="give --device for each of them, or a list of budgets",
+            )
         self.requested_devices()
+        PlanMemory(1, self.strategy, self.time_limit).check()
         self.strategies()
         if self.partition not in PARTITIONS:
             raise UsageError(
@@ -221,9 +228,17 @@ class PipelineRequest:
             raise UsageError(
                 "IRC482",
                 f"{len(texts)} budgets for {count} devices",
-                help="give one budget for all devices, or one for each",
+                help="give one --budget for all devices, or --device for each of them",
             )
-        return tuple(map(DeviceRequest.parse, texts))
+        found = tuple(map(DeviceRequest.parse, texts))
+        names = [device.name for device in found if device.name]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise UsageError(
+                "IRC482",
+                f"device {twice[0]} is there twice",
+                help="give each device once, with all it has",
+            )
+        return found
 
     def offered(self) -> OfferTiers | None:
         """The pass that offers the tiers; None where none is asked for.

@@ -154,7 +154,7 @@ def test_a_damaged_checkpoint_is_refused_and_changes_nothing(tmp_path: Path) -> 
     assert "Traceback" not in str(refused.value)
 
 
-def test_ranks_refuse_a_checkpoint_together(tmp_path: Path) -> None:
+def test_ranks_refuse_a_checkpoint_or_a_batch_together(tmp_path: Path) -> None:
     """The last rank alone has another layer; nobody waits for it."""
     model, args = pipeline_models.wide()
     planned(model, args, 2, "1f1b").start().save(tmp_path / "wide")
@@ -163,8 +163,10 @@ def test_ranks_refuse_a_checkpoint_together(tmp_path: Path) -> None:
     results = str(tmp_path / "result")
     arguments = (2, str(tmp_path / "meeting"), str(tmp_path / "pipe"), str(tmp_path / "wide"), results)
     torch.multiprocessing.spawn(pipeline_models.refuse_together, args=arguments, nprocs=2)
-    (first, same), (last, same_too) = (json.loads(Path(f"{results}-{rank}").read_text()) for rank in (0, 1))
+    found = [json.loads(Path(f"{results}-{rank}").read_text()) for rank in (0, 1)]
+    (first, same, waiting), (last, same_too, refused) = found
     assert same and same_too
+    assert "error[IRC487]" in refused and "error[IRC487]: another rank refuses its step" in waiting
     assert "error[IRC497]" in last and "10.weight is float32[64, 64] in the checkpoint" in last
     assert "error[IRC497]: another rank refuses the checkpoint: 10.weight is" in first
 

@@ -121,6 +121,10 @@ def test_micro_batches_that_the_model_does_not_take_are_left_out() -> None:
         (PipelineRequest(2.5, 4, "1GiB"), r"IRC469.*stages are 2\.5"),  # pyright: ignore[reportArgumentType]
         (PipelineRequest(2, 4, "1GiB", AUTO, chunks=0), "IRC469.*chunks are 0"),
         (PipelineRequest(AUTO, AUTO, []), "IRC482.*0 budgets"),
+        (PipelineRequest(AUTO, AUTO, "1GiB"), "IRC482.*one budget gives none"),
+        (PipelineRequest(2, 4, ["cuda:0=1GiB", "cuda:0=1GiB"]), "IRC482.*device cuda:0 is there twice"),
+        (PipelineRequest(2, 4, "1GiB", time_limit=-1.0), "IRC403.*time limit is -1"),
+        (PipelineRequest(2, 4, "1GiB", strategy="none"), "IRC403.*no strategy 'none'"),
         (PipelineRequest(2, 4, "1GiB", link="cuda:0=10GB@0.5"), "IRC401.*'cuda:0=10GB@0.5'"),
         (PipelineRequest(2, 4, "1GiB", link="50%"), "IRC482.*the link takes 50%"),
         (PipelineRequest(AUTO, AUTO, "1GiB", "no-such"), "IRC467"),

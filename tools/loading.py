@@ -93,16 +93,23 @@ def load_for_micro_batches(source: Source, count: int) -> Loaded:
     An ONNX model takes batches of the size that it is given; others take any.
 
     Args:
-        source: With the batch size of a whole batch, for an ONNX model.
+        source: With the batch size of a whole batch, for an ONNX model; None for that of its first input.
         count: Into how many micro-batches a batch is divided.
 
     Raises:
         UsageError: As `load`.
     """
     loaded = load(source)
-    if source.batch is None or source.batch % count:
+    batch = source.batch
+    if batch is None and not _is_factory(source) and not source.inputs:
+        batch = next((arg.shape[0] for arg in loaded.args if isinstance(arg, Tensor) and arg.dim()), None)
+    if not batch or batch % count or count == 1:
         return loaded
-    return Loaded(load(replace(source, batch=source.batch // count)).module, loaded.args)
+    return Loaded(load(replace(source, batch=batch // count)).module, loaded.args)
+
+
+def _is_factory(source: Source) -> bool:
+    return ":" in os.path.basename(source.model)
 
 
 def load_file(source: Source) -> nn.Module | None:
@@ -111,7 +118,7 @@ def load_file(source: Source) -> nn.Module | None:
     Raises:
         UsageError: As `load`.
     """
-    if ":" in os.path.basename(source.model):
+    if _is_factory(source):
         return None
     module = _from_onnx(source)
     if source.seed is not None:

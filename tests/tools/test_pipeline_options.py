@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx
 import pipeline_models
 import pytest
 import torch
@@ -345,3 +347,20 @@ def test_refusals(
     said = capsys.readouterr().err
     assert f"error[{code}]" in said and "help: " in said
     assert not target.exists()
+
+
+def test_the_batch_of_an_onnx_file_is_divided(tmp_path: Path) -> None:
+    """Without --batch it is that of the file."""
+    layers = [f"layer{k}" for k in range(4)]
+    nodes = [
+        onnx.helper.make_node("Gemm", [before, f"{name}.weight"], [name])
+        for before, name in zip(["x", *layers], layers, strict=False)
+    ]
+    weights = [onnx.numpy_helper.from_array(np.full((4, 4), 0.3, np.float32), f"{n}.weight") for n in layers]
+    x, y = (onnx.helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, [8, 4]) for n in ("x", "layer3"))
+    graph = onnx.helper.make_graph(nodes, "chain", [x], [y], weights)
+    file = tmp_path / "chain.onnx"
+    onnx.save(onnx.helper.make_model(graph), file)
+    given = ["--stages", "2", "--micro-batches", "4", "--budget", "1MiB", "--no-profile", "--time-limit", "1"]
+    assert main(["optimize", str(file), *given, "-o", str(tmp_path / "out"), "-q"]) == 0
+    assert main(["run", str(tmp_path / "out"), "--check", "-q"]) == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -114,8 +114,8 @@ def choose(capture: Callable[[int], Captured], request: PipelineRequest, batch: 
 
     Numbers of micro-batches are those that divide the batch, two of them at most from one power of two to the
     next. Where a part of the devices is used, that is the fastest ones, or those with most memory. A way
-    whose bound is above the best plan's step is not planned. A third of the time goes into capturing and
-    measuring micro-batches of several sizes, the rest into plans, each with a part of it.
+    whose bound is above the best plan's step is not planned. In turns a third of the time that is left goes
+    into capturing and measuring micro-batches of several sizes, the rest into plans, each with a part of it.
 
     Args:
         capture: The training graph of a micro-batch, given how many there are.
@@ -128,37 +128,25 @@ def choose(capture: Callable[[int], Captured], request: PipelineRequest, batch: 
         UnsupportedError: Where the model uses what is not supported.
     """
     started = time.monotonic()
-    candidates, considered = _candidates(capture, request, batch, started + request.time_limit / 3)
-    best: tuple[_Candidate, Stages] | None = None
-    refusal: BudgetError | None = None
     deadline = started + request.time_limit
-    for number, candidate in enumerate(candidates):
-        if best is not None and candidate.bound_seconds >= best[1].plan.step_seconds:
-            considered.append(candidate.considered(why_not="no plan can be shorter than the best one"))
-            continue
-        left = deadline - time.monotonic()
-        if best is not None and left <= 0:
-            considered.append(candidate.considered(why_not="no time was left to plan it"))
-            continue
-        part = max(left / max(1 + len(candidates) - number, 2), request.time_limit / 20)
-        try:
-            stages = candidate.micro_batch.plan(candidate.request, part)
-        except BudgetError as error:
-            considered.append(candidate.considered(why_not=f"over budget: {error.message}"))
-            if refusal is None or error.minimum_bytes < refusal.minimum_bytes:
-                refusal = error
-            continue
-        except (TimeLimitError, UsageError) as error:
-            considered.append(candidate.considered(why_not=error.message))
-            continue
-        plan = stages.plan
-        considered.append(
-            candidate.considered(step_seconds=plan.step_seconds, peak_bytes=max(plan.peak_bytes))
+    counts = _micro_batches(request, batch)
+    choosing = _Choosing(request, deadline)
+    failure: IrcError | None = None
+    while counts:
+        now = time.monotonic()
+        candidates = _candidates(capture, request, counts, now + (deadline - now) / 3)
+        choosing.refuse(candidates.refused)
+        choosing.plan(candidates.found)
+        counts, failure = candidates.uncaptured, failure or candidates.failure
+        if time.monotonic() >= deadline:
+            break
+    for count in counts:
+        choosing.refuse(
+            _considered(way, "no time was left to capture a micro-batch") for way in _ways(request, count)
         )
-        if best is None or plan.step_seconds < best[1].plan.step_seconds:
-            best = candidate, stages
+    best, considered = choosing.best, choosing.considered
     if best is None:
-        raise refusal or _nothing(considered)
+        raise choosing.refusal or (None if choosing.is_any_captured else failure) or _nothing(considered)
     candidate, stages = best
     considered.sort(key=lambda one: math.inf if one.step_seconds is None else one.step_seconds)
     plan = replace(stages.plan, planning_seconds=time.monotonic() - started)
@@ -168,6 +156,49 @@ def choose(capture: Callable[[int], Captured], request: PipelineRequest, batch: 
         replace(stages, plan=plan),
         tuple(considered),
     )
+
+
+class _Choosing:
+    """What was looked at so far, and the best of it."""
+
+    def __init__(self, request: PipelineRequest, deadline: float) -> None:
+        self.request = request
+        self.deadline = deadline
+        self.best: tuple[_Candidate, Stages] | None = None
+        self.refusal: BudgetError | None = None
+        self.considered: list[Considered] = []
+        self.is_any_captured = False
+
+    def refuse(self, considered: Iterable[Considered]) -> None:
+        """Notes ways that are not planned."""
+        self.considered += considered
+
+    def plan(self, candidates: Sequence[_Candidate]) -> None:
+        """Plans what may be better than the best so far, in turn."""
+        self.is_any_captured |= bool(candidates)
+        for number, candidate in enumerate(candidates):
+            self.considered.append(self._considered(candidate, len(candidates) - number))
+
+    def _considered(self, candidate: _Candidate, left: int) -> Considered:
+        """What comes of a candidate, of so many that are left."""
+        seconds = self.deadline - time.monotonic()
+        if self.best is not None and candidate.bound_seconds >= self.best[1].plan.step_seconds:
+            return candidate.considered(why_not="no plan can be shorter than the best one")
+        if self.best is not None and seconds <= 0:
+            return candidate.considered(why_not="no time was left to plan it")
+        try:
+            part = max(seconds / max(1 + left, 2), self.request.time_limit / 20)
+            stages = candidate.micro_batch.plan(candidate.request, part)
+        except BudgetError as error:
+            if self.refusal is None or error.minimum_bytes < self.refusal.minimum_bytes:
+                self.refusal = error
+            return candidate.considered(why_not=f"over budget: {error.message}")
+        except (TimeLimitError, UsageError) as error:
+            return candidate.considered(why_not=error.message)
+        plan = stages.plan
+        if self.best is None or plan.step_seconds < self.best[1].plan.step_seconds:
+            self.best = candidate, stages
+        return candidate.considered(step_seconds=plan.step_seconds, peak_bytes=max(plan.peak_bytes))
 
 
 def _nothing(considered: Sequence[Considered]) -> IrcError:
@@ -189,19 +220,33 @@ def _considered(request: PipelineRequest, why_not: str) -> Considered:
     )
 
 
-def _candidates(
-    capture: Callable[[int], Captured], request: PipelineRequest, batch: int, deadline: float
-) -> tuple[list[_Candidate], list[Considered]]:
+@dataclass(frozen=True)
+class _Candidates:
     """What may be planned, the shortest estimated step first, and what may not.
 
-    Raises:
-        UsageError: As `choose`, and what capturing raises where no micro-batch can be captured.
-        UnsupportedError: The same.
+    Args:
+        found: What may be planned.
+        refused: What may not.
+        uncaptured: Numbers of micro-batches that there was no time for.
+        failure: Why a micro-batch could not be captured, the first one.
     """
+
+    found: list[_Candidate]
+    refused: list[Considered]
+    uncaptured: list[int]
+    failure: UnsupportedError | UsageError | None
+
+
+def _candidates(
+    capture: Callable[[int], Captured], request: PipelineRequest, counts: Sequence[int], deadline: float
+) -> _Candidates:
+    """Captures micro-batches by some numbers of them, until a deadline, but at the least one."""
     found: list[_Candidate] = []
     refused: list[Considered] = []
     failure: UnsupportedError | UsageError | None = None
-    for count in _micro_batches(request, batch):
+    for number, count in enumerate(counts):
+        if found and time.monotonic() > deadline:
+            return _Candidates(_sorted(found), refused, list(counts[number:]), failure)
         ways: list[PipelineRequest] = []
         for way in _ways(request, count):
             try:
@@ -211,9 +256,6 @@ def _candidates(
             else:
                 ways.append(way)
         if not ways:
-            continue
-        if found and time.monotonic() > deadline:
-            refused += [_considered(way, "no time was left to capture a micro-batch") for way in ways]
             continue
         try:
             micro_batch = MicroBatch.measured(capture(count), request)
@@ -226,9 +268,11 @@ def _candidates(
                 refused.append(_considered(way, f"the model has {places - 1} places for stages"))
             else:
                 found.append(_candidate(way, micro_batch))
-    if not found and failure is not None:
-        raise failure
-    return sorted(found, key=lambda one: (one.estimated_seconds, one.bound_seconds)), refused
+    return _Candidates(_sorted(found), refused, [], failure)
+
+
+def _sorted(candidates: Sequence[_Candidate]) -> list[_Candidate]:
+    return sorted(candidates, key=lambda one: (one.estimated_seconds, one.bound_seconds))
 
 
 def _candidate(request: PipelineRequest, micro_batch: MicroBatch) -> _Candidate:

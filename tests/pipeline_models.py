@@ -168,16 +168,21 @@ def translator() -> Example:
     return _Translator(), (torch.randn(16, 5, 12), torch.randn(16, 4, 12))
 
 
-def run_folders(rank: int, ranks: int, meeting: str, folders: Sequence[str], results: str) -> None:
-    """Trains what is in each folder on one of several ranks; the first writes down what all of them saw."""
-    from irc.tools.pipeline_run import run_pipeline
-
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+def _meet(rank: int, ranks: int, meeting: str) -> None:
+    """Joins a group of ranks, each with one thread, that waits two minutes for each other at the most."""
     torch.set_num_threads(1)
     limit = datetime.timedelta(seconds=120)
     dist.init_process_group(
         "gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks, timeout=limit
     )
+
+
+def run_folders(rank: int, ranks: int, meeting: str, folders: Sequence[str], results: str) -> None:
+    """Trains what is in each folder on one of several ranks; the first writes down what all of them saw."""
+    from irc.tools.pipeline_run import run_pipeline
+
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    _meet(rank, ranks, meeting)
     try:
         found = {name: run_pipeline(Path(name), 2, with_original=True).to_json() for name in folders}
     finally:
@@ -191,11 +196,7 @@ def go_on(rank: int, ranks: int, meeting: str, folder: str, begin: str, end: str
     from irc.tools.pipeline_folder import read_pipeline
     from irc.tools.pipeline_trainer import PipelineTrainer
 
-    torch.set_num_threads(1)
-    limit = datetime.timedelta(seconds=120)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks, timeout=limit
-    )
+    _meet(rank, ranks, meeting)
     try:
         written = read_pipeline(Path(folder), rank)
         trainer = PipelineTrainer(
@@ -215,11 +216,7 @@ def refuse_together(rank: int, ranks: int, meeting: str, folder: str, begin: str
     from irc.tools.pipeline_folder import read_pipeline
     from irc.tools.pipeline_trainer import PipelineTrainer
 
-    torch.set_num_threads(1)
-    limit = datetime.timedelta(seconds=120)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks, timeout=limit
-    )
+    _meet(rank, ranks, meeting)
     try:
         written = read_pipeline(Path(folder), rank)
         trainer = PipelineTrainer(
@@ -257,11 +254,7 @@ def run_probes(rank: int, ranks: int, meeting: str, results: str) -> None:
     """Pairs of ranks run a pipeline each; then the loss of one fails. Each rank writes down what it saw."""
     import irc
 
-    torch.set_num_threads(1)
-    limit = datetime.timedelta(seconds=120)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks, timeout=limit
-    )
+    _meet(rank, ranks, meeting)
     pairs: list[Any] = [dist.new_group([first, first + 1]) for first in range(0, ranks, 2)]
     torch.manual_seed(rank)  # as in a program that forgets to
     model = _Sometimes()

@@ -69,6 +69,7 @@ __all__ = [
     "put_folder",
     "read_folder",
     "replace_folder",
+    "staging_folder",
     "undamaged",
     "write_folder",
 ]

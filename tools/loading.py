@@ -99,10 +99,12 @@ def load_for_micro_batches(source: Source, count: int) -> Loaded:
     Raises:
         UsageError: As `load`.
     """
+    from .pipeline_call import batch_of
+
     loaded = load(source)
     batch = source.batch
     if batch is None and not _is_factory(source) and not source.inputs:
-        batch = next((arg.shape[0] for arg in loaded.args if isinstance(arg, Tensor) and arg.dim()), None)
+        batch = batch_of(loaded.args)
     if not batch or batch % count or count == 1:
         return loaded
     return Loaded(load(replace(source, batch=batch // count)).module, loaded.args)

@@ -62,7 +62,7 @@ class Ranks:
         self.acted = [False] * count
         self.kept: list[dict[Message, int]] = [{} for _ in range(count)]
         """What each device has sent and not seen arrive, with the place of the action that sent it."""
-        self.held: list[dict[tuple[int, int], int]] = [{} for _ in range(count)]
+        self.held: list[dict[tuple[int, int], Action]] = [{} for _ in range(count)]
         self.local: list[set[Message]] = [set() for _ in range(count)]
         self.static = [0] * count
         self.peaks = [0] * count
@@ -155,8 +155,9 @@ class Ranks:
         self.held[device].pop(mine, None)
         following = read_by(self.schedule, line[place + 1]) if place + 1 < len(line) else None
         arriving = [following] if following is not None and not self.is_local(following) else []
-        its = self.memory_of(*mine)
-        nbytes = self.static[device] + sum(self.held[device].values())
+        its = self.counted(device, action)
+        held = self.held[device].values()
+        nbytes = self.static[device] + sum(self.counted(device, last).after(last.work) for last in held)
         nbytes += sum(self.memory[stage].arriving[not forth] for stage, forth, _ in arriving)
         kept = [message for message in self.kept[device] if message not in earlier]
         waiting = [*kept, *(m for m in self.local[device] if m != reads)]
@@ -165,7 +166,14 @@ class Ranks:
         if action.work is not Work.WEIGHT_GRADIENT:
             before += its.until_sending[action.work is not Work.FORWARD]
         self.peaks[device] = max(self.peaks[device], nbytes + max(before, its.during(action.work)))
-        self.held[device][mine] = its.after(action.work)
+        self.held[device][mine] = action
+
+    def counted(self, device: int, action: Action) -> StageMemory:
+        """The memory of an action, less what the stage before holds for its own backward."""
+        its = self.memory_of(action.stage, action.micro_batch)
+        waits = self.held[device].get((action.stage - 1, action.micro_batch))
+        holds = waits is not None and waits.work is Work.FORWARD
+        return its.borrowing if holds and its.borrowing is not None else its
 
     def passing(self, message: Message) -> int:
         """What a message takes beside what its sender keeps."""
@@ -196,7 +204,7 @@ def memories(draw: st.DrawFn, stages: int) -> tuple[StageMemory, ...]:
     size = st.integers(0, 40)
     back = [draw(size) for _ in range(stages + 1)]
     forth = [draw(size) for _ in range(stages + 1)]
-    return tuple(
+    found = tuple(
         StageMemory(
             *(draw(size) for _ in range(6)),
             update_bytes=draw(st.integers(0, 200)),
@@ -208,6 +216,24 @@ def memories(draw: st.DrawFn, stages: int) -> tuple[StageMemory, ...]:
             ),
         )
         for stage in range(stages)
+    )
+    lent = (draw(st.none() | st.tuples(*[size] * 5)) for _ in found)
+    return tuple(
+        memory if sizes is None else replace(memory, borrowing=_with_sizes(memory, *sizes))
+        for memory, sizes in zip(found, lent, strict=True)
+    )
+
+
+def _with_sizes(
+    memory: StageMemory, forward: int, held: int, backward: int, paused: int, rest: int
+) -> StageMemory:
+    return replace(
+        memory,
+        forward_bytes=forward,
+        held_bytes=held,
+        backward_bytes=backward,
+        paused_bytes=paused,
+        rest_bytes=rest,
     )
 
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from planned_pipelines import planned, written
 
 import irc
 from irc.ir import ACCUMULATE_GRADIENT, RECEIVE, SEND
+from irc.ir.pipeline_memory import borrowed_storages, device_peak_bytes, stage_memory
 from irc.passes.pipeline.placement import Dataflow
 from irc.passes.pipeline.stage_graphs import cut
 from irc.passes.release_gradients import release_gradients
@@ -264,3 +266,16 @@ def test_plans_for_accelerators_are_not_run(tmp_path: Path) -> None:
         stage.write_text(re.sub(r"(storage @\S+ \d+) cpu", r"\1 meta", stage.read_text()))
     with pytest.raises(irc.UnsupportedError, match="IRC494"):
         run_pipeline(folder, 1, with_original=False)
+
+
+def test_what_a_stage_hands_over_on_its_device_counts_once() -> None:
+    """The encoder's states are held by both stages of the last device."""
+    stages = planned("translator", 2, "zbv", 4).stages
+    first, second = stages.schedules[1:3]
+    borrowed = borrowed_storages(first, second)
+    whole, less = (stage_memory(second, {}, 4, borrowed=given) for given in ((), borrowed))
+    assert borrowed and less.held_bytes < whole.held_bytes
+    plain = [stage_memory(schedule, {}, 4) for schedule in stages.schedules]
+    sharing = [*plain[:2], replace(whole, borrowing=less), plain[3]]
+    before, after = (device_peak_bytes(stages.order, memory) for memory in (plain, sharing))
+    assert after[0] == before[0] and after[1] < before[1]

@@ -1,0 +1,102 @@
+"""Plans that were recorded are made again, instruction for instruction.
+
+Costs are analytic, so that a plan depends on the code alone. Where a change of the code means to change plans,
+record them anew: `IRC_RECORD=1 python -m pytest tests/replay`, and say in the commit why. With
+`IRC_REPLAY_DIR=DIR` the printed programs are kept there, for a look at what differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from irc.tools.cli import main
+
+HERE = Path(__file__).parent
+RECORDED = HERE / "recorded.json"
+
+CASES: dict[str, str] = {
+    "mlp-100": "mlp --budget 100%",
+    "mlp-60": "mlp --budget 60%",
+    "mlp-low": "mlp --budget 320KB",
+    "mlp-eviction": "mlp --budget 60% --strategy eviction",
+    "mlp-sqrt": "mlp --budget 70% --strategy sqrt-n",
+    "mlp-every": "mlp --budget 90% --strategy every-3",
+    "mlp-min-cut": "mlp --budget 80% --strategy min-cut",
+    "mlp-in-flight": "mlp --budget 75% --forwards-in-flight 2",
+    "mlp-keep": "mlp --budget 80% --keep 3 --recompute 5",
+    "mlp-swap": "mlp --budget 330000 --swap disk:{scratch}:1GiB --profile gtx1080",
+    "unet-lms": "unet --budget 1800000 --swap disk:{scratch}:1GiB --strategy lms --profile gtx1080",
+    "frozen": "frozen --budget 310000",
+    "heavy-adamw": "heavy --budget 100% --optimizer adamw:lr=1e-3",
+    "heavy-params": "heavy --budget 70% --optimizer adamw:lr=1e-3 --swap disk:{scratch}:1GiB"
+    " --swap params,optimizer",
+    "resnet-100": "resnet --budget 100%",
+    "resnet-70": "resnet --budget 70%",
+    "resnet-low": "resnet --budget 530000",
+    "resnet-swap": "resnet --budget 660000 --swap host:1GiB --profile gtx1080",
+    "resnet-block": "resnet --budget 80% --strategy per-block",
+    "unet-70": "unet --budget 70%",
+    "unet-none": "unet --budget 90% --strategy keep-none",
+    "unet-sgd": "unet --budget 75% --optimizer sgd:lr=0.1",
+    "language-80": "language --budget 80%",
+    "language-70": "language --budget 70%",
+    "dropping-80": "dropping --budget 80%",
+    "recurrent": "recurrent --budget 97000 --strategy eviction",
+    "passes": "mlp --passes split-convolutions,cost{{profile=v100}},select-checkpoints{{budget=60%}}",
+    "pipe-1f1b": "language --budget 4MiB --stages 2 --micro-batches 4",
+    "pipe-gpipe": "mlp --budget 4MiB --stages 3 --micro-batches 4 --schedule gpipe --checkpoint always",
+    "pipe-zbv": "unet --budget 4MiB --stages 2 --micro-batches 4 --schedule zbv",
+    "pipe-interleaved": "language --budget 4MiB --stages 2 --micro-batches 4 --schedule interleaved",
+    "pipe-adamw": "mlp --device 4MiB --device 2MiB@0.5 --micro-batches 2 --optimizer adamw:lr=1e-3",
+}
+
+TIMES = {"planning_seconds", "seconds_to_plan"}
+
+
+def _made(case: str, folder: Path) -> dict[str, object]:
+    """A plan in numbers, and the programs that it is printed as."""
+    scratch = folder / "scratch"
+    scratch.mkdir()
+    model, *options = CASES[case].format(scratch=scratch).split()
+    if "--profile" not in options and "--passes" not in options:
+        options.append("--no-profile")
+    target = folder / "out"
+    factory = f"{HERE / 'models.py'}:{model}"
+    assert main(["optimize", factory, *options, "-q", "-o", str(target)]) == 0
+    programs = sorted(path for path in target.rglob("*.irc"))
+    text = "".join(f"{path.name}\n{path.read_text()}" for path in programs)
+    assert programs and text
+    keep = os.environ.get("IRC_REPLAY_DIR")
+    if keep:
+        Path(keep).mkdir(parents=True, exist_ok=True)
+        (Path(keep) / f"{case}.irc").write_text(text)
+        for path in target.glob("*.json"):
+            shutil.copy(path, Path(keep) / f"{case}.{path.name}")
+    text = text.replace(str(scratch), "SCRATCH")
+    return {"lines": text.count("\n"), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_recorded_plan_is_made_again(case: str, tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        made = _made(case, tmp_path)
+    finally:
+        torch.set_num_threads(threads)
+    recorded = json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
+    if os.environ.get("IRC_RECORD"):
+        RECORDED.write_text(json.dumps(recorded | {case: made}, indent=1, sort_keys=True) + "\n")
+        return
+    assert made == recorded[case]
+
+
+def test_every_case_is_recorded() -> None:
+    assert set(json.loads(RECORDED.read_text())) == set(CASES)

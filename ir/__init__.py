@@ -1,5 +1,8 @@
 """The intermediate representation: types, graph, schedule, liveness, verifier, text form and errors."""
 
+from ..torch_support.inspectable import is_inspectable, is_of_library, slots_of, store_of
+from ..torch_support.recorders import RECORDERS_MARK, is_recorder, is_recording
+from .annotation import Policy, Wish, named_wishes
 from .errors import (
     BackwardError,
     BudgetError,
@@ -34,12 +37,11 @@ from .graph import (
     Trait,
     values_in,
 )
-from .in_flight import Others, loss_waiting_bytes, others_after, others_before
-from .inspectable import is_inspectable, is_of_library, slots_of, store_of
+from .live_forwards import Others, loss_waiting_bytes, others_after, others_before
 from .liveness import Timeline, liveness, stored_bytes
 from .nondeterminism import NONDETERMINISTIC, nondeterminism
-from .pipeline import Action, InFlight, PipelineSchedule, Work
-from .pipeline_timing import (
+from .pipeline.schedule import Action, InFlight, PipelineSchedule, Work
+from .pipeline.timing import (
     PipelineTimeline,
     StageCost,
     TimedAction,
@@ -48,7 +50,6 @@ from .pipeline_timing import (
     simulate_pipeline,
 )
 from .plan import Decision, Plan, TierUse, WishEffect
-from .recorders import RECORDERS_MARK, is_recorder, is_recording
 from .schedule import Compute, Fetch, Free, Instruction, Loss, Offload, Schedule, Wait, with_frees
 from .signature import Autocast, Branch, Delivery, Origin, Signature, Slot
 from .text import (
@@ -66,7 +67,6 @@ from .timing import Copy, StepTimes, step_times
 from .types import DType, Storage, TensorType, Value, allocation_bytes
 from .units import format_bytes, parse_budget
 from .verify import verify_graph, verify_schedule
-from .wish import Policy, Wish, named_wishes
 
 __all__ = [
     "ACCUMULATE_GRADIENT",

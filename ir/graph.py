@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
+from .annotation import Policy, Wish
 from .errors import Location
 from .types import Storage, TensorType, Value, allocation_bytes
-from .wish import Policy, Wish
 
 __all__ = [
     "ACCUMULATE_GRADIENT",

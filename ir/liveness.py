@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .graph import Node
-from .in_flight import Others, loss_waiting_bytes, others_after, others_before
+from .live_forwards import Others, loss_waiting_bytes, others_after, others_before
 from .schedule import Compute, Fetch, Free, Instruction, Loss, Offload, Schedule, Wait
 from .types import Storage
 

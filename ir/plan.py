@@ -9,10 +9,10 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from .annotation import Policy, Wish, named_wishes
 from .errors import UsageError
 from .graph import Gradients
 from .units import format_bytes
-from .wish import Policy, Wish, named_wishes
 
 __all__ = ["Decision", "Plan", "TierUse", "WishEffect"]
 

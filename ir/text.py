@@ -31,23 +31,11 @@ import re
 from collections.abc import Callable, Iterator
 from typing import NoReturn, TypeVar
 
+from .annotation import Policy, Wish
 from .errors import Location, UsageError
-from .graph import (
-    Argument,
-    Graph,
-    Home,
-    Input,
-    InputRole,
-    Node,
-    Output,
-    OutputRole,
-    Region,
-    Symbol,
-    Trait,
-)
+from .graph import Argument, Graph, Home, Input, InputRole, Node, Output, OutputRole, Region, Symbol, Trait
 from .schedule import Compute, Fetch, Free, Instruction, Loss, Offload, Schedule, Wait
 from .types import DType, Storage, TensorType, Value
-from .wish import Policy, Wish
 
 __all__ = [
     "parse_graph",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
+from .annotation import Policy
 from .errors import VerificationError
 from .graph import (
     PAUSE,
@@ -29,7 +30,6 @@ from .liveness import Timeline, liveness
 from .schedule import Compute, Fetch, Free, Loss, Offload, Schedule, Wait
 from .tiers import Tier
 from .types import Storage, TensorType, Value
-from .wish import Policy
 
 __all__ = ["verify_graph", "verify_schedule"]
 

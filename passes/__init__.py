@@ -1,22 +1,22 @@
 """Passes: what operations cost, and which schedule is chosen."""
 
-from .carry_over import carry_over
-from .checkpointing import CheckpointProblem, Repeats, Simulated
-from .cost import Cost
-from .costs import Costs, analytic_costs
-from .hold_forwards import HoldForwards
-from .homes import HOMED, homes_in
-from .machines import MACHINES, Machine, machine_named
-from .manager import Observer, Pass, PassManager, Timing, parse_passes
-from .offer_tiers import OfferTiers
-from .plan_memory import PlanMemory, smallest_budget
-from .planner import Planner, recomputation_problem
+from .costs.machines import MACHINES, Machine, machine_named
+from .costs.measure_costs import Cost
+from .costs.table import Costs, analytic_costs
+from .offload.offer_tiers import OfferTiers
+from .offload.offloaded_parameters import HOMED, homes_in
+from .offload.plan_memory import PlanMemory, smallest_budget
+from .offload.schedule_swaps import ScheduleSwaps
+from .pass_manager import Observer, Pass, PassManager, Timing, parse_passes
 from .program import Program
-from .release_gradients import ReleaseGradients
-from .schedule_swaps import ScheduleSwaps
-from .select_checkpoints import STRATEGIES, SelectCheckpoints, minimum_budget
-from .split_convolutions import SplitConvolutions
-from .split_dropout import SplitDropout
+from .remat.planner import Planner, recomputation_problem
+from .remat.problem import CheckpointProblem, Repeats, Simulated
+from .remat.reuse_schedule import carry_over
+from .remat.select_checkpoints import STRATEGIES, SelectCheckpoints, minimum_budget
+from .rewrites.hold_forwards import HoldForwards
+from .rewrites.release_gradients import ReleaseGradients
+from .rewrites.split_convolutions import SplitConvolutions
+from .rewrites.split_dropout import SplitDropout
 
 __all__ = [
     "HOMED",

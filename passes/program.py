@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..ir import Graph, Plan, Schedule, Tier, with_frees
-from .costs import Costs
+from .costs.table import Costs
 
 __all__ = ["Program", "without_wishes"]
 

@@ -1,14 +1,16 @@
-"""Makes `strategies` importable from every test, steadies hypothesis, and keeps collecting garbage quick."""
+"""Steadies hypothesis, and keeps collecting garbage quick."""
 
 import gc
-import sys
 from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
+from support.model_files import MODELS
 
-sys.path.insert(0, str(Path(__file__).parent))
+torch.set_num_threads(1)
+
 
 settings.register_profile("irc", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("irc")
@@ -30,3 +32,11 @@ def _only_new_garbage() -> None:  # pyright: ignore[reportUnusedFunction]
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    """`models.py` with the factories `mlp`, `noisy`, `tied`, `nested` and `branching`."""
+    path = tmp_path / "models.py"
+    path.write_text(MODELS)
+    return path

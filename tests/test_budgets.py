@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks import models
 from irc.backends.torch import compile_program, fit
+from irc.compiler.model_source import training_loss
+from irc.compiler.optimize import cost_passes
+from irc.compiler.training import measured_peak_bytes
 from irc.frontends.torch import capture
 from irc.ir import BudgetError, Plan
 from irc.passes import PassManager, Planner, Program, SelectCheckpoints
-from irc.tools import models
-from irc.tools.loading import training_loss
-from irc.tools.optimize import cost_passes
-from irc.tools.training import measured_peak_bytes
 
 BUDGETS = 30
 Model = Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]

@@ -1,4 +1,4 @@
-"""Fitted modules as drop-ins, by the checks of `irc.tools.drop_in`, and that these checks can fail."""
+"""Fitted modules as drop-ins, by the checks of `benchmarks.drop_in`, and that these checks can fail."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.drop_in import families
+from benchmarks.drop_in.command import main
+from benchmarks.drop_in.comparison import Difference, check_same
+from benchmarks.drop_in.models import MODELS, Arguments
+from benchmarks.drop_in.plans import PLANS, PlanKind
+from benchmarks.drop_in.refusals import FOLDERS, collect, page
+from benchmarks.drop_in.registry import CHECKS, ROWS, Check, Outcome, Verdict, run_check
+from benchmarks.drop_in.trial import Trial, Workshop
 from irc.ir import UnsupportedError
-from irc.tools.drop_in import families
-from irc.tools.drop_in.command import main
-from irc.tools.drop_in.comparison import Difference, check_same
-from irc.tools.drop_in.models import MODELS, Arguments
-from irc.tools.drop_in.plans import PLANS, PlanKind
-from irc.tools.drop_in.refusals import FOLDERS, collect, page
-from irc.tools.drop_in.registry import CHECKS, ROWS, Check, Outcome, Verdict, run_check
-from irc.tools.drop_in.trial import Trial, Workshop
 
 ROOT = Path(__file__).parents[1]
 
@@ -34,7 +34,7 @@ assert families
 def _subset() -> list[Any]:
     """Every fourth check of each row (one of each row at least), with plans and models in turns.
 
-    The whole matrix is what `python -m irc.tools.drop_in` runs; the subset has every row, plan and model. A
+    The whole matrix is what `python -m benchmarks.drop_in` runs; the subset has every row, plan and model. A
     model comes with one plan alone, so that it is planned once.
     """
     plans = list(PLANS)
@@ -287,7 +287,7 @@ def test_the_names_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_page_of_refusals_is_up_to_date() -> None:
     assert (ROOT / "docs" / "refusals.md").read_text() == page(), (
-        "run python -m irc.tools.drop_in --refusals docs/refusals.md"
+        "run python -m benchmarks.drop_in --refusals docs/refusals.md"
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import irc
-from irc.passes.allocations import peak_bytes
+from irc.passes.costs.allocations import peak_bytes
 
 
 class Calls(nn.Module):

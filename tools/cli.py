@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from ..ir import IrcError, UsageError, parse_budget
-from .pipeline_command import add_pipeline, is_pipeline, optimize_pipeline, run_written
+from .pipeline import add_pipeline, is_pipeline, optimize_pipeline, run_written
 
 if TYPE_CHECKING:
     from rich.status import Status
     from torch import nn
 
+    from ..compiler.model_source import Loaded, Source
+    from ..compiler.optimizers import DescribedOptimizer
     from ..passes import Pass, Program
-    from .inspection import Inspection
-    from .loading import Loaded, Source
-    from .onnx_file import FileReport
-    from .optimizers import DescribedOptimizer
+    from .model_report import Inspection
+    from .onnx_report import FileReport
 
 __all__ = ["main"]
 
@@ -375,7 +375,7 @@ class _Progress:
 
 
 def _source(options: argparse.Namespace) -> Source:
-    from .loading import Source, parse_constant, parse_input, parse_role
+    from ..compiler.model_source import Source, parse_constant, parse_input, parse_role
 
     if options.batch is not None and options.batch <= 0:
         raise UsageError("IRC400", f"--batch {options.batch} is not positive", help="give 1 or more")
@@ -387,7 +387,7 @@ def _source(options: argparse.Namespace) -> Source:
 
 def _mark(module: nn.Module, options: argparse.Namespace) -> None:
     """Wishes for what --keep and --recompute name."""
-    from ..frontends.torch.wishes import mark
+    from ..frontends.torch.annotations import mark
     from ..ir import Policy
 
     for policy, paths in ((Policy.KEEP, options.keep), (Policy.RECOMPUTE, options.recompute)):
@@ -407,8 +407,8 @@ def _model_name(model: str) -> str:
 
 
 def _pipeline(options: argparse.Namespace) -> list[Pass]:
+    from ..compiler.optimize import choice_passes, cost_passes, hold_passes, release_passes
     from ..passes import parse_passes
-    from .optimize import choice_passes, cost_passes, hold_passes, release_passes
 
     if options.passes is not None:
         if options.budget is not None:
@@ -461,7 +461,7 @@ def _optimizer(options: argparse.Namespace) -> DescribedOptimizer | None:
     """What --optimizer names."""
     if options.optimizer is None:
         return None
-    from .optimizers import parse_optimizer
+    from ..compiler.optimizers import parse_optimizer
 
     return parse_optimizer(options.optimizer)
 
@@ -479,7 +479,7 @@ def _budget(text: str) -> int | str:
 def _optimize(options: argparse.Namespace) -> int:
     if is_pipeline(options):
         return optimize_pipeline(options, _source(options), _Progress(options), _mark)
-    from .optimize import check_passes
+    from ..compiler.optimize import check_passes
 
     pipeline = _pipeline(options)
     check_passes(pipeline)
@@ -490,16 +490,16 @@ def _optimize(options: argparse.Namespace) -> int:
         return 0
     source = _source(options)
     if options.output is not None:
-        from .folder import check_target
+        from ..compiler.artifact import check_target
 
         check_target(options.output)
     progress = _Progress(options)
     with progress.phase(f"loading {options.model}"):
         from torch import Tensor
 
-        from ..ir.nesting import flatten
-        from .loading import load, training_loss
-        from .optimize import optimize_module
+        from ..compiler.model_source import load, training_loss
+        from ..compiler.optimize import optimize_module
+        from ..torch_support.pytree import flatten
 
         loaded = load(source)
         _mark(loaded.module, options)
@@ -508,7 +508,7 @@ def _optimize(options: argparse.Namespace) -> int:
             loaded.module, loaded.args, pipeline, loss=training_loss, observers=[progress]
         )
     if options.output is not None:
-        from .folder import write_folder
+        from ..compiler.artifact import write_folder
 
         with progress.phase(f"writing {options.output}"):
             examples = tuple(leaf for leaf in flatten(loaded.args)[0] if isinstance(leaf, Tensor))
@@ -530,21 +530,21 @@ def _pareto(options: argparse.Namespace) -> int:
     budgets = tuple(_budget(text) for text in given)
     offered = None
     if options.swap:
-        from .swap import offer
+        from ..compiler.tiers import offer
 
         offered = offer(options.swap, options.profile)
     if options.restart and options.output is None:
         raise UsageError("IRC400", "--restart without a folder", help="give -o DIR")
     progress = _Progress(options)
     with progress.phase(f"loading {options.model}"):
+        from ..compiler.model_source import load, training_loss
+        from ..compiler.optimize import cost_passes
+        from ..compiler.pareto.front import FILES
+        from ..compiler.pareto.journal import check_folder
+        from ..compiler.pareto.sweep import Sweep, trace_front
         from ..frontends.torch import capture
-        from ..ir.nesting import flatten
         from ..passes import PassManager, Program
-        from .loading import load, training_loss
-        from .optimize import cost_passes
-        from .pareto import Sweep, trace_front
-        from .pareto_front import FILES
-        from .pareto_journal import check_folder
+        from ..torch_support.pytree import flatten
         from .pareto_progress import FrontProgress
 
         sweep = Sweep(options.points, budgets, options.strategy, options.time_limit, offered)
@@ -581,8 +581,8 @@ def _inspect(options: argparse.Namespace) -> int:
     source = _source(options)
     progress = _Progress(options)
     with progress.phase(f"loading {options.model}"):
-        from .loading import load, load_file, with_example
-        from .onnx_file import report_of
+        from ..compiler.model_source import load, load_file, with_example
+        from .onnx_report import report_of
 
         module = load_file(source)
         file = None if module is None else report_of(module)
@@ -608,11 +608,11 @@ def _inspect(options: argparse.Namespace) -> int:
 def _inspected(loaded: Loaded, options: argparse.Namespace, progress: _Progress) -> Inspection:
     """What a step of the model needs."""
     with progress.phase("capturing and measuring"):
+        from ..compiler.model_source import training_loss
+        from ..compiler.optimize import cost_passes
         from ..frontends.torch import capture
         from ..passes import PassManager, Program
-        from .inspection import inspect_program
-        from .loading import training_loss
-        from .optimize import cost_passes
+        from .model_report import inspect_program
 
         captured = capture(loaded.module, loaded.args, loss=training_loss)
         program = PassManager(cost_passes(options.profile), [progress]).run(Program(captured.graph))
@@ -632,8 +632,8 @@ def _run(options: argparse.Namespace) -> int:
         )
     progress = _Progress(options)
     with progress.phase(f"loading {options.folder}"):
-        from .check import check_folder
-        from .folder import read_folder
+        from ..compiler.artifact import read_folder
+        from ..compiler.run import check_folder
 
         written = read_folder(options.folder)
     with progress.phase("training"):
@@ -654,7 +654,7 @@ def _run(options: argparse.Namespace) -> int:
 def _export(options: argparse.Namespace) -> int:
     progress = _Progress(options)
     with progress.phase(f"loading {options.folder}"):
-        from .export import export_folder
+        from ..compiler.onnx_export.export import export_folder
 
     with progress.phase(f"writing {options.output}"):
         report = export_folder(options.folder, options.weights, options.output)
@@ -668,8 +668,8 @@ def _export(options: argparse.Namespace) -> int:
 def _machine(options: argparse.Namespace) -> int:
     progress = _Progress(options)
     with progress.phase("loading"):
-        from .machine import measure_machine, store
-        from .tables import check_folder
+        from ..compiler.written_files import check_folder
+        from ..passes.costs.this_machine import measure_machine, store
 
     if options.output is not None:
         check_folder(options.output)
@@ -693,9 +693,9 @@ def _amount(text: str) -> int:
 
 
 def _schedule(options: argparse.Namespace) -> int:
-    from .pictures import check_picture
-    from .pipeline_report import EqualStages, SimulatedStep, comparison, simulate_all, simulate_known
-    from .tables import check_folder, write_whole
+    from ..compiler.pictures import check_picture
+    from ..compiler.written_files import check_folder, write_whole
+    from .schedule_report import EqualStages, SimulatedStep, comparison, simulate_all, simulate_known
 
     for path in (options.trace, options.picture):
         if path is not None:
@@ -718,11 +718,11 @@ def _schedule(options: argparse.Namespace) -> int:
     rows = simulate_all(stages) if every else [simulate_known(options.schedule, stages)]
     steps = [row for row in rows if isinstance(row, SimulatedStep)]
     if options.trace is not None:
-        from .pipeline_trace import trace_events
+        from .schedule_trace import trace_events
 
         write_whole(options.trace, json.dumps(trace_events(steps[0].timeline)))
     if options.picture is not None:
-        from .pipeline_picture import draw_pipelines
+        from .schedule_picture import draw_pipelines
 
         kind = options.picture.suffix.removeprefix(".")
         write_whole(options.picture, draw_pipelines([step.drawn() for step in steps], kind))

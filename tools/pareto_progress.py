@@ -8,8 +8,8 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ..compiler.pareto.front import Point, Refusal
 from ..ir import format_bytes
-from .pareto_front import Point, Refusal
 
 __all__ = ["FrontProgress"]
 

@@ -1,210 +1,238 @@
-"""Pipelines from a module: what `irc.pipeline` and `irc optimize --stages` plan, and what ranks run."""
+"""`irc optimize --stages` and `irc run` of what it wrote."""
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast
+import sys
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from ..ir import UsageError
 
-from ..frontends.torch import Captured
-from ..ir import IrcError, UsageError, parse_program
-from ..ir.pipeline import PipelineSchedule
-from ..ir.pipeline_plan import PipelinePlan
-from ..passes.optimizer_costs import OptimizerFactory
-from .pipeline_call import PlannedCall, batch_of, micro_batches_of
-from .pipeline_choice import Considered, choose
-from .pipeline_planning import captured_micro_batch, plan_stages
-from .pipeline_request import AUTO, PipelineRequest
-from .pipeline_trainer import PipelineLoss, PipelineTrainer, Stages, state_of
+if TYPE_CHECKING:
+    from torch import nn
 
-__all__ = ["Pipeline", "pipeline"]
+    from ..compiler.model_source import Source
+
+__all__ = ["Phases", "add_pipeline", "is_pipeline", "optimize_pipeline", "run_written"]
 
 
-@dataclass(frozen=True)
-class Pipeline:
-    """A model with a planned pipeline; nothing of it runs yet.
+class Phases(Protocol):
+    """What tells the user what is going on."""
 
-    Args:
-        model: Whose parameters it trains.
-        captured: One micro-batch of the model as a graph.
-        stages: What runs.
-        loss: As in `irc.pipeline`.
-        considered: What `auto` looked at; nothing where all was given.
-    """
-
-    model: nn.Module
-    captured: Captured
-    stages: Stages
-    loss: PipelineLoss | None = None
-    considered: tuple[Considered, ...] = ()
-
-    @property
-    def plan(self) -> PipelinePlan:
-        """The certificate."""
-        return self.stages.plan
-
-    def start(
-        self, *, device: torch.device | str = "cpu", group: dist.ProcessGroup | None = None
-    ) -> PipelineTrainer:
-        """This rank's stages with the model's parameters; all of them in a process without a group.
-
-        Args:
-            device: Of this rank.
-            group: The ranks, one for each device of the plan; None for all ranks.
-
-        Raises:
-            UsageError: IRC488 for another number of ranks than devices.
-        """
-        tree = cast("pytree.TreeSpec", self.captured.signature.out_tree)
-        state = state_of(self.model)
-        return PipelineTrainer(
-            self.stages,
-            state,
-            rebuild=lambda leaves: pytree.tree_unflatten(leaves, tree),
-            loss=self.loss,
-            device=device,
-            group=group,
-            call=PlannedCall(self.model, self.captured),
-            saved=[name for name in self.model.state_dict() if name in state],
-        )
+    def phase(self, what: str) -> AbstractContextManager[None]:
+        """Around something that takes time."""
+        ...
 
 
-def pipeline(
-    model: nn.Module,
-    example_args: tuple[Any, ...] | Tensor,
-    budget: int | str | Sequence[int | str],
-    *,
-    stages: int | str,
-    micro_batches: int | str = AUTO,
-    schedule: str = "1f1b",
-    chunks: int | None = None,
-    loss: PipelineLoss | None = None,
-    strategy: str = "auto",
-    time_limit: float = 60.0,
-    profile: bool | str | None = None,
-    checkpoint: str | None = None,
-    optimizer: OptimizerFactory | None = None,
-    link: int | str = "10GB",
-    partition: str = "best",
-    swap: str | Sequence[str] = (),
-) -> Pipeline:
-    """Cuts a model into pipeline stages that fit their devices, for the shortest step.
+def add_pipeline(parser: argparse.ArgumentParser) -> None:
+    """The options of `irc optimize` for pipelines."""
+    group = parser.add_argument_group("pipelines")
+    group.add_argument(
+        "--stages",
+        type=_number_or_auto,
+        metavar="K",
+        help="cut the model for K devices, or auto for as many of them as are best",
+    )
+    group.add_argument(
+        "--device",
+        action="append",
+        metavar="[NAME=]BYTES[@SPEED]",
+        help="a device, once for each: cuda:0=16GiB, 8GiB@0.5 (half as fast as costs are measured)",
+    )
+    group.add_argument(
+        "--micro-batches",
+        type=_number_or_auto,
+        metavar="M",
+        help="parts that a batch goes through in, or auto",
+    )
+    group.add_argument(
+        "--schedule",
+        help="gpipe, 1f1b, interleaved, zb-h1, zbv or dualpipev (1f1b), or auto, as with --stages auto",
+    )
+    group.add_argument("--chunks", type=int, metavar="V", help="stages of each device, for interleaved (2)")
+    group.add_argument(
+        "--checkpoint", metavar="MODE", help="always, except_last or never, instead of a plan for each stage"
+    )
+    group.add_argument(
+        "--partition",
+        default=_DEFAULTS["partition"],
+        metavar="NAME",
+        help="best, or for comparison uniform, time or size (torchgpipe's balance), pipedream",
+    )
+    group.add_argument(
+        "--link", default=_DEFAULTS["link"], metavar="BYTES", help="a second between two devices (10GB)"
+    )
 
-    Under torchrun every rank calls it with the same arguments; the first one plans, and the others take its
-    plan over. `start()` then gives the stages of each rank.
 
-    Args:
-        model: An `nn.Module`, in train() mode.
-        example_args: Arguments of one training step of the whole batch.
-        budget: Bytes of each device: `"4GiB"`, or one for each device, with its speed beside the one that
-            costs are measured on where that differs: `["16GiB", "8GiB@0.5"]`. It covers parameters,
-            gradients, buffers, the batch, activations of all micro-batches in flight, what is sent and
-            received, workspaces, and the state and steps of `optimizer`. Different devices take their stages
-            in the order that is best (`plan.device_names`, `plan.budget_bytes`).
-        stages: How many devices; `auto` takes as many of those in `budget` as give the shortest step, or all
-            ranks under torchrun.
-        micro_batches: In how many parts a batch goes through; `auto` takes the best of those that divide it.
-        schedule: `gpipe`, `1f1b`, `interleaved`, `zb-h1`, `zbv` or `dualpipev`; `auto` takes the best.
-        chunks: Stages of each device, for `interleaved` (2).
-        loss: A function from the model's result, and the arguments of a micro-batch, to a scalar: called as
-            `loss(result, *args)`. Without it the result is the loss, where it is a scalar, else the mean of
-            its squares.
-        strategy: As in `irc.optimize`.
-        time_limit: Seconds for planning.
-        profile: As in `irc.optimize`.
-        checkpoint: Instead of a plan for each stage: `always` computes all of a stage's forward again,
-            `except_last` does so but for the last micro-batch, `never` keeps all.
-        optimizer: Makes the optimizer of a list of parameters, such as
-            `lambda params: torch.optim.AdamW(params, lr=1e-3)`: the budget covers its state and its steps,
-            and `trainer.optimizer` is it.
-        link: Bytes that go from one device to the next in a second.
-        partition: Where the model is cut: `best`, or for comparison as many places in each stage (`uniform`),
-            torchgpipe's balance (`time`, `size`) or PipeDream's (`pipedream`).
-        swap: Tiers that each device's stages may copy to, as in `irc.optimize`: `"host:64GiB"`.
+def _number_or_auto(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
+_ALONE = ("passes", "explain", "print_passes")
+"""Options that pipelines do not have."""
+
+_DEFAULTS = {
+    "micro_batches": None,
+    "schedule": None,
+    "chunks": None,
+    "checkpoint": None,
+    "partition": "best",
+    "link": "10GB",
+}
+"""Options that only pipelines have, as they are where they are not given."""
+
+
+def is_pipeline(options: argparse.Namespace) -> bool:
+    """Whether `irc optimize` was asked for a pipeline.
 
     Raises:
-        BudgetError: IRC486 when no partition was found that fits.
-        UnsupportedError: The model uses what is not supported.
-        UsageError: An argument is malformed.
+        UsageError: IRC400 for options of pipelines where it was not.
     """
-    arguments = (example_args,) if isinstance(example_args, Tensor) else tuple(example_args)
+    if options.stages is not None or options.device is not None:
+        return True
+    for name, default in _DEFAULTS.items():
+        if getattr(options, name) != default:
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(
+                "IRC400", f"{flag} without --stages or --device", help=f"give --stages 4, or leave {flag} out"
+            )
+    return False
+
+
+def optimize_pipeline(options: argparse.Namespace, source: Source, progress: Phases, mark: Marker) -> int:
+    """Plans a pipeline, and writes it where the user asks for that."""
+    from ..compiler.optimizers import parse_optimizer
+    from ..compiler.pipeline.request import AUTO, PipelineRequest
+
+    for name in _ALONE:
+        if getattr(options, name):
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(
+                "IRC400", f"--stages and {flag} exclude each other", help=f"leave {flag} or --stages out"
+            )
+    if options.forwards_in_flight != 1:
+        raise UsageError(
+            "IRC400",
+            "--stages and --forwards-in-flight exclude each other",
+            help="the schedule of the pipeline says how many forwards are in flight",
+        )
+    every = options.stages == AUTO
+    if options.micro_batches is None and not every:
+        raise UsageError("IRC400", "--stages without --micro-batches", help="give --micro-batches 8, or auto")
+    budgets = _budgets(options)
     request = PipelineRequest(
-        stages,
-        micro_batches,
-        budget,
-        schedule,
-        chunks,
-        strategy,
-        time_limit,
-        profile,
-        checkpoint,
-        optimizer,
-        link,
-        partition,
-        swap,
+        len(budgets) if options.stages is None else options.stages,
+        AUTO if options.micro_batches is None else options.micro_batches,
+        budgets,
+        options.schedule or (AUTO if every else "1f1b"),
+        options.chunks,
+        options.strategy,
+        options.time_limit,
+        options.profile,
+        options.checkpoint,
+        None if options.optimizer is None else parse_optimizer(options.optimizer),
+        options.link,
+        options.partition,
+        options.swap,
     )
     request.check()
+    if options.output is not None:
+        from ..compiler.artifact import check_target
 
-    def capture(count: int) -> Captured:
-        return captured_micro_batch(model, micro_batches_of(arguments, count)[0], loss)
+        check_target(options.output)
+    with progress.phase(f"loading {options.model}"):
+        from torch import Tensor
 
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        request = replace(request, devices=dist.get_world_size()) if stages == AUTO else request
-        return _agreed(model, capture, request, batch_of(arguments), loss)
-    if request.is_open:
-        choice = choose(capture, request, batch_of(arguments))
-        return Pipeline(model, choice.captured, choice.stages, loss, choice.considered)
-    captured = capture(request.count_of_micro_batches)
-    return Pipeline(model, captured, plan_stages(captured, request), loss)
+        from ..compiler.model_source import Loaded, load_for_micro_batches
+        from ..compiler.pipeline.api import Pipeline
+        from ..compiler.pipeline.auto import choose, considered_lines
+        from ..compiler.pipeline.micro_batches import batch_of, micro_batches_of
+        from ..compiler.pipeline.plan import captured_micro_batch, plan_stages
+        from ..frontends.torch import Captured
+        from ..torch_support.pytree import flatten
+
+        def load(count: int) -> Loaded:
+            loaded = load_for_micro_batches(source, count)
+            mark(loaded.module, options)
+            return loaded
+
+        def capture(count: int, loaded: Loaded) -> Captured:
+            return captured_micro_batch(loaded.module, micro_batches_of(loaded.args, count)[0], None)
+
+        loaded = load(1 if request.micro_batches == AUTO else request.count_of_micro_batches)
+    with progress.phase("capturing, measuring and planning"):
+        if request.is_open:
+            choice = choose(lambda count: capture(count, load(count)), request, batch_of(loaded.args))
+            loaded = load(choice.request.count_of_micro_batches)
+            pipeline = Pipeline(loaded.module, choice.captured, choice.stages, None, choice.considered)
+        else:
+            captured = capture(request.count_of_micro_batches, loaded)
+            pipeline = Pipeline(loaded.module, captured, plan_stages(captured, request))
+    if options.output is not None:
+        from ..compiler.pipeline.artifact import write_pipeline
+
+        with progress.phase(f"writing {options.output}"):
+            examples = [leaf for leaf in flatten(loaded.args)[0] if isinstance(leaf, Tensor)]
+            write_pipeline(options.output, pipeline, source, examples)
+    if options.json:
+        considered = [asdict(one) for one in pipeline.considered]
+        more = {"considered": considered} if considered else {}
+        print(json.dumps(pipeline.plan.to_json() | more, indent=1))
+    elif not options.quiet:
+        for line in considered_lines(pipeline.considered):
+            print(f"{'considered':>16}  {line}")
+        print(pipeline.plan.summary())
+        if options.output is not None:
+            print(
+                f"{'written':>16}  {options.output} (train it with: torchrun "
+                f"--nproc_per_node={pipeline.plan.devices} -m irc run {options.output} --check)"
+            )
+    return 0
 
 
-def _agreed(
-    model: nn.Module,
-    capture: Callable[[int], Captured],
-    request: PipelineRequest,
-    batch: int,
-    loss: PipelineLoss | None,
-) -> Pipeline:
-    """The plan of the first rank, on all of them: plans may differ, as they depend on measured times."""
-    said: list[Any] = [None]
-    failure: IrcError | None = None
-    captured: Captured | None = None if request.is_open else capture(request.count_of_micro_batches)
-    considered: tuple[Considered, ...] = ()
-    if dist.get_rank() == 0:
-        try:
-            if captured is None:
-                choice = choose(capture, request, batch)
-                captured, stages, considered = choice.captured, choice.stages, choice.considered
-            else:
-                stages = plan_stages(captured, request)
-            said = [(stages.texts(), stages.places, considered)]
-        except IrcError as error:
-            failure, said = error, [str(error)]
-    dist.broadcast_object_list(said)
-    if failure is not None:
-        raise failure
-    if isinstance(said[0], str):
-        raise UsageError("IRC484", f"planning failed on the first rank: {said[0]}")
-    (plan_text, order_text, *texts), places, considered = said[0]
-    plan = PipelinePlan.from_json(json.loads(plan_text))
-    if captured is None:
-        captured = capture(plan.micro_batches)
-    order = PipelineSchedule.parse(order_text)
-    schedules = tuple(map(parse_program, texts))
-    stages = Stages(
-        order,
-        schedules[: order.stages],
-        schedules[order.stages :],
-        captured.signature.deliveries,
-        captured.constants,
-        plan,
-        request.optimizer,
-        places,
-    )
-    return Pipeline(model, captured, stages, loss, considered)
+def _budgets(options: argparse.Namespace) -> list[str]:
+    """Each device that was asked for, as a text."""
+    if (options.budget is None) == (options.device is None):
+        raise UsageError(
+            "IRC400",
+            "the budget is missing" if options.budget is None else "--budget and --device exclude each other",
+            help="give --budget 4GiB, for each of --stages devices, or --device 4GiB once for each",
+        )
+    if options.device is not None:
+        return options.device
+    budgets: list[str] = options.budget.split(",")
+    is_one = len(budgets) == 1 and isinstance(options.stages, int)
+    return budgets * max(options.stages, 1) if is_one else budgets
+
+
+class Marker(Protocol):
+    """Puts the wishes of the command line on a model."""
+
+    def __call__(self, module: nn.Module, options: argparse.Namespace) -> None:
+        """Marks its submodules."""
+        ...
+
+
+def run_written(options: argparse.Namespace) -> int:
+    """Trains some steps of a written pipeline; the first rank prints the report."""
+    from ..compiler.pipeline.run import in_group, run_pipeline
+
+    with in_group() as rank:
+        report = run_pipeline(
+            options.folder,
+            options.steps,
+            with_original=options.check,
+            weights=options.weights,
+            save_weights=options.save_weights,
+        )
+    if not rank:
+        if options.json:
+            print(json.dumps(report.to_json(), indent=1))
+        elif not options.quiet:
+            print(report.text())
+        for failure in report.failures:
+            print(f"error[IRC130]: {failure}", file=sys.stderr)
+    return 1 if report.failures else 0

@@ -1,10 +1,10 @@
 """Pipelines on devices: planned stages, driven by the schedules of `torch.distributed.pipelining`."""
 
-from .alone import PipelineAlone
-from .channel import Channel, ChannelInbox, ChannelOutbox, Departures
+from .mailbox import Inbox, Locker, Outbox, Post
+from .p2p import Channel, ChannelInbox, ChannelOutbox, Departures
 from .pipeline import PipelineRank
-from .post import Inbox, Locker, Outbox, Post
 from .results import Results
+from .single_process import PipelineAlone
 from .stage import Boxes, Stage
 from .worker import StageWorker
 

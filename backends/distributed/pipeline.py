@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
 from ...ir import Delivery, Graph, Region, UsageError
-from ...ir.pipeline import Action, PipelineSchedule
-from ...ir.pipeline_exchange import Expect, send_lag, sent_values, with_expectations
+from ...ir.pipeline.exchange import Expect, send_lag, sent_values, with_expectations
+from ...ir.pipeline.schedule import Action, PipelineSchedule
+from ..torch.offload import Tiers
 from ..torch.program import Program
-from ..torch.swap import Tiers
-from .channel import Channel, ChannelInbox, ChannelOutbox, Departures
-from .post import Locker
+from .mailbox import Locker
+from .p2p import Channel, ChannelInbox, ChannelOutbox, Departures
 from .results import Results
-from .shared import SharedParameters, new_group
+from .shared_parameters import SharedParameters, new_group
 from .stage import Boxes, Stage
 from .worker import StageWorker
 

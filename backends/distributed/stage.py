@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from .channel import Departures
-from .post import Inbox, Outbox, Post
+from .mailbox import Inbox, Outbox, Post
+from .p2p import Departures
 from .results import Results
 from .worker import StageWorker
 

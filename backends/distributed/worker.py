@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ...ir import Input, InputRole
+from ..torch.offload import Session, Tiers
+from ..torch.optimizer_in_backward import Release
 from ..torch.program import Program
-from ..torch.release import Release
-from ..torch.swap import Session, Tiers
-from .post import Post
+from .mailbox import Post
 
 __all__ = ["StageWorker"]
 

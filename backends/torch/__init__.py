@@ -1,22 +1,22 @@
 """Schedules out as executable torch modules."""
 
 from .alive import AliveTensors, storage_key
-from .bound import check_tensor
+from .cache_entry import check_tensor
+from .compiled_plan import Beside, Fitting, Replan, Replanned, pack_signature, unpack_signature
 from .deliver import deliver
 from .emit import emit_source, saved_values
-from .fitting import Beside, Fitting, Replan, Replanned, pack_signature, unpack_signature
+from .guards.attribute_reads import reading
 from .history import held_by_history
 from .hooks import refuse_hooks
 from .module import fit, fit_planned
+from .offload import DiskPlace, FakePlace, HostPlace, TierPlace, Tiers, check_places
 from .original import Original, unfitted
-from .plans import PlannedCall
+from .pending_backward import WaitingStep
+from .plan_cache import PlannedCall
 from .program import Program, compile_program
-from .reading import reading
 from .standalone import StandaloneModule
 from .step import run_step
-from .swap import DiskPlace, FakePlace, HostPlace, TierPlace, Tiers, check_places
 from .tracing import planning, tracing
-from .waiting import WaitingStep
 from .wrappers import refuse_unplannable
 
 __all__ = [

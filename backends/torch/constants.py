@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .fitting import Fitting
+from .compiled_plan import Fitting
 from .program import Program
 
 __all__ = ["constants_of", "fits_beside", "sharing", "storage_bytes"]

@@ -31,8 +31,8 @@ from ...ir import (
     Value,
     Wait,
 )
-from .reach import zero_without
-from .swap.table import copied_value, copy_keys, last_fetches
+from .gradient_dependencies import zero_without
+from .offload.table import copied_value, copy_keys, last_fetches
 
 __all__ = ["emit_source", "is_partial", "saved_values"]
 

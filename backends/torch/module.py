@@ -11,16 +11,16 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from ...ir import IrcError, Location, Plan, Signature
+from .compiled_plan import Fitting, Replan
 from .deliver import deliver, deliver_leaf
-from .fitting import Fitting, Replan
 from .hooks import refuse_hooks
+from .offload import TierPlace, Traffic
 from .original import FITTED, ORIGINAL, own_forward, unfitted
-from .persist import Persistent, fitted_class
-from .plans import PlannedCall, Plans
+from .persistence import Persistent, fitted_class
+from .plan_cache import PlannedCall, Plans
+from .plan_cache_state import Unbound
 from .program import Program
 from .step import run_step
-from .swap import TierPlace, Traffic
-from .unbound import Unbound
 from .wrappers import refuse_shards
 
 __all__ = ["fit", "fit_planned"]

@@ -10,8 +10,8 @@ from typing import Any, cast
 from torch import nn
 
 from ...ir import RECORDERS_MARK, UnsupportedError, UsageError
-from .reading import reads_all
-from .snapshot import Attributes, attribute
+from .guards.attribute_reads import reads_all
+from .guards.module_state import Attributes, attribute
 from .wrappers import wrapper_of
 
 __all__ = [

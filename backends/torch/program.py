@@ -31,8 +31,8 @@ from ...ir import (
     Value,
 )
 from .emit import emit_source, is_partial
-from .reach import reached_by
-from .swap.table import CopyTable, copy_table
+from .gradient_dependencies import reached_by
+from .offload.table import CopyTable, copy_table
 
 __all__ = ["Program", "Released", "compile_program"]
 

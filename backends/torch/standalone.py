@@ -11,12 +11,12 @@ from torch.optim import Optimizer
 
 from ...ir import Delivery, Gradients, InputRole, IrcError, Plan, UsageError
 from .deliver import deliver
-from .guards import guard
-from .in_flight import InFlight
+from .live_forwards import InFlight
+from .offload import TierPlace, Tiers
+from .optimizer_hooks import guard
+from .optimizer_in_backward import Release, check_deliveries
 from .program import Program
-from .release import Release, check_deliveries
 from .step import run_step
-from .swap import TierPlace, Tiers
 
 __all__ = ["StandaloneModule"]
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from ...ir import BackwardError, Gradients, Input, TierError, UnsupportedError
 from .deliver import Watched, refuse_hooks_on_results
 from .hooks import refuse_missing_gradients, refuse_saved_tensor_hooks
-from .in_flight import InFlight
+from .live_forwards import InFlight
+from .offload import Session, State, Tiers
+from .optimizer_in_backward import Release, alone, check_backward, check_parameters
 from .program import Program
-from .release import Release, alone, check_backward, check_parameters
-from .swap import Session, State, Tiers
 from .transforms import refuse_batches, refuse_second_derivatives, refuse_transforms
 
 __all__ = ["in_layout", "run_step"]

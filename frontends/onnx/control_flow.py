@@ -14,9 +14,9 @@ from .blocks import Branch, Loop, Map, Scan, Scanned
 from .coverage import check_covered, refusal, title, version_of
 from .graphs import node_name, wanted
 from .lowerings.attention import flex_mix, flex_scores
+from .partial_evaluation import Known, Tracer
 from .program import Operand
 from .tensors import Static, torch_dtype
-from .tracing import Known, Tracer
 
 __all__ = ["ControlFlow"]
 

@@ -19,15 +19,15 @@ from .checking import MOST_NODES
 from .control_flow import ControlFlow
 from .coverage import check_covered, domain_of, title
 from .graphs import node_name, subgraphs
-from .lists import OPTIONALS, SEQUENCES, import_optional, import_sequence
 from .module import OnnxModule, Stored
 from .nodes import check_nodes
+from .partial_evaluation import Known, Tracer
 from .program import Program, Shapes, with_frees
-from .programs import Programs
 from .reader import normalise
 from .rebatch import fixed_batch, rebatch
+from .sequences import OPTIONALS, SEQUENCES, import_optional, import_sequence
+from .specializations import Programs
 from .tensors import Static, onnx_dtype, onnx_tensor, torch_dtype, torch_tensor
-from .tracing import Known, Tracer
 from .weights import Leaf, Leaves, Role
 
 __all__ = ["from_model"]

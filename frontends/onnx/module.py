@@ -16,7 +16,7 @@ from .binding import InputSpec, bound, check_run, describe
 from .bounds import too_large
 from .lowerings.table import Value
 from .program import Frame, Operand, Program, Shapes, run
-from .programs import Programs
+from .specializations import Programs
 from .tensors import Static
 
 __all__ = ["OnnxModule", "Stored", "example_inputs"]

@@ -13,7 +13,7 @@ from ...ir.errors import Location, UsageError, first_line
 from ..quiet import quiet
 from .checking import check_proto
 from .graphs import node_name, subgraphs
-from .wire import parse
+from .lazy_protobuf import parse
 
 __all__ = ["normalise", "read"]
 

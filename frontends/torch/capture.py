@@ -37,23 +37,23 @@ from ...ir import (
     UsageError,
     first_line,
 )
-from ...ir.autocast import autocast_state
-from ...ir.nesting import flatten_arguments
+from ...torch_support.autocast import autocast_state
+from ...torch_support.pytree import flatten_arguments
+from .annotation_scopes import Scopes
 from .branches import Branches
-from .casts import share_casts
+from .fixups.autocast_cache import share_casts
+from .fixups.composite_ops import whole_operations
+from .fixups.fake_kernels import own_rules
+from .fixups.recurrent import StepwiseRNN
+from .fixups.tensor_hooks import tensor_hooks
+from .fixups.tied_parameters import TiedParameters
 from .loss import Loss, loss_bytes, unused_outputs
-from .placing import place_wishes
+from .place_annotations import place_wishes
 from .provenance import raised_at, raised_code, recording
-from .recurrent import StepwiseRNN
 from .results import flattened, refuse_hidden_tensors, refusing_writes
-from .rules import own_rules
-from .scopes import Scopes
 from .state import State
-from .tensor_hooks import tensor_hooks
-from .tied import TiedParameters
 from .tracer import MADE, WAYS, WAYS_OF_EXAMPLE, Way, quiet_tracer, unread_draws_stay
 from .translate import Translation, translate
-from .whole import whole_operations
 
 __all__ = ["Captured", "capture"]
 

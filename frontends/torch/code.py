@@ -13,7 +13,7 @@ from torch import nn
 from ...ir import is_inspectable, is_of_library
 from .closures import closed_over
 from .containers import CONTAINERS
-from .reached import Holder, class_items, is_closed, walk_from
+from .object_graph import Holder, class_items, is_closed, walk_from
 
 __all__ = ["code_reach"]
 

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...ir import UsageError
-from .traceless import traceless
+from .dry_run import traceless
 
 __all__ = ["AliveBytes", "Loss", "loss_bytes", "unused_outputs"]
 

@@ -24,7 +24,7 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 
 from ...ir import Location
-from .scopes import Scope, Scopes
+from .annotation_scopes import Scope, Scopes
 from .source_lines import described, is_capture, is_library, user_line
 
 __all__ = ["is_converted_by_code", "location_of", "raised_at", "raised_code", "recording", "scopes_of"]

@@ -14,8 +14,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
 
 from ...ir import UnsupportedError
-from ...ir.nesting import flatten, flatten_arguments, is_openable
-from .reached import reach_of
+from ...torch_support.pytree import flatten, flatten_arguments, is_openable
+from .object_graph import reach_of
 
 __all__ = ["flattened", "refuse_hidden_tensors", "refusing_writes"]
 

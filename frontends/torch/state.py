@@ -17,20 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from ...ir import RECORDERS_MARK, UnsupportedError, is_recorder
-from .caches import caches_of, forget_traced
 from .closures import closed_over
 from .code import code_reach
+from .fixups.function_caches import caches_of, forget_traced
 from .iterators import is_iterator, untouched_iterators
-from .reached import (
-    ABSENT,
-    Holder,
-    changed,
-    digest,
-    holds_traced,
-    is_generator,
-    is_plain,
-    own_reach,
-)
+from .object_graph import ABSENT, Holder, changed, digest, holds_traced, is_generator, is_plain, own_reach
 
 __all__ = ["State"]
 

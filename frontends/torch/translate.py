@@ -51,7 +51,7 @@ from ...ir import (
     allocation_bytes,
     nondeterminism,
 )
-from .placing import Note, note_of
+from .place_annotations import Note, note_of
 from .provenance import location_of
 
 __all__ = ["Translation", "draws", "tensor_type", "translate"]

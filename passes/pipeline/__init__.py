@@ -1,15 +1,15 @@
 """Pipelines: which stage runs what, in which order, and what each stage exchanges with its neighbours."""
 
-from .compared import PARTITIONS
+from .baselines import PARTITIONS
 from .devices import Devices
-from .line import Line
-from .line_partition import LinePartition, lower_bound_seconds
+from .linear_order import Line
+from .linear_partition import LinePartition, lower_bound_seconds
+from .optimizer_steps import Updates
 from .placement import Dataflow, Placement, place_backward
 from .plan import PipelineOptions, PlannedPipeline, line_of, plan_pipeline
 from .schedules import SCHEDULES, pipeline_schedule
 from .stage_graphs import Boundary, StageGraph, boundary_values, cut
 from .stage_plan import PlannedStage, StagePlanner
-from .updates import Updates
 
 __all__ = [
     "PARTITIONS",

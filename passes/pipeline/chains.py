@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from .downsets import Between, Floats
+from .order_ideals import Between, Floats
 
 __all__ = ["Chain", "StageCost", "best_chain"]
 

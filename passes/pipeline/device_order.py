@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 
 from .devices import Devices
-from .line_partition import LinePartition
+from .linear_partition import LinePartition
 
 __all__ = ["device_order"]
 

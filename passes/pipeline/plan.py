@@ -19,21 +19,21 @@ from ...ir import (
     verify_graph,
     verify_schedule,
 )
-from ...ir.pipeline import PipelineSchedule, in_flight
-from ...ir.pipeline_exchange import verify_exchanges
-from ...ir.pipeline_memory import StageMemory, device_peak_bytes
-from ...ir.pipeline_timing import PipelineTimeline, Transfer, simulate_pipeline
+from ...ir.pipeline.exchange import verify_exchanges
+from ...ir.pipeline.memory import StageMemory, device_peak_bytes
+from ...ir.pipeline.schedule import PipelineSchedule, in_flight
+from ...ir.pipeline.timing import PipelineTimeline, Transfer, simulate_pipeline
 from ..program import Program
-from ..release_gradients import ReleaseGradients
-from .compared import compared_cuts
+from ..rewrites.release_gradients import ReleaseGradients
+from .baselines import compared_cuts
 from .device_order import device_order
 from .devices import Devices
-from .downset_order import downset_order
-from .line import Line
-from .line_partition import LinePartition, lower_bound_seconds
+from .ideal_order import downset_order
+from .linear_order import Line
+from .linear_partition import LinePartition, lower_bound_seconds
+from .optimizer_steps import Updates
 from .stage_graphs import StageGraph, cut
 from .stage_plan import PlannedStage, StagePlanner
-from .updates import Updates
 
 __all__ = ["PipelineOptions", "PlannedPipeline", "line_of", "plan_pipeline", "transfers_of"]
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ...ir import UsageError
-from ...ir.pipeline import Action, PipelineSchedule, Work
+from ...ir.pipeline.schedule import Action, PipelineSchedule, Work
 
 __all__ = ["SCHEDULES", "ScheduleKind", "pipeline_schedule"]
 

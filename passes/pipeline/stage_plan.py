@@ -7,17 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ...ir import PAUSE, Compute, Graph, InputRole, Loss, Schedule
-from ...ir.in_flight import loss_waiting_bytes
-from ...ir.pipeline_memory import StageMemory, borrowed_storages, stage_memory
-from ...ir.pipeline_timing import StageCost
+from ...ir.live_forwards import loss_waiting_bytes
+from ...ir.pipeline.memory import StageMemory, borrowed_storages, stage_memory
+from ...ir.pipeline.timing import StageCost
 from ...ir.timing import step_times
-from ..hold_forwards import HoldForwards
-from ..plan_memory import PlanMemory
-from ..planner import Planner
+from ..offload.plan_memory import PlanMemory
 from ..program import Program
-from ..release_gradients import ReleaseGradients
+from ..remat.planner import Planner
+from ..rewrites.hold_forwards import HoldForwards
+from ..rewrites.release_gradients import ReleaseGradients
+from .optimizer_steps import Updates
 from .stage_graphs import StageGraph
-from .updates import Updates
 
 __all__ = ["PlannedStage", "StagePlanner"]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .frontends.onnx import from_onnx
-    from .frontends.torch.wishes import keep, recompute, unmark
+    from .frontends.torch.annotations import keep, recompute, unmark
     from .ir import (
         BackwardError,
         BudgetError,
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
         UsageError,
         VerificationError,
     )
-    from .tools.compile_backend import backend
-    from .tools.export import export_onnx
-    from .tools.optimize import optimize
-    from .tools.pareto import pareto
-    from .tools.pareto_front import Front
-    from .tools.pipeline import pipeline
+    from .compiler.dynamo.backend import backend
+    from .compiler.onnx_export.export import export_onnx
+    from .compiler.optimize import optimize
+    from .compiler.pareto.sweep import pareto
+    from .compiler.pareto.front import Front
+    from .compiler.pipeline.api import pipeline
 
 __version__ = "0.1.0"
 
@@ -54,16 +54,16 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Front": ".tools.pareto_front",
-    "backend": ".tools.compile_backend",
-    "export_onnx": ".tools.export",
+    "Front": ".compiler.pareto.front",
+    "backend": ".compiler.dynamo.backend",
+    "export_onnx": ".compiler.onnx_export.export",
     "from_onnx": ".frontends.onnx",
-    "keep": ".frontends.torch.wishes",
-    "optimize": ".tools.optimize",
-    "pareto": ".tools.pareto",
-    "pipeline": ".tools.pipeline",
-    "recompute": ".frontends.torch.wishes",
-    "unmark": ".frontends.torch.wishes",
+    "keep": ".frontends.torch.annotations",
+    "optimize": ".compiler.optimize",
+    "pareto": ".compiler.pareto.sweep",
+    "pipeline": ".compiler.pipeline.api",
+    "recompute": ".frontends.torch.annotations",
+    "unmark": ".frontends.torch.annotations",
 }
 
 
@@ -73,7 +73,7 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     """Imports what stands behind a public name when it is first used, so that `irc --help` is instant."""
-    if name in ("ir", "passes", "frontends", "backends", "tools"):
+    if name in ("ir", "torch_support", "passes", "frontends", "backends", "compiler", "tools"):
         return importlib.import_module(f".{name}", __name__)
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from support.torch_cases import fitted
 from torch import Tensor, nn
-from torch_cases import fitted
 
 import irc
 

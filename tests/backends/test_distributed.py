@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing
-from ranks import CHECKS, RANKS, Net, batches, run
+from support.ranks import CHECKS, RANKS, Net, batches, run
 
 import irc
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.torch_cases import Model, assert_same, fitted, outcome, recompute_some
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
-from torch_cases import Model, assert_same, fitted, outcome, recompute_some
 
 import irc
 from irc.ir import Graph, Schedule

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.torch_cases import Model, assert_same, fitted, keep_all, recompute_some
 from torch import Tensor, nn
-from torch_cases import Model, assert_same, fitted, keep_all, recompute_some
 
 import irc
 from irc.ir import Graph, Schedule
-from irc.passes.allocations import allocation_events
+from irc.passes.costs.allocations import allocation_events
 
 torch.set_num_threads(1)
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.torch_cases import assert_same, outcome
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch_cases import assert_same, outcome
 
 import irc
 

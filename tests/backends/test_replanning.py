@@ -14,19 +14,20 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.torch_cases import Model, assert_same, net, outcome
 from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
-from torch_cases import Model, assert_same, net, outcome
 
 import irc
 from irc.backends.torch import Fitting, Replanned, compile_program, fit_planned
+from irc.compiler.model_source import training_loss
+from irc.compiler.training import measured_peak_bytes
 from irc.frontends.torch import capture
-from irc.passes import Program, SplitConvolutions, carry_over
-from irc.passes.manager import PassManager
-from irc.tools.loading import training_loss
-from irc.tools.training import measured_peak_bytes
+from irc.passes import Program, SplitConvolutions
+from irc.passes.pass_manager import PassManager
+from irc.passes.remat.reuse_schedule import carry_over
 
 torch.set_num_threads(1)
 

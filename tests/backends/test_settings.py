@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from foreign import Lazy
+from support.foreign import Lazy
+from support.torch_cases import assert_same, outcome
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize
-from torch_cases import assert_same, outcome
 
 import irc
-from irc.backends.torch.contents import Watch
+from irc.backends.torch.guards.settings import Watch
 
 torch.set_num_threads(1)
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.torch_cases import assert_same, fitted, net, recompute_some
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
-from torch_cases import assert_same, fitted, net, recompute_some
 
 import irc
 from irc.ir import Graph, Schedule

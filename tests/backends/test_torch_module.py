@@ -10,10 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
-from torch.utils import _pytree as pytree
-from torch_cases import (
+from support.torch_cases import (
     CASES,
     Model,
     assert_same,
@@ -26,8 +23,13 @@ from torch_cases import (
     unfused,
     views,
 )
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils import _pytree as pytree
 
+from benchmarks import models
 from irc.backends.torch import compile_program, emit_source, fit
+from irc.compiler.training import measured_peak_bytes
 from irc.frontends.torch import capture
 from irc.ir import (
     BackwardError,
@@ -39,10 +41,8 @@ from irc.ir import (
     liveness,
     verify_schedule,
 )
-from irc.passes.allocations import peak_bytes
-from irc.passes.profile import profile_costs
-from irc.tools import models
-from irc.tools.training import measured_peak_bytes
+from irc.passes.costs.allocations import peak_bytes
+from irc.passes.costs.profiling import profile_costs
 
 torch.set_num_threads(1)
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from support.torch_cases import keep_all, recompute_some
 from torch import Tensor, nn
-from torch_cases import keep_all, recompute_some
 
 import irc
 from irc.backends.torch import compile_program
+from irc.compiler.training import measured_peak_bytes
 from irc.frontends.torch import capture
 from irc.ir import Graph, Schedule, verify_schedule
-from irc.tools.training import measured_peak_bytes
 
 torch.set_num_threads(1)
 

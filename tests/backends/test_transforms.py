@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.torch_cases import Model, assert_same, fitted, keep_all, recompute_some
 from torch import Tensor, nn
 from torch.autograd import forward_ad, functional
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
-from torch_cases import Model, assert_same, fitted, keep_all, recompute_some
 
 import irc
 from irc.ir import Graph, Schedule

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from onnx import parser
-from onnx_nodes import Const, check, imported, model_of, run
+from support.onnx_nodes import Const, check, imported, model_of, run
 from torch.overrides import TorchFunctionMode
 
 from irc.ir.errors import UnsupportedError

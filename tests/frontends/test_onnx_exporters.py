@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
+from benchmarks.onnx_exporters.exporting import Way
+from benchmarks.onnx_exporters.exporting import export as export_as
+from benchmarks.onnx_exporters.round_trip import Original, Row
+from benchmarks.onnx_exporters.round_trip import round_trip as trip
+from benchmarks.onnx_exporters.subjects import SUBJECTS
 from irc.frontends.onnx import OnnxModule, from_model, from_onnx
-from irc.tools.onnx_exporters.exporting import Way
-from irc.tools.onnx_exporters.exporting import export as export_as
-from irc.tools.onnx_exporters.round_trip import Original, Row
-from irc.tools.onnx_exporters.round_trip import round_trip as trip
-from irc.tools.onnx_exporters.subjects import SUBJECTS
 
 
 class Residual(nn.Module):

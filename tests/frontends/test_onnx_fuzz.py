@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from onnx_mutations import corpus, mutate_bytes, mutate_model, outcome
+from support.onnx_mutations import corpus, mutate_bytes, mutate_model, outcome
 
 pytestmark = pytest.mark.filterwarnings("default")  # torch warns of odd sizes and types; no user reads these
 

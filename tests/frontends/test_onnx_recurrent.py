@@ -11,7 +11,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 import torch
-from onnx_nodes import Const, check, imported, inputs_of, model_of, run
+from support.onnx_nodes import Const, check, imported, inputs_of, model_of, run
 
 import irc
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from onnx_nodes import Const, check, imported, model_of, run
+from support.onnx_nodes import Const, check, imported, model_of, run
 
 _RNG = np.random.default_rng(0)
 _SIZES = Const([1, 2, 3, 7], np.int64)

@@ -10,7 +10,7 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
-from onnx_nodes import Const, imported, model_of
+from support.onnx_nodes import Const, imported, model_of
 
 from irc.frontends.onnx import OnnxModule, example_inputs, from_onnx
 from irc.ir.errors import UsageError

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from onnx_nodes import Const, check, imported, inputs_of, model_of, run
+from support.onnx_nodes import Const, check, imported, inputs_of, model_of, run
 
 _RNG = np.random.default_rng(0)
 _REGIONS = np.array([[0.5, 1, 4, 6.5], [-3, -2, 5, 9], [3, 2, 3.5, 2.25]])

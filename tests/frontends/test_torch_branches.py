@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.torch_cases import Model
 from torch import Tensor, nn
-from torch_cases import Model
 
 import irc
 from irc.frontends.torch import Captured, capture

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks import models
 from irc.frontends.torch import Captured, capture
 from irc.ir import (
     Graph,
@@ -26,7 +27,6 @@ from irc.ir import (
     UsageError,
     verify_graph,
 )
-from irc.tools import models
 
 torch.set_num_threads(1)
 

@@ -11,14 +11,14 @@ from typing import Any, Generic, TypeVar
 
 import pytest
 import torch
+from support.torch_cases import Model
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch_cases import Model
 
 import irc
-from irc.backends.torch.fitting import pack_signature, unpack_signature
+from irc.backends.torch.compiled_plan import pack_signature, unpack_signature
 from irc.frontends.torch import capture
-from irc.ir.nesting import flatten
+from irc.torch_support.pytree import flatten
 
 torch.set_num_threads(1)
 

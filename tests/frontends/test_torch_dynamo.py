@@ -19,7 +19,7 @@ from irc.frontends.torch import (
     tensors_of_frame,
 )
 from irc.ir import InputRole
-from irc.passes.allocations import peak_bytes
+from irc.passes.costs.allocations import peak_bytes
 
 # Dynamo looks at `.grad` of what a graph break hands on.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.torch_cases import Model, fitted
 from torch import Tensor, nn
-from torch_cases import Model, fitted
 
 import irc
 from irc.frontends.torch import capture

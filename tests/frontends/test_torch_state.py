@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.torch_cases import Model, fitted
 from torch import Tensor, nn
 from torch.nn import functional
-from torch_cases import Model, fitted
 
 from irc.frontends.torch import capture
 from irc.ir import Trait, UnsupportedError

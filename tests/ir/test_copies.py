@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from random_copies import TIERS, with_random_copies
-from strategies import Sample, graphs
+from support.random_copies import TIERS, with_random_copies
+from support.strategies import Sample, graphs
 
 from irc.ir import (
     Compute,

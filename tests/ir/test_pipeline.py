@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from pipelining import Sample, pipelines
+from support.pipelining import Sample, pipelines
 
 from irc.ir import IrcError, UsageError, VerificationError
-from irc.ir.pipeline import Action, InFlight, PipelineSchedule, Work, in_flight, in_flight_on_devices
-from irc.ir.pipeline_memory import StageMemory, device_peak_bytes
+from irc.ir.pipeline.memory import StageMemory, device_peak_bytes
+from irc.ir.pipeline.schedule import Action, InFlight, PipelineSchedule, Work, in_flight, in_flight_on_devices
 from irc.passes.pipeline import pipeline_schedule
 
 TEXT = """\

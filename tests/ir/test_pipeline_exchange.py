@@ -8,16 +8,12 @@ from dataclasses import dataclass, field, replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pipelining import Sample, pipelines
+from support.pipelining import Sample, pipelines
 
 from irc.ir import UsageError, VerificationError
-from irc.ir.pipeline import Action, PipelineSchedule, Work
-from irc.ir.pipeline_exchange import (
-    Expect,
-    send_lag,
-    with_expectations,
-)
-from irc.ir.pipeline_memory import StageMemory, device_peak_bytes
+from irc.ir.pipeline.exchange import Expect, send_lag, with_expectations
+from irc.ir.pipeline.memory import StageMemory, device_peak_bytes
+from irc.ir.pipeline.schedule import Action, PipelineSchedule, Work
 from irc.passes.pipeline import SCHEDULES, pipeline_schedule
 
 _BACK = (Work.BACKWARD, Work.INPUT_GRADIENT)

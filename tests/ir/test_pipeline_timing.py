@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipelining import Sample, pipelines, slow_bytes, slow_times
+from support.pipelining import Sample, pipelines, slow_bytes, slow_times
 
 from irc.ir import UsageError, VerificationError
-from irc.ir.pipeline import Action, PipelineSchedule, Work
-from irc.ir.pipeline_timing import PipelineTimeline, StageCost, Transfer, simulate_pipeline
+from irc.ir.pipeline.schedule import Action, PipelineSchedule, Work
+from irc.ir.pipeline.timing import PipelineTimeline, StageCost, Transfer, simulate_pipeline
 
 TWO = PipelineSchedule.parse(
     """\

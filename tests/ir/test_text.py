@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import Sample, graphs
+from support.strategies import Sample, graphs
 
 from irc.ir import (
     Argument,

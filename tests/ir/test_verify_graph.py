@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given
-from strategies import Sample, graphs
+from support.strategies import Sample, graphs
 
 from irc.ir import (
     DType,

@@ -3,7 +3,7 @@ from collections.abc import Callable, Iterable, Sequence
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from strategies import Sample, graphs
+from support.strategies import Sample, graphs
 
 import irc.ir.verify
 from irc.ir import (

@@ -1,15 +1,15 @@
 """Large gradients made last: any order is one of backward, and memory is what it is for."""
 
 import torch
-from exhaustive import chains, problem_of
 from hypothesis import given, settings
-from strategies import Sample, graphs
+from support.exhaustive import chains, problem_of
+from support.strategies import Sample, graphs
 from torch import nn
 
 from irc.frontends.torch import capture
 from irc.ir import Region, verify_schedule
 from irc.passes import CheckpointProblem, Cost, Program, recomputation_problem
-from irc.passes.backward_order import weight_gradients_last
+from irc.passes.rewrites.backward_order import weight_gradients_last
 
 FEW = settings(max_examples=60)
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks import models
 from irc.frontends.torch import capture
 from irc.ir import Argument, Graph, Node, Storage, Value, values_in
-from irc.passes.costs import StepCost, analytic_costs, signature
-from irc.passes.machines import MACHINES, Machine
-from irc.passes.profile import profile_costs
-from irc.passes.release_gradients import release_gradients
-from irc.tools import models
+from irc.passes.costs.machines import MACHINES, Machine
+from irc.passes.costs.profiling import profile_costs
+from irc.passes.costs.table import StepCost, analytic_costs, signature
+from irc.passes.rewrites.release_gradients import release_gradients
 
 torch.set_num_threads(1)
 

@@ -3,14 +3,14 @@
 import math
 
 import pytest
-from exhaustive import chains, cheapest_of_all, problem_of
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from strategies import Sample, graphs
+from support.exhaustive import chains, cheapest_of_all, problem_of
+from support.strategies import Sample, graphs
 
 from irc.ir import parse_graph, verify_schedule
 from irc.passes import CheckpointProblem, Costs
-from irc.passes.eviction import evict_greedily
+from irc.passes.remat.eviction import evict_greedily
 
 SOME = settings(max_examples=80)
 samples = chains() | graphs()
@@ -43,7 +43,7 @@ def test_it_is_valid_where_victims_are_so_many_that_several_go_at_once(
     floor, top = problem.floor_bytes, problem.keep_all.peak_bytes
     budget = floor + (top - floor) * percent // 100
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("irc.passes.eviction._MANY", 1)
+        patch.setattr("irc.passes.remat.eviction._MANY", 1)
         simulated = evict_greedily(problem, budget, distance_weight=weight)
     if simulated is not None:
         verify_schedule(

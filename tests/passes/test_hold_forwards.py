@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from calls import Calls, several
-from exhaustive import Choice, chains, cheapest_in_class, cheapest_of_all, problem_of
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from strategies import Sample, graphs
+from support.calls import Calls, several
+from support.exhaustive import Choice, chains, cheapest_in_class, cheapest_of_all, problem_of
+from support.strategies import Sample, graphs
 
 from irc.ir import BudgetError, UsageError, VerificationError, parse_graph, verify_schedule
 from irc.passes import (
@@ -25,11 +25,11 @@ from irc.passes import (
     minimum_budget,
     parse_passes,
 )
-from irc.passes.eviction import evict_greedily
-from irc.passes.exact import best_of_class, lower_bound
-from irc.passes.recombination import complete
-from irc.passes.retention_ilp import RetentionProgramme
-from irc.passes.staged_ilp import Relaxation
+from irc.passes.remat.eviction import evict_greedily
+from irc.passes.remat.exact import best_of_class, lower_bound
+from irc.passes.remat.retention_ilp import RetentionProgramme
+from irc.passes.remat.solution_merging import complete
+from irc.passes.remat.staged_ilp import Relaxation
 
 SMALL = settings(max_examples=15)
 MANY_SECONDS = 60.0

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from irc.ir import Tier, UsageError
 from irc.passes import Cost, PassManager, parse_passes
-from irc.passes.machines import MACHINES, Machine, machine_named, read_machine
+from irc.passes.costs.machines import MACHINES, Machine, machine_named, read_machine
 
 RATES = st.floats(1e-3, 1e20)
 TIERS = st.builds(

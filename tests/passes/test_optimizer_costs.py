@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from irc.ir import DType, Storage, TensorType, UnsupportedError, UsageError, Value
-from irc.passes import allocations
-from irc.passes.optimizer_costs import OptimizerFactory, optimizer_of, step_costs
+from irc.passes.costs import allocations
+from irc.passes.costs.optimizer_costs import OptimizerFactory, optimizer_of, step_costs
 
 torch.set_num_threads(1)
 

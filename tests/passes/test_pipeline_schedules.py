@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as theirs
 
 from irc.ir import UsageError
-from irc.ir.pipeline import PipelineSchedule, Work, in_flight, in_flight_on_devices
-from irc.ir.pipeline_timing import PipelineTimeline, StageCost, simulate_pipeline
+from irc.ir.pipeline.schedule import PipelineSchedule, Work, in_flight, in_flight_on_devices
+from irc.ir.pipeline.timing import PipelineTimeline, StageCost, simulate_pipeline
 from irc.passes.pipeline import SCHEDULES, pipeline_schedule
 
 # ---------------------------------------------------------------------- the orders of torch

@@ -9,11 +9,11 @@ from random import Random
 from types import SimpleNamespace
 
 import pytest
-from exhaustive import at_random
 from hypothesis import HealthCheck, assume, find, given, settings
 from hypothesis import strategies as st
-from strategies import Sample
-from swapping import chain, program_of, samples, works
+from support.exhaustive import at_random
+from support.strategies import Sample
+from support.swapping import chain, program_of, samples, works
 
 from irc.ir import (
     BudgetError,
@@ -40,17 +40,17 @@ from irc.passes import (
     Program,
     ScheduleSwaps,
     SelectCheckpoints,
-    joint,
     machine_named,
     parse_passes,
 )
-from irc.passes.frontier import Frontier, frontier
-from irc.passes.joint import SwapProblem, improve, least_budget, search_with_copies
-from irc.passes.schedule_copies import Order, schedule_copies
-from irc.passes.search import Found, search
-from irc.passes.staged_ilp import Relaxation
-from irc.passes.staged_swaps import SwapRelaxation
-from irc.passes.swap_strategies import SWAP_STRATEGIES, known_swaps
+from irc.passes.offload import remat_and_offload as joint
+from irc.passes.offload.remat_and_offload import SwapProblem, improve, least_budget, search_with_copies
+from irc.passes.offload.schedule_copies import Order, schedule_copies
+from irc.passes.offload.staged_ilp import SwapRelaxation
+from irc.passes.offload.strategies import SWAP_STRATEGIES, known_swaps
+from irc.passes.remat.candidates import Frontier, frontier
+from irc.passes.remat.search import Found, search
+from irc.passes.remat.staged_ilp import Relaxation
 
 SMALL = settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from irc.frontends.torch import capture
 from irc.ir import DType, Graph, IrcError, Location, Node, Storage, Symbol, TensorType, Value
-from irc.passes import profile
-from irc.passes.allocations import allocation_events, peak_bytes
-from irc.passes.costs import StepCost, signature
-from irc.passes.profile import Measured, ProfileStore, allocation_levels, profile_costs
-from irc.passes.release_gradients import release_gradients
+from irc.passes.costs import profiling as profile
+from irc.passes.costs.allocations import allocation_events, peak_bytes
+from irc.passes.costs.profiling import Measured, ProfileStore, allocation_levels, profile_costs
+from irc.passes.costs.table import StepCost, signature
+from irc.passes.rewrites.release_gradients import release_gradients
 
 torch.set_num_threads(1)
 

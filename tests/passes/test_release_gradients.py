@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import Sample, graphs
+from support.strategies import Sample, graphs
 
 from irc.ir import (
     Gradients,
@@ -38,8 +38,8 @@ from irc.passes import (
     minimum_budget,
     parse_passes,
 )
-from irc.passes.costs import StepCost
-from irc.passes.release_gradients import release_gradients
+from irc.passes.costs.table import StepCost
+from irc.passes.rewrites.release_gradients import release_gradients
 
 FEW = settings(max_examples=25)
 samples = graphs()

@@ -6,17 +6,17 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from exhaustive import at_random, chains, problem_of
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from strategies import Sample, graphs
-from swapping import chain, works
+from support.exhaustive import at_random, chains, problem_of
+from support.strategies import Sample, graphs
+from support.swapping import chain, works
 
 from irc.ir import Region, Tier, Trait, parse_graph, step_times, verify_schedule
 from irc.passes import CheckpointProblem, Costs
-from irc.passes.exact_swaps import best_with_swaps
-from irc.passes.joint import SwapProblem
-from irc.passes.schedule_copies import Copies, Order, schedule_copies
+from irc.passes.offload.exact.solve import best_with_swaps
+from irc.passes.offload.remat_and_offload import SwapProblem
+from irc.passes.offload.schedule_copies import Copies, Order, schedule_copies
 
 SMALL = settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 import pytest
 
 from irc.ir import Storage, parse_graph
-from irc.passes import CheckpointProblem, Costs, search
-from irc.passes.frontier import frontier
-from irc.passes.staged_ilp import Solved
+from irc.passes import CheckpointProblem, Costs
+from irc.passes.remat import search
+from irc.passes.remat.candidates import frontier
+from irc.passes.remat.staged_ilp import Solved
 
 MASKED = """\
 graph loss_bytes=0 {

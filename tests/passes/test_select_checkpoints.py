@@ -5,20 +5,12 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from exhaustive import chains, cheapest_in_class, cheapest_of_all, problem_of
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from strategies import Sample, graphs
+from support.exhaustive import chains, cheapest_in_class, cheapest_of_all, problem_of
+from support.strategies import Sample, graphs
 
-from irc.ir import (
-    BudgetError,
-    Plan,
-    TimeLimitError,
-    UsageError,
-    parse_graph,
-    print_schedule,
-    verify_schedule,
-)
+from irc.ir import BudgetError, Plan, TimeLimitError, UsageError, parse_graph, print_schedule, verify_schedule
 from irc.passes import Costs, Planner, Program, SelectCheckpoints, minimum_budget
 
 FEW = settings(max_examples=25)

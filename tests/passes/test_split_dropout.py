@@ -14,7 +14,7 @@ from irc.backends.torch import compile_program, fit
 from irc.frontends.torch import Captured, capture
 from irc.ir import RUN_ONCE, Schedule, verify_graph
 from irc.passes import Cost, PassManager, Program, SelectCheckpoints, SplitDropout
-from irc.passes.parts import saved_by
+from irc.passes.subgraphs.subgraph import saved_by
 
 
 def _model(rate: float, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Tensor]:

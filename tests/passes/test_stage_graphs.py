@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import Sample, graphs
+from support.strategies import Sample, graphs
 
 from irc.ir import (
     RECEIVE,

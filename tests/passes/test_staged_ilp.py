@@ -6,7 +6,9 @@ from collections.abc import Iterable, Sequence
 from itertools import product
 from random import Random
 
-from exhaustive import (
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from support.exhaustive import (
     Choice,
     at_random,
     chains,
@@ -15,16 +17,14 @@ from exhaustive import (
     problem_of,
     subsets,
 )
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
-from strategies import Sample, graphs
+from support.strategies import Sample, graphs
 
 from irc.ir import Node, parse_graph, verify_schedule
 from irc.passes import CheckpointProblem, Costs
-from irc.passes.checkpointing import Simulated
-from irc.passes.eviction import evict_greedily
-from irc.passes.exact import best_of_class, lower_bound
-from irc.passes.staged_ilp import Relaxation
+from irc.passes.remat.eviction import evict_greedily
+from irc.passes.remat.exact import best_of_class, lower_bound
+from irc.passes.remat.problem import Simulated
+from irc.passes.remat.staged_ilp import Relaxation
 
 SMALL = settings(max_examples=40)
 MANY_SECONDS = 60.0

@@ -5,15 +5,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
-from exhaustive import chains, problem_of, subsets
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from strategies import Sample, graphs
+from support.exhaustive import chains, problem_of, subsets
+from support.strategies import Sample, graphs
 
 from irc.ir import Compute, Free, Location, Loss, Schedule, Storage, parse_graph, verify_schedule
 from irc.passes import CheckpointProblem, Costs
-from irc.passes.checkpointing import Simulated
-from irc.passes.strategies import (
+from irc.passes.remat.problem import Simulated
+from irc.passes.remat.strategies import (
     block_borders,
     every_k,
     keep_all,

@@ -231,7 +231,7 @@ def test_an_interrupted_front_says_what_is_kept(
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("irc.tools.pareto._plan_within", interrupt)
+    monkeypatch.setattr("irc.compiler.pareto.sweep._plan_within", interrupt)
     status, out, err = irc("pareto", f"{models}:mlp", "--points", 3, "-o", tmp_path / "out", *FAST)
     assert (status, out) == (1, "")
     assert err.splitlines() == [
@@ -397,7 +397,7 @@ def test_an_internal_error_is_one_line(irc: Run, models: Path, monkeypatch: pyte
     def fail(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("division\nby zero")
 
-    monkeypatch.setattr("irc.tools.optimize.capture", fail)
+    monkeypatch.setattr("irc.compiler.optimize.capture", fail)
     command = ["optimize", f"{models}:mlp", "--budget", "60%"]
     refused(irc(*command), 1, "IRC000", "internal error: ZeroDivisionError: division by zero")
     monkeypatch.setenv("IRC_TRACEBACK", "1")
@@ -409,7 +409,7 @@ def test_an_interrupt_is_one_line(irc: Run, models: Path, monkeypatch: pytest.Mo
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("irc.tools.optimize.capture", interrupt)
+    monkeypatch.setattr("irc.compiler.optimize.capture", interrupt)
     status, out, err = irc("optimize", f"{models}:mlp", "--budget", "60%")
     assert (status, out, err) == (1, "", "error[IRC001]: interrupted\n")
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from irc.tools import bench_recompute, cli, measure_plans
+from benchmarks import bench_recompute, measure_plans
+from irc.tools import cli
 
 
 @pytest.mark.parametrize(

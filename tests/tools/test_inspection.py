@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from irc.compiler.model_source import Source, load, training_loss
+from irc.compiler.optimize import cost_passes
 from irc.frontends.torch import capture
 from irc.ir import liveness
 from irc.passes import PassManager, Program, SelectCheckpoints
-from irc.tools.inspection import inspect_program
-from irc.tools.loading import Source, load, training_loss
-from irc.tools.optimize import cost_passes
+from irc.tools.model_report import inspect_program
 
 
 def program(models: Path, name: str) -> Program:

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from pipelining import Sample, pipelines
+from support.pipelining import Sample, pipelines
 
-from irc.ir.pipeline import PipelineSchedule
-from irc.ir.pipeline_timing import simulate_pipeline
+from irc.ir.pipeline.schedule import PipelineSchedule
+from irc.ir.pipeline.timing import simulate_pipeline
 from irc.passes.pipeline import SCHEDULES, pipeline_schedule
 from irc.tools.cli import main
-from irc.tools.pipeline_picture import DrawnStep, draw_pipelines
-from irc.tools.pipeline_report import EqualStages, simulate_known
-from irc.tools.pipeline_trace import trace_events
+from irc.tools.schedule_picture import DrawnStep, draw_pipelines
+from irc.tools.schedule_report import EqualStages, simulate_known
+from irc.tools.schedule_trace import trace_events
 
 
 def _output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

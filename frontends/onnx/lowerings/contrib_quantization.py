@@ -14,15 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .pooling import average_pool
-from .quantization import (
-    dequantize_linear,
-    extremes,
-    quantize_linear,
-    requantized,
-    shifted,
-    summed,
-    through,
-)
+from .quantization import dequantize_linear, extremes, quantize_linear, requantized, shifted, summed, through
 from .table import Call, Result, lowering
 
 _DOMAIN = "com.microsoft"

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from irc.passes.pipeline.chains import best_chain
-from irc.passes.pipeline.coarse import Coarse
-from irc.passes.pipeline.downsets import Between, downsets
+from irc.passes.pipeline.coarsen import Coarse
+from irc.passes.pipeline.order_ideals import Between, downsets
 from irc.passes.pipeline.partition_problem import DeviceClass
 
 FAST = (DeviceClass("accelerator", 4),)

@@ -9,12 +9,12 @@ from unittest import mock
 
 import pytest
 from hypothesis import given, settings
-from partitions import best_of_all, problems
+from support.partitions import best_of_all, problems
 
+from benchmarks.partition_tables import contiguous
+from benchmarks.partition_tables.contiguous import best_contiguous
 from irc.ir import TimeLimitError, UsageError
-from irc.passes.pipeline import contiguous
-from irc.passes.pipeline.coarse import coarsen, contract
-from irc.passes.pipeline.contiguous import best_contiguous
+from irc.passes.pipeline.coarsen import coarsen, contract
 from irc.passes.pipeline.partition_problem import DeviceClass, PartitionNode, PartitionProblem, evaluate
 
 

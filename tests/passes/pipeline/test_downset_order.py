@@ -8,16 +8,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import Sample, graphs
+from support.strategies import Sample, graphs
 from torch import Tensor, nn
 
+from irc.compiler.pipeline.api import Pipeline, pipeline
+from irc.compiler.pipeline.micro_batches import micro_batches_of
+from irc.compiler.pipeline.plan import captured_micro_batch
 from irc.ir import Graph, Region
 from irc.passes import Costs
 from irc.passes.pipeline import PARTITIONS, Devices, Line, pipeline_schedule
-from irc.passes.pipeline.downset_order import downset_order
-from irc.tools.pipeline import Pipeline, pipeline
-from irc.tools.pipeline_call import micro_batches_of
-from irc.tools.pipeline_planning import captured_micro_batch
+from irc.passes.pipeline.ideal_order import downset_order
 
 
 class Towers(nn.Module):

@@ -7,11 +7,11 @@ import math
 import pytest
 from hypothesis import given, settings
 from ortools.sat.python import cp_model
-from partitions import best_of_all, problems
+from support.partitions import best_of_all, problems
 
+from benchmarks.partition_tables.contiguous import best_contiguous
+from benchmarks.partition_tables.non_contiguous import best_non_contiguous
 from irc.ir import TimeLimitError, UsageError
-from irc.passes.pipeline.contiguous import best_contiguous
-from irc.passes.pipeline.non_contiguous import best_non_contiguous
 from irc.passes.pipeline.partition_problem import DeviceClass, PartitionNode, PartitionProblem, evaluate
 
 

@@ -1,0 +1,102 @@
+"""Parameters that stages on several ranks have: their gradients are added up once a step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ...ir import InputRole, UnsupportedError
+from ...ir.pipeline.schedule import PipelineSchedule
+from ..torch.program import Program
+
+__all__ = ["SharedParameters", "new_group"]
+
+
+def new_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    """A group of some ranks of the world, which all ranks make; None for those that are not in it."""
+    made = dist.new_group(list(ranks))
+    return made if isinstance(made, dist.ProcessGroup) else None
+
+
+class SharedParameters:
+    """Adds the gradients of shared parameters up across ranks, which begin with the values of the first.
+
+    Every rank makes the groups of all, in the same order.
+
+    Args:
+        schedule: Which stage is on which rank.
+        programs: Of all stages.
+        parameters: Those of this rank, by name.
+        group: The ranks of the pipeline; None for all.
+
+    Raises:
+        UnsupportedError: IRC492 where the pipeline has a part of the world's ranks, and a parameter is on
+            some of these alone.
+    """
+
+    def __init__(
+        self,
+        schedule: PipelineSchedule,
+        programs: Sequence[Program],
+        parameters: Mapping[str, nn.Parameter],
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        rank = dist.get_rank(group)
+        self.shared: list[tuple[nn.Parameter, dist.ProcessGroup | None]] = []
+        for name, ranks in _ranks_of(schedule, programs).items():
+            if len(ranks) < 2:
+                continue
+            if ranks not in groups:
+                groups[ranks] = _group_of(name, ranks, group)
+            if rank in ranks:
+                parameter = parameters[name]
+                dist.broadcast(parameter.detach(), group=groups[ranks], group_src=0)
+                self.shared.append((parameter, groups[ranks]))
+
+    @contextlib.contextmanager
+    def added_up(self) -> Generator[None]:
+        """Around a step: afterwards the gradients are what was there before, and the sums over all ranks.
+
+        What was there before is the same on all ranks: each takes its part of it into the sum.
+        """
+        for parameter, group in self.shared:
+            if parameter.grad is not None:
+                parameter.grad.div_(dist.get_world_size(group))
+        yield
+        for parameter, group in self.shared:
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            dist.all_reduce(gradient, group=group)
+            parameter.grad = gradient
+
+
+def _group_of(name: str, ranks: Sequence[int], group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The group of some ranks of a pipeline, which have a parameter.
+
+    Raises:
+        UnsupportedError: IRC492.
+    """
+    if len(ranks) == dist.get_world_size(group):
+        return group
+    if group is None:
+        return new_group(ranks)
+    raise UnsupportedError(
+        "IRC492",
+        f"parameter {name} is shared by some ranks of a pipeline that has a part of all ranks",
+        help="run each pipeline in a world of its own, or cut it into two stages",
+    )
+
+
+def _ranks_of(schedule: PipelineSchedule, programs: Sequence[Program]) -> dict[str, tuple[int, ...]]:
+    """The ranks that have each parameter that gets a gradient in any of them, by its name."""
+    released = {name for program in programs for name in program.released}
+    ranks: dict[str, set[int]] = {}
+    for stage, program in enumerate(programs):
+        for entry in program.statics:
+            if entry.role is InputRole.PARAMETER and entry.target in released:
+                ranks.setdefault(entry.target, set()).add(schedule.device_of[stage])
+    return {name: tuple(sorted(found)) for name, found in ranks.items()}

@@ -1,0 +1,126 @@
+"""What planning of one call gives, and what plans other calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from ...ir import Plan, Signature
+from ...torch_support.pytree import flatten
+from .attribute_paths import Place, places_of
+from .guards.attribute_reads import Names, differences
+from .guards.module_state import Attributes, State
+from .program import Program
+
+__all__ = ["Beside", "Fitting", "Replan", "Replanned", "pack_signature", "unpack_signature"]
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """What planning gives. It holds no tensor of the module, and copies of the module share it.
+
+    Args:
+        program: What its schedule compiled to.
+        signature: How to call it.
+        plan: Its certificate.
+        reserved: What the gradients that it releases take from step to step, by the name of the parameter:
+            bytes of `.grad`, or of the optimizer's state.
+        reads: The attributes of the root that the forward reads.
+        state: The modes and settings of the submodules that it was planned for; none stands for those that
+            the module has when the fitting is bound to it.
+        names: What was read of each module while the call was captured; nothing says that all settings count.
+        constants_bytes: What its peak counts of the constants of other plans.
+        reason: The call that it was made for, in words.
+        places: Where the module holds the tensors that are constants of the program, by their names; None
+            where that is not known yet. They are looked up in each call.
+    """
+
+    program: Program
+    signature: Signature
+    plan: Plan | None = None
+    reserved: Mapping[str, int] = field(default_factory=dict[str, int])
+    reads: Attributes = ()
+    state: State = ()
+    names: Names = ()
+    constants_bytes: int = 0
+    reason: str = "the example arguments"
+    places: Mapping[str, Place] | None = None
+
+    def placed(self, module: nn.Module) -> Fitting:
+        """The same, where it is known which constants of the program the module holds.
+
+        Args:
+            module: What was planned.
+        """
+        if self.places is not None:
+            return self
+        constants = self.program.constants
+        found = places_of(module, constants.values())
+        return replace(self, places={k: found[id(t)] for k, t in constants.items() if id(t) in found})
+
+    def is_for(self, state: State) -> bool:
+        """Whether the submodules are in the state that it was planned for, as far as that counts."""
+        return next(differences(state, self.state, self.names), None) is None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        known = {each.name: getattr(self, each.name) for each in fields(self)}
+        return _fitting, ({**known, "signature": pack_signature(self.signature)},)
+
+
+def _fitting(known: dict[str, Any]) -> Fitting:
+    known["signature"] = unpack_signature(known["signature"])
+    return Fitting(**known)
+
+
+def pack_signature(signature: Signature) -> tuple[Signature, Any, Any]:
+    """A signature for a pickle: torch writes the trees in it in a form that it deprecates."""
+    nested = (_nested(tree) for tree in (signature.in_tree, signature.out_tree))
+    return replace(signature, in_tree=None, out_tree=None), *nested
+
+
+def unpack_signature(packed: tuple[Signature, Any, Any]) -> Signature:
+    """What `pack_signature` was given."""
+    signature, *nested = packed
+    in_tree, out_tree = (flatten(each)[1] for each in nested)
+    return replace(signature, in_tree=in_tree, out_tree=out_tree)
+
+
+def _nested(tree: Any) -> Any:
+    """Arguments that nest as a tree does; dataclasses are opened for tensors."""
+    return pytree.tree_unflatten([torch.empty(0)] * tree.num_leaves, tree)
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What a fitted module holds on to besides the plan that is to be made, and that its peak has to count.
+
+    Args:
+        reserved: Bytes of `.grad` or of the optimizer's state, by the name of the parameter, for all whose
+            gradients any plan releases.
+        constants_bytes: The constants of the other plans.
+    """
+
+    reserved: Mapping[str, int]
+    constants_bytes: int
+
+
+class Replanned(NamedTuple):
+    """What planning for another call gives.
+
+    Args:
+        fitting: What was planned.
+        optimizers: Those of parameters that had none before, by name.
+    """
+
+    fitting: Fitting
+    optimizers: Mapping[str, Optimizer]
+
+
+Replan = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Beside], Replanned]
+"""Plans a call (module, positional and keyword arguments) within the budget of the first plan, in bytes."""

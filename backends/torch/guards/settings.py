@@ -1,0 +1,339 @@
+"""What settings hold: as values to compare, and as a cheap look whether it is still the same.
+
+Settings are numbers, texts and functions, and the lists, dicts, configurations and other objects that hold
+such. Objects of torch, numpy and Python are not looked into, nor are tensors: a plan looks those up.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import itertools
+import math
+import operator
+import types
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+
+from ....ir import is_inspectable, slots_of, store_of
+
+__all__ = ["ABSENT", "Content", "Kind", "Watch", "differing", "is_plain", "kind_of", "stand_in"]
+
+_DEPTH = 4
+"""So many steps away from a setting something is still compared."""
+_MOST = 1000
+"""Of containers with more items, only the number is compared."""
+_MOST_EXACT = 4096
+"""So many items of lists and dicts are compared by identity in each step; see `Watch`."""
+_ARRAY_BYTES = 1 << 12
+"""Of arrays of numpy with more bytes, only the class is compared."""
+_PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    type(...),
+    slice,
+    range,
+    type,
+    enum.Enum,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+)
+_CONTAINERS = (list, tuple, deque, dict, set, frozenset)
+_COMPARED = frozenset({bool, int, float, complex, str, bytes, type(None)})
+_ON_SAVING = frozenset({"architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"})
+"""What transformers writes into a configuration when it is saved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Stands for a value of which only the type is looked at, by its name: pickles hold no class for it."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Stands for a value that is compared by what it holds.
+
+    Args:
+        name: Of its class.
+        items: Attributes with names, elements with keys or positions.
+    """
+
+    name: str
+    items: tuple[tuple[object, object], ...]
+
+
+class _Absent(enum.Enum):
+    ABSENT = "absent"
+
+
+ABSENT = _Absent.ABSENT
+"""Stands for what is not there."""
+
+
+def is_plain(value: object) -> bool:
+    """Whether a value is compared as it is: numbers, texts, functions, and tuples of such."""
+    kind = cast("type[Any]", type(value))  # not isinstance(), which asks the object for its class
+    if issubclass(kind, tuple):
+        return all(map(is_plain, tuple.__iter__(cast("tuple[object, ...]", value))))
+    return issubclass(kind, _PLAIN)
+
+
+@functools.lru_cache(maxsize=1024)
+def kind_of(kind: type) -> Kind:
+    """Stands for a value of a class."""
+    return Kind(f"{kind.__module__}.{kind.__qualname__}")
+
+
+def stand_in(
+    value: object, known: dict[tuple[int, int], object] | None = None, depth: int = _DEPTH
+) -> object:
+    """What stands for a value in comparisons.
+
+    Args:
+        value: A setting.
+        known: What was found for objects so far, by identity and depth; each is looked into once.
+        depth: How many steps are gone.
+    """
+    if is_plain(value):
+        return math.nan if type(value) is float and value != value else value
+    parts = _parts(value) if depth else None
+    if parts is None:
+        return kind_of(type(value))
+    found = {} if known is None else known
+    key = id(value), depth
+    if key not in found:
+        items = ((name, stand_in(part, found, depth - 1)) for name, part in parts)
+        found[key] = Content(kind_of(type(value)).name, tuple(items))
+    return found[key]
+
+
+def differing(value: object, other: object) -> str:
+    """A value in words; of what it holds, what is otherwise in another one."""
+    if isinstance(value, Kind):
+        return f"a {value.name}"
+    if not isinstance(value, Content):
+        return "absent" if value is ABSENT else repr(value)
+    name = value.name.rpartition(".")[2]
+    theirs = dict(other.items) if isinstance(other, Content) else {}
+    mine = dict(value.items)
+    shown = [
+        f"{key}={differing(mine.get(key, ABSENT), theirs.get(key, ABSENT))}"
+        for key in dict.fromkeys((*mine, *theirs))
+        if mine.get(key, ABSENT) != theirs.get(key, ABSENT)
+    ]
+    return f"{name}({', '.join(shown)})"
+
+
+def _parts(value: Any) -> list[tuple[object, object]] | None:
+    """What a value holds, by name, key or position, without modules; None for what is not looked into."""
+    parts = _all_parts(value)
+    if parts is None:
+        return None
+    return [part for part in parts if not issubclass(type(part[1]), nn.Module)]
+
+
+def _all_parts(value: Any) -> list[tuple[object, object]] | None:
+    kind = cast("type[Any]", type(value))
+    if kind is types.MethodType:
+        owner = None if issubclass(type(value.__self__), nn.Module) else value.__self__
+        return [("function", value.__func__), ("owner", owner)]
+    if kind is functools.partial:
+        return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
+    base = _base_of(kind)
+    if base is not None:
+        count = base.__len__(value)
+        if count > _MOST:
+            return [("number of items", count)]
+        if base is dict:
+            return [(_name(key), part) for key, part in dict.items(value)]
+        if base in (set, frozenset):
+            return [(each, None) for each in sorted(map(_name, base.__iter__(value)), key=repr)]
+        return cast("list[tuple[object, object]]", list(enumerate(base.__iter__(value))))
+    if kind is np.ndarray:
+        if value.dtype.hasobject or value.nbytes > _ARRAY_BYTES:
+            return None
+        return [("type", str(value.dtype)), ("shape", value.shape), ("values", value.tobytes())]
+    if issubclass(kind, np.generic):
+        return [("type", str(value.dtype)), ("value", value.tobytes())]
+    return _attributes(value) if is_inspectable(kind) else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _base_of(kind: type) -> Any:
+    """The class of containers that a class is made from, whose methods tell what is held."""
+    return next((base for base in _CONTAINERS if issubclass(kind, base)), None)
+
+
+def _name(key: object) -> object:
+    """A key of a dict, or an element of a set, where it can be compared."""
+    return key if is_plain(key) else kind_of(type(key))
+
+
+def _attributes(value: Any) -> list[tuple[object, object]]:
+    kind = cast("type[Any]", type(value))
+    unread = _ON_SAVING if kind.__module__.startswith("transformers.") else ()
+    held = [(name, part) for name, part in store_of(value).items() if name not in unread]
+    if slots := slots_of(kind):
+        held += [(name, _slot(value, name)) for name in slots]
+    return cast("list[tuple[object, object]]", held)
+
+
+def _slot(value: object, name: str) -> object:
+    try:
+        return object.__getattribute__(value, name)
+    except AttributeError:
+        return ABSENT
+
+
+class Watch:
+    """Tells whether some values still hold the very same; it is asked in each step.
+
+    What it says differs from what `stand_in` says where something was replaced by its equal. Tensors and
+    others that are not looked into are not held; only their class counts.
+
+    Beyond so many items, lists and dicts of numbers and texts are compared by value, which takes a tenth of
+    the time: there, a number that is replaced by an equal one of another class (1 by 1.0) is not seen.
+
+    Args:
+        values: What to look at.
+    """
+
+    def __init__(self, values: Iterable[object]) -> None:
+        self._tables: list[tuple[Mapping[Any, Any], int, list[Any], list[Any]]] = []
+        """Tables that are no dicts, as those of classes."""
+        self._dicts: list[dict[Any, Any]] = []
+        self._lists: list[list[Any]] = []
+        self._counts: tuple[list[int], list[int]] = [], []
+        """How many items each of the dicts has, and each of the lists."""
+        self._entries: tuple[list[dict[Any, Any]], list[Any], list[Any]] = [], [], []
+        """Of all entries of dicts: the dicts, keys and values."""
+        self._items: list[Any] = []
+        """The items of all lists, one list after the other."""
+        self._many: tuple[list[Any], list[Any]] = [], []
+        """Lists and dicts that are compared by value, and copies of them."""
+        self._sets: list[tuple[Any, frozenset[Any]]] = []
+        self._kinds: list[tuple[Any, Any, type]] = []
+        """Container, key and class of what is not looked into."""
+        self._others: list[tuple[Any, object]] = []
+        """What has no quick look, with what stands for it."""
+        seen: set[int] = set()
+        for value in values:
+            self._add(value, _DEPTH, seen)
+
+    def add_table(self, table: Mapping[Any, Any], names: Iterable[str]) -> None:
+        """Watches some items of a table, and how many items it has."""
+        self._watch(table, [(name, table[name]) for name in names], _DEPTH, set())
+
+    def holds(self) -> bool:
+        """Whether all is as it was."""
+        for table, count, names, values in self._tables:
+            if len(table) != count or not all(map(operator.is_, map(table.get, names), values)):
+                return False
+        dict_counts, list_counts = self._counts
+        if [*map(dict.__len__, self._dicts)] != dict_counts or [
+            *map(list.__len__, self._lists)
+        ] != list_counts:
+            return False
+        dicts, keys, values = self._entries
+        if not all(map(operator.is_, map(dict.get, dicts, keys), values)):
+            return False
+        many, copies = self._many
+        if many != copies:
+            return False
+        items = itertools.chain.from_iterable(map(list.__iter__, self._lists))
+        if not all(map(operator.is_, items, self._items)):
+            return False
+        for held, items in self._sets:
+            if held != items:
+                return False
+        for held, key, kind in self._kinds:
+            if type(_item(held, key)) is not kind:
+                return False
+        return all(stand_in(value) == wanted for value, wanted in self._others)
+
+    def _add(self, value: Any, depth: int, seen: set[int]) -> None:
+        if not depth or is_plain(value) or id(value) in seen:
+            return
+        parts = _parts(value)
+        if parts is None:
+            return
+        seen.add(id(value))
+        kind = cast("type[Any]", type(value))
+        base = _base_of(kind)
+        if base is not None and base.__len__(value) > _MOST:
+            self._others.append((value, stand_in(value)))
+        elif kind in (list, dict) and self._is_by_value(value):
+            for held, each in zip(self._many, (value, value.copy()), strict=True):
+                held.append(each)
+        elif issubclass(kind, dict):
+            self._watch(value, list(dict.items(value)), depth, seen)
+        elif base in (set, frozenset) and all(map(is_plain, base.__iter__(value))):
+            self._sets.append((value, frozenset(base.__iter__(value))))
+        elif issubclass(kind, list):
+            self._watch_list(value, depth, seen)
+        elif kind in (types.MethodType, functools.partial) or issubclass(kind, tuple):
+            for _, part in parts:
+                self._add(part, depth - 1, seen)
+        elif is_inspectable(kind) and not slots_of(kind):
+            self._watch(store_of(value), cast("list[tuple[Any, Any]]", parts), depth, seen)
+        else:
+            self._others.append((value, stand_in(value)))
+
+    def _is_by_value(self, value: dict[Any, Any] | list[Any]) -> bool:
+        if len(self._items) + len(self._entries[1]) + len(value) <= _MOST_EXACT:
+            return False
+        items = value.values() if isinstance(value, dict) else value
+        return _COMPARED.issuperset(map(type, items))
+
+    def _watch(
+        self, table: Mapping[Any, Any], items: list[tuple[Any, Any]], depth: int, seen: set[int]
+    ) -> None:
+        held = [(key, part) for key, part in items if _is_held(part)]
+        names, values = [key for key, _ in held], [part for _, part in held]
+        if isinstance(table, dict):
+            self._dicts.append(table)
+            self._counts[0].append(dict.__len__(table))
+            for known, more in zip(self._entries, ([table] * len(held), names, values), strict=True):
+                known += more
+        else:
+            self._tables.append((table, len(table), names, values))
+        self._kinds += [(table, key, type(part)) for key, part in items if not _is_held(part)]
+        for part in values:
+            self._add(part, depth - 1, seen)
+
+    def _watch_list(self, value: list[Any], depth: int, seen: set[int]) -> None:
+        items = list(list.__iter__(value))
+        if all(map(_is_held, items)):
+            self._lists.append(value)
+            self._counts[1].append(len(items))
+            self._items += items
+        else:
+            self._others.append((value, stand_in(value)))
+        for part in items:
+            self._add(part, depth - 1, seen)
+
+
+def _is_held(value: object) -> bool:
+    """Whether a value may be held on to: what is compared, and no tensor."""
+    return is_plain(value) or _parts(value) is not None
+
+
+def _item(held: Any, key: Any) -> object:
+    return dict.get(held, key, ABSENT) if isinstance(held, dict) else held.get(key, ABSENT)

@@ -1,0 +1,107 @@
+"""The disk tier: a scratch file, with a thread for each direction.
+
+Copies go by `pwritev` and `preadv` between the tensor's own memory and the file, and not through a mapping of
+the file (what lives there between steps has one, for whoever looks at it then): the pages of a mapping count
+into the memory of the process, a full or failing disk kills the process by a signal instead of an error, and
+a short read cannot be seen. The calls give up Python's lock, and nothing is allocated for a copy.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from ....ir import TierError
+from .extents import Range
+from .lanes import Job, Lane
+from .memory import bytes_at
+from .scratch import ScratchFile, ScratchRoom
+from .slots import Slot
+from .tier import HomeTier, Ticket
+from .tier_config import DiskPlace
+
+__all__ = ["DiskTier"]
+
+
+class DiskTier(HomeTier):
+    """A tier on a disk, for tensors in the host's memory.
+
+    Args:
+        place: Where.
+
+    Raises:
+        TierError: IRC571 when no file can be made there; IRC579 as `ScratchFile`.
+    """
+
+    def __init__(self, place: DiskPlace) -> None:
+        self._file = ScratchFile(place.folder, uses_page_cache=place.uses_page_cache)
+        super().__init__(ScratchRoom(place.name, place.capacity_bytes, self._file))
+        self._out = Lane(f"irc {place.name} out")
+        self._in = Lane(f"irc {place.name} in") if place.is_duplex else self._out
+        weakref.finalize(self, _close, (self._out, self._in))
+
+    def begin_out(self, tensor: Tensor, slot: Slot[tuple[Range, ...]]) -> Ticket:
+        """As of any tier."""
+        return _begin(_Write, self._out, self._file, tensor, slot)
+
+    def begin_in(self, slot: Slot[tuple[Range, ...]], tensor: Tensor) -> Ticket:
+        """As of any tier."""
+        return _begin(_Read, self._in, self._file, tensor, slot)
+
+    def take_home(self, nbytes: int) -> Slot[tuple[Range, ...]]:
+        """As of any tier that things live in."""
+        return self.room.take(nbytes, whole=True)
+
+    def tensor_at(self, slot: Slot[tuple[Range, ...]]) -> Tensor:
+        """The same: a mapping of the file."""
+        (place,) = slot.place
+        return self._file.mapped(place.start, slot.nbytes, slot)
+
+
+def _close(lanes: Iterable[Lane]) -> None:
+    for lane in lanes:
+        lane.close()
+
+
+def _begin(
+    kind: type[_Transfer], lane: Lane, file: ScratchFile, tensor: Tensor, slot: Slot[tuple[Range, ...]]
+) -> Ticket:
+    job = kind(tensor.untyped_storage(), slot, tensor.data_ptr(), slot.nbytes)
+    job.file = file
+    lane.submit(job)
+    return job
+
+
+class _Transfer(Job):
+    file: ScratchFile
+    """It stays open until the copy has ended, whatever becomes of the tier."""
+    doing: str
+
+    def transfer(self, slot: Slot[tuple[Range, ...]]) -> TierError | None:
+        data = bytes_at(self.address, self.nbytes)
+        try:
+            for start, stop in slot.place:
+                self.move(data[: stop - start], start)
+                data = data[stop - start :]
+        except OSError as error:
+            return self.file.failed(error, self.doing, self.nbytes)
+        return None
+
+    def move(self, data: memoryview, start: int) -> None:
+        raise NotImplementedError
+
+
+class _Write(_Transfer):
+    doing = "writing"
+
+    def move(self, data: memoryview, start: int) -> None:
+        self.file.write(data, start)
+
+
+class _Read(_Transfer):
+    doing = "reading"
+
+    def move(self, data: memoryview, start: int) -> None:
+        self.file.read(data, start)

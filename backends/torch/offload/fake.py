@@ -1,0 +1,141 @@
+"""A tier for tests, in which whoever does not wait for a copy reads wrong numbers.
+
+A copy is made when somebody waits for it, or, by a draw, when something else is begun or waited for before.
+A tensor that is let go of before is overwritten, as the allocator may give its memory to the next one, and so
+are a tensor that is being fetched and a slot that nothing was copied to.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+import weakref
+from collections import deque
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from .slots import Room, Slot
+from .tier import HomeTier, Ticket
+from .tier_config import FakePlace
+
+__all__ = ["POISON", "FakeTier"]
+
+POISON = 0xFF
+_RATE = 0.4
+"""How likely the next copy of a direction is made now."""
+
+_Memory = ctypes.Array[ctypes.c_char]
+
+
+class _FakeRoom(Room[_Memory]):
+    def _take(self, nbytes: int) -> _Memory:
+        memory = (ctypes.c_char * nbytes)()
+        ctypes.memset(memory, POISON, nbytes)
+        return memory
+
+    def _give_back(self, place: _Memory) -> None:
+        pass
+
+
+class FakeTier(HomeTier):
+    """A tier in memory whose copies are late.
+
+    Args:
+        place: When they are made.
+    """
+
+    def __init__(self, place: FakePlace) -> None:
+        super().__init__(_FakeRoom(place.name, place.capacity_bytes))
+        self.is_late = place.is_late
+        self._draw = random.Random(place.seed)
+        self._lock = threading.Lock()
+        self._queues: tuple[deque[_FakeCopy], deque[_FakeCopy]] = (deque(), deque())
+        """For each direction, what was begun and not made."""
+
+    def begin_out(self, tensor: Tensor, slot: Slot[_Memory]) -> Ticket:
+        """As of any tier."""
+        copy = _FakeCopy(self, tensor.untyped_storage(), tensor.data_ptr(), slot, is_out=True)
+        copy.watched = weakref.ref(tensor, copy.poisoner())
+        return self._begin(copy)
+
+    def begin_in(self, slot: Slot[_Memory], tensor: Tensor) -> Ticket:
+        """As of any tier."""
+        ctypes.memset(tensor.data_ptr(), POISON, slot.nbytes)
+        return self._begin(_FakeCopy(self, tensor.untyped_storage(), tensor.data_ptr(), slot, is_out=False))
+
+    def take_home(self, nbytes: int) -> Slot[_Memory]:
+        """As of any tier that things live in."""
+        return self.room.take(nbytes)
+
+    def tensor_at(self, slot: Slot[_Memory]) -> Tensor:
+        """The same."""
+        return torch.frombuffer(slot.place, dtype=torch.uint8)
+
+    def _begin(self, copy: _FakeCopy) -> Ticket:
+        if not self.is_late:
+            with self._lock:
+                self._queues[copy.is_out].append(copy)
+                self._go_on()
+        return copy
+
+    def make(self, copy: _FakeCopy) -> None:
+        """Makes a copy now, and, but where all are late, those of its direction that were begun before."""
+        if self.is_late:
+            copy.make()
+            return
+        with self._lock:
+            queue = self._queues[copy.is_out]
+            while queue and not copy.is_made:
+                queue.popleft().make()
+            self._go_on()
+
+    def _go_on(self) -> None:
+        for queue in self._queues:
+            while queue and self._draw.random() < _RATE:
+                queue.popleft().make()
+
+
+class _FakeCopy(Ticket):
+    def __init__(
+        self, tier: FakeTier, storage: UntypedStorage, address: int, slot: Slot[_Memory], *, is_out: bool
+    ) -> None:
+        self.tier = tier
+        self.address = address
+        self.is_out = is_out
+        self.is_made = False
+        self.watched: weakref.ref[Tensor] | None = None
+        self._holds = [(storage, slot)]
+
+    def poisoner(self) -> _Poisoner:
+        return _Poisoner(self._holds, self.address)
+
+    def make(self) -> None:
+        if self._holds:
+            _, slot = self._holds[0]
+            ends = (slot.place, self.address) if self.is_out else (self.address, slot.place)
+            ctypes.memmove(*ends, slot.nbytes)
+            self._holds.clear()
+        self.is_made = True
+
+    def wait(self) -> None:
+        self.tier.make(self)
+
+    def cancel(self) -> None:
+        self._holds.clear()
+
+    def settle(self) -> None:
+        pass
+
+
+class _Poisoner:
+    """Called when a tensor is let go of: overwrites its memory, where it was not copied yet."""
+
+    def __init__(self, holds: list[tuple[UntypedStorage, Slot[_Memory]]], address: int) -> None:
+        self.holds = holds
+        self.address = address
+
+    def __call__(self, gone: weakref.ref[Tensor]) -> None:
+        for _, slot in self.holds:
+            ctypes.memset(self.address, POISON, slot.nbytes)

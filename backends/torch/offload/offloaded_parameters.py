@@ -1,0 +1,321 @@
+"""Parameters and states of optimizers that live in a tier between steps.
+
+There a parameter is still a tensor of the host's memory that anybody may read and write: its bytes are a
+mapping of its place in the tier. While a step has it on the device, the step computes with a copy; where an
+optimizer has changed that copy, it is the parameter until it has been copied back. So nothing is lost when a
+copy fails: what was not copied back stays where it is, and the next step takes it to the tier.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ....ir import TierError
+from ....torch_support.optimizer_state import moving_state
+from .memory import checksum
+from .slots import AnySlot
+from .table import CopiedTensor, CopyTable
+from .tier import HomeTier, RunningTier, Ticket
+
+__all__ = ["Homes", "Resident", "State"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A place in a tier.
+
+    Args:
+        slot: Where.
+        tensor: The same bytes, for whoever wants them between steps.
+        tier: The tier.
+        address: Where the tensor begins, unless somebody moves its memory, as torch.multiprocessing does.
+    """
+
+    slot: AnySlot
+    tensor: Tensor
+    tier: HomeTier
+    address: int
+
+    @staticmethod
+    def at(slot: AnySlot, like: Tensor, tier: HomeTier) -> _Kept:
+        """A place for a tensor of this type and layout."""
+        there = tier.tensor_at(slot).view(like.dtype).as_strided(like.shape, like.stride())
+        return _Kept(slot, there, tier, there.data_ptr())
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether a tensor is the one here."""
+        is_here = self.address == self.tensor.data_ptr() == tensor.data_ptr()
+        return is_here and _is_like(tensor, self.tensor)
+
+
+def _is_like(a: Tensor, b: Tensor) -> bool:
+    return (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+
+
+def _keep(tensor: Tensor, tier: HomeTier) -> _Kept:
+    """A new place, with the bytes of a tensor."""
+    slot = tier.take_home(tensor.nbytes)
+    tier.begin_out(tensor, slot).wait()
+    return _Kept.at(slot, tensor, tier)
+
+
+@dataclass(slots=True)
+class State:
+    """The state of an optimizer for one parameter while it is on the device.
+
+    Args:
+        tensors: By their keys.
+        sources: What each was fetched from, and the version that this had.
+    """
+
+    tensors: dict[str, Tensor]
+    sources: dict[str, tuple[Tensor, int]]
+
+    def into(self, held: dict[str, Any]) -> None:
+        """Puts the tensors into the optimizer's own state; what was written there since the fetch counts."""
+        for key, tensor in self.tensors.items():
+            source, version = self.sources[key]
+            now = held.get(key)
+            if now is source:
+                if source._version != version:
+                    tensor.copy_(source)
+                held[key] = tensor
+            elif isinstance(now, Tensor) and _is_like(now, tensor):
+                held[key] = tensor.copy_(now)
+        self.tensors = {}  # what the optimizer replaces is free at once
+
+
+class _All(Ticket):
+    """Several copies that are one to those who wait."""
+
+    def __init__(self, tickets: Sequence[Ticket]) -> None:
+        self._tickets = tickets
+
+    def wait(self) -> None:
+        for ticket in self._tickets:
+            ticket.wait()
+
+    def cancel(self) -> None:
+        for ticket in self._tickets:
+            ticket.cancel()
+
+    def settle(self) -> None:
+        for ticket in self._tickets:
+            ticket.settle()
+
+
+class Resident(ABC):
+    """Something that lives in a tier, for the copies of one step.
+
+    Args:
+        copied: What the plan says of it.
+        checks: Whether what was copied is compared.
+    """
+
+    def __init__(self, copied: CopiedTensor, *, checks: bool) -> None:
+        self.copied = copied
+        self.checks = checks
+
+    @abstractmethod
+    def fetch(self) -> tuple[Any, Ticket]:
+        """What comes to the device, and the copy that was begun."""
+
+    @abstractmethod
+    def offload(self, held: Any) -> Ticket:
+        """Begins to copy back what became of it."""
+
+    @abstractmethod
+    def arrived(self) -> None:
+        """What was copied back is there."""
+
+    def compare(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Compares what is on the device with what is in the tier, where that is asked for.
+
+        Raises:
+            TierError: IRC574.
+        """
+        if not self.checks:
+            return
+        for here, there in pairs:
+            found, expected = checksum(here), checksum(there)
+            if found != expected:
+                raise TierError(
+                    "IRC574",
+                    f"{self.copied.name} ({here.nbytes} B) was copied between the device and tier "
+                    f"{self.copied.tier} with other bytes: their checksums are {found:#010x} and "
+                    f"{expected:#010x}",
+                    help="see that disk and memory are in order; the step can be repeated",
+                )
+
+
+class _Parameter(Resident):
+    def __init__(
+        self, names: Sequence[nn.Parameter], kept: _Kept, copied: CopiedTensor, *, checks: bool
+    ) -> None:
+        super().__init__(copied, checks=checks)
+        self.names = names
+        self.kept = kept
+
+    def fetch(self) -> tuple[Tensor, Ticket]:
+        here = torch.empty_like(self.kept.tensor)
+        self.kept.tier.count(in_bytes=here.nbytes)
+        return here, _Compared(
+            self.kept.tier.begin_in(self.kept.slot, here), self, [(here, self.kept.tensor)]
+        )
+
+    def offload(self, held: Tensor) -> Ticket:
+        self.kept.tier.count(out_bytes=held.nbytes)
+        return _Compared(self.kept.tier.begin_out(held, self.kept.slot), self, [(held, self.kept.tensor)])
+
+    def arrived(self) -> None:
+        for parameter in self.names:
+            parameter.data = self.kept.tensor
+
+
+class _OptimizerState(Resident):
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        parameter: nn.Parameter,
+        kept: dict[str, _Kept],
+        tier: HomeTier,
+        copied: CopiedTensor,
+        *,
+        checks: bool,
+    ) -> None:
+        super().__init__(copied, checks=checks)
+        self.optimizer = optimizer
+        self.parameter = parameter
+        self.kept = kept
+        self.tier = tier
+
+    def fetch(self) -> tuple[State, Ticket]:
+        """Nothing before the optimizer's first step, which makes the state on the device."""
+        sources = {key: kept.tensor for key, kept in self.kept.items()}
+        state = State(
+            {key: torch.empty_like(source) for key, source in sources.items()},
+            {key: (source, source._version) for key, source in sources.items()},
+        )
+        return state, self._all(self._begin_in, state)
+
+    def offload(self, held: State) -> Ticket:
+        for key in self.kept.keys() - held.tensors.keys():  # it cannot move any more
+            del self.kept[key]
+        for key, tensor in held.tensors.items():
+            if key not in self.kept or not _is_like(tensor, self.kept[key].tensor):
+                self.kept[key] = _Kept.at(self.tier.take_home(tensor.nbytes), tensor, self.tier)
+        return self._all(self._begin_out, held)
+
+    def arrived(self) -> None:
+        if self.kept:  # an optimizer may ask whether it has any state
+            there = {key: kept.tensor for key, kept in self.kept.items()}
+            self.optimizer.state[self.parameter].update(there)
+
+    def _begin_in(self, kept: _Kept, tensor: Tensor) -> Ticket:
+        self.tier.count(in_bytes=tensor.nbytes)
+        return self.tier.begin_in(kept.slot, tensor)
+
+    def _begin_out(self, kept: _Kept, tensor: Tensor) -> Ticket:
+        self.tier.count(out_bytes=tensor.nbytes)
+        return self.tier.begin_out(tensor, kept.slot)
+
+    def _all(self, begin: Callable[[_Kept, Tensor], Ticket], state: State) -> Ticket:
+        tickets = [begin(self.kept[key], tensor) for key, tensor in state.tensors.items()]
+        pairs = [(tensor, self.kept[key].tensor) for key, tensor in state.tensors.items()]
+        return _Compared(_All(tickets), self, pairs)
+
+
+class _Compared(Ticket):
+    """A copy after which both ends are compared, where that is asked for."""
+
+    def __init__(self, ticket: Ticket, resident: Resident, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self._ticket = ticket
+        self._resident = resident
+        self._pairs = pairs if resident.checks else []
+
+    def wait(self) -> None:
+        self._ticket.wait()
+        self._resident.compare(self._pairs)
+        self._pairs = []
+
+    def cancel(self) -> None:
+        self._pairs = []
+        self._ticket.cancel()
+
+    def settle(self) -> None:
+        self._ticket.settle()
+
+
+class Homes:
+    """What of a module lives in tiers. It is never part of a copy or a pickle of the module."""
+
+    def __init__(self) -> None:
+        self._parameters: dict[str, _Kept] = {}
+        self._states: dict[str, dict[str, _Kept]] = {}
+
+    def residents(
+        self,
+        table: CopyTable,
+        parameter: Callable[[int], Any],
+        optimizers: Mapping[str, Optimizer],
+        opened: Callable[[str], RunningTier],
+        checks: frozenset[str] = frozenset(),
+    ) -> dict[int, Resident]:
+        """What lives in a tier under a plan, by its key; what does not yet is taken there now.
+
+        Args:
+            table: The plan's.
+            parameter: The parameter that a static input of the plan binds.
+            optimizers: That take their steps within backward, by the name of their parameter.
+            opened: The tier of a name.
+            checks: The tiers whose copies are compared.
+
+        Raises:
+            TierError: IRC577 when a tier is full; IRC570 or IRC572 when its disk is, or fails.
+        """
+        found: dict[int, Resident] = {}
+        for key, copied in enumerate(table.tensors):
+            home = copied.home
+            if home is None:
+                continue
+            tier = opened(copied.tier)
+            assert isinstance(tier, HomeTier), f"nothing can live in tier {copied.tier}"
+            mine, name, is_checked = parameter(home.index), home.parameter, copied.tier in checks
+            if home.is_state:
+                optimizer = optimizers[name]
+                kept = self._states.setdefault(name, {})
+                self._adopt_state(optimizer, mine, kept, tier)
+                found[key] = _OptimizerState(optimizer, mine, kept, tier, copied, checks=is_checked)
+            else:
+                known = self._parameters.get(name)
+                if known is None or known.tier is not tier or not known.has(mine.data):
+                    known = None  # its place is free for the new one
+                    self._parameters.pop(name, None)
+                    self._parameters[name] = known = _keep(mine.data, tier)
+                names = [mine, *map(parameter, home.tied)]
+                found[key] = resident = _Parameter(names, known, copied, checks=is_checked)
+                resident.arrived()
+        return found
+
+    def _adopt_state(
+        self, optimizer: Optimizer, parameter: nn.Parameter, kept: dict[str, _Kept], tier: HomeTier
+    ) -> None:
+        """Takes to the tier what the optimizer has elsewhere, as after `load_state_dict` or a failure."""
+        there = moving_state(optimizer, parameter)
+        for key in [*kept]:
+            if key not in there:
+                del kept[key]
+        for key, tensor in there.items():
+            known = kept.get(key)
+            if known is None or known.tier is not tier or not known.has(tensor):
+                known = None  # its place is free for the new one
+                kept.pop(key, None)
+                kept[key] = known = _keep(tensor, tier)
+                optimizer.state[parameter][key] = known.tensor

@@ -1,0 +1,105 @@
+"""Guards of torch functions that would do nothing, unnoticed, where optimizers run within backward.
+
+Clipping reads every gradient after backward, and a gradient scaler divides it by the scale: both come too
+late for a gradient that was applied and freed. The guards raise for the parameters of planned modules, and
+pass everything else on.
+"""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import utils
+from torch.nn.utils import clip_grad
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ...ir import UnsupportedError
+from .optimizer_in_backward import Release
+
+__all__ = ["guard"]
+
+_owners: Any = WeakIdKeyDictionary()
+"""Parameters whose gradients are applied within backward, each with a weak reference to what applies them."""
+_CLIPPING = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip_grads_with_norm_")
+
+
+def guard(parameters: Iterable[Tensor], release: Release) -> None:
+    """Refuses, from now on, to clip or scale gradients of these parameters, as long as `release` lives."""
+    for parameter in parameters:
+        _owners[parameter] = weakref.ref(release)
+    _install()
+
+
+@functools.cache
+def _install() -> None:
+    for module in (utils, clip_grad):
+        for name in _CLIPPING:
+            if hasattr(module, name):
+                setattr(module, name, _guarded_clipping(getattr(module, name)))
+    # what was imported by name earlier still comes through here
+    clip_grad._clip_grads_with_norm_ = _guarded_clipping(clip_grad._clip_grads_with_norm_)
+    torch.amp.GradScaler.scale = _guarded_scale(torch.amp.GradScaler.scale)
+
+
+def _guarded_clipping(clip: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(clip)
+    def guarded(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(parameters, Tensor):
+            parameters = [parameters]
+        given = list(parameters)
+        for parameter in given:
+            owner = _owners.get(parameter)
+            if parameter.grad is None and owner is not None and owner() is not None:
+                raise UnsupportedError(
+                    "IRC512",
+                    f"{clip.__name__.strip('_')} comes too late: a parameter of shape "
+                    f"{list(parameter.shape)} was updated within backward, and its gradient is freed",
+                    help="plan without optimizer_in_backward, and call the optimizer after clipping",
+                )
+        is_generator = isinstance(parameters, types.GeneratorType)  # torch warns of an empty one
+        return clip((parameter for parameter in given) if is_generator else given, *args, **kwargs)
+
+    return guarded
+
+
+def _guarded_scale(scale: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(scale)
+    def guarded(self: Any, outputs: Any) -> Any:
+        if self.is_enabled():
+            tensors = outputs if isinstance(outputs, list | tuple) else [outputs]
+            roots = [tensor.grad_fn for tensor in tensors if isinstance(tensor, Tensor)]
+            if any(_applies(node) for node in _graph(roots)):
+                raise UnsupportedError(
+                    "IRC512",
+                    "a gradient scaler scales the loss of a module whose optimizers run within backward: "
+                    "they would apply the scaled gradients",
+                    help="plan without optimizer_in_backward, or train in bfloat16 without a scaler",
+                )
+        return scale(self, outputs)
+
+    return guarded
+
+
+def _applies(node: Any) -> bool:
+    release = getattr(node, "release", None)
+    return isinstance(release, Release) and bool(release.optimizers)
+
+
+def _graph(roots: list[Any]) -> Iterator[Any]:
+    """The autograd nodes below some others, themselves included."""
+    pending = [node for node in roots if node is not None]
+    seen: set[Any] = set()
+    while pending:
+        node = pending.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            pending.extend(following for following, _ in node.next_functions if following is not None)

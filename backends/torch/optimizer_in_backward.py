@@ -1,0 +1,242 @@
+"""Gradients that leave within backward, one by one: added to `.grad`, or applied by an optimizer."""
+
+# The autograd engine has no public door.
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ...ir import Delivery, Gradients, IrcError, Origin, UnsupportedError, UsageError
+from ...torch_support.optimizer_state import moving_state
+from .offload import State
+from .program import Program
+
+__all__ = ["Release", "alone", "check_backward", "check_deliveries", "check_parameters"]
+
+Taker = Callable[..., None]
+"""Disposes of a gradient: (name, parameter, gradient), and the `State` of the parameter's optimizer where
+that lives in a tier. The parameter is a copy on the device where it lives in a tier itself."""
+
+
+class Release:
+    """Where the gradients of a program's parameters go.
+
+    Args:
+        optimizers: For gradients that are applied: an optimizer of each parameter alone, by its name.
+    """
+
+    def __init__(self, optimizers: Mapping[str, Optimizer]) -> None:
+        self.optimizers = dict(optimizers)
+        self.pending: weakref.WeakSet[Any] = weakref.WeakSet()
+        """The steps (autograd nodes) whose backward has not run yet."""
+        self.lock = threading.RLock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Release, (self.optimizers,)
+
+    def taker(
+        self,
+        program: Program,
+        inputs: Sequence[Tensor],
+        given: frozenset[int],
+        written: frozenset[int] = frozenset(),
+    ) -> Taker:
+        """What disposes of gradients in one backward.
+
+        Args:
+            program: Whose backward runs.
+            inputs: Its static inputs, in order.
+            given: The outputs that the loss uses. A gradient that comes only from others is none, as in
+                eager.
+            written: The inputs that somebody wrote since forward; copies of them on the device are older.
+        """
+
+        def taker(name: str, parameter: Tensor, gradient: Tensor, state: State | None = None) -> None:
+            released = program.released[name]
+            if released.depends and not released.depends & given:
+                return
+            if program.kind is Gradients.APPLIED:
+                if released.index in written and parameter is not inputs[released.index]:
+                    parameter.copy_(inputs[released.index].data)
+                self._apply(name, parameter, gradient, state)
+            else:
+                _accumulate(inputs[released.index], gradient)
+
+        return taker
+
+    def _apply(self, name: str, parameter: Tensor, gradient: Tensor, state: State | None) -> None:
+        """Takes the step. What lives in a tier is then what came of it here, until that is copied back."""
+        optimizer = self.optimizers[name]
+        held = _held(optimizer)
+        if held is not parameter:
+            held.data = parameter
+        if state is not None and state.tensors:  # an optimizer may ask whether it has any
+            state.into(optimizer.state[held])
+        held.grad = gradient
+        try:
+            optimizer.step()
+        finally:
+            held.grad = None
+        if held is not parameter and held.data_ptr() != parameter.data_ptr():  # it has other data
+            parameter.copy_(held.data)
+            held.data = parameter
+        if state is not None:
+            state.tensors = moving_state(optimizer, held)
+
+
+def alone(release: Release | None) -> contextlib.AbstractContextManager[Any]:
+    """While active, no other thread reads parameters that are updated within backward, or updates them."""
+    return release.lock if release is not None and release.optimizers else contextlib.nullcontext()
+
+
+_accumulating = threading.Lock()
+
+
+def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
+    """Does what the autograd engine does with a gradient that nobody else holds."""
+    with _accumulating:  # two threads may be in backward at once
+        if parameter.grad is None:
+            parameter.grad = gradient.detach()
+        else:
+            parameter.grad.add_(gradient)
+
+
+def check_parameters(program: Program, bound: Callable[[int], Tensor], release: Release) -> None:
+    """Refuses parameters for which a gradient that never reaches the autograd engine would be missed.
+
+    Args:
+        program: What releases the gradients.
+        bound: The tensor that each static input of it binds.
+        release: What takes them.
+
+    Raises:
+        UnsupportedError: IRC509 for a parameter with hooks, one that is computed from others, or a step
+            within DistributedDataParallel.
+        UsageError: IRC507 for a parameter that is not the one that its optimizer was made for, or that is no
+            longer one tensor under all the names that it had at planning.
+    """
+    if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+        raise _unnoticed("DistributedDataParallel would wait for the gradients")
+    for name, released in program.released.items():
+        parameter = bound(released.index)
+        if not parameter.is_leaf:
+            raise _unnoticed(f"parameter {name} is computed from other tensors")
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # pyright: ignore[reportAttributeAccessIssue]
+            raise _unnoticed(f"parameter {name} has a hook, which would not be called")
+        replaced = program.kind is Gradients.APPLIED and _held(release.optimizers[name]) is not parameter
+        if replaced or any(bound(index) is not parameter for index in released.tied):
+            raise UsageError(
+                "IRC507",
+                f"parameter {name} is another than at planning, or shares its memory with another parameter",
+                help="call irc.optimize again, or write into the parameter with copy_()",
+            )
+
+
+def check_deliveries(program: Program, deliveries: Iterable[Delivery]) -> None:
+    """Refuses a module that hands out parameters which are updated within backward.
+
+    Raises:
+        UnsupportedError: IRC510.
+    """
+    if program.kind is not Gradients.APPLIED:
+        return
+    updated = {k: name for name, at in program.released.items() for k in (at.index, *at.tied)}
+    for delivery in deliveries:
+        if delivery.origin is Origin.INPUT and delivery.index in updated:
+            raise _not_all(
+                f"the module returns parameter {updated[delivery.index]}, whose gradient then comes from "
+                "outside of it too"
+            )
+
+
+def _held(optimizer: Optimizer) -> nn.Parameter:
+    return optimizer.param_groups[0]["params"][0]
+
+
+def _unnoticed(why: str) -> UnsupportedError:
+    return UnsupportedError(
+        "IRC509",
+        f"gradients are released within backward, but {why}",
+        help="plan without accumulate_gradients and optimizer_in_backward",
+    )
+
+
+def check_backward(node: Any, program: Program, inputs: list[Tensor], *, keeps_graph: bool) -> None:
+    """Refuses a backward that asks for something else than all gradients once, before any is released.
+
+    Args:
+        node: The autograd node that runs.
+        program: Whose backward it runs.
+        inputs: The static inputs of that step.
+        keeps_graph: Whether the caller retains the graph.
+
+    Raises:
+        UnsupportedError: IRC509 as in `check_parameters`; IRC510 for `torch.autograd.grad`, for
+            `backward(inputs=...)` without all parameters, and where gradients are applied for a retained
+            graph or a second step of the same parameters in one backward.
+        IrcError: IRC511 for a parameter that has a gradient already, which its optimizer would not take.
+    """
+    release: Release = node.release
+    check_parameters(program, inputs.__getitem__, release)
+    _check_asked(node, program)
+    if program.kind is not Gradients.APPLIED:
+        return
+    if keeps_graph:
+        raise _not_all(
+            "retain_graph=True asks for a second backward, through parameters updated by the first"
+        )
+    for other in release.pending:
+        if other is not node and torch._C._will_engine_execute_node(other):
+            raise _not_all("the module ran forward twice, and both are part of this backward")
+    parameters = {name: inputs[released.index] for name, released in program.released.items()}
+    for name, parameter in parameters.items():
+        if parameter.grad is not None:
+            raise IrcError(
+                "IRC511",
+                f"parameter {name} has a gradient already, and its optimizer applies another within backward",
+                help="call zero_grad() before backward; gradients cannot be accumulated over several steps",
+            )
+    engine: Any = torch.autograd.Variable
+    engine._execution_engine.queue_callback(lambda: _check_nothing_else(parameters))
+
+
+def _check_asked(node: Any, program: Program) -> None:
+    """Whether the engine would have accumulated a gradient into each of the parameters."""
+    place = {index: k for k, index in enumerate(program.differentiable)}
+    for name, released in program.released.items():
+        accumulates = node.next_functions[place[released.index]][0]
+        try:
+            asked = torch._C._will_engine_execute_node(accumulates)
+        except RuntimeError:  # torch.autograd.grad() asks for this very gradient
+            asked = False
+        if not asked:
+            raise _not_all(f"torch.autograd.grad() or backward(inputs=...) does not ask for {name}.grad")
+
+
+def _check_nothing_else(parameters: Mapping[str, Tensor]) -> None:
+    """After backward: a gradient that is there now came from outside of the module."""
+    for name, parameter in parameters.items():
+        if parameter.grad is not None:
+            raise _not_all(
+                f"parameter {name} has a gradient from outside of the module as well, which its optimizer "
+                "did not see (the parameters are updated already)"
+            )
+
+
+def _not_all(why: str) -> UnsupportedError:
+    return UnsupportedError(
+        "IRC510",
+        f"gradients are released within backward, and this backward is another: {why}",
+        help="call loss.backward() once for each forward, or plan without accumulate_gradients and "
+        "optimizer_in_backward",
+    )

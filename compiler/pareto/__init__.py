@@ -1,0 +1,1 @@
+"""The memory/time front of a model."""

@@ -1,0 +1,261 @@
+"""The points of a front as they are found: one line each in a file, so that an interrupted run goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ...ir import Tier, TierUse, UsageError, print_graph
+from ...passes import Program
+from .front import FILES, Known, Point, Refusal, Survey
+
+__all__ = ["Identity", "Journal", "check_folder"]
+
+_NAME = "points.jsonl"
+_FORMAT = "irc-points-2"
+_Record = TypeVar("_Record")
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What points belong to; points of two identities do not mix.
+
+    Args:
+        irc: Its version.
+        program: Digest of the graph's text, without the places in the user's code.
+        costs: Digest of seconds and workspaces.
+        options: How budgets are chosen and planned, as text.
+        tiers: Where plans may copy, as text; empty where nowhere.
+    """
+
+    irc: str
+    program: str
+    costs: str
+    options: str
+    tiers: str = ""
+
+    @staticmethod
+    def of(program: Program, options: str, tiers: str = "") -> Identity:
+        """The identity of a program with costs, planned under `options` with copies to `tiers`."""
+        from ... import __version__
+
+        costs = program.costs
+        assert costs is not None, "costs come first"
+        nodes = tuple(replace(node, at=None) for node in program.graph.nodes)  # a line may move in its file
+        rows = (f"{n.name} {costs.seconds[n]!r} {costs.workspace_bytes[n]}" for n in program.graph.operations)
+        return Identity(
+            irc=__version__,
+            program=_digest(print_graph(replace(program.graph, nodes=nodes))),
+            costs=_digest("\n".join([costs.source, *rows])),
+            options=options,
+            tiers=tiers,
+        )
+
+    def differences(self, other: Identity) -> str:
+        """What differs, in words."""
+        words = {
+            "irc": "version of irc",
+            "program": "model",
+            "costs": "costs",
+            "options": "options",
+            "tiers": "tiers",
+        }
+        found = [text for name, text in words.items() if getattr(self, name) != getattr(other, name)]
+        return ", ".join(f"other {text}" for text in found)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def check_folder(folder: Path, *, restart: bool = False) -> None:
+    """Refuses a folder that cannot be written, or holds something else, before any work is done.
+
+    Args:
+        folder: Where the points and the front are to be written; made if need be.
+        restart: Whether what an earlier run wrote there goes.
+
+    Raises:
+        UsageError: IRC442.
+    """
+    try:
+        existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+        with tempfile.TemporaryFile(dir=existing):  # tells more than the permissions do
+            pass
+        found = set(os.listdir(folder)) if existing == folder else set[str]()
+    except OSError as error:
+        raise UsageError(
+            "IRC442", f"{folder} cannot be written: {error}", help="choose another folder"
+        ) from error
+    found = {name for name in found if not name.startswith(".")}
+    ours = found <= {_NAME, *FILES} and (restart or _NAME in found)
+    if found and not ours:
+        raise UsageError(
+            "IRC442",
+            f"{folder} is not empty, and holds no {_NAME} of irc pareto alone",
+            help="choose a new folder, or one that irc pareto wrote",
+        )
+
+
+@dataclass
+class Journal:
+    """What is known so far of a front; with a folder, on disk at once.
+
+    Args:
+        folder: Where `points.jsonl` stands; None keeps everything in memory.
+        identity: What the points belong to.
+        survey: What does not depend on the budget; None until `begin`.
+        outcomes: What planning gave at the budgets that are finished.
+    """
+
+    folder: Path | None
+    identity: Identity
+    survey: Survey | None = None
+    outcomes: tuple[Point | Refusal, ...] = ()
+
+    @staticmethod
+    def open(folder: Path | None, identity: Identity, *, restart: bool = False) -> Journal:
+        """The journal of a folder with what an earlier run of the same identity left; else an empty one.
+
+        A last line that was cut off in the middle is dropped, from the file too.
+
+        Args:
+            folder: As for the journal.
+            identity: What the points belong to.
+            restart: Deletes what an earlier run left.
+
+        Raises:
+            UsageError: IRC441 when the folder's points belong to something else; IRC442 when it cannot be
+                written or is not that of a front; IRC446 when the file is damaged.
+        """
+        if folder is None:
+            return Journal(None, identity)
+        check_folder(folder, restart=restart)
+        if restart:
+            for name in (_NAME, *FILES):
+                (folder / name).unlink(missing_ok=True)
+        path = folder / _NAME
+        if not path.exists():
+            return Journal(folder, identity)
+        written = path.read_bytes()
+        whole = written[: written.rfind(b"\n") + 1]
+        if not whole:
+            return Journal(folder, identity)
+        journal = _read(path, whole.splitlines())
+        if journal.identity != identity:
+            raise UsageError(
+                "IRC441",
+                f"{folder} holds the front of something else: {identity.differences(journal.identity)}",
+                help="choose another folder, or begin anew (--restart, restart=True)",
+            )
+        if len(whole) < len(written):
+            os.truncate(path, len(whole))
+        return journal
+
+    def begin(self, survey: Survey) -> None:
+        """Notes the survey; points follow.
+
+        Raises:
+            UsageError: IRC442 when the file cannot be written.
+        """
+        self.survey = survey
+        self._write_line(
+            {"format": _FORMAT, "identity": asdict(self.identity), "survey": asdict(survey)}, "wb"
+        )
+
+    def append(self, outcome: Point | Refusal) -> None:
+        """Notes what planning gave at one budget.
+
+        Raises:
+            UsageError: IRC442 when the file cannot be written.
+        """
+        self.outcomes += (outcome,)
+        kind = "point" if isinstance(outcome, Point) else "refusal"
+        self._write_line({kind: asdict(outcome)}, "ab")
+
+    def _write_line(self, data: dict[str, Any], mode: str) -> None:
+        if self.folder is None:
+            return
+        path = self.folder / _NAME
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with open(path, mode) as file:
+                file.write(json.dumps(data).encode() + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise UsageError(
+                "IRC442", f"{path} cannot be written: {error}", help="choose another folder"
+            ) from error
+
+
+# ---------------------------------------------------------------------- reading
+
+
+def _read(path: Path, lines: Sequence[bytes]) -> Journal:
+    with _undamaged(path, 1):
+        journal = _begun(path.parent, json.loads(lines[0]))
+    for number, line in enumerate(lines[1:], start=2):
+        with _undamaged(path, number):
+            ((kind, row),) = json.loads(line).items()
+            outcome = _record({"point": Point, "refusal": Refusal}[kind], row)
+            if isinstance(outcome, Point):
+                outcome = replace(outcome, tiers=_records(TierUse, outcome.tiers))
+            journal.outcomes += (outcome,)
+    return journal
+
+
+@contextmanager
+def _undamaged(path: Path, line: int) -> Generator[None]:
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UsageError(
+            "IRC446",
+            f"{path} is damaged in line {line}: {type(error).__name__}: {error}",
+            help="choose another folder, or begin anew (--restart, restart=True)",
+        ) from error
+
+
+def _begun(folder: Path, row: dict[str, Any]) -> Journal:
+    if row["format"] != _FORMAT:
+        raise ValueError(f"its format is {row['format']!r}, not {_FORMAT!r}")
+    survey = _record(Survey, row["survey"])
+    survey = replace(
+        survey,
+        budgets=tuple(map(int, survey.budgets)),
+        known=_records(Known, survey.known),
+        swap=tuple(map(str, survey.swap)),
+        tiers=_records(Tier, survey.tiers),
+    )
+    return Journal(folder, _record(Identity, row["identity"]), survey)
+
+
+_KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
+
+
+def _records(kind: type[_Record], rows: Iterable[Any]) -> tuple[_Record, ...]:
+    return tuple(_record(kind, row) for row in rows)
+
+
+def _record(kind: type[_Record], row: Any) -> _Record:
+    """A dataclass from its fields, each checked to be of its type.
+
+    Raises:
+        ValueError: A field is missing, unknown or of another type.
+    """
+    wanted = {field.name: str(field.type) for field in fields(kind)}  # pyright: ignore[reportArgumentType]
+    if row.keys() != wanted.keys():
+        raise ValueError(f"{kind.__name__} has other fields")
+    for name, type_name in wanted.items():
+        value, kinds = row[name], _KINDS.get(type_name, (list,))
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            raise ValueError(f"{name} is {value!r}")
+    return kind(**row)

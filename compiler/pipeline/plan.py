@@ -1,0 +1,242 @@
+"""Captures one micro-batch of a model, and plans its pipeline."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ...frontends.torch import Captured, capture
+from ...ir import BudgetError, Graph, InputRole, UnsupportedError
+from ...passes import Cost, OfferTiers, Program, SplitConvolutions, SplitDropout
+from ...passes.costs.optimizer_costs import OptimizerFactory, step_costs
+from ...passes.pipeline import (
+    Devices,
+    Line,
+    PipelineOptions,
+    Updates,
+    line_of,
+    lower_bound_seconds,
+    plan_pipeline,
+)
+from ...torch_support.pytree import flatten
+from ..model_source import training_loss
+from ..optimizers import DescribedOptimizer
+from ..tiers import measured, places
+from .request import PipelineRequest
+from .results import own_results
+from .summary import plan_of
+from .trainer import PipelineLoss, Stages
+
+__all__ = ["MicroBatch", "captured_micro_batch", "devices_of", "plan_stages", "updates_of"]
+
+_LINK_SECONDS = 20e-6
+"""What is assumed that a transfer takes beside its bytes."""
+
+
+def captured_micro_batch(
+    model: nn.Module, micro_batch: tuple[Any, ...], loss: PipelineLoss | None
+) -> Captured:
+    """The training graph of one micro-batch.
+
+    Raises:
+        UnsupportedError: IRC483 for arguments that require a gradient; IRC489 for written arguments and
+            results that are parameters; others for what is not supported.
+    """
+    of_result = training_loss if loss is None else (lambda result: loss(result, *micro_batch))
+    leaves, tree = flatten(micro_batch)
+    own = [_own(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    captured = capture(model, pytree.tree_unflatten(own, tree), {}, loss=of_result)
+    for entry in captured.graph.inputs:
+        if entry.role is InputRole.INPUT and entry.requires_grad:
+            raise UnsupportedError(
+                "IRC483",
+                f"argument {entry.target} requires a gradient, which a pipeline does not give back",
+                help="detach the argument, or make it a parameter of the model",
+            )
+    return own_results(captured)
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """A copy of a part of a batch, which would hold all of it: a plan counts what is held."""
+    if tensor.untyped_storage().nbytes() <= tensor.nbytes:
+        return tensor
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One micro-batch of a model with what its operations take.
+
+    Args:
+        captured: Its training graph.
+        program: The same with costs.
+        cost: What found them, for the graphs of stages.
+        updates: What the steps of an optimizer take.
+        tiers: Offers the tiers that stages may copy to; None where there are none.
+    """
+
+    captured: Captured
+    program: Program
+    cost: Cost
+    updates: Updates
+    tiers: OfferTiers | None = None
+
+    @staticmethod
+    def measured(captured: Captured, request: PipelineRequest) -> MicroBatch:
+        """Finds what the operations of a captured micro-batch take, the optimizer's steps, and copies.
+
+        Args:
+            captured: The training graph.
+            request: What is asked of the pipeline.
+
+        Raises:
+            UnsupportedError: IRC508 for an optimizer that takes no steps parameter by parameter.
+            UsageError: As `PipelineRequest.offered`.
+        """
+        profile, optimizer = request.profile, request.optimizer
+        if isinstance(profile, str):
+            split, cost = SplitConvolutions(transpose=profile == "cpu"), Cost(profile=profile)
+        else:
+            cost = Cost(profile="cpu") if profile is False else Cost(repeats=8 if profile else 3)
+            split = SplitConvolutions()
+        program = cost.run(replace(split.run(Program(captured.graph)), original=None))
+        updates = Updates() if optimizer is None else updates_of(program.graph, optimizer)
+        offered = request.offered()
+        if offered is not None:
+            (tiers,) = measured([offered], _device(program))
+            assert isinstance(tiers, OfferTiers)
+            offered = tiers
+        return MicroBatch(captured, program, cost, updates, offered)
+
+    @cached_property
+    def line(self) -> Line:
+        """Its operations as they may be cut."""
+        return line_of(self.program, self.cost.run)
+
+    @cached_property
+    def with_dropout_apart(self) -> MicroBatch | None:
+        """The same with masks that are kept and products that can be computed again; None without dropout."""
+        apart = SplitDropout().run(self.program)
+        if apart is self.program:
+            return None
+        return replace(self, program=self.cost.run(replace(apart, original=None)))
+
+    def plan(self, request: PipelineRequest, time_limit: float) -> Stages:
+        """Plans its pipeline; where nothing fits, with dropout taken apart.
+
+        The bound holds for both.
+
+        Args:
+            request: What it is asked to be.
+            time_limit: Seconds, instead of the request's.
+
+        Raises:
+            BudgetError: IRC486.
+            TimeLimitError: IRC205.
+            UsageError: IRC485 for more stages than operations; as `PipelineRequest`.
+        """
+        started = time.monotonic()
+        try:
+            return self._planned(request, time_limit)
+        except BudgetError:
+            if self.with_dropout_apart is None:
+                raise
+            left = max(time_limit - (time.monotonic() - started), time_limit / 4)
+            stages = self.with_dropout_apart._planned(request, left)
+            bound_seconds, single_seconds = self.bound_seconds(request), self._single_seconds(request)
+            plan = replace(stages.plan, bound_seconds=bound_seconds, single_seconds=single_seconds)
+            return replace(stages, plan=plan)
+
+    def bound_seconds(self, request: PipelineRequest) -> float:
+        """No plan of a request in which nothing is open takes less for a step."""
+        return lower_bound_seconds(
+            self.line, request.order(), devices_of(request), self.updates.seconds([self.line.graph])
+        )
+
+    def _single_seconds(self, request: PipelineRequest) -> float:
+        """Time of a step's operations on one device, each once for each micro-batch."""
+        once = self.line.seconds(0, len(self.line.order))
+        return once * request.count_of_micro_batches + self.updates.seconds([self.line.graph])
+
+    def _planned(self, request: PipelineRequest, time_limit: float) -> Stages:
+        options = PipelineOptions(
+            devices_of(request),
+            request.strategy,
+            request.partition,
+            request.strategies(),
+            time_limit,
+            self.updates,
+        )
+        order = request.order()
+        find = partial(self._costed, parts=order.stages // order.devices)
+        planned = plan_pipeline(self.program, order, options, find, self.line)
+        names = [device.name for device in request.requested_devices()]
+        optimizer = request.optimizer
+        named = str(optimizer) if isinstance(optimizer, DescribedOptimizer) else "one of the program's own"
+        return Stages(
+            planned.schedule,
+            tuple(stage.schedule for stage in planned.stages),
+            tuple(stage.schedule for stage in planned.last_stages),
+            self.captured.signature.deliveries,
+            self.captured.constants,
+            plan_of(planned, names, None if optimizer is None else named),
+            optimizer,
+            () if self.tiers is None else places([self.tiers], _device(self.program)),
+        )
+
+    def _costed(self, program: Program, parts: int) -> Program:
+        """A stage's program with costs and with its part of the tiers of its device."""
+        found = self.cost.run(program)
+        if self.tiers is None:
+            return found
+        offered = self.tiers.run(found)
+        shares = (replace(tier, capacity_bytes=tier.capacity_bytes // parts) for tier in offered.tiers)
+        return replace(offered, tiers=tuple(shares))
+
+
+def _device(program: Program) -> torch.device:
+    return torch.device(program.graph.storages[0].device)
+
+
+def updates_of(graph: Graph, optimizer: OptimizerFactory) -> Updates:
+    """What the steps of an optimizer take for the parameters of a graph.
+
+    Raises:
+        UnsupportedError: IRC508 for an optimizer that takes no steps parameter by parameter.
+    """
+    trained = [i.value for i in graph.inputs if i.role is InputRole.PARAMETER and i.requires_grad]
+    costs = step_costs(optimizer, trained)
+    return Updates({value.storage: cost for value, cost in costs.items()})
+
+
+def devices_of(request: PipelineRequest) -> Devices:
+    """The devices of a request and their links, as partitions know them."""
+    asked = request.requested_devices()
+    return Devices(
+        tuple(device.budget_bytes for device in asked),
+        tuple(device.speed for device in asked),
+        request.link_bytes_per_second(),
+        _LINK_SECONDS,
+    )
+
+
+def plan_stages(captured: Captured, request: PipelineRequest) -> Stages:
+    """Plans the pipeline of a captured micro-batch.
+
+    Raises:
+        BudgetError: IRC486.
+        TimeLimitError: IRC205.
+        UnsupportedError: IRC508 for an optimizer that takes no steps parameter by parameter.
+        UsageError: IRC485 for more stages than operations; as `PipelineRequest`.
+    """
+    started = time.monotonic()
+    micro_batch = MicroBatch.measured(captured, request)
+    left = max(request.time_limit - (time.monotonic() - started), request.time_limit / 4)
+    stages = micro_batch.plan(request, left)
+    return replace(stages, plan=replace(stages.plan, planning_seconds=time.monotonic() - started))

@@ -1,0 +1,165 @@
+"""The tiers that a user names: how fast they are for planning, and where they are when a module runs."""
+
+from __future__ import annotations
+
+import timeit
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+
+from ..backends.torch import DiskPlace, HostPlace, TierPlace
+from ..ir import Tier, UsageError, parse_tiers
+from ..passes import HOMED, OfferTiers, Pass
+from ..passes.costs.measure_tiers import measure_tier, tier_bytes
+from ..passes.costs.this_machine import this_machine
+
+__all__ = ["device_of", "measured", "offer", "places", "what_moves"]
+
+
+def what_moves(swap: str | Sequence[str]) -> tuple[list[str], str]:
+    """What `swap` of `irc.optimize` says: the tiers, and what lives there, as `PlanMemory.home`.
+
+    Raises:
+        UsageError: IRC423 where something is to live in a tier and no tier is named.
+    """
+    texts = [swap] if isinstance(swap, str) else [*swap]
+    tiers: list[str] = []
+    homes: list[str] = []
+    for text in texts:
+        words = [word.strip() for word in text.split(",")] if isinstance(cast(object, text), str) else []
+        if words and all(word in HOMED for word in words):
+            homes += words
+        else:
+            tiers.append(text)
+    if homes and not tiers:
+        raise UsageError(
+            "IRC423",
+            f"{' and '.join(dict.fromkeys(homes))} shall live in a tier, and swap= names none",
+            help='name one beside it: ["disk:/scratch:200GiB", "params,optimizer"]',
+        )
+    return tiers, "+".join(word for word in HOMED if word in homes) or "none"
+
+
+def offer(swap: str | Sequence[str], profile: bool | str | None) -> OfferTiers:
+    """The pass that offers the tiers that `swap` names, with the bandwidths of the machine a plan is for.
+
+    Args:
+        swap: Tiers, as `what_moves` gives them.
+        profile: The same; where it names a machine, that machine's; where it is False, those of the machine
+            `cpu`; else those of this machine, see `measured`.
+
+    Raises:
+        UsageError: IRC423 to IRC429 for what names no tier; IRC408 for a machine without such a tier; IRC447
+            for what lives in a tier, where the caller does not plan that.
+    """
+    _, home = what_moves(swap)
+    if home != "none":
+        raise UsageError(
+            "IRC447",
+            f"{home} shall live in a tier between steps, and only irc.optimize and `irc optimize` plan that",
+            help="leave params and optimizer out of swap=, or of --swap",
+        )
+    requests = parse_tiers(swap)
+    machine = profile if isinstance(profile, str) else "cpu" if profile is False else ""
+    found = OfferTiers("+".join(str(request) for request in requests), machine, asked=requests)
+    found.check()
+    return found
+
+
+def measured(passes: Sequence[Pass], device: torch.device) -> list[Pass]:
+    """The passes, with the tiers of this machine where a pass offers those.
+
+    They are as `irc machine` measured them, or else measured now, for a second each; in seconds of one
+    thread of the CPU, as measured costs are.
+
+    Args:
+        passes: A pipeline.
+        device: Where the model is.
+    """
+    return [
+        replace(step, tiers=tuple(_measured(step, device)))
+        if isinstance(step, OfferTiers) and not step.machine and not step.tiers
+        else step
+        for step in passes
+    ]
+
+
+def _measured(step: OfferTiers, device: torch.device) -> list[Tier]:
+    found: list[Tier] = []
+    speedup = _speedup(device)
+    for request in step.requests():
+        machine = this_machine(str(device), request.folder)
+        known = {tier.name: tier for tier in machine.tiers} if machine is not None else {}
+        tier = known.get(request.name) or measure_tier(request.name, request.folder, device=str(device))
+        free_bytes = tier_bytes(request.name, request.folder)
+        capacity_bytes = free_bytes if request.capacity_bytes is None else request.capacity_bytes
+        found.append(
+            replace(
+                tier,
+                capacity_bytes=capacity_bytes,
+                out_bytes_per_second=tier.out_bytes_per_second / speedup,
+                in_bytes_per_second=tier.in_bytes_per_second / speedup,
+                latency_seconds=tier.latency_seconds * speedup,
+            )
+        )
+    return found
+
+
+_SIZE = 512
+_REPEATS = 5
+
+
+def _speedup(device: torch.device) -> float:
+    """How many seconds of the cost table, which are those of one thread, pass in a second of a step.
+
+    It is that of a matrix product; what is bound by memory gains less from threads, so that copies are
+    rather counted as too slow.
+    """
+    threads = torch.get_num_threads()
+    if device.type != "cpu" or threads == 1:
+        return 1.0
+    left, right = torch.ones(_SIZE, _SIZE), torch.ones(_SIZE, _SIZE)
+
+    def seconds(count: int) -> float:
+        torch.set_num_threads(count)
+        try:
+            return min(timeit.repeat(lambda: torch.mm(left, right), number=1, repeat=_REPEATS))
+        finally:
+            torch.set_num_threads(threads)
+
+    return max(seconds(1) / seconds(threads), 1.0)
+
+
+def places(passes: Sequence[Pass], device: torch.device) -> tuple[TierPlace, ...]:
+    """Where the tiers of a pipeline are for a module on `device`.
+
+    A plan for another machine may name the host of a GPU; where the module is on the CPU, what goes there
+    is written to a scratch file: the numbers and the memory beside it are the same.
+    """
+    found: dict[str, TierPlace] = {}
+    for step in passes:
+        if isinstance(step, OfferTiers):
+            known = {tier.name: tier for tier in (step.offered() if step.machine else step.tiers)}
+            for request in step.requests():
+                tier = known.get(request.name)
+                nbytes = _UNLIMITED if tier is None else tier.capacity_bytes
+                is_duplex = tier is None or tier.is_duplex
+                elsewhere = bool(step.machine) and device.type == "cpu"
+                if request.name == "host" and not elsewhere:
+                    found[request.name] = HostPlace(request.name, nbytes)
+                else:
+                    folder = request.folder or None
+                    found[request.name] = DiskPlace(request.name, nbytes, folder, is_duplex=is_duplex)
+    return tuple(found.values())
+
+
+_UNLIMITED = 1 << 62
+"""The capacity of a place whose tier is not measured yet."""
+
+
+def device_of(model: Any, leaves: Sequence[Any]) -> torch.device:
+    """Where a model is: its first parameter or buffer, or the first tensor among its arguments."""
+    tensors = (*model.parameters(), *model.buffers(), *(x for x in leaves if isinstance(x, torch.Tensor)))
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))

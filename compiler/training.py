@@ -1,0 +1,454 @@
+"""Trains a few steps, measures memory and time, and compares with the original model."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from ..ir import Gradients, Plan
+from ..passes.costs.allocations import peak_bytes
+from ..passes.costs.optimizer_costs import OptimizerFactory, optimizer_of
+from ..torch_support.pytree import flatten
+from .model_source import training_loss
+
+__all__ = ["Comparison", "Step", "compare", "measured_peak_bytes", "optimizer_of_all", "train"]
+
+_RATE = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One training step.
+
+    Args:
+        loss: Value of the loss.
+        seconds: Time of forward, loss and backward, and of the optimizer where one is named: processor
+            seconds on CPU, else seconds of the clock; those also where copies to tiers are waited for.
+    """
+
+    loss: float
+    seconds: float
+
+
+@dataclass
+class Differences:
+    """How far tensors of one kind were apart, over all steps.
+
+    Args:
+        largest: The largest absolute difference of an element; infinite where one of them is not a number and
+            the other is.
+        scale: The largest absolute element of the original's.
+        worst: The largest difference as a multiple of what is allowed: 1e-4 of a tensor's own largest element
+            and 1e-6 of the largest of all.
+    """
+
+    largest: float = 0.0
+    scale: float = 0.0
+    worst: float = 0.0
+
+    def add(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Counts the tensors of a step, each of the original with the other's."""
+        found = [(_difference(expected, other), _largest(expected)) for expected, other in pairs]
+        self.largest = max([self.largest, *(off for off, _ in found)])
+        self.scale = max([self.scale, *(own for _, own in found)])
+        for off, own in found:
+            allowed = 1e-4 * own + 1e-6 * self.scale
+            self.worst = max(self.worst, 0.0 if off == 0 else off / allowed if allowed else math.inf)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Steps of two modules side by side, from the same weights, on the same inputs.
+
+    Args:
+        original: The original's steps.
+        fitted: The fitted module's steps.
+        gradient_difference: Largest absolute difference of a gradient's element, over all steps; infinite
+            where one of them is not a number and the other is.
+        gradient_scale: Largest absolute element of a gradient of the original.
+        worst_gradient: Largest difference of a gradient as a multiple of what is allowed: 1e-4 of its own
+            largest element and 1e-6 of the largest of all.
+        buffer_difference: Largest absolute difference of a buffer's element, over all steps.
+        same_gradients: Whether the same parameters and inputs had gradients.
+        same_generator: Whether the random generator was in the same state after each step.
+        output_difference: Largest absolute difference of an output's element, over all steps.
+        output_scale: Largest absolute element of an output of the original.
+        parameters: Where an optimizer takes the steps: how far parameters were apart after them; the
+            gradients are then those of inputs. None where both take steps of plain SGD.
+    """
+
+    original: tuple[Step, ...]
+    fitted: tuple[Step, ...]
+    gradient_difference: float
+    gradient_scale: float
+    worst_gradient: float
+    buffer_difference: float
+    same_gradients: bool
+    same_generator: bool
+    output_difference: float = 0.0
+    output_scale: float = 0.0
+    parameters: Differences | None = None
+
+    @property
+    def loss_difference(self) -> float:
+        """Largest absolute difference of a step's loss."""
+        pairs = zip(self.original, self.fitted, strict=True)
+        return max(_difference(torch.tensor(a.loss), torch.tensor(b.loss)) for a, b in pairs)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the numbers are the same up to rounding, gradient by gradient and so for parameters."""
+        losses = max((abs(step.loss) for step in self.original if math.isfinite(step.loss)), default=0.0)
+        close = self.worst_gradient <= 1 and (self.parameters is None or self.parameters.worst <= 1)
+        close &= self.output_difference <= 1e-5 * self.output_scale
+        close &= self.loss_difference <= 1e-5 * losses and self.buffer_difference <= 1e-5
+        return close and self.same_gradients and self.same_generator
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether losses, outputs, gradients or parameters, and buffers are the same bit for bit."""
+        found = [self.loss_difference, self.output_difference, self.gradient_difference]
+        found += [self.buffer_difference, 0.0 if self.parameters is None else self.parameters.largest]
+        return self.agrees and max(found) == 0
+
+    @property
+    def time_ratio(self) -> float:
+        """Best step of the fitted module over best step of the original, interleaved."""
+        best = min(s.seconds for s in self.original)
+        return min(s.seconds for s in self.fitted) / max(best, 1e-9)
+
+
+def train(module: nn.Module, inputs: Sequence[Any], steps: int) -> list[Step]:
+    """Trains `steps` steps on the same inputs: of plain SGD, where no optimizer runs within backward."""
+    found: list[Step] = []
+    for _ in range(steps):
+        found.append(_step(module, inputs, _clock(module))[0])
+        _update(module)
+    return found
+
+
+def measured_peak_bytes(
+    module: nn.Module,
+    inputs: Sequence[Any],
+    static_bytes: int,
+    *,
+    keywords: Mapping[str, Any] | None = None,
+    loss: Callable[[Any], Tensor] = training_loss,
+    forwards: int = 1,
+    with_gradients: bool = False,
+    optimizer: Optimizer | None = None,
+    is_given_up: bool = False,
+) -> int:
+    """The peak of one training step, from allocator events, with what exists before it, in bytes.
+
+    The module's numbers are as before afterwards: parameters, buffers, the state of optimizers in backward
+    and the generator are put back, gradients cleared. A module that releases its gradients takes a step
+    before the one that is measured, so that what its plan reserves (`.grad`, optimizer state) is there.
+
+    Args:
+        module: A module that has run at least once (kernels choose their workspaces on the first run).
+        inputs: Arguments of the step.
+        static_bytes: Bytes of parameters, buffers and inputs, which the events do not show; for a module that
+            releases its gradients with the reserved bytes, and where several forwards are in flight with the
+            inputs of each of them.
+        keywords: Keyword arguments of the step.
+        loss: A function from the result to a scalar; the result is held until backward ends.
+        forwards: How many are in flight: all run, then their losses, then one backward for all, which is the
+            order that takes most.
+        with_gradients: Leave the gradients of a step before, and count them: the ones of this step are added.
+        optimizer: Takes its step after backward, and frees the gradients, within what is measured; its state
+            is there, as after a step before, and is not counted. It is as before afterwards.
+        is_given_up: Leave the module's numbers as they are then.
+    """
+    _clear_gradients(module, inputs)
+    there_bytes = 0
+    calls = [tuple(inputs), *(_copied(inputs) for _ in range(1, forwards))]
+    kept = contextlib.nullcontext() if is_given_up else _restored(module, optimizer)
+    with torch.random.fork_rng(), kept:
+        on_cuda = any(parameter.is_cuda for parameter in module.parameters())
+        if forwards > 1:
+            run = _forwards_backward(module, calls, keywords, loss)
+        else:
+            run = _forward_backward(module, inputs, keywords, loss)
+        if optimizer is not None:
+            run = _with_step(run, optimizer)
+        if _releases_gradients(module) or with_gradients or optimizer is not None:
+            run()
+            for call in calls:
+                _clear_input_gradients(call)
+        if with_gradients and not _releases_gradients(module):
+            gradients = {id(p): p.grad for p in module.parameters() if p.grad is not None}
+            there_bytes = sum(gradient.untyped_storage().nbytes() for gradient in gradients.values())
+        peak = _cuda_peak_bytes(run) if on_cuda else peak_bytes(run)
+    _clear_gradients(module, inputs)
+    return peak + static_bytes + there_bytes
+
+
+def _copied(inputs: Sequence[Any]) -> tuple[Any, ...]:
+    """The same arguments in memory of their own."""
+
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return copy.deepcopy(leaf.detach()).requires_grad_(leaf.requires_grad)
+
+    leaves, tree = flatten(tuple(inputs))
+    return pytree.tree_unflatten(map(copied, leaves), tree)
+
+
+def _forwards_backward(
+    module: nn.Module,
+    calls: Sequence[Sequence[Any]],
+    keywords: Mapping[str, Any] | None,
+    loss: Callable[[Any], Tensor],
+) -> Callable[[], object]:
+    """A step for each of the inputs: all forwards, all losses, and one backward."""
+
+    def run() -> None:
+        outputs = [module(*inputs, **(keywords or {})) for inputs in calls]
+        torch.autograd.backward([loss(output) for output in outputs])
+
+    return run
+
+
+def _with_step(run: Callable[[], object], optimizer: Optimizer) -> Callable[[], object]:
+    """A step of an ordinary loop: what runs, the optimizer, and no gradients left."""
+
+    def stepped() -> None:
+        run()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return stepped
+
+
+def _plan_of(module: nn.Module) -> Plan | None:
+    plans: tuple[object, ...] = getattr(module, "irc_plan", None), getattr(module, "plan", None)
+    return next((plan for plan in plans if isinstance(plan, Plan)), None)
+
+
+def _releases_gradients(module: nn.Module) -> bool:
+    plan = _plan_of(module)
+    return plan is not None and plan.gradients != Gradients.RETURNED.value
+
+
+@contextlib.contextmanager
+def _restored(module: nn.Module, optimizer: Optimizer | None = None) -> Generator[None]:
+    """Afterwards, buffers are as before, and where optimizers take steps, parameters and their state."""
+    optimizers: dict[str, Optimizer] = dict(getattr(module, "irc_optimizers", {}))
+    if optimizer is not None:
+        optimizers[""] = optimizer
+    states = {name: copy.deepcopy(optimizer.state_dict()) for name, optimizer in optimizers.items()}
+    tensors = [*module.buffers(), *(module.parameters() if optimizers else ())]
+    before = [tensor.detach().clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(tensors, before, strict=True):
+                tensor.copy_(value)
+        for name, optimizer in optimizers.items():
+            optimizer.load_state_dict(states[name])
+
+
+def compare(
+    original: nn.Module,
+    fitted: nn.Module,
+    inputs: Sequence[Any],
+    steps: int,
+    *,
+    original_inputs: Sequence[Any] | None = None,
+    optimizer: OptimizerFactory | None = None,
+) -> Comparison:
+    """Trains both side by side, one step of the one and one of the other.
+
+    Without an optimizer both take steps of plain SGD, and their gradients are compared. With one, the
+    original has it in an ordinary loop, and the parameters are compared after each step.
+
+    Args:
+        original: The original; its weights and buffers must equal the fitted module's.
+        fitted: The fitted module, with its own weights.
+        inputs: Arguments of each step.
+        steps: How many.
+        original_inputs: The same numbers as the original takes them, where it takes them otherwise.
+        optimizer: Makes the optimizers that the fitted module has within backward.
+    """
+    given = inputs if original_inputs is None else original_inputs
+    one = None if optimizer is None else optimizer_of_all(optimizer, original)
+    clock = _clock(fitted)
+    of_original: list[Step] = []
+    of_fitted: list[Step] = []
+    gradients, parameters, outputs, buffers = (Differences() for _ in range(4))
+    same_gradients = same_generator = True
+    for _ in range(steps):
+        before = _generator_states()
+        step, expected_outputs = _step(original, given, clock, one)
+        of_original.append(step)
+        after = _generator_states()
+        _restore_generators(before)
+        step, found_outputs = _step(fitted, inputs, clock)
+        of_fitted.append(step)
+        same_generator &= all(map(torch.equal, after, _generator_states()))
+        outputs.add(_paired(expected_outputs, found_outputs))
+        expected, found = _gradients(original, given), _gradients(fitted, inputs)
+        if one is not None:
+            there = dict(fitted.named_parameters())
+            trained = {
+                name: p for name, p in original.named_parameters() if name in there or name in expected
+            }
+            same_gradients &= trained.keys() <= there.keys()
+            parameters.add((p.detach(), there[name].detach()) for name, p in trained.items() if name in there)
+            expected = {name: gradient for name, gradient in expected.items() if name not in trained}
+        same_gradients &= expected.keys() == found.keys()
+        gradients.add((gradient, found[name]) for name, gradient in expected.items() if name in found)
+        mine = dict(fitted.named_buffers())
+        buffers.add((value, mine[name]) for name, value in original.named_buffers() if name in mine)
+        if one is None:
+            _update(original)
+            _update(fitted)
+    return Comparison(
+        tuple(of_original),
+        tuple(of_fitted),
+        gradients.largest,
+        gradients.scale,
+        gradients.worst,
+        buffers.largest,
+        same_gradients,
+        same_generator,
+        outputs.largest,
+        outputs.scale,
+        None if one is None else parameters,
+    )
+
+
+def optimizer_of_all(factory: OptimizerFactory, module: nn.Module) -> Optimizer:
+    """The one optimizer of all that a module trains, as an ordinary loop has it.
+
+    Raises:
+        UsageError: IRC508 when the factory fails.
+    """
+    return optimizer_of(factory, [p for p in module.parameters() if p.requires_grad])
+
+
+def _paired(expected: Sequence[Tensor], found: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """The outputs of both; where they are not as many, one that differs from none at all."""
+    if len(expected) != len(found):
+        return [(torch.ones(1), torch.full((1,), math.nan))]
+    return list(zip(expected, found, strict=True))
+
+
+def _gradients(module: nn.Module, inputs: Sequence[Any]) -> dict[str, Tensor]:
+    """The gradients that a step left, of parameters by name and of inputs by position."""
+    tensors: dict[str, Tensor] = dict(module.named_parameters())
+    tensors |= {f"input {index}": leaf for index, leaf in enumerate(_tensors(inputs))}
+    return {name: tensor.grad for name, tensor in tensors.items() if tensor.grad is not None}
+
+
+def _tensors(inputs: Sequence[Any]) -> list[Tensor]:
+    return [leaf for leaf in flatten(tuple(inputs))[0] if isinstance(leaf, Tensor)]
+
+
+def _clear_gradients(module: nn.Module, inputs: Sequence[Any]) -> None:
+    module.zero_grad(set_to_none=True)
+    _clear_input_gradients(inputs)
+
+
+def _clear_input_gradients(inputs: Sequence[Any]) -> None:
+    for tensor in _tensors(inputs):
+        tensor.grad = None
+
+
+def _generator_states() -> list[Tensor]:
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ())]
+
+
+def _restore_generators(states: list[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state_all(states[1:])
+
+
+def _clock(module: nn.Module) -> Callable[[], float]:
+    """Seconds, see `Step`."""
+    plan = _plan_of(module)
+    waits = any(parameter.is_cuda for parameter in module.parameters()) or (plan is not None and plan.tiers)
+    return time.perf_counter if waits else time.process_time
+
+
+def _step(
+    module: nn.Module, inputs: Sequence[Any], clock: Callable[[], float], optimizer: Optimizer | None = None
+) -> tuple[Step, list[Tensor]]:
+    """A step, with the optimizer's where there is one, and its outputs."""
+    outputs: list[Tensor] = []
+
+    def loss(result: Any) -> Tensor:
+        outputs.extend(leaf.detach() for leaf in flatten(result)[0] if isinstance(leaf, Tensor))
+        return training_loss(result)
+
+    _clear_gradients(module, inputs)
+    start = clock()
+    value = _forward_backward(module, inputs, loss=loss)()
+    if optimizer is not None:
+        optimizer.step()
+    if value.is_cuda:
+        torch.cuda.synchronize()
+    return Step(value.item(), clock() - start), outputs
+
+
+def _forward_backward(
+    module: nn.Module,
+    inputs: Sequence[Any],
+    keywords: Mapping[str, Any] | None = None,
+    loss: Callable[[Any], Tensor] = training_loss,
+) -> Callable[[], Tensor]:
+    def run() -> Tensor:
+        result = module(*inputs, **(keywords or {}))
+        value = loss(result)
+        value.backward()
+        return value.detach()
+
+    return run
+
+
+def _update(module: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad, alpha=_RATE)
+
+
+def _largest(tensor: Tensor) -> float:
+    """The largest absolute finite element."""
+    elements = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return float(elements.double().nan_to_num(0, 0, 0).abs().max()) if tensor.numel() else 0.0
+
+
+def _difference(expected: Tensor, found: Tensor) -> float:
+    """The largest absolute difference of two elements; none where both are nan, or equal infinities."""
+    if torch.equal(expected, found):
+        return 0.0
+    if expected.shape != found.shape:
+        return math.inf
+    pair = (torch.view_as_real(t) if t.is_complex() else t for t in (expected, found))
+    a, b = (t.detach().double() for t in pair)
+    differences = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs())
+    return float(differences.nan_to_num(math.inf).max())
+
+
+def _cuda_peak_bytes(run: Callable[[], Any]) -> int:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before

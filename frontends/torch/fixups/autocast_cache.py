@@ -1,0 +1,128 @@
+"""The casts that autocast makes of parameters: one for all uses in a forward, as in eager."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Set
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._functorch._aot_autograd.descriptors import GradAOTOutput
+
+from ..provenance import is_converted_by_code
+
+__all__ = ["share_casts"]
+
+_CAST = torch.ops.aten._to_copy.default
+_ADD = torch.ops.aten.add.Tensor
+
+
+def share_casts(graph: fx.Graph) -> None:
+    """Makes one of the casts of a parameter, or of another leaf with a gradient, that autocast would keep.
+
+    A tracer casts anew for each use, and casts the gradient of each use back before it sums them. Eager
+    keeps what it has cast until autocast ends: it sums in half precision and casts the sum. Where a layer is
+    used several times that is another rounding, more memory and more work.
+
+    Args:
+        graph: A joint graph that was traced under autocast. Outside of it there is nothing to do.
+    """
+    if not torch.is_autocast_cache_enabled():
+        return
+    to = {torch.get_autocast_dtype(d) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)}
+    output = graph.output_node()
+    results: Any = output.args[0]
+    gradients = {
+        described.grad_of: node
+        for node, described in zip(results, output.meta["desc"], strict=True)
+        if isinstance(described, GradAOTOutput) and node is not None
+    }
+    for leaf in graph.find_nodes(op="placeholder"):
+        gradient = gradients.get(leaf.meta["desc"])
+        if gradient is not None:
+            for casts in _casts_of(leaf, to):
+                _share(graph, casts, gradient)
+
+
+def _casts_of(leaf: fx.Node, to: Set[torch.dtype]) -> Iterator[list[fx.Node]]:
+    """Autocast's own casts of one leaf to one type, where there are several; it keeps no other."""
+    found: dict[torch.dtype, list[fx.Node]] = defaultdict(list)
+    if leaf.meta["val"].dtype == torch.float32:
+        for user in leaf.users:
+            is_cast = user.target is _CAST and user.kwargs.keys() == {"dtype"} and user.kwargs["dtype"] in to
+            if is_cast and not is_converted_by_code(user):
+                found[user.meta["val"].dtype].append(user)
+    return (casts for casts in found.values() if len(casts) > 1)
+
+
+def _share(graph: fx.Graph, casts: list[fx.Node], gradient: fx.Node) -> None:
+    """Leaves the first of some casts, and the last cast of their gradients, which then casts the sum."""
+    dtype: torch.dtype = casts[0].meta["val"].dtype
+    sums, arriving = _arriving(gradient)
+    back = [node for node in arriving if _casts_back(node, dtype)]
+    if len(back) != len(casts):
+        return  # gradients that meet on their way, or uses without one
+    first, *others = casts
+    for cast in others:
+        cast.replace_all_uses_with(first)
+        graph.erase_node(cast)
+    total: Any = back[0].args[0]
+    for node in back[1:]:
+        new = node.args[0]
+        assert isinstance(new, fx.Node)
+        with graph.inserting_before(node):
+            total = _added(graph, total, new, like=node)
+    back[-1].args = (total,)
+    _refresh(back[-1])
+    kept = [
+        (node, added) for node, added in zip(arriving, [None, *sums], strict=True) if node not in back[:-1]
+    ]
+    so_far, _ = kept[0]
+    for node, added in kept[1:]:
+        assert added is not None
+        added.args = (so_far, node)
+        _refresh(added)
+        so_far = added
+    if so_far is not gradient:
+        gradient.replace_all_uses_with(so_far)
+    for node in [*reversed(sums), *back[:-1]]:
+        if not node.users:
+            graph.erase_node(node)
+
+
+def _arriving(gradient: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+    """How autograd has summed a gradient: the sums, and what they are of, each in order of arrival."""
+    sums: list[fx.Node] = []
+    arriving: list[fx.Node] = []
+    node = gradient
+    while node.target is _ADD and len(node.users) == 1 and not node.kwargs:
+        nodes = [arg for arg in node.args if isinstance(arg, fx.Node)]
+        if not len(nodes) == len(node.args) == 2:
+            break
+        so_far, new = nodes
+        sums.append(node)
+        arriving.append(new)
+        node = so_far
+    return sums[::-1], [node, *reversed(arriving)]
+
+
+def _casts_back(node: fx.Node, dtype: torch.dtype) -> bool:
+    """Whether a node casts the gradient of a use to the type of the leaf, for its sum alone."""
+    source = node.args[0] if node.target is _CAST else None
+    return isinstance(source, fx.Node) and source.meta["val"].dtype == dtype and len(node.users) == 1
+
+
+def _added(graph: fx.Graph, total: fx.Node, new: fx.Node, like: fx.Node) -> fx.Node:
+    node = graph.call_function(_ADD, (total, new))
+    node.meta = {**like.meta}
+    _refresh(node)
+    return node
+
+
+def _refresh(node: fx.Node) -> None:
+    """Writes down the type of what a node makes now."""
+    args: list[Any] = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in node.args]
+    with args[0].fake_mode:
+        made: Tensor = node.target(*args, **node.kwargs)  # pyright: ignore[reportCallIssue]
+    node.meta["val"] = made

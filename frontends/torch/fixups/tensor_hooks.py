@@ -1,0 +1,94 @@
+"""Hooks that a module's forward puts on its own tensors: traced where they compute, else refused."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ....ir import Location, UnsupportedError
+
+__all__ = ["tensor_hooks"]
+
+_Method = Callable[..., Any]
+_Hook = Callable[[Tensor], Any]
+
+
+@contextlib.contextmanager
+def tensor_hooks() -> Generator[None]:
+    """While active, hooks on tensors must return a gradient, which then is part of what is traced.
+
+    A hook that returns nothing is there for what it does elsewhere: it would run once, while the module is
+    traced, and never again. Other threads are left alone.
+
+    Raises:
+        UnsupportedError: IRC536 for such a hook, when it is called, and for `retain_grad`.
+    """
+    originals: dict[str, _Method] = {name: getattr(Tensor, name) for name in _REPLACED}
+    for name, replacement in _REPLACED.items():
+        setattr(Tensor, name, _in_this_thread(replacement, originals[name]))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(Tensor, name, original)
+
+
+def _in_this_thread(replacement: _Method, original: _Method) -> _Method:
+    thread = threading.get_ident()
+
+    @functools.wraps(original)
+    def method(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return original(tensor, *args, **kwargs)
+        return replacement(functools.partial(original, tensor), *args, **kwargs)
+
+    return method
+
+
+def _register_hook(original: _Method, hook: _Hook) -> Any:
+    @functools.wraps(hook)
+    def traced(gradient: Tensor) -> Tensor:
+        result = hook(gradient)
+        if result is None:
+            raise _refused(f"a hook on a tensor ({hook!r}), which returns no gradient", _place(hook))
+        return result
+
+    return original(traced)
+
+
+def _register_post_accumulate_grad_hook(original: _Method, hook: _Hook) -> Any:
+    raise _refused(f"a hook on a tensor ({hook!r})", _place(hook))
+
+
+def _retain_grad(original: _Method) -> Any:
+    raise _refused("retain_grad() on a tensor")
+
+
+_REPLACED: dict[str, _Method] = {
+    "register_hook": _register_hook,
+    "register_post_accumulate_grad_hook": _register_post_accumulate_grad_hook,
+    "retain_grad": _retain_grad,
+}
+
+
+def _place(hook: _Hook) -> Location | None:
+    code = getattr(hook, "__code__", None)
+    if code is None:
+        return None
+    return Location(source=f"{Path(code.co_filename).name}:{code.co_firstlineno} in {code.co_name}")
+
+
+def _refused(what: str, at: Location | None = None) -> UnsupportedError:
+    return UnsupportedError(
+        "IRC536",
+        f"the forward calls for {what}: it would run while the module is traced, and in no step",
+        at=at,
+        help="return the tensor from the forward and register the hook on the result, or return the gradient "
+        "from the hook",
+    )

@@ -1,0 +1,114 @@
+"""Places wishes on the operations of a graph: the innermost one counts, and what leaves a stretch is free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx
+
+from ...ir import Graph, Node, Policy, Region, Storage, Trait, UnsupportedError, Wish
+from .annotation_scopes import Scope
+from .provenance import location_of, scopes_of
+
+__all__ = ["Note", "note_of", "place_wishes"]
+
+_POLICIES = {
+    "MUST_SAVE": Policy.KEEP,
+    "PREFER_SAVE": Policy.PREFER_KEEP,
+    "MUST_RECOMPUTE": Policy.RECOMPUTE,
+    "PREFER_RECOMPUTE": Policy.PREFER_RECOMPUTE,
+    "PREFER_CPU_OFFLOAD": Policy.PREFER_KEEP,
+}
+"""What torch's `CheckpointPolicy` means here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What is known of a traced operation.
+
+    Args:
+        scopes: The stretches that it is in, outermost first.
+        tag: The name of the `CheckpointPolicy` that torch gives it, or None.
+    """
+
+    scopes: tuple[Scope, ...]
+    tag: str | None
+
+
+def note_of(node: fx.Node) -> Note | None:
+    """The note of a traced node; None for one that no wish is about.
+
+    Raises:
+        UnsupportedError: IRC554 for a policy that moves results to the host.
+    """
+    scopes = scopes_of(node)
+    graph_number: Any = node.meta.get("ac_graph_id")  # torch.compile has wrapped the checkpoint's function
+    if graph_number is not None:
+        scopes = (*scopes, Scope(-1 - graph_number, None))
+    policy: Any = node.meta.get("recompute")
+    # outside of its stretches torch leaves the last tag on every node that follows
+    is_tagged = policy is not None and any(scope.wish is None for scope in scopes)
+    tag: str | None = None if policy is None or not is_tagged else policy.name
+    if tag is not None and tag not in _POLICIES:
+        raise UnsupportedError(
+            "IRC554",
+            f"CheckpointPolicy.{tag} asks to move the result of {node.target} to the host",
+            at=location_of(node),
+            help="return another policy, such as CheckpointPolicy.PREFER_SAVE",
+        )
+    return Note(scopes, tag) if scopes else None
+
+
+def place_wishes(graph: Graph, notes: Mapping[str, Note], asked: Iterable[Wish]) -> Graph:
+    """The graph with a wish on each forward operation that one is about.
+
+    Of the stretches around an operation the innermost counts that says what must be: `KEEP`, or `RECOMPUTE`
+    where no result leaves the stretch. Without one the innermost hint stands there. A view has no storage of
+    its own: nothing can be wished for it.
+
+    Args:
+        graph: Without wishes.
+        notes: By the names of nodes.
+        asked: Wishes that are part of the graph whether they are about an operation or not.
+    """
+    readers: dict[Storage, list[Node]] = {}
+    for node in graph.operations:
+        # an effect writes at once what stays anyway: the new value of a buffer
+        if node.region is Region.FORWARD and Trait.EFFECT not in node.traits:
+            for storage in graph.reads(node):
+                readers.setdefault(storage, []).append(node)
+
+    def leaves(node: Node, scope: Scope) -> bool:
+        made = graph.allocates(node)
+        outside = (
+            reader
+            for storage in made
+            for reader in readers.get(storage, ())
+            if reader.name not in notes or scope not in notes[reader.name].scopes
+        )
+        return not graph.output_storages.isdisjoint(made) or any(outside)
+
+    def wish_of(node: Node) -> Wish | None:
+        note = notes.get(node.name)
+        if note is None or node.is_view or node.region is Region.BACKWARD:
+            return None
+        wishes = [(scope, _wish_in(scope, note.tag)) for scope in reversed(note.scopes)]
+        for scope, wish in wishes:
+            if wish is None or wish.is_hint:
+                continue
+            if wish.policy is Policy.KEEP or not leaves(node, scope):
+                return wish
+        return next((wish for _, wish in wishes if wish is not None and wish.is_hint), None)
+
+    nodes = tuple(replace(node, wish=wish_of(node)) if node.name in notes else node for node in graph.nodes)
+    placed = (node.wish for node in nodes if node.wish is not None)
+    return replace(graph, nodes=nodes, wishes=tuple(dict.fromkeys((*asked, *placed))))
+
+
+def _wish_in(scope: Scope, tag: str | None) -> Wish | None:
+    """What is wished in a stretch; torch's policy names it for the operation."""
+    if scope.wish is not None or tag is None:
+        return scope.wish
+    return Wish(_POLICIES[tag], f"CheckpointPolicy.{tag}{scope.where}")

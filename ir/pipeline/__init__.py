@@ -1,0 +1,1 @@
+"""Pipeline schedules: order of work, time, memory and exchange of each device."""

@@ -1,0 +1,167 @@
+"""The certificate of a planned pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..units import format_bytes
+
+__all__ = ["PipelinePlan", "StageSummary"]
+
+_FORMAT = "irc-pipeline-2"
+
+
+@dataclass(frozen=True, slots=True)
+class StageSummary:
+    """What one stage does for a micro-batch.
+
+    Args:
+        stage: Its place.
+        device: Where it runs.
+        first: Where its first operation comes from, in words.
+        operations: How many operations of the model it runs forward.
+        parameter_bytes: Of its parameters.
+        forward_seconds: Predicted time of its forward.
+        backward_seconds: Predicted time of its backward, with what it computes again.
+        copied_bytes: What it copies out to tiers.
+        again_seconds: Predicted time of what it computes again.
+        held_bytes: What a micro-batch holds there between forward and backward.
+        forward_bytes: What it sends to the next stage.
+        backward_bytes: What it sends to the stage before.
+        in_flight: The most micro-batches that it holds at once.
+    """
+
+    stage: int
+    device: int
+    first: str
+    operations: int
+    parameter_bytes: int
+    forward_seconds: float
+    backward_seconds: float
+    copied_bytes: int
+    again_seconds: float
+    held_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+    in_flight: int
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """What was asked, what was chosen, what it takes and the proof of how good that is.
+
+    Args:
+        schedule: The name of the order of work.
+        micro_batches: How many a step has.
+        budget_bytes: Of each device.
+        speeds: Of each device, beside the one that costs are for.
+        device_names: What each device was called; empty texts where that was left open.
+        optimizer: Whose state and steps are counted; None where none is.
+        peak_bytes: Predicted, of each device.
+        step_seconds: Predicted time of a step.
+        bound_seconds: No partition takes less on these devices.
+        single_seconds: Time of the operations of a step on one device, each once for each micro-batch.
+        bubble: The part of the devices' time in which they do not compute.
+        stages: What each stage does.
+        cuts: Before which of the model's forward operations it is cut.
+        costs: Where seconds and workspaces come from.
+        planning_seconds: How long planning took.
+    """
+
+    schedule: str
+    micro_batches: int
+    budget_bytes: tuple[int, ...]
+    speeds: tuple[float, ...]
+    device_names: tuple[str, ...]
+    optimizer: str | None
+    peak_bytes: tuple[int, ...]
+    step_seconds: float
+    bound_seconds: float
+    single_seconds: float
+    bubble: float
+    stages: tuple[StageSummary, ...]
+    cuts: tuple[int, ...]
+    costs: str
+    planning_seconds: float
+
+    @property
+    def devices(self) -> int:
+        """How many devices there are."""
+        return len(self.budget_bytes)
+
+    @property
+    def gap(self) -> float:
+        """How much longer than the bound a step is at the most, as a fraction of the bound."""
+        return self.step_seconds / self.bound_seconds - 1 if self.bound_seconds else 0.0
+
+    @property
+    def speedup(self) -> float:
+        """Of a step, over one device that computes nothing twice and has memory enough."""
+        return self.single_seconds / self.step_seconds if self.step_seconds else 1.0
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON; `from_json` reads it."""
+        return {"format": _FORMAT, **asdict(self), "gap": self.gap, "speedup": self.speedup}
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> PipelinePlan:
+        """The plan that `to_json` wrote.
+
+        Raises:
+            ValueError: When it is of another format.
+            LookupError: When something is missing.
+        """
+        if data["format"] != _FORMAT:
+            raise ValueError(f"format is {data['format']!r}, not {_FORMAT!r}")
+        return PipelinePlan(
+            schedule=str(data["schedule"]),
+            micro_batches=int(data["micro_batches"]),
+            budget_bytes=tuple(map(int, data["budget_bytes"])),
+            speeds=tuple(map(float, data["speeds"])),
+            device_names=tuple(map(str, data["device_names"])),
+            optimizer=None if data["optimizer"] is None else str(data["optimizer"]),
+            peak_bytes=tuple(map(int, data["peak_bytes"])),
+            step_seconds=float(data["step_seconds"]),
+            bound_seconds=float(data["bound_seconds"]),
+            single_seconds=float(data["single_seconds"]),
+            bubble=float(data["bubble"]),
+            stages=tuple(StageSummary(**row) for row in data["stages"]),
+            cuts=tuple(map(int, data["cuts"])),
+            costs=str(data["costs"]),
+            planning_seconds=float(data["planning_seconds"]),
+        )
+
+    def summary(self) -> str:
+        """For a person: the step, then a line for each stage and each device."""
+        lines = [
+            f"{'schedule':>16}  {self.schedule}: {len(self.stages)} stages on {self.devices} devices, "
+            f"{self.micro_batches} micro-batches",
+            f"{'step':>16}  {self.step_seconds:.4g} s predicted, bound {self.bound_seconds:.4g} s: at most "
+            f"{self.gap:.2%} from optimal",
+            f"{'speed':>16}  {self.speedup:.2f} x one device, which would take {self.single_seconds:.4g} s; "
+            f"devices wait {self.bubble:.1%} of the time",
+        ]
+        for device, (peak, budget) in enumerate(zip(self.peak_bytes, self.budget_bytes, strict=True)):
+            name, speed = self.device_names[device], self.speeds[device]
+            lines.append(
+                f"{f'device {device}':>16}  {f'{name}, ' if name else ''}peak {format_bytes(peak)} "
+                f"({peak:,} bytes) of a budget of {format_bytes(budget)}"
+                f"{'' if speed == 1 else f', at {speed:g} of the speed'}"
+            )
+        if self.optimizer is not None:
+            lines.append(f"{'optimizer':>16}  {self.optimizer}, with its state and steps counted")
+        for stage in self.stages:
+            copied = f"; copies {format_bytes(stage.copied_bytes)} out" if stage.copied_bytes else ""
+            again = f", {stage.again_seconds:.3g} s of it again" if stage.again_seconds else ""
+            lines.append(
+                f"{f'stage {stage.stage}':>16}  device {stage.device}, {stage.operations} operations from "
+                f"{stage.first}"
+            )
+            times = f"forward {stage.forward_seconds:.3g} s, backward {stage.backward_seconds:.3g} s{again}"
+            lines.append(
+                f"{'':>16}  {times}; parameters {format_bytes(stage.parameter_bytes)}; holds "
+                f"{stage.in_flight} x {format_bytes(stage.held_bytes)}{copied}"
+            )
+        lines.append(f"{'costs':>16}  {self.costs}, planned in {self.planning_seconds:.1f} s")
+        return "\n".join(lines)

@@ -1,0 +1,388 @@
+"""Measures operations on the device that they will run on: time, and workspace from allocator events."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ir import (
+    Argument,
+    Gradients,
+    Graph,
+    IrcError,
+    Node,
+    Storage,
+    Symbol,
+    TensorType,
+    Trait,
+    UnsupportedError,
+    Value,
+    allocation_bytes,
+)
+from .allocations import allocation_events
+from .table import Costs, StepCost, signature
+
+__all__ = [
+    "Level",
+    "Measured",
+    "ProfileStore",
+    "allocation_levels",
+    "device_name",
+    "made_up",
+    "one_thread",
+    "profile_costs",
+    "run_seconds",
+]
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One measured operation.
+
+    Args:
+        seconds: Best time of several runs.
+        workspace_bytes: Allocator bytes at the operation's own peak, beyond its results.
+    """
+
+    seconds: float
+    workspace_bytes: int
+
+
+def profile_costs(
+    graph: Graph, *, store: ProfileStore | None = None, repeats: int = 5, progress: Progress | None = None
+) -> Costs:
+    """Costs measured on the devices that the graph's tensors live on.
+
+    Each distinct operation (name, constants, operand types) runs on made-up tensors: once to warm up and
+    to count its allocations, then up to `repeats` times for the time, of which the best counts.
+    The generator's state is as before. What an optimizer's step costs stands at its node (see `StepCost`).
+
+    Args:
+        graph: Whose operations to measure.
+        store: Where earlier measurements are kept; None measures everything anew.
+        repeats: Timed runs of an operation; long operations get fewer, but two at least.
+        progress: Called with (done, total) as distinct operations are measured.
+
+    Raises:
+        IrcError: IRC411 when an operation does not run by itself.
+    """
+    store = ProfileStore(None) if store is None else store
+    steps: dict[Node, StepCost | Measured] = {
+        n: StepCost.of(n) for n in graph.operations if n.releases is Gradients.APPLIED
+    }
+    steps |= {n: Measured(0.0, 0) for n in graph.operations if Trait.EXCHANGE in n.traits}
+    distinct = {signature(node): node for node in reversed(graph.operations) if node not in steps}
+    device = _device_of(graph)
+    known = store.load(device)
+    missing = [(key, node) for key, node in distinct.items() if key not in known]
+    measured = _measure([node for _, node in missing], repeats, progress)
+    fresh = dict(zip((key for key, _ in missing), measured, strict=True))
+    if fresh:
+        store.save(device, fresh)
+    table = {**known, **fresh}
+    found = {node: steps.get(node) or table[signature(node)] for node in graph.operations}
+    return Costs(
+        seconds={node: m.seconds for node, m in found.items()},
+        workspace_bytes={node: m.workspace_bytes for node, m in found.items()},
+        source=f"profile:{device}",
+    )
+
+
+class ProfileStore:
+    """Measurements on disk: one JSON file for each device, torch version and number of threads.
+
+    Args:
+        folder: Where the files are; None keeps nothing.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+
+    @staticmethod
+    def default() -> ProfileStore:
+        """The user's store: `$IRC_CACHE_DIR`, or `irc` in the user's cache folder."""
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        return ProfileStore(Path(os.environ.get("IRC_CACHE_DIR") or Path(cache) / "irc"))
+
+    def load(self, device: str) -> dict[str, Measured]:
+        """What is known for `device`; a file that cannot be read counts as empty."""
+        path = self._path(device)
+        if path is None or not path.is_file():
+            return {}
+        try:
+            rows = json.loads(path.read_text())["operations"]
+            return {
+                key: Measured(float(seconds), int(workspace)) for key, (seconds, workspace) in rows.items()
+            }
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            return {}
+
+    def save(self, device: str, measured: dict[str, Measured]) -> None:
+        """Adds measurements; the file is replaced as a whole, so that a reader never sees half of it."""
+        path = self._path(device)
+        if path is None:
+            return
+        rows = {**self.load(device), **measured}
+        content = {
+            "device": device,
+            "operations": {k: [m.seconds, m.workspace_bytes] for k, m in rows.items()},
+        }
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, suffix=".tmp") as file:
+                json.dump(content, file, indent=0, sort_keys=True)
+            os.replace(file.name, path)
+        except OSError:
+            return  # a cache that cannot be written costs time, not the run
+
+    def _path(self, device: str) -> Path | None:
+        if self.folder is None:
+            return None
+        plain = "".join(c if c.isalnum() or c in ".-" else "-" for c in device)
+        return self.folder / f"profile-{plain}.json"
+
+
+def _device_of(graph: Graph) -> str:
+    devices = sorted({storage.device for storage in graph.storages})
+    return f"torch-{torch.__version__}-{'-'.join(map(device_name, devices))}"
+
+
+def device_name(device: str) -> str:
+    """What a device is: a GPU's name, or the processor and the number of threads."""
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    return f"{_processor()}-{torch.get_num_threads()}-threads"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+# ---------------------------------------------------------------------- operations
+
+
+def _measure(nodes: Sequence[Node], repeats: int, progress: Progress | None) -> list[Measured]:
+    """Times and workspaces: one pass for the times, which also warms kernels up, one for the allocations."""
+    if not nodes:
+        return []  # and no profiler session, which would end one that is open
+    seconds: list[float] = []
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with one_thread():
+            for done, node in enumerate(nodes):
+                if progress is not None:
+                    progress(done, len(nodes))
+                with _explained(node):
+                    seconds.append(_best_seconds(node, _runner(node), repeats))
+        workspaces = _workspaces(nodes)
+    if progress is not None and nodes:
+        progress(len(nodes), len(nodes))
+    return [Measured(*pair) for pair in zip(seconds, workspaces, strict=True)]
+
+
+@contextlib.contextmanager
+def _explained(node: Node) -> Generator[None]:
+    try:
+        yield
+    except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        raise IrcError(
+            "IRC411",
+            f"{node.op} cannot be measured by itself: {str(error).splitlines()[0]}",
+            at=node.at,
+            help="plan with analytic costs (profile=False, --no-profile)",
+        ) from error
+
+
+def _runner(node: Node) -> Callable[[], Any]:
+    # the parameter, of the same type, stands for the `.grad` that its gradient is added to
+    op = "aten.add_.Tensor" if node.releases is Gradients.ACCUMULATED else node.op
+    namespace, name, overload = op.split(".", 2)
+    operation = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    tensors = {value: made_up(value.type) for value in node.operands}
+    arguments = [_materialize(argument, tensors) for argument in node.arguments]
+    keywords = {key: _materialize(argument, tensors) for key, argument in node.keywords}
+    return lambda: operation(*arguments, **keywords)
+
+
+def made_up(type: TensorType) -> Tensor:
+    """A tensor of `type`: floats between 0.1 and 1, everything else zero (so that indices are in range)."""
+    dtype: torch.dtype = getattr(torch, type.dtype.value)
+    reach = 1 + sum((size - 1) * step for size, step in zip(type.shape, type.strides, strict=True))
+    flat = torch.zeros(reach if type.numel else 0, dtype=dtype, device=type.device)
+    if dtype.is_floating_point and dtype.itemsize > 1:
+        flat.uniform_(0.1, 1.0, generator=torch.Generator(type.device).manual_seed(0))
+    return flat.as_strided(type.shape, type.strides)
+
+
+def _materialize(argument: Argument, tensors: dict[Value, Tensor]) -> Any:
+    match argument:
+        case Value():
+            return tensors[argument]
+        case tuple():
+            return [_materialize(item, tensors) for item in argument]
+        case Symbol("device", name):
+            return torch.device(name)
+        case Symbol(_, name):
+            return getattr(torch, name)
+        case _:
+            return argument
+
+
+_LONG_SECONDS = 0.15
+
+
+def _best_seconds(node: Node, run: Callable[[], Any], repeats: int) -> float:
+    on_cuda = any(value.type.device.startswith("cuda") for value in (*node.operands, *node.values))
+    best = float("inf")
+    _check_sizes(node, run())  # kernels are chosen and caches filled on the first run
+    for attempt in range(max(repeats, 2)):
+        seconds = run_seconds(run, on_cuda=on_cuda)
+        best = min(best, seconds)
+        if attempt and seconds > _LONG_SECONDS:
+            break
+    return best
+
+
+def _check_sizes(node: Node, results: Any) -> None:
+    """Refuses an operation whose results are larger than traced: its memory cannot be promised."""
+    made = results if isinstance(results, (tuple, list)) else (results,)
+    operands = {value.storage for value in node.operands}
+    for value, tensor in zip(node.results, made, strict=False):
+        if value is None or not isinstance(tensor, Tensor) or value.storage in operands:
+            continue
+        nbytes = allocation_bytes(tensor.untyped_storage().nbytes(), value.storage.device)
+        if nbytes > value.storage.nbytes:
+            raise UnsupportedError(
+                "IRC412",
+                f"{node.op} returns {nbytes} bytes where {value.storage.nbytes} bytes were traced",
+                at=node.at,
+                help="its memory cannot be promised; use another operation here",
+            )
+
+
+def run_seconds(run: Callable[[], Any], *, on_cuda: bool) -> float:
+    """Seconds of one run: of the processor (let one thread compute), or between two events of a GPU."""
+    if on_cuda:
+        return _cuda_seconds(run)
+    start = time.process_time()
+    result = run()
+    seconds = time.process_time() - start
+    del result
+    return seconds
+
+
+@contextlib.contextmanager
+def one_thread() -> Generator[None]:
+    """Times on several threads wait for one another where the machine is busy; on one they are steady."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _cuda_seconds(run: Callable[[], Any]) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    result = run()
+    end.record()
+    end.synchronize()
+    del result
+    return start.elapsed_time(end) / 1000
+
+
+def _workspaces(nodes: Sequence[Node]) -> list[int]:
+    """For each operation, the allocator's peak over one run less the bytes of its results."""
+    on_cuda = any(storage.device.startswith("cuda") for node in nodes for storage in _storages(node))
+    levels = allocation_levels(map(_warm_runner, nodes), on_cuda=on_cuda)
+    return [max(level.peak_bytes - _result_bytes(node), 0) for level, node in zip(levels, nodes, strict=True)]
+
+
+def _warm_runner(node: Node) -> Callable[[], Any]:
+    run = _runner(node)
+    run()  # kernels are chosen on the first run with this number of threads
+    return run
+
+
+def _storages(node: Node) -> set[Storage]:
+    return {value.storage for value in (*node.operands, *node.values)}
+
+
+def _result_bytes(node: Node) -> int:
+    allocated = {value.storage for value in node.values} - {value.storage for value in node.operands}
+    return sum(storage.nbytes for storage in allocated)
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """What the allocator hands out in one run, above its level before.
+
+    Args:
+        peak_bytes: The most at once while it runs.
+        left_bytes: What is still held when it ends, its result included.
+    """
+
+    peak_bytes: int
+    left_bytes: int
+
+
+def allocation_levels(runs: Iterable[Callable[[], Any]], *, on_cuda: bool) -> list[Level]:
+    """The allocator's levels of each run; what is done to come to the next run is not counted."""
+    return [_cuda_level(run) for run in runs] if on_cuda else _cpu_levels(runs)
+
+
+def _cuda_level(run: Callable[[], Any]) -> Level:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = run()
+    torch.cuda.synchronize()
+    level = Level(torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before)
+    del result
+    return level
+
+
+_MARK_BYTES = 1_000_003
+
+
+def _mark() -> None:
+    """An allocation of a size that no tensor has: it marks where a run begins and ends."""
+    torch.empty(_MARK_BYTES, dtype=torch.uint8)
+
+
+def _cpu_levels(runs: Iterable[Callable[[], Any]]) -> list[Level]:
+    count = 0
+
+    def run_all() -> None:
+        nonlocal count
+        for run in runs:
+            _mark()
+            result = run()
+            _mark()
+            del run, result
+            count += 1
+
+    events = allocation_events(run_all)
+    marks = [index for index, nbytes in enumerate(events) if nbytes == _MARK_BYTES]
+    assert len(marks) == 2 * count, "every run has a mark before and after it"
+    windows = (events[marks[2 * k] + 2 : marks[2 * k + 1]] for k in range(count))
+    levels = [list(accumulate(window, initial=0)) for window in windows]
+    return [Level(max(reached), reached[-1]) for reached in levels]

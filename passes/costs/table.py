@@ -1,0 +1,181 @@
+"""What each operation costs: seconds, and bytes of workspace. Analytic, or taken from a profile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ...ir import Argument, Graph, Node, TensorType, Trait, Value
+from .machines import Machine
+
+__all__ = ["Costs", "StepCost", "analytic_costs", "signature"]
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds and workspace of every operation of a graph.
+
+    Args:
+        seconds: Time of one run.
+        workspace_bytes: What the allocator hands out while the operation runs, beyond its results.
+        source: `analytic:<machine>` or `profile:<device>`.
+    """
+
+    seconds: Mapping[Node, float]
+    workspace_bytes: Mapping[Node, int]
+    source: str
+
+    def step_seconds(self, graph: Graph) -> float:
+        """Time of one training step that runs every operation once."""
+        return sum(self.seconds[node] for node in graph.operations)
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """What an optimizer takes for one parameter; as keywords of a node that applies a gradient.
+
+    Args:
+        state_bytes: What it keeps from step to step, on the parameter's device.
+        workspace_bytes: What a step takes from the allocator beyond that while it runs.
+        seconds: Time of one step.
+        moving_bytes: The part of the state in tensors that are large enough to live in a tier.
+    """
+
+    state_bytes: int = 0
+    workspace_bytes: int = 0
+    seconds: float = 0.0
+    moving_bytes: int = 0
+
+    @staticmethod
+    def of(node: Node) -> StepCost:
+        """The cost that stands at a node; none where a gradient is accumulated."""
+        given: dict[str, Any] = dict(node.keywords)
+        return StepCost(**given)
+
+    @property
+    def keywords(self) -> tuple[tuple[str, Argument], ...]:
+        """The cost as keywords of a node."""
+        return tuple((field.name, getattr(self, field.name)) for field in fields(self))
+
+
+def analytic_costs(graph: Graph, machine: Machine) -> Costs:
+    """Costs from FLOPs, bytes and a machine description, with an upper bound for the workspace.
+
+    An operation moves its operands and results once. FLOPs are those of torch's own formulas
+    (`torch.utils.flop_counter`); what has no formula there counts one for each element of its results.
+    The workspace bound is one reordered copy of each operand and each result, for the operations whose
+    kernels are known to reorder (convolutions, attention, matrix products); the others need none
+    beyond a small constant. Copies for a convolution have their channels rounded up to whole blocks.
+    What pipeline stages exchange costs nothing here (see `ir.pipeline_timing`). Accumulating a gradient needs
+    none; the step of an optimizer reads and writes its state once, and its
+    workspace is the one that its node was given.
+    """
+    seconds: dict[Node, float] = {}
+    workspace: dict[Node, int] = {}
+    for node in graph.operations:
+        if Trait.EXCHANGE in node.traits:
+            seconds[node], workspace[node] = 0.0, 0
+            continue
+        moved = sum(value.type.nbytes for value in (*node.operands, *node.values))
+        if node.releases is None:
+            seconds[node] = machine.seconds(_flops(node), moved)
+            workspace[node] = _workspace_bound(node, moved)
+        else:
+            step = StepCost.of(node)
+            written = node.operands[0].type.nbytes
+            seconds[node] = machine.seconds(0, moved + written + 2 * step.state_bytes)
+            workspace[node] = step.workspace_bytes
+    return Costs(seconds, workspace, f"analytic:{machine.name}")
+
+
+_REORDERING = (
+    "convolution",
+    "mkldnn",
+    "scaled_dot_product",
+    "mm",
+    "lstm",
+    "rnn",
+    "gru",
+    "batch_norm",
+    "embedding",
+)
+_SCRATCH_BYTES = 1 << 16
+_CONVOLUTION_COPIES = 2
+_CHANNEL_BLOCK = 16
+
+
+def _workspace_bound(node: Node, moved_bytes: int) -> int:
+    if "convolution" in node.op:
+        weight = node.arguments[2 if "backward" in node.op else 1]
+        blocked_bytes = sum(_blocked_bytes(v.type, v is weight) for v in (*node.operands, *node.values))
+        return _CONVOLUTION_COPIES * blocked_bytes + _SCRATCH_BYTES
+    if any(part in node.op for part in _REORDERING):
+        return moved_bytes + _SCRATCH_BYTES
+    largest = max((value.type.nbytes for value in (*node.operands, *node.values)), default=0)
+    return largest + _SCRATCH_BYTES
+
+
+def _blocked_bytes(type: TensorType, is_weight: bool) -> int:
+    """Bytes of a tensor in the layout of CPU convolutions: channels in whole blocks (a weight's both)."""
+    if len(type.shape) < 3:
+        return type.nbytes
+    outer, channels, *space = type.shape
+    outer = _whole_blocks(outer) if is_weight else outer
+    return outer * _whole_blocks(channels) * math.prod(space) * type.dtype.itemsize
+
+
+def _whole_blocks(channels: int) -> int:
+    return -(-channels // _CHANNEL_BLOCK) * _CHANNEL_BLOCK
+
+
+def _flops(node: Node) -> float:
+    import torch
+    from torch.utils.flop_counter import flop_registry
+
+    namespace, name, _ = node.op.split(".", 2)
+    packet = getattr(getattr(torch.ops, namespace), name, None)
+    formula: Any = flop_registry.get(packet)
+    elements = float(sum(value.type.numel for value in node.values))
+    if formula is None:
+        return elements
+
+    def stand_in(argument: Argument) -> Any:
+        if isinstance(argument, Value):
+            dtype = getattr(torch, argument.type.dtype.value)
+            return torch.empty(argument.type.shape, dtype=dtype, device="meta")
+        if isinstance(argument, tuple):
+            return [stand_in(item) for item in argument]
+        return argument
+
+    results = tuple(None if value is None else stand_in(value) for value in node.results)
+    arguments = [stand_in(argument) for argument in node.arguments]
+    keywords = {key: stand_in(argument) for key, argument in node.keywords}
+    return float(formula(*arguments, **keywords, out_val=results if node.is_sequence else results[0]))
+
+
+def signature(node: Node) -> str:
+    """What an operation's cost depends on: its name, its constants, and the types of its operands.
+
+    Two operands that are the same value are marked as such; names do not matter.
+    """
+    order = {value: index for index, value in enumerate(node.operands)}
+    parts = [_describe(argument, order) for argument in node.arguments]
+    parts += [f"{key}={_describe(argument, order)}" for key, argument in node.keywords]
+    return f"{node.op}({', '.join(parts)})"
+
+
+def _describe(argument: Argument, order: Mapping[Value, int]) -> str:
+    if isinstance(argument, Value):
+        return f"${order[argument]}:{describe_type(argument.type)}"
+    if isinstance(argument, tuple):
+        return f"[{', '.join(_describe(item, order) for item in argument)}]"
+    return repr(argument)
+
+
+def describe_type(type: TensorType) -> str:
+    """A tensor type in one word, strides and device included."""
+    shape = "x".join(map(str, type.shape))
+    strides = "x".join(map(str, type.strides))
+    return f"{type.dtype.value}[{shape}]{{{strides}}}@{type.device}"

@@ -1,0 +1,1 @@
+"""The exact programme for tiny graphs with tiers."""

@@ -1,0 +1,221 @@
+"""The choice of what lives in a tier between steps, with the schedule that brings it and takes it back."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ...ir import Gradients, Home, Tier
+from ..remat.planner import Planner
+from ..remat.problem import CheckpointProblem
+from ..remat.search import Found
+from .offloaded_parameters import LEAST_BYTES, LoadedProgram, homes_in
+from .prefetch import prefetch
+from .remat_and_offload import SwapProblem, bound_with_copies, least_budget, search_with_copies
+from .strategies import known_swaps
+
+__all__ = ["HomeSearch"]
+
+_PARTS = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""So much of all that can live in a tier is tried, in bytes; then what lies around the best of them."""
+
+_STEPS = (0.125, 0.0625)
+
+_WEIGHT = 0.25
+"""What a copy to the device counts in the search, for each second: most of them run beside computations."""
+
+_MARGINS = (0.0, 1.0, 3.0)
+"""So many times the largest home is left free by a search, for copies that are under way."""
+
+_TRIAL_PART = 0.1
+"""Of the time, for a first look at each part."""
+
+_BOUND_PART = 0.1
+
+_GRACE_SECONDS = 2.0
+"""For a schedule, where none was found in time."""
+
+_PROOF_GAP = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Homed:
+    """A choice of what lives in a tier.
+
+    Args:
+        problem: The recomputation problem of the graph with these homes.
+        found: The schedule, with its time.
+    """
+
+    problem: CheckpointProblem
+    found: Found
+
+
+@dataclass
+class HomeSearch:
+    """Looks for the fastest schedule among those in which more or less lives in a tier.
+
+    Args:
+        planner: Of a program without homes.
+        which: Of `HOMED`.
+        budget_bytes: Of the device.
+        names: Of the homes that there are to be; None where that is to be chosen.
+        least_home_bytes: Smaller parameters stay on the device.
+    """
+
+    planner: Planner
+    which: Sequence[str]
+    budget_bytes: int
+    names: Collection[str] | None = None
+    least_home_bytes: int = LEAST_BYTES
+
+    def __post_init__(self) -> None:
+        tiers = self.planner.program.tiers
+        self.tier = tiers[0]
+        left_bytes = self.tier.capacity_bytes
+        homes: list[Home] = []
+        graph = self.planner.program.graph
+        for home in homes_in(self.tier.name, graph, self.which, least_bytes=self.least_home_bytes):
+            if home.storage.nbytes <= left_bytes and (self.names is None or home.name in self.names):
+                left_bytes -= home.storage.nbytes
+                homes.append(home)
+        self.homes = tuple(homes)
+
+    def run(self, deadline: float) -> Homed | None:
+        """The fastest schedule found; None where none fits.
+
+        Args:
+            deadline: `time.monotonic()` at which to stop.
+        """
+        started = time.monotonic()
+        trial_seconds = (deadline - started) * _TRIAL_PART
+        tried: dict[tuple[Home, ...], Homed | None] = {}
+
+        def seconds(homes: tuple[Home, ...]) -> float:
+            homed = tried.get(homes)
+            return math.inf if homed is None else homed.found.best.seconds
+
+        def best_of(parts: Sequence[float]) -> float:
+            """The part that gives the fastest schedule."""
+            for part in parts:
+                homes = self._part(part)
+                if homes not in tried and not is_good_enough():
+                    latest = time.monotonic() + trial_seconds
+                    tried[homes] = next(self._with(homes, (0.0,), latest), None)
+            return min(parts, key=lambda part: (seconds(self._part(part)), part))
+
+        def is_good_enough() -> bool:
+            """Whether a schedule is as fast as computing nothing twice, and waiting for nothing."""
+            found = [homed for homed in tried.values() if homed is not None]
+            return any(h.found.best.seconds <= h.problem.step_seconds * (1 + _PROOF_GAP) for h in found)
+
+        best = best_of((1.0,) if self.names is not None else _PARTS)
+        for step in _STEPS if self.names is None else ():
+            best = best_of((best, max(best - step, 0.0), min(best + step, 1.0)))
+        homes = self._part(best)
+        homed = tried.get(homes)
+        if homed is None:
+            return next(self._with(self.homes, (0.0,), time.monotonic() + _GRACE_SECONDS), None)
+        bound_seconds = self._bound_seconds(time.monotonic() + (deadline - started) * _BOUND_PART)
+        margins = _MARGINS
+        while margins and time.monotonic() < deadline and not is_good_enough():
+            latest = time.monotonic() + (deadline - time.monotonic()) / len(margins)
+            for other in self._with(homes, margins[:1], latest):
+                if other.found.best.seconds < homed.found.best.seconds:
+                    homed = other
+            margins = margins[1:]
+        step_seconds = homed.problem.step_seconds
+        homed.found.bound_seconds = max(bound_seconds - step_seconds, 0.0)
+        return homed
+
+    def least_bytes(self, deadline: float = math.inf) -> int:
+        """The smallest budget that a schedule is found for where everything lives in the tier that can.
+
+        Of models so small that moving takes more than it frees, it is what keeping everything takes.
+
+        Args:
+            deadline: `time.monotonic()` at which to stop; what was found by then counts.
+        """
+        loaded, planner = self._loaded(self.homes)
+        work = SwapProblem(planner.problem, self._tiers_beside(loaded.homes), self.budget_bytes)
+        candidates = planner.candidates((time.monotonic() + deadline) / 2, is_thorough=True)
+        found_bytes = least_budget(work, candidates, deadline=deadline)
+        return min(found_bytes, self.planner.problem.keep_all.peak_bytes)
+
+    @property
+    def largest_step(self) -> tuple[str, int] | None:
+        """The parameter whose gradient takes most to apply, and the bytes; None where none is applied."""
+        _, planner = self._loaded(self.homes)
+        problem = planner.problem
+        demands = {n: problem.demand_bytes[n] for n in problem.backward if n.releases is Gradients.APPLIED}
+        if not demands:
+            return None
+        node = max(demands, key=demands.__getitem__)
+        names = {entry.value: entry.target for entry in problem.graph.inputs}
+        return names[node.operands[0]], demands[node]
+
+    @property
+    def floor_bytes(self) -> int:
+        """What no schedule can go below, whatever lives in the tier."""
+        _, planner = self._loaded(self.homes)
+        return SwapProblem(planner.problem, (), self.budget_bytes).floor_bytes
+
+    def _part(self, part: float) -> tuple[Home, ...]:
+        """The first of the homes, of at least so much of their bytes."""
+        least = part * sum(home.storage.nbytes for home in self.homes)
+        ends = itertools.accumulate((home.storage.nbytes for home in self.homes), initial=0)
+        count = next((count for count, nbytes in enumerate(ends) if nbytes >= least), len(self.homes))
+        return self.homes[:count]
+
+    def _with(self, homes: tuple[Home, ...], margins: Sequence[float], deadline: float) -> Iterator[Homed]:
+        """The schedules found with these homes, with some memory left free for copies under way."""
+        loaded, planner = self._loaded(homes)
+        tiers = self._tiers_beside(homes)
+        largest = max((home.storage.nbytes for home in homes), default=0)
+        for margin in margins:
+            budget_bytes = self.budget_bytes - int(margin * largest)
+            work = SwapProblem(planner.problem, tiers, budget_bytes)
+            if budget_bytes < work.floor_bytes:
+                continue
+            candidates = planner.candidates((time.monotonic() + deadline) / 2)
+            seeds = known_swaps(work, deadline=(time.monotonic() + deadline) / 2)
+            found = search_with_copies(work, candidates, deadline=deadline, seeds=seeds)
+            if found is not None:
+                yield self._homed(loaded, planner.problem, found)
+
+    def _homed(self, loaded: LoadedProgram, seen: CheckpointProblem, found: Found) -> Homed:
+        """What was found, with the copies of homes beside computations."""
+        problem = loaded.problem(seen)
+        tiers = self.planner.program.tiers
+        schedule = loaded.schedule(problem.graph, found.best.schedule)
+        costs = problem.costs
+        if loaded.homes:
+            schedule = prefetch(schedule, costs.seconds, costs.workspace_bytes, tiers, self.budget_bytes)
+        best = SwapProblem(problem, tiers, self.budget_bytes).simulate(schedule)
+        return Homed(problem, Found(found.name, best))
+
+    def _loaded(self, homes: tuple[Home, ...], weight: float = _WEIGHT) -> tuple[LoadedProgram, Planner]:
+        loaded = LoadedProgram(self.planner.program, homes, self.tier, weight)
+        return loaded, Planner(loaded.seen)
+
+    def _tiers_beside(self, homes: Sequence[Home]) -> tuple[Tier, ...]:
+        """The tiers, with what is left beside homes for what is copied within a step."""
+        taken = sum(home.storage.nbytes for home in homes)
+        first, *others = self.planner.program.tiers
+        return replace(first, capacity_bytes=first.capacity_bytes - taken), *others
+
+    def _bound_seconds(self, deadline: float) -> float:
+        """What no step takes less than, whatever lives in the tier, in seconds.
+
+        A schedule in which less lives there is one of those in which all does, with copies that cost nothing:
+        what is there from the beginning is copied once and stays. And what operations read, and the budget
+        does not hold beside what cannot live there, has to come.
+        """
+        loaded, planner = self._loaded(self.homes, weight=0.0)
+        work = SwapProblem(planner.problem, self._tiers_beside(()), self.budget_bytes)
+        computed = planner.problem.step_seconds + bound_with_copies(work, deadline=deadline)
+        missing_bytes = self.planner.program.graph.static_bytes - self.budget_bytes - loaded.unread_bytes
+        return max(computed, missing_bytes / self.tier.in_bytes_per_second)

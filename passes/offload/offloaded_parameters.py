@@ -1,0 +1,223 @@
+"""Parameters and states of optimizers that live in a tier: which can, and how a search sees them.
+
+A search sees a copy from its home as an operation without operands, a load, that runs as often as need be.
+What it finds becomes a schedule with copies by `LoadedProblem.schedule`; when they run is chosen afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from ...ir import (
+    LOAD,
+    Compute,
+    Direction,
+    DType,
+    Fetch,
+    Free,
+    Gradients,
+    Graph,
+    Home,
+    Input,
+    InputRole,
+    Instruction,
+    Node,
+    Offload,
+    Region,
+    Schedule,
+    Storage,
+    TensorType,
+    Tier,
+    Trait,
+    Value,
+    Wait,
+    allocation_bytes,
+)
+from ..costs.table import Costs, StepCost
+from ..program import Program
+from ..remat.problem import CheckpointProblem
+
+__all__ = ["HOMED", "LEAST_BYTES", "LoadedProgram", "homes_in"]
+
+HOMED = ("params", "optimizer")
+"""What may live in a tier, as a user names it."""
+
+LEAST_BYTES = 1 << 12
+"""Smaller parameters stay on the device: a copy costs more than it frees."""
+
+
+def homes_in(
+    tier: str, graph: Graph, which: Sequence[str], *, least_bytes: int = LEAST_BYTES
+) -> tuple[Home, ...]:
+    """What of a graph can live in a tier, in the order in which it should: state first, large ones first.
+
+    Parameters are copied at least twice in a step, their optimizer's state once each way.
+
+    Args:
+        tier: The tier's name.
+        graph: A training graph.
+        which: Of `HOMED`: `optimizer` needs gradients that are applied.
+        least_bytes: Smaller parameters stay on the device.
+    """
+    found: list[Home] = []
+    if "optimizer" in which:
+        found += sorted(_states(tier, graph), key=_largest_first)
+    if "params" in which:
+        found += sorted(_parameters(tier, graph, least_bytes), key=_largest_first)
+    return tuple(found)
+
+
+def _largest_first(home: Home) -> tuple[int, str]:
+    return -home.storage.nbytes, home.parameter
+
+
+def _parameters(tier: str, graph: Graph, least_bytes: int) -> Iterator[Home]:
+    """Parameters alone in their memory, which only optimizers write and which the caller is not handed."""
+    fixed = {o.value.storage for o in graph.outputs if o.value is not None}
+    fixed |= {n.operands[0].storage for n in graph.nodes if Trait.EFFECT in n.traits and n.releases is None}
+    entries: dict[Storage, list[Input]] = {}
+    for entry in graph.inputs:
+        entries.setdefault(entry.value.storage, []).append(entry)
+    for storage, names in entries.items():
+        first, type = names[0], names[0].value.type
+        same = all(entry.role is InputRole.PARAMETER and entry.value.type == type for entry in names)
+        whole = type.is_dense and storage.nbytes == allocation_bytes(type.nbytes, type.device)
+        if same and whole and type.nbytes >= least_bytes and storage not in fixed:
+            yield Home(first.value, tier, first.target)
+
+
+def _states(tier: str, graph: Graph) -> Iterator[Home]:
+    names = {entry.value: entry.target for entry in graph.inputs if entry.role is InputRole.PARAMETER}
+    taken = {storage.name for storage in graph.storages}
+    taken |= {i.value.name for i in graph.inputs} | {v.name for node in graph.nodes for v in node.values}
+    for node in graph.releases:
+        nbytes = StepCost.of(node).moving_bytes if node.releases is Gradients.APPLIED else 0
+        if nbytes:
+            parameter = node.operands[0]
+            name = f"state_{names[parameter]}"
+            while name in taken:
+                name += "_"
+            type = TensorType.contiguous((nbytes,), DType.UINT8, parameter.type.device)
+            storage = Storage(name, nbytes, parameter.storage.device)
+            yield Home(Value(name, type, storage), tier, names[parameter], is_state=True)
+
+
+@dataclass
+class LoadedProgram:
+    """A program some of whose parameters and states live in a tier, as a search sees it.
+
+    Args:
+        program: A program with costs; its graphs have no homes.
+        homes: What lives in a tier.
+        tier: The tier.
+        weight: What a load costs, for each second of its copy: copies run beside computations.
+
+    Attributes:
+        seen: The program with loads.
+    """
+
+    program: Program
+    homes: tuple[Home, ...]
+    tier: Tier
+    weight: float
+    seen: Program = field(init=False)
+
+    def __post_init__(self) -> None:
+        program, costs = self.program, self.program.costs
+        assert costs is not None, "costs come first"
+        self._real: dict[Node, Node] = {}
+        """The operation that stands for each one which reads the state of an optimizer here."""
+        read = {storage for node in program.graph.nodes for storage in program.graph.reads(node)}
+        self._loads = {
+            home.storage: self._load(home, program.graph)
+            for home in self.homes
+            if home.is_state or home.storage in read
+        }
+        graph = self._seen(program.graph)
+        original = None if program.original is None else self._seen(program.original)
+        seconds, workspace_bytes = dict(costs.seconds), dict(costs.workspace_bytes)
+        for storage, load in self._loads.items():
+            seconds[load] = self.weight * self.tier.copy_seconds(storage.nbytes, Direction.IN)
+            workspace_bytes[load] = 0
+        for seen, real in self._real.items():
+            seconds[seen], workspace_bytes[seen] = seconds[real], workspace_bytes[real]
+        costs = Costs(seconds, workspace_bytes, costs.source)
+        self.seen = replace(program, graph=graph, original=original, costs=costs)
+
+    @property
+    def unread_bytes(self) -> int:
+        """Bytes of parameters that nothing reads: they live in the tier and never come."""
+        return sum(home.storage.nbytes for home in self.homes if home.storage not in self._loads)
+
+    def problem(self, seen: CheckpointProblem) -> CheckpointProblem:
+        """The problem that a search sees with loads, without them."""
+        nodes = tuple(self._real.get(node, node) for node in seen.graph.nodes if node.op != LOAD)
+        graph = replace(seen.graph, nodes=nodes)
+        assert self.program.costs is not None
+        sequence = tuple(self._real.get(node, node) for node in seen.sequence)
+        return CheckpointProblem(graph, self.program.costs, sequence)
+
+    def schedule(self, graph: Graph, seen: Schedule) -> Schedule:
+        """A schedule with loads as one with copies that nothing runs beside.
+
+        Args:
+            graph: Of `problem`.
+            seen: What a search found.
+        """
+        found: list[Instruction] = []
+        changed: set[Storage] = set()
+        for instruction in seen.instructions:
+            match instruction:
+                case Compute(node, retained) if node.op == LOAD:
+                    for storage in retained:
+                        found += [Fetch(storage, self.tier.name), Wait(storage)]
+                case Compute(node, retained):
+                    node = self._real.get(node, node)
+                    found.append(Compute(node, retained))
+                    for storage in self._changed(graph, node):
+                        changed.add(storage)
+                        found.append(Offload(storage, self.tier.name))
+                case Free(storage):
+                    if storage in changed:
+                        found.append(Wait(storage))
+                    found.append(instruction)
+                case _:
+                    found.append(instruction)
+        return Schedule(graph, tuple(found))
+
+    def _changed(self, graph: Graph, node: Node) -> Iterator[Storage]:
+        """What has a home and is changed by an operation."""
+        if node.releases is Gradients.APPLIED:
+            parameter = node.operands[0].storage
+            if parameter in graph.home_of:
+                yield parameter
+            if parameter in graph.state_of:
+                yield graph.state_of[parameter].storage
+
+    def _load(self, home: Home, graph: Graph) -> Node:
+        what = "state" if home.is_state else "parameter"
+        values = [i.value for i in graph.inputs if i.value.storage is home.storage] or [home.value]
+        name = f"load_{what}_{home.parameter}"
+        taken = {node.name for node in graph.nodes}
+        while name in taken:
+            name += "_"
+        return Node(name, LOAD, (), tuple(values), is_sequence=len(values) > 1)
+
+    def _seen(self, graph: Graph) -> Graph:
+        """The graph with each load before its first use in forward, or where forward ends."""
+        states = replace(graph, homes=self.homes).state_of
+        waiting = dict(self._loads)
+        nodes: list[Node] = []
+        for node in graph.nodes:
+            if node.region is Region.BACKWARD:
+                nodes += waiting.values()
+                waiting.clear()
+            nodes += [waiting.pop(s) for s in graph.reads(node) if s in waiting]
+            state = states.get(node.operands[0].storage) if node.releases is Gradients.APPLIED else None
+            if state is not None:
+                seen = replace(node, arguments=(*node.arguments, state.value))
+                self._real[seen] = node
+                node = seen
+            nodes.append(node)
+        return replace(graph, nodes=(*nodes, *waiting.values()), homes=self.homes)

@@ -1,0 +1,456 @@
+"""Recomputation and swaps chosen together: the fastest schedule within a budget, and a bound for all."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ...ir import Compute, Node, Schedule, Storage, Tier, liveness, step_times
+from ..remat.candidates import Frontier
+from ..remat.eviction import evict_greedily
+from ..remat.problem import CheckpointProblem, Repeats, Simulated
+from ..remat.search import Found, search
+from ..remat.staged_ilp import Solved
+from .exact.solve import best_with_swaps
+from .schedule_copies import EFFORT, Order, schedule_copies
+from .staged_ilp import SwapRelaxation
+
+__all__ = ["SwapProblem", "bound_with_copies", "improve", "is_tiny", "least_budget", "search_with_copies"]
+
+
+@dataclass(frozen=True)
+class SwapProblem:
+    """A recomputation problem in which storages may also go to tiers.
+
+    Schedules considered run what a schedule of `CheckpointProblem` runs, and copy out what forward makes
+    and a tier can take, each storage once, as soon as it is made; it may be away in any of its gaps.
+
+    Args:
+        problem: What may run again.
+        tiers: Where storages may go, the fastest first.
+        budget_bytes: The most that may be alive at once on the device.
+    """
+
+    problem: CheckpointProblem
+    tiers: tuple[Tier, ...]
+    budget_bytes: int
+
+    @property
+    def floor_bytes(self) -> int:
+        """What no schedule with copies can go below: what waits for its backward may be away."""
+        problem = self.problem
+        return problem.floor_bytes - (problem.graph.forwards_in_flight - 1) * problem.forced_bytes
+
+    def with_copies(
+        self, simulated: Simulated, storages: Collection[Storage] | None = None, *, effort: int = EFFORT
+    ) -> Simulated | None:
+        """A schedule with copies where they are needed; None where they do not make it fit.
+
+        Args:
+            simulated: What runs.
+            storages: What may be copied; None for all that a tier can take.
+            effort: As of `schedule_copies`.
+        """
+        if simulated.peak_bytes <= self.budget_bytes:
+            return simulated
+        return self.fitted(self.order(simulated), storages=storages, effort=effort)
+
+    def order(self, simulated: Simulated) -> Order:
+        """What a schedule runs, as an order to which copies are added."""
+        return self._order(*simulated.schedule.halves)
+
+    def _order(self, forward: Sequence[Node], backward: Sequence[Node]) -> Order:
+        costs = self.problem.costs
+        return Order(self.problem.graph, forward, backward, costs.seconds, costs.workspace_bytes)
+
+    def run(self, repeats: Repeats, *, below_seconds: float = math.inf) -> Simulated | None:
+        """The schedule that runs these operations again, with copies where needed; None if not that fast."""
+        split = len(self.problem.forward)
+        pairs = list(zip(self.problem.base, repeats, strict=True))
+        forward = [n for node, before in pairs[:split] for n in (*before, node)]
+        backward = [n for node, before in pairs[split:] for n in (*before, node)]
+        return self.fitted(self._order(forward, backward), below_seconds=below_seconds)
+
+    def fitted(
+        self,
+        order: Order,
+        *,
+        below_seconds: float = math.inf,
+        storages: Collection[Storage] | None = None,
+        effort: int = EFFORT,
+    ) -> Simulated | None:
+        """An order with copies where they are needed; None if it does not fit, or is not that fast.
+
+        Args:
+            order: What runs.
+            below_seconds: Only faster steps are asked for.
+            storages: What may be copied; None for all that a tier can take.
+            effort: As of `schedule_copies`.
+        """
+        copies = schedule_copies(
+            order,
+            self.problem.producer if storages is None else storages,
+            self.tiers,
+            self.budget_bytes,
+            below_seconds=below_seconds,
+            effort=effort,
+        )
+        if copies is None or copies.step_seconds > below_seconds:
+            return None
+        found = self.simulate(order.schedule(copies.swaps))
+        return found if found.peak_bytes <= self.budget_bytes else None
+
+    def simulate(self, schedule: Schedule) -> Simulated:
+        """A schedule with its memory and time, that of copies which are waited for included."""
+        costs = self.problem.costs
+        timeline = liveness(schedule, costs.workspace_bytes)
+        computed = [(i, n) for i, n in zip(schedule.instructions, timeline.during_bytes, strict=True)]
+        return Simulated(
+            schedule=schedule,
+            peak_bytes=timeline.peak_bytes,
+            seconds=self.seconds(schedule),
+            during_bytes=tuple(n for i, n in computed if isinstance(i, Compute)),
+            order=schedule.computed,
+        )
+
+    def seconds(self, schedule: Schedule) -> float:
+        """Time of a step; without a wait it is that of its computations, to the last bit."""
+        costs = self.problem.costs
+        times = step_times(schedule, costs.seconds, self.tiers)
+        computed = math.fsum(costs.seconds[node] for node in schedule.computed)
+        exposed = times.exposed_seconds
+        return computed + exposed if exposed > 1e-12 * computed else computed
+
+
+_FREE_PART = 2e-5
+"""Storages up to this fraction of the peak that keeps all are free in the staged programme."""
+
+_STAGED_SECONDS = 8.0
+_STAGED_NODES = 100
+_EXACT_SECONDS = 10.0
+_TINY = 14
+"""Up to so many operations all schedules of the class are in one programme."""
+
+_KNOWN_PART = 0.6
+"""Of the time, for known schedules, if one of them fits."""
+
+_TIMED_ANEW = 5
+"""So many of the fastest of these are worth an effort to time their copies better."""
+
+_LAST_EFFORT = 50_000
+"""For the copies of the schedule that the search ends with."""
+
+_RECOMPUTE_PART = 0.3
+"""Of the time, for the best schedule without copies."""
+
+
+def search_with_copies(
+    work: SwapProblem,
+    candidates: Frontier,
+    *,
+    deadline: float,
+    seeds: Iterable[tuple[str, Simulated]] = (),
+) -> Found | None:
+    """The fastest schedule found with copies and recomputation, with a bound; None where none was found.
+
+    Known schedules, of this and of larger budgets, get copies for what is over the budget. The staged
+    programme with copies gives a bound, and an idea. The best schedule without copies is one more candidate.
+    Then what runs again is changed, operation by operation, as long as that helps. Of tiny graphs the best
+    schedule of a class is found by one programme.
+
+    Args:
+        work: The problem.
+        candidates: Schedules found without regard to the budget.
+        deadline: `time.monotonic()` at which to stop.
+        seeds: More schedules, which may have copies; those that fit are candidates as they are.
+    """
+    problem = work.problem
+    found: Found | None = None
+    known: list[tuple[str, Simulated]] = []
+    now = time.monotonic()
+    latest = now + (deadline - now) * _KNOWN_PART
+    for name, simulated in itertools.chain(_candidates(work, candidates, deadline=latest), seeds):
+        if simulated.peak_bytes <= work.budget_bytes:
+            known.append((name, simulated))
+            found = Found(name, simulated) if found is None else found
+            found.offer(name, simulated, work.budget_bytes)
+        if found is not None and (found.is_proved(problem, _PROOF_GAP) or time.monotonic() >= latest):
+            break
+    if found is not None:
+        _time_anew(work, known, found, deadline=deadline)
+        if found.is_proved(problem, _PROOF_GAP) or time.monotonic() >= deadline:
+            return found
+    if is_tiny(problem):
+        latest = time.monotonic() + min((deadline - time.monotonic()) / 2, _EXACT_SECONDS)
+        exact = best_with_swaps(problem, work.tiers, work.budget_bytes, deadline=latest)
+        if exact.schedule is not None:
+            simulated = work.simulate(exact.schedule)
+            found = Found("exact", simulated) if found is None else found
+            found.offer("exact", simulated, work.budget_bytes)
+    left = deadline - time.monotonic()
+    if left > 0 and candidates.fitting(work.budget_bytes):
+        latest = time.monotonic() + left * _RECOMPUTE_PART
+        alone = search(problem, work.budget_bytes, candidates, deadline=latest)
+        if alone is not None:
+            found = Found(alone.name, alone.best) if found is None else found
+            found.offer(alone.name, alone.best, work.budget_bytes)
+    if found is None:
+        return None
+    moments = [len(problem.forward)]
+    _bound(work, found, moments, deadline)
+    improve(work, found, deadline=deadline)
+    _time_anew(work, [(found.name, found.best)], found, deadline=deadline, effort=_LAST_EFFORT)
+    return found
+
+
+def is_tiny(problem: CheckpointProblem) -> bool:
+    """Whether one programme finds the best schedule with copies in seconds."""
+    return bool(problem.backward) and len(problem.base) <= _TINY
+
+
+def _time_anew(
+    work: SwapProblem,
+    known: list[tuple[str, Simulated]],
+    found: Found,
+    *,
+    deadline: float,
+    effort: int = EFFORT,
+) -> None:
+    """Offers the fastest schedules once more, with copies chosen with an effort."""
+    for name, simulated in sorted(known, key=lambda pair: pair[1].seconds)[:_TIMED_ANEW]:
+        if time.monotonic() >= deadline:
+            return
+        timed = work.fitted(work.order(simulated), effort=effort)
+        if timed is not None:
+            found.offer(name, timed, work.budget_bytes)
+
+
+def _bound(work: SwapProblem, found: Found, moments: list[int], deadline: float) -> None:
+    """Raises the bound by the staged programme with copies; its choice is offered."""
+    problem = work.problem
+    left = deadline - time.monotonic()
+    if left <= 0 or found.is_proved(problem, _PROOF_GAP):
+        return
+    solved = _relaxed(work, moments, min(left / 2, _STAGED_SECONDS))
+    if not solved.is_infeasible:
+        found.bound_seconds = max(found.bound_seconds, solved.bound_seconds)
+    if solved.resident is not None:
+        with contextlib.suppress(ValueError):
+            idea = work.run(problem.repeats_between(solved.resident))
+            if idea is not None:
+                found.offer("joint", idea, work.budget_bytes)
+
+
+def bound_with_copies(work: SwapProblem, *, deadline: float) -> float:
+    """Seconds beyond those of the step's operations that no schedule with copies stays below.
+
+    Args:
+        work: The problem.
+        deadline: `time.monotonic()` at which to stop.
+    """
+    left = deadline - time.monotonic()
+    if left <= 0 or not work.problem.backward:
+        return 0.0
+    solved = _relaxed(work, [len(work.problem.forward)], left)
+    return 0.0 if solved.is_infeasible else max(solved.bound_seconds, 0.0)
+
+
+def _relaxed(work: SwapProblem, moments: list[int], seconds: float) -> Solved:
+    """The staged programme with copies, solved for so long."""
+    small_bytes = int(work.problem.keep_all.peak_bytes * _FREE_PART)
+    relaxation = SwapRelaxation(
+        work.problem, work.budget_bytes, moments, small_bytes=small_bytes, tiers=work.tiers
+    )
+    return relaxation.solve(seconds=seconds, gap=_PROOF_GAP, node_limit=_STAGED_NODES)
+
+
+def least_budget(work: SwapProblem, candidates: Frontier, *, deadline: float = math.inf) -> int:
+    """The smallest budget that a schedule with copies is found for, in bytes; that of `work` is ignored.
+
+    Args:
+        work: The problem.
+        candidates: Schedules found without regard to the budget; those with the smallest peaks get copies.
+        deadline: `time.monotonic()` at which to stop; what was found by then counts.
+    """
+    problem = work.problem
+    lowest = sorted((s for _, s in candidates.candidates), key=lambda s: (s.peak_bytes, s.seconds))
+    orders = [work.order(simulated) for simulated in (problem.keep_all, *lowest[:_LOW])]
+    low, high = work.floor_bytes - 1, lowest[0].peak_bytes
+    while high - low > max(problem.keep_all.peak_bytes >> _LOW_BITS, 1) and time.monotonic() < deadline:
+        middle = (low + high) // 2
+        peak_bytes = _reached(replace(work, budget_bytes=middle), orders)
+        if peak_bytes is None:
+            low = middle
+        else:
+            high = peak_bytes
+    return high
+
+
+def _reached(work: SwapProblem, orders: list[Order]) -> int | None:
+    """The peak of the first of some orders that fits with copies; it becomes the first."""
+    for index, order in enumerate(orders):
+        fitted = work.fitted(order, effort=0)
+        if fitted is not None:
+            orders.insert(0, orders.pop(index))
+            return fitted.peak_bytes
+    return None
+
+
+_LOW = 3
+"""So many of the known schedules with the smallest peaks are looked at for a small budget."""
+
+_LOW_BITS = 10
+_RUNGS = 24
+_RUN_SECONDS = 1.0
+
+
+def _candidates(
+    work: SwapProblem, candidates: Frontier, *, deadline: float
+) -> Iterator[tuple[str, Simulated]]:
+    """Schedules that fit: what recomputes at this or at a larger budget, with copies for the rest.
+
+    The first few, which reach the smallest budgets, are tried whatever the time.
+    """
+    problem = work.problem
+    known: set[tuple[float, int]] = set()
+
+    def offered(name: str, simulated: Simulated) -> Iterator[tuple[str, Simulated]]:
+        key = simulated.seconds, simulated.peak_bytes
+        if key not in known and (len(known) <= _LOW or time.monotonic() < deadline):
+            known.add(key)
+            fitted = work.with_copies(simulated, effort=0)
+            if fitted is not None:
+                yield (name if fitted is simulated else f"{name}+swap"), fitted
+
+    yield from offered("keep-all", problem.keep_all)
+    pairs = candidates.candidates
+    for name, simulated in sorted(pairs, key=lambda pair: (pair[1].peak_bytes, pair[1].seconds))[:_LOW]:
+        yield from offered(name, simulated)
+    for name, simulated in sorted(pairs, key=lambda pair: pair[1].seconds):
+        yield from offered(name, simulated)
+    top = problem.keep_all.peak_bytes
+    for rung in range(1, _RUNGS):
+        if time.monotonic() >= deadline:
+            return
+        budget = work.budget_bytes + (top - work.budget_bytes) * rung // _RUNGS
+        latest = min(deadline, time.monotonic() + _RUN_SECONDS)
+        evicted = evict_greedily(problem, budget, deadline=latest) if budget < top else None
+        if evicted is not None:
+            yield from offered("eviction", evicted)
+
+
+_DEPTHS = (1, 2, 4)
+"""So many operations, one made from the other, that an addition makes again."""
+
+_PROOF_GAP = 1e-4
+_PROGRESS = 1e-4
+_BETTER = 1e-9
+
+
+def improve(work: SwapProblem, found: Found, *, deadline: float) -> None:
+    """Runs less again, or more, where that makes a schedule faster; copies are chosen anew each time.
+
+    Args:
+        work: The problem.
+        found: What is improved.
+        deadline: `time.monotonic()` at which to stop.
+    """
+    problem = work.problem
+    repeats = problem.repeats(found.best)
+    while True:
+        before = found.best.seconds
+        for change in (*_removals(problem, repeats), *_additions(problem, repeats)):
+            if time.monotonic() >= deadline or found.is_proved(problem, _PROOF_GAP):
+                return
+            changed = _changed(problem, repeats, change)
+            best = found.best.seconds * (1 - _BETTER)
+            is_new = changed != repeats and _makes_transient(problem, changed)
+            simulated = work.run(changed, below_seconds=best) if is_new else None
+            if simulated is not None and simulated.seconds < best:
+                found.offer("joint", simulated, work.budget_bytes)
+                repeats = changed
+        if found.best.seconds >= before * (1 - _PROGRESS):
+            return
+
+
+def _makes_transient(problem: CheckpointProblem, repeats: Repeats) -> bool:
+    """Whether backward makes again, before it reads them, the storages that must not stay for it."""
+    missing = set(problem.transient)
+    split = len(problem.forward)
+    for node, before in zip(problem.base[split:], repeats[split:], strict=True):
+        for run in (*before, node):
+            if not missing.isdisjoint(problem.forward_reads[run]):
+                return False
+            missing.difference_update(problem.graph.allocates(run))
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """What no longer runs again before a step of the base order, or does so too."""
+
+    step: int
+    nodes: tuple[Node, ...]
+    removes: bool
+
+
+def _removals(problem: CheckpointProblem, repeats: Repeats) -> list[_Change]:
+    """Each operation that runs again, the longest first."""
+    found = [_Change(step, (node,), True) for step, before in enumerate(repeats) for node in before]
+    return sorted(found, key=lambda change: -problem.costs.seconds[change.nodes[0]])
+
+
+def _additions(problem: CheckpointProblem, repeats: Repeats) -> list[_Change]:
+    """What backward reads from forward, made again just before by chains of operations; the largest first."""
+    split = len(problem.forward)
+    runs = {node for before in repeats for node in before}
+    found: list[tuple[int, _Change]] = []
+    for storage, positions in problem.read_positions.items():
+        maker = problem.producer[storage]
+        if maker in runs or not maker.is_recomputable:
+            continue
+        for depth in _DEPTHS:
+            chain = _chain(problem, maker, depth)
+            if len(chain) > depth // 2:
+                found.append((-storage.nbytes, _Change(split + positions[0], chain, False)))
+    return [change for _, change in sorted(found, key=lambda pair: pair[0])]
+
+
+def _chain(problem: CheckpointProblem, node: Node, depth: int) -> tuple[Node, ...]:
+    """An operation and the nearest that make what it reads, in forward order."""
+    chain = {node}
+    while len(chain) < depth:
+        makers = {problem.producer[s] for made in chain for s in problem.forward_reads[made]} - chain
+        makers = {maker for maker in makers if maker.is_recomputable}
+        if not makers:
+            break
+        chain.add(max(makers, key=problem.index.__getitem__))
+    return tuple(sorted(chain, key=problem.index.__getitem__))
+
+
+def _changed(problem: CheckpointProblem, repeats: Repeats, change: _Change) -> list[list[Node]]:
+    """The repeats with a change, without those that nothing reads then."""
+    made = [list(before) for before in repeats]
+    here = made[change.step]
+    if change.removes:
+        made[change.step] = [node for node in here if node not in change.nodes]
+    else:
+        made[change.step] = sorted({*here, *change.nodes}, key=problem.index.__getitem__)
+    wanted: set[Storage] = set()
+    found: list[list[Node]] = []
+    for node, before in zip(reversed(problem.base), reversed(made), strict=True):
+        live: list[Node] = []
+        for again in (node, *reversed(before)):
+            allocated = problem.graph.allocates(again)
+            if again is not node:
+                if wanted.isdisjoint(allocated):
+                    continue
+                live.append(again)
+            wanted.difference_update(allocated)
+            wanted.update(problem.graph.reads(again))
+        found.append(live[::-1])
+    return found[::-1]

@@ -1,0 +1,246 @@
+"""Where to cut the line of forward operations into stages, for the shortest step in the devices' memory."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy
+from numpy.typing import NDArray
+
+from ...ir.pipeline.schedule import PipelineSchedule, in_flight
+from ...ir.pipeline.timing import StageCost, simulate_pipeline
+from .devices import Devices
+from .linear_order import Line
+from .optimizer_steps import Updates
+
+__all__ = ["LinePartition", "lower_bound_seconds"]
+
+_Table = NDArray[numpy.float64]
+
+
+_SLACKS = (1.0, 1.01, 1.03, 1.06, 1.1, 1.2, 1.35, 1.6)
+"""How much longer than the least possible the slowest stage may be, for a smaller sum of all."""
+
+
+class LinePartition:
+    """Cuts a line by dynamic programming over its places.
+
+    What a stage takes is estimated: that it keeps all where that fits, and else computes a part of its
+    forward again that grows with the part of its saved bytes that has to go. Plans of stages are exact.
+
+    Args:
+        line: What is cut.
+        schedule: Says how many stages there are, on which device, and how many micro-batches each holds.
+        devices: What they run on.
+        updates: What the steps of an optimizer take.
+    """
+
+    def __init__(self, line: Line, schedule: PipelineSchedule, devices: Devices, updates: Updates) -> None:
+        self.line = line
+        self.schedule = schedule
+        self.devices = devices
+        self.updates = updates
+        self.flights = [flight.until_weight for flight in in_flight(schedule)]
+        self._forward, self._backward = self._seconds()
+        self._static, self._saved, self._largest = self._bytes()
+
+    def on(self, devices: Devices) -> LinePartition:
+        """The same for other devices, or another order of them."""
+        other = copy.copy(self)
+        other.devices = devices
+        return other
+
+    def best(self, *, anywhere: bool = False) -> tuple[int, ...] | None:
+        """The cuts, as places of the line's operations; None where no partition seems to fit.
+
+        Args:
+            anywhere: As if every device had memory enough.
+        """
+        found = self._shortest(anywhere)
+        return None if found is None else tuple(self.line.places[index] for index in found[1])
+
+    def seconds(self) -> float:
+        """The estimated time of a step with the best cuts; infinite where no partition seems to fit."""
+        found = self._shortest(anywhere=False)
+        return math.inf if found is None else found[0]
+
+    def simulated_seconds(self) -> float:
+        """A step with the best cuts by the schedule, without transfers; infinite where none seems to fit.
+
+        Where backward comes in two parts, each is taken as half of it.
+        """
+        cuts = self.best()
+        if cuts is None:
+            return math.inf
+        index = {place: k for k, place in enumerate(self.line.places)}
+        ends = (*(index[cut] for cut in cuts), self._end)
+        is_split = self.schedule.splits_backward
+        costs: list[StageCost] = []
+        begin = 0
+        for stage, end in enumerate(ends):
+            speed = self.devices.speeds[self.schedule.device_of[stage]]
+            forward, backward = self._forward[begin, end], self._backward[begin, end]
+            again = self._stage_seconds(stage, anywhere=False)[begin, end] * speed - forward - backward
+            back = max(float(backward + again), 0.0) / speed
+            parts = (back / 2, back / 2) if is_split else (back, 0.0)
+            costs.append(StageCost(float(forward) / speed, *parts))
+            begin = end
+        order = replace(self.schedule, overlapped=frozenset())
+        return simulate_pipeline(order, costs).step_seconds
+
+    def _shortest(self, anywhere: bool) -> tuple[float, list[int]] | None:
+        """The shortest step, and the indices of the places that it is cut at."""
+        tables = [self._stage_seconds(stage, anywhere) for stage in range(self.schedule.stages)]
+        least = _smallest_largest(tables)
+        if math.isinf(least):
+            return None
+        micro_batches, fill = self.schedule.micro_batches, self._fill_seconds()
+        found: list[tuple[float, list[int]]] = []
+        for slack in _SLACKS:
+            limit = least * slack * (1 + 1e-12)
+            cut = _least_sum([numpy.where(table <= limit, table + fill, math.inf) for table in tables])
+            if cut is not None:
+                total, cuts = cut
+                times = [tables[s][b, e] for s, (b, e) in enumerate(_pairs(cuts, self._end))]
+                found.append((total + (micro_batches - 1) * max(times), cuts))
+        return min(found)
+
+    def smallest(self) -> tuple[int, ...]:
+        """The cuts that ask for least memory, by the least that each stage may hold."""
+        tables = [self._least_bytes(stage) for stage in range(self.schedule.stages)]
+        limit = _smallest_largest(tables)
+        cut = _least_sum([numpy.where(table <= limit, table, math.inf) for table in tables])
+        assert cut is not None, "a line has at least as many places as stages"
+        return tuple(self.line.places[index] for index in cut[1])
+
+    @property
+    def _end(self) -> int:
+        return len(self.line.places) - 1
+
+    def _between(self, prefix: Sequence[float]) -> _Table:
+        at = numpy.array([prefix[place] for place in self.line.places])
+        return at[None, :] - at[:, None]
+
+    def _seconds(self) -> tuple[_Table, _Table]:
+        return self._between(self.line.forward_prefix), self._between(self.line.backward_prefix)
+
+    def _bytes(self) -> tuple[_Table, _Table, _Table]:
+        """Static bytes, saved bytes, and the most at work, of each segment between two places."""
+        places = self.line.places
+        count = len(places)
+        static = numpy.zeros((count, count))
+        for storage, is_trained, homes in self.line.statics:
+            nbytes = self.updates.kept_bytes(storage) if is_trained else storage.nbytes
+            self._add_static(static, homes, nbytes)
+        largest = numpy.zeros((count, count))
+        for begin in range(count):
+            most = 0
+            for end in range(begin + 1, count):
+                most = max(most, *self.line.largest[places[end - 1] : places[end]])
+                largest[begin, end] = most
+        return static, self._between(self.line.saved_prefix), largest
+
+    def _add_static(self, table: _Table, homes: Sequence[int], nbytes: int) -> None:
+        places = numpy.array(self.line.places)
+        following = numpy.searchsorted(homes, places)
+        for begin, index in enumerate(following):
+            if index < len(homes):
+                table[begin, places > homes[index]] += nbytes
+
+    def _arriving(self) -> _Table:
+        crossing = self.line.crossing_bytes
+        return numpy.array([crossing[place][0] for place in self.line.places], dtype=float)[:, None]
+
+    def _leaving(self) -> _Table:
+        crossing = self.line.crossing_bytes
+        return numpy.array([crossing[place][1] for place in self.line.places], dtype=float)[:, None]
+
+    def _fill_seconds(self) -> _Table:
+        """What the first micro-batch waits for links before a segment, and after it on the way back."""
+        return (self._arriving() + self._leaving()) / self.devices.link_bytes_per_second
+
+    def _stage_seconds(self, stage: int, anywhere: bool) -> _Table:
+        """Estimated time of each segment as a stage: that of its computations, or of a slower link."""
+        device = self.schedule.device_of[stage]
+        held = self.flights[stage]
+        budget = self.devices.budget_bytes[device] / len(self.schedule.stages_on(device))
+        arriving, leaving = self._arriving(), self._leaving()
+        fixed = self._static + held * arriving + self._largest
+        over = fixed + held * self._saved - budget
+        over = numpy.full_like(over, -math.inf) if anywhere else over
+        part = numpy.clip(over / numpy.maximum(held * self._saved, 1.0), 0.0, None)
+        seconds = (self._forward * (1 + numpy.minimum(part, 1.0) ** 1.5) + self._backward) / (
+            self.devices.speeds[device]
+        )
+        seconds = numpy.maximum(
+            seconds, numpy.maximum(arriving, leaving) / self.devices.link_bytes_per_second
+        )
+        seconds = numpy.where(part <= 1, seconds, math.inf)
+        return numpy.where(self._is_segment(), seconds, math.inf)
+
+    def _least_bytes(self, stage: int) -> _Table:
+        """The least that a segment takes of its device's budget as a stage, as a fraction."""
+        device = self.schedule.device_of[stage]
+        budget = self.devices.budget_bytes[device] / len(self.schedule.stages_on(device))
+        least = self._static + self.flights[stage] * self._arriving() + self._largest
+        return numpy.where(self._is_segment(), least / budget, math.inf)
+
+    def _is_segment(self) -> NDArray[numpy.bool_]:
+        count = self._end + 1
+        return numpy.arange(count)[:, None] < numpy.arange(count)[None, :]
+
+
+def _pairs(cuts: Sequence[int], end: int) -> Iterator[tuple[int, int]]:
+    return zip((0, *cuts), (*cuts, end), strict=True)
+
+
+def _smallest_largest(tables: Sequence[_Table]) -> float:
+    """The least that the largest entry of a path through the tables can be."""
+    reached = tables[0][0]
+    for table in tables[1:]:
+        reached = numpy.min(numpy.maximum(reached[:, None], table), axis=0)
+    return float(reached[-1])
+
+
+def _least_sum(tables: Sequence[_Table]) -> tuple[float, list[int]] | None:
+    """The path of the smallest sum, and the places it goes through."""
+    reached = tables[0][0]
+    behind: list[NDArray[numpy.intp]] = []
+    for table in tables[1:]:
+        sums = reached[:, None] + table
+        behind.append(numpy.argmin(sums, axis=0))
+        reached = numpy.min(sums, axis=0)
+    if math.isinf(reached[-1]):
+        return None
+    place = len(reached) - 1
+    cuts: list[int] = []
+    for table in reversed(behind):
+        place = int(table[place])
+        cuts.append(place)
+    return float(reached[-1]), cuts[::-1]
+
+
+def lower_bound_seconds(
+    line: Line, schedule: PipelineSchedule, devices: Devices, update_seconds: float = 0.0
+) -> float:
+    """No partition takes less time for a step of these devices, and of any order of work on one stage each.
+
+    All operations run once for each micro-batch, and a device does one thing at a time: (m W + U) / sum of
+    speeds, where W is the time of all operations and U that of the optimizer's steps. Where each device has
+    one stage, and devices are equally fast, the stage k begins only when the first micro-batch has gone
+    through those before it, and when it ends the last one goes back through them, so that the step takes at
+    least t_1 + ... + t_(k-1) + m t_k. The largest of these is the least where all are equal:
+    W / (1 - (1 - 1/m)^p). Where backward is split, the stages before wait for less than all of it, and the
+    first bound alone holds.
+    """
+    whole = line.seconds(0, len(line.order))
+    count = schedule.micro_batches
+    bound = (count * whole + update_seconds) / sum(devices.speeds)
+    is_equal = schedule.stages == schedule.devices and len(set(devices.speeds)) == 1
+    if is_equal and not schedule.splits_backward:
+        speed = devices.speeds[0]
+        bound = max(bound, whole / speed / (1 - (1 - 1 / count) ** schedule.devices))
+    return bound

@@ -1,0 +1,306 @@
+"""The certificate of a choice: what it costs, how far from the best it can be, and why each storage goes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from ...ir import (
+    RUN_ONCE,
+    Compute,
+    Copy,
+    Decision,
+    Direction,
+    Fetch,
+    Free,
+    Loss,
+    Node,
+    Plan,
+    Policy,
+    Schedule,
+    StepTimes,
+    Storage,
+    Tier,
+    TierUse,
+    Trait,
+    Wait,
+    Wish,
+    WishEffect,
+    format_bytes,
+    liveness,
+    nondeterminism,
+    step_times,
+    stored_bytes,
+)
+from .problem import CheckpointProblem, Simulated
+from .search import Found
+
+__all__ = ["certify"]
+
+_PROOF_GAP = 1e-4
+
+
+def certify(
+    problem: CheckpointProblem,
+    budget_bytes: int,
+    found: Found,
+    *,
+    baseline_bytes: int,
+    minimum_bytes: int,
+    seconds: float,
+    floor_bytes: int | None = None,
+    tiers: Sequence[Tier] = (),
+) -> Plan:
+    """The plan of what a search found.
+
+    Args:
+        problem: What was searched.
+        budget_bytes: What was asked for.
+        found: The schedule, and the bound.
+        baseline_bytes: Peak of the graph as it was captured, where nothing runs twice.
+        minimum_bytes: The smallest peak that a schedule is known for.
+        seconds: How long planning took.
+        floor_bytes: What no schedule can go below; None where that of the problem holds.
+        tiers: Where the schedule may copy storages.
+    """
+    step = problem.step_seconds
+    overhead = max(found.best.seconds / step - 1, 0.0) if step else 0.0
+    bound = min(found.bound_seconds / step, overhead) if step else 0.0
+    times = step_times(found.best.schedule, problem.costs.seconds, tiers)
+    made = _decisions(problem, found.best, times)
+    decisions = made | _homes(problem, found.best.schedule, times)
+    there = liveness(found.best.schedule, problem.costs.workspace_bytes, with_gradients=True)
+    return Plan(
+        budget_bytes=budget_bytes,
+        peak_bytes=found.best.peak_bytes,
+        baseline_peak_bytes=baseline_bytes,
+        static_bytes=problem.graph.static_bytes,
+        minimum_budget_bytes=min(minimum_bytes, found.best.peak_bytes),
+        floor_bytes=problem.floor_bytes if floor_bytes is None else floor_bytes,
+        step_seconds=step,
+        overhead=overhead,
+        lower_bound_overhead=bound,
+        proven_optimal=overhead - bound <= _PROOF_GAP,
+        strategy=found.name,
+        costs=problem.costs.source,
+        decisions=tuple(decisions.values()),
+        seconds_to_plan=seconds,
+        wishes=tuple(
+            WishEffect(wish.by, wish.policy.value, _effect(problem, wish, made))
+            for wish in problem.graph.wishes
+        ),
+        forwards_in_flight=problem.graph.forwards_in_flight,
+        peak_with_gradients_bytes=there.peak_bytes,
+        tiers=tuple(_uses(found.best.schedule, times, tiers)),
+        exposed_seconds=_exposed_seconds(found.best, times),
+        homed_bytes=sum(home.storage.nbytes for home in problem.graph.homes),
+    )
+
+
+def _exposed_seconds(best: Simulated, times: StepTimes) -> float:
+    """Time in which copies are waited for, without what is rounding alone."""
+    exposed = best.seconds - times.compute_seconds if times.copies else 0.0
+    return exposed if exposed > 1e-9 * times.compute_seconds else 0.0
+
+
+def _uses(schedule: Schedule, times: StepTimes, tiers: Sequence[Tier]) -> Iterator[TierUse]:
+    held = stored_bytes(schedule)
+    for tier in tiers:
+        if tier.name in held:
+            copies = [copy for copy in times.copies if copy.tier == tier.name]
+            moved = {
+                way: sum(c.storage.nbytes for c in copies if c.direction is way)
+                for way in (Direction.OUT, Direction.IN)
+            }
+            yield TierUse(
+                tier.name,
+                tier.capacity_bytes,
+                max(held[tier.name]),
+                moved[Direction.OUT],
+                moved[Direction.IN],
+                times.busy_seconds(tier.name, Direction.OUT),
+                times.busy_seconds(tier.name, Direction.IN),
+            )
+
+
+def _decisions(problem: CheckpointProblem, simulated: Simulated, times: StepTimes) -> dict[Storage, Decision]:
+    """The decision for each storage that forward makes and that is no output."""
+    runs = Counter(simulated.order)
+    kept = _alive_at_loss(simulated)
+    wanted = set(problem.wanted)
+    copied: dict[Storage, list[Copy]] = {}
+    for copy in times.copies:
+        copied.setdefault(copy.storage, []).append(copy)
+    decisions: dict[Storage, Decision] = {}
+    for storage, node in problem.producer.items():
+        again = runs[node] - 1
+        seconds = problem.costs.seconds[node] * again
+        if storage in copied:
+            action, reason = "swap", _why_swapped(simulated.schedule, times, copied[storage], again)
+        elif storage in kept:
+            action, reason = "keep", _why_kept(problem, storage, node)
+        elif storage in problem.read_positions or (again and storage in wanted):
+            action, reason = _why_not_kept(problem, storage, again, seconds)
+        else:
+            action, reason = "free", "backward reads neither it nor anything that is made from it again"
+        decisions[storage] = Decision(
+            storage.name,
+            f"{node.name} ({node.op})",
+            storage.nbytes,
+            action,
+            again,
+            seconds,
+            f"{reason}; a hint: {node.wish.by}" if node.wish is not None and node.wish.is_hint else reason,
+            str(node.at) if node.at is not None else "",
+            _deciding(node, action),
+        )
+    return decisions
+
+
+def _homes(problem: CheckpointProblem, schedule: Schedule, times: StepTimes) -> dict[Storage, Decision]:
+    """The decision for each parameter and state of an optimizer that lives in a tier."""
+    found: dict[Storage, Decision] = {}
+    for home in problem.graph.homes:
+        copies = [copy for copy in times.copies if copy.storage is home.storage]
+        fetched = sum(copy.direction is Direction.IN for copy in copies)
+        written = "written back once" if len(copies) > fetched else "not changed"
+        waited = sum(
+            end - start
+            for step, start, end in zip(
+                schedule.instructions, times.start_seconds, times.end_seconds, strict=True
+            )
+            if isinstance(step, Wait) and step.storage is home.storage
+        )
+        found[home.storage] = Decision(
+            home.storage.name,
+            home.name,
+            home.storage.nbytes,
+            "swap",
+            0,
+            0.0,
+            f"lives in {home.tier}: copied to the device {_times(fetched)} and {written}, "
+            f"{_milliseconds(waited)} waited for",
+        )
+    return found
+
+
+def _deciding(node: Node, action: str) -> str:
+    """The wish that made the decision, or nothing."""
+    if node.wish is None or node.traits & RUN_ONCE:
+        return ""
+    decided = {Policy.KEEP: "keep", Policy.RECOMPUTE: "recompute"}.get(node.wish.policy)
+    return node.wish.by if action == decided else ""
+
+
+def _alive_at_loss(simulated: Simulated) -> set[Storage]:
+    alive: set[Storage] = set()
+    for instruction in simulated.schedule.instructions:
+        if isinstance(instruction, Loss):
+            break
+        match instruction:
+            case Compute(_, retained):
+                alive |= retained
+            case Fetch(storage):
+                alive.add(storage)
+            case Free(storage):
+                alive.discard(storage)
+            case _:
+                pass
+    return alive
+
+
+def _why_swapped(schedule: Schedule, times: StepTimes, copies: Sequence[Copy], again: int) -> str:
+    """What the copies of a storage cost, and for how long it is away."""
+    storage, tier = copies[0].storage, copies[0].tier
+    taken = " and ".join(
+        f"{_milliseconds(sum(c.end_seconds - c.start_seconds for c in copies if c.direction is way))} {word}"
+        for way, word in ((Direction.OUT, "out"), (Direction.IN, "back"))
+    )
+    away = waited = 0.0
+    left = 0.0
+    for step, instruction in enumerate(schedule.instructions):
+        match instruction:
+            case Free(freed) if freed is storage:
+                left = times.start_seconds[step]
+            case Fetch(fetched) if fetched is storage:
+                away += times.start_seconds[step] - left
+            case Wait(awaited) if awaited is storage:
+                waited += times.end_seconds[step] - times.start_seconds[step]
+            case _:
+                pass
+    exposed = f"of which {_milliseconds(waited)} are waited for" if waited > 0 else "beside computations"
+    remade = f"; its operation runs again {_times(again)} besides" if again else ""
+    return f"copied to {tier} ({taken}, {exposed}) and away for {_milliseconds(away)} of the step{remade}"
+
+
+def _why_kept(problem: CheckpointProblem, storage: Storage, node: Node) -> str:
+    if once := node.traits & RUN_ONCE:
+        reasons = [_because(node, trait) for trait in sorted(once, key=lambda t: t.value)]
+        against = node.wish is not None and node.wish.policy is Policy.RECOMPUTE
+        return f"its operation may run only once ({', '.join(reasons)})" + (
+            f", in spite of {node.wish.by}" if node.wish is not None and against else ""
+        )
+    if wish := _deciding(node, "keep"):
+        return f"{wish}: {_purpose(problem, storage)}"
+    return f"{_purpose(problem, storage)}; its operation takes {_milliseconds(problem.costs.seconds[node])}"
+
+
+def _because(node: Node, trait: Trait) -> str:
+    why = nondeterminism(node) if trait is Trait.NONDETERMINISTIC else None
+    return f"{trait.value}: {why}" if why else trait.value
+
+
+def _why_not_kept(
+    problem: CheckpointProblem, storage: Storage, again: int, seconds: float
+) -> tuple[str, str]:
+    if not again:
+        return "free", "backward does not need it under this plan"
+    wish = _deciding(problem.producer[storage], "recompute")
+    return (
+        "recompute",
+        f"{wish and wish + ': '}{_purpose(problem, storage)}; its operation runs again {_times(again)} "
+        f"({_milliseconds(seconds)}) and {format_bytes(storage.nbytes)} are free in between",
+    )
+
+
+def _purpose(problem: CheckpointProblem, storage: Storage) -> str:
+    reads = len(problem.read_positions.get(storage, ()))
+    return f"backward reads it {_times(reads)}" if reads else "other values are made from it again"
+
+
+def _times(number: int) -> str:
+    return "once" if number == 1 else f"{number} times"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds * 1e3:,.0f} ms"
+
+
+def _effect(problem: CheckpointProblem, wish: Wish, decisions: Mapping[Storage, Decision]) -> str:
+    """What a wish did, in words."""
+    mine = {s: d for s, d in decisions.items() if problem.producer[s].wish == wish}
+    operations = [node for node in problem.forward if node.wish == wish]
+    kept = [d for d in mine.values() if d.action == "keep"]
+    again = [d for d in mine.values() if d.action == "recompute"]
+    if not operations:
+        return _without_operations(wish)
+    match wish.policy:
+        case Policy.KEEP if kept:
+            return f"{_amount(kept)} kept for backward; none of {len(operations)} operations runs again"
+        case Policy.RECOMPUTE if again or kept:
+            once = f"; {_amount(kept)} kept, as their operations may run only once" if kept else ""
+            return f"{_amount(again)} not kept for backward, and made again{once}"
+        case Policy.KEEP | Policy.RECOMPUTE:
+            return "no effect: backward needs nothing of it"
+        case _:
+            return f"a hint, left to the search: {_amount(kept)} kept, {_amount(again)} made again"
+
+
+def _without_operations(wish: Wish) -> str:
+    leaves = ", or all its results leave it" if wish.policy is Policy.RECOMPUTE else ""
+    return f"no effect: nothing of it runs in forward, or other wishes decide{leaves}"
+
+
+def _amount(decisions: Sequence[Decision]) -> str:
+    count = len(decisions)
+    return f"{count} storage{'' if count == 1 else 's'} ({format_bytes(sum(d.nbytes for d in decisions))})"

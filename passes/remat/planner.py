@@ -1,0 +1,116 @@
+"""What planning a program knows for every budget: the problem to solve, schedules, bounds."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from ...ir import Graph
+from ..costs.measure_costs import Cost
+from ..program import Program
+from ..rewrites.backward_order import weight_gradients_last
+from ..rewrites.split_convolutions import rejoined
+from .candidates import Frontier, frontier
+from .problem import CheckpointProblem, Simulated
+from .search import Found
+
+__all__ = ["Planner", "recomputation_problem"]
+
+_RATIOS = (1.0, 4.0, 16.0, 64.0)
+"""How many times as large as what is held for it a gradient must be to be made last."""
+
+
+@dataclass
+class Planner:
+    """A program's recomputation problem, with all that is found once for every budget.
+
+    Args:
+        program: A graph; without costs it gets those of the machine `cpu`.
+
+    Attributes:
+        problem: What is solved: of the rewritten graphs and orders of backward, the one that takes least.
+        original: The graph as it was captured, in its own order.
+        baseline_bytes: Peak of the original where nothing runs twice: that of eager. Wishes do not matter.
+    """
+
+    program: Program
+    problem: CheckpointProblem = field(init=False)
+    original: CheckpointProblem = field(init=False)
+    baseline_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.program.costs is None:
+            self.program = Cost(profile="cpu").run(self.program)
+        assert self.program.costs is not None
+        self.original = CheckpointProblem(self.program.original or self.program.graph, self.program.costs)
+        self.baseline_bytes = self.original.eager.peak_bytes
+        self.problem = recomputation_problem(self.program)
+        self._known: dict[bool, Frontier] = {}
+        self._cut_off: Frontier | None = None
+        self._learned: list[tuple[str, Simulated]] = []
+        self._bounds: list[tuple[int, float]] = []
+
+    def program_of(self, problem: CheckpointProblem) -> Program:
+        """The program with the graph of a problem."""
+        return replace(self.program, graph=problem.graph)
+
+    def candidates(self, deadline: float = math.inf, *, is_thorough: bool = False) -> Frontier:
+        """Schedules found without regard to one budget, and those that earlier searches found.
+
+        Args:
+            deadline: `time.monotonic()` after which nothing more is tried.
+            is_thorough: Whether to look for the smallest peak with all means.
+        """
+        known = self._known.get(True) or (None if is_thorough else self._known.get(False))
+        if known is None:
+            if self._cut_off is not None and time.monotonic() >= deadline:
+                known = self._cut_off
+            else:
+                known = frontier(self.problem, deadline=deadline, is_thorough=is_thorough)
+            if known.is_complete:
+                self._known[is_thorough] = known
+            else:
+                self._cut_off = known
+        return replace(known, candidates=(*known.candidates, *self._learned))
+
+    def minimum_bytes(self, deadline: float = math.inf, *, is_thorough: bool = False) -> int:
+        """The smallest budget that a schedule is known for; the arguments are those of `candidates`."""
+        found = self.candidates(deadline, is_thorough=is_thorough).minimum_bytes
+        return min(found, self.original.keep_all.peak_bytes)
+
+    def learn(self, budget_bytes: int, found: Found) -> None:
+        """Makes a schedule a candidate, and its bound one, for other budgets."""
+        self._learned.append((found.name, found.best))
+        self._bounds.append((budget_bytes, found.bound_seconds))
+
+    def bound_seconds(self, budget_bytes: int) -> float:
+        """What was proved at this budget or at a larger one."""
+        return max((seconds for larger, seconds in self._bounds if larger >= budget_bytes), default=0.0)
+
+
+def recomputation_problem(program: Program) -> CheckpointProblem:
+    """The problem that `select-checkpoints` solves.
+
+    Candidates are the graph as it was captured, as it was rewritten, and with only those convolutions
+    taken apart for which that takes no more memory; each in its own order of backward and with large
+    gradients last. The one with the least sum of the peak that keeps all and the floor is taken.
+    """
+    assert program.costs is not None, "costs come first"
+    problems = [
+        CheckpointProblem(graph, program.costs, order)
+        for graph in _graphs(program)
+        for order in dict.fromkeys(
+            ((), *(weight_gradients_last(graph, program.costs, ratio) for ratio in _RATIOS))
+        )
+    ]
+    return min(problems, key=lambda problem: problem.keep_all.peak_bytes + problem.floor_bytes)
+
+
+def _graphs(program: Program) -> Iterator[Graph]:
+    yield program.graph
+    if program.original is not None:
+        assert program.costs is not None
+        yield rejoined(program.original, program.graph, program.costs)
+        yield program.original

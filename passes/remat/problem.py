@@ -1,0 +1,449 @@
+"""The recomputation problem: what the solvers and strategies look at, and how a choice becomes a schedule."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import networkx as nx
+
+from ...ir import (
+    Compute,
+    Graph,
+    Node,
+    Others,
+    OutputRole,
+    Region,
+    Schedule,
+    Storage,
+    liveness,
+    loss_waiting_bytes,
+    others_after,
+    others_before,
+    with_frees,
+)
+from ..costs.table import Costs
+
+__all__ = ["CheckpointProblem", "Repeats", "Simulated"]
+
+Repeats = Sequence[Sequence[Node]]
+"""For each step of the base order (forward, then backward), the operations that run again right before it."""
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A schedule with its cost.
+
+    Args:
+        schedule: What runs.
+        peak_bytes: The most memory alive at once, static bytes included.
+        seconds: Time of all computations; the same to the last bit in whatever order they run.
+        during_bytes: Memory at each computation (frees and the loss left out), in the order of `order`.
+        order: The operations that run.
+    """
+
+    schedule: Schedule
+    peak_bytes: int
+    seconds: float
+    during_bytes: tuple[int, ...]
+    order: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class CheckpointProblem:
+    """Which forward values to keep for backward, and which to compute again.
+
+    A schedule of the class considered here runs forward once, in the graph's order; then the backward
+    operations in one fixed order, and before each of them but the first whatever of the forward must
+    be computed again, in forward order; before the first too where wishes keep storages from staying.
+    What is searched beyond small graphs may compute again in forward too, and in any order.
+
+    Wishes of the user (`Node.wish`) are constraints of the problem: what is to be kept does not run again,
+    and what is transient does not stay from forward to backward. Bounds and optima are those under them.
+
+    Args:
+        graph: The training graph.
+        costs: Seconds and workspace of its operations.
+        sequence: The backward operations in the order that they run in; empty for the graph's own order.
+    """
+
+    graph: Graph
+    costs: Costs
+    sequence: tuple[Node, ...] = ()
+
+    @cached_property
+    def forward(self) -> tuple[Node, ...]:
+        """The forward operations, in order."""
+        return tuple(n for n in self.graph.operations if n.region is Region.FORWARD)
+
+    @cached_property
+    def backward(self) -> tuple[Node, ...]:
+        """The backward operations, in order."""
+        return self.sequence or tuple(n for n in self.graph.operations if n.region is Region.BACKWARD)
+
+    @cached_property
+    def base(self) -> tuple[Node, ...]:
+        """Forward, then backward: the first runs of all operations."""
+        return (*self.forward, *self.backward)
+
+    @property
+    def moments(self) -> int:
+        """Number of moments of a step: each forward operation, the loss, each backward operation."""
+        return len(self.base) + 1
+
+    def base_of(self, moment: int) -> Node | None:
+        """The operation of the base order that runs at a moment; None at the loss."""
+        split = len(self.forward)
+        if moment == split:
+            return None
+        return self.base[moment if moment < split else moment - 1]
+
+    def read_at(self, moment: int) -> tuple[Storage, ...]:
+        """The storages that come and go that are read at a moment."""
+        node = self.base_of(moment)
+        return () if node is None else self.forward_reads[node]
+
+    @cached_property
+    def _read_moments(self) -> dict[Storage, list[int]]:
+        split = len(self.forward)
+        found: dict[Storage, list[int]] = {}
+        for index, node in enumerate(self.base):
+            for storage in self.forward_reads[node]:
+                found.setdefault(storage, []).append(index if index < split else index + 1)
+        return found
+
+    def is_read(self, storage: Storage, first: int, last: int | None = None) -> bool:
+        """Whether the base order reads a storage between two moments, these included."""
+        moments = self._read_moments.get(storage, [])
+        at = bisect.bisect_left(moments, first)
+        return at < len(moments) and (last is None or moments[at] <= last)
+
+    def is_useful(self, storage: Storage, moment: int) -> bool:
+        """Whether a storage is of use at a moment or later, read or to make from it what is."""
+        return self.is_read(storage, moment) or self.last_useful[storage] + len(self.forward) + 1 >= max(
+            moment, len(self.forward) + 1
+        )
+
+    @cached_property
+    def index(self) -> dict[Node, int]:
+        """Position of each forward operation."""
+        return {node: i for i, node in enumerate(self.forward)}
+
+    @cached_property
+    def producer(self) -> dict[Storage, Node]:
+        """The forward operation that makes each storage which may come and go: outputs are not among them."""
+        return {
+            storage: node
+            for node in self.forward
+            for storage in self.graph.allocates(node)
+            if storage not in self.graph.output_storages
+        }
+
+    @cached_property
+    def transient(self) -> frozenset[Storage]:
+        """Those of them that must not stay from forward to backward."""
+        return self.graph.transient_storages
+
+    @cached_property
+    def forward_reads(self) -> dict[Node, tuple[Storage, ...]]:
+        """For each operation, the storages in `producer` that it reads."""
+        return {n: tuple(s for s in self.graph.reads(n) if s in self.producer) for n in self.graph.operations}
+
+    @cached_property
+    def read_positions(self) -> dict[Storage, list[int]]:
+        """The backward positions that read each forward-made storage."""
+        found: dict[Storage, list[int]] = {}
+        for position, node in enumerate(self.backward):
+            for storage in self.forward_reads[node]:
+                found.setdefault(storage, []).append(position)
+        return found
+
+    @cached_property
+    def users(self) -> dict[Storage, list[Node]]:
+        """The forward operations that read each storage."""
+        found: dict[Storage, list[Node]] = {}
+        for node in self.forward:
+            for storage in self.forward_reads[node]:
+                found.setdefault(storage, []).append(node)
+        return found
+
+    @cached_property
+    def wanted(self) -> tuple[Storage, ...]:
+        """The storages that backward reads, and those that it could make them from; in forward order."""
+        flow: nx.DiGraph[Storage | str] = nx.DiGraph()
+        flow.add_node("backward")
+        flow.add_edges_from((storage, "backward") for storage in self.read_positions)
+        for storage, node in self.producer.items():
+            if node.is_recomputable:
+                flow.add_edges_from((read, storage) for read in self.forward_reads[node])
+        found = nx.ancestors(flow, "backward")
+        return tuple(storage for storage in self.producer if storage in found)
+
+    @cached_property
+    def last_useful(self) -> dict[Storage, int]:
+        """The last backward position that can profit from a storage, directly or through what it makes."""
+        found: dict[Storage, int] = {}
+        for storage in reversed(self.producer):
+            through = (
+                found[made]
+                for user in self.users.get(storage, ())
+                for made in self.graph.allocates(user)
+                if made in self.producer
+            )
+            found[storage] = max([self.read_positions.get(storage, [-1])[-1], *through])
+        return found
+
+    @cached_property
+    def _held(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Bytes during and after each backward operation of everything but forward-made storages."""
+        graph = self.graph
+        last_read: dict[Storage, int] = {}
+        for position, node in enumerate(self.backward):
+            for storage in (*graph.allocates(node), *graph.reads(node)):
+                last_read[storage] = position
+        permanent = graph.static_storages | graph.tangent_storages | graph.output_storages
+        made_forward = {s for n in self.forward for s in graph.allocates(n)}
+        outputs = sum(s.nbytes for s in graph.output_storages & made_forward)
+        alive = graph.static_bytes + outputs + sum(s.nbytes for s in graph.tangent_storages)
+        alive += graph.loss_held_bytes
+        during: list[int] = []
+        after: list[int] = []
+        for position, node in enumerate(self.backward):
+            alive += sum(s.nbytes for s in graph.allocates(node))
+            during.append(alive + self.costs.workspace_bytes[node])
+            touched = set(graph.allocates(node)) | (set(graph.reads(node)) - made_forward)
+            alive -= sum(s.nbytes for s in touched if s not in permanent and last_read[s] == position)
+            after.append(alive)
+        return tuple(during), tuple(after)
+
+    @property
+    def held_during(self) -> tuple[int, ...]:
+        """Bytes while each backward operation runs, without the storages of forward that come and go."""
+        return self._held[0]
+
+    @property
+    def held_after(self) -> tuple[int, ...]:
+        """The same once it has run and what it read last is freed."""
+        return self._held[1]
+
+    @cached_property
+    def held_before(self) -> tuple[int, ...]:
+        """Bytes of all but what comes and goes, before each step of the base order and at its end."""
+        graph = self.graph
+        held = [graph.static_bytes]
+        for node in self.forward:
+            held.append(held[-1] + sum(s.nbytes for s in graph.allocates(node) if s not in self.producer))
+        held[-1] += sum(s.nbytes for s in graph.tangent_storages) + graph.loss_held_bytes
+        return (*held, *self.held_after)
+
+    @cached_property
+    def held_at(self) -> tuple[int, ...]:
+        """The same while each step of the base order runs, its workspace included."""
+        forward = (
+            before
+            + sum(s.nbytes for s in self.graph.allocates(node) if s not in self.producer)
+            + self.costs.workspace_bytes[node]
+            for before, node in zip(self.held_before, self.forward, strict=False)
+        )
+        return (*forward, *self.held_during)
+
+    def held_in(self, moment: int, small_bytes: int) -> int:
+        """The same at a moment, with what it makes itself of storages larger than `small_bytes`."""
+        split = len(self.forward)
+        if moment == split:
+            return self.held_before[split] - self.graph.loss_held_bytes + self.graph.loss_bytes
+        if moment > split:
+            return self.held_during[moment - split - 1]
+        made = self.graph.allocates(self.forward[moment])
+        return self.held_at[moment] + sum(
+            s.nbytes for s in made if s in self.producer and s.nbytes > small_bytes
+        )
+
+    @cached_property
+    def _others(self) -> tuple[tuple[Others, ...], tuple[Others, ...]]:
+        """What other forwards in flight hold before the loss, and from it on."""
+        graph = self.graph
+        delivered = sum(s.nbytes for s in graph.output_storages if graph.producers[s] in self.index)
+        fixed_bytes = delivered + loss_waiting_bytes(graph)
+        before, after = (
+            tuple(replace(case, nbytes=case.bytes_at(fixed_bytes)) for case in cases)
+            for cases in (others_before(graph), others_after(graph))
+        )
+        return before, after
+
+    def others_at(self, moment: int) -> tuple[Others, ...]:
+        """What other forwards in flight hold at a moment or base step, in each case that may be the worst.
+
+        A waiting one is said to hold the storages of forward that come and go and that the schedule keeps at
+        the loss; the rest of what it holds is among the bytes of the case.
+        """
+        return self._others[moment >= len(self.forward)]
+
+    @cached_property
+    def forced_bytes(self) -> int:
+        """Bytes that every schedule keeps at the loss: what backward reads and only one run can make."""
+        return sum(s.nbytes for s in self.read_positions if not self.producer[s].is_recomputable)
+
+    def least_others_bytes(self, moment: int) -> int:
+        """What other forwards in flight hold at a moment under every schedule."""
+        return max(case.bytes_at(self.forced_bytes) for case in self.others_at(moment))
+
+    @cached_property
+    def step_seconds(self) -> float:
+        """Time of a step that computes nothing twice."""
+        return math.fsum(self.costs.seconds[node] for node in self.graph.operations)
+
+    @cached_property
+    def eager(self) -> Simulated:
+        """The schedule that computes nothing twice, whatever is wished."""
+        return self.simulate_order(self.forward, self.backward)
+
+    @cached_property
+    def keep_all(self) -> Simulated:
+        """The schedule that computes nothing twice but what wishes keep from staying."""
+        return self.keeping(self.wanted)
+
+    @cached_property
+    def demand_bytes(self) -> dict[Node, int]:
+        """For each operation, what no schedule with this order of backward can go below while it runs."""
+        graph = self.graph
+        found: dict[Node, int] = {}
+        least_bytes = graph.static_bytes + self.least_others_bytes(0)
+        for node in self.forward:
+            touched = {*graph.reads(node), *graph.allocates(node)} - graph.static_storages
+            found[node] = least_bytes + sum(s.nbytes for s in touched) + self.costs.workspace_bytes[node]
+        least_bytes = self.least_others_bytes(len(self.forward))
+        for held, node in zip(self.held_during, self.backward, strict=True):
+            found[node] = least_bytes + held + sum(s.nbytes for s in self.forward_reads[node])
+        return found
+
+    @cached_property
+    def floor_bytes(self) -> int:
+        """What no schedule with this order of backward can go below: one operation, or the loss."""
+        graph = self.graph
+        delivered = {o.value.storage for o in graph.outputs if o.value and o.role is OutputRole.OUTPUT}
+        at_loss = graph.tangent_storages | (delivered - graph.static_storages)
+        loss = graph.static_bytes + sum(s.nbytes for s in at_loss) + graph.loss_bytes
+        loss += self.least_others_bytes(len(self.forward))
+        return max([loss, *self.demand_bytes.values()])
+
+    # ------------------------------------------------------------------ from a choice to a schedule
+
+    def closure(self, wanted: Iterable[Storage], have: set[Storage]) -> list[Node]:
+        """The operations that make `wanted` from `have`, in forward order; every one of them recomputable.
+
+        Raises:
+            ValueError: when a storage would have to be made by an operation that may run only once.
+        """
+        found: set[Node] = set()
+        pending = [storage for storage in wanted if storage not in have]
+        while pending:
+            node = self.producer[pending.pop()]
+            if node in found:
+                continue
+            if not node.is_recomputable:
+                raise ValueError(f"{node.name} may run only once")
+            found.add(node)
+            pending.extend(s for s in self.forward_reads[node] if s not in have)
+        return sorted(found, key=self.index.__getitem__)
+
+    def repeats_between(
+        self, resident: Mapping[int, frozenset[Storage]], *, eager: bool = True
+    ) -> list[list[Node]]:
+        """What runs again before each step of the base order, given what is resident at some moments.
+
+        Args:
+            resident: For some moments, the storages that stay from before until after them; what a moment
+                reads is there in any case, and goes right after it unless it is named. Between two such
+                moments nothing that was made goes.
+            eager: At such a moment, make everything that is to be resident; else only when it is first read.
+
+        Raises:
+            ValueError: when a storage would have to be made by an operation that may run only once.
+        """
+        have: set[Storage] = set()
+        found: list[list[Node]] = []
+        for moment in range(self.moments):
+            stays = resident.get(moment)
+            if moment == len(self.forward):
+                have -= self.transient
+                stays = None if stays is None else stays - self.transient
+            reads = self.read_at(moment)
+            if stays is not None and not eager:
+                have &= stays.union(reads)
+            again = self.closure((*reads, *self._made(stays, moment)) if eager and stays else reads, have)
+            have.update(s for node in again for s in self.graph.allocates(node) if s in self.producer)
+            if stays is not None:
+                have &= stays
+            node = self.base_of(moment)
+            if node is not None:
+                found.append(again)
+                have.update(s for s in self.graph.allocates(node) if s in self.producer)
+        return found
+
+    def _made(self, storages: Iterable[Storage], moment: int) -> Iterator[Storage]:
+        """Those that can be made again at a moment: they were made before, and nothing runs at the loss."""
+        if moment != len(self.forward):
+            yield from (s for s in storages if self.index[self.producer[s]] < moment)
+
+    def keeping(self, kept: Iterable[Storage]) -> Simulated:
+        """The schedule that keeps some storages for backward, and makes the others again when they are read.
+
+        What only an operation that runs once can make must be among them, or follow from them. What is
+        transient is made again in any case.
+        """
+        return self.simulate_repeats(self.repeats_between({len(self.forward): frozenset(kept)}))
+
+    def repeats(self, simulated: Simulated) -> list[list[Node]]:
+        """What a schedule runs again before each step of the base order."""
+        found: list[list[Node]] = []
+        pending: list[Node] = []
+        for node in simulated.order:
+            if len(found) < len(self.base) and node is self.base[len(found)]:
+                found.append(pending)
+                pending = []
+            else:
+                pending.append(node)
+        assert not pending, "nothing runs again after the last step"
+        return found
+
+    def simulate_repeats(self, repeats: Repeats) -> Simulated:
+        """The schedule that runs these operations again, with its memory and time."""
+        split = len(self.forward)
+        pairs = list(zip(self.base, repeats, strict=True))
+        forward = [n for node, before in pairs[:split] for n in (*before, node)]
+        backward = [n for node, before in pairs[split:] for n in (*before, node)]
+        return self.simulate_order(forward, backward)
+
+    def simulate_order(self, forward: Sequence[Node], backward: Sequence[Node]) -> Simulated:
+        """The schedule that runs these operations before and after the loss, with its memory and time."""
+        schedule = with_frees(self.graph, forward, backward)
+        timeline = liveness(schedule, self.costs.workspace_bytes)
+        order = (*forward, *backward)
+        return Simulated(
+            schedule=schedule,
+            peak_bytes=timeline.peak_bytes,
+            seconds=math.fsum(self.costs.seconds[node] for node in order),
+            during_bytes=_at_computations(schedule, timeline.during_bytes),
+            order=order,
+        )
+
+    def peaks(self, simulated: Simulated) -> list[int]:
+        """The most that is alive at each moment of a schedule, or while anything runs again before it."""
+        found = [0] * self.moments
+        moment = 0
+        for node, nbytes in zip(simulated.order, simulated.during_bytes, strict=True):
+            if moment == len(self.forward):
+                moment += 1  # what runs again before the first backward operation runs after the loss
+            found[moment] = max(found[moment], nbytes)
+            if moment < self.moments and node is self.base_of(moment):
+                moment += 1
+        return found
+
+
+def _at_computations(schedule: Schedule, during_bytes: Sequence[int]) -> tuple[int, ...]:
+    pairs = zip(schedule.instructions, during_bytes, strict=True)
+    return tuple(nbytes for instruction, nbytes in pairs if isinstance(instruction, Compute))

@@ -1,0 +1,89 @@
+"""Carries the schedule of one program over to another that has the same operations on other sizes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from ...ir import Graph, Node, Region, Schedule, VerificationError, verify_graph, verify_schedule
+from ..program import Program
+from .certificate import certify
+from .problem import CheckpointProblem
+from .search import Found
+
+__all__ = ["carry_over"]
+
+
+def carry_over(chosen: Program, program: Program, budget_bytes: int) -> Program | None:
+    """`program` with the schedule that was chosen for another one; nothing is searched.
+
+    Args:
+        chosen: A program with a schedule and a plan, such as that of a larger batch.
+        program: The same model on other sizes, rewritten by the same passes, with costs.
+        budget_bytes: What the peak has to stay within.
+
+    Returns:
+        The program, verified, with a plan whose bound is that nothing is free; None where the operations do
+        not match one to one by name, kind and traits, and where the schedule does not fit.
+    """
+    started = time.monotonic()
+    assert chosen.schedule is not None and chosen.plan is not None and program.costs is not None
+    graph = _counterpart(chosen.schedule.graph, program)
+    if graph is None:
+        return None
+    forward, backward = _orders(chosen.schedule, graph)
+    sequence = tuple(dict.fromkeys(node for node in backward if node.region is Region.BACKWARD))
+    problem = CheckpointProblem(graph, program.costs, sequence)
+    carried = problem.simulate_order(forward, backward)
+    try:
+        verify_graph(graph)
+        verify_schedule(
+            carried.schedule,
+            program.costs.workspace_bytes,
+            budget_bytes=max(budget_bytes, carried.peak_bytes),
+            peak_bytes=carried.peak_bytes,
+        )
+    except VerificationError:
+        return None  # on these sizes something lies elsewhere, in a copy or in a view
+    if carried.peak_bytes > budget_bytes:
+        return None
+    original = CheckpointProblem(program.original or program.graph, program.costs)
+    plan = certify(
+        problem,
+        budget_bytes,
+        Found(f"{chosen.plan.strategy}, carried over", carried),
+        baseline_bytes=original.keep_all.peak_bytes,
+        minimum_bytes=min(carried.peak_bytes, original.keep_all.peak_bytes),
+        seconds=time.monotonic() - started,
+    )
+    return replace(program, graph=graph, schedule=carried.schedule, plan=plan)
+
+
+def _counterpart(graph: Graph, program: Program) -> Graph | None:
+    """The graph of a program's operations that are those of `graph`, in its order; None where they are not.
+
+    A program that was rewritten has operations as they were captured and as they were rewritten; which of
+    them `graph` has was its own planner's choice.
+    """
+    captured = program.original or program.graph
+    pool = {_key(node): node for node in (*program.graph.nodes, *captured.nodes)}
+    nodes = [pool.get(_key(node)) for node in graph.nodes]
+    found = tuple(node for node in nodes if node is not None)
+    made = {value for node in found for value in node.values}
+    if len(found) < len(nodes) or made != {value for node in captured.nodes for value in node.values}:
+        return None
+    return replace(captured, nodes=found)
+
+
+def _key(node: Node) -> tuple[object, ...]:
+    """What the counterparts of a node share: all but sizes."""
+    operands = tuple(value.name for value in node.operands)
+    results = tuple(None if value is None else value.name for value in node.results)
+    return node.name, node.op, node.region, node.traits, operands, results
+
+
+def _orders(schedule: Schedule, graph: Graph) -> tuple[list[Node], list[Node]]:
+    """What a schedule runs before and after the loss, as operations of another graph."""
+    nodes = {node.name: node for node in graph.nodes}
+    forward, backward = ([nodes[node.name] for node in half] for half in schedule.halves)
+    return forward, backward

@@ -1,0 +1,255 @@
+"""Searches for the fastest schedule within a budget, and proves how far from the best it can be."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from ...ir import Storage
+from .candidates import Frontier
+from .eviction import evict_greedily
+from .exact import best_of_class, is_small, lower_bound
+from .problem import CheckpointProblem, Simulated
+from .retention_ilp import RetentionProgramme
+from .solution_merging import Recombiner
+from .staged_ilp import Relaxation
+
+__all__ = ["Found", "search"]
+
+_WEIGHTS = (1.0, 0.5, 0.25, 0.0)
+"""How much the distance to the next use counts in eviction."""
+
+_RUN_SECONDS = 3.0
+"""Time limit for one eviction, and for the last look for a smaller peak; a tenth of it is usual."""
+
+
+@dataclass
+class Found:
+    """The state of a search; `best` only gets better, and so does the bound.
+
+    Args:
+        name: What found it.
+        best: The best schedule so far.
+        bound_seconds: No schedule recomputes for less.
+    """
+
+    name: str
+    best: Simulated
+    bound_seconds: float = 0.0
+
+    def offer(self, name: str, simulated: Simulated, budget_bytes: int) -> None:
+        """Takes a schedule that fits and is faster, or as fast with a smaller peak."""
+        if simulated.peak_bytes > budget_bytes:
+            return
+        if (simulated.seconds, simulated.peak_bytes) < (self.best.seconds, self.best.peak_bytes):
+            self.name, self.best = name, simulated
+
+    def is_proved(self, problem: CheckpointProblem, gap: float) -> bool:
+        """Whether no schedule is faster by more than `gap` of the step's time."""
+        return self.best.seconds - problem.step_seconds - self.bound_seconds <= gap * problem.step_seconds
+
+
+_PROOF_GAP = 1e-4
+"""Up to this fraction of the step's time above the bound a schedule counts as proved."""
+
+_NEGLIGIBLE = 2e-5
+"""Storages up to this fraction of the peak that keeps all are free in the staged programme."""
+
+_SEEDS = 5
+_NEW_STAGES = 5
+_STAGINGS = 8
+_PROGRESS = 2e-4
+_IDLE_TURNS = 2
+"""So many turns that each close less of the gap than that, as a fraction of the step's time, are the last."""
+
+_STAGED_NODES = 100
+_LONGEST_STAGED_SECONDS = 8.0
+_POOR_GAP = 5e-3
+_LONGEST_PROOF_SECONDS = 30.0
+"""Where the gap is larger than that, as a fraction of the step's time, the bound is worth that much time."""
+
+_WINDOW = 12
+_WINDOWS_SECONDS = 15.0
+_WINDOW_GAP = 3e-2
+"""Windows are looked at where the schedule may be this far from the best, of the step's time."""
+
+
+def search(
+    problem: CheckpointProblem, budget_bytes: int, candidates: Frontier, *, deadline: float
+) -> Found | None:
+    """The fastest schedule found within the budget, with a bound for all; None where none was found.
+
+    Candidates and evictions at this budget are recombined; then, in turns, the staged programme gives
+    a bound and a first choice with ever more stages, and that choice is recombined with the best so far.
+    """
+    fitting = candidates.fitting(budget_bytes)
+    if is_small(problem):
+        found = Found(*(fitting[0] if fitting else ("", replace(problem.keep_all, seconds=math.inf))))
+        if problem.backward:
+            latest = time.monotonic() + (deadline - time.monotonic()) / 3
+            found.bound_seconds = lower_bound(problem, budget_bytes, deadline=latest)
+            exact = best_of_class(problem, budget_bytes, deadline=deadline)
+            if exact.best is not None:
+                found.offer("ilp", exact.best, budget_bytes)
+        return found if found.name else None
+    work = _Large(problem, budget_bytes, candidates, deadline)
+    return work.run()
+
+
+@dataclass
+class _Large:
+    problem: CheckpointProblem
+    budget_bytes: int
+    candidates: Frontier
+    deadline: float
+    found: Found | None = field(default=None, init=False)
+    tightest: Relaxation | None = field(default=None, init=False)
+    """What gave the best bound, where more time could raise it."""
+
+    def run(self) -> Found | None:
+        seeds = self._seeds()
+        if not seeds:
+            return None
+        self.found = found = Found(*seeds[0])
+        work = Recombiner(self.problem, self.budget_bytes, found.best, self.deadline)
+        if found.best.seconds <= self.problem.step_seconds * (1 + 1e-12):
+            return found
+        work.add()
+        self._take(work)
+        self._by_stages(work, [seed for _, seed in seeds[1:_SEEDS]])
+        self._by_windows(work)
+        self._lower(work)
+        self._tighten()
+        return found
+
+    def _take(self, work: Recombiner) -> None:
+        assert self.found is not None and work.best is not None
+        self.found.offer("ilp", work.best, self.budget_bytes)
+
+    def _seeds(self) -> list[tuple[str, Simulated]]:
+        found = self.candidates.fitting(self.budget_bytes)
+        for weight in _WEIGHTS:
+            latest = min(self.deadline, time.monotonic() + _RUN_SECONDS)
+            evicted = evict_greedily(self.problem, self.budget_bytes, distance_weight=weight, deadline=latest)
+            if evicted is not None:
+                found.append(("eviction", evicted))
+        distinct = {(s.seconds, s.peak_bytes): (name, s) for name, s in reversed(found)}
+        return [distinct[key] for key in sorted(distinct)]
+
+    def _by_stages(self, work: Recombiner, seeds: list[Simulated]) -> None:
+        """In turns, a bound and a first choice from ever more stages, and recombinations with that."""
+        assert self.found is not None
+        moments = [len(self.problem.forward)]
+        gap, idle = math.inf, 0
+        for _ in range(_STAGINGS):
+            closed = gap - self._gap_seconds
+            idle = idle + 1 if closed < _PROGRESS * self.problem.step_seconds else 0
+            if idle > _IDLE_TURNS:
+                return
+            gap = self._gap_seconds
+            left = self.deadline - time.monotonic()
+            if left <= 0 or self.found.is_proved(self.problem, _PROOF_GAP):
+                return
+            free_bytes = int(self.problem.keep_all.peak_bytes * _NEGLIGIBLE)
+            relaxation = Relaxation(self.problem, self.budget_bytes, moments, small_bytes=free_bytes)
+            solved = relaxation.solve(
+                seconds=min(left / 2, _LONGEST_STAGED_SECONDS), gap=_PROOF_GAP, node_limit=_STAGED_NODES
+            )
+            if solved.is_infeasible:
+                return  # within the solver's tolerance: a schedule that fits is at hand
+            if solved.bound_seconds > self.found.bound_seconds:
+                self.found.bound_seconds = solved.bound_seconds
+                self.tightest = None if solved.is_optimal else relaxation
+            if solved.resident is None:
+                return
+            ideas = list(self._ideas(solved.resident))
+            for idea in (*ideas, *seeds[:1]):
+                if not self.found.is_proved(self.problem, _PROOF_GAP):
+                    work.add(idea)
+                    self._take(work)
+            seeds = seeds[1:]
+            more = _violated(self.problem, self.budget_bytes, ideas[0], moments) if ideas else []
+            if not more:
+                more = [m for m in _tightest(self.problem) if m not in moments][:_NEW_STAGES]
+            if not more:
+                return
+            moments = sorted({*moments, *more})
+
+    def _ideas(self, resident: Mapping[int, frozenset[Storage]]) -> Iterator[Simulated]:
+        """The schedules of a staged choice: all made again at the stages, and all when it is first read."""
+        # What something is made from may be gone that runs only once: at its first read, or where the choice
+        # makes it between the last forward operation and the loss, where no schedule of ours runs anything.
+        for eager in (True, False):
+            with contextlib.suppress(ValueError):
+                yield self.problem.simulate_repeats(self.problem.repeats_between(resident, eager=eager))
+
+    @property
+    def _gap_seconds(self) -> float:
+        assert self.found is not None
+        return self.found.best.seconds - self.problem.step_seconds - self.found.bound_seconds
+
+    def _by_windows(self, work: Recombiner) -> None:
+        assert self.found is not None
+        split, end = len(self.problem.forward), len(self.problem.base)
+        latest = min(self.deadline, time.monotonic() + _WINDOWS_SECONDS)
+        for start in range(split, end, _WINDOW // 2):
+            if time.monotonic() >= latest or self.found.is_proved(self.problem, _WINDOW_GAP):
+                return
+            work.look_around(range(start, min(start + _WINDOW, end)))
+            self._take(work)
+
+    def _tighten(self) -> None:
+        """Spends more time on the bound, where the proof is poor."""
+        assert self.found is not None
+        left = self.deadline - time.monotonic()
+        if self.tightest is None or left <= 0 or self.found.is_proved(self.problem, _POOR_GAP):
+            return
+        solved = self.tightest.solve(seconds=min(left, _LONGEST_PROOF_SECONDS), gap=_PROOF_GAP)
+        if not solved.is_infeasible:
+            self.found.bound_seconds = max(self.found.bound_seconds, solved.bound_seconds)
+
+    def _lower(self, work: Recombiner) -> None:
+        """Of schedules as fast as the best, put together from the same, that with the smallest peak."""
+        assert self.found is not None
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            return
+        best = self.found.best
+        programme = RetentionProgramme(
+            self.problem,
+            self.problem.repeats(best),
+            None,
+            {},
+            below_seconds=best.seconds - self.problem.step_seconds,
+        )
+        chosen = programme.solve(seconds=min(left, _RUN_SECONDS), gap=_PROOF_GAP).simulated
+        if chosen is not None:
+            self.found.offer(self.found.name, chosen, self.budget_bytes)
+
+
+def _violated(
+    problem: CheckpointProblem, budget_bytes: int, simulated: Simulated, moments: list[int]
+) -> list[int]:
+    """Moments without a stage where a choice goes furthest over the budget, spread out."""
+    peaks = problem.peaks(simulated)
+    over = sorted((-nbytes, moment) for moment, nbytes in enumerate(peaks) if nbytes > budget_bytes)
+    return _apart(problem, (moment for _, moment in over if moment not in moments))[:_NEW_STAGES]
+
+
+def _apart(problem: CheckpointProblem, moments: Iterable[int]) -> list[int]:
+    """The moments in their order, without those that are next to an earlier one."""
+    spacing = max(problem.moments // 150, 1)
+    found: list[int] = []
+    for moment in moments:
+        if all(abs(moment - other) > spacing for other in found):
+            found.append(moment)
+    return found
+
+
+def _tightest(problem: CheckpointProblem) -> list[int]:
+    """Moments by the memory that keeping everything takes there, spread out."""
+    peaks = problem.peaks(problem.keep_all)
+    return _apart(problem, sorted(range(len(peaks)), key=lambda m: (-peaks[m], m)))

@@ -1,0 +1,250 @@
+"""Recomputation as an integer programme over stages of a step: a bound for every schedule, a first choice."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ortools.math_opt.python import mathopt
+
+from ...ir import Node, Storage
+from ..milp import add_memory_row, solve
+from .problem import CheckpointProblem
+
+__all__ = ["Relaxation", "Solved"]
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """What one solve says.
+
+    Args:
+        resident: For each stage what stays there, or None where no choice was found. Between the stages a
+            choice may go over the budget.
+        bound_seconds: No schedule computes less than this again.
+        is_infeasible: No schedule fits.
+        is_optimal: The choice is the best within the rows, not only the best found in time.
+        swapped: What goes to a tier; it counts as staying from where it is made until it is copied back.
+    """
+
+    resident: Mapping[int, frozenset[Storage]] | None
+    bound_seconds: float
+    is_infeasible: bool
+    is_optimal: bool
+    swapped: frozenset[Storage] = frozenset()
+
+
+@dataclass
+class Relaxation:
+    r"""The integer programme over some stages.
+
+    Stages j stand at moments t_0 < t_1 < ... of the step: forward operations, the loss, backward operations
+    (see `CheckpointProblem.moments`). Variables: k[j, s] in {0, 1}, storage s stays resident from before
+    moment t_j until after it; x[j, o] in [0, 1], operation o, which ran before t_j, runs again between t_j
+    and t_{j+1}. Minimise the seconds of all x, subject to, for storages s and u that were made before t_j,
+
+    - read: x[j, maker(s)] + k[j, s] >= 1 for s read in (t_j, t_{j+1}];
+    - closure: x[j, maker(u)] + k[j, u] >= x[j, o] for u read by o;
+    - carry: k[j+1, s] <= k[j, s] + x[j, maker(s)];
+    - memory: bytes of k[j, .], of what t_j reads and of what is held besides <= budget; other forwards in
+      flight that wait hold those of k at the loss, where a stage stands there;
+    - wishes: x[j, o] = 0 where o is to be kept, and k[j, s] = 0 at the loss where s is transient.
+
+    These hold for every schedule with this order of first runs that honours the wishes, however often and
+    wherever it computes something again, so their optimum is a lower bound.
+
+    Args:
+        problem: The recomputation problem.
+        budget_bytes: The most that may be alive at once.
+        moments: Where the stages stand, in order.
+        small_bytes: Storages up to this size are always kept, and free, but for transient ones.
+
+    Source:
+        The rows between stages are those of Checkmate (Jain et al., MLSys 2020, eq. 1), at some moments.
+    """
+
+    problem: CheckpointProblem
+    budget_bytes: int
+    moments: Sequence[int]
+    small_bytes: int = 0
+    model: mathopt.Model = field(init=False)
+    resident: list[dict[Storage, mathopt.Variable]] = field(default_factory=list, init=False)
+    again: list[dict[Node, mathopt.Variable]] = field(default_factory=list, init=False)
+    arrived: list[dict[Storage, mathopt.Variable]] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        problem = self.problem
+        self.model = mathopt.Model(name="select-checkpoints")
+        self.large = [s for s in problem.producer if s.nbytes > self.small_bytes or s in problem.transient]
+        self.is_large = set(self.large)
+        self.wanted = set(problem.wanted)
+        considered = self.large if self._dominates else []
+        self.replaced = _replaced(problem, considered, boundary=False)
+        self.replaced_at_loss = _replaced(problem, considered, boundary=True)
+        self.unit_seconds = max(problem.step_seconds, 1e-12) / 1000
+        for stage in range(len(self.moments)):
+            self._add_stage(stage)
+        waited = self._add_copies()
+        for stage in range(len(self.moments)):
+            self._add_memory(stage)
+        again = (self._seconds_again(stage) for stage in range(len(self.moments)))
+        self.model.minimize(mathopt.LinearSum((*again, *waited)))
+
+    def _seconds_again(self, stage: int) -> mathopt.LinearSum:
+        """What runs again between a stage and the next, in units."""
+        seconds = self.problem.costs.seconds
+        return mathopt.LinearSum(seconds[o] / self.unit_seconds * x for o, x in self.again[stage].items())
+
+    # ------------------------------------------------------------------ for what adds copies
+
+    def _swapped(self, values: Mapping[mathopt.Variable, float]) -> dict[int, frozenset[Storage]]:
+        """For each stage what is in a tier, or is on its way back, and comes back behind it."""
+        return {}
+
+    @property
+    def _forced_bytes(self) -> int:
+        """What every schedule keeps at the loss."""
+        return self.problem.forced_bytes
+
+    @property
+    def _dominates(self) -> bool:
+        """Whether keeping what a storage's only user makes of it is never worse than keeping the storage."""
+        return True
+
+    def _arrivals(self, stage: int, made: Sequence[Storage]) -> dict[Storage, mathopt.Variable]:
+        """Of the storages made before a stage, those that can be copied back before the next, where so."""
+        return {}
+
+    def _add_copies(self) -> Sequence[mathopt.Variable]:
+        """Adds the rows of the copies; units of time in which only they run."""
+        return ()
+
+    def _copied(self, stage: int) -> Sequence[tuple[int, mathopt.Variable]]:
+        """Bytes at a stage that are there for a copy alone."""
+        return ()
+
+    # ------------------------------------------------------------------ rows
+
+    def _add_stage(self, stage: int) -> None:
+        problem, model = self.problem, self.model
+        moment = self.moments[stage]
+        end = self.moments[stage + 1] if stage + 1 < len(self.moments) else problem.moments - 1
+        inputs = dict.fromkeys(s for s in problem.read_at(moment) if s in self.is_large)
+        resident = {
+            s: model.add_variable(lb=1.0 if s in inputs else 0.0, ub=1.0, is_integer=True)
+            for s in self.large
+            if s in inputs or self._may_stay(stage, s)
+        }
+        made = [s for s in self.large if problem.index[problem.producer[s]] < moment]
+        makers = dict.fromkeys(
+            problem.producer[s] for s in made if s in self.wanted or self._is_read(s, moment)
+        )
+        again = {o: model.add_variable(lb=0.0, ub=1.0 if o.is_recomputable else 0.0) for o in makers}
+        arrived = self._arrivals(stage, made)
+        for storage in made:
+            maker = problem.producer[storage]
+            if maker in again and self._is_read(storage, moment, end):
+                here = resident.get(storage, 0.0) + arrived.get(storage, 0.0)
+                model.add_linear_constraint(again[maker] + here >= 1.0)
+        for node, runs in again.items():
+            for storage in problem.forward_reads[node]:
+                maker = problem.producer[storage]
+                if maker in again and storage in self.is_large:
+                    here = resident.get(storage, 0.0) + arrived.get(storage, 0.0)
+                    model.add_linear_constraint(again[maker] + here - runs >= 0.0)
+        if stage:
+            before, between, back = self.resident[-1], self.again[-1], self.arrived[-1]
+            for storage, variable in resident.items():
+                if problem.index[problem.producer[storage]] >= self.moments[stage - 1]:
+                    continue  # made since
+                maker = problem.producer[storage]
+                carried = (before.get(storage, 0.0), between.get(maker, 0.0), back.get(storage, 0.0))
+                model.add_linear_constraint(variable - mathopt.LinearSum(carried) <= 0.0)
+        self.resident.append(resident)
+        self.again.append(again)
+        self.arrived.append(arrived)
+
+    def _add_memory(self, stage: int) -> None:
+        """The bytes of a stage; other forwards in flight that wait hold what stays at the loss."""
+        problem = self.problem
+        moment = self.moments[stage]
+        inputs = [s for s in dict.fromkeys(problem.read_at(moment)) if s in self.is_large]
+        fixed = problem.held_in(moment, self.small_bytes) + sum(s.nbytes for s in inputs)
+        terms = [(s.nbytes, v) for s, v in self.resident[stage].items() if s not in inputs]
+        terms += self._copied(stage)
+        loss = len(problem.forward)
+        kept = self.resident[self.moments.index(loss)] if loss in self.moments else {}
+        for case in problem.others_at(moment):
+            waiting = [(case.waiting * s.nbytes, v) for s, v in kept.items()] if case.waiting else []
+            least_bytes = 0 if kept else self._forced_bytes
+            room_bytes = self.budget_bytes - fixed - case.bytes_at(least_bytes)
+            add_memory_row(self.model, [*terms, *waiting], room_bytes)
+
+    def _is_read(self, storage: Storage, after: int, until: int | None = None) -> bool:
+        """Whether the first run of an operation after a moment (up to another) reads a storage."""
+        return self.problem.is_read(storage, after + 1, until)
+
+    def _may_stay(self, stage: int, storage: Storage) -> bool:
+        """Whether keeping a storage at a stage is possible, and of use."""
+        problem = self.problem
+        moment = self.moments[stage]
+        if problem.index[problem.producer[storage]] >= moment or not problem.is_useful(storage, moment + 1):
+            return False
+        if moment == len(problem.forward) and storage in problem.transient:
+            return False
+        if stage == 0 and moment == len(problem.forward):
+            return storage not in self.replaced_at_loss
+        users = problem.users.get(storage, ())
+        return storage not in self.replaced or any(problem.index[user] >= moment for user in users)
+
+    # ------------------------------------------------------------------ solving
+
+    def solve(self, *, seconds: float, gap: float, node_limit: int | None = None) -> Solved:
+        """The best choice under the rows.
+
+        Args:
+            seconds: Time limit.
+            gap: At which to stop, as a fraction of the step's time.
+            node_limit: Branch-and-bound nodes after which to stop.
+        """
+        outcome = solve(self.model, seconds=seconds, gap=gap * 1000, node_limit=node_limit)
+        if outcome.is_infeasible:
+            return Solved(None, math.inf, True, False)
+        bound_seconds = outcome.bound * self.unit_seconds
+        if outcome.values is None:
+            return Solved(None, bound_seconds, False, False)
+        values = outcome.values
+        small = frozenset(s for s in self.problem.producer if s not in self.is_large)
+        resident = {
+            moment: small | {s for s, v in stage.items() if values[v] > 0.5}
+            for moment, stage in zip(self.moments, self.resident, strict=True)
+        }
+        swapped = self._swapped(values)
+        for stage, moment in enumerate(self.moments):
+            resident[moment] |= swapped.get(stage, frozenset())
+        return Solved(
+            resident, bound_seconds, False, outcome.is_optimal, frozenset().union(*swapped.values())
+        )
+
+
+def _replaced(problem: CheckpointProblem, large: Sequence[Storage], *, boundary: bool) -> set[Storage]:
+    """Storages that need not be considered: keeping what their only user makes of them is never worse.
+
+    The user's result is no larger, serves every purpose that the storage itself could, and is there at
+    the boundary; at later stages that holds only where the user reads nothing else. A transient result
+    replaces nothing: it is not there at the loss.
+    """
+    found: set[Storage] = set()
+    considered = set(large)
+    for storage in large:
+        users = problem.users.get(storage, [])
+        if storage in problem.read_positions or len(users) != 1:
+            continue
+        made = [s for s in problem.graph.allocates(users[0]) if s in considered]
+        others = [s for s in problem.forward_reads[users[0]] if s is not storage]
+        if len(made) != 1 or made[0] in problem.transient:
+            continue
+        if made[0].nbytes <= storage.nbytes and (boundary or not others):
+            found.add(storage)
+    return found

@@ -1,0 +1,1 @@
+"""Passes that rewrite the graph before a schedule is chosen."""

@@ -1,0 +1,90 @@
+"""The order of backward: gradients that are large beside what they are made from are made last."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...ir import Gradients, Graph, Node, Region, Storage
+from ..costs.table import Costs
+
+__all__ = ["weight_gradients_last"]
+
+
+def weight_gradients_last(graph: Graph, costs: Costs, least_ratio: float = 1.0) -> tuple[Node, ...]:
+    """The backward operations of `graph`, with those last that make large gradients of little.
+
+    A gradient that is delivered stays until backward ends. Where it is larger than what its operation
+    reads and nothing else still needs, waiting with the operation takes less memory at every moment
+    in between, and no time. A gradient that is released takes its bytes while nearly all of the step's values
+    are alive; at the end they are gone. Operations that share what they read wait together or not at all;
+    of those that wait, the ones that take and free most besides come first, while few gradients are there.
+    What reads a parameter that something else's release updates does not wait.
+
+    Args:
+        graph: The training graph.
+        costs: Of its operations.
+        least_ratio: Operations wait where the gradient is larger than so many times what is held for it.
+
+    Source:
+        Qi et al., Zero Bubble Pipeline Parallelism (ICLR 2024) delay the gradients of weights to fill a
+        pipeline; here it is for memory.
+    """
+    backward = [node for node in graph.operations if node.region is Region.BACKWARD]
+    waiting = {
+        sink.node: sink
+        for sinks in _groups(graph, backward)
+        for sink in sinks
+        if _ratio(graph, sinks) > least_ratio
+    }
+    moved = {node for sink in waiting.values() for node in (sink.node, *sink.releases)}
+
+    def passing_bytes(sink: _Sink) -> int:
+        return costs.workspace_bytes[sink.node] + sum(s.nbytes for s in sink.held)
+
+    last = sorted(waiting.values(), key=passing_bytes, reverse=True)
+    return (
+        *(node for node in backward if node not in moved),
+        *(node for sink in last for node in (sink.node, *sink.releases)),
+    )
+
+
+@dataclass(frozen=True)
+class _Sink:
+    """An operation that makes gradients alone, delivered or released, and what is held while it waits."""
+
+    node: Node
+    releases: tuple[Node, ...]
+    held: frozenset[Storage]
+
+
+def _ratio(graph: Graph, sinks: Sequence[_Sink]) -> float:
+    """Bytes of the gradients for each byte that is held for them."""
+    held = frozenset[Storage]().union(*(sink.held for sink in sinks))
+    made_bytes = sum(s.nbytes for sink in sinks for s in graph.allocates(sink.node))
+    return made_bytes / max(sum(s.nbytes for s in held), 1)
+
+
+def _groups(graph: Graph, backward: Sequence[Node]) -> list[list[_Sink]]:
+    """The sinks, those together that share the largest storage that they read."""
+    readers: dict[Storage, list[Node]] = {}
+    for node in backward:
+        for storage in graph.reads(node):
+            readers.setdefault(storage, []).append(node)
+    permanent = graph.static_storages | graph.tangent_storages | graph.output_storages
+    updated = {n.operands[0].storage for n in graph.releases if n.releases is Gradients.APPLIED}
+    groups: dict[Storage, list[_Sink]] = {}
+    for node in backward:
+        made = graph.allocates(node)
+        releases = tuple(dict.fromkeys(r for s in made for r in readers.get(s, ())))
+        own = {release.operands[0].storage for release in releases}
+        is_sink = (
+            made
+            and all(reader.releases is not None for reader in releases)
+            and all((s in graph.output_storages) == (s not in readers) for s in made)
+        )
+        held = frozenset(graph.reads(node)) - permanent
+        if is_sink and held and (updated - own).isdisjoint(graph.reads(node)):
+            key = max(held, key=lambda s: (s.nbytes, s.name))
+            groups.setdefault(key, []).append(_Sink(node, releases, held))
+    return list(groups.values())

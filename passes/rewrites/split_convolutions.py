@@ -1,0 +1,179 @@
+"""The pass that takes the backward of a convolution apart: its two gradients need not be made together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, cast
+
+from ...ir import DType, Graph, Node, TensorType, Value
+from ..costs.table import Costs, signature
+from ..program import Program
+
+__all__ = ["SplitConvolutions", "rejoined"]
+
+_JOINT = "aten.convolution_backward.default"
+_MASK = 10
+
+
+@dataclass(frozen=True, slots=True)
+class SplitConvolutions:
+    """Makes of each convolution's backward one operation for the weight's gradient and one for the input's.
+
+    Kernels, numbers and time are the same; but the weight's gradient may wait until memory is plenty.
+    Where a transposed convolution gives the input's gradient bit for bit, it stands for the second half:
+    it does not read the convolution's input, which is then free before its gradient is made.
+
+    Args:
+        transpose: Whether to look for those, which runs each here, on tensors of its real sizes.
+
+    Source:
+        Qi et al., Zero Bubble Pipeline Parallelism (ICLR 2024) split for time; here it is for memory.
+    """
+
+    name: ClassVar[str] = "split-convolutions"
+
+    transpose: bool = True
+
+    def run(self, program: Program, /) -> Program:
+        """The program with a rewritten graph; `original` is the graph as it was."""
+        graph = program.graph
+        nodes = tuple(part for node in graph.nodes for part in _parts(node, transpose=self.transpose))
+        if len(nodes) == len(graph.nodes):
+            return program
+        return replace(program, graph=replace(graph, nodes=nodes), original=program.original or graph)
+
+
+def _parts(node: Node, *, transpose: bool) -> Iterator[Node]:
+    """The node itself, or the two that it falls into."""
+    if node.op != _JOINT or len(node.arguments) != _MASK + 1:
+        yield node
+        return
+    into_data, into_weight, into_bias = node.results
+    if into_data is None or (into_weight is None and into_bias is None):
+        yield node
+        return
+    weight_half = replace(
+        node,
+        name=f"{node.name}_weight",
+        arguments=(*node.arguments[:_MASK], (False, into_weight is not None, into_bias is not None)),
+        results=(None, into_weight, into_bias),
+    )
+    if transpose and _is_transposable(node):
+        yield weight_half
+        yield _transposed(node)
+    else:
+        yield replace(
+            node,
+            name=f"{node.name}_input",
+            arguments=(*node.arguments[:_MASK], (True, False, False)),
+            results=(into_data, None, None),
+        )
+        yield weight_half
+
+
+def rejoined(original: Graph, split: Graph, costs: Costs) -> Graph:
+    """The graph with only those convolutions taken apart for which that can save memory.
+
+    Args:
+        original: The graph before.
+        split: What `SplitConvolutions` made of it.
+        costs: Of the operations of both.
+    """
+    parts = {node.name: node for node in split.nodes}
+
+    def chosen(node: Node) -> Iterator[Node]:
+        halves = [parts[name] for name in (f"{node.name}_weight", f"{node.name}_input") if name in parts]
+        if len(halves) < 2 or node.name in parts:
+            yield node
+            return
+        made_bytes = sum(s.nbytes for s in split.allocates(halves[0]))
+        held_bytes = sum(s.nbytes for s in split.reads(halves[0]) if s not in split.static_storages)
+        workspace_bytes = max(costs.workspace_bytes[half] for half in halves)
+        if workspace_bytes > costs.workspace_bytes[node] and made_bytes <= held_bytes:
+            yield node
+        else:
+            yield from sorted(halves, key=split.nodes.index)
+
+    return replace(original, nodes=tuple(part for node in original.nodes for part in chosen(node)))
+
+
+def _is_transposable(node: Node) -> bool:
+    """Whether a transposed convolution runs the same kernel as the input's gradient.
+
+    oneDNN's does for float32, in one and two dimensions, without groups; for one image, one channel, or a
+    kernel of one element, torch may take others. What it takes can depend on the machine and on settings:
+    the kernels run once on random numbers, and the bits are compared.
+    """
+    gradient, data, weight = (cast(Value, argument).type for argument in node.arguments[:3])
+    sizes = list(data.shape)
+    plain = len(sizes) <= 4 and all(
+        type == TensorType.contiguous(type.shape, DType.FLOAT32, "cpu") for type in (gradient, data, weight)
+    )
+    transposed, groups = node.arguments[7], node.arguments[9]
+    return (
+        plain
+        and not transposed
+        and groups == 1
+        and sizes[0] > 1
+        and sizes[1] > 1
+        and any(size > 1 for size in weight.shape[2:])
+        and _is_equal(node)
+    )
+
+
+_compared: dict[tuple[str, int, bool], bool] = {}
+"""What was seen, by the operation with its types, the number of threads, and whether oneDNN is in use."""
+
+
+def _is_equal(node: Node) -> bool:
+    """Whether both kernels give the same bits for operands of these types."""
+    import torch
+
+    key = signature(node), torch.get_num_threads(), bool(torch.backends.mkldnn.enabled)
+    if key not in _compared:
+        gradient, data, weight = (cast(Value, argument).type.shape for argument in node.arguments[:3])
+        generator = torch.Generator().manual_seed(0)
+        tensors = [torch.randn(shape, generator=generator) for shape in (gradient, data, weight)]
+        rest: tuple[Any, ...] = tuple(list(a) if isinstance(a, tuple) else a for a in node.arguments[3:_MASK])
+        _, _, _, strides, paddings, dilations, _, missing, _ = _transposed(node).arguments
+        given: tuple[Any, ...] = (None, strides, paddings, dilations, True, missing, 1)
+        with torch.no_grad():
+            joint = torch.ops.aten.convolution_backward.default(*tensors, *rest, [True, False, False])[0]
+            del tensors[1]  # in training, memory may be scarce
+            alone = torch.ops.aten.convolution.default(*tensors, *given)
+        _compared[key] = torch.equal(joint, alone) and joint.stride() == alone.stride()
+    return _compared[key]
+
+
+def _transposed(node: Node) -> Node:
+    gradient, data, weight, _, stride, padding, dilation = node.arguments[:7]
+    assert isinstance(gradient, Value) and isinstance(data, Value) and isinstance(weight, Value)
+    space = len(data.type.shape) - 2
+    strides, paddings, dilations = (_each(argument, space) for argument in (stride, padding, dilation))
+    missing = tuple(
+        wide - ((narrow - 1) * step - 2 * pad + spread * (kernel - 1) + 1)
+        for wide, narrow, step, pad, spread, kernel in zip(
+            data.type.shape[2:],
+            gradient.type.shape[2:],
+            strides,
+            paddings,
+            dilations,
+            weight.type.shape[2:],
+            strict=True,
+        )
+    )
+    return replace(
+        node,
+        name=f"{node.name}_input",
+        op="aten.convolution.default",
+        arguments=(gradient, weight, None, strides, paddings, dilations, True, missing, 1),
+        results=node.results[:1],
+        is_sequence=False,
+    )
+
+
+def _each(argument: object, space: int) -> tuple[int, ...]:
+    """A setting of a convolution, once for each dimension."""
+    sizes = cast(tuple[int, ...], argument)
+    return sizes if len(sizes) == space else sizes * space

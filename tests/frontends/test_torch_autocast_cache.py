@@ -1,0 +1,110 @@
+"""Layers that are used several times under autocast: parameters are cast once, as in eager."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.torch_cases import Model, fitted, recompute_some
+from torch import Tensor, nn
+
+import irc
+from irc.frontends.torch import capture
+
+torch.set_num_threads(1)
+
+
+def loop(m: Any, x: Tensor) -> Tensor:
+    for _ in range(4):
+        x = torch.tanh(m.lin(x))
+    return x
+
+
+def with_other_uses(m: Any, x: Tensor) -> Tensor:
+    scaled = loop(m, x) * m.lin.weight.sum()
+    return loop(m, scaled) + m.lin.bias.exp() * m.other(m.lin(x))
+
+
+def through_views(m: Any, x: Tensor) -> Tensor:
+    first, second = m.lin.weight.chunk(2)
+    return torch.cat([x @ first.t(), x @ second.t()], 1) * m.lin(m.lin(x))
+
+
+def of_the_input(m: Any, x: Tensor) -> Tensor:
+    return (x @ x.t()) @ m.lin(x)
+
+
+def by_its_own_casts(m: Any, x: Tensor) -> Tensor:
+    x, w = x.bfloat16(), m.lin.weight
+    return (x @ w.to(torch.bfloat16)) + (x @ w.bfloat16()).tanh() + (x @ w.type(torch.bfloat16)).sin()
+
+
+MODELS = [loop, with_other_uses, through_views, of_the_input, by_its_own_casts]
+
+
+def model(forward: Callable[[Any, Tensor], Tensor]) -> nn.Module:
+    torch.manual_seed(0)
+    return Model(forward, lin=nn.Linear(8, 8), other=nn.Linear(8, 8))
+
+
+def gradients(module: nn.Module, x: Tensor, *, keeps: bool = True) -> list[Tensor | None]:
+    module.zero_grad()
+    x = x.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=keeps):
+        result = module(x)
+    result.float().square().sum().backward()
+    return [x.grad, *(parameter.grad for parameter in module.parameters())]
+
+
+def assert_equal(ours: list[Tensor | None], theirs: list[Tensor | None]) -> None:
+    for mine, its in zip(ours, theirs, strict=True):
+        assert mine is its or (mine is not None and its is not None and torch.equal(mine, its))
+
+
+@pytest.mark.parametrize("forward", MODELS)
+@pytest.mark.parametrize("keeps", [True, False])
+def test_gradients_of_layers_that_are_used_again_are_eagers(
+    forward: Callable[[Any, Tensor], Tensor], keeps: bool
+) -> None:
+    original, x = model(forward), torch.randn(8, 8)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=keeps):
+        example = x.clone().requires_grad_()
+        ours = fitted(copy.deepcopy(original), example, schedule=lambda graph: recompute_some(graph, 0))
+    for _ in range(2):
+        assert_equal(gradients(ours, x, keeps=keeps), gradients(original, x, keeps=keeps))
+
+
+def casts(module: nn.Module, x: Tensor) -> int:
+    graph = capture(module, (x,)).graph
+    return sum(node.op == "aten._to_copy.default" for node in graph.operations)
+
+
+def test_a_parameter_is_cast_once_and_its_gradient_too() -> None:
+    module, x = model(loop), torch.randn(8, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert casts(module, x) == 1 + 2 + 2, "the input, two parameters, two gradients"
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        assert casts(module, x) == 1 + 4 * (2 + 2)
+
+
+def test_a_step_that_keeps_no_casts_has_another_plan() -> None:
+    original, x = model(loop), torch.randn(8, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours: Any = irc.optimize(copy.deepcopy(original), x, "400%", profile=False)
+        alone = irc.optimize(copy.deepcopy(original), x, "400%", profile=False, plans=1)
+    for keeps in (True, False, True):
+        for each in (ours, original):
+            each.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=keeps):
+                result = each(x)
+            result.float().square().sum().backward()
+        assert_equal([p.grad for p in ours.parameters()], [p.grad for p in original.parameters()])
+    assert len(ours.irc_plans) == 2
+    with (
+        torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
+        pytest.raises(irc.IrcError, match=r"IRC502.*no casts kept"),
+    ):
+        alone(x)

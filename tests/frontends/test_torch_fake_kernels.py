@@ -1,0 +1,243 @@
+"""Operations that torch's tracer takes apart or describes wrongly: as eager runs them, with their memory."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.torch_cases import Model, assert_same, fitted, outcome
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.nn import functional
+
+from irc.frontends.torch import capture
+from irc.ir import Graph, Trait, UnsupportedError
+from irc.passes.costs.profiling import _runner, profile_costs  # pyright: ignore[reportPrivateUsage]
+
+torch.set_num_threads(1)
+
+
+def weighted(function: Callable[..., Any], *shape: int, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return Model(function, weight=nn.Parameter(torch.randn(*shape, dtype=dtype)))
+
+
+def graph_of(module: nn.Module, *args: Tensor) -> Graph:
+    return capture(module, args).graph
+
+
+def assert_trains_the_same(module: nn.Module, *args: Tensor) -> None:
+    original = copy.deepcopy(module)
+    assert_same(outcome(fitted(module, *args), args, {}), outcome(original, args, {}))
+
+
+# ---------------------------------------------------------------------- whole operations
+
+WHOLE: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "upsample_bilinear2d": lambda m, x: functional.interpolate(
+        x * m.weight, scale_factor=2.0, mode="bilinear"
+    ),
+    "upsample_bicubic2d": lambda m, x: functional.interpolate(x * m.weight, size=(5, 9), mode="bicubic"),
+    "upsample_nearest2d": lambda m, x: functional.interpolate(x * m.weight, scale_factor=2.0),
+    "upsample_trilinear3d": lambda m, x: functional.interpolate(
+        (x * m.weight)[:, None], size=(4, 9, 9), mode="trilinear"
+    ),
+    "_upsample_bilinear2d_aa": lambda m, x: functional.interpolate(
+        x * m.weight, size=(4, 4), mode="bilinear", antialias=True
+    ),
+    "hardshrink": lambda m, x: functional.hardshrink(x * m.weight),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_interpolation_is_one_operation_as_in_eager(name: str) -> None:
+    module, x = weighted(WHOLE[name], 2, 3, 6, 6), torch.randn(2, 3, 6, 6)
+    ops = [node.op.split(".")[1] for node in graph_of(module, x).operations]
+    assert ops.count(name) == 1 and ops.count(f"{name}_backward") == 1 and len(ops) <= 5
+    assert_trains_the_same(module, x)
+
+
+def test_other_tracers_take_them_apart_as_before() -> None:
+    graph_of(weighted(WHOLE["upsample_bilinear2d"], 2, 3, 6, 6), torch.randn(2, 3, 6, 6))
+    kernels = torch.ops.aten.upsample_bilinear2d.default.py_kernels
+    assert torch._C.DispatchKey.Autograd in kernels  # pyright: ignore[reportPrivateUsage]
+
+
+# ---------------------------------------------------------------------- rules
+
+LENGTHS = torch.tensor([2, 1, 2])
+
+
+def _ctc(m: Any, targets: Tensor, lengths: Any) -> Tensor:
+    times: Any = torch.tensor([6, 6, 5]) if isinstance(lengths, Tensor) else (6, 6, 5)
+    return functional.ctc_loss(m.weight.log_softmax(-1), targets, times, lengths, zero_infinity=True)
+
+
+@pytest.mark.parametrize("targets", [torch.tensor([[1, 2], [3, 1], [2, 2]]), torch.tensor([1, 2, 3, 2, 2])])
+def test_the_ctc_loss_is_planned_for_the_longest_labels_there_can_be(targets: Tensor) -> None:
+    module = weighted(lambda m, t, n: _ctc(m, t, n), 6, 3, 4)
+    graph = graph_of(module, targets, LENGTHS)
+    loss = next(node for node in graph.nodes if node.op.startswith("aten._ctc_loss"))
+    assert loss.values[1].type.shape == (3, 6, 2 * targets.shape[-1] + 1)
+    assert_trains_the_same(module, targets, LENGTHS)
+
+
+def test_the_ctc_loss_takes_lists_of_lengths() -> None:
+    module = weighted(lambda m, t: _ctc(m, t, (2, 1, 2)), 6, 3, 4)
+    assert_trains_the_same(module, torch.tensor([[1, 2], [3, 1], [2, 2]]))
+
+
+def test_the_gradient_of_a_dropout_has_the_layout_of_what_comes_in() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        strided = torch.empty_strided((4, 3, 5), (5, 20, 1)).copy_(x)
+        return strided + functional.dropout(functional.linear(x, m.weight), 0.5)
+
+    module, x = weighted(forward, 5, 5), torch.randn(4, 3, 5)
+    node = next(n for n in graph_of(module, x).nodes if "native_dropout_backward" in n.op)
+    assert node.values[0].type.strides == node.operands[0].type.strides == (5, 20, 1)
+    assert_trains_the_same(module, x)
+
+
+def test_the_rules_stand_only_while_a_module_is_traced() -> None:
+    graph_of(weighted(lambda m, x: functional.dropout(x @ m.weight), 4, 4), torch.randn(3, 4))
+    with FakeTensorMode():
+        gradient, mask = torch.empty_strided((4, 3, 5), (5, 20, 1)), torch.empty(4, 3, 5, dtype=torch.bool)
+        assert torch.ops.aten.native_dropout_backward(gradient, mask, 2.0).stride() == (15, 5, 1)
+        with pytest.raises(Exception, match="_ctc_loss"):
+            torch.ops.aten._ctc_loss(torch.empty(6, 3, 4), torch.empty(3, 2), LENGTHS, LENGTHS)
+
+
+# ---------------------------------------------------------------------- storages
+
+
+def test_a_write_into_a_slice_takes_the_whole_storage() -> None:
+    """The kernels clone the storage that the slice lies in; torch's rule counts up to its last element."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        room = torch.zeros(6, 8)
+        room[:, :5][:, 1:3] = m.weight * x
+        return room
+
+    module, x = weighted(forward, 6, 2), torch.randn(6, 2)
+    scattered = [
+        n for n in graph_of(module, x).nodes if n.op in ("aten.slice_scatter.default", "aten.copy.default")
+    ]
+    assert scattered and all(n.values[0].storage.nbytes >= 6 * 8 * 4 for n in scattered)
+    assert_trains_the_same(module, x)
+
+
+def test_conjugates_are_made_with_memory_of_their_own() -> None:
+    module = weighted(lambda m, x: (x.conj().mT @ m.weight.conj()).abs(), 4, 4, dtype=torch.complex64)
+    x = torch.randn(4, 4, dtype=torch.complex64)
+    graph = graph_of(module, x)
+    ops = [n.op for n in graph.nodes]
+    assert "aten._conj.default" not in ops and "aten._conj_physical.default" in ops
+    assert_trains_the_same(module, x)
+
+
+@pytest.mark.parametrize(
+    ("function", "named"),
+    [
+        (lambda m, x: (lambda h: (h, h.imag))(x @ m.weight), "complex64 seen as torch.float32"),
+        (lambda m, x: (x @ m.weight, torch.view_as_real(x)), "complex64 seen as torch.float32"),
+    ],
+)
+def test_a_result_that_is_another_view_than_strides_can_tell_is_refused(function: Any, named: str) -> None:
+    module = weighted(function, 4, 4, dtype=torch.complex64)
+    with pytest.raises(UnsupportedError, match="IRC348") as raised:
+        capture(module, (torch.randn(4, 4, dtype=torch.complex64),))
+    assert named in raised.value.message and "clone()" in str(raised.value.help)
+
+
+# ---------------------------------------------------------------------- checks
+
+
+def test_an_operation_that_only_checks_runs_once_and_raises_as_in_eager() -> None:
+    module = weighted(lambda m, x: torch.linalg.inv(x * m.weight), 3, 3)
+    x = torch.eye(3) + 0.1 * torch.randn(3, 3)
+    checks = [n for n in graph_of(module, x).nodes if n.op == "aten._linalg_check_errors.default"]
+    assert len(checks) == 1 and checks[0].traits == {Trait.PINNED} and checks[0].results == ()
+    assert_trains_the_same(module, x)
+    with pytest.raises(torch.linalg.LinAlgError, match="singular"):
+        fitted(module, x)(torch.zeros(3, 3))
+
+
+# ---------------------------------------------------------------------- layouts
+
+_TARGET = torch.zeros(2, 3, 4)
+LAYOUTS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "_log_softmax_backward_data": lambda m, x: x.log_softmax(-1).mT.contiguous(),
+    "native_layer_norm_backward": lambda m, x: functional.layer_norm(x, (4,)).mT.contiguous(),
+    "mse_loss_backward": lambda m, x: functional.mse_loss(x, _TARGET),
+    "smooth_l1_loss_backward": lambda m, x: functional.smooth_l1_loss(x, _TARGET),
+    "huber_loss_backward": lambda m, x: functional.huber_loss(x, _TARGET),
+    "log_sigmoid_forward": lambda m, x: functional.logsigmoid(x).view(-1),
+    "_native_batch_norm_legit_functional": lambda m, x: m.norm(x).view(-1),
+    "native_batch_norm_backward": lambda m, x: m.norm(x).exp(),
+    "hardtanh_backward": lambda m, x: functional.hardtanh(x).contiguous(),
+    "hardswish_backward": lambda m, x: functional.hardswish(x).contiguous(),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("order", [(0, 2, 1), (1, 2, 0), (1, 0, 2)])
+def test_results_have_the_layout_that_the_kernel_gives_them(name: str, order: tuple[int, int, int]) -> None:
+    """On operands that are transposed: what is a view of a result is one in eager too."""
+    places = [order.index(dim) for dim in range(3)]
+    shape = [(2, 3, 4)[dim] for dim in order]
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return LAYOUTS[name](m, (x * m.weight).permute(places))
+
+    module = Model(forward, weight=nn.Parameter(torch.randn(shape)), norm=nn.BatchNorm1d(3))
+    nodes = graph_of(module, torch.randn(shape)).operations
+    assert name in [node.op.split(".")[1] for node in nodes]
+    for node in nodes:
+        made = _runner(node)()
+        for value, tensor in zip(node.results, made if isinstance(made, tuple) else (made,), strict=False):
+            if value is not None:
+                steps = [
+                    [step for size, step in zip(value.type.shape, strides, strict=True) if size > 1]
+                    for strides in (value.type.strides, tensor.stride())
+                ]
+                assert steps[0] == steps[1], node.op
+
+
+def test_the_memory_of_folded_columns_is_the_kernels() -> None:
+    module = Model(
+        lambda m, x: functional.unfold(x * m.weight, 3, padding=1), weight=nn.Parameter(torch.ones(1))
+    )
+    x = torch.randn(2, 3, 6, 6)
+    graph = graph_of(module, x)
+    profile_costs(graph)  # refuses an operation that returns more bytes than were traced
+    (node,) = [node for node in graph.operations if node.op.startswith("aten.col2im")]
+    assert node.values[0].storage.nbytes == 9 * x.nbytes
+    assert_trains_the_same(module, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_gradient_of_dropout_is_rounded_as_eager_does(dtype: torch.dtype) -> None:
+    module = weighted(lambda m, x: functional.dropout(x * m.weight, 0.3), 64, dtype=dtype)
+    assert_trains_the_same(module, torch.randn(8, 64, dtype=dtype))
+
+
+def test_a_transform_inside_a_model_finds_torchs_rules() -> None:
+    """In a process of its own: torch reads its table of rules once, when the first transform needs it."""
+    script = (
+        "import torch, irc\n"
+        "class Slope(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.lin = torch.nn.Linear(2, 1)\n"
+        "    def forward(self, x):\n"
+        "        return torch.func.vmap(torch.func.grad(lambda v: self.lin(v).tanh().sum()))(x)\n"
+        "fitted = irc.optimize(Slope(), torch.randn(4, 2), '100%', profile=False)\n"
+        "fitted(torch.randn(4, 2)).square().mean().backward()\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr

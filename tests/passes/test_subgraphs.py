@@ -1,0 +1,122 @@
+"""Several graphs in one step: what each takes, the choice for all, and holding less of what is held."""
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from random import Random
+
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from support.exhaustive import at_random, chains, problem_of
+from support.strategies import Sample, graphs
+
+from irc.ir import liveness, verify_schedule
+from irc.passes import CheckpointProblem, Costs, Program, Simulated
+from irc.passes.subgraphs.footprint import Footprint, footprint, outputs_bytes, tangents_bytes
+from irc.passes.subgraphs.leaner_backward import save_less
+from irc.passes.subgraphs.subgraph import Around, Part, Pool, choose_together, plan_part, saved_by
+
+FEW = settings(max_examples=25, deadline=None)
+samples = chains() | graphs()
+seeds = st.integers(0, 1 << 32)
+
+
+def program_of(sample: Sample) -> Program:
+    return Program(sample.graph, Costs(sample.seconds, sample.workspace_bytes, "made up"))
+
+
+def part_above(parent: Part | None, sample: Sample, alive_bytes: int) -> Part:
+    """A part in a chain: later outputs and gradients add to what is alive around it."""
+    graph = sample.graph
+    part = Part(f"part {alive_bytes}", Pool(program_of(sample)), parent)
+    part.around = Around(
+        forward_bytes=graph.static_bytes + alive_bytes,
+        loss_bytes=graph.static_bytes + alive_bytes + outputs_bytes(graph) + tangents_bytes(graph),
+        backward_bytes=graph.static_bytes + alive_bytes + 64,
+    )
+    if parent is not None:
+        parent.children.append(part)
+    return part
+
+
+@given(samples, seeds)
+@FEW
+def test_a_footprint_says_when_a_schedule_takes_what(sample: Sample, seed: int) -> None:
+    problem = problem_of(sample)
+    assume(problem.forward)
+    schedule = at_random(problem, Random(seed)).schedule
+    bare = replace(schedule, graph=replace(sample.graph, loss_bytes=0, loss_held_bytes=0))
+    taken = footprint(schedule, sample.workspace_bytes)
+    peak_bytes = liveness(bare, sample.workspace_bytes).peak_bytes
+    assert max(taken.forward_bytes, taken.backward_bytes) == peak_bytes - sample.graph.static_bytes
+    held = sum(storage.nbytes for storage in saved_by(schedule))
+    assert taken.saved_bytes == held
+    least = held + outputs_bytes(sample.graph) + tangents_bytes(sample.graph)
+    assert taken.backward_bytes >= least
+
+
+@given(samples, samples, st.integers(0, 100))
+@FEW
+def test_the_choice_for_two_parts_fits_and_is_no_worse_than_the_best_pair(
+    lower: Sample, upper: Sample, percent: int
+) -> None:
+    root = part_above(None, lower, 0)
+    parts = [root, part_above(root, upper, 100)]
+    known = [part.pool.schedules(math.inf) for part in parts]
+    pairs = [dict(zip(parts, pair, strict=True)) for pair in itertools.product(*known)]
+
+    def peak(pair: Mapping[Part, tuple[CheckpointProblem, Simulated, Footprint]]) -> int:
+        taken = {part: entry[2] for part, entry in pair.items()}
+        return max(part.peak_bytes(taken) for part in parts)
+
+    peaks = sorted(peak(pair) for pair in pairs)
+    budget = peaks[0] + (peaks[-1] - peaks[0]) * percent // 100
+    best = min(
+        math.fsum(simulated.seconds for _, simulated, _ in pair.values())
+        for pair in pairs
+        if peak(pair) <= budget
+    )
+    choices = choose_together(root, budget, time_limit=5)
+    assert choices is not None
+    taken = {part: choice.footprint for part, choice in choices.items()}
+    assert max(part.peak_bytes(taken) for part in parts) <= budget
+    least = math.fsum(sum(sample.seconds[n] for n in sample.graph.operations) for sample in (lower, upper))
+    assert math.fsum(c.simulated.seconds for c in choices.values()) <= best + 1e-3 * least + 1e-12
+    for part, choice in choices.items():
+        workspaces = part.pool.program.costs
+        assert workspaces is not None
+        verify_schedule(choice.schedule, workspaces.workspace_bytes, peak_bytes=choice.plan.peak_bytes)
+        assert choice.plan.peak_bytes <= choice.plan.budget_bytes
+    assert choose_together(root, peaks[0] - peaks[0] // 3 - 1, time_limit=5) is None or peaks[0] < 3
+
+
+@given(samples, samples)
+@FEW
+def test_a_part_is_planned_in_what_the_others_leave(lower: Sample, upper: Sample) -> None:
+    root = part_above(None, lower, 0)
+    above = part_above(root, upper, 100)
+    chosen = {part: part.pool.baseline for part in (root, above)}
+    budget = max(part.peak_bytes(chosen) for part in chosen)
+    for part in (root, above):
+        choice = plan_part(part, budget, chosen, time_limit=5)
+        taken = {**chosen, part: choice.footprint}
+        assert max(other.peak_bytes(taken) for other in chosen) <= budget
+        assert choice.plan.overhead == 0
+
+
+@given(samples, seeds, st.integers(0, 100))
+@FEW
+def test_what_waits_can_go_on_with_less_of_what_it_has_saved(sample: Sample, seed: int, percent: int) -> None:
+    bare = replace(sample.graph, loss_bytes=0, loss_held_bytes=0)
+    problem = CheckpointProblem(bare, problem_of(sample).costs)
+    ran = at_random(problem, Random(seed))
+    saved = saved_by(ran.schedule)
+    floor, top = problem.floor_bytes, problem.keep_all.peak_bytes
+    found = list(save_less(problem, saved, floor + (top - floor) * percent // 100))
+    assert found
+    peaks = [footprint(s.schedule, sample.workspace_bytes).backward_bytes for s in found[:-1]]
+    assert all(peak <= top for peak in peaks)
+    for simulated in found:
+        verify_schedule(simulated.schedule, sample.workspace_bytes, peak_bytes=simulated.peak_bytes)
+        assert saved_by(simulated.schedule) <= saved

@@ -1,0 +1,1 @@
+"""Models, strategies and oracles that tests share."""

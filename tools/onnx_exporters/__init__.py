@@ -1,5 +1,0 @@
-"""Round trips through torch's ONNX exporters, and the time that an import takes.
-
-`python -m irc.tools.onnx_exporters` exports seven models at opsets 18 to 23, imports each file, and holds the
-module to the original: outputs, parameters, ties, names, gradients, statistics.
-"""

@@ -1,0 +1,1 @@
+"""What frontends, backends and the compiler share about torch."""

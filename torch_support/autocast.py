@@ -1,0 +1,22 @@
+"""What automatic casting is on: part of what a graph is captured for, and of every call of its plan."""
+
+from __future__ import annotations
+
+import torch
+
+from ..ir.signature import Autocast
+
+__all__ = ["autocast_state"]
+
+
+def autocast_state() -> Autocast:
+    """The device types for which automatic casting is on."""
+    return tuple(
+        (
+            device,
+            str(torch.get_autocast_dtype(device)).removeprefix("torch."),
+            torch.is_autocast_cache_enabled(),
+        )
+        for device in ("cpu", "cuda")
+        if torch.is_autocast_enabled(device)
+    )

@@ -306,9 +306,10 @@ _PAGE = """# AmoebaNet-D, planned
 
 AmoebaNet-D (L, D) of `benchmarks.models.amoebanet_d`, for a batch of {batch} images of 224 x 224, 1000
 classes and RMSprop, as in torchgpipe's benchmark amoebanetd-memory. The baseline takes the batch in one
-piece, the others take it in {batch} micro-batches of one image. **Peak** is what is published as peak activation memory:
-the sum of the devices' peaks without the model, which is 12 bytes a parameter (parameter, gradient, state of
-the optimizer). Theirs is what the allocator had reserved; ours is predicted from the plan, with the batch,
+piece, the others take it in {batch} micro-batches of one image. **Peak** is what is published as peak
+activation memory: the sum of the devices' peaks without the model, which is 12 bytes a parameter (parameter,
+gradient, state of the optimizer). Theirs is what the allocator had reserved; ours is predicted from
+the plan, with the batch,
 buffers, workspaces and what is on its way.
 
 Nothing was run: models are captured on tensors without data (torch {torch}), and **times are

@@ -37,7 +37,7 @@ from irc.ir import BudgetError, IrcError, format_bytes
 from .harness import load_named, threads
 from .measure_swap import in_a_process, resident_bytes
 
-__all__ = ["HEADER", "HomeRow", "main", "measure_row"]
+__all__ = ["HEADER", "OffloadRow", "main", "measure_row"]
 
 _MODELS = "gpt2"
 _BUDGETS = "70%,40%,min"
@@ -60,7 +60,7 @@ HEADER = (
 
 
 @dataclass(frozen=True)
-class HomeRow:
+class OffloadRow:
     """What one plan did.
 
     Args:
@@ -74,7 +74,7 @@ class HomeRow:
         measured_bytes: The allocator's peak.
         resident_bytes: How far the resident set rose in a step, with what was on the device before it; 0
             where the system does not tell.
-        homed_bytes: What lives on the disk between steps.
+        offloaded_bytes: What lives on the disk between steps.
         out_bytes: Copied out in a step.
         in_bytes: Copied back.
         overhead: Predicted.
@@ -94,7 +94,7 @@ class HomeRow:
     predicted_bytes: int = 0
     measured_bytes: int = 0
     resident_bytes: int = 0
-    homed_bytes: int = 0
+    offloaded_bytes: int = 0
     out_bytes: int = 0
     in_bytes: int = 0
     overhead: float = 0.0
@@ -125,7 +125,7 @@ class HomeRow:
             part(self.predicted_bytes),
             part(self.measured_bytes),
             part(self.resident_bytes) if self.resident_bytes else "?",
-            format_bytes(self.homed_bytes) if self.homed_bytes else "",
+            format_bytes(self.offloaded_bytes) if self.offloaded_bytes else "",
             f"{format_bytes(self.out_bytes)}, {format_bytes(self.in_bytes)}" if self.in_bytes else "",
             f"{self.overhead:.2%} ({self.bound:.2%})",
             f"{self.wall_ratio:.3f} ({self.wall_low:.3f} to {self.wall_high:.3f})",
@@ -139,7 +139,7 @@ def _adamw(parameters: list[nn.Parameter]) -> Optimizer:
 
 def measure_row(
     model: str, budget: str, plan: str, scratch: str, *, time_limit: float, repeats: int, profile: bool
-) -> HomeRow:
+) -> OffloadRow:
     """Plans, trains and measures, in this process.
 
     Args:
@@ -175,12 +175,12 @@ def measure_row(
         module = fitted(1 if budget == "min" else budget)
     except BudgetError as error:
         if budget != "min":
-            return HomeRow(model, budget, plan, f"needs {format_bytes(error.minimum_bytes)}")
+            return OffloadRow(model, budget, plan, f"needs {format_bytes(error.minimum_bytes)}")
         module = fitted(error.minimum_bytes)
     ratios, is_equal = _trained(original, ordinary, module, args, repeats)
     found = module.plan
     trained = [p for p in original.parameters() if p.requires_grad]
-    return HomeRow(
+    return OffloadRow(
         model,
         budget,
         plan,
@@ -189,7 +189,7 @@ def measure_row(
         predicted_bytes=found.peak_bytes,
         measured_bytes=measured_peak_bytes(module, args, found.static_bytes, loss=training_loss),
         resident_bytes=resident_bytes(module, args, found.static_bytes),
-        homed_bytes=found.homed_bytes,
+        offloaded_bytes=found.offloaded_bytes,
         out_bytes=sum(use.out_bytes for use in found.tiers),
         in_bytes=sum(use.in_bytes for use in found.tiers),
         overhead=found.overhead,
@@ -270,18 +270,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if any(row.has_failed for row in rows) else 0
 
 
-def _rows(options: argparse.Namespace) -> list[HomeRow]:
-    found: list[HomeRow] = []
+def _rows(options: argparse.Namespace) -> list[OffloadRow]:
+    found: list[OffloadRow] = []
     for model in options.models.split(","):
         for budget in options.budgets.split(","):
             for plan in _KINDS:
-                row = HomeRow(**in_a_process("measure_homes", options, model, budget, plan))
+                row = OffloadRow(**in_a_process("measure_homes", options, model, budget, plan))
                 found.append(row)
                 print("  ".join(row.cells()), file=sys.stderr, flush=True)
     return found
 
 
-def _page(options: argparse.Namespace, rows: Sequence[HomeRow]) -> str:
+def _page(options: argparse.Namespace, rows: Sequence[OffloadRow]) -> str:
     failed = sum(row.has_failed for row in rows)
     return "\n".join(
         [

@@ -118,10 +118,16 @@ class Written:
 
         What lives in a tier goes there straight from the file.
         """
-        homes = (copied.home for copied in self.program.copies.tensors)
-        homed = {id(self.state[home.parameter]) for home in homes if home is not None and not home.is_state}
+        offloaded_parameters = (copied.offloaded for copied in self.program.copies.tensors)
+        offloaded_names = {
+            id(self.state[offloaded.parameter])
+            for offloaded in offloaded_parameters
+            if offloaded is not None and not offloaded.is_state
+        }
         copies = {
-            id(tensor): tensor if id(tensor) in homed else tensor.clone(memory_format=torch.preserve_format)
+            id(tensor): tensor
+            if id(tensor) in offloaded_names
+            else tensor.clone(memory_format=torch.preserve_format)
             for tensor in self.state.values()
         }
         state = {name: copies[id(tensor)] for name, tensor in self.state.items()}
@@ -396,10 +402,11 @@ def _verify(schedule: Schedule, plan: Plan, workspace_bytes: Mapping[Node, int])
             f"the program counts {schedule.graph.forwards_in_flight} forwards in flight, not the "
             f"{plan.forwards_in_flight} claimed",
         )
-    homed_bytes = sum(home.storage.nbytes for home in schedule.graph.homes)
-    if homed_bytes != plan.homed_bytes:
+    offloaded_bytes = sum(offloaded.storage.nbytes for offloaded in schedule.graph.offloaded_parameters)
+    if offloaded_bytes != plan.offloaded_bytes:
         raise VerificationError(
-            "IRC129", f"{homed_bytes} B live in tiers between steps, not the {plan.homed_bytes} B claimed"
+            "IRC129",
+            f"{offloaded_bytes} B live in tiers between steps, not the {plan.offloaded_bytes} B claimed",
         )
     check_operations(schedule.graph)
 

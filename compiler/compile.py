@@ -11,9 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..backends.torch import (
-    Beside,
-    Fitting,
+    CompiledPlan,
     Replanned,
+    ReservedMemory,
     compile_program,
     pack_signature,
     tracing,
@@ -31,7 +31,7 @@ from ..passes import (
     Program,
     ReleaseGradients,
     SelectCheckpoints,
-    homes_in,
+    offloadable_in,
 )
 from ..passes.costs.optimizer_costs import optimizer_of
 from ..passes.costs.table import StepCost
@@ -53,7 +53,7 @@ class Choice:
 
     captured: Captured
     program: Program
-    fitting: Fitting
+    fitting: CompiledPlan
     optimizers: Mapping[str, Optimizer]
 
 
@@ -94,7 +94,7 @@ class Replanner:
         return Replanner(known, loss, same_branches, captured.graph, captured.signature, carried)
 
     def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], beside: Beside
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], beside: ReservedMemory
     ) -> Replanned:
         """The plan of a call, within the budget of the first one.
 
@@ -162,8 +162,8 @@ def _knowing(step: Pass, chosen: Program) -> Pass:
     """A pass with what the first run of the pipeline told: the budget in bytes, and what optimizers take."""
     match step:
         case PlanMemory() if chosen.plan is not None and step.which:
-            homed = tuple(home.name for home in chosen.graph.homes)
-            return replace(step, budget=chosen.plan.budget_bytes, homed=homed)
+            offloaded_names = tuple(offloaded.name for offloaded in chosen.graph.offloaded_parameters)
+            return replace(step, budget=chosen.plan.budget_bytes, offloaded_names=offloaded_names)
         case SelectCheckpoints() if chosen.plan is not None:
             return replace(step, budget=chosen.plan.budget_bytes)
         case ReleaseGradients(optimizer=factory) if factory is not None:
@@ -203,7 +203,7 @@ def choose(
     passes: Sequence[Pass],
     *,
     observers: Sequence[Observer] = (),
-    beside: Beside | None = None,
+    beside: ReservedMemory | None = None,
     carried: Program | None = None,
 ) -> Choice:
     """Plans what was captured.
@@ -253,30 +253,35 @@ def choose(
     return Choice(
         captured,
         replace(program, plan=plan),
-        Fitting(compiled, captured.signature, plan, reserved={**kept, **dict(_reserved(graph))}),
+        CompiledPlan(compiled, captured.signature, plan, reserved={**kept, **dict(_reserved(graph))}),
         _optimizers(module, passes, fresh),
     )
 
 
-def _can_run(program: Program, passes: Sequence[Pass], beside: Beside) -> bool:
+def _can_run(program: Program, passes: Sequence[Pass], beside: ReservedMemory) -> bool:
     """Whether each operation fits into the budget by itself, beside what is there before and after a step."""
     budgets = (step.budget for step in passes if isinstance(step, SelectCheckpoints))
     budget = next(budgets, None)
     if not isinstance(budget, int):
         return True
     graphs = [program.graph, *([] if program.original is None else [program.original])]
-    graphs = [_with_homes(graph, passes) for graph in graphs]
+    graphs = [_with_offloaded(graph, passes) for graph in graphs]
     return all(
         graph.static_bytes + _largest_bytes(graph) + beside.constants_bytes <= budget for graph in graphs
     )
 
 
-def _with_homes(graph: Graph, passes: Sequence[Pass]) -> Graph:
+def _with_offloaded(graph: Graph, passes: Sequence[Pass]) -> Graph:
     """The graph with what is known to live in a tier."""
     for step in passes:
-        if isinstance(step, PlanMemory) and step.homed is not None:
-            homes = homes_in("", graph, step.which)
-            return replace(graph, homes=tuple(home for home in homes if home.name in step.homed))
+        if isinstance(step, PlanMemory) and step.offloaded_names is not None:
+            offloaded_parameters = offloadable_in("", graph, step.which)
+            return replace(
+                graph,
+                offloaded_parameters=tuple(
+                    offloaded for offloaded in offloaded_parameters if offloaded.name in step.offloaded_names
+                ),
+            )
     return graph
 
 
@@ -296,7 +301,7 @@ def _with_less(step: Pass, nbytes: int) -> Pass:
 def _carry_over(carried: Program, program: Program, passes: Sequence[Pass]) -> Program | None:
     budgets = [step.budget for step in passes if isinstance(step, SelectCheckpoints)]
     assert len(passes) == 1 and isinstance(budgets[0], int)
-    if carried.graph.homes:
+    if carried.graph.offloaded_parameters:
         return None
     return carry_over(carried, program, budgets[0])
 

@@ -262,8 +262,8 @@ def choice_passes(
     """
     if swap is None:
         return [SelectCheckpoints(budget=budget, strategy=strategy, time_limit=time_limit)]
-    tiers, home = what_moves(swap)
-    select = PlanMemory(budget=budget, strategy=strategy, time_limit=time_limit, home=home)
+    tiers, offloaded = what_moves(swap)
+    select = PlanMemory(budget=budget, strategy=strategy, time_limit=time_limit, offload=offloaded)
     return [offer(tiers, profile), select]
 
 
@@ -330,8 +330,8 @@ def optimize_module(
     model = unfitted(model)
     refuse_hooks(model)
     device = device_of(model, flatten((args, kwargs))[0])
-    have_homes = any(isinstance(step, PlanMemory) and step.which for step in passes)
-    check_places(places(passes, device), {str(device)}, have_homes=have_homes)
+    have_offloaded = any(isinstance(step, PlanMemory) and step.which for step in passes)
+    check_places(places(passes, device), {str(device)}, have_offloaded=have_offloaded)
     passes = measured(passes, device)
     with planning, torch.inference_mode(False):  # under it there is no backward
         original = Original(model)

@@ -154,7 +154,7 @@ def check_folder(written: Written, steps: int, *, with_original: bool) -> Report
     Raises:
         UsageError: IRC432 when the original is not what the folder was made from.
     """
-    measured = _measured_alone(written) if written.plan.homed_bytes else None
+    measured = _measured_alone(written) if written.plan.offloaded_bytes else None
     fitted = written.module()
     own = fitted.state_dict(keep_vars=True)
     state = {name: tensor for name, tensor in own.items() if name not in written.not_saved}
@@ -180,7 +180,7 @@ def check_folder(written: Written, steps: int, *, with_original: bool) -> Report
             original_bytes = measured_peak_bytes(
                 original.module,
                 arguments,
-                static_bytes + written.plan.homed_bytes,
+                static_bytes + written.plan.offloaded_bytes,
                 forwards=forwards,
                 optimizer=None if factory is None else optimizer_of_all(factory, original.module),
             )

@@ -11,7 +11,7 @@ import torch
 
 from ..backends.torch import DiskPlace, HostPlace, TierPlace
 from ..ir import Tier, UsageError, parse_tiers
-from ..passes import HOMED, OfferTiers, Pass
+from ..passes import OFFLOADABLE, OfferTiers, Pass
 from ..passes.costs.measure_tiers import measure_tier, tier_bytes
 from ..passes.costs.this_machine import this_machine
 
@@ -19,27 +19,27 @@ __all__ = ["device_of", "measured", "offer", "places", "what_moves"]
 
 
 def what_moves(swap: str | Sequence[str]) -> tuple[list[str], str]:
-    """What `swap` of `irc.optimize` says: the tiers, and what lives there, as `PlanMemory.home`.
+    """What `swap` of `irc.optimize` says: the tiers, and what lives there, as `PlanMemory.offloaded`.
 
     Raises:
         UsageError: IRC423 where something is to live in a tier and no tier is named.
     """
     texts = [swap] if isinstance(swap, str) else [*swap]
     tiers: list[str] = []
-    homes: list[str] = []
+    offloaded_parameters: list[str] = []
     for text in texts:
         words = [word.strip() for word in text.split(",")] if isinstance(cast(object, text), str) else []
-        if words and all(word in HOMED for word in words):
-            homes += words
+        if words and all(word in OFFLOADABLE for word in words):
+            offloaded_parameters += words
         else:
             tiers.append(text)
-    if homes and not tiers:
+    if offloaded_parameters and not tiers:
         raise UsageError(
             "IRC423",
-            f"{' and '.join(dict.fromkeys(homes))} shall live in a tier, and swap= names none",
+            f"{' and '.join(dict.fromkeys(offloaded_parameters))} shall live in a tier, and swap= names none",
             help='name one beside it: ["disk:/scratch:200GiB", "params,optimizer"]',
         )
-    return tiers, "+".join(word for word in HOMED if word in homes) or "none"
+    return tiers, "+".join(word for word in OFFLOADABLE if word in offloaded_parameters) or "none"
 
 
 def offer(swap: str | Sequence[str], profile: bool | str | None) -> OfferTiers:
@@ -54,11 +54,12 @@ def offer(swap: str | Sequence[str], profile: bool | str | None) -> OfferTiers:
         UsageError: IRC423 to IRC429 for what names no tier; IRC408 for a machine without such a tier; IRC447
             for what lives in a tier, where the caller does not plan that.
     """
-    _, home = what_moves(swap)
-    if home != "none":
+    _, offloaded = what_moves(swap)
+    if offloaded != "none":
         raise UsageError(
             "IRC447",
-            f"{home} shall live in a tier between steps, and only irc.optimize and `irc optimize` plan that",
+            f"{offloaded} shall live in a tier between steps, and only irc.optimize and "
+            "`irc optimize` plan that",
             help="leave params and optimizer out of swap=, or of --swap",
         )
     requests = parse_tiers(swap)

@@ -2,7 +2,7 @@
 
 from ..torch_support.inspectable import is_inspectable, is_of_library, slots_of, store_of
 from ..torch_support.recorders import RECORDERS_MARK, is_recorder, is_recording
-from .annotation import Policy, Wish, named_wishes
+from .annotation import Annotation, Policy, named_annotations
 from .errors import (
     BackwardError,
     BudgetError,
@@ -26,10 +26,10 @@ from .graph import (
     Argument,
     Gradients,
     Graph,
-    Home,
     Input,
     InputRole,
     Node,
+    OffloadedParameter,
     Output,
     OutputRole,
     Region,
@@ -49,7 +49,7 @@ from .pipeline.timing import (
     Transfer,
     simulate_pipeline,
 )
-from .plan import Decision, Plan, TierUse, WishEffect
+from .plan import AnnotationEffect, Decision, Plan, TierUse
 from .schedule import Compute, Fetch, Free, Instruction, Loss, Offload, Schedule, Wait, with_frees
 from .signature import Autocast, Branch, Delivery, Origin, Signature, Slot
 from .text import (
@@ -80,6 +80,8 @@ __all__ = [
     "SEND",
     "TIER_KINDS",
     "Action",
+    "Annotation",
+    "AnnotationEffect",
     "Argument",
     "Autocast",
     "BackwardError",
@@ -95,7 +97,6 @@ __all__ = [
     "Free",
     "Gradients",
     "Graph",
-    "Home",
     "InFlight",
     "Input",
     "InputRole",
@@ -105,6 +106,7 @@ __all__ = [
     "Loss",
     "Node",
     "Offload",
+    "OffloadedParameter",
     "Origin",
     "Others",
     "Output",
@@ -137,8 +139,6 @@ __all__ = [
     "Value",
     "VerificationError",
     "Wait",
-    "Wish",
-    "WishEffect",
     "Work",
     "allocation_bytes",
     "check_scratch",
@@ -150,7 +150,7 @@ __all__ = [
     "is_recording",
     "liveness",
     "loss_waiting_bytes",
-    "named_wishes",
+    "named_annotations",
     "nondeterminism",
     "others_after",
     "others_before",

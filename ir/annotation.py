@@ -1,4 +1,4 @@
-"""What the user wishes for the results of an operation: kept for backward, or made again there."""
+"""What the user asks of the results of an operation: kept for backward, or made again there."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["Policy", "Wish", "named_wishes"]
+__all__ = ["Annotation", "Policy", "named_annotations"]
 
 _SHOWN = 3
-"""Wishes that a line names."""
+"""Annotations that a line names."""
 
 
 class Policy(Enum):
-    """What is wished for the results of a forward operation."""
+    """What is asked for the results of a forward operation."""
 
     KEEP = "keep"
     """The operation runs once: what backward needs of it stays."""
@@ -26,12 +26,12 @@ class Policy(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """A wish of the user.
+class Annotation:
+    """An annotation of the user.
 
     Args:
-        policy: What is wished.
-        by: Who wishes it, as the user knows it, such as `irc.keep(layer3)`; unique in a graph.
+        policy: What is asked for.
+        by: Who annotations it, as the user knows it, such as `irc.keep(layer3)`; unique in a graph.
     """
 
     policy: Policy
@@ -43,8 +43,8 @@ class Wish:
         return self.policy in (Policy.PREFER_KEEP, Policy.PREFER_RECOMPUTE)
 
 
-def named_wishes(wishes: Iterable[str]) -> str:
-    """Who wishes, in a few words: the first ones by name."""
-    names = list(wishes)
+def named_annotations(annotations: Iterable[str]) -> str:
+    """Who annotations, in a few words: the first ones by name."""
+    names = list(annotations)
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
-from .annotation import Policy, Wish
+from .annotation import Annotation, Policy
 from .errors import Location
 from .types import Storage, TensorType, Value, allocation_bytes
 
@@ -22,10 +22,10 @@ __all__ = [
     "Argument",
     "Gradients",
     "Graph",
-    "Home",
     "Input",
     "InputRole",
     "Node",
+    "OffloadedParameter",
     "Output",
     "OutputRole",
     "Region",
@@ -130,7 +130,7 @@ class Node:
         region: Forward or backward.
         traits: See `Trait`.
         at: Where it came from.
-        wish: What the user wishes for the results; only of a forward operation that is no view.
+        annotation: What the user asks of the results; only of a forward operation that is no view.
     """
 
     name: str
@@ -142,7 +142,7 @@ class Node:
     region: Region = Region.FORWARD
     traits: frozenset[Trait] = frozenset()
     at: Location | None = None
-    wish: Wish | None = None
+    annotation: Annotation | None = None
 
     @property
     def operands(self) -> tuple[Value, ...]:
@@ -164,13 +164,19 @@ class Node:
 
     @property
     def is_recomputable(self) -> bool:
-        """Whether the node may run again: the same numbers, nothing else changed, not against a wish."""
-        return not self.traits & RUN_ONCE and (self.wish is None or self.wish.policy is not Policy.KEEP)
+        """Whether the node may run again: same numbers, no other effect, not against an annotation."""
+        return not self.traits & RUN_ONCE and (
+            self.annotation is None or self.annotation.policy is not Policy.KEEP
+        )
 
     @property
     def is_transient(self) -> bool:
-        """Whether the results must not stay from forward to backward: the user wishes them made again."""
-        return self.wish is not None and self.wish.policy is Policy.RECOMPUTE and self.is_recomputable
+        """Whether the results must not stay from forward to backward: the user asks to make them again."""
+        return (
+            self.annotation is not None
+            and self.annotation.policy is Policy.RECOMPUTE
+            and self.is_recomputable
+        )
 
     @property
     def releases(self) -> Gradients | None:
@@ -233,7 +239,7 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
+class OffloadedParameter:
     """A tensor that lives in a tier between steps, and is on the device only while a schedule has it there.
 
     It is written where the gradient of its parameter is applied; a schedule copies it back to the tier then.
@@ -278,9 +284,9 @@ class Graph:
         reserved_bytes: What else exists before the step and after it, outside of the graph: the `.grad` that
             gradients are accumulated into, or the state of the optimizers that apply them. State with a home
             is part of it.
-        wishes: All that the user wishes, those that concern no node too.
+        annotations: All that the user asks for, those that concern no node too.
         forwards_in_flight: How many forwards may have run whose backward has not (see `in_flight`).
-        homes: The parameters, and states of optimizers, that live in a tier between steps.
+        offloaded_parameters: The parameters, and states of optimizers, that live in a tier between steps.
 
     All inputs but the tangents and what has a home are static: on the device before the step and after it.
     """
@@ -291,43 +297,47 @@ class Graph:
     loss_bytes: int = 0
     loss_held_bytes: int = 0
     reserved_bytes: int = 0
-    wishes: tuple[Wish, ...] = ()
+    annotations: tuple[Annotation, ...] = ()
     loss_saved_bytes: int = 0
     forwards_in_flight: int = 1
-    homes: tuple[Home, ...] = ()
+    offloaded_parameters: tuple[OffloadedParameter, ...] = ()
 
     @cached_property
-    def home_of(self) -> dict[Storage, Home]:
+    def offloaded_of(self) -> dict[Storage, OffloadedParameter]:
         """The home of each storage that has one."""
-        return {home.storage: home for home in self.homes}
+        return {offloaded.storage: offloaded for offloaded in self.offloaded_parameters}
 
     @cached_property
-    def state_of(self) -> dict[Storage, Home]:
+    def state_of(self) -> dict[Storage, OffloadedParameter]:
         """For each parameter whose optimizer's state has a home, by the parameter's storage, that home."""
         storages = {i.target: i.value.storage for i in self.inputs if i.role is InputRole.PARAMETER}
-        return {storages[home.parameter]: home for home in self.homes if home.is_state}
+        return {
+            storages[offloaded.parameter]: offloaded
+            for offloaded in self.offloaded_parameters
+            if offloaded.is_state
+        }
 
     @cached_property
     def static_storages(self) -> frozenset[Storage]:
         """Storages that are on the device before and after the step."""
         found = {i.value.storage for i in self.inputs if i.role is not InputRole.TANGENT}
-        return frozenset(found.difference(self.home_of))
+        return frozenset(found.difference(self.offloaded_of))
 
     @cached_property
     def tangent_storages(self) -> frozenset[Storage]:
         """Storages that arrive with the loss and that the caller holds until backward returns."""
         tangents = (i.value.storage for i in self.inputs if i.role is InputRole.TANGENT)
-        return frozenset(tangents) - self.static_storages - self.home_of.keys()
+        return frozenset(tangents) - self.static_storages - self.offloaded_of.keys()
 
     @cached_property
     def output_storages(self) -> frozenset[Storage]:
         """Storages that belong to the caller once produced: outputs and gradients."""
         found = {o.value.storage for o in self.outputs if o.value is not None}
-        return frozenset(found) - self.static_storages - self.tangent_storages - self.home_of.keys()
+        return frozenset(found) - self.static_storages - self.tangent_storages - self.offloaded_of.keys()
 
     @cached_property
     def transient_storages(self) -> frozenset[Storage]:
-        """Storages that must not stay from forward to backward: the user wishes them made again."""
+        """Storages that must not stay from forward to backward: the user asks to make them again."""
         found = {s for node in self.operations if node.is_transient for s in self.allocates(node)}
         return frozenset(found) - self.output_storages
 
@@ -346,8 +356,10 @@ class Graph:
         """
         once = sum(storage.nbytes for storage in self.static_storages)
         more = sum(storage.nbytes for storage in self.call_storages) * (self.forwards_in_flight - 1)
-        homed = sum(home.storage.nbytes for home in self.homes if home.is_state)
-        return once + more + self.reserved_bytes - homed
+        offloaded_names = sum(
+            offloaded.storage.nbytes for offloaded in self.offloaded_parameters if offloaded.is_state
+        )
+        return once + more + self.reserved_bytes - offloaded_names
 
     @cached_property
     def tied(self) -> dict[Value, Value]:
@@ -371,7 +383,7 @@ class Graph:
     def storages(self) -> tuple[Storage, ...]:
         """Every storage, in order of appearance."""
         found = dict.fromkeys(i.value.storage for i in self.inputs)
-        found.update(dict.fromkeys(self.home_of))
+        found.update(dict.fromkeys(self.offloaded_of))
         for node in self.nodes:
             found.update(dict.fromkeys(value.storage for value in node.values))
         return tuple(found)
@@ -385,7 +397,7 @@ class Graph:
     def producers(self) -> dict[Storage, Node]:
         """The operation that allocates each storage; inputs have none, and what has a home only a load."""
         found: dict[Storage, Node] = {}
-        inputs = self.static_storages | self.tangent_storages | self.home_of.keys()
+        inputs = self.static_storages | self.tangent_storages | self.offloaded_of.keys()
         for node in self.operations:
             for value in node.values:
                 if value.storage not in inputs or node.op == LOAD:

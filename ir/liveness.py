@@ -116,7 +116,7 @@ def stored_bytes(schedule: Schedule) -> dict[str, tuple[int, ...]]:
     A storage lies in its tier from the `Offload` on, until the `Wait` for the last copy of it; what has a
     home lies there all the time.
     """
-    homes = schedule.graph.home_of
+    offloaded_parameters = schedule.graph.offloaded_of
     last: dict[Storage, int] = {}
     pending: dict[Storage, bool] = {}
     for step, instruction in enumerate(schedule.instructions):
@@ -129,16 +129,18 @@ def stored_bytes(schedule: Schedule) -> dict[str, tuple[int, ...]]:
                 pass
     held: dict[Storage, str] = {}
     now = {i.tier: 0 for i in schedule.instructions if isinstance(i, Offload | Fetch)}
-    for storage, home in homes.items():
-        held[storage] = home.tier
-        now[home.tier] = now.get(home.tier, 0) + storage.nbytes
+    for storage, offloaded in offloaded_parameters.items():
+        held[storage] = offloaded.tier
+        now[offloaded.tier] = now.get(offloaded.tier, 0) + storage.nbytes
     found: dict[str, list[int]] = {tier: [] for tier in now}
     for step, instruction in enumerate(schedule.instructions):
         if isinstance(instruction, Offload) and instruction.storage not in held:
             held[instruction.storage] = instruction.tier
             now[instruction.tier] += instruction.storage.nbytes
         elif isinstance(instruction, Wait) and last.get(instruction.storage) == step:
-            tier = None if instruction.storage in homes else held.pop(instruction.storage, None)
+            tier = (
+                None if instruction.storage in offloaded_parameters else held.pop(instruction.storage, None)
+            )
             if tier is not None:
                 now[tier] -= instruction.storage.nbytes
         for tier, nbytes in now.items():

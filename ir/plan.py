@@ -9,12 +9,12 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from .annotation import Policy, Wish, named_wishes
+from .annotation import Annotation, Policy, named_annotations
 from .errors import UsageError
 from .graph import Gradients
 from .units import format_bytes
 
-__all__ = ["Decision", "Plan", "TierUse", "WishEffect"]
+__all__ = ["AnnotationEffect", "Decision", "Plan", "TierUse"]
 
 _FORMAT = "irc-plan-1"
 
@@ -43,7 +43,7 @@ class Decision:
         seconds: Time of these runs.
         reason: Why, in words.
         location: Where the operation comes from, or "".
-        wish: The wish of the user that decided, or "".
+        annotation: The annotation of the user that decided, or "".
     """
 
     storage: str
@@ -54,7 +54,7 @@ class Decision:
     seconds: float
     reason: str
     location: str = ""
-    wish: str = ""
+    annotation: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +81,12 @@ class TierUse:
 
 
 @dataclass(frozen=True, slots=True)
-class WishEffect:
-    """What a wish of the user did to the schedule.
+class AnnotationEffect:
+    """What an annotation of the user did to the schedule.
 
     Args:
-        by: Who wishes, such as `irc.keep(layer3)`.
-        policy: What is wished: the name of one of `Policy`.
+        by: Who annotations, such as `irc.keep(layer3)`.
+        policy: What is asked for: the name of one of `Policy`.
         effect: In words; it says so where there is none.
     """
 
@@ -97,7 +97,7 @@ class WishEffect:
     @property
     def is_hint(self) -> bool:
         """Whether the schedule may go against it."""
-        return Wish(Policy(self.policy), self.by).is_hint
+        return Annotation(Policy(self.policy), self.by).is_hint
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,8 @@ class Plan:
         gradients: What becomes of the gradients of parameters: the name of one of `Gradients`.
         reserved_bytes: What that takes from step to step: `.grad` where they are accumulated, the optimizers'
             state where they are applied.
-        wishes: What each wish of the user did. Overhead, bound, smallest budget and floor are those of
-            schedules that honour them.
+        annotations: What each annotation of the user did. Overhead, bound, smallest budget and floor are
+            those of schedules that honour them.
         forwards_in_flight: How many forwards may have run whose backward has not: all n run, then their
             backwards, one by one in any order or all in one. All bytes are for so many, budget and baseline
             too. A backward that retains its graph counts as one more.
@@ -133,8 +133,8 @@ class Plan:
             then follow each other in any order. None where the plan was written by an earlier version.
         tiers: What is copied to each tier that is used.
         exposed_seconds: Predicted time of a step in which copies are waited for; part of the overhead.
-        homed_bytes: Parameters and optimizer state that live in a tier between steps; not part of the static
-            bytes.
+        offloaded_bytes: Parameters and optimizer state that live in a tier between steps; not part of
+            the static bytes.
     """
 
     budget_bytes: int
@@ -153,12 +153,12 @@ class Plan:
     seconds_to_plan: float = 0.0
     gradients: str = Gradients.RETURNED.value
     reserved_bytes: int = 0
-    wishes: tuple[WishEffect, ...] = ()
+    annotations: tuple[AnnotationEffect, ...] = ()
     forwards_in_flight: int = 1
     peak_with_gradients_bytes: int | None = None
     tiers: tuple[TierUse, ...] = ()
     exposed_seconds: float = 0.0
-    homed_bytes: int = 0
+    offloaded_bytes: int = 0
 
     @property
     def gap(self) -> float:
@@ -188,7 +188,7 @@ class Plan:
                 "smallest budget",
                 f"{format_bytes(self.minimum_budget_bytes)} ({self.minimum_budget_bytes:,} bytes)",
             ),
-            *(("wishes", text) for text in self._wishes_in_force),
+            *(("annotations", text) for text in self._annotations_in_force),
             ("strategy", f"{self.strategy}, costs {self.costs}, planned in {self.seconds_to_plan:.1f} s"),
         ]
         return "\n".join(f"{name:>16}  {text}" for name, text in rows)
@@ -198,9 +198,9 @@ class Plan:
         """Inputs, and what is reserved."""
         inputs = "inputs" if self.forwards_in_flight == 1 else f"inputs of {self.forwards_in_flight} forwards"
         what = _RESERVED[Gradients(self.gradients)]
-        if self.homed_bytes:
+        if self.offloaded_bytes:
             beside = f"{inputs}, and {what}" if what else inputs
-            return f"{beside}, without the {format_bytes(self.homed_bytes)} below"
+            return f"{beside}, without the {format_bytes(self.offloaded_bytes)} below"
         return f"{inputs}, and {format_bytes(self.reserved_bytes)} of {what}" if what else inputs
 
     @property
@@ -224,8 +224,8 @@ class Plan:
     def _copies(self) -> Iterator[str]:
         """What is copied to each tier, in one line."""
         planned_seconds = self.step_seconds * (1 + self.overhead)
-        if self.homed_bytes:
-            amount = format_bytes(self.homed_bytes)
+        if self.offloaded_bytes:
+            amount = format_bytes(self.offloaded_bytes)
             yield f"{amount} of parameters and optimizer state live in a tier between steps"
         for use in self.tiers:
             busy = (
@@ -243,14 +243,16 @@ class Plan:
             )
 
     @property
-    def _wishes_in_force(self) -> list[str]:
-        """The wishes that the schedule must honour, in one line; none where there are none."""
-        who = named_wishes(wish.by for wish in self.wishes if not wish.is_hint)
+    def _annotations_in_force(self) -> list[str]:
+        """The annotations that the schedule must honour, in one line; none where there are none."""
+        who = named_annotations(annotation.by for annotation in self.annotations if not annotation.is_hint)
         return [f"{who}; bound and smallest budget are of schedules that honour them"] if who else []
 
     def explain(self) -> str:
-        """The storages that are not kept or that a wish keeps, largest first, with the reason; the wishes."""
-        changed = sorted((d for d in self.decisions if d.action != "keep" or d.wish), key=lambda d: -d.nbytes)
+        """Lists the storages that are not kept or that an annotation keeps, largest first, with reasons."""
+        changed = sorted(
+            (d for d in self.decisions if d.action != "keep" or d.annotation), key=lambda d: -d.nbytes
+        )
         rows = [
             (d.storage, d.operation, format_bytes(d.nbytes), d.action, d.reason, d.location) for d in changed
         ]
@@ -263,7 +265,9 @@ class Plan:
         kept = [d for d in self.decisions if d.action == "keep"]
         total = format_bytes(sum(d.nbytes for d in kept))
         lines.append(f"{len(kept)} storages are kept until backward reads them ({total})")
-        return "\n".join([*lines, *(f"{wish.by}: {wish.effect}" for wish in self.wishes)])
+        return "\n".join(
+            [*lines, *(f"{annotation.by}: {annotation.effect}" for annotation in self.annotations)]
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON-ready data, with the derived gap."""
@@ -283,12 +287,12 @@ class Plan:
             known = {name: data[name] for name in given}
             Gradients(known.get("gradients", Plan.gradients))
             known["decisions"] = tuple(Decision(**row) for row in known["decisions"])
-            known["wishes"] = tuple(WishEffect(**row) for row in known.get("wishes", ()))
+            known["annotations"] = tuple(AnnotationEffect(**row) for row in known.get("annotations", ()))
             known["tiers"] = tuple(TierUse(**row) for row in known.get("tiers", ()))
-            for wish in known["wishes"]:
-                Policy(wish.policy)
+            for annotation in known["annotations"]:
+                Policy(annotation.policy)
             plan = Plan(**known)
-            for record in (plan, *plan.decisions, *plan.wishes, *plan.tiers):
+            for record in (plan, *plan.decisions, *plan.annotations, *plan.tiers):
                 _check_types(record)
             return plan
         except (KeyError, TypeError, ValueError) as error:
@@ -341,7 +345,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 }
 
 
-def _check_types(record: Plan | Decision | WishEffect | TierUse) -> None:
+def _check_types(record: Plan | Decision | AnnotationEffect | TierUse) -> None:
     """Refuses, by TypeError, numbers that are none and texts that are none."""
     for field in fields(record):
         value, wanted = getattr(record, field.name), _KINDS.get(str(field.type), (tuple,))

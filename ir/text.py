@@ -4,10 +4,10 @@
 graph loss_bytes=8 {
   storage @s0 24 cpu
   storage @s1 24 cpu
-  wish keep "irc.keep(act)"
+  annotation keep "irc.keep(act)"
   input %x: float32[2,3]{3,1} @s0 input "0"
 forward:
-  relu = aten.relu.default(%x) -> %relu: float32[2,3]{3,1} @s1 loc(module="act") wish("irc.keep(act)")
+  relu = aten.relu.default(%x) -> %relu: float32[2,3]{3,1} @s1 loc(module="act") annotation("irc.keep(act)")
   output %relu "0"
 }
 schedule {
@@ -20,8 +20,8 @@ A name that is not a plain identifier stands as a JSON string: `%"layer 1"`. `#`
 A single tensor follows `->` bare; the results of an operation that returns a list stand in parentheses.
 A tensor lives on the device of its storage, unless `on DEVICE` says otherwise.
 Other instructions are `free @s1`, `offload @s1 to host`, `fetch @s1 from host` and `wait @s1`.
-`home %w disk "layer.weight"` says that a parameter lives in a tier between steps, and
-`home state %m: uint8[8]{1} @m disk "layer.weight"` that the state of its optimizer does.
+`offloaded %w disk "layer.weight"` says that a parameter lives in a tier between steps, and
+`offloaded state %m: uint8[8]{1} @m disk "layer.weight"` that the state of its optimizer does.
 """
 
 from __future__ import annotations
@@ -31,9 +31,21 @@ import re
 from collections.abc import Callable, Iterator
 from typing import NoReturn, TypeVar
 
-from .annotation import Policy, Wish
+from .annotation import Annotation, Policy
 from .errors import Location, UsageError
-from .graph import Argument, Graph, Home, Input, InputRole, Node, Output, OutputRole, Region, Symbol, Trait
+from .graph import (
+    Argument,
+    Graph,
+    Input,
+    InputRole,
+    Node,
+    OffloadedParameter,
+    Output,
+    OutputRole,
+    Region,
+    Symbol,
+    Trait,
+)
 from .schedule import Compute, Fetch, Free, Instruction, Loss, Offload, Schedule, Wait
 from .types import DType, Storage, TensorType, Value
 
@@ -100,14 +112,14 @@ def _graph_lines(graph: Graph) -> Iterator[str]:
     yield f"graph loss_bytes={graph.loss_bytes}{more} {{"
     for storage in graph.storages:
         yield f"  storage {_sigil('@', storage.name)} {storage.nbytes} {_word(storage.device)}"
-    for wish in graph.wishes:
-        yield f"  wish {wish.policy.value} {json.dumps(wish.by)}"
+    for annotation in graph.annotations:
+        yield f"  annotation {annotation.policy.value} {json.dumps(annotation.by)}"
     for entry in graph.inputs:
         grad = " requires_grad" if entry.requires_grad else ""
         yield f"  input {_result(entry.value)} {entry.role.value} {json.dumps(entry.target)}{grad}"
-    for home in graph.homes:
-        what = f"state {_result(home.value)}" if home.is_state else _argument(home.value)
-        yield f"  home {what} {_word(home.tier)} {json.dumps(home.parameter)}"
+    for offloaded in graph.offloaded_parameters:
+        what = f"state {_result(offloaded.value)}" if offloaded.is_state else _argument(offloaded.value)
+        yield f"  offloaded {what} {_word(offloaded.tier)} {json.dumps(offloaded.parameter)}"
     region: Region | None = None
     for node in graph.nodes:
         if node.region is not region:
@@ -153,8 +165,8 @@ def _node(node: Node) -> str:
     if node.at is not None:
         fields = ((key, getattr(node.at, field)) for key, field in _LOCATION_FIELDS)
         text += f" loc({', '.join(f'{key}={json.dumps(part)}' for key, part in fields if part is not None)})"
-    if node.wish is not None:
-        text += f" wish({json.dumps(node.wish.by)})"
+    if node.annotation is not None:
+        text += f" annotation({json.dumps(node.annotation.by)})"
     return text
 
 
@@ -238,7 +250,7 @@ class _Parser:
         self.position = 0
         self.storages: dict[str, Storage] = {}
         self.values: dict[str, Value] = {}
-        self.wishes: dict[str, Wish] = {}
+        self.annotations: dict[str, Annotation] = {}
 
     # Lines and tokens. The last token of a line is "", which no statement expects.
 
@@ -405,7 +417,7 @@ class _Parser:
         inputs: list[Input] = []
         nodes: dict[str, Node] = {}
         outputs: list[Output] = []
-        homes: list[Home] = []
+        offloaded_parameters: list[OffloadedParameter] = []
         region: Region | None = None
 
         def statement() -> None:
@@ -418,26 +430,29 @@ class _Parser:
                 self.expect(":")
             elif token == "storage":
                 self.storage_statement()
-            elif token == "wish":
-                self.wish_statement()
+            elif token == "annotation":
+                self.annotation_statement()
             elif token == "input":
                 inputs.append(self.input_statement())
-            elif token == "home":
-                homes.append(self.home_statement())
+            elif token == "offloaded":
+                offloaded_parameters.append(self.offloaded_statement())
             elif token in _OUTPUT_ROLES:
                 outputs.append(self.output_statement())
             else:
-                self.fail("a storage, a wish, an input, a home, a region, a node, an output or `}`")
+                self.fail(
+                    "a storage, an annotation, an input, an offloaded parameter, a region, a node, an output "
+                    "or `}`"
+                )
 
         self.block(statement)
-        wishes = tuple(self.wishes.values())
+        annotations = tuple(self.annotations.values())
         return Graph(
             tuple(inputs),
             tuple(nodes.values()),
             tuple(outputs),
             loss_bytes,
-            wishes=wishes,
-            homes=tuple(homes),
+            annotations=annotations,
+            offloaded_parameters=tuple(offloaded_parameters),
             **optional,
         )
 
@@ -451,24 +466,24 @@ class _Parser:
         nbytes = self.integer("bytes")
         self.storages[name] = Storage(name, nbytes, self.word("a device"))
 
-    def wish_statement(self) -> None:
-        self.expect("wish")
+    def annotation_statement(self) -> None:
+        self.expect("annotation")
         policy = self.one_of(_POLICIES, "a policy")
         start = self.position
         by = self.string()
-        if by in self.wishes:
+        if by in self.annotations:
             self.position = start
-            self.fail("a wish that is not declared yet")
-        self.wishes[by] = Wish(policy, by)
+            self.fail("an annotation that is not declared yet")
+        self.annotations[by] = Annotation(policy, by)
 
-    def wish(self) -> Wish:
-        """The wish of a node, whose opening parenthesis is taken already."""
+    def annotation(self) -> Annotation:
+        """The annotation of a node, whose opening parenthesis is taken already."""
         by = self.string()
-        if by not in self.wishes:
+        if by not in self.annotations:
             self.position -= 1
-            self.fail("a wish declared above")
+            self.fail("an annotation declared above")
         self.expect(")")
-        return self.wishes[by]
+        return self.annotations[by]
 
     def input_statement(self) -> Input:
         self.expect("input")
@@ -476,11 +491,11 @@ class _Parser:
         role = self.one_of(_INPUT_ROLES, "a role")
         return Input(value, role, self.string(), self.accept("requires_grad"))
 
-    def home_statement(self) -> Home:
-        self.expect("home")
+    def offloaded_statement(self) -> OffloadedParameter:
+        self.expect("offloaded")
         is_state = self.accept("state")
         value = self.result() if is_state else self.value()
-        return Home(value, self.word("a tier"), self.string(), is_state)
+        return OffloadedParameter(value, self.word("a tier"), self.string(), is_state)
 
     def output_statement(self) -> Output:
         role = self.one_of(_OUTPUT_ROLES, "a role")
@@ -513,7 +528,7 @@ class _Parser:
                     results.append(self.optional_result())
         traits = self.listed(lambda: self.one_of(_TRAITS, "a trait")) if self.accept_call("traits") else []
         at = self.location() if self.accept_call("loc") else None
-        wish = self.wish() if self.accept_call("wish") else None
+        annotation = self.annotation() if self.accept_call("annotation") else None
         nodes[name] = Node(
             name,
             op,
@@ -524,7 +539,7 @@ class _Parser:
             region,
             frozenset(traits),
             at,
-            wish,
+            annotation,
         )
 
     def accept_call(self, word: str) -> bool:

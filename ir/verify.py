@@ -45,14 +45,14 @@ def verify_graph(graph: Graph) -> None:
             not write a parameter, buffer, input or constant; IRC133 a gradient is released wrongly, or the
             reserved bytes are not those of what is released; IRC134 a parameter is read after its gradient
             was applied; IRC140 what has a home cannot have one; IRC141 an exchange between pipeline stages is
-            not well formed; IRC550 a wish is out of place; IRC566 the
+            not well formed; IRC550 an annotation is out of place; IRC566 the
             number of forwards in flight is none, or cannot be.
     """
     _GraphCheck(graph).run()
     _check_forwards(graph)
     if graph.releases or graph.reserved_bytes:
         _ReleaseCheck(graph).run()
-    _check_homes(graph)
+    _check_offloaded(graph)
 
 
 def _check_forwards(graph: Graph) -> None:
@@ -64,7 +64,7 @@ def _check_forwards(graph: Graph) -> None:
         _fail("IRC566", f"{message} that the others read")
 
 
-def _check_homes(graph: Graph) -> None:
+def _check_offloaded(graph: Graph) -> None:
     """Parameters that the caller is not handed and that only an optimizer writes; states of optimizers."""
     delivered = {o.value.storage for o in graph.outputs if o.value is not None}
     entries: dict[Storage, list[Input]] = {}
@@ -74,24 +74,36 @@ def _check_homes(graph: Graph) -> None:
     applied = {n.operands[0]: n for n in graph.nodes if n.releases is Gradients.APPLIED}
     first = {entry.target: entry.value for entry in graph.inputs if entry.role is InputRole.PARAMETER}
     seen: set[Storage] = set()
-    for home in graph.homes:
-        what = home.name
-        names = entries.get(home.storage, [])
-        if home.storage in seen:
+    for offloaded in graph.offloaded_parameters:
+        what = offloaded.name
+        names = entries.get(offloaded.storage, [])
+        if offloaded.storage in seen:
             _fail("IRC140", f"{what} has two homes")
-        seen.add(home.storage)
-        if not home.value.type.is_dense or home.value.type.nbytes > home.storage.nbytes:
-            _fail("IRC140", f"{what} has a home in {home.tier}, and is not one block of memory")
-        if home.is_state:
-            node = applied.get(first[home.parameter]) if home.parameter in first else None
-            if names or node is None or dict(node.keywords).get("moving_bytes") != home.storage.nbytes:
-                _fail("IRC140", f"{what} has a home in {home.tier}, and no optimizer has so much of it")
-        elif home.value not in [entry.value for entry in names if entry.target == home.parameter]:
-            _fail("IRC140", f"{what} has a home in {home.tier}, and the graph has no such parameter")
-        elif any(e.role is not InputRole.PARAMETER or e.value.type != home.value.type for e in names):
-            _fail("IRC140", f"{what} has a home in {home.tier}, and shares its memory with something else")
-        elif home.storage in delivered or home.storage in written:
-            _fail("IRC140", f"{what} has a home in {home.tier}, and is delivered to the caller or written")
+        seen.add(offloaded.storage)
+        if not offloaded.value.type.is_dense or offloaded.value.type.nbytes > offloaded.storage.nbytes:
+            _fail("IRC140", f"{what} has a home in {offloaded.tier}, and is not one block of memory")
+        if offloaded.is_state:
+            node = applied.get(first[offloaded.parameter]) if offloaded.parameter in first else None
+            if names or node is None or dict(node.keywords).get("moving_bytes") != offloaded.storage.nbytes:
+                _fail(
+                    "IRC140",
+                    f"{what} has a home in {offloaded.tier}, and no optimizer has so much of it",
+                )
+        elif offloaded.value not in [entry.value for entry in names if entry.target == offloaded.parameter]:
+            _fail(
+                "IRC140",
+                f"{what} has a home in {offloaded.tier}, and the graph has no such parameter",
+            )
+        elif any(e.role is not InputRole.PARAMETER or e.value.type != offloaded.value.type for e in names):
+            _fail(
+                "IRC140",
+                f"{what} has a home in {offloaded.tier}, and shares its memory with something else",
+            )
+        elif offloaded.storage in delivered or offloaded.storage in written:
+            _fail(
+                "IRC140",
+                f"{what} has a home in {offloaded.tier}, and is delivered to the caller or written",
+            )
 
 
 _EXCHANGES = frozenset({SEND, RECEIVE, PAUSE})
@@ -119,16 +131,16 @@ class _GraphCheck:
             self.allocated.add(entry.value.storage)
             if entry.role is InputRole.TANGENT:
                 self.after_loss.add(entry.value)
-        for home in self.graph.homes:
-            if home.is_state:
-                self.write(home.value, None)
-                self.allocated.add(home.storage)
+        for offloaded in self.graph.offloaded_parameters:
+            if offloaded.is_state:
+                self.write(offloaded.value, None)
+                self.allocated.add(offloaded.storage)
         backward: Node | None = None
-        if len({wish.by for wish in self.graph.wishes}) < len(self.graph.wishes):
-            _fail("IRC550", "two wishes are by the same")
+        if len({annotation.by for annotation in self.graph.annotations}) < len(self.graph.annotations):
+            _fail("IRC550", "two annotations are by the same")
         for node in self.graph.nodes:
             self.name(node, node)
-            self.wish(node)
+            self.annotation(node)
             for operand in node.operands:
                 self.read(operand, node)
             if node.region is Region.BACKWARD:
@@ -147,13 +159,21 @@ class _GraphCheck:
             kind = type(thing).__name__.lower()
             _fail("IRC110", f"two {kind}s are named {thing.name}", node)
 
-    def wish(self, node: Node) -> None:
-        if node.wish is None:
+    def annotation(self, node: Node) -> None:
+        if node.annotation is None:
             return
-        if node.wish not in self.graph.wishes:
-            _fail("IRC550", f"{node.name} has the wish {node.wish.by}, which is not one of the graph", node)
+        if node.annotation not in self.graph.annotations:
+            _fail(
+                "IRC550",
+                f"{node.name} has the annotation {node.annotation.by}, which is not one of the graph",
+                node,
+            )
         if node.is_view or node.region is Region.BACKWARD:
-            _fail("IRC550", f"{node.name} has the wish {node.wish.by}, but is no forward operation", node)
+            _fail(
+                "IRC550",
+                f"{node.name} has the annotation {node.annotation.by}, but is no forward operation",
+                node,
+            )
 
     def read(self, value: Value, node: Node) -> None:
         if value not in self.written:
@@ -421,7 +441,9 @@ class _ScheduleCheck:
         self.resident: set[Storage] = set(self.static)
         self.static_bytes = sum(storage.nbytes for storage in self.resident) + self.graph.reserved_bytes
         self.static_bytes += (self.graph.forwards_in_flight - 1) * sum(s.nbytes for s in self.inputs)
-        self.static_bytes -= sum(home.storage.nbytes for home in self.graph.homes if home.is_state)
+        self.static_bytes -= sum(
+            offloaded.storage.nbytes for offloaded in self.graph.offloaded_parameters if offloaded.is_state
+        )
         self.alive_bytes = self.static_bytes
         self.waiting_bytes = 0
         """What a call holds between its forward and its backward."""
@@ -437,31 +459,39 @@ class _ScheduleCheck:
         """The storages of which a copy is under way, either way."""
         self.fetching: set[Storage] = set()
         """Those of them whose numbers are not there yet."""
-        self.stored: dict[Storage, str] = {home.storage: home.tier for home in self.graph.homes}
+        self.stored: dict[Storage, str] = {
+            offloaded.storage: offloaded.tier for offloaded in self.graph.offloaded_parameters
+        }
         """The tier that holds, or is being given, a copy."""
         self.changed: set[Storage] = set()
         """What has a home, and is other there than on the device."""
         self.last_fetch = {i.storage: k for k, i in enumerate(self.instructions) if isinstance(i, Fetch)}
         self.held_bytes = dict.fromkeys(capacity_bytes, 0)
-        for home in self.graph.homes:
-            self.hold(home.storage, home.tier)
+        for offloaded in self.graph.offloaded_parameters:
+            self.hold(offloaded.storage, offloaded.tier)
 
     def describe_graph(self) -> None:
         """Who allocates, who overwrites, what stays: derived here from the nodes alone."""
         graph = self.graph
         self.tangents = {i.value.storage for i in graph.inputs if i.role is InputRole.TANGENT}
-        self.homes = {home.storage: home.tier for home in graph.homes}
+        self.offloaded_parameters = {
+            offloaded.storage: offloaded.tier for offloaded in graph.offloaded_parameters
+        }
         targets = {i.value: i.target for i in graph.inputs if i.role is InputRole.PARAMETER}
-        states = {home.parameter: home.storage for home in graph.homes if home.is_state}
+        states = {
+            offloaded.parameter: offloaded.storage
+            for offloaded in graph.offloaded_parameters
+            if offloaded.is_state
+        }
         self.changes: dict[Node, set[Storage]] = {}
         """What has a home and is changed by the step of an optimizer."""
         for node in graph.nodes:
             if node.releases is Gradients.APPLIED:
                 parameter = node.operands[0]
                 touched = {parameter.storage, states.get(targets[parameter], parameter.storage)}
-                self.changes[node] = touched & self.homes.keys()
+                self.changes[node] = touched & self.offloaded_parameters.keys()
         self.static = {i.value.storage for i in graph.inputs if i.role is not InputRole.TANGENT}
-        self.static -= self.homes.keys()
+        self.static -= self.offloaded_parameters.keys()
         self.delivered = {o.value.storage for o in graph.outputs if o.value is not None}
         shared = {i.value.storage for i in graph.inputs if i.role is not InputRole.INPUT}
         self.inputs = self.static - self.tangents - shared
@@ -478,7 +508,7 @@ class _ScheduleCheck:
                 self.effects_behind.update((value, behind) for value in node.values if behind)
                 continue
             storages = {value.storage for value in node.values} - self.static - self.tangents
-            storages -= self.homes.keys()
+            storages -= self.offloaded_parameters.keys()
             self.allocates[node] = {s for s in storages if self.producer.setdefault(s, node) is node}
             if Trait.EFFECT in node.traits:
                 target = node.operands[0].storage
@@ -595,9 +625,9 @@ class _ScheduleCheck:
         if node.is_recomputable:
             return
         if node in self.ran:
-            if node.traits & RUN_ONCE or node.wish is None:
+            if node.traits & RUN_ONCE or node.annotation is None:
                 self.fail("IRC123", f"{node.name} {_why_once(node)} and runs a second time", node)
-            self.fail("IRC551", f"{node.name} runs a second time, against {node.wish.by}", node)
+            self.fail("IRC551", f"{node.name} runs a second time, against {node.annotation.by}", node)
         for reader in self.runs_before.get(node, ()):
             if reader not in self.ran:
                 self.fail(
@@ -627,7 +657,8 @@ class _ScheduleCheck:
         if storage in self.copying:
             self.fail("IRC138", f"{_show(storage)} is freed before its copy has ended", producer)
         if storage in self.changed:
-            message = f"{_show(storage)} is freed, and {self.homes[storage]} does not have what it became"
+            tier = self.offloaded_parameters[storage]
+            message = f"{_show(storage)} is freed, and {tier} does not have what it became"
             self.fail("IRC121", message, producer)
         self.during_bytes.append(self.alive_bytes)
         self.resident.remove(storage)
@@ -636,8 +667,8 @@ class _ScheduleCheck:
     def offload(self, storage: Storage, tier: str) -> None:
         self.during_bytes.append(self.alive_bytes)
         producer = self.producer.get(storage)
-        if storage in self.homes:
-            return self.offload_home(storage, tier)
+        if storage in self.offloaded_parameters:
+            return self.offload_parameter(storage, tier)
         if storage not in self.resident or storage not in self.graph.copyable_storages:
             message = f"{_show(storage)} cannot be copied to {tier}: {self.why_fixed(storage)}"
             self.fail("IRC135", message, producer)
@@ -647,17 +678,25 @@ class _ScheduleCheck:
         self.stored[storage] = tier
         self.hold(storage, tier)
 
-    def offload_home(self, storage: Storage, tier: str) -> None:
-        if storage not in self.changed or storage in self.copying or tier != self.homes[storage]:
-            message = f"{_show(storage)} cannot be copied to {tier}: {self.why_home(storage)}"
+    def offload_parameter(self, storage: Storage, tier: str) -> None:
+        if (
+            storage not in self.changed
+            or storage in self.copying
+            or tier != self.offloaded_parameters[storage]
+        ):
+            message = f"{_show(storage)} cannot be copied to {tier}: {self.why_offloaded(storage)}"
             self.fail("IRC135", message)
         self.copying.add(storage)
 
-    def why_home(self, storage: Storage) -> str:
-        home = self.homes[storage]
+    def why_offloaded(self, storage: Storage) -> str:
+        offloaded = self.offloaded_parameters[storage]
         if storage in self.copying:
-            return f"it is being copied to its home in {home}"
-        return f"its home is in {home}" if storage in self.changed else f"it is in {home} as it is here"
+            return f"it is being copied to its home in {offloaded}"
+        return (
+            f"its home is in {offloaded}"
+            if storage in self.changed
+            else f"it is in {offloaded} as it is here"
+        )
 
     def hold(self, storage: Storage, tier: str) -> None:
         """A tier holds one more."""
@@ -697,7 +736,7 @@ class _ScheduleCheck:
                 "IRC137", f"nothing copies {_show(storage)}, and it is waited for", self.producer.get(storage)
             )
         self.copying.remove(storage)
-        if storage in self.homes:
+        if storage in self.offloaded_parameters:
             if storage not in self.fetching:
                 self.changed.discard(storage)
             self.fetching.discard(storage)
@@ -722,13 +761,17 @@ class _ScheduleCheck:
         self.alive_bytes += after_loss_bytes
 
     def crossing(self) -> None:
-        """Refuses what stays for backward against a wish."""
-        made = self.resident - self.static - self.delivered - self.homes.keys()
+        """Refuses what stays for backward against an annotation."""
+        made = self.resident - self.static - self.delivered - self.offloaded_parameters.keys()
         for storage in _by_name(frozenset(made)):
             node = self.producer[storage]
-            wish = node.wish
-            if wish is not None and wish.policy is Policy.RECOMPUTE and not node.traits & RUN_ONCE:
-                message = f"{_show(storage)} of {node.name} stays for backward, against {wish.by}"
+            annotation = node.annotation
+            if (
+                annotation is not None
+                and annotation.policy is Policy.RECOMPUTE
+                and not node.traits & RUN_ONCE
+            ):
+                message = f"{_show(storage)} of {node.name} stays for backward, against {annotation.by}"
                 self.fail("IRC552", message, node)
 
     def deliver(self, outputs: Sequence[Output], when: str) -> None:

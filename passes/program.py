@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from ..ir import Graph, Plan, Schedule, Tier, with_frees
 from .costs.table import Costs
 
-__all__ = ["Program", "without_wishes"]
+__all__ = ["Program", "without_annotations"]
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class Program:
         return str(self.graph if self.schedule is None else self.schedule)
 
 
-def without_wishes(program: Program) -> Program:
-    """The graph and its costs, with nothing wished for and nothing chosen."""
+def without_annotations(program: Program) -> Program:
+    """The graph and its costs, with nothing asked for and nothing chosen."""
     assert program.costs is not None, "costs come first"
     graphs = [graph for graph in (program.graph, program.original) if graph is not None]
-    free = {node: replace(node, wish=None) for graph in graphs for node in graph.nodes}
-    freed = [replace(graph, nodes=tuple(free[n] for n in graph.nodes), wishes=()) for graph in graphs]
+    free = {node: replace(node, annotation=None) for graph in graphs for node in graph.nodes}
+    freed = [replace(graph, nodes=tuple(free[n] for n in graph.nodes), annotations=()) for graph in graphs]
     costs = Costs(
         {free[node]: seconds for node, seconds in program.costs.seconds.items()},
         {free[node]: nbytes for node, nbytes in program.costs.workspace_bytes.items()},

@@ -1,4 +1,4 @@
-"""Wishes and operations that must not run again, end to end: the numbers, the schedule, the explanation."""
+"""Annotations and operations that must not run again, end to end: numbers, schedule, explanation."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_a_recomputed_module_does_not_stay_and_a_kept_one_does_not_run_again() -
             if path.startswith("b."):
                 assert decision.runs_again == 0
             elif path in ("a.0", "a.3"):  # backward needs no result of a.1
-                assert decision.action == "recompute" and decision.wish == "irc.recompute(a)"
+                assert decision.action == "recompute" and decision.annotation == "irc.recompute(a)"
             elif path == "a.2":
                 assert decision.action == "keep" and "in spite of irc.recompute(a)" in decision.reason
         assert {"a.0", "a.1", "a.2", "a.3", "b.0"} <= seen

@@ -302,11 +302,11 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         const=False,
         help="measure nothing; plan by a roofline model of a modest CPU",
     )
-    for wish, help in (
+    for annotation, help in (
         ("keep", "never compute the results of this submodule, or of these ONNX nodes, twice"),
         ("recompute", "do not keep the intermediate results of this submodule, or of these ONNX nodes"),
     ):
-        parser.add_argument(f"--{wish}", action="append", default=[], metavar="PATH", help=help)
+        parser.add_argument(f"--{annotation}", action="append", default=[], metavar="PATH", help=help)
     _add_verbosity(parser)
 
 
@@ -386,7 +386,7 @@ def _source(options: argparse.Namespace) -> Source:
 
 
 def _mark(module: nn.Module, options: argparse.Namespace) -> None:
-    """Wishes for what --keep and --recompute name."""
+    """Annotations for what --keep and --recompute name."""
     from ..frontends.torch.annotations import mark
     from ..ir import Policy
 

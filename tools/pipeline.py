@@ -209,7 +209,7 @@ def _budgets(options: argparse.Namespace) -> list[str]:
 
 
 class Marker(Protocol):
-    """Puts the wishes of the command line on a model."""
+    """Puts the annotations of the command line on a model."""
 
     def __call__(self, module: nn.Module, options: argparse.Namespace) -> None:
         """Marks its submodules."""

@@ -30,8 +30,8 @@ def is_inspectable(kind: type) -> bool:
         return True
     if issubclass(kind, _CLOSED):
         return False
-    homes = {each.__module__ for each in kind.__mro__} - _NEUTRAL
-    return bool(homes) and not any(map(is_of_library, homes))
+    offloaded_parameters = {each.__module__ for each in kind.__mro__} - _NEUTRAL
+    return bool(offloaded_parameters) and not any(map(is_of_library, offloaded_parameters))
 
 
 @functools.lru_cache(maxsize=4096)

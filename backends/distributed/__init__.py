@@ -1,6 +1,6 @@
 """Pipelines on devices: planned stages, driven by the schedules of `torch.distributed.pipelining`."""
 
-from .mailbox import Inbox, Locker, Outbox, Post
+from .mailbox import Inbox, Locker, Mailbox, Outbox
 from .p2p import Channel, ChannelInbox, ChannelOutbox, Departures
 from .pipeline import PipelineRank
 from .results import Results
@@ -16,10 +16,10 @@ __all__ = [
     "Departures",
     "Inbox",
     "Locker",
+    "Mailbox",
     "Outbox",
     "PipelineAlone",
     "PipelineRank",
-    "Post",
     "Results",
     "Stage",
     "StageWorker",

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-__all__ = ["Inbox", "Locker", "Outbox", "Post"]
+__all__ = ["Inbox", "Locker", "Mailbox", "Outbox"]
 
 
 class Outbox(Protocol):
@@ -49,7 +49,7 @@ class Locker:
 
 
 @dataclass(frozen=True)
-class Post:
+class Mailbox:
     """What a stage's program calls to exchange values, in one forward or backward of a micro-batch.
 
     Args:

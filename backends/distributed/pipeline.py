@@ -77,8 +77,10 @@ class PipelineRank:
             if index == last:
                 scale = 1 / schedule.micro_batches
                 results = Results(programs[index], deliveries, rebuild, loss, scale)
-            boxes = _boxes(schedule, index, channels, lockers, device, self.departures)
-            self.stages.append(Stage(worker, index, last + 1, device, boxes, self.departures, results, group))
+            mailboxes = _boxes(schedule, index, channels, lockers, device, self.departures)
+            self.stages.append(
+                Stage(worker, index, last + 1, device, mailboxes, self.departures, results, group)
+            )
         self.shared = SharedParameters(schedule, programs, self.parameters, group)
         self.runtime = _PipelineScheduleRuntime(
             self.stages, schedule.micro_batches, loss_fn=self._loss, scale_grads=False

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ...ir import Delivery
 from ..torch.offload import Tiers
 from ..torch.program import Program
-from .mailbox import Locker, Post
+from .mailbox import Locker, Mailbox
 from .results import Results
 from .worker import StageWorker
 
@@ -82,15 +82,19 @@ class PipelineAlone:
         back = [Locker() for _ in self.workers[1:]]
         last = len(self.workers) - 1
         for stage, worker in enumerate(self.workers):
-            post = Post(number, forth[stage - 1] if stage else None, forth[stage] if stage < last else None)
-            inputs, outputs = worker.forward(number, arguments, post)
+            mailbox = Mailbox(
+                number, forth[stage - 1] if stage else None, forth[stage] if stage < last else None
+            )
+            inputs, outputs = worker.forward(number, arguments, mailbox)
             if stage == last:
                 self.results.deliver(number, inputs, outputs)
         loss = self.results.loss(number).item()
         for stage in reversed(range(last + 1)):
-            post = Post(number, back[stage] if stage < last else None, back[stage - 1] if stage else None)
+            mailbox = Mailbox(
+                number, back[stage] if stage < last else None, back[stage - 1] if stage else None
+            )
             tangents = self.results.tangents(number) if stage == last else []
-            self.workers[stage].backward(number, tangents, post)
+            self.workers[stage].backward(number, tangents, mailbox)
             if self.workers[stage].program.pauses:
                 self.workers[stage].finish(number)
         return loss

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from .mailbox import Inbox, Outbox, Post
+from .mailbox import Inbox, Mailbox, Outbox
 from .p2p import Departures
 from .results import Results
 from .worker import StageWorker
@@ -67,14 +67,14 @@ class Stage(_PipelineStageBase):
         index: int,
         count: int,
         device: torch.device,
-        boxes: Boxes,
+        mailboxes: Boxes,
         departures: Departures,
         results: Results | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(nn.Module(), index, count, device, group)
         self.worker = worker
-        self.boxes = boxes
+        self.mailboxes = mailboxes
         self.departures = departures
         self.results = results
         self.arguments: Sequence[Sequence[Tensor]] = ()
@@ -83,8 +83,8 @@ class Stage(_PipelineStageBase):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *_: Any, **__: Any) -> None:
         """Runs forward for a micro-batch."""
-        post = Post(fwd_chunk_id, self.boxes.activations_in, self.boxes.activations_out)
-        inputs, outputs = self.worker.forward(fwd_chunk_id, self.arguments[fwd_chunk_id], post)
+        mailbox = Mailbox(fwd_chunk_id, self.mailboxes.activations_in, self.mailboxes.activations_out)
+        inputs, outputs = self.worker.forward(fwd_chunk_id, self.arguments[fwd_chunk_id], mailbox)
         if self.results is not None:
             self.results.deliver(fwd_chunk_id, inputs, outputs)
         self.departures.end_action()
@@ -93,9 +93,9 @@ class Stage(_PipelineStageBase):
         self, bwd_chunk_id: int, loss: object = None, full_backward: bool = True, **_: Any
     ) -> None:
         """Runs backward for a micro-batch: all of it, or what the stage before waits for."""
-        post = Post(bwd_chunk_id, self.boxes.gradients_in, self.boxes.gradients_out)
+        mailbox = Mailbox(bwd_chunk_id, self.mailboxes.gradients_in, self.mailboxes.gradients_out)
         tangents = [] if self.results is None else self.results.tangents(bwd_chunk_id)
-        self.worker.backward(bwd_chunk_id, tangents, post)
+        self.worker.backward(bwd_chunk_id, tangents, mailbox)
         if full_backward and self.worker.program.pauses:
             self.worker.finish(bwd_chunk_id)
         self.departures.end_action()
@@ -112,14 +112,14 @@ class Stage(_PipelineStageBase):
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Begins to receive the activations of a micro-batch."""
-        if self.boxes.activations_in is not None:
-            self.boxes.activations_in.expect(fwd_chunk_id)
+        if self.mailboxes.activations_in is not None:
+            self.mailboxes.activations_in.expect(fwd_chunk_id)
         return []
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Begins to receive the gradients of a micro-batch."""
-        if self.boxes.gradients_in is not None:
-            self.boxes.gradients_in.expect(bwd_chunk_id)
+        if self.mailboxes.gradients_in is not None:
+            self.mailboxes.gradients_in.expect(bwd_chunk_id)
         return []
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:

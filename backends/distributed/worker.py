@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from ...ir import Input, InputRole
 from ..torch.offload import Session, Tiers
-from ..torch.optimizer_in_backward import Release
+from ..torch.optimizer_in_backward import OptimizersInBackward
 from ..torch.program import Program
-from .mailbox import Post
+from .mailbox import Mailbox
 
 __all__ = ["StageWorker"]
 
@@ -65,18 +65,18 @@ class StageWorker:
                 self.parameters[entry.target] = made[id(tensor)]
             elif entry.role is InputRole.BUFFER:
                 self.buffers[entry.target] = state[entry.target]
-        self._release = Release({})
+        self._release = OptimizersInBackward({})
         self._flights: dict[int, _Flight] = {}
 
     def forward(
-        self, micro_batch: int, arguments: Sequence[Tensor], post: Post
+        self, micro_batch: int, arguments: Sequence[Tensor], mailbox: Mailbox
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Runs forward for a micro-batch.
 
         Args:
             micro_batch: Its number.
             arguments: The model's tensor arguments of this micro-batch.
-            post: What sends and receives.
+            mailbox: What sends and receives.
 
         Returns:
             The program's static inputs, and the model's outputs in the last stage.
@@ -84,7 +84,7 @@ class StageWorker:
         inputs = [self._bound(entry, arguments) for entry in self.program.statics]
         program = self._of(micro_batch)
         copies = self.tiers.session(program.copies) if program.copies else None
-        more = [post] if program.exchanges else []
+        more = [mailbox] if program.exchanges else []
         try:
             with torch.no_grad():
                 outputs, saved = program.forward(inputs, *more, *([] if copies is None else [copies]))
@@ -95,13 +95,13 @@ class StageWorker:
         self._flights[micro_batch] = _Flight(inputs, saved, copies)
         return inputs, outputs
 
-    def backward(self, micro_batch: int, tangents: Sequence[Tensor], post: Post) -> None:
+    def backward(self, micro_batch: int, tangents: Sequence[Tensor], mailbox: Mailbox) -> None:
         """Runs backward for a micro-batch: all of it, or up to its pause.
 
         Args:
             micro_batch: Its number.
             tangents: The gradients of the outputs that backward takes one of, in the last stage.
-            post: What sends and receives.
+            mailbox: What sends and receives.
         """
         flight = self._flights[micro_batch]
         program = self._of(micro_batch)
@@ -110,7 +110,7 @@ class StageWorker:
         if program.released:
             more.append(self._release.taker(program, flight.inputs, given))
         if program.exchanges:
-            more.append(post)
+            more.append(mailbox)
         if flight.copies is not None:
             more.append(flight.copies)
         with torch.no_grad():

@@ -2,7 +2,7 @@
 
 from .alive import AliveTensors, storage_key
 from .cache_entry import check_tensor
-from .compiled_plan import Beside, Fitting, Replan, Replanned, pack_signature, unpack_signature
+from .compiled_plan import CompiledPlan, Replan, Replanned, ReservedMemory, pack_signature, unpack_signature
 from .deliver import deliver
 from .emit import emit_source, saved_values
 from .guards.attribute_reads import reading
@@ -11,7 +11,7 @@ from .hooks import refuse_hooks
 from .module import fit, fit_planned
 from .offload import DiskPlace, FakePlace, HostPlace, TierPlace, Tiers, check_places
 from .original import Original, unfitted
-from .pending_backward import WaitingStep
+from .pending_backward import PendingBackward
 from .plan_cache import PlannedCall
 from .program import Program, compile_program
 from .standalone import StandaloneModule
@@ -21,20 +21,20 @@ from .wrappers import refuse_unplannable
 
 __all__ = [
     "AliveTensors",
-    "Beside",
+    "CompiledPlan",
     "DiskPlace",
     "FakePlace",
-    "Fitting",
     "HostPlace",
     "Original",
+    "PendingBackward",
     "PlannedCall",
     "Program",
     "Replan",
     "Replanned",
+    "ReservedMemory",
     "StandaloneModule",
     "TierPlace",
     "Tiers",
-    "WaitingStep",
     "check_places",
     "check_tensor",
     "compile_program",

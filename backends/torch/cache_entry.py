@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from ...ir import Input, InputRole, Slot
 from .attribute_paths import Place, at
-from .compiled_plan import Fitting
+from .compiled_plan import CompiledPlan
 from .guards.call_key import (
-    Call,
-    Difference,
+    CallKey,
+    GuardFailure,
     other_attribute,
     other_autocast,
     other_constant,
@@ -30,10 +30,10 @@ from .guards.call_key import (
 from .guards.module_state import Reads, attribute, has, is_equal
 from .wrappers import refuse_subclass
 
-__all__ = ["Bound", "Explain", "check_tensor"]
+__all__ = ["CacheEntry", "Explain", "check_tensor"]
 
 
-Explain = Callable[[], Difference]
+Explain = Callable[[], GuardFailure]
 """Tells how a call differs; most often nobody asks, because another plan is for it."""
 
 _PLAIN = (nn.Parameter, Tensor)
@@ -41,7 +41,7 @@ _PLAIN = (nn.Parameter, Tensor)
 _Type = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]
 
 
-class Bound:
+class CacheEntry:
     """A fitting in a module.
 
     Args:
@@ -49,7 +49,7 @@ class Bound:
         module: Where it finds its parameters and buffers.
     """
 
-    def __init__(self, fitting: Fitting, module: nn.Module) -> None:
+    def __init__(self, fitting: CompiledPlan, module: nn.Module) -> None:
         self.fitting = fitting
         self._reads = Reads({}, fitting.reads)
         program = fitting.program
@@ -98,7 +98,7 @@ class Bound:
         assert found is not None
         return found
 
-    def bind(self, call: Call) -> list[Tensor] | Explain:
+    def bind(self, call: CallKey) -> list[Tensor] | Explain:
         """The program's inputs in a call, or what tells why it is not for this call.
 
         Raises:
@@ -106,7 +106,7 @@ class Bound:
         """
         return self._other_arguments(call) or self._other_state(call) or self._bind(call)
 
-    def _other_arguments(self, call: Call) -> Explain | None:
+    def _other_arguments(self, call: CallKey) -> Explain | None:
         signature = self.fitting.signature
         if call.tree != signature.in_tree:
             return partial(other_nesting, call.tree, signature.in_tree)
@@ -124,11 +124,11 @@ class Bound:
                 return partial(self._other_tensor, place, call.tensors[index])
         return None
 
-    def _other_tensor(self, place: int, tensor: Tensor | None) -> Difference:
+    def _other_tensor(self, place: int, tensor: Tensor | None) -> GuardFailure:
         static = self.fitting.program.statics[place]
         return other_tensor(_name(static), tensor, static)
 
-    def _other_state(self, call: Call) -> Explain | None:
+    def _other_state(self, call: CallKey) -> Explain | None:
         now, planned = call.snapshot.state, self.fitting.state
         if now is not planned and now is not self._state:
             if not self.fitting.is_for(now):
@@ -138,7 +138,7 @@ class Bound:
             return partial(other_autocast, call.autocast, self.fitting.signature.autocast)
         return None if self._reads.holds(vars(call.root)) else self._other_read(call)
 
-    def _other_read(self, call: Call) -> Explain | None:
+    def _other_read(self, call: CallKey) -> Explain | None:
         held = vars(call.root)
         for name, planned in self.fitting.reads:
             if not has(held, ((name, planned),)):
@@ -146,7 +146,7 @@ class Bound:
         self._reads = Reads(held, self.fitting.reads)
         return None
 
-    def _bind(self, call: Call) -> list[Tensor] | Explain:
+    def _bind(self, call: CallKey) -> list[Tensor] | Explain:
         inputs = self._inputs.copy()
         for index, place, wanted in self._placed:
             tensor = at(call.root, place)

@@ -18,11 +18,11 @@ from .guards.attribute_reads import Names, differences
 from .guards.module_state import Attributes, State
 from .program import Program
 
-__all__ = ["Beside", "Fitting", "Replan", "Replanned", "pack_signature", "unpack_signature"]
+__all__ = ["CompiledPlan", "Replan", "Replanned", "ReservedMemory", "pack_signature", "unpack_signature"]
 
 
 @dataclass(frozen=True)
-class Fitting:
+class CompiledPlan:
     """What planning gives. It holds no tensor of the module, and copies of the module share it.
 
     Args:
@@ -52,7 +52,7 @@ class Fitting:
     reason: str = "the example arguments"
     places: Mapping[str, Place] | None = None
 
-    def placed(self, module: nn.Module) -> Fitting:
+    def placed(self, module: nn.Module) -> CompiledPlan:
         """The same, where it is known which constants of the program the module holds.
 
         Args:
@@ -73,9 +73,9 @@ class Fitting:
         return _fitting, ({**known, "signature": pack_signature(self.signature)},)
 
 
-def _fitting(known: dict[str, Any]) -> Fitting:
+def _fitting(known: dict[str, Any]) -> CompiledPlan:
     known["signature"] = unpack_signature(known["signature"])
-    return Fitting(**known)
+    return CompiledPlan(**known)
 
 
 def pack_signature(signature: Signature) -> tuple[Signature, Any, Any]:
@@ -97,7 +97,7 @@ def _nested(tree: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class ReservedMemory:
     """What a fitted module holds on to besides the plan that is to be made, and that its peak has to count.
 
     Args:
@@ -118,9 +118,9 @@ class Replanned(NamedTuple):
         optimizers: Those of parameters that had none before, by name.
     """
 
-    fitting: Fitting
+    fitting: CompiledPlan
     optimizers: Mapping[str, Optimizer]
 
 
-Replan = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Beside], Replanned]
+Replan = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], ReservedMemory], Replanned]
 """Plans a call (module, positional and keyword arguments) within the budget of the first plan, in bytes."""

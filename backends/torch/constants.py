@@ -8,13 +8,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .compiled_plan import Fitting
+from .compiled_plan import CompiledPlan
 from .program import Program
 
 __all__ = ["constants_of", "fits_beside", "sharing", "storage_bytes"]
 
 
-def constants_of(fittings: Iterable[Fitting], *, are_held: bool = True) -> list[Tensor]:
+def constants_of(fittings: Iterable[CompiledPlan], *, are_held: bool = True) -> list[Tensor]:
     """The constants that plans hold, each once.
 
     Args:
@@ -56,7 +56,7 @@ def sharing(program: Program, known: Sequence[Tensor], held: Container[str] = ()
     return replace(program, constants=constants)
 
 
-def fits_beside(fitting: Fitting, others: Iterable[Fitting]) -> bool:
+def fits_beside(fitting: CompiledPlan, others: Iterable[CompiledPlan]) -> bool:
     """Whether a plan's peak still fits beside the constants of others, those that it did not count."""
     if fitting.plan is None:
         return True

@@ -226,7 +226,7 @@ class _Emitter:
         read = {v for i in body if isinstance(i, Compute) for v in self._bases(i.node.operands)}
         read |= set(self._bases(value for value in results if value is not None))
         for index, value in enumerate(values):
-            if value in read and value.storage not in self.graph.home_of:
+            if value in read and value.storage not in self.graph.offloaded_of:
                 yield f"{self._name(value)} = {source}[{index}]"
 
     def _bases(self, values: Iterable[Value]) -> Iterator[Value]:
@@ -259,9 +259,9 @@ class _Emitter:
 
     def _made(self, storage: Storage) -> Iterator[Value]:
         """The values that fill what is freed."""
-        home = self.graph.home_of.get(storage)
-        if home is not None:
-            yield home.value
+        offloaded = self.graph.offloaded_of.get(storage)
+        if offloaded is not None:
+            yield offloaded.value
         else:
             yield from (v for v in self.graph.producers[storage].values if v.storage is storage)
 
@@ -271,7 +271,7 @@ class _Emitter:
         if isinstance(instruction, Wait):
             key = self.copying[storage]
             yield f"copies.wait({key})"
-            if storage not in self.graph.home_of and self.last_fetches.get(storage, -1) < step:
+            if storage not in self.graph.offloaded_of and self.last_fetches.get(storage, -1) < step:
                 yield f"copies.drop({key})"
             return
         key = self.copying[storage] = self.keys[storage, instruction.tier]
@@ -304,9 +304,9 @@ class _Emitter:
     # ------------------------------------------------------------------ expressions
 
     def _name(self, value: Value) -> str:
-        home = self.graph.home_of.get(value.storage)
-        if home is not None:  # a parameter under another of its names
-            value = home.value
+        offloaded = self.graph.offloaded_of.get(value.storage)
+        if offloaded is not None:  # a parameter under another of its names
+            value = offloaded.value
         if value not in self.names:
             plain = re.sub(r"\W", "_", value.name)
             if not plain or plain[0].isdigit() or keyword.iskeyword(plain):

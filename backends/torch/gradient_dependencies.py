@@ -108,9 +108,9 @@ _BACKWARDS = ("_backward", "_backward_data")
 
 def _zero(node: Node, zero: dict[Value, _Outputs]) -> _Outputs | None:
     """Without which outputs the results of an operation are zero; None where they may be anything."""
-    home, _, overload = node.op.partition(".")
+    offloaded, _, overload = node.op.partition(".")
     name = overload.partition(".")[0]
-    if home != "aten":
+    if offloaded != "aten":
         return None
     if name in _ZEROS:
         return frozenset()

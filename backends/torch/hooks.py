@@ -53,14 +53,14 @@ def _is_same_code(function: Any, other: FunctionType) -> bool:
     )
 
 
-def _home(hook: Any) -> str:
+def _offloaded(hook: Any) -> str:
     """The module that a hook comes from."""
     return str(getattr(hook, "__module__", None) or type(hook).__module__)
 
 
-def _homes(hook: Any) -> list[str]:
+def _offloaded_parameters(hook: Any) -> list[str]:
     """The same for the classes that a hook inherits from, as a user's pruning method does from torch's."""
-    return [_home(hook), *(kind.__module__ for kind in type(hook).__mro__)]
+    return [_offloaded(hook), *(kind.__module__ for kind in type(hook).__mro__)]
 
 
 def refuse_hooks(root: nn.Module) -> None:
@@ -119,7 +119,9 @@ def _is_part_of_graph(hook: Any) -> bool:
         return not is_recording()
     if _is_same_code(hook, _asking):
         return True
-    return any(h.startswith("torch.") and not h.startswith("torch.distributed.") for h in _homes(hook))
+    return any(
+        h.startswith("torch.") and not h.startswith("torch.distributed.") for h in _offloaded_parameters(hook)
+    )
 
 
 def _refuse_global_hooks(root: nn.Module) -> None:
@@ -135,7 +137,7 @@ def _refuse_global_hooks(root: nn.Module) -> None:
         return
     for table in _TABLES:
         for hook in tables[table].values():
-            if not _home(hook).startswith(_WATCHERS):
+            if not _offloaded(hook).startswith(_WATCHERS):
                 kind = table.removeprefix("_global_").replace("_", " ")
                 raise UnsupportedError(
                     "IRC532",
@@ -155,7 +157,7 @@ def _refuse_root_hooks(root: nn.Module) -> None:
     if root._backward_hooks and root._is_full_backward_hook is False:
         raise _legacy("the root module")
     for hook in root._forward_pre_hooks.values():
-        if any(home.startswith("torch.nn.utils.") for home in _homes(hook)):
+        if any(offloaded.startswith("torch.nn.utils.") for offloaded in _offloaded_parameters(hook)):
             raise UnsupportedError(
                 "IRC532",
                 f"a hook of the root module computes its weights before each forward ({type(hook).__name__})",

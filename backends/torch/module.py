@@ -11,14 +11,14 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from ...ir import IrcError, Location, Plan, Signature
-from .compiled_plan import Fitting, Replan
+from .compiled_plan import CompiledPlan, Replan
 from .deliver import deliver, deliver_leaf
 from .hooks import refuse_hooks
 from .offload import TierPlace, Traffic
 from .original import FITTED, ORIGINAL, own_forward, unfitted
 from .persistence import Persistent, fitted_class
-from .plan_cache import PlannedCall, Plans
-from .plan_cache_state import Unbound
+from .plan_cache import PlanCache, PlannedCall
+from .plan_cache_state import PlanCacheState
 from .program import Program
 from .step import run_step
 from .wrappers import refuse_shards
@@ -44,12 +44,12 @@ def fit(
         optimizers: Where the program applies gradients: an optimizer of each parameter alone, by its name.
         tiers: Where the tiers are that the program copies to.
     """
-    return fit_planned(module, Fitting(program, signature, plan), optimizers or {}, tiers=tiers)
+    return fit_planned(module, CompiledPlan(program, signature, plan), optimizers or {}, tiers=tiers)
 
 
 def fit_planned(
     module: nn.Module,
-    fitting: Fitting,
+    fitting: CompiledPlan,
     optimizers: Mapping[str, Optimizer],
     *,
     replan: Replan | None = None,
@@ -82,7 +82,7 @@ def fit_planned(
     fitted.__dict__.update({ORIGINAL: module, **vars(module)})
     fitted.__dict__.pop("forward", None)
     plans_eval = not dict(fitting.signature.modes)[""]
-    unbound = Unbound(
+    unbound = PlanCacheState(
         (fitting,),
         fitting.plan,
         plans_eval,
@@ -92,7 +92,7 @@ def fit_planned(
         reserved=fitting.reserved,
         tiers=tuple(tiers),
     )
-    plans = fitted.__dict__[FITTED] = Plans(unbound, fitted)
+    plans = fitted.__dict__[FITTED] = PlanCache(unbound, fitted)
     plans.check()
     return fitted
 
@@ -113,7 +113,7 @@ class _Fitted(Persistent):
     @property
     def irc_optimizers(self) -> dict[str, Optimizer]:
         """The optimizers that take their steps within backward, by the name of their parameter."""
-        plans: Plans = self.__dict__[FITTED]
+        plans: PlanCache = self.__dict__[FITTED]
         return dict(plans.release.optimizers)
 
     @property
@@ -122,7 +122,7 @@ class _Fitted(Persistent):
         return self.__dict__[FITTED].tiers.traffic
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        plans: Plans | None = self.__dict__.get(FITTED)
+        plans: PlanCache | None = self.__dict__.get(FITTED)
         if plans is None:  # somebody called the class for another module
             return super().forward(*args, **kwargs)
         if torch.is_grad_enabled() and plans.apply_to(self):
@@ -131,7 +131,7 @@ class _Fitted(Persistent):
                 fitting, inputs = found
                 program, signature = fitting.program, fitting.signature
                 release = plans.release if program.released else None
-                if program.copies.has_homes:
+                if program.copies.has_offloaded:
                     refuse_shards(type(self))
                 outputs = run_step(program, inputs, release, plans.in_flight, signature.unused, plans.tiers)
                 _check_branches(signature, inputs, outputs)

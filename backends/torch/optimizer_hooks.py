@@ -22,16 +22,16 @@ from torch.nn.utils import clip_grad
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...ir import UnsupportedError
-from .optimizer_in_backward import Release
+from .optimizer_in_backward import OptimizersInBackward
 
-__all__ = ["guard"]
+__all__ = ["guard_optimizer_calls"]
 
 _owners: Any = WeakIdKeyDictionary()
 """Parameters whose gradients are applied within backward, each with a weak reference to what applies them."""
 _CLIPPING = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip_grads_with_norm_")
 
 
-def guard(parameters: Iterable[Tensor], release: Release) -> None:
+def guard_optimizer_calls(parameters: Iterable[Tensor], release: OptimizersInBackward) -> None:
     """Refuses, from now on, to clip or scale gradients of these parameters, as long as `release` lives."""
     for parameter in parameters:
         _owners[parameter] = weakref.ref(release)
@@ -90,7 +90,7 @@ def _guarded_scale(scale: Callable[..., Any]) -> Callable[..., Any]:
 
 def _applies(node: Any) -> bool:
     release = getattr(node, "release", None)
-    return isinstance(release, Release) and bool(release.optimizers)
+    return isinstance(release, OptimizersInBackward) and bool(release.optimizers)
 
 
 def _graph(roots: list[Any]) -> Iterator[Any]:

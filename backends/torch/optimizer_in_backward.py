@@ -21,14 +21,14 @@ from ...torch_support.optimizer_state import moving_state
 from .offload import State
 from .program import Program
 
-__all__ = ["Release", "alone", "check_backward", "check_deliveries", "check_parameters"]
+__all__ = ["OptimizersInBackward", "alone", "check_backward", "check_deliveries", "check_parameters"]
 
 Taker = Callable[..., None]
 """Disposes of a gradient: (name, parameter, gradient), and the `State` of the parameter's optimizer where
 that lives in a tier. The parameter is a copy on the device where it lives in a tier itself."""
 
 
-class Release:
+class OptimizersInBackward:
     """Where the gradients of a program's parameters go.
 
     Args:
@@ -42,7 +42,7 @@ class Release:
         self.lock = threading.RLock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Release, (self.optimizers,)
+        return OptimizersInBackward, (self.optimizers,)
 
     def taker(
         self,
@@ -94,7 +94,7 @@ class Release:
             state.tensors = moving_state(optimizer, held)
 
 
-def alone(release: Release | None) -> contextlib.AbstractContextManager[Any]:
+def alone(release: OptimizersInBackward | None) -> contextlib.AbstractContextManager[Any]:
     """While active, no other thread reads parameters that are updated within backward, or updates them."""
     return release.lock if release is not None and release.optimizers else contextlib.nullcontext()
 
@@ -111,7 +111,7 @@ def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
             parameter.grad.add_(gradient)
 
 
-def check_parameters(program: Program, bound: Callable[[int], Tensor], release: Release) -> None:
+def check_parameters(program: Program, bound: Callable[[int], Tensor], release: OptimizersInBackward) -> None:
     """Refuses parameters for which a gradient that never reaches the autograd engine would be missed.
 
     Args:
@@ -186,7 +186,7 @@ def check_backward(node: Any, program: Program, inputs: list[Tensor], *, keeps_g
             graph or a second step of the same parameters in one backward.
         IrcError: IRC511 for a parameter that has a gradient already, which its optimizer would not take.
     """
-    release: Release = node.release
+    release: OptimizersInBackward = node.release
     check_parameters(program, inputs.__getitem__, release)
     _check_asked(node, program)
     if program.kind is not Gradients.APPLIED:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from .program import Program
 
-__all__ = ["WaitingStep"]
+__all__ = ["PendingBackward"]
 
 
-class WaitingStep:
+class PendingBackward:
     """The autograd node of a step, between its forward and its backward.
 
     Args:

@@ -18,8 +18,8 @@ from torch import fx, nn
 
 from ...ir import UsageError
 from .original import FITTED, MARK, ORIGINAL, check_class, class_of_same_name
-from .plan_cache import Plans
-from .plan_cache_state import Unbound
+from .plan_cache import PlanCache
+from .plan_cache_state import PlanCacheState
 
 __all__ = ["Persistent", "fitted_class"]
 
@@ -42,7 +42,7 @@ class Carried:
     original: nn.Module
     attributes: dict[str, Any]
     removed: tuple[str, ...]
-    unbound: Unbound
+    unbound: PlanCacheState
 
 
 class Persistent(nn.Module):
@@ -130,7 +130,7 @@ def _base(kind: type[Persistent]) -> type[Persistent]:
 def _carried(fitted: Persistent) -> Carried:
     check_class(fitted, "copied or saved")
     original: nn.Module = fitted.__dict__[ORIGINAL]
-    plans: Plans = fitted.__dict__[FITTED]
+    plans: PlanCache = fitted.__dict__[FITTED]
     theirs = original.__dict__
     attributes = {name: value for name, value in fitted.__dict__.items() if name not in (FITTED, ORIGINAL)}
     return Carried(
@@ -153,4 +153,4 @@ def _restore(fitted: Persistent, carried: Carried) -> None:
     fitted.__class__ = fitted_class(type(fitted), original)
     kept = {name: value for name, value in original.__dict__.items() if name not in carried.removed}
     fitted.__dict__.update({**kept, **carried.attributes, ORIGINAL: original})
-    fitted.__dict__[FITTED] = Plans(carried.unbound, fitted)
+    fitted.__dict__[FITTED] = PlanCache(carried.unbound, fitted)

@@ -20,23 +20,23 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from ...ir import BudgetError, IrcError, Plan, UnsupportedError, UsageError, format_bytes
 from ...torch_support.autocast import autocast_state
 from ...torch_support.pytree import flatten_arguments
-from .cache_entry import Bound, Explain
-from .compiled_plan import Beside, Fitting, Replan
+from .cache_entry import CacheEntry, Explain
+from .compiled_plan import CompiledPlan, Replan, ReservedMemory
 from .constants import constants_of, fits_beside, sharing, storage_bytes
-from .guards.call_key import Call, Difference, other_part
+from .guards.call_key import CallKey, GuardFailure, other_part
 from .guards.module_state import Snapshot
 from .hooks import refuse_hooks_of
 from .live_forwards import InFlight
 from .offload import Tiers
-from .optimizer_hooks import guard
-from .optimizer_in_backward import Release, check_deliveries, check_parameters
+from .optimizer_hooks import guard_optimizer_calls
+from .optimizer_in_backward import OptimizersInBackward, check_deliveries, check_parameters
 from .original import Original
-from .plan_cache_state import Unbound
+from .plan_cache_state import PlanCacheState
 from .tracing import is_tracing, planning, settled
 from .transforms import refuse_transforms
 from .wrappers import refuse_cached_parametrizations, refuse_subclass, refuse_subclasses
 
-__all__ = ["PlannedCall", "Plans"]
+__all__ = ["PlanCache", "PlannedCall"]
 
 _log = logging.getLogger("irc")
 
@@ -48,7 +48,7 @@ class PlannedCall(NamedTuple):
     plan: Plan | None
 
 
-class Plans:
+class PlanCache:
     """What makes a module a fitted one.
 
     Plans hold no parameter, buffer or input. What they hold on the device is constants that the model's code
@@ -59,10 +59,10 @@ class Plans:
         root: The module whose parameters it trains.
     """
 
-    def __init__(self, unbound: Unbound, root: nn.Module) -> None:
+    def __init__(self, unbound: PlanCacheState, root: nn.Module) -> None:
         self.first_plan, self._plans_eval = unbound.first_plan, unbound.plans_eval
         self._replan, self.limit = unbound.replan, unbound.limit
-        self.release = Release(unbound.optimizers)
+        self.release = OptimizersInBackward(unbound.optimizers)
         self.in_flight = InFlight()
         self.tiers = Tiers(unbound.tiers)
         self.reserved = dict(unbound.reserved)
@@ -70,7 +70,7 @@ class Plans:
             snapshot = Snapshot(root)
             states = (fitting.state or snapshot.state for fitting in unbound.fittings)
             self._bound = tuple(
-                Bound(replace(fitting, state=state).placed(root), root)
+                CacheEntry(replace(fitting, state=state).placed(root), root)
                 for fitting, state in zip(unbound.fittings, states, strict=True)
             )
             """The plans, the most recently used one first."""
@@ -78,9 +78,9 @@ class Plans:
         for bound in self._bound:
             self._guard(bound)
 
-    def unbound(self, root: nn.Module) -> Unbound:
+    def unbound(self, root: nn.Module) -> PlanCacheState:
         """The plans apart from the module, without those for submodules that it has no more."""
-        fittings: tuple[Fitting, ...] = ()
+        fittings: tuple[CompiledPlan, ...] = ()
         with settled:
             if self._snapshot.other_part() is None:
                 state = Snapshot(root).state
@@ -88,7 +88,7 @@ class Plans:
                     replace(fitting, state=() if fitting.is_for(state) else fitting.state)
                     for fitting in self.fittings
                 )
-        return Unbound(
+        return PlanCacheState(
             fittings,
             self.first_plan,
             self._plans_eval,
@@ -100,7 +100,7 @@ class Plans:
         )
 
     @property
-    def fittings(self) -> tuple[Fitting, ...]:
+    def fittings(self) -> tuple[CompiledPlan, ...]:
         """All plans, the most recently used one first."""
         return tuple(bound.fitting for bound in self._bound)
 
@@ -128,7 +128,7 @@ class Plans:
 
     def find(
         self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Fitting, list[Tensor]] | None:
+    ) -> tuple[CompiledPlan, list[Tensor]] | None:
         """The plan for a call and the inputs of its program, planned now if there is none.
 
         Returns:
@@ -151,7 +151,7 @@ class Plans:
             refuse_subclass(tensor, "input", str(index))
         refuse_transforms(chain(tensors, root.parameters()))
         with settled:
-            call = Call(root, args, kwargs, leaves, tree, tensors, self._current(root), autocast_state())
+            call = CallKey(root, args, kwargs, leaves, tree, tensors, self._current(root), autocast_state())
             found = self._hit(call)
         if callable(found):
             difference = found()
@@ -192,7 +192,7 @@ class Plans:
         snapshot.state = next((state for state in states if state == snapshot.state), snapshot.state)
         return snapshot
 
-    def _hit(self, call: Call) -> tuple[Bound, list[Tensor]] | Explain:
+    def _hit(self, call: CallKey) -> tuple[CacheEntry, list[Tensor]] | Explain:
         """The plan for a call with its inputs, or how the call differs from the example, or from the last."""
         explain: Explain | None = None
         for place, bound in enumerate(self._bound):
@@ -208,13 +208,13 @@ class Plans:
     # ------------------------------------------------------------------ planning
 
     def _plan(
-        self, replan: Replan, root: nn.Module, call: Call, difference: Difference
-    ) -> tuple[Bound, list[Tensor]]:
+        self, replan: Replan, root: nn.Module, call: CallKey, difference: GuardFailure
+    ) -> tuple[CacheEntry, list[Tensor]]:
         """A new plan for a call, and its inputs."""
         started = time.perf_counter()
         original = Original(root)
         known, written = constants_of(self.fittings), constants_of(self.fittings, are_held=False)
-        beside = Beside(dict(self.reserved), storage_bytes(known))
+        beside = ReservedMemory(dict(self.reserved), storage_bytes(known))
         try:
             fitting, optimizers = replan(original.module, call.args, call.kwargs, beside)
         except BudgetError as error:
@@ -230,7 +230,7 @@ class Plans:
             error.add_note(f"while planning for another call: {difference.message}")
             raise
         fitting = fitting.placed(root)
-        bound = Bound(
+        bound = CacheEntry(
             replace(
                 fitting,
                 program=sharing(fitting.program, written, fitting.places or ()),
@@ -254,7 +254,7 @@ class Plans:
         self._tell(bound, time.perf_counter() - started, given_up)
         return bound, found
 
-    def _adopt(self, bound: Bound, optimizers: Mapping[str, Optimizer]) -> None:
+    def _adopt(self, bound: CacheEntry, optimizers: Mapping[str, Optimizer]) -> None:
         """Lets a new plan release gradients, some of them to new optimizers."""
         self.release.optimizers.update(optimizers)
         try:
@@ -265,7 +265,7 @@ class Plans:
             raise
         self._guard(bound)
 
-    def _check(self, bound: Bound) -> None:
+    def _check(self, bound: CacheEntry) -> None:
         program = bound.fitting.program
         self.tiers.check(program.copies)
         if program.released:
@@ -273,13 +273,13 @@ class Plans:
             check_deliveries(program, bound.fitting.signature.deliveries)
         self.tiers.residents(program.copies, bound.held, self.release.optimizers)
 
-    def _guard(self, bound: Bound) -> None:
+    def _guard(self, bound: CacheEntry) -> None:
         """Guards the functions that would come too late for gradients that are applied."""
         if self.release.optimizers:
             released = bound.fitting.program.released.values()
-            guard((bound.held(at.index) for at in released), self.release)
+            guard_optimizer_calls((bound.held(at.index) for at in released), self.release)
 
-    def _add(self, bound: Bound) -> list[Fitting]:
+    def _add(self, bound: CacheEntry) -> list[CompiledPlan]:
         """Makes a plan the most recently used one.
 
         Returns:
@@ -287,7 +287,7 @@ class Plans:
         """
         self.reserved |= bound.fitting.reserved
         kept = [bound]
-        given_up: list[Fitting] = []
+        given_up: list[CompiledPlan] = []
         for other in self._bound:
             others = [each.fitting for each in (*kept, *self._bound)]
             counts_all = self.reserved.items() <= other.fitting.reserved.items()
@@ -298,7 +298,7 @@ class Plans:
         self._bound = tuple(kept)
         return given_up
 
-    def _tell(self, bound: Bound, seconds: float, given_up: Sequence[Fitting]) -> None:
+    def _tell(self, bound: CacheEntry, seconds: float, given_up: Sequence[CompiledPlan]) -> None:
         plan = bound.fitting.plan
         peak = "" if plan is None else f", with a predicted peak of {format_bytes(plan.peak_bytes)}"
         _log.warning(
@@ -325,7 +325,7 @@ class Plans:
             )
 
 
-def _refuse_modes(difference: Difference) -> None:
+def _refuse_modes(difference: GuardFailure) -> None:
     """Refuses to plan within a dispatch mode: it would be traced and measured with the operations.
 
     Raises:

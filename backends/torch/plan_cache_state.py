@@ -13,17 +13,17 @@ from typing import Any
 from torch.optim import Optimizer
 
 from ...ir import Plan
-from .compiled_plan import Fitting, Replan
+from .compiled_plan import CompiledPlan, Replan
 from .offload import TierPlace
 
-__all__ = ["Unbound"]
+__all__ = ["PlanCacheState"]
 
 _log = logging.getLogger("irc")
 _trial = threading.local()
 
 
 @dataclass(frozen=True)
-class Unbound:
+class PlanCacheState:
     """Plans apart from their module.
 
     Args:
@@ -38,7 +38,7 @@ class Unbound:
         tiers: Where the tiers are that plans copy to; each module opens its own.
     """
 
-    fittings: tuple[Fitting, ...]
+    fittings: tuple[CompiledPlan, ...]
     first_plan: Plan | None
     plans_eval: bool
     optimizers: Mapping[str, Optimizer] = field(default_factory=dict[str, Optimizer])
@@ -47,7 +47,7 @@ class Unbound:
     reserved: Mapping[str, int] = field(default_factory=dict[str, int])
     tiers: tuple[TierPlace, ...] = ()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Unbound:
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlanCacheState:
         return replace(self, optimizers=copy.deepcopy(self.optimizers, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -66,8 +66,8 @@ class Unbound:
         return _unbound, (known,)
 
 
-def _unbound(known: dict[str, Any]) -> Unbound:
-    return Unbound(**known)
+def _unbound(known: dict[str, Any]) -> PlanCacheState:
+    return PlanCacheState(**known)
 
 
 def _why_not(value: object) -> Exception | None:

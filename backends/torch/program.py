@@ -70,7 +70,7 @@ class Program:
         written: Indices of the static inputs that forward writes.
         forward: The emitted function.
         backward: The emitted function; it takes which outputs have a gradient where that matters, and a
-            `Release` where gradients are released.
+            `OptimizersInBackward` where gradients are released.
         is_partial: Whether it matters: parts of backward come from some outputs alone.
         feeds: For the outputs that other outputs are computed from, which these are.
         parts: The outputs whose gradients meet in an operation that reads what forward left, for each such.

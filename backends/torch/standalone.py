@@ -13,8 +13,8 @@ from ...ir import Delivery, Gradients, InputRole, IrcError, Plan, UsageError
 from .deliver import deliver
 from .live_forwards import InFlight
 from .offload import TierPlace, Tiers
-from .optimizer_hooks import guard
-from .optimizer_in_backward import Release, check_deliveries
+from .optimizer_hooks import guard_optimizer_calls
+from .optimizer_in_backward import OptimizersInBackward, check_deliveries
 from .program import Program
 from .step import run_step
 
@@ -83,9 +83,9 @@ class StandaloneModule(nn.Module):
         if program.kind is Gradients.APPLIED and optimizer is not None:
             check_deliveries(program, deliveries)
             self.irc_optimizers = {name: optimizer([self.get_parameter(name)]) for name in program.released}
-        self.release = Release(self.irc_optimizers) if program.released else None
+        self.release = OptimizersInBackward(self.irc_optimizers) if program.released else None
         if self.release is not None and self.irc_optimizers:
-            guard(map(self.get_parameter, self.irc_optimizers), self.release)
+            guard_optimizer_calls(map(self.get_parameter, self.irc_optimizers), self.release)
         self.tiers.residents(program.copies, self._parameter, self.irc_optimizers)
 
     def _owner(self, path: str) -> nn.Module:

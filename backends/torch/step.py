@@ -17,7 +17,7 @@ from .deliver import Watched, refuse_hooks_on_results
 from .hooks import refuse_missing_gradients, refuse_saved_tensor_hooks
 from .live_forwards import InFlight
 from .offload import Session, State, Tiers
-from .optimizer_in_backward import Release, alone, check_backward, check_parameters
+from .optimizer_in_backward import OptimizersInBackward, alone, check_backward, check_parameters
 from .program import Program
 from .transforms import refuse_batches, refuse_second_derivatives, refuse_transforms
 
@@ -27,7 +27,7 @@ __all__ = ["in_layout", "run_step"]
 def run_step(
     program: Program,
     inputs: list[Tensor],
-    release: Release | None = None,
+    release: OptimizersInBackward | None = None,
     in_flight: InFlight | None = None,
     unused: frozenset[int] = frozenset(),
     tiers: Tiers | None = None,
@@ -60,12 +60,14 @@ def run_step(
     return _Step.apply(program, inputs, release, in_flight, unused, session, *differentiable)
 
 
-def _session(tiers: Tiers, program: Program, inputs: list[Tensor], release: Release | None) -> Session:
+def _session(
+    tiers: Tiers, program: Program, inputs: list[Tensor], release: OptimizersInBackward | None
+) -> Session:
     """What carries out the copies of a step; what lives in a tier is there then."""
     optimizers = release.optimizers if release is not None else {}
     with alone(release):
-        homes = tiers.residents(program.copies, inputs.__getitem__, optimizers)
-    return tiers.session(program.copies, homes)
+        offloaded_parameters = tiers.residents(program.copies, inputs.__getitem__, optimizers)
+    return tiers.session(program.copies, offloaded_parameters)
 
 
 _engine: Any = vars(torch._C)["_autograd"]
@@ -80,7 +82,7 @@ class _Step(torch.autograd.Function):
         ctx: Any,
         program: Program,
         inputs: list[Tensor],
-        release: Release | None,
+        release: OptimizersInBackward | None,
         in_flight: InFlight | None,
         unused: frozenset[int],
         copies: Session | None,
@@ -135,7 +137,7 @@ def _run_backward(
     _check_outputs_unchanged(saved, ctx.saved_versions)
     refuse_missing_gradients(ctx, program, inputs, given)
     refuse_hooks_on_results(ctx.watched, program.feeds, given)
-    release: Release | None = ctx.release
+    release: OptimizersInBackward | None = ctx.release
     if release is not None:
         check_backward(ctx, program, inputs, keeps_graph=_keeps_graph())
         release.pending.discard(ctx)

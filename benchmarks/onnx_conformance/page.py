@@ -120,8 +120,8 @@ def to_page(reports: Sequence[Report]) -> str:
 _INTRODUCTION = """\
 Written by `python -m benchmarks.onnx_conformance --peers all --envs DIR --markdown FILE`. The suite is that
 of the `onnx` wheel: models of one operator (`node`), models that torch once exported, and light variants of
-nine image classifiers, most of whose weights are computed by nodes (`real`). A case passes when every output is
-the expected one in number, kind, shape, element type and value, within the suite's own tolerances.
+nine image classifiers, most of whose weights are computed by nodes (`real`). A case passes when every output
+is the expected one in number, kind, shape, element type and value, within the suite's own tolerances.
 *Unsupported*: the importer says that it does not do this. *Wrong*: it runs, says nothing, and an output
 differs. *Error*, *timeout*, *crash*: it raises anything else, is not done within the time limit, or its
 process dies. irc must refuse by an error of its own; of others, each error that speaks of what is not

@@ -11,10 +11,10 @@ from .rows import DEVICES, Known, Row, known
 
 __all__ = ["to_section"]
 
-Found = Mapping[str, Sequence[Row]]
+Incumbent = Mapping[str, Sequence[Row]]
 
 
-def to_section(found: Found, bandwidth_gbps: float) -> str:
+def to_section(found: Incumbent, bandwidth_gbps: float) -> str:
     """All tables of what was found so far; tables without a row are left out.
 
     Args:
@@ -32,11 +32,11 @@ def to_section(found: Found, bandwidth_gbps: float) -> str:
     return "\n\n".join(parts)
 
 
-def _of(found: Found, key: str) -> dict[str, Row]:
+def _of(found: Incumbent, key: str) -> dict[str, Row]:
     return {row.method: row for row in found[key]}
 
 
-def _with_hosts(instances: Sequence[Known], found: Found) -> str:
+def _with_hosts(instances: Sequence[Known], found: Incumbent) -> str:
     header = (
         "instance",
         "max-load, ms",
@@ -77,7 +77,7 @@ def _with_hosts(instances: Sequence[Known], found: Found) -> str:
     return "\n\n".join(lines)
 
 
-def _without_hosts(instances: Sequence[Known], found: Found) -> str:
+def _without_hosts(instances: Sequence[Known], found: Incumbent) -> str:
     header = (
         "instance",
         "contiguous, ms",
@@ -112,7 +112,7 @@ def _without_hosts(instances: Sequence[Known], found: Found) -> str:
 _OTHERS = ("uniform", "torchgpipe by size", "torchgpipe by time", "PipeDream")
 
 
-def _profiles(found: Found, gbps: float) -> Iterator[str]:
+def _profiles(found: Incumbent, gbps: float) -> Iterator[str]:
     """The profiles at one bandwidth, with how far the others are off in the mean and at worst."""
     at = f" at {gbps:g} GB/s"
     keys = [key for key in found if key.endswith(at)]
@@ -152,7 +152,7 @@ def _profiles(found: Found, gbps: float) -> Iterator[str]:
     yield f"Off the best of the same order, in the mean and at worst: {summary}."
 
 
-def _piper(keys: Sequence[str], found: Found) -> str:
+def _piper(keys: Sequence[str], found: Incumbent) -> str:
     header = ("graph", "contiguous, ms", "", "s", "any order, ms", "", "s")
     rows: list[list[str]] = []
     for key in keys:

@@ -39,10 +39,10 @@ class Fitted:
     fit: tuple[Case, float] | None
 
 
-Found = Mapping[str, Sequence[Entry]]
+Incumbent = Mapping[str, Sequence[Entry]]
 
 
-def to_section(machines: Sequence[Fitted], cases: Sequence[Case], found: Found) -> str:
+def to_section(machines: Sequence[Fitted], cases: Sequence[Case], found: Incumbent) -> str:
     """All tables, with what is missing named."""
     parts: list[str] = []
     missing = [
@@ -61,7 +61,7 @@ def to_section(machines: Sequence[Fitted], cases: Sequence[Case], found: Found) 
 # ---------------------------------------------------------------------- what was to be reached
 
 
-def _marks(machines: Sequence[Fitted], cases: Sequence[Case], found: Found) -> str:
+def _marks(machines: Sequence[Fitted], cases: Sequence[Case], found: Incumbent) -> str:
     header = ["network", "batch", "OME published", "half of it"]
     header += [f"joint, {each.machine.name}" for each in machines]
     rows: list[list[str]] = []
@@ -97,7 +97,7 @@ def _overhead(entries: Sequence[Entry], strategy: str, budget_bytes: int | None 
     return None
 
 
-def _batches(machines: Sequence[Fitted], found: Found) -> str:
+def _batches(machines: Sequence[Fitted], found: Incumbent) -> str:
     known = largest_batches()
     first = found.get(f"{machines[0].machine.name} resnet50 original")
     if first is None:
@@ -128,7 +128,7 @@ def _batches(machines: Sequence[Fitted], found: Found) -> str:
     return "\n\n".join(("## ResNet-50's largest batch", mark, to_markdown(header, rows)))
 
 
-def _batches_of(each: Fitted, found: Found) -> Iterator[tuple[int, Sequence[Entry]]]:
+def _batches_of(each: Fitted, found: Incumbent) -> Iterator[tuple[int, Sequence[Entry]]]:
     for key, entries in found.items():
         name, _, rest = key.partition(" resnet50 batch ")
         if name == each.machine.name and rest:
@@ -138,7 +138,7 @@ def _batches_of(each: Fitted, found: Found) -> Iterator[tuple[int, Sequence[Entr
 # ---------------------------------------------------------------------- all rows
 
 
-def _table(each: Fitted, cases: Sequence[Case], found: Found) -> str:
+def _table(each: Fitted, cases: Sequence[Case], found: Incumbent) -> str:
     machine = each.machine
     host = machine.tier("host")
     assert host is not None

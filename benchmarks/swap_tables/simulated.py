@@ -11,7 +11,7 @@ from typing import Any
 
 from irc.frontends.torch import capture
 from irc.ir import BudgetError, Graph, Plan, TimeLimitError, UsageError, stored_bytes
-from irc.passes import Costs, Machine, PlanMemory, Planner, Program, Simulated, analytic_costs
+from irc.passes import Costs, Machine, PlanMemory, Planner, Program, Solution, analytic_costs
 from irc.passes.offload.remat_and_offload import SwapProblem
 from irc.passes.offload.strategies import LOOK_AHEADS, lms_all
 
@@ -190,7 +190,7 @@ def lowest_lms(planner: Planner) -> Entry:
     )
 
 
-def _held_bytes(simulated: Simulated) -> int:
+def _held_bytes(simulated: Solution) -> int:
     return sum(max(held, default=0) for held in stored_bytes(simulated.schedule).values())
 
 

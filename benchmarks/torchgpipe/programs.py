@@ -14,10 +14,10 @@ from irc.passes import Cost, Machine, Program, SplitConvolutions, machine_named
 from irc.passes.costs.table import StepCost
 from irc.passes.pipeline import (
     Devices,
+    OptimizerSteps,
     PipelineOptions,
     PlannedPipeline,
     PlannedStage,
-    Updates,
     pipeline_schedule,
     plan_pipeline,
 )
@@ -72,7 +72,7 @@ class Simulation:
         *,
         schedule: str = "1f1b",
         checkpoint: tuple[str, str] | None = None,
-        updates: Updates | None = None,
+        updates: OptimizerSteps | None = None,
         time_limit: float = 60.0,
     ) -> PlannedPipeline:
         """The pipeline of the model on as many equal devices as there are budgets.
@@ -92,11 +92,11 @@ class Simulation:
         order = pipeline_schedule(schedule, count, micro_batches, None)
         devices = Devices(tuple(budget_bytes), (1.0,) * count, _LINK_BYTES_PER_SECOND, _LINK_SECONDS)
         options = PipelineOptions(
-            devices, checkpoint=checkpoint, time_limit=time_limit, updates=updates or Updates()
+            devices, checkpoint=checkpoint, time_limit=time_limit, updates=updates or OptimizerSteps()
         )
         return plan_pipeline(self.program, order, options, self._cost)
 
-    def rmsprop(self) -> Updates:
+    def rmsprop(self) -> OptimizerSteps:
         """What torch's RMSprop takes: a mean for each number, and as much again during a parameter's step.
 
         Its time is that of seven passes over the parameter's bytes: gradient, mean (twice), root (twice) and
@@ -104,7 +104,9 @@ class Simulation:
         """
         inputs = self.program.graph.inputs
         trained = {i.value.storage for i in inputs if i.role is InputRole.PARAMETER and i.requires_grad}
-        return Updates({s: StepCost(s.nbytes, s.nbytes, MACHINE.seconds(0, 7 * s.nbytes)) for s in trained})
+        return OptimizerSteps(
+            {s: StepCost(s.nbytes, s.nbytes, MACHINE.seconds(0, 7 * s.nbytes)) for s in trained}
+        )
 
 
 def model_bytes(planned: PlannedPipeline) -> list[int]:

@@ -18,7 +18,7 @@ from ...backends.torch import check_tensor, deliver, planning, run_step, tracing
 from ...frontends.torch import capture_graph, forward_bytes, graph_name, lifted_names, tensors_of_frame
 from ...ir import Plan, UsageError, parse_budget
 from ...passes import PassManager, Program, SelectCheckpoints
-from ...passes.subgraphs.subgraph import Pool
+from ...passes.subgraphs.subgraph import SubgraphSolutions
 from ..optimize import check_options, cost_passes
 from .pending_runs import Variant
 from .step_budget import StepBudget
@@ -154,9 +154,9 @@ class Backend:
     def run(self, variant: Variant, inputs: list[Tensor]) -> tuple[Tensor, ...]:
         """Runs a graph's forward once there is room for it; returns its flat outputs."""
         with self._lock:
-            flight = self._budget.admit(variant, inputs)
-            outputs = run_step(flight.program, inputs)
-            self._budget.ran(flight, inputs, outputs)
+            pending_run = self._budget.admit(variant, inputs)
+            outputs = run_step(pending_run.program, inputs)
+            self._budget.ran(pending_run, inputs, outputs)
         return outputs
 
     def pass_by(self, unplanned: Unplanned, graph: fx.GraphModule, args: Sequence[Any]) -> Any:
@@ -189,7 +189,7 @@ class Backend:
             return Unplanned(name, forward_bytes(graph, args) if torch.is_grad_enabled() else 0)
         with planning, torch._C._DisableAutocast():  # pyright: ignore[reportPrivateUsage]
             program = PassManager(self._passes).run(Program(captured.captured.graph))
-        return Variant(name, captured, Pool(program))
+        return Variant(name, captured, SubgraphSolutions(program))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ...backends.torch import Program, WaitingStep, compile_program, saved_values, storage_key
+from ...backends.torch import PendingBackward, Program, compile_program, saved_values, storage_key
 from ...frontends.torch import CapturedGraph
 from ...ir import Graph, InputRole, OutputRole, Schedule, Value
-from ...passes.subgraphs.subgraph import Choice, Part, Pool
+from ...passes.subgraphs.subgraph import Choice, Subgraph, SubgraphSolutions
 
-__all__ = ["Backward", "Flight", "Gradient", "Run", "Variant", "gradients_of"]
+__all__ = ["Backward", "Gradient", "PendingRun", "Run", "Variant", "gradients_of"]
 
 _PROGRAMS = 8
 """So many compiled schedules are kept of one graph."""
@@ -31,7 +31,7 @@ class Variant:
 
     name: str
     captured: CapturedGraph
-    pool: Pool
+    pool: SubgraphSolutions
     _compiled: dict[int, tuple[Schedule, Program, tuple[Value, ...]]] = field(
         default_factory=dict[int, tuple[Schedule, Program, tuple[Value, ...]]]
     )
@@ -78,7 +78,7 @@ class Gradient(NamedTuple):
     """
 
     nbytes: int
-    taker: Flight | None = None
+    taker: PendingRun | None = None
     place: int = 0
     leaf: int = 0
 
@@ -94,14 +94,14 @@ class Run:
         upstream: The runs that its inputs come from: their backwards come after its own.
     """
 
-    part: Part
+    part: Subgraph
     variant: Variant
     gradients: tuple[Gradient, ...]
     upstream: frozenset[Run]
 
 
 @dataclass(eq=False)
-class Flight(Run):
+class PendingRun(Run):
     """A run whose backward is still to come.
 
     Args:
@@ -116,7 +116,7 @@ class Flight(Run):
     """
 
     choice: Choice
-    step: WaitingStep | None = None
+    step: PendingBackward | None = None
     outputs: tuple[int, ...] = ()
     linked: set[int] = field(default_factory=set[int])
 
@@ -141,7 +141,7 @@ class Flight(Run):
 
     def takes_off(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Forward has run; `outputs` is what `run_step` returned."""
-        self.step = WaitingStep(self.program, inputs, outputs)
+        self.step = PendingBackward(self.program, inputs, outputs)
         given = {storage_key(tensor) for tensor in inputs}
         self.outputs = tuple({storage_key(output) for output in outputs} - given)
 
@@ -162,7 +162,7 @@ class Flight(Run):
 
 
 def gradients_of(
-    variant: Variant, inputs: Sequence[Tensor], waiting: Sequence[Flight]
+    variant: Variant, inputs: Sequence[Tensor], waiting: Sequence[PendingRun]
 ) -> tuple[Gradient, ...]:
     """The gradients that the backward of a run will hand on; outputs that it takes as inputs become linked.
 
@@ -175,7 +175,7 @@ def gradients_of(
     for tensor, nbytes in zip(inputs, variant.gradient_bytes(), strict=True):
         if not nbytes or not tensor.requires_grad:
             continue
-        maker = next((flight for flight in waiting if flight.is_behind(tensor.grad_fn)), None)
+        maker = next((pending_run for pending_run in waiting if pending_run.is_behind(tensor.grad_fn)), None)
         if maker is not None:
             maker.linked.add(tensor.output_nr)
             found.append(Gradient(nbytes, maker, tensor.output_nr))
@@ -239,7 +239,7 @@ class Backward:
 
 
 def _saved_bytes(run: Run, new_bytes: int) -> int:
-    return run.choice.footprint.saved_bytes if isinstance(run, Flight) else new_bytes
+    return run.choice.footprint.saved_bytes if isinstance(run, PendingRun) else new_bytes
 
 
 def _sum(gradients: Iterable[Gradient]) -> int:

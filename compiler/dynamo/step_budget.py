@@ -16,15 +16,15 @@ from ...passes import CheckpointProblem
 from ...passes.subgraphs.footprint import Footprint, footprint, outputs_bytes, tangents_bytes
 from ...passes.subgraphs.leaner_backward import save_less
 from ...passes.subgraphs.subgraph import (
-    Around,
+    AmbientMemory,
     Choice,
-    Part,
+    Subgraph,
     choose_together,
     minimum_bytes,
     plan_part,
     saved_by,
 )
-from .pending_runs import Backward, Flight, Gradient, Run, Variant, gradients_of
+from .pending_runs import Backward, Gradient, PendingRun, Run, Variant, gradients_of
 
 __all__ = ["StepBudget"]
 
@@ -70,17 +70,17 @@ class StepBudget:
         self.time_limit = time_limit
         self.alive = AliveTensors()
         self.alive.note(known)
-        self.flights: list[Flight] = []
-        self.parts: OrderedDict[tuple[int, ...], Part] = OrderedDict()
+        self.pending_runs: list[PendingRun] = []
+        self.parts: OrderedDict[tuple[int, ...], Subgraph] = OrderedDict()
         self._variants: dict[int, Variant] = {}  # keeps the ids unique that are keys of parts
-        self._others: dict[Part, list[Choice]] = {}
-        self._unplanned: set[Part] = set()
+        self._others: dict[Subgraph, list[Choice]] = {}
+        self._unplanned: set[Subgraph] = set()
         self.peak_bytes = 0
         self.latest_peak_bytes = 0
 
     # ------------------------------------------------------------------ before and after a run
 
-    def admit(self, variant: Variant, inputs: Sequence[Tensor]) -> Flight:
+    def admit(self, variant: Variant, inputs: Sequence[Tensor]) -> PendingRun:
         """A run of a graph, with what it may take, once there is room for it.
 
         Args:
@@ -93,11 +93,11 @@ class StepBudget:
             UnsupportedError: IRC542 when it takes what was computed outside of graphs, and nobody said what
                 that takes.
         """
-        self.flights = [flight for flight in self.flights if flight.is_waiting]
-        if not self.flights:
+        self.pending_runs = [pending_run for pending_run in self.pending_runs if pending_run.is_waiting]
+        if not self.pending_runs:
             self.latest_peak_bytes = 0
         self.alive.note(inputs)
-        gradients = gradients_of(variant, inputs, self.flights)
+        gradients = gradients_of(variant, inputs, self.pending_runs)
         upstream, outside = self._behind(variant, inputs)
         run = Run(self._part(variant), variant, (*gradients, *outside), upstream)
         part = run.part
@@ -111,7 +111,7 @@ class StepBudget:
             self._plan_together(_root(part))
         choice = self._chosen(part, now)
         self._count(self._needed(now, choice.footprint))
-        return Flight(part, variant, run.gradients, upstream, choice)
+        return PendingRun(part, variant, run.gradients, upstream, choice)
 
     def pass_by(self, name: str, inputs: Iterable[Tensor], nbytes: int) -> None:
         """Makes sure that a graph without a backward has room.
@@ -124,19 +124,19 @@ class StepBudget:
         Raises:
             BudgetError: IRC540.
         """
-        self.flights = [flight for flight in self.flights if flight.is_waiting]
+        self.pending_runs = [pending_run for pending_run in self.pending_runs if pending_run.is_waiting]
         self.alive.note(inputs)
         alive_bytes = self.alive.alive_bytes()
-        needed_bytes = alive_bytes + sum(f.choice.footprint.saved_bytes for f in self.flights) + nbytes
+        needed_bytes = alive_bytes + sum(f.choice.footprint.saved_bytes for f in self.pending_runs) + nbytes
         if needed_bytes > self.room_bytes:
             raise self._refusal(name, needed_bytes, alive_bytes)
         self._count(needed_bytes)
 
-    def ran(self, flight: Flight, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    def ran(self, pending_run: PendingRun, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Takes down a run whose forward is over."""
         self.alive.note(outputs)
-        flight.takes_off(inputs, outputs)
-        self.flights.append(flight)
+        pending_run.takes_off(inputs, outputs)
+        self.pending_runs.append(pending_run)
 
     def forget(self, variant: Variant) -> None:
         """Drops all that is known of a graph that is not used any more."""
@@ -146,18 +146,18 @@ class StepBudget:
 
     # ------------------------------------------------------------------ who is who
 
-    def _part(self, variant: Variant) -> Part:
+    def _part(self, variant: Variant) -> Subgraph:
         """What a run is in its step: a graph above those that wait."""
-        waiting = [flight.part for flight in self.flights]
+        waiting = [pending_run.part for pending_run in self.pending_runs]
         parent = waiting[-1] if waiting else None
         is_chain = parent is None or [*parent.below, parent] == waiting
-        marks = (*(id(flight.variant) for flight in self.flights), id(variant))
+        marks = (*(id(pending_run.variant) for pending_run in self.pending_runs), id(variant))
         key = marks if is_chain else (0, *marks)
         self._variants[id(variant)] = variant
         if key in self.parts:
             self.parts.move_to_end(key)
             return self.parts[key]
-        part = Part(variant.name, variant.pool, parent if is_chain else None)
+        part = Subgraph(variant.name, variant.pool, parent if is_chain else None)
         if part.parent is not None:
             part.parent.children.append(part)
         self.parts[key] = part
@@ -180,10 +180,10 @@ class StepBudget:
 
         What autograd holds on the way is counted from here on.
         """
-        makers: set[Flight] = set()
+        makers: set[PendingRun] = set()
 
         def is_known(node: object) -> bool:
-            found = [flight for flight in self.flights if flight.is_behind(node)]
+            found = [pending_run for pending_run in self.pending_runs if pending_run.is_behind(node)]
             makers.update(found)
             return bool(found)
 
@@ -210,10 +210,10 @@ class StepBudget:
         alive_bytes = self.alive.alive_bytes()
         graph = run.variant.graph
         handed_bytes = outputs_bytes(graph)
-        loose_bytes = sum(flight.loose_bytes for flight in self.flights)
-        runs = (*self.flights, run)
+        loose_bytes = sum(pending_run.loose_bytes for pending_run in self.pending_runs)
+        runs = (*self.pending_runs, run)
         backwards: dict[Run, Backward] = {}
-        for other in self.flights:
+        for other in self.pending_runs:
             outputs = handed_bytes - self.alive.bytes_of(other.outputs)
             around = alive_bytes + outputs + self._loose_beside(other) + graph.loss_held_bytes
             backwards[other] = Backward.of(other, runs, around)
@@ -222,17 +222,17 @@ class StepBudget:
         # the loss takes twice the bytes of the outputs, and makes their gradients
         strangers_bytes = beside_bytes - loose_bytes
         at_loss = alive_bytes + handed_bytes + tangents_bytes(graph) + graph.loss_bytes + 3 * loose_bytes
-        now = _Now(run, tuple(self.flights), alive_bytes, 2 * strangers_bytes, at_loss, backwards)
+        now = _Now(run, tuple(self.pending_runs), alive_bytes, 2 * strangers_bytes, at_loss, backwards)
         part = run.part
-        before = [part.around, *(flight.part.around for flight in self.flights)]
+        before = [part.around, *(pending_run.part.around for pending_run in self.pending_runs)]
         own = now.around
         if part.parent is None:  # what waits is not planned with it
             own = own.plus(now.waiting_bytes)
         part.around = own if part.around is None else part.around | own
-        for flight in self.flights:
-            assert flight.part.around is not None
-            flight.part.around |= Around(0, 0, backwards[flight].fixed_bytes)
-        return now, before != [part.around, *(flight.part.around for flight in self.flights)]
+        for pending_run in self.pending_runs:
+            assert pending_run.part.around is not None
+            pending_run.part.around |= AmbientMemory(0, 0, backwards[pending_run].fixed_bytes)
+        return now, before != [part.around, *(pending_run.part.around for pending_run in self.pending_runs)]
 
     def _loose_beside(self, run: Run) -> int:
         """What the losses of other runs hold while this one runs backward: the gradients of outputs.
@@ -240,10 +240,10 @@ class StepBudget:
         A run that this one does not depend on may have a loss of its own, which still waits for its backward.
         """
         total = 0
-        for flight in self.flights:
-            if flight is not run:
-                is_related = flight in run.upstream or run in flight.upstream
-                total += flight.loose_bytes if is_related else 2 * flight.loose_bytes
+        for pending_run in self.pending_runs:
+            if pending_run is not run:
+                is_related = pending_run in run.upstream or run in pending_run.upstream
+                total += pending_run.loose_bytes if is_related else 2 * pending_run.loose_bytes
         return total
 
     def _fits(self, now: _Now, taken: Footprint) -> bool:
@@ -253,14 +253,16 @@ class StepBudget:
     def _needed(self, now: _Now, taken: Footprint | None) -> int:
         """The most that will be alive if a run takes this; if None, in the backwards of those that wait."""
         new_bytes = 0 if taken is None else taken.saved_bytes
-        most = max((now.backward_bytes(flight, new_bytes) for flight in now.flights), default=0)
+        most = max(
+            (now.backward_bytes(pending_run, new_bytes) for pending_run in now.pending_runs), default=0
+        )
         return most if taken is None else max(most, now.peak_bytes(taken))
 
     # ------------------------------------------------------------------ planning
 
-    def _first(self, part: Part, now: _Now) -> Choice:
+    def _first(self, part: Subgraph, now: _Now) -> Choice:
         """A first choice for a part, in what is left of the budget; those that wait give way if need be."""
-        if not self.flights:
+        if not self.pending_runs:
             return self._planned_or_refused(part, now)
         try:
             return self._planned(part, now, self.time_limit / _FIRST_LOOK)
@@ -268,7 +270,7 @@ class StepBudget:
             self._give_way(now, None)
             return self._planned_or_refused(part, now)
 
-    def _chosen(self, part: Part, now: _Now) -> Choice:
+    def _chosen(self, part: Subgraph, now: _Now) -> Choice:
         """What a part runs this time: as planned, if that fits beside what waits as it is."""
         assert part.choice is not None
         if not self._fits(now, part.choice.footprint):
@@ -281,7 +283,7 @@ class StepBudget:
         self._others[part] = [*others, choice][-_OTHERS:]
         return choice
 
-    def _planned_or_refused(self, part: Part, now: _Now) -> Choice:
+    def _planned_or_refused(self, part: Subgraph, now: _Now) -> Choice:
         """The best schedule for this run alone, beside what waits as it is.
 
         Raises:
@@ -296,22 +298,22 @@ class StepBudget:
             raise self._over(part, now)
         return choice
 
-    def _planned(self, part: Part, now: _Now, time_limit: float) -> Choice:
+    def _planned(self, part: Subgraph, now: _Now, time_limit: float) -> Choice:
         here, chosen = self._here(part, now)
         return plan_part(here, self.room_bytes, chosen, time_limit=time_limit)
 
-    def _here(self, part: Part, now: _Now) -> tuple[Part, dict[Part, Footprint]]:
+    def _here(self, part: Subgraph, now: _Now) -> tuple[Subgraph, dict[Subgraph, Footprint]]:
         """A part as it stands in this very run, with what those below it take."""
-        taken = {flight.part: flight.choice.footprint for flight in self.flights}
+        taken = {pending_run.part: pending_run.choice.footprint for pending_run in self.pending_runs}
         if part.parent is not None:
-            return Part(part.name, part.pool, part.parent, around=now.around), taken
-        return Part(part.name, part.pool, around=now.around.plus(now.waiting_bytes)), {}
+            return Subgraph(part.name, part.pool, part.parent, around=now.around), taken
+        return Subgraph(part.name, part.pool, around=now.around.plus(now.waiting_bytes)), {}
 
-    def _plan_together(self, root: Part) -> None:
+    def _plan_together(self, root: Subgraph) -> None:
         """Plans all parts of a tree; with something to spare where they were planned before."""
         started = time.monotonic()
         rooms = [self.room_bytes - self.budget_bytes // _SPARE, self.room_bytes]
-        choices: dict[Part, Choice] | None = None
+        choices: dict[Subgraph, Choice] | None = None
         for room_bytes in rooms[1:] if root in self._unplanned else rooms:
             if choices is None:
                 choices = choose_together(root, room_bytes, time_limit=self.time_limit)
@@ -331,31 +333,33 @@ class StepBudget:
     def _give_way(self, now: _Now, taken: Footprint | None) -> None:
         """Frees what runs that wait can compute again, the largest first, until there is room for `taken`."""
         new_bytes = 0 if taken is None else taken.saved_bytes
-        for flight in sorted(self.flights, key=lambda flight: -flight.choice.footprint.saved_bytes):
+        for pending_run in sorted(
+            self.pending_runs, key=lambda pending_run: -pending_run.choice.footprint.saved_bytes
+        ):
             if taken is not None and self._fits(now, taken):
                 return
-            own_bytes = flight.choice.footprint.backward_bytes
-            around = now.backward_bytes(flight, new_bytes) - own_bytes
-            self._shrink(flight, self.room_bytes - around)
+            own_bytes = pending_run.choice.footprint.backward_bytes
+            around = now.backward_bytes(pending_run, new_bytes) - own_bytes
+            self._shrink(pending_run, self.room_bytes - around)
 
-    def _shrink(self, flight: Flight, own_bytes: int) -> None:
+    def _shrink(self, pending_run: PendingRun, own_bytes: int) -> None:
         """Makes a run that waits hold as little as can be; its backward may take `own_bytes` above static."""
-        before = flight.choice.footprint
-        graph = replace(flight.choice.schedule.graph, loss_bytes=0, loss_held_bytes=0)
-        costs = flight.choice.problem.costs
-        problem = CheckpointProblem(graph, costs, flight.choice.problem.sequence)
-        held = saved_by(flight.choice.schedule)
+        before = pending_run.choice.footprint
+        graph = replace(pending_run.choice.schedule.graph, loss_bytes=0, loss_held_bytes=0)
+        costs = pending_run.choice.problem.costs
+        problem = CheckpointProblem(graph, costs, pending_run.choice.problem.sequence)
+        held = saved_by(pending_run.choice.schedule)
         for simulated in save_less(problem, held, own_bytes + graph.static_bytes):
             taken = footprint(simulated.schedule, costs.workspace_bytes)
             smaller = taken.saved_bytes < before.saved_bytes or taken.backward_bytes < before.backward_bytes
             fits = taken.saved_bytes <= before.saved_bytes and taken.backward_bytes <= own_bytes
             if not smaller or not fits:
                 continue
-            if flight.goes_on_by(Choice(problem, simulated, taken, flight.choice.plan)):
-                flight.part.pool.learn(problem, simulated)
+            if pending_run.goes_on_by(Choice(problem, simulated, taken, pending_run.choice.plan)):
+                pending_run.part.pool.add_solution(problem, simulated)
                 _LOG.info(
                     "%s gives way: it holds %s instead of %s until its backward",
-                    flight.part.name,
+                    pending_run.part.name,
                     format_bytes(taken.saved_bytes),
                     format_bytes(before.saved_bytes),
                 )
@@ -391,7 +395,7 @@ class StepBudget:
             lines.append(f"{' ' * 16}  no graph was compiled: the budget binds nothing")
         return "\n".join(lines)
 
-    def _over(self, part: Part, now: _Now) -> BudgetError:
+    def _over(self, part: Subgraph, now: _Now) -> BudgetError:
         """The refusal of a run, with what each graph of the step holds."""
         here, chosen = self._here(part, now)
         latest = time.monotonic() + self.time_limit
@@ -400,7 +404,7 @@ class StepBudget:
 
     def _refusal(self, name: str, needed: int, alive_bytes: int) -> BudgetError:
         needed += self.budget_bytes - self.room_bytes
-        held = [(f.part.name, format_bytes(f.choice.footprint.saved_bytes)) for f in self.flights]
+        held = [(f.part.name, format_bytes(f.choice.footprint.saved_bytes)) for f in self.pending_runs]
         waiting = "".join(f"; {name} holds {amount} until its backward" for name, amount in held)
         return BudgetError(
             "IRC540",
@@ -428,7 +432,7 @@ class _Now:
     """
 
     run: Run
-    flights: tuple[Flight, ...]
+    pending_runs: tuple[PendingRun, ...]
     alive_bytes: int
     losses_bytes: int
     loss_bytes: int
@@ -437,25 +441,25 @@ class _Now:
     @property
     def waiting_bytes(self) -> int:
         """What those that wait have saved."""
-        return sum(flight.choice.footprint.saved_bytes for flight in self.flights)
+        return sum(pending_run.choice.footprint.saved_bytes for pending_run in self.pending_runs)
 
     @property
-    def around(self) -> Around:
+    def around(self) -> AmbientMemory:
         """The same without what those that wait have saved.
 
         While the run waits, the backwards of those that it does not depend on may run.
         """
         waiting_bytes = self.waiting_bytes
-        strangers = [self.backward_bytes(f, 0) for f in self.flights if f not in self.run.upstream]
-        return Around(
+        strangers = [self.backward_bytes(f, 0) for f in self.pending_runs if f not in self.run.upstream]
+        return AmbientMemory(
             forward_bytes=self.alive_bytes + self.losses_bytes,
             loss_bytes=max(self.loss_bytes, *(nbytes - waiting_bytes for nbytes in (0, *strangers))),
             backward_bytes=self.backwards[self.run].nbytes(0) - waiting_bytes,
         )
 
-    def backward_bytes(self, flight: Flight, new_bytes: int) -> int:
+    def backward_bytes(self, pending_run: PendingRun, new_bytes: int) -> int:
         """The most that is alive in the backward of a run that waits; the run itself saves `new_bytes`."""
-        return self.backwards[flight].nbytes(new_bytes) + flight.choice.footprint.backward_bytes
+        return self.backwards[pending_run].nbytes(new_bytes) + pending_run.choice.footprint.backward_bytes
 
     def peak_bytes(self, taken: Footprint) -> int:
         """The most that is alive while the run takes this."""
@@ -466,16 +470,16 @@ class _Now:
         )
 
 
-def _root(part: Part) -> Part:
+def _root(part: Subgraph) -> Subgraph:
     return part.below[0] if part.parent is not None else part
 
 
-def _report(part: Part) -> None:
+def _report(part: Subgraph) -> None:
     numbers = ", ".join(other.name.split(" (")[0] for other in part.below)
     _LOG.info("%s%s", _described(part), f", above {numbers}" if numbers else "")
 
 
-def _described(part: Part) -> str:
+def _described(part: Subgraph) -> str:
     assert part.choice is not None
     plan, taken = part.choice.plan, part.choice.footprint
     return (

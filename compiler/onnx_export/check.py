@@ -127,7 +127,7 @@ def _import(module: OnnxModule, path: Path, own_batch: bool = False) -> OnnxModu
     batch = _changed_batch(module, model)
     closed = bound([spec for spec in module.input_specs if not is_open(spec[1])])
     shapes = {name: shape for name, shape, _ in closed if shape is not None}
-    constants = {n: s.tensor() for n, s in module.settled.items()}
+    constants = {n: s.tensor() for n, s in module.bound_at_import.items()}
     options = (None if own_batch else batch, shapes if batch is None else None, constants)
     again = from_model(model, *options, roles)
     new = {stored.name: stored.role for stored in again.stored}
@@ -141,7 +141,7 @@ def _import(module: OnnxModule, path: Path, own_batch: bool = False) -> OnnxModu
 def _changed_batch(module: OnnxModule, model: ir.Model) -> int | None:
     """The batch size of a module whose file fixes another one."""
     leading = {shape[0] if shape else None for _, shape, _ in module.input_specs}
-    if module.settled or len(leading) != 1:
+    if module.bound_at_import or len(leading) != 1:
         return None
     (size,) = leading
     return size if isinstance(size, int) and fixed_batch(model.graph, size) is not None else None
@@ -284,7 +284,7 @@ def _by_onnxruntime(module: OnnxModule, path: Path, inputs: Sequence[Any]) -> tu
         inputs = run.inputs
     expected = evaluated(module, inputs)
     feed = {name: _numpy(x) for (name, _, _), x in zip(module.input_specs, inputs, strict=True)}
-    feed |= {name: static.array for name, static in module.settled.items()}
+    feed |= {name: static.array for name, static in module.bound_at_import.items()}
     model = onnx.load(str(path), load_external_data=False)
     changed = evaluate(model)
     evaluating = path.with_name(f"evaluating-{path.name}")  # beside it: external weights are found

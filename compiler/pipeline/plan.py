@@ -18,8 +18,8 @@ from ...passes.costs.optimizer_costs import OptimizerFactory, step_costs
 from ...passes.pipeline import (
     Devices,
     Line,
+    OptimizerSteps,
     PipelineOptions,
-    Updates,
     line_of,
     lower_bound_seconds,
     plan_pipeline,
@@ -84,7 +84,7 @@ class MicroBatch:
     captured: Captured
     program: Program
     cost: Cost
-    updates: Updates
+    updates: OptimizerSteps
     tiers: OfferTiers | None = None
 
     @staticmethod
@@ -106,7 +106,7 @@ class MicroBatch:
             cost = Cost(profile="cpu") if profile is False else Cost(repeats=8 if profile else 3)
             split = SplitConvolutions()
         program = cost.run(replace(split.run(Program(captured.graph)), original=None))
-        updates = Updates() if optimizer is None else updates_of(program.graph, optimizer)
+        updates = OptimizerSteps() if optimizer is None else updates_of(program.graph, optimizer)
         offered = request.offered()
         if offered is not None:
             (tiers,) = measured([offered], _device(program))
@@ -204,7 +204,7 @@ def _device(program: Program) -> torch.device:
     return torch.device(program.graph.storages[0].device)
 
 
-def updates_of(graph: Graph, optimizer: OptimizerFactory) -> Updates:
+def updates_of(graph: Graph, optimizer: OptimizerFactory) -> OptimizerSteps:
     """What the steps of an optimizer take for the parameters of a graph.
 
     Raises:
@@ -212,7 +212,7 @@ def updates_of(graph: Graph, optimizer: OptimizerFactory) -> Updates:
     """
     trained = [i.value for i in graph.inputs if i.role is InputRole.PARAMETER and i.requires_grad]
     costs = step_costs(optimizer, trained)
-    return Updates({value.storage: cost for value, cost in costs.items()})
+    return OptimizerSteps({value.storage: cost for value, cost in costs.items()})
 
 
 def devices_of(request: PipelineRequest) -> Devices:

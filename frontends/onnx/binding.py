@@ -53,7 +53,7 @@ def bind_constants(graph: ir.Graph, constants: Mapping[str, Constant]) -> dict[s
         UnsupportedError: IRC304 for an element type that torch lacks.
     """
     values = {v.name or "": v for v in graph.inputs if not v.is_initializer()}
-    settled: dict[str, Tensor] = {}
+    bound_at_import: dict[str, Tensor] = {}
     for name, constant in constants.items():
         if name not in values:
             raise _no_input(name, list(values))
@@ -76,8 +76,8 @@ def bind_constants(graph: ir.Graph, constants: Mapping[str, Constant]) -> dict[s
                 f"the value of the input {name!r} is of {tensor.dtype}, where the file has {dtype}",
                 help="give a value of that type",
             )
-        settled[name] = tensor.detach().to(dtype)
-    return settled
+        bound_at_import[name] = tensor.detach().to(dtype)
+    return bound_at_import
 
 
 def _no_input(name: str, names: Sequence[str]) -> UsageError:

@@ -14,7 +14,7 @@ from .blocks import Branch, Loop, Map, Scan, Scanned
 from .coverage import check_covered, refusal, title, version_of
 from .graphs import node_name, wanted
 from .lowerings.attention import flex_mix, flex_scores
-from .partial_evaluation import Known, Tracer
+from .partial_evaluation import PartialValue, Tracer
 from .program import Operand
 from .tensors import Static, torch_dtype
 
@@ -116,15 +116,15 @@ class ControlFlow:
         iteration = 0
         while goes_on and (most < 0 or iteration < most):
             self._count(node, body)
-            self.tracer.bind(body.inputs[0], Known(torch.tensor(iteration)))
-            self.tracer.bind(body.inputs[1], Known(torch.tensor(True)))
+            self.tracer.bind(body.inputs[0], PartialValue(torch.tensor(iteration)))
+            self.tracer.bind(body.inputs[1], PartialValue(torch.tensor(True)))
             for inner, outer in zip(body.inputs[2:], now, strict=True):
                 self._enter(inner, outer)
             self.run_nodes(body)
             goes_on = self._constant(body.outputs[0], 1)
             if goes_on is None:
                 return False
-            outputs = [self.tracer.settled(value) for value in body.outputs[1:]]
+            outputs = [self.tracer.bound_at_import(value) for value in body.outputs[1:]]
             now = list[ir.Value | None](outputs[: len(carried)])
             for stack, value in zip(stacks, outputs[len(carried) :], strict=True):
                 stack.append(value)
@@ -152,7 +152,7 @@ class ControlFlow:
 
     def _enter(self, inner: ir.Value, outer: ir.Value | None) -> None:
         if outer is None:
-            self.tracer.bind(inner, Known(None, Operand("absent")))
+            self.tracer.bind(inner, PartialValue(None, Operand("absent")))
         else:
             self.tracer.alias(inner, outer)
 
@@ -170,7 +170,7 @@ class ControlFlow:
             raise refusal(
                 self._model, node, "of no iteration, without the shape of its results,", "export with shapes"
             )
-        self.tracer.bind(outer, Known(torch.from_numpy(empty.array).to(empty.dtype).movedim(0, axis)))
+        self.tracer.bind(outer, PartialValue(torch.from_numpy(empty.array).to(empty.dtype).movedim(0, axis)))
 
     def _keep_loop(self, loop: _LoopNode) -> None:
         tracer, node, body = self.tracer, loop.node, loop.body
@@ -246,7 +246,7 @@ class ControlFlow:
 
     def _pick(self, node: ir.Node, value: ir.Value, axis: int, index: int) -> ir.Value:
         position = ir.Value(name=f"{value.name}_index")
-        self.tracer.bind(position, Known(torch.tensor(index)))
+        self.tracer.bind(position, PartialValue(torch.tensor(index)))
         return self.tracer.apply(f"{value.name}_{index}", "Gather", [value, position], axis=axis)
 
     def _scan(self, scan: _ScanNode) -> list[ir.Value]:
@@ -267,7 +267,7 @@ class ControlFlow:
                 index = lengths[0] - 1 - step if how.is_backward else step
                 self.tracer.alias(inner, self._pick(node, whole, how.axis, index))
             self.run_nodes(body)
-            outputs = [self.tracer.settled(value) for value in body.outputs]
+            outputs = [self.tracer.bound_at_import(value) for value in body.outputs]
             now = outputs[: len(scan.states)]
             for stack, value in zip(stacks, outputs[len(scan.states) :], strict=True):
                 stack.append(value)
@@ -336,7 +336,7 @@ class ControlFlow:
                 self.tracer.alias(inner, outer if elements is None else elements[i])
             self.run_nodes(body)
             for column, value in zip(columns, body.outputs, strict=True):
-                column.append(self.tracer.settled(value))
+                column.append(self.tracer.bound_at_import(value))
         for outer, column in zip(node.outputs, columns, strict=False):
             self.tracer.bind_list(outer, column)
 

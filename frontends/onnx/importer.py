@@ -21,7 +21,7 @@ from .coverage import check_covered, domain_of, title
 from .graphs import node_name, subgraphs
 from .module import OnnxModule, Stored
 from .nodes import check_nodes
-from .partial_evaluation import Known, Tracer
+from .partial_evaluation import PartialValue, Tracer
 from .program import Program, Shapes, with_frees
 from .reader import normalise
 from .rebatch import fixed_batch, rebatch
@@ -56,20 +56,20 @@ def from_model(
     check_nodes(model)
     normalise(model)
     check_covered(model)
-    settled = bind_constants(model.graph, constants or {})
-    given = {name: tuple(tensor.shape) for name, tensor in settled.items()}
-    fixed = None if inputs or settled else fixed_batch(model.graph, batch)
+    bound_at_import = bind_constants(model.graph, constants or {})
+    given = {name: tuple(tensor.shape) for name, tensor in bound_at_import.items()}
+    fixed = None if inputs or bound_at_import else fixed_batch(model.graph, batch)
     if fixed is not None and batch is not None:
         rebatch(model.graph, fixed, batch)
 
     def free(specs: Sequence[InputSpec]) -> list[InputSpec]:
-        return [spec for spec in specs if spec[0] not in settled]
+        return [spec for spec in specs if spec[0] not in bound_at_import]
 
     specs = free(bind_inputs(model.graph, batch, {**(inputs or {}), **given}))
-    leaves = Leaves(roles or {})
-    importer = _Importer(model, specs, settled, leaves)
+    initializers = Leaves(roles or {})
+    importer = _Importer(model, specs, bound_at_import, initializers)
     first, read, weights, tensors = importer.first()
-    leaves.check_given()
+    initializers.check_given()
     return OnnxModule(
         input_specs=specs,
         declared=free(declared_inputs(model.graph)),
@@ -78,7 +78,7 @@ def from_model(
         not_saved={name for name, leaf in weights.items() if not leaf.persistent},
         programs=Programs(first, importer.program),
         constants=first.tensors,
-        settled={name: Static.of(tensor) for name, tensor in settled.items()},
+        bound_at_import={name: Static.of(tensor) for name, tensor in bound_at_import.items()},
         roles=roles,
     )
 
@@ -98,12 +98,12 @@ class _Importer:
         model: ir.Model,
         specs: Sequence[InputSpec],
         given: Mapping[str, Tensor],
-        leaves: Leaves,
+        initializers: Leaves,
     ) -> None:
         self._model = model
         self._specs = list(specs)
         self._given = dict(given)
-        self._leaves = leaves
+        self._leaves = initializers
         self._names: dict[ir.Value, str] | None = None
 
     def first(self) -> tuple[Program, list[Leaf], dict[str, Leaf], dict[str, Tensor | nn.Parameter]]:
@@ -156,7 +156,7 @@ class _Importer:
             fake = None if shape is None or dtype is None else tracer.fake_empty(shape, dtype)
             tracer.bind(by_name[name], tracer.new_slot(fake))
         for name, tensor in self._given.items():
-            tracer.bind(by_name[name], Known(tensor))
+            tracer.bind(by_name[name], PartialValue(tensor))
         with torch.no_grad(), quiet_tracer():
             _Nodes(tracer).run(graph)
             outputs = {v.name or f"output_{i}": tracer.output(v) for i, v in enumerate(graph.outputs)}
@@ -227,13 +227,13 @@ class _Nodes:
         elif op == "Identity" and node.inputs[0] is not None and self.tracer.list_of(node.inputs[0]):
             self.tracer.alias(node.outputs[0], node.inputs[0])
         elif op == "Constant":
-            _check_constant(self.tracer.leaves, node)
-        elif not (op == "ConstantOfShape" and self.tracer.leaves.of(node.outputs[0]) is not None):
+            _check_constant(self.tracer.initializers, node)
+        elif not (op == "ConstantOfShape" and self.tracer.initializers.of(node.outputs[0]) is not None):
             self.tracer.node(node)
 
 
-def _check_constant(leaves: Leaves, node: ir.Node) -> None:
-    if leaves.of(node.outputs[0]) is None:
+def _check_constant(initializers: Leaves, node: ir.Node) -> None:
+    if initializers.of(node.outputs[0]) is None:
         raise UnsupportedError(
             "IRC302",
             "ai.onnx::Constant of strings or of sparse values is not supported",

@@ -88,7 +88,7 @@ class OnnxModule(nn.Module):
     onnx_names: dict[str, str]
     stored: list[Stored]
     path: str | None
-    settled: dict[str, Static]
+    bound_at_import: dict[str, Static]
     roles: dict[str, str]
     current_node: str | None
 
@@ -102,12 +102,12 @@ class OnnxModule(nn.Module):
         not_saved: Container[str],
         programs: Programs,
         constants: Mapping[int, Tensor],
-        settled: Mapping[str, Static] | None = None,
+        bound_at_import: Mapping[str, Static] | None = None,
         roles: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
         self.path = None
-        self.settled = dict(settled or {})
+        self.bound_at_import = dict(bound_at_import or {})
         self.roles = dict(roles or {})
         self.input_specs = list(input_specs)
         self.output_names = list(programs.first.outputs)

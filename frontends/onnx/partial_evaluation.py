@@ -34,7 +34,7 @@ from .quantized import Held
 from .tensors import Static, onnx_tensor, torch_dtype, torch_tensor
 from .weights import Leaf, Leaves, Role
 
-__all__ = ["Known", "Tracer"]
+__all__ = ["PartialValue", "Tracer"]
 
 # The mode of the module or a generator decides what these do, so they never fold.
 _LIVE = ("Dropout", "BatchNormalization", *RANDOM)
@@ -45,7 +45,7 @@ _OF_SHAPES = ("Shape", "Size", "EyeLike")
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class PartialValue:
     """What is known of a value at import.
 
     Args:
@@ -95,7 +95,7 @@ class Tracer:
     """
 
     model: ir.Model
-    leaves: Leaves = field(default_factory=Leaves)
+    initializers: Leaves = field(default_factory=Leaves)
     names: Mapping[ir.Value, str] | None = None
     weights: dict[str, Leaf] = field(default_factory=dict[str, Leaf])
     read: dict[ir.Value, Leaf] = field(default_factory=dict[ir.Value, Leaf])
@@ -104,7 +104,7 @@ class Tracer:
     steps: list[Step] = field(default_factory=list[Step])
     account: Account = field(init=False)
     _fake: FakeTensorMode = field(default_factory=FakeTensorMode)
-    _values: dict[ir.Value, Known] = field(default_factory=dict[ir.Value, Known])
+    _values: dict[ir.Value, PartialValue] = field(default_factory=dict[ir.Value, PartialValue])
     _lists: dict[ir.Value, list[ir.Value]] = field(default_factory=dict[ir.Value, list[ir.Value]])
     _slots: int = 0
 
@@ -119,12 +119,12 @@ class Tracer:
         with self._fake:
             return torch.empty(tuple(shape), dtype=dtype)
 
-    def new_slot(self, tensor: Tensor | None) -> Known:
+    def new_slot(self, tensor: Tensor | None) -> PartialValue:
         """A value that a step will put into a new slot."""
         self._slots += 1
-        return Known(tensor, Operand("slot", self._slots - 1))
+        return PartialValue(tensor, Operand("slot", self._slots - 1))
 
-    def bind(self, value: ir.Value, known: Known) -> None:
+    def bind(self, value: ir.Value, known: PartialValue) -> None:
         """Say what is known of a value."""
         self._values[value] = known
         self._lists.pop(value, None)
@@ -142,21 +142,21 @@ class Tracer:
         else:
             self.bind_list(value, items)
 
-    def settled(self, value: ir.Value) -> ir.Value:
+    def bound_at_import(self, value: ir.Value) -> ir.Value:
         """A new name for what a value is now, for values that the next iteration of a loop computes anew."""
         fresh = ir.Value(name=value.name)
         items = self._lists.get(value)
         if items is None:
             self.bind(fresh, self.known(value))
         else:
-            self.bind_list(fresh, [self.settled(item) for item in items])
+            self.bind_list(fresh, [self.bound_at_import(item) for item in items])
         return fresh
 
     def list_of(self, value: ir.Value) -> list[ir.Value] | None:
         """The elements of a list whose length is known."""
         return self._lists.get(value)
 
-    def known(self, value: ir.Value) -> Known:
+    def known(self, value: ir.Value) -> PartialValue:
         """What is known of a value; a list of known length gets a slot.
 
         Raises:
@@ -168,11 +168,11 @@ class Tracer:
             found = self._values[value] = self._first_known(value)
         return found
 
-    def _first_known(self, value: ir.Value) -> Known:
+    def _first_known(self, value: ir.Value) -> PartialValue:
         items = self._lists.get(value)
         if items is not None:
             return self._as_list(value, items)
-        leaf = self.leaves.of(value)
+        leaf = self.initializers.of(value)
         if leaf is None:
             raise UsageError(
                 "IRC311",
@@ -181,7 +181,7 @@ class Tracer:
             )
         return self._leaf(leaf)
 
-    def _as_list(self, value: ir.Value, items: Sequence[ir.Value]) -> Known:
+    def _as_list(self, value: ir.Value, items: Sequence[ir.Value]) -> PartialValue:
         made = find("", "SequenceConstruct", 11)
         assert made is not None
         info = NodeInfo(value.name or "list", "SequenceConstruct", "", 11, {}, (True,))
@@ -191,7 +191,7 @@ class Tracer:
         self.steps.append(NodeStep(info, made, operands, (known.operand.index,), decided_late=True))
         return known
 
-    def _leaf(self, leaf: Leaf) -> Known:
+    def _leaf(self, leaf: Leaf) -> PartialValue:
         self.read[leaf.value] = leaf
         if leaf.role is Role.CONSTANT:
             tensor = torch_tensor(leaf.tensor)
@@ -202,14 +202,14 @@ class Tracer:
                     f"the constant {leaf.value.name!r} is of {leaf.tensor.dtype.name}, which torch has not",
                     help="export the model with another element type",
                 )
-            return Known(tensor)
+            return PartialValue(tensor)
         if leaf.tensor.size != math.prod(leaf.shape):
             size = math.prod(leaf.shape) * leaf.tensor.dtype.bitwidth // 8
             self.account.check(f"the weight {leaf.name!r}", leaf.shape, size)
         index, dtype = len(self.weights), torch_dtype(leaf.tensor.dtype)
         assert dtype is not None
         self.weights[self._name(leaf)] = leaf
-        return Known(self.fake_empty(leaf.shape, dtype), Operand("weight", index))
+        return PartialValue(self.fake_empty(leaf.shape, dtype), Operand("weight", index))
 
     def _name(self, leaf: Leaf) -> str:
         if self.names is not None:
@@ -236,7 +236,7 @@ class Tracer:
         known = self.known(value)
         if known.operand is None:
             assert known.tensor is not None
-            known = self._values[value] = Known(known.tensor, self._new_constant(known.tensor))
+            known = self._values[value] = PartialValue(known.tensor, self._new_constant(known.tensor))
         assert known.operand is not None
         return known.operand
 
@@ -280,7 +280,7 @@ class Tracer:
         yield undo
 
     def block(
-        self, inputs: Sequence[tuple[ir.Value, Known]], body: Callable[[], Sequence[ir.Value]]
+        self, inputs: Sequence[tuple[ir.Value, PartialValue]], body: Callable[[], Sequence[ir.Value]]
     ) -> Block:
         """What `body` traces, as a block.
 
@@ -369,7 +369,7 @@ class Tracer:
             pass
         self._decide_late(node)
 
-    def _folds(self, info: NodeInfo, known: Sequence[Known | None]) -> bool:
+    def _folds(self, info: NodeInfo, known: Sequence[PartialValue | None]) -> bool:
         if (info.domain != "" and info.op not in _UNPACK) or info.op in _LIVE:
             return False
         if any(k is not None and k.tensor is None for k in known):
@@ -379,7 +379,7 @@ class Tracer:
             return True
         return all(k is None or k.constant for k in known)
 
-    def _fold(self, node: _Applied, known: Sequence[Known | None]) -> None:
+    def _fold(self, node: _Applied, known: Sequence[PartialValue | None]) -> None:
         info = node.info
         call = Call(
             info,
@@ -398,8 +398,10 @@ class Tracer:
                 self.account.check(info.title, result.shape, nbytes(result), info.name)
                 if _storage(result) not in given:
                     self.account.add(info.title, result.shape, nbytes(result), info.name)
-                weight = self.leaves.unpacked(value, onnx_tensor(result)) if info.op in _UNPACK else None
-                self.bind(value, Known(result) if weight is None else self._leaf(weight))
+                weight = (
+                    self.initializers.unpacked(value, onnx_tensor(result)) if info.op in _UNPACK else None
+                )
+                self.bind(value, PartialValue(result) if weight is None else self._leaf(weight))
 
     def _trace(self, node: _Applied) -> None:
         info, lowering = node.info, node.lowering
@@ -447,7 +449,7 @@ class Tracer:
             slots.append(self._bind_new_slot(value, result))
         self.steps.append(NodeStep(info, lowering, tuple(operands), tuple(slots), tuple(literals)))
 
-    def _faked(self, known: Known | None) -> Tensor | None:
+    def _faked(self, known: PartialValue | None) -> Tensor | None:
         if known is None or known.tensor is None:
             return None
         return known.tensor if isinstance(known.tensor, FakeTensor) else self._fake.from_tensor(known.tensor)
@@ -500,7 +502,7 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _static(known: Known | None) -> Static | None:
+def _static(known: PartialValue | None) -> Static | None:
     if known is None or not known.constant:
         return None
     assert known.tensor is not None

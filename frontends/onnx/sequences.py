@@ -8,7 +8,7 @@ import torch
 from .bounds import MOST_OPERATIONS, too_large
 from .coverage import refusal, title
 from .graphs import node_name
-from .partial_evaluation import Known, Tracer
+from .partial_evaluation import PartialValue, Tracer
 from .program import Operand
 
 __all__ = ["OPTIONALS", "SEQUENCES", "import_optional", "import_sequence"]
@@ -40,7 +40,7 @@ def import_sequence(tracer: Tracer, node: ir.Node) -> None:
     if items is None:
         tracer.node(node)
     elif op == "SequenceLength":
-        tracer.bind(out, Known(torch.tensor(len(items))))
+        tracer.bind(out, PartialValue(torch.tensor(len(items))))
     elif op == "ConcatFromSequence":
         tracer.node(node, inputs=items)
     else:
@@ -102,7 +102,7 @@ def import_optional(tracer: Tracer, node: ir.Node) -> None:
     out = node.outputs[0]
     if node.op_type == "Optional":
         if value is None:
-            tracer.bind(out, Known(None, Operand("absent")))
+            tracer.bind(out, PartialValue(None, Operand("absent")))
         else:
             tracer.alias(out, value)
         return
@@ -111,7 +111,7 @@ def import_optional(tracer: Tracer, node: ir.Node) -> None:
     there = is_list or (known is not None and known.tensor is not None)
     absent = value is None or (known is not None and known.absent)
     if node.op_type == "OptionalHasElement" and (there or absent):
-        tracer.bind(out, Known(torch.tensor(there)))
+        tracer.bind(out, PartialValue(torch.tensor(there)))
     elif node.op_type == "OptionalGetElement" and there and value is not None:
         tracer.alias(out, value)
     elif absent:

@@ -1,4 +1,4 @@
-"""Records, while a module is traced, the stretches of its forward that wishes are about.
+"""Records, while a module is traced, the stretches of its forward that annotations are about.
 
 A stretch is one call of a marked module, one `with` block, or one call of `torch.utils.checkpoint`. While a
 module is traced, torch's checkpoints run their function once, as it stands: its values are free for a plan.
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
-from ...ir import Policy, Wish
+from ...ir import Annotation, Policy
 from .source_lines import user_line
 
 __all__ = ["MARKS", "Scope", "Scopes", "is_inside"]
@@ -38,12 +38,12 @@ class Scope:
 
     Args:
         number: Distinguishes the calls of one capture.
-        wish: What is wished there; None where torch's policy says it for each operation.
+        annotation: What is asked for there; None where torch's policy says it for each operation.
         where: Where torch's checkpoint is called, as ` at model.py:12 in forward`, or "".
     """
 
     number: int
-    wish: Wish | None
+    annotation: Annotation | None
     where: str = ""
 
 
@@ -60,15 +60,15 @@ class Scopes:
         root: What is traced.
 
     Attributes:
-        asked: All wishes for `root`, its submodules and its ONNX nodes, whether they run or not; and those
-            of the stretches that ran.
+        asked: All annotations for `root`, its submodules and its ONNX nodes, whether they run or not; and
+            those of the stretches that ran.
     """
 
     _of_thread = threading.local()
 
     def __init__(self, root: nn.Module) -> None:
         self._numbers = itertools.count()
-        self.asked: dict[Wish, None] = {}
+        self.asked: dict[Annotation, None] = {}
         self._open: list[Scope] = []
         self._opened: list[int] = [0]
         """How many stretches each call has opened."""
@@ -119,14 +119,14 @@ class Scopes:
 
     def enter_stretch(self, policy: Policy) -> None:
         """A `with` block is entered."""
-        wish = Wish(policy, f"{_WORDS[policy]}(){_here()}")
-        self.asked[wish] = None
-        self._push(Scope(next(self._numbers), wish))
+        annotation = Annotation(policy, f"{_WORDS[policy]}(){_here()}")
+        self.asked[annotation] = None
+        self._push(Scope(next(self._numbers), annotation))
 
     @contextlib.contextmanager
     def checkpoint(self, where: str, *, has_policy: bool) -> Generator[None]:
         """While active, torch's checkpoint, called at `where`, runs its function."""
-        hint = None if has_policy else Wish(Policy.PREFER_RECOMPUTE, f"torch.utils.checkpoint{where}")
+        hint = None if has_policy else Annotation(Policy.PREFER_RECOMPUTE, f"torch.utils.checkpoint{where}")
         if hint is not None:
             self.asked[hint] = None
         self._push(Scope(next(self._numbers), hint, where))
@@ -140,9 +140,9 @@ class Scopes:
         self._opened.append(1)
 
     def _scope(self, policy: Policy, what: str) -> Scope:
-        wish = Wish(policy, f"{_WORDS[policy]}({what})")
-        self.asked[wish] = None
-        return Scope(next(self._numbers), wish)
+        annotation = Annotation(policy, f"{_WORDS[policy]}({what})")
+        self.asked[annotation] = None
+        return Scope(next(self._numbers), annotation)
 
 
 def _here() -> str:

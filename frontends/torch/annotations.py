@@ -1,4 +1,4 @@
-"""Wishes for single modules: their results are kept for backward, or made again there."""
+"""Annotations for single modules: their results are kept for backward, or made again there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _M = TypeVar("_M", bound=nn.Module)
 
 
 class Stretch(contextlib.ContextDecorator):
-    """A part of a forward that a wish is about: a `with` block, or a function that it decorates."""
+    """A part of a forward that an annotation is about: a `with` block, or a function that it decorates."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -38,7 +38,7 @@ def keep(module: _M, /) -> _M: ...
 @overload
 def keep() -> Stretch: ...
 def keep(module: nn.Module | None = None, /) -> nn.Module | Stretch:
-    """Wishes that nothing of a module's forward runs again: what backward needs of it stays.
+    """Annotations that nothing of a module's forward runs again: what backward needs of it stays.
 
     The mark is on the module and is read by `irc.optimize`; of nested marks the innermost counts. It is no
     part of the `state_dict`; copies and pickles of the module have it. Without a module, the result is for
@@ -61,7 +61,7 @@ def recompute(module: _M, /) -> _M: ...
 @overload
 def recompute() -> Stretch: ...
 def recompute(module: nn.Module | None = None, /) -> nn.Module | Stretch:
-    """Wishes that intermediate results of a module do not stay from forward to backward: they are made again.
+    """Annotates a module: its intermediate results do not stay for backward but are made again.
 
     Operations whose results leave the module are free: these may stay. What draws random numbers, or might
     give other numbers when it runs again, runs once in any case, and backward keeps what it needs of that.
@@ -80,7 +80,7 @@ def recompute(module: nn.Module | None = None, /) -> nn.Module | Stretch:
 
 
 def unmark(module: _M, /) -> _M:
-    """Takes back what `keep` or `recompute` wished for a module; wishes for submodules stay.
+    """Takes back what `keep` or `recompute` asked for a module; annotations for submodules stay.
 
     Raises:
         UsageError: IRC553 where it is no module, or one that was planned already.
@@ -91,11 +91,11 @@ def unmark(module: _M, /) -> _M:
 
 
 def mark(module: _M, policy: Policy, path: str = "") -> _M:
-    """Wishes something for a module, a submodule, or nodes of an ONNX model.
+    """Annotations something for a module, a submodule, or nodes of an ONNX model.
 
     Args:
         module: A module.
-        policy: What is wished.
+        policy: What is asked for.
         path: Dotted path of a submodule; for an ONNX model, the name of a node, or what the names of several
             nodes begin with up to a slash or a dot.
 
@@ -133,12 +133,12 @@ def _check(module: object) -> None:
     if not isinstance(module, nn.Module):
         raise UsageError(
             "IRC553",
-            f"a wish is for a torch.nn.Module, not for a {type(module).__name__}",
+            f"an annotation is for a torch.nn.Module, not for a {type(module).__name__}",
             help="give a submodule, such as irc.keep(model.layer3); or write `with irc.keep():` in a forward",
         )
     if "_irc" in module.__dict__:
         raise UsageError(
             "IRC553",
-            "a wish comes too late for a module that is planned already",
+            "an annotation comes too late for a module that is planned already",
             help="mark the model, then call irc.optimize",
         )

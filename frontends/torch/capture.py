@@ -48,11 +48,18 @@ from .fixups.recurrent import StepwiseRNN
 from .fixups.tensor_hooks import tensor_hooks
 from .fixups.tied_parameters import TiedParameters
 from .loss import Loss, loss_bytes, unused_outputs
-from .place_annotations import place_wishes
+from .place_annotations import place_annotations
 from .provenance import raised_at, raised_code, recording
 from .results import flattened, refuse_hidden_tensors, refusing_writes
 from .state import State
-from .tracer import MADE, WAYS, WAYS_OF_EXAMPLE, Way, quiet_tracer, unread_draws_stay
+from .tracer import (
+    DECOMPOSITIONS,
+    TRACE_MODES,
+    TRACE_MODES_OF_EXAMPLE,
+    TraceMode,
+    quiet_tracer,
+    unread_draws_stay,
+)
 from .translate import Translation, translate
 
 __all__ = ["Captured", "capture"]
@@ -171,7 +178,9 @@ def capture(
     refuse_hidden_tensors(leaves)
     flat = _Flat(module, tree, leaves, loss)
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
-    translation = _traced(flat, module, tensors, WAYS + (WAYS_OF_EXAMPLE if same_branches else ()))
+    translation = _traced(
+        flat, module, tensors, TRACE_MODES + (TRACE_MODES_OF_EXAMPLE if same_branches else ())
+    )
     graph = translation.graph
     if not any(o.value is not None and o.role is OutputRole.GRADIENT for o in graph.outputs):
         raise _nothing_to_train()
@@ -225,7 +234,9 @@ _ANOTHER_WAY = ("IRC332", "IRC333", "IRC335")
 """Data that decides, a failure, or an unknown operation: another way to trace may go round them."""
 
 
-def _traced(flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...], ways: Sequence[Way]) -> Translation:
+def _traced(
+    flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...], ways: Sequence[TraceMode]
+) -> Translation:
     """The module's training graph, traced in the first of `ways` that has one.
 
     Where none has, the reason is that of the first: the others run code that the module's training does not.
@@ -243,7 +254,7 @@ def _traced(flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...], ways: S
     raise errors[-1 if ways[-1].same_branches else 0]
 
 
-def _traced_so(flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...], way: Way) -> Translation:
+def _traced_so(flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...], way: TraceMode) -> Translation:
     """The module's training graph, traced in one way; a loss is asked first for what it does not use."""
     flat.branches = Branches(module) if way.same_branches else None
     if flat.branches is not None:
@@ -261,14 +272,14 @@ def _traced_so(flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...], way:
         joint, scopes = _trace(stack, flat, module, tensors)
         share_casts(joint.graph_module.graph)
         translation = translate(joint)
-    graph = place_wishes(translation.graph, translation.notes, scopes.asked)
+    graph = place_annotations(translation.graph, translation.notes, scopes.asked)
     return replace(translation, graph=graph)
 
 
 def _trace(
     stack: contextlib.ExitStack, flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...]
 ) -> tuple[JointWithDescriptors, Scopes]:
-    """The joint graph of AOTAutograd and what wishes are about, or the reason why there is none."""
+    """The joint graph of AOTAutograd and what annotations are about, or the reason why there is none."""
     stack.enter_context(torch.random.fork_rng(devices=[]))
     stack.enter_context(torch.enable_grad())
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -284,7 +295,7 @@ def _trace(
     stack.enter_context(warnings.catch_warnings())
     warnings.simplefilter("ignore")
     try:
-        return aot_export_joint_with_descriptors(stack, flat, tensors, decompositions=MADE), scopes
+        return aot_export_joint_with_descriptors(stack, flat, tensors, decompositions=DECOMPOSITIONS), scopes
     except IrcError:
         raise
     except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:

@@ -13,7 +13,7 @@ from torch import nn
 from ...ir import is_inspectable, is_of_library
 from .closures import closed_over
 from .containers import CONTAINERS
-from .object_graph import Holder, class_items, is_closed, walk_from
+from .object_graph import HeldObject, class_items, is_closed, walk_from
 
 __all__ = ["code_reach"]
 
@@ -35,7 +35,7 @@ _WRAPPERS: dict[type, tuple[str, ...]] = {
 """What stands for a function, with the attributes that hold it."""
 
 
-def code_reach(module: nn.Module, own: Iterable[Holder]) -> list[Holder]:
+def code_reach(module: nn.Module, own: Iterable[HeldObject]) -> list[HeldObject]:
     """What the code of a module leads to: its classes, and globals and closures of its functions.
 
     Of globals, those count that a function names which the forward reaches; others are other code's. Code of
@@ -48,7 +48,7 @@ def code_reach(module: nn.Module, own: Iterable[Holder]) -> list[Holder]:
     """
     children = list(module.modules())
     kinds = {kind: None for child in children for kind in type(child).__mro__ if not is_closed(kind)}
-    found = [Holder(kind.__name__, kind, class_items(kind), is_own=False) for kind in kinds]
+    found = [HeldObject(kind.__name__, kind, class_items(kind), is_own=False) for kind in kinds]
     code = _Code()
     code.follow(kinds, 0)
     for child in children:
@@ -87,15 +87,15 @@ class _Code:
         """How much was found."""
         return len(self._cells) + sum(len(names & table.keys()) for table, names in self._tables.values())
 
-    def holders(self) -> list[Holder]:
+    def holders(self) -> list[HeldObject]:
         """The cells that hold something, and the tables of globals."""
         cells = [
-            Holder(name, cell, {"": cell.cell_contents}, is_own=False)
+            HeldObject(name, cell, {"": cell.cell_contents}, is_own=False)
             for name, cell in self._cells.values()
             if _is_filled(cell)
         ]
         return cells + [
-            Holder.of_globals(table, tuple(sorted(names))) for table, names in self._tables.values()
+            HeldObject.of_globals(table, tuple(sorted(names))) for table, names in self._tables.values()
         ]
 
     def follow(self, values: Iterable[Any], level: int) -> None:
@@ -107,16 +107,16 @@ class _Code:
         """
         waiting = deque((value, level, 0) for value in values)
         while waiting:
-            value, at, home = waiting.popleft()
+            value, at, offloaded = waiting.popleft()
             kind = cast("type[Any]", type(value))
             if kind is types.FunctionType:
-                waiting += self._of_function(value, at + (home not in (0, id(value.__globals__))))
+                waiting += self._of_function(value, at + (offloaded not in (0, id(value.__globals__))))
             elif kind in _WRAPPERS:
-                waiting += [(getattr(value, name), at, home) for name in _WRAPPERS[kind]]
+                waiting += [(getattr(value, name), at, offloaded) for name in _WRAPPERS[kind]]
             elif issubclass(kind, type) or is_inspectable(kind):
-                waiting += self._of_class(value if issubclass(kind, type) else kind, at, home)
+                waiting += self._of_class(value if issubclass(kind, type) else kind, at, offloaded)
 
-    def _of_class(self, kind: type, level: int, home: int) -> Iterator[tuple[Any, int, int]]:
+    def _of_class(self, kind: type, level: int, offloaded: int) -> Iterator[tuple[Any, int, int]]:
         if self._seen.get(id(kind), 2) <= level:
             return
         self._seen[id(kind)] = level
@@ -124,9 +124,9 @@ class _Code:
             for name, value in () if is_closed(each) else list(vars(each).items()):
                 if type(value) is types.FunctionType or type(value) in _WRAPPERS:
                     if name in self._named or name.startswith("__"):
-                        yield value, level, home
+                        yield value, level, offloaded
                     else:
-                        self._unnamed.setdefault(name, []).append((value, level, home))
+                        self._unnamed.setdefault(name, []).append((value, level, offloaded))
 
     def _of_function(self, function: types.FunctionType, level: int) -> Iterator[tuple[Any, int, int]]:
         table = function.__globals__
@@ -158,7 +158,7 @@ def _names_in(code: types.CodeType) -> set[str]:
     return names
 
 
-def _code_in(holders: Iterable[Holder]) -> Iterator[Any]:
+def _code_in(holders: Iterable[HeldObject]) -> Iterator[Any]:
     """The functions, classes and objects with methods among holders and what they held."""
     for holder in holders:
         if holder.is_object:

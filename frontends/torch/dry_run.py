@@ -13,11 +13,11 @@ from torch import nn
 from .closures import closed_over
 from .state import State
 
-__all__ = ["traceless"]
+__all__ = ["dry_run"]
 
 
 @contextlib.contextmanager
-def traceless(function: Callable[..., Any]) -> Generator[None]:
+def dry_run(function: Callable[..., Any]) -> Generator[None]:
     """Afterwards, what a function holds is as before: its object, its closure, modules, Python's generators.
 
     A loss may keep state, as a running mean of what it has seen: run on tensors without data it would keep

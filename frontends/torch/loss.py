@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...ir import UsageError
-from .dry_run import traceless
+from .dry_run import dry_run
 
 __all__ = ["AliveBytes", "Loss", "loss_bytes", "unused_outputs"]
 
@@ -156,7 +156,7 @@ def _called(loss: Loss, result: Any) -> Tensor:
     """
     help = "give a function from the module's result to a scalar tensor"
     try:
-        with traceless(loss):
+        with dry_run(loss):
             scalar = cast(object, loss(result))
     except Exception as error:
         raise UsageError("IRC341", f"the loss fails: {type(error).__name__}: {error}", help=help) from error

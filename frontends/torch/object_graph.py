@@ -24,7 +24,7 @@ from .fixups.function_caches import is_traced
 
 __all__ = [
     "ABSENT",
-    "Holder",
+    "HeldObject",
     "changed",
     "class_items",
     "digest",
@@ -62,7 +62,7 @@ Path = str | tuple["Path", Any, bool]
 
 
 @dataclass(eq=False, frozen=True, slots=True)
-class Holder:
+class HeldObject:
     """Something that can change, and what it held when it was looked at.
 
     Args:
@@ -82,20 +82,20 @@ class Holder:
     names: tuple[str, ...] | None = None
 
     @staticmethod
-    def of_container(value: Any) -> Holder:
+    def of_container(value: Any) -> HeldObject:
         """A container of the module."""
-        return Holder("", value, copied(value), is_own=True)
+        return HeldObject("", value, copied(value), is_own=True)
 
     @staticmethod
-    def of_module(path: str, module: nn.Module, without: frozenset[str]) -> Holder:
+    def of_module(path: str, module: nn.Module, without: frozenset[str]) -> HeldObject:
         """A module with its attributes."""
-        return Holder(path, module, _without(module, without), is_own=True, without=without)
+        return HeldObject(path, module, _without(module, without), is_own=True, without=without)
 
     @staticmethod
-    def of_globals(table: dict[str, Any], names: tuple[str, ...]) -> Holder:
+    def of_globals(table: dict[str, Any], names: tuple[str, ...]) -> HeldObject:
         """Some globals of a file."""
         path = str(table.get("__name__"))
-        return Holder(path, table, _named(table, names), is_own=False, names=names)
+        return HeldObject(path, table, _named(table, names), is_own=False, names=names)
 
     @property
     def path(self) -> str:
@@ -226,7 +226,7 @@ class Holder:
                 base.insert(self.value, i, item)
 
 
-def own_reach(module: nn.Module, excused: Callable[[nn.Module], frozenset[str] | None]) -> list[Holder]:
+def own_reach(module: nn.Module, excused: Callable[[nn.Module], frozenset[str] | None]) -> list[HeldObject]:
     """A module, its submodules, and what their attributes lead to; not what is in tensors.
 
     Args:
@@ -234,19 +234,19 @@ def own_reach(module: nn.Module, excused: Callable[[nn.Module], frozenset[str] |
         excused: The attributes of a module that are none of its state; None for all of them.
     """
     modules = [
-        Holder.of_module(name, child, without)
+        HeldObject.of_module(name, child, without)
         for name, child in module.named_modules()
         if (without := excused(child)) is not None
     ]
     return modules + walk_from(modules)
 
 
-def reach_of(values: Iterable[Any]) -> list[Holder]:
+def reach_of(values: Iterable[Any]) -> list[HeldObject]:
     """What some values are and lead to; not what is in tensors."""
     return _walk([("", value) for value in values], is_own=True)
 
 
-def changed(holder: Holder) -> Iterator[tuple[Any, Any, Any]]:
+def changed(holder: HeldObject) -> Iterator[tuple[Any, Any, Any]]:
     """The items of a holder that are others than they were: key, before and now."""
     found = holder.now()
     if _are_identical(holder.held, found):
@@ -324,7 +324,7 @@ def _by_key(held: dict[Any, Any] | list[Any]) -> dict[Any, Any]:
     return held if isinstance(held, dict) else dict(enumerate(held))
 
 
-def walk_from(holders: list[Holder]) -> list[Holder]:
+def walk_from(holders: list[HeldObject]) -> list[HeldObject]:
     """What some holders lead to, which are all the module's own or none is; nearest first."""
     roots = [
         (each.step_to(key), value)
@@ -335,11 +335,11 @@ def walk_from(holders: list[Holder]) -> list[Holder]:
     return _walk(roots, is_own=all(each.is_own for each in holders))
 
 
-def _walk(roots: list[tuple[Path, Any]], *, is_own: bool) -> list[Holder]:
+def _walk(roots: list[tuple[Path, Any]], *, is_own: bool) -> list[HeldObject]:
     """What these values are and lead to, nearest first."""
     waiting = deque((path, value, 0) for path, value in roots)
     seen: set[int] = set()
-    found: list[Holder] = []
+    found: list[HeldObject] = []
     items_left, large_left = _MOST_ITEMS, _MOST_LARGE if is_own else 0
     while waiting and len(found) < _MOST and items_left > 0:
         path, value, depth = waiting.popleft()
@@ -350,7 +350,7 @@ def _walk(roots: list[tuple[Path, Any]], *, is_own: bool) -> list[Holder]:
         if issubclass(kind, CONTAINERS) and (size := size_of(value)) > _MOST:
             if size <= large_left:
                 large_left -= size
-                found.append(Holder(path, value, copied(value), is_own))
+                found.append(HeldObject(path, value, copied(value), is_own))
             continue
         parts = _parts(value)
         if parts is None:
@@ -358,7 +358,7 @@ def _walk(roots: list[tuple[Path, Any]], *, is_own: bool) -> list[Holder]:
         held, is_holder = parts
         items_left -= len(held)
         if is_holder:
-            found.append(Holder(path, value, held, is_own))
+            found.append(HeldObject(path, value, held, is_own))
         if depth < _DEPTH and not is_generator(value):
             inside = issubclass(kind, (*CONTAINERS, tuple))
             pairs = held.items() if isinstance(held, dict) else enumerate(held)

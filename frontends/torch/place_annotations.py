@@ -1,4 +1,4 @@
-"""Places wishes on the operations of a graph: the innermost one counts, and what leaves a stretch is free."""
+"""Places annotations on the operations of a graph: the innermost counts; what leaves a stretch is free."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import fx
 
-from ...ir import Graph, Node, Policy, Region, Storage, Trait, UnsupportedError, Wish
+from ...ir import Annotation, Graph, Node, Policy, Region, Storage, Trait, UnsupportedError
 from .annotation_scopes import Scope
 from .provenance import location_of, scopes_of
 
-__all__ = ["Note", "note_of", "place_wishes"]
+__all__ = ["Note", "note_of", "place_annotations"]
 
 _POLICIES = {
     "MUST_SAVE": Policy.KEEP,
@@ -38,7 +38,7 @@ class Note:
 
 
 def note_of(node: fx.Node) -> Note | None:
-    """The note of a traced node; None for one that no wish is about.
+    """The note of a traced node; None for one that no annotation is about.
 
     Raises:
         UnsupportedError: IRC554 for a policy that moves results to the host.
@@ -49,7 +49,7 @@ def note_of(node: fx.Node) -> Note | None:
         scopes = (*scopes, Scope(-1 - graph_number, None))
     policy: Any = node.meta.get("recompute")
     # outside of its stretches torch leaves the last tag on every node that follows
-    is_tagged = policy is not None and any(scope.wish is None for scope in scopes)
+    is_tagged = policy is not None and any(scope.annotation is None for scope in scopes)
     tag: str | None = None if policy is None or not is_tagged else policy.name
     if tag is not None and tag not in _POLICIES:
         raise UnsupportedError(
@@ -61,17 +61,17 @@ def note_of(node: fx.Node) -> Note | None:
     return Note(scopes, tag) if scopes else None
 
 
-def place_wishes(graph: Graph, notes: Mapping[str, Note], asked: Iterable[Wish]) -> Graph:
-    """The graph with a wish on each forward operation that one is about.
+def place_annotations(graph: Graph, notes: Mapping[str, Note], asked: Iterable[Annotation]) -> Graph:
+    """The graph with an annotation on each forward operation that one is about.
 
     Of the stretches around an operation the innermost counts that says what must be: `KEEP`, or `RECOMPUTE`
     where no result leaves the stretch. Without one the innermost hint stands there. A view has no storage of
-    its own: nothing can be wished for it.
+    its own: nothing can be asked for it.
 
     Args:
-        graph: Without wishes.
+        graph: Without annotations.
         notes: By the names of nodes.
-        asked: Wishes that are part of the graph whether they are about an operation or not.
+        asked: Annotations that are part of the graph whether they are about an operation or not.
     """
     readers: dict[Storage, list[Node]] = {}
     for node in graph.operations:
@@ -90,25 +90,30 @@ def place_wishes(graph: Graph, notes: Mapping[str, Note], asked: Iterable[Wish])
         )
         return not graph.output_storages.isdisjoint(made) or any(outside)
 
-    def wish_of(node: Node) -> Wish | None:
+    def annotation_of(node: Node) -> Annotation | None:
         note = notes.get(node.name)
         if note is None or node.is_view or node.region is Region.BACKWARD:
             return None
-        wishes = [(scope, _wish_in(scope, note.tag)) for scope in reversed(note.scopes)]
-        for scope, wish in wishes:
-            if wish is None or wish.is_hint:
+        annotations = [(scope, _annotation_in(scope, note.tag)) for scope in reversed(note.scopes)]
+        for scope, annotation in annotations:
+            if annotation is None or annotation.is_hint:
                 continue
-            if wish.policy is Policy.KEEP or not leaves(node, scope):
-                return wish
-        return next((wish for _, wish in wishes if wish is not None and wish.is_hint), None)
+            if annotation.policy is Policy.KEEP or not leaves(node, scope):
+                return annotation
+        return next(
+            (annotation for _, annotation in annotations if annotation is not None and annotation.is_hint),
+            None,
+        )
 
-    nodes = tuple(replace(node, wish=wish_of(node)) if node.name in notes else node for node in graph.nodes)
-    placed = (node.wish for node in nodes if node.wish is not None)
-    return replace(graph, nodes=nodes, wishes=tuple(dict.fromkeys((*asked, *placed))))
+    nodes = tuple(
+        replace(node, annotation=annotation_of(node)) if node.name in notes else node for node in graph.nodes
+    )
+    placed = (node.annotation for node in nodes if node.annotation is not None)
+    return replace(graph, nodes=nodes, annotations=tuple(dict.fromkeys((*asked, *placed))))
 
 
-def _wish_in(scope: Scope, tag: str | None) -> Wish | None:
-    """What is wished in a stretch; torch's policy names it for the operation."""
-    if scope.wish is not None or tag is None:
-        return scope.wish
-    return Wish(_POLICIES[tag], f"CheckpointPolicy.{tag}{scope.where}")
+def _annotation_in(scope: Scope, tag: str | None) -> Annotation | None:
+    """What is asked for in a stretch; torch's policy names it for the operation."""
+    if scope.annotation is not None or tag is None:
+        return scope.annotation
+    return Annotation(_POLICIES[tag], f"CheckpointPolicy.{tag}{scope.where}")

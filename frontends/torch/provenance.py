@@ -1,6 +1,6 @@
 """Records, while a module is traced, which submodule, ONNX node and source line each operation came from.
 
-Beside it stand the scopes of the wishes that the operation ran in (see `scopes`).
+Beside it stand the scopes of the annotations that the operation ran in (see `scopes`).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from .closures import closed_over
 from .code import code_reach
 from .fixups.function_caches import caches_of, forget_traced
 from .iterators import is_iterator, untouched_iterators
-from .object_graph import ABSENT, Holder, changed, digest, holds_traced, is_generator, is_plain, own_reach
+from .object_graph import ABSENT, HeldObject, changed, digest, holds_traced, is_generator, is_plain, own_reach
 
 __all__ = ["State"]
 
@@ -114,7 +114,7 @@ class State:
         `config.problem_type`, and names in a registry that only code leads to.
         """
         attributes = [(child, dict(vars(child))) for child in self.module.modules()]
-        tables = [Holder.of_container(table) for table in _tables(self.module)]
+        tables = [HeldObject.of_container(table) for table in _tables(self.module)]
         holders = self._holders()
         caches = caches_of(self.module)
         python, numpy = random.getstate(), np.random.get_state()
@@ -133,7 +133,7 @@ class State:
             for holder in holders:
                 self._put_back(holder)
 
-    def _put_back(self, holder: Holder) -> None:
+    def _put_back(self, holder: HeldObject) -> None:
         if holder.is_own and not holder.is_object:
             holder.put_back()
             return
@@ -147,11 +147,11 @@ class State:
             if not stays:
                 holder.put_back_item(key)
 
-    def _holders(self) -> list[Holder]:
+    def _holders(self) -> list[HeldObject]:
         own = own_reach(self.module, _excused)
         return [*own, *code_reach(self.module, own)]
 
-    def _compare(self, holders: list[Holder]) -> None:
+    def _compare(self, holders: list[HeldObject]) -> None:
         """Notes what one run changed, and takes away what exists only while it is traced."""
         self.drawn, self.flipped = [], []
         for holder in holders:
@@ -257,14 +257,14 @@ def _is_number(old: Any, new: Any) -> bool:
     return (is_plain(old) or old is ABSENT) and (is_plain(new) or new is ABSENT)
 
 
-def _is_state(holder: Holder, old: Any, new: Any) -> bool:
+def _is_state(holder: HeldObject, old: Any, new: Any) -> bool:
     """Whether a change is one of the module's state, and not what it lazily makes for itself."""
     if holder.is_container or is_plain(new) or new is ABSENT:
         return not is_generator(holder.value)
     return old is not ABSENT and old is not None and (is_plain(old) or not _are_alike(old, new))
 
 
-def _is_learned(holder: Holder, old: Any, new: Any) -> bool:
+def _is_learned(holder: HeldObject, old: Any, new: Any) -> bool:
     """Whether an object that is no module fills in what it has not known yet."""
     return holder.is_object and (old is None or old is ABSENT) and is_plain(new)
 
@@ -276,8 +276,11 @@ def _are_alike(old: Any, new: Any) -> bool:
 
 def _is_torchs(hook: Any) -> bool:
     """Whether a hook is one of torch's, as of weight norm, or of a class made from one of torch's."""
-    homes = [getattr(hook, "__module__", None), *(kind.__module__ for kind in type(hook).__mro__)]
-    return any(str(home).startswith("torch.") for home in homes)
+    offloaded_parameters = [
+        getattr(hook, "__module__", None),
+        *(kind.__module__ for kind in type(hook).__mro__),
+    ]
+    return any(str(offloaded).startswith("torch.") for offloaded in offloaded_parameters)
 
 
 def _hooks(module: nn.Module) -> Iterator[tuple[str, dict[int, Any]]]:
@@ -297,7 +300,7 @@ def _tables(module: nn.Module) -> Iterator[Any]:
                 yield value
 
 
-def _places(holders: list[Holder]) -> Iterator[tuple[str, Any, Any]]:
+def _places(holders: list[HeldObject]) -> Iterator[tuple[str, Any, Any]]:
     """Where iterators among the items of holders are, for those that can be replaced for a while."""
     for holder in holders:
         found = [key for key, value in holder.items.items() if is_iterator(value)]

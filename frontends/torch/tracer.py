@@ -16,11 +16,18 @@ from torch import Tensor, fx
 from ..quiet import quiet_tracer
 from .translate import draws
 
-__all__ = ["MADE", "WAYS", "WAYS_OF_EXAMPLE", "Way", "quiet_tracer", "unread_draws_stay"]
+__all__ = [
+    "DECOMPOSITIONS",
+    "TRACE_MODES",
+    "TRACE_MODES_OF_EXAMPLE",
+    "TraceMode",
+    "quiet_tracer",
+    "unread_draws_stay",
+]
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class TraceMode:
     """One way to trace a module.
 
     Args:
@@ -45,7 +52,7 @@ class Way:
             torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = before
 
 
-WAYS = (Way(), Way(compiling=True, exporting=True), Way(compiling=True))
+TRACE_MODES = (TraceMode(), TraceMode(compiling=True, exporting=True), TraceMode(compiling=True))
 """How a module is traced, in this order until one succeeds.
 
 First as it runs. Libraries look at data to save work (a mask that masks nothing is left out), unless they
@@ -53,7 +60,7 @@ are told that they are traced; then they take the way that holds for all data. T
 they keep to plain operations; told only that it is compiled, some take another algorithm (a scan in another
 order), whose numbers differ from eager's by rounding.
 """
-WAYS_OF_EXAMPLE = (Way(compiling=True, same_branches=True), Way(same_branches=True))
+TRACE_MODES_OF_EXAMPLE = (TraceMode(compiling=True, same_branches=True), TraceMode(same_branches=True))
 """How it is traced after these where its branches may be those of the example."""
 
 
@@ -64,7 +71,7 @@ def _dropout_backward(gradient: Tensor, mask: Tensor, scale: float) -> Any:
     return gradient * (mask.type_as(gradient) * scale)
 
 
-MADE: dict[Any, Any] = {
+DECOMPOSITIONS: dict[Any, Any] = {
     torch.ops.aten._conj.default: torch.ops.aten.conj_physical.default,
     torch.ops.aten._neg_view.default: torch.ops.aten.neg.default,
     torch.ops.aten.native_dropout_backward.default: _dropout_backward,

@@ -74,7 +74,7 @@ class Translation:
         graph: The training graph.
         deliveries: How each tensor of the flat result is made.
         constants: Tensors that the graph refers to and that are no parameter, buffer or input.
-        notes: By the names of nodes, the stretches that wishes are about.
+        notes: By the names of nodes, the stretches that annotations are about.
     """
 
     graph: Graph

@@ -8,16 +8,16 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ...ir import Gradients, Home, Tier
+from ...ir import Gradients, OffloadedParameter, Tier
 from ..remat.planner import Planner
 from ..remat.problem import CheckpointProblem
-from ..remat.search import Found
-from .offloaded_parameters import LEAST_BYTES, LoadedProgram, homes_in
+from ..remat.search import Incumbent
+from .offloaded_parameters import LEAST_BYTES, LoadedProgram, offloadable_in
 from .prefetch import prefetch
 from .remat_and_offload import SwapProblem, bound_with_copies, least_budget, search_with_copies
 from .strategies import known_swaps
 
-__all__ = ["HomeSearch"]
+__all__ = ["OffloadSearch"]
 
 _PARTS = (0.0, 0.25, 0.5, 0.75, 1.0)
 """So much of all that can live in a tier is tried, in bytes; then what lies around the best of them."""
@@ -42,7 +42,7 @@ _PROOF_GAP = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
-class Homed:
+class OffloadChoice:
     """A choice of what lives in a tier.
 
     Args:
@@ -51,16 +51,16 @@ class Homed:
     """
 
     problem: CheckpointProblem
-    found: Found
+    found: Incumbent
 
 
 @dataclass
-class HomeSearch:
+class OffloadSearch:
     """Looks for the fastest schedule among those in which more or less lives in a tier.
 
     Args:
         planner: Of a program without homes.
-        which: Of `HOMED`.
+        which: Of `OFFLOADABLE`.
         budget_bytes: Of the device.
         names: Of the homes that there are to be; None where that is to be chosen.
         least_home_bytes: Smaller parameters stay on the device.
@@ -70,21 +70,25 @@ class HomeSearch:
     which: Sequence[str]
     budget_bytes: int
     names: Collection[str] | None = None
-    least_home_bytes: int = LEAST_BYTES
+    least_offloaded_bytes: int = LEAST_BYTES
 
     def __post_init__(self) -> None:
         tiers = self.planner.program.tiers
         self.tier = tiers[0]
         left_bytes = self.tier.capacity_bytes
-        homes: list[Home] = []
+        offloaded_parameters: list[OffloadedParameter] = []
         graph = self.planner.program.graph
-        for home in homes_in(self.tier.name, graph, self.which, least_bytes=self.least_home_bytes):
-            if home.storage.nbytes <= left_bytes and (self.names is None or home.name in self.names):
-                left_bytes -= home.storage.nbytes
-                homes.append(home)
-        self.homes = tuple(homes)
+        for offloaded in offloadable_in(
+            self.tier.name, graph, self.which, least_bytes=self.least_offloaded_bytes
+        ):
+            if offloaded.storage.nbytes <= left_bytes and (
+                self.names is None or offloaded.name in self.names
+            ):
+                left_bytes -= offloaded.storage.nbytes
+                offloaded_parameters.append(offloaded)
+        self.offloaded_parameters = tuple(offloaded_parameters)
 
-    def run(self, deadline: float) -> Homed | None:
+    def run(self, deadline: float) -> OffloadChoice | None:
         """The fastest schedule found; None where none fits.
 
         Args:
@@ -92,44 +96,46 @@ class HomeSearch:
         """
         started = time.monotonic()
         trial_seconds = (deadline - started) * _TRIAL_PART
-        tried: dict[tuple[Home, ...], Homed | None] = {}
+        tried: dict[tuple[OffloadedParameter, ...], OffloadChoice | None] = {}
 
-        def seconds(homes: tuple[Home, ...]) -> float:
-            homed = tried.get(homes)
-            return math.inf if homed is None else homed.found.best.seconds
+        def seconds(offloaded_parameters: tuple[OffloadedParameter, ...]) -> float:
+            offloaded_names = tried.get(offloaded_parameters)
+            return math.inf if offloaded_names is None else offloaded_names.found.best.seconds
 
         def best_of(parts: Sequence[float]) -> float:
             """The part that gives the fastest schedule."""
             for part in parts:
-                homes = self._part(part)
-                if homes not in tried and not is_good_enough():
+                offloaded_parameters = self._part(part)
+                if offloaded_parameters not in tried and not is_good_enough():
                     latest = time.monotonic() + trial_seconds
-                    tried[homes] = next(self._with(homes, (0.0,), latest), None)
+                    tried[offloaded_parameters] = next(self._with(offloaded_parameters, (0.0,), latest), None)
             return min(parts, key=lambda part: (seconds(self._part(part)), part))
 
         def is_good_enough() -> bool:
             """Whether a schedule is as fast as computing nothing twice, and waiting for nothing."""
-            found = [homed for homed in tried.values() if homed is not None]
+            found = [offloaded_names for offloaded_names in tried.values() if offloaded_names is not None]
             return any(h.found.best.seconds <= h.problem.step_seconds * (1 + _PROOF_GAP) for h in found)
 
         best = best_of((1.0,) if self.names is not None else _PARTS)
         for step in _STEPS if self.names is None else ():
             best = best_of((best, max(best - step, 0.0), min(best + step, 1.0)))
-        homes = self._part(best)
-        homed = tried.get(homes)
-        if homed is None:
-            return next(self._with(self.homes, (0.0,), time.monotonic() + _GRACE_SECONDS), None)
+        offloaded_parameters = self._part(best)
+        offloaded_names = tried.get(offloaded_parameters)
+        if offloaded_names is None:
+            return next(
+                self._with(self.offloaded_parameters, (0.0,), time.monotonic() + _GRACE_SECONDS), None
+            )
         bound_seconds = self._bound_seconds(time.monotonic() + (deadline - started) * _BOUND_PART)
         margins = _MARGINS
         while margins and time.monotonic() < deadline and not is_good_enough():
             latest = time.monotonic() + (deadline - time.monotonic()) / len(margins)
-            for other in self._with(homes, margins[:1], latest):
-                if other.found.best.seconds < homed.found.best.seconds:
-                    homed = other
+            for other in self._with(offloaded_parameters, margins[:1], latest):
+                if other.found.best.seconds < offloaded_names.found.best.seconds:
+                    offloaded_names = other
             margins = margins[1:]
-        step_seconds = homed.problem.step_seconds
-        homed.found.bound_seconds = max(bound_seconds - step_seconds, 0.0)
-        return homed
+        step_seconds = offloaded_names.problem.step_seconds
+        offloaded_names.found.bound_seconds = max(bound_seconds - step_seconds, 0.0)
+        return offloaded_names
 
     def least_bytes(self, deadline: float = math.inf) -> int:
         """The smallest budget that a schedule is found for where everything lives in the tier that can.
@@ -139,8 +145,10 @@ class HomeSearch:
         Args:
             deadline: `time.monotonic()` at which to stop; what was found by then counts.
         """
-        loaded, planner = self._loaded(self.homes)
-        work = SwapProblem(planner.problem, self._tiers_beside(loaded.homes), self.budget_bytes)
+        loaded, planner = self._loaded(self.offloaded_parameters)
+        work = SwapProblem(
+            planner.problem, self._tiers_beside(loaded.offloaded_parameters), self.budget_bytes
+        )
         candidates = planner.candidates((time.monotonic() + deadline) / 2, is_thorough=True)
         found_bytes = least_budget(work, candidates, deadline=deadline)
         return min(found_bytes, self.planner.problem.keep_all.peak_bytes)
@@ -148,7 +156,7 @@ class HomeSearch:
     @property
     def largest_step(self) -> tuple[str, int] | None:
         """The parameter whose gradient takes most to apply, and the bytes; None where none is applied."""
-        _, planner = self._loaded(self.homes)
+        _, planner = self._loaded(self.offloaded_parameters)
         problem = planner.problem
         demands = {n: problem.demand_bytes[n] for n in problem.backward if n.releases is Gradients.APPLIED}
         if not demands:
@@ -160,21 +168,28 @@ class HomeSearch:
     @property
     def floor_bytes(self) -> int:
         """What no schedule can go below, whatever lives in the tier."""
-        _, planner = self._loaded(self.homes)
+        _, planner = self._loaded(self.offloaded_parameters)
         return SwapProblem(planner.problem, (), self.budget_bytes).floor_bytes
 
-    def _part(self, part: float) -> tuple[Home, ...]:
+    def _part(self, part: float) -> tuple[OffloadedParameter, ...]:
         """The first of the homes, of at least so much of their bytes."""
-        least = part * sum(home.storage.nbytes for home in self.homes)
-        ends = itertools.accumulate((home.storage.nbytes for home in self.homes), initial=0)
-        count = next((count for count, nbytes in enumerate(ends) if nbytes >= least), len(self.homes))
-        return self.homes[:count]
+        least = part * sum(offloaded.storage.nbytes for offloaded in self.offloaded_parameters)
+        ends = itertools.accumulate(
+            (offloaded.storage.nbytes for offloaded in self.offloaded_parameters),
+            initial=0,
+        )
+        count = next(
+            (count for count, nbytes in enumerate(ends) if nbytes >= least), len(self.offloaded_parameters)
+        )
+        return self.offloaded_parameters[:count]
 
-    def _with(self, homes: tuple[Home, ...], margins: Sequence[float], deadline: float) -> Iterator[Homed]:
+    def _with(
+        self, offloaded_parameters: tuple[OffloadedParameter, ...], margins: Sequence[float], deadline: float
+    ) -> Iterator[OffloadChoice]:
         """The schedules found with these homes, with some memory left free for copies under way."""
-        loaded, planner = self._loaded(homes)
-        tiers = self._tiers_beside(homes)
-        largest = max((home.storage.nbytes for home in homes), default=0)
+        loaded, planner = self._loaded(offloaded_parameters)
+        tiers = self._tiers_beside(offloaded_parameters)
+        largest = max((offloaded.storage.nbytes for offloaded in offloaded_parameters), default=0)
         for margin in margins:
             budget_bytes = self.budget_bytes - int(margin * largest)
             work = SwapProblem(planner.problem, tiers, budget_bytes)
@@ -184,26 +199,28 @@ class HomeSearch:
             seeds = known_swaps(work, deadline=(time.monotonic() + deadline) / 2)
             found = search_with_copies(work, candidates, deadline=deadline, seeds=seeds)
             if found is not None:
-                yield self._homed(loaded, planner.problem, found)
+                yield self._offloaded(loaded, planner.problem, found)
 
-    def _homed(self, loaded: LoadedProgram, seen: CheckpointProblem, found: Found) -> Homed:
+    def _offloaded(self, loaded: LoadedProgram, seen: CheckpointProblem, found: Incumbent) -> OffloadChoice:
         """What was found, with the copies of homes beside computations."""
         problem = loaded.problem(seen)
         tiers = self.planner.program.tiers
         schedule = loaded.schedule(problem.graph, found.best.schedule)
         costs = problem.costs
-        if loaded.homes:
+        if loaded.offloaded_parameters:
             schedule = prefetch(schedule, costs.seconds, costs.workspace_bytes, tiers, self.budget_bytes)
         best = SwapProblem(problem, tiers, self.budget_bytes).simulate(schedule)
-        return Homed(problem, Found(found.name, best))
+        return OffloadChoice(problem, Incumbent(found.name, best))
 
-    def _loaded(self, homes: tuple[Home, ...], weight: float = _WEIGHT) -> tuple[LoadedProgram, Planner]:
-        loaded = LoadedProgram(self.planner.program, homes, self.tier, weight)
+    def _loaded(
+        self, offloaded_parameters: tuple[OffloadedParameter, ...], weight: float = _WEIGHT
+    ) -> tuple[LoadedProgram, Planner]:
+        loaded = LoadedProgram(self.planner.program, offloaded_parameters, self.tier, weight)
         return loaded, Planner(loaded.seen)
 
-    def _tiers_beside(self, homes: Sequence[Home]) -> tuple[Tier, ...]:
+    def _tiers_beside(self, offloaded_parameters: Sequence[OffloadedParameter]) -> tuple[Tier, ...]:
         """The tiers, with what is left beside homes for what is copied within a step."""
-        taken = sum(home.storage.nbytes for home in homes)
+        taken = sum(offloaded.storage.nbytes for offloaded in offloaded_parameters)
         first, *others = self.planner.program.tiers
         return replace(first, capacity_bytes=first.capacity_bytes - taken), *others
 
@@ -214,7 +231,7 @@ class HomeSearch:
         what is there from the beginning is copied once and stays. And what operations read, and the budget
         does not hold beside what cannot live there, has to come.
         """
-        loaded, planner = self._loaded(self.homes, weight=0.0)
+        loaded, planner = self._loaded(self.offloaded_parameters, weight=0.0)
         work = SwapProblem(planner.problem, self._tiers_beside(()), self.budget_bytes)
         computed = planner.problem.step_seconds + bound_with_copies(work, deadline=deadline)
         missing_bytes = self.planner.program.graph.static_bytes - self.budget_bytes - loaded.unread_bytes

@@ -18,12 +18,12 @@ from ...ir import (
     Free,
     Gradients,
     Graph,
-    Home,
     Input,
     InputRole,
     Instruction,
     Node,
     Offload,
+    OffloadedParameter,
     Region,
     Schedule,
     Storage,
@@ -38,18 +38,18 @@ from ..costs.table import Costs, StepCost
 from ..program import Program
 from ..remat.problem import CheckpointProblem
 
-__all__ = ["HOMED", "LEAST_BYTES", "LoadedProgram", "homes_in"]
+__all__ = ["LEAST_BYTES", "OFFLOADABLE", "LoadedProgram", "offloadable_in"]
 
-HOMED = ("params", "optimizer")
+OFFLOADABLE = ("params", "optimizer")
 """What may live in a tier, as a user names it."""
 
 LEAST_BYTES = 1 << 12
 """Smaller parameters stay on the device: a copy costs more than it frees."""
 
 
-def homes_in(
+def offloadable_in(
     tier: str, graph: Graph, which: Sequence[str], *, least_bytes: int = LEAST_BYTES
-) -> tuple[Home, ...]:
+) -> tuple[OffloadedParameter, ...]:
     """What of a graph can live in a tier, in the order in which it should: state first, large ones first.
 
     Parameters are copied at least twice in a step, their optimizer's state once each way.
@@ -57,10 +57,10 @@ def homes_in(
     Args:
         tier: The tier's name.
         graph: A training graph.
-        which: Of `HOMED`: `optimizer` needs gradients that are applied.
+        which: Of `OFFLOADABLE`: `optimizer` needs gradients that are applied.
         least_bytes: Smaller parameters stay on the device.
     """
-    found: list[Home] = []
+    found: list[OffloadedParameter] = []
     if "optimizer" in which:
         found += sorted(_states(tier, graph), key=_largest_first)
     if "params" in which:
@@ -68,11 +68,11 @@ def homes_in(
     return tuple(found)
 
 
-def _largest_first(home: Home) -> tuple[int, str]:
-    return -home.storage.nbytes, home.parameter
+def _largest_first(offloaded: OffloadedParameter) -> tuple[int, str]:
+    return -offloaded.storage.nbytes, offloaded.parameter
 
 
-def _parameters(tier: str, graph: Graph, least_bytes: int) -> Iterator[Home]:
+def _parameters(tier: str, graph: Graph, least_bytes: int) -> Iterator[OffloadedParameter]:
     """Parameters alone in their memory, which only optimizers write and which the caller is not handed."""
     fixed = {o.value.storage for o in graph.outputs if o.value is not None}
     fixed |= {n.operands[0].storage for n in graph.nodes if Trait.EFFECT in n.traits and n.releases is None}
@@ -84,10 +84,10 @@ def _parameters(tier: str, graph: Graph, least_bytes: int) -> Iterator[Home]:
         same = all(entry.role is InputRole.PARAMETER and entry.value.type == type for entry in names)
         whole = type.is_dense and storage.nbytes == allocation_bytes(type.nbytes, type.device)
         if same and whole and type.nbytes >= least_bytes and storage not in fixed:
-            yield Home(first.value, tier, first.target)
+            yield OffloadedParameter(first.value, tier, first.target)
 
 
-def _states(tier: str, graph: Graph) -> Iterator[Home]:
+def _states(tier: str, graph: Graph) -> Iterator[OffloadedParameter]:
     names = {entry.value: entry.target for entry in graph.inputs if entry.role is InputRole.PARAMETER}
     taken = {storage.name for storage in graph.storages}
     taken |= {i.value.name for i in graph.inputs} | {v.name for node in graph.nodes for v in node.values}
@@ -100,7 +100,7 @@ def _states(tier: str, graph: Graph) -> Iterator[Home]:
                 name += "_"
             type = TensorType.contiguous((nbytes,), DType.UINT8, parameter.type.device)
             storage = Storage(name, nbytes, parameter.storage.device)
-            yield Home(Value(name, type, storage), tier, names[parameter], is_state=True)
+            yield OffloadedParameter(Value(name, type, storage), tier, names[parameter], is_state=True)
 
 
 @dataclass
@@ -109,7 +109,7 @@ class LoadedProgram:
 
     Args:
         program: A program with costs; its graphs have no homes.
-        homes: What lives in a tier.
+        offloaded_parameters: What lives in a tier.
         tier: The tier.
         weight: What a load costs, for each second of its copy: copies run beside computations.
 
@@ -118,7 +118,7 @@ class LoadedProgram:
     """
 
     program: Program
-    homes: tuple[Home, ...]
+    offloaded_parameters: tuple[OffloadedParameter, ...]
     tier: Tier
     weight: float
     seen: Program = field(init=False)
@@ -130,9 +130,9 @@ class LoadedProgram:
         """The operation that stands for each one which reads the state of an optimizer here."""
         read = {storage for node in program.graph.nodes for storage in program.graph.reads(node)}
         self._loads = {
-            home.storage: self._load(home, program.graph)
-            for home in self.homes
-            if home.is_state or home.storage in read
+            offloaded.storage: self._load(offloaded, program.graph)
+            for offloaded in self.offloaded_parameters
+            if offloaded.is_state or offloaded.storage in read
         }
         graph = self._seen(program.graph)
         original = None if program.original is None else self._seen(program.original)
@@ -148,7 +148,11 @@ class LoadedProgram:
     @property
     def unread_bytes(self) -> int:
         """Bytes of parameters that nothing reads: they live in the tier and never come."""
-        return sum(home.storage.nbytes for home in self.homes if home.storage not in self._loads)
+        return sum(
+            offloaded.storage.nbytes
+            for offloaded in self.offloaded_parameters
+            if offloaded.storage not in self._loads
+        )
 
     def problem(self, seen: CheckpointProblem) -> CheckpointProblem:
         """The problem that a search sees with loads, without them."""
@@ -190,15 +194,15 @@ class LoadedProgram:
         """What has a home and is changed by an operation."""
         if node.releases is Gradients.APPLIED:
             parameter = node.operands[0].storage
-            if parameter in graph.home_of:
+            if parameter in graph.offloaded_of:
                 yield parameter
             if parameter in graph.state_of:
                 yield graph.state_of[parameter].storage
 
-    def _load(self, home: Home, graph: Graph) -> Node:
-        what = "state" if home.is_state else "parameter"
-        values = [i.value for i in graph.inputs if i.value.storage is home.storage] or [home.value]
-        name = f"load_{what}_{home.parameter}"
+    def _load(self, offloaded: OffloadedParameter, graph: Graph) -> Node:
+        what = "state" if offloaded.is_state else "parameter"
+        values = [i.value for i in graph.inputs if i.value.storage is offloaded.storage] or [offloaded.value]
+        name = f"load_{what}_{offloaded.parameter}"
         taken = {node.name for node in graph.nodes}
         while name in taken:
             name += "_"
@@ -206,7 +210,7 @@ class LoadedProgram:
 
     def _seen(self, graph: Graph) -> Graph:
         """The graph with each load before its first use in forward, or where forward ends."""
-        states = replace(graph, homes=self.homes).state_of
+        states = replace(graph, offloaded_parameters=self.offloaded_parameters).state_of
         waiting = dict(self._loads)
         nodes: list[Node] = []
         for node in graph.nodes:
@@ -220,4 +224,6 @@ class LoadedProgram:
                 self._real[seen] = node
                 node = seen
             nodes.append(node)
-        return replace(graph, nodes=(*nodes, *waiting.values()), homes=self.homes)
+        return replace(
+            graph, nodes=(*nodes, *waiting.values()), offloaded_parameters=self.offloaded_parameters
+        )

@@ -11,10 +11,10 @@ from ...ir import BudgetError, UsageError, format_bytes, parse_budget, verify_sc
 from ..program import Program
 from ..remat.certificate import certify
 from ..remat.planner import Planner
-from ..remat.search import Found
+from ..remat.search import Incumbent
 from ..remat.select_checkpoints import STRATEGIES, SelectCheckpoints, out_of_time, over_budget
-from .offload_search import HomeSearch
-from .offloaded_parameters import HOMED
+from .offload_search import OffloadSearch
+from .offloaded_parameters import OFFLOADABLE
 from .remat_and_offload import SwapProblem, least_budget, search_with_copies
 from .strategies import SWAP_STRATEGIES, known_swaps
 
@@ -34,16 +34,16 @@ class PlanMemory(SelectCheckpoints):
             blocks, `swap` copies and computes nothing twice, `recompute` copies nothing. The others are
             those of `select-checkpoints`, which copy nothing.
         time_limit: Seconds for the search; the best schedule so far counts when they are over.
-        home: What may live in the first tier between steps: `params`, `optimizer`, `params+optimizer` or
+        offload: What may live in the first tier between steps: `params`, `optimizer`, `params+optimizer` or
             `none`. How much of it does is chosen.
-        homed: The names of the homes, where they are known. Not part of the text form.
+        offloaded_names: The names of the homes, where they are known. Not part of the text form.
     """
 
     name: ClassVar[str] = "plan-memory"
     strategies: ClassVar[tuple[str, ...]] = (*STRATEGIES, *SWAP_STRATEGIES, "recompute")
 
-    home: str = "none"
-    homed: tuple[str, ...] | None = field(default=None, metadata={"in_text": False})
+    offload: str = "none"
+    offloaded_names: tuple[str, ...] | None = field(default=None, metadata={"in_text": False})
 
     def check(self) -> None:
         """Refuses malformed options.
@@ -53,12 +53,12 @@ class PlanMemory(SelectCheckpoints):
                 or with a strategy that does not know homes.
         """
         SelectCheckpoints.check(self)
-        unknown = [what for what in self.which if what not in HOMED]
+        unknown = [what for what in self.which if what not in OFFLOADABLE]
         if unknown:
             raise UsageError(
                 "IRC403",
                 f"{unknown[0]!r} is nothing that can live in a tier between steps",
-                help=f"choose of {', '.join(HOMED)}, or none",
+                help=f"choose of {', '.join(OFFLOADABLE)}, or none",
             )
         if self.which and self.strategy != "auto":
             raise UsageError(
@@ -70,7 +70,7 @@ class PlanMemory(SelectCheckpoints):
     @property
     def which(self) -> Sequence[str]:
         """What may live in a tier."""
-        return () if self.home == "none" else tuple(self.home.split("+"))
+        return () if self.offload == "none" else tuple(self.offload.split("+"))
 
     def choose(self, planner: Planner, /) -> Program:
         """As `run`, with what the planner knows from other budgets of the same program.
@@ -89,7 +89,7 @@ class PlanMemory(SelectCheckpoints):
                 help="offer one: --swap host, or the pass offer-tiers before; or use strategy auto",
             )
         if self.which:
-            return self._with_homes(planner)
+            return self._with_offloaded(planner)
         if not tiers or self.strategy not in ("auto", *SWAP_STRATEGIES):
             return self._without_copies(planner)
         started = time.monotonic()
@@ -105,7 +105,7 @@ class PlanMemory(SelectCheckpoints):
             minimum_bytes = found.best.peak_bytes
         return self._certified(planner, work, found, minimum_bytes, work.floor_bytes, started)
 
-    def _with_homes(self, planner: Planner) -> Program:
+    def _with_offloaded(self, planner: Planner) -> Program:
         """The choice where parameters or optimizer state may live in a tier.
 
         Raises:
@@ -117,15 +117,15 @@ class PlanMemory(SelectCheckpoints):
         if not planner.program.tiers:
             raise UsageError(
                 "IRC403",
-                f"{self.home} shall live in a tier, and there is none",
+                f"{self.offload} shall live in a tier, and there is none",
                 help="offer one beside it: --swap disk:/scratch, or the pass offer-tiers before",
             )
         budget_bytes = parse_budget(self.budget, planner.baseline_bytes)
-        search = HomeSearch(planner, self.which, budget_bytes, self.homed)
-        if not search.homes and self.homed is None:
+        search = OffloadSearch(planner, self.which, budget_bytes, self.offloaded_names)
+        if not search.offloaded_parameters and self.offloaded_names is None:
             raise UsageError(
                 "IRC404",
-                f"nothing of this model can live in tier {search.tier.name} as {self.home}",
+                f"nothing of this model can live in tier {search.tier.name} as {self.offload}",
                 help="optimizer state moves where irc.optimize has optimizer_in_backward= (or --optimizer); "
                 "parameters of 4 KiB and more move, as far as the tier has room for them",
             )
@@ -135,9 +135,9 @@ class PlanMemory(SelectCheckpoints):
         if chosen is None:
             if budget_bytes >= search.floor_bytes and time.monotonic() >= deadline:
                 raise out_of_time(self.time_limit, budget_bytes, least_bytes)
-            lives_bytes = sum(home.storage.nbytes for home in search.homes)
+            lives_bytes = sum(offloaded.storage.nbytes for offloaded in search.offloaded_parameters)
             tiers = planner.program.tiers
-            error = over_budget(planner, budget_bytes, least_bytes, tiers=tiers, homed_bytes=lives_bytes)
+            error = over_budget(planner, budget_bytes, least_bytes, tiers=tiers, offloaded_bytes=lives_bytes)
             raise _with_largest_step(error, search)
         work = SwapProblem(chosen.problem, planner.program.tiers, budget_bytes)
         return self._certified(planner, work, chosen.found, least_bytes, search.floor_bytes, started)
@@ -146,7 +146,7 @@ class PlanMemory(SelectCheckpoints):
         self,
         planner: Planner,
         work: SwapProblem,
-        found: Found,
+        found: Incumbent,
         minimum_bytes: int,
         floor_bytes: int,
         started: float,
@@ -178,7 +178,7 @@ class PlanMemory(SelectCheckpoints):
         strategy = "auto" if self.strategy == "recompute" else self.strategy
         return SelectCheckpoints(self.budget, strategy, self.time_limit).choose(planner)
 
-    def _searched(self, planner: Planner, work: SwapProblem, deadline: float) -> tuple[Found, int]:
+    def _searched(self, planner: Planner, work: SwapProblem, deadline: float) -> tuple[Incumbent, int]:
         """The best of all, and the smallest budget that is known."""
         candidates = planner.candidates(_within(deadline, _CANDIDATES_PART))
         least_bytes = least_budget(work, candidates, deadline=_within(deadline, _LEAST_PART))
@@ -196,7 +196,7 @@ class PlanMemory(SelectCheckpoints):
             raise out_of_time(self.time_limit, work.budget_bytes, least_bytes)
         raise over_budget(planner, work.budget_bytes, least_bytes, is_known=not is_late, tiers=work.tiers)
 
-    def _known(self, planner: Planner, work: SwapProblem, deadline: float) -> Found:
+    def _known(self, planner: Planner, work: SwapProblem, deadline: float) -> Incumbent:
         """The strategy's own schedule: the fastest that fits, of those found in time."""
         made = [work.problem.keep_all, *SWAP_STRATEGIES[self.strategy](work, deadline)]
         fitting = [s for s in made if s.peak_bytes <= work.budget_bytes]
@@ -210,10 +210,10 @@ class PlanMemory(SelectCheckpoints):
                 is_known=time.monotonic() < deadline,
                 tiers=work.tiers,
             )
-        return Found(self.strategy, min(fitting, key=lambda s: (s.seconds, s.peak_bytes)))
+        return Incumbent(self.strategy, min(fitting, key=lambda s: (s.seconds, s.peak_bytes)))
 
 
-def _with_largest_step(error: BudgetError, search: HomeSearch) -> BudgetError:
+def _with_largest_step(error: BudgetError, search: OffloadSearch) -> BudgetError:
     """The refusal, with the step of an optimizer that cannot go below most of what is needed."""
     alone = search.largest_step
     if alone is not None:

@@ -19,10 +19,10 @@ from ...ir import (
     Direction,
     Fetch,
     Free,
-    Home,
     Instruction,
     Node,
     Offload,
+    OffloadedParameter,
     Schedule,
     Storage,
     Tier,
@@ -41,7 +41,7 @@ class _Stay:
     Steps count the instructions that are not about homes.
 
     Args:
-        home: What is there.
+        offloaded: What is there.
         start: The step before which its copy to the device begins.
         read: The first step that reads it.
         end: The step before which it is freed, in a schedule that waits for its copy back at once.
@@ -49,7 +49,7 @@ class _Stay:
         changed: Whether it is copied back: from `end` on.
     """
 
-    home: Home
+    offloaded: OffloadedParameter
     start: int
     read: int
     end: int
@@ -101,7 +101,7 @@ class _Line:
         self.graph = schedule.graph
         self.tiers = {tier.name: tier for tier in tiers}
         self.budget_bytes = budget_bytes
-        homes = self.graph.home_of
+        offloaded_parameters = self.graph.offloaded_of
         self.steps: list[Instruction] = []
         self.stays: list[_Stay] = []
         begun: dict[Storage, _Stay] = {}
@@ -112,13 +112,16 @@ class _Line:
                     stay = begun.get(storage)
                     if stay is not None and stay.read < 0:
                         begun[storage] = replace(stay, start=here, read=here)
-            if not isinstance(instruction, Fetch | Wait | Offload | Free) or instruction.storage not in homes:
+            if (
+                not isinstance(instruction, Fetch | Wait | Offload | Free)
+                or instruction.storage not in offloaded_parameters
+            ):
                 self.steps.append(instruction)
                 continue
             storage = instruction.storage
             match instruction:
                 case Fetch():
-                    begun[storage] = _Stay(homes[storage], here, -1, here, here, changed=False)
+                    begun[storage] = _Stay(offloaded_parameters[storage], here, -1, here, here, changed=False)
                 case Offload():
                     begun[storage] = replace(begun[storage], changed=True)
                 case Free():
@@ -134,7 +137,7 @@ class _Line:
         """The schedule with these copies at some distance from where they are needed."""
         self.alive = self.own_bytes.copy()
         for stay in self.stays:
-            self.alive[stay.start : stay.stop] += stay.home.storage.nbytes
+            self.alive[stay.start : stay.stop] += stay.offloaded.storage.nbytes
         stays = self._joined()
         ways = (self._leave, self._come) if outs_first else (self._come, self._leave)
         for way in ways:
@@ -146,7 +149,10 @@ class _Line:
         found = _by_storage(self.stays)
         pairs = [pair for mine in found.values() for pair in itertools.pairwise(mine)]
         for before, after in sorted(pairs, key=lambda pair: pair[1].start - pair[0].stop):
-            mine, nbytes = found[before.home.storage], before.home.storage.nbytes
+            mine, nbytes = (
+                found[before.offloaded.storage],
+                before.offloaded.storage.nbytes,
+            )
             between = self.alive[before.stop : after.start]
             if not before.changed and (not between.size or int(between.max()) + nbytes <= self.budget_bytes):
                 between += nbytes
@@ -162,15 +168,15 @@ class _Line:
         """Where each stay's storage was freed before it."""
         for mine in _by_storage(stays).values():
             for before, after in itertools.pairwise(mine):
-                gone[after.home.storage, after.read] = before.stop
+                gone[after.offloaded.storage, after.read] = before.stop
         found: list[_Stay] = []
         for stay in sorted(stays, key=lambda stay: -stay.read):
-            tier, nbytes = self.tiers[stay.home.tier], stay.home.storage.nbytes
+            tier, nbytes = self.tiers[stay.offloaded.tier], stay.offloaded.storage.nbytes
             due_seconds = min(due[tier.name], self.start_seconds[stay.read])
             due_seconds -= slack * tier.copy_seconds(nbytes, Direction.IN)
             due[tier.name] = due_seconds
             wanted = max(bisect.bisect_right(self.start_seconds, due_seconds) - 1, 0)
-            wanted = max(wanted, gone.get((stay.home.storage, stay.read), 0))
+            wanted = max(wanted, gone.get((stay.offloaded.storage, stay.read), 0))
             start = stay.start
             while start > wanted and self.alive[start - 1] + nbytes <= self.budget_bytes:
                 start -= 1
@@ -185,15 +191,18 @@ class _Line:
         """Where each stay's storage comes again after it."""
         for mine in _by_storage(stays).values():
             for before, after in itertools.pairwise(mine):
-                starts[before.home.storage, before.read] = after.start
+                starts[before.offloaded.storage, before.read] = after.start
         found: list[_Stay] = []
         for stay in sorted(stays, key=lambda stay: stay.end):
             if stay.changed and stay.end < len(self.steps):
-                tier, nbytes = self.tiers[stay.home.tier], stay.home.storage.nbytes
+                tier, nbytes = (
+                    self.tiers[stay.offloaded.tier],
+                    stay.offloaded.storage.nbytes,
+                )
                 begun = max(self.start_seconds[stay.end], free_at[tier.name])
                 free_at[tier.name] = ends = begun + slack * tier.copy_seconds(nbytes, Direction.OUT)
                 wanted = bisect.bisect_left(self.start_seconds, ends)
-                wanted = min(wanted, starts.get((stay.home.storage, stay.read), wanted))
+                wanted = min(wanted, starts.get((stay.offloaded.storage, stay.read), wanted))
                 stop = stay.end
                 while stop < wanted and self.alive[stop] + nbytes <= self.budget_bytes:
                     stop += 1
@@ -215,10 +224,12 @@ class _Line:
             gone.setdefault(stay.stop, []).append(stay)
         found: list[Instruction] = []
         for step in range(len(self.steps) + 1):
-            found += (Offload(s.home.storage, s.home.tier) for s in leaving.get(step, ()) if s.changed)
+            found += (
+                Offload(s.offloaded.storage, s.offloaded.tier) for s in leaving.get(step, ()) if s.changed
+            )
             found += _freed(gone.get(step, ()))
-            found += (Fetch(s.home.storage, s.home.tier) for s in coming.get(step, ()))
-            found += (Wait(s.home.storage) for s in arriving.get(step, ()))
+            found += (Fetch(s.offloaded.storage, s.offloaded.tier) for s in coming.get(step, ()))
+            found += (Wait(s.offloaded.storage) for s in arriving.get(step, ()))
             found += self.steps[step : step + 1]
         return Schedule(self.graph, tuple(found))
 
@@ -227,15 +238,15 @@ def _by_storage(stays: Iterable[_Stay]) -> dict[Storage, list[_Stay]]:
     """The stays of each storage, in their order."""
     found: dict[Storage, list[_Stay]] = {}
     for stay in sorted(stays, key=lambda stay: stay.read):
-        found.setdefault(stay.home.storage, []).append(stay)
+        found.setdefault(stay.offloaded.storage, []).append(stay)
     return found
 
 
 def _freed(stays: Sequence[_Stay]) -> Iterator[Instruction]:
     for stay in stays:
         if stay.changed:
-            yield Wait(stay.home.storage)
-        yield Free(stay.home.storage)
+            yield Wait(stay.offloaded.storage)
+        yield Free(stay.offloaded.storage)
 
 
 def _touched(schedule: Schedule, node: Node) -> Iterator[Storage]:

@@ -10,10 +10,10 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ...ir import Compute, Node, Schedule, Storage, Tier, liveness, step_times
-from ..remat.candidates import Frontier
+from ..remat.candidates import Candidates
 from ..remat.eviction import evict_greedily
-from ..remat.problem import CheckpointProblem, Repeats, Simulated
-from ..remat.search import Found, search
+from ..remat.problem import CheckpointProblem, Recomputations, Solution
+from ..remat.search import Incumbent, search
 from ..remat.staged_ilp import Solved
 from .exact.solve import best_with_swaps
 from .schedule_copies import EFFORT, Order, schedule_copies
@@ -46,8 +46,8 @@ class SwapProblem:
         return problem.floor_bytes - (problem.graph.forwards_in_flight - 1) * problem.forced_bytes
 
     def with_copies(
-        self, simulated: Simulated, storages: Collection[Storage] | None = None, *, effort: int = EFFORT
-    ) -> Simulated | None:
+        self, simulated: Solution, storages: Collection[Storage] | None = None, *, effort: int = EFFORT
+    ) -> Solution | None:
         """A schedule with copies where they are needed; None where they do not make it fit.
 
         Args:
@@ -59,7 +59,7 @@ class SwapProblem:
             return simulated
         return self.fitted(self.order(simulated), storages=storages, effort=effort)
 
-    def order(self, simulated: Simulated) -> Order:
+    def order(self, simulated: Solution) -> Order:
         """What a schedule runs, as an order to which copies are added."""
         return self._order(*simulated.schedule.halves)
 
@@ -67,10 +67,10 @@ class SwapProblem:
         costs = self.problem.costs
         return Order(self.problem.graph, forward, backward, costs.seconds, costs.workspace_bytes)
 
-    def run(self, repeats: Repeats, *, below_seconds: float = math.inf) -> Simulated | None:
+    def run(self, recomputations: Recomputations, *, below_seconds: float = math.inf) -> Solution | None:
         """The schedule that runs these operations again, with copies where needed; None if not that fast."""
         split = len(self.problem.forward)
-        pairs = list(zip(self.problem.base, repeats, strict=True))
+        pairs = list(zip(self.problem.base, recomputations, strict=True))
         forward = [n for node, before in pairs[:split] for n in (*before, node)]
         backward = [n for node, before in pairs[split:] for n in (*before, node)]
         return self.fitted(self._order(forward, backward), below_seconds=below_seconds)
@@ -82,7 +82,7 @@ class SwapProblem:
         below_seconds: float = math.inf,
         storages: Collection[Storage] | None = None,
         effort: int = EFFORT,
-    ) -> Simulated | None:
+    ) -> Solution | None:
         """An order with copies where they are needed; None if it does not fit, or is not that fast.
 
         Args:
@@ -104,12 +104,12 @@ class SwapProblem:
         found = self.simulate(order.schedule(copies.swaps))
         return found if found.peak_bytes <= self.budget_bytes else None
 
-    def simulate(self, schedule: Schedule) -> Simulated:
+    def simulate(self, schedule: Schedule) -> Solution:
         """A schedule with its memory and time, that of copies which are waited for included."""
         costs = self.problem.costs
         timeline = liveness(schedule, costs.workspace_bytes)
         computed = [(i, n) for i, n in zip(schedule.instructions, timeline.during_bytes, strict=True)]
-        return Simulated(
+        return Solution(
             schedule=schedule,
             peak_bytes=timeline.peak_bytes,
             seconds=self.seconds(schedule),
@@ -150,11 +150,11 @@ _RECOMPUTE_PART = 0.3
 
 def search_with_copies(
     work: SwapProblem,
-    candidates: Frontier,
+    candidates: Candidates,
     *,
     deadline: float,
-    seeds: Iterable[tuple[str, Simulated]] = (),
-) -> Found | None:
+    seeds: Iterable[tuple[str, Solution]] = (),
+) -> Incumbent | None:
     """The fastest schedule found with copies and recomputation, with a bound; None where none was found.
 
     Known schedules, of this and of larger budgets, get copies for what is over the budget. The staged
@@ -169,15 +169,15 @@ def search_with_copies(
         seeds: More schedules, which may have copies; those that fit are candidates as they are.
     """
     problem = work.problem
-    found: Found | None = None
-    known: list[tuple[str, Simulated]] = []
+    found: Incumbent | None = None
+    known: list[tuple[str, Solution]] = []
     now = time.monotonic()
     latest = now + (deadline - now) * _KNOWN_PART
     for name, simulated in itertools.chain(_candidates(work, candidates, deadline=latest), seeds):
         if simulated.peak_bytes <= work.budget_bytes:
             known.append((name, simulated))
-            found = Found(name, simulated) if found is None else found
-            found.offer(name, simulated, work.budget_bytes)
+            found = Incumbent(name, simulated) if found is None else found
+            found.update(name, simulated, work.budget_bytes)
         if found is not None and (found.is_proved(problem, _PROOF_GAP) or time.monotonic() >= latest):
             break
     if found is not None:
@@ -189,19 +189,19 @@ def search_with_copies(
         exact = best_with_swaps(problem, work.tiers, work.budget_bytes, deadline=latest)
         if exact.schedule is not None:
             simulated = work.simulate(exact.schedule)
-            found = Found("exact", simulated) if found is None else found
-            found.offer("exact", simulated, work.budget_bytes)
+            found = Incumbent("exact", simulated) if found is None else found
+            found.update("exact", simulated, work.budget_bytes)
     left = deadline - time.monotonic()
     if left > 0 and candidates.fitting(work.budget_bytes):
         latest = time.monotonic() + left * _RECOMPUTE_PART
         alone = search(problem, work.budget_bytes, candidates, deadline=latest)
         if alone is not None:
-            found = Found(alone.name, alone.best) if found is None else found
-            found.offer(alone.name, alone.best, work.budget_bytes)
+            found = Incumbent(alone.name, alone.best) if found is None else found
+            found.update(alone.name, alone.best, work.budget_bytes)
     if found is None:
         return None
-    moments = [len(problem.forward)]
-    _bound(work, found, moments, deadline)
+    time_steps = [len(problem.forward)]
+    _bound(work, found, time_steps, deadline)
     improve(work, found, deadline=deadline)
     _time_anew(work, [(found.name, found.best)], found, deadline=deadline, effort=_LAST_EFFORT)
     return found
@@ -214,8 +214,8 @@ def is_tiny(problem: CheckpointProblem) -> bool:
 
 def _time_anew(
     work: SwapProblem,
-    known: list[tuple[str, Simulated]],
-    found: Found,
+    known: list[tuple[str, Solution]],
+    found: Incumbent,
     *,
     deadline: float,
     effort: int = EFFORT,
@@ -226,23 +226,23 @@ def _time_anew(
             return
         timed = work.fitted(work.order(simulated), effort=effort)
         if timed is not None:
-            found.offer(name, timed, work.budget_bytes)
+            found.update(name, timed, work.budget_bytes)
 
 
-def _bound(work: SwapProblem, found: Found, moments: list[int], deadline: float) -> None:
+def _bound(work: SwapProblem, found: Incumbent, time_steps: list[int], deadline: float) -> None:
     """Raises the bound by the staged programme with copies; its choice is offered."""
     problem = work.problem
     left = deadline - time.monotonic()
     if left <= 0 or found.is_proved(problem, _PROOF_GAP):
         return
-    solved = _relaxed(work, moments, min(left / 2, _STAGED_SECONDS))
+    solved = _relaxed(work, time_steps, min(left / 2, _STAGED_SECONDS))
     if not solved.is_infeasible:
         found.bound_seconds = max(found.bound_seconds, solved.bound_seconds)
     if solved.resident is not None:
         with contextlib.suppress(ValueError):
             idea = work.run(problem.repeats_between(solved.resident))
             if idea is not None:
-                found.offer("joint", idea, work.budget_bytes)
+                found.update("joint", idea, work.budget_bytes)
 
 
 def bound_with_copies(work: SwapProblem, *, deadline: float) -> float:
@@ -259,16 +259,16 @@ def bound_with_copies(work: SwapProblem, *, deadline: float) -> float:
     return 0.0 if solved.is_infeasible else max(solved.bound_seconds, 0.0)
 
 
-def _relaxed(work: SwapProblem, moments: list[int], seconds: float) -> Solved:
+def _relaxed(work: SwapProblem, time_steps: list[int], seconds: float) -> Solved:
     """The staged programme with copies, solved for so long."""
     small_bytes = int(work.problem.keep_all.peak_bytes * _FREE_PART)
     relaxation = SwapRelaxation(
-        work.problem, work.budget_bytes, moments, small_bytes=small_bytes, tiers=work.tiers
+        work.problem, work.budget_bytes, time_steps, small_bytes=small_bytes, tiers=work.tiers
     )
     return relaxation.solve(seconds=seconds, gap=_PROOF_GAP, node_limit=_STAGED_NODES)
 
 
-def least_budget(work: SwapProblem, candidates: Frontier, *, deadline: float = math.inf) -> int:
+def least_budget(work: SwapProblem, candidates: Candidates, *, deadline: float = math.inf) -> int:
     """The smallest budget that a schedule with copies is found for, in bytes; that of `work` is ignored.
 
     Args:
@@ -309,8 +309,8 @@ _RUN_SECONDS = 1.0
 
 
 def _candidates(
-    work: SwapProblem, candidates: Frontier, *, deadline: float
-) -> Iterator[tuple[str, Simulated]]:
+    work: SwapProblem, candidates: Candidates, *, deadline: float
+) -> Iterator[tuple[str, Solution]]:
     """Schedules that fit: what recomputes at this or at a larger budget, with copies for the rest.
 
     The first few, which reach the smallest budgets, are tried whatever the time.
@@ -318,7 +318,7 @@ def _candidates(
     problem = work.problem
     known: set[tuple[float, int]] = set()
 
-    def offered(name: str, simulated: Simulated) -> Iterator[tuple[str, Simulated]]:
+    def offered(name: str, simulated: Solution) -> Iterator[tuple[str, Solution]]:
         key = simulated.seconds, simulated.peak_bytes
         if key not in known and (len(known) <= _LOW or time.monotonic() < deadline):
             known.add(key)
@@ -351,7 +351,7 @@ _PROGRESS = 1e-4
 _BETTER = 1e-9
 
 
-def improve(work: SwapProblem, found: Found, *, deadline: float) -> None:
+def improve(work: SwapProblem, found: Incumbent, *, deadline: float) -> None:
     """Runs less again, or more, where that makes a schedule faster; copies are chosen anew each time.
 
     Args:
@@ -360,28 +360,28 @@ def improve(work: SwapProblem, found: Found, *, deadline: float) -> None:
         deadline: `time.monotonic()` at which to stop.
     """
     problem = work.problem
-    repeats = problem.repeats(found.best)
+    recomputations = problem.recomputations(found.best)
     while True:
         before = found.best.seconds
-        for change in (*_removals(problem, repeats), *_additions(problem, repeats)):
+        for change in (*_removals(problem, recomputations), *_additions(problem, recomputations)):
             if time.monotonic() >= deadline or found.is_proved(problem, _PROOF_GAP):
                 return
-            changed = _changed(problem, repeats, change)
+            changed = _changed(problem, recomputations, change)
             best = found.best.seconds * (1 - _BETTER)
-            is_new = changed != repeats and _makes_transient(problem, changed)
+            is_new = changed != recomputations and _makes_transient(problem, changed)
             simulated = work.run(changed, below_seconds=best) if is_new else None
             if simulated is not None and simulated.seconds < best:
-                found.offer("joint", simulated, work.budget_bytes)
-                repeats = changed
+                found.update("joint", simulated, work.budget_bytes)
+                recomputations = changed
         if found.best.seconds >= before * (1 - _PROGRESS):
             return
 
 
-def _makes_transient(problem: CheckpointProblem, repeats: Repeats) -> bool:
+def _makes_transient(problem: CheckpointProblem, recomputations: Recomputations) -> bool:
     """Whether backward makes again, before it reads them, the storages that must not stay for it."""
     missing = set(problem.transient)
     split = len(problem.forward)
-    for node, before in zip(problem.base[split:], repeats[split:], strict=True):
+    for node, before in zip(problem.base[split:], recomputations[split:], strict=True):
         for run in (*before, node):
             if not missing.isdisjoint(problem.forward_reads[run]):
                 return False
@@ -398,16 +398,16 @@ class _Change:
     removes: bool
 
 
-def _removals(problem: CheckpointProblem, repeats: Repeats) -> list[_Change]:
+def _removals(problem: CheckpointProblem, recomputations: Recomputations) -> list[_Change]:
     """Each operation that runs again, the longest first."""
-    found = [_Change(step, (node,), True) for step, before in enumerate(repeats) for node in before]
+    found = [_Change(step, (node,), True) for step, before in enumerate(recomputations) for node in before]
     return sorted(found, key=lambda change: -problem.costs.seconds[change.nodes[0]])
 
 
-def _additions(problem: CheckpointProblem, repeats: Repeats) -> list[_Change]:
+def _additions(problem: CheckpointProblem, recomputations: Recomputations) -> list[_Change]:
     """What backward reads from forward, made again just before by chains of operations; the largest first."""
     split = len(problem.forward)
-    runs = {node for before in repeats for node in before}
+    runs = {node for before in recomputations for node in before}
     found: list[tuple[int, _Change]] = []
     for storage, positions in problem.read_positions.items():
         maker = problem.producer[storage]
@@ -432,9 +432,9 @@ def _chain(problem: CheckpointProblem, node: Node, depth: int) -> tuple[Node, ..
     return tuple(sorted(chain, key=problem.index.__getitem__))
 
 
-def _changed(problem: CheckpointProblem, repeats: Repeats, change: _Change) -> list[list[Node]]:
+def _changed(problem: CheckpointProblem, recomputations: Recomputations, change: _Change) -> list[list[Node]]:
     """The repeats with a change, without those that nothing reads then."""
-    made = [list(before) for before in repeats]
+    made = [list(before) for before in recomputations]
     here = made[change.step]
     if change.removes:
         made[change.step] = [node for node in here if node not in change.nodes]

@@ -10,7 +10,7 @@ from ...ir import BudgetError, Region, UsageError, format_bytes, parse_budget, v
 from ..program import Program
 from ..remat.certificate import certify
 from ..remat.problem import CheckpointProblem
-from ..remat.search import Found
+from ..remat.search import Incumbent
 from .remat_and_offload import SwapProblem
 
 __all__ = ["ScheduleSwaps"]
@@ -75,7 +75,7 @@ class ScheduleSwaps:
         plan = certify(
             problem,
             budget_bytes,
-            Found(f"{program.plan.strategy}+swap", chosen),
+            Incumbent(f"{program.plan.strategy}+swap", chosen),
             baseline_bytes=baseline_bytes,
             minimum_bytes=min(program.plan.minimum_budget_bytes, chosen.peak_bytes),
             seconds=time.monotonic() - started,

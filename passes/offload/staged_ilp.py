@@ -52,20 +52,20 @@ class SwapRelaxation(Relaxation):
 
     def _arrivals(self, stage: int, made: Sequence[Storage]) -> _Variables:
         copyable = self.problem.graph.copyable_storages
-        moment = self.moments[stage]
-        useful = (s for s in made if s in copyable and self.problem.is_useful(s, moment + 1))
+        time_step = self.time_steps[stage]
+        useful = (s for s in made if s in copyable and self.problem.is_useful(s, time_step + 1))
         return {s: self.model.add_variable(lb=0.0, ub=1.0) for s in useful}
 
     def _add_copies(self) -> Sequence[mathopt.Variable]:
         problem, model = self.problem, self.model
-        stages = range(len(self.moments))
+        stages = range(len(self.time_steps))
         swapped = list(dict.fromkeys(s for arrived in self.arrived for s in arrived))
-        self.waits = [model.add_variable(lb=0.0) for _ in range(len(self.moments) + 1)]
-        self.out = [self._copies(swapped, window) for window in range(len(self.moments) + 1)]
-        self.back = [self._copies(swapped, window) for window in range(len(self.moments) + 1)]
+        self.waits = [model.add_variable(lb=0.0) for _ in range(len(self.time_steps) + 1)]
+        self.out = [self._copies(swapped, window) for window in range(len(self.time_steps) + 1)]
+        self.back = [self._copies(swapped, window) for window in range(len(self.time_steps) + 1)]
         for stage in stages:
-            moment = self.moments[stage]
-            made = [s for s in swapped if problem.index[problem.producer[s]] < moment]
+            time_step = self.time_steps[stage]
+            made = [s for s in swapped if problem.index[problem.producer[s]] < time_step]
             self.going.append({s: model.add_variable(lb=0.0, ub=1.0) for s in made})
             self.coming.append({s: model.add_variable(lb=0.0, ub=1.0) for s in made})
         for storage in swapped:
@@ -75,7 +75,7 @@ class SwapRelaxation(Relaxation):
 
     def _copies(self, swapped: Sequence[Storage], window: int) -> dict[Storage, list[mathopt.Variable]]:
         """For each tier, the part of each storage that is copied in a window; it was made before its end."""
-        end = self.moments[window] if window < len(self.moments) else self.problem.moments
+        end = self.time_steps[window] if window < len(self.time_steps) else self.problem.time_steps
         return {
             s: [self.model.add_variable(lb=0.0, ub=1.0) for _ in self.tiers]
             for s in swapped
@@ -87,14 +87,14 @@ class SwapRelaxation(Relaxation):
         maker = problem.producer[storage]
         parts = [window.get(storage, []) for window in self.out]
         model.add_linear_constraint(mathopt.LinearSum(v for part in parts for v in part) <= 1.0)
-        for stage, moment in enumerate(self.moments):
-            if problem.index[maker] >= moment:
+        for stage, time_step in enumerate(self.time_steps):
+            if problem.index[maker] >= time_step:
                 continue
             here = self.resident[stage].get(storage, 0.0) + self.going[stage][storage]
             later = mathopt.LinearSum(v for part in parts[stage + 1 :] for v in part)
             again = mathopt.LinearSum(x[maker] for x in self.again[stage:] if maker in x)
             model.add_linear_constraint(later - here - again <= 0.0)
-            if stage and problem.index[maker] < self.moments[stage - 1]:
+            if stage and problem.index[maker] < self.time_steps[stage - 1]:
                 before = self.resident[stage - 1].get(storage, 0.0) + self.going[stage - 1][storage]
                 between = self.again[stage - 1].get(maker, 0.0)
                 model.add_linear_constraint(self.going[stage][storage] - before - between <= 0.0)
@@ -103,17 +103,17 @@ class SwapRelaxation(Relaxation):
                 stored = mathopt.LinearSum(v for part in parts[: stage + 2] for v in part)
                 model.add_linear_constraint(arrives - stored <= 0.0)
             coming = self.coming[stage][storage] + mathopt.LinearSum(self.back[stage + 1].get(storage, []))
-            following = self.coming[stage + 1][storage] if stage + 1 < len(self.moments) else 0.0
+            following = self.coming[stage + 1][storage] if stage + 1 < len(self.time_steps) else 0.0
             model.add_linear_constraint(following - coming + arrives == 0.0)
-            if not stage or problem.index[maker] >= self.moments[stage - 1]:
+            if not stage or problem.index[maker] >= self.time_steps[stage - 1]:
                 first = mathopt.LinearSum(self.back[stage].get(storage, []))
                 model.add_linear_constraint(self.coming[stage][storage] - first <= 0.0)
 
     def _add_channels(self) -> None:
         problem = self.problem
-        marks = [0, *self.moments, problem.moments]
+        marks = [0, *self.time_steps, problem.time_steps]
         for window, (start, end) in enumerate(itertools.pairwise(marks)):
-            nodes = (problem.base_of(moment) for moment in range(start, end))
+            nodes = (problem.base_of(time_step) for time_step in range(start, end))
             base = sum(problem.costs.seconds[node] for node in nodes if node is not None)
             elapsed = base / self.unit_seconds + self.waits[window]
             if window:
@@ -138,13 +138,13 @@ class SwapRelaxation(Relaxation):
     def _swapped(self, values: Mapping[mathopt.Variable, float]) -> dict[int, frozenset[Storage]]:
         found: dict[int, frozenset[Storage]] = {}
         later: frozenset[Storage] = frozenset()
-        for stage in reversed(range(len(self.moments))):
+        for stage in reversed(range(len(self.time_steps))):
             later |= {s for s, v in self.arrived[stage].items() if values[v] > 0.5}
-            made = (s for s in later if self.problem.index[self.problem.producer[s]] < self.moments[stage])
+            made = (s for s in later if self.problem.index[self.problem.producer[s]] < self.time_steps[stage])
             found[stage] = frozenset(made)
         return found
 
     def _copied(self, stage: int) -> Sequence[tuple[int, mathopt.Variable]]:
-        inputs = set(self.problem.read_at(self.moments[stage]))
+        inputs = set(self.problem.read_at(self.time_steps[stage]))
         parts = (*self.going[stage].items(), *self.coming[stage].items())
         return [(s.nbytes, part) for s, part in parts if s not in inputs]

@@ -11,7 +11,7 @@ from itertools import count
 
 from ...ir import Direction, Tier
 from ..remat.chain import articulations
-from ..remat.problem import CheckpointProblem, Simulated
+from ..remat.problem import CheckpointProblem, Solution
 from ..remat.strategies import every_k, per_block, segments, sqrt_n
 from .pofo import pofo
 from .remat_and_offload import SwapProblem
@@ -27,7 +27,7 @@ _SMALL_PART = 2e-5
 """Storages up to this fraction of the peak that keeps all stay."""
 
 
-def swap_all(work: SwapProblem, deadline: float = math.inf) -> Iterator[Simulated]:
+def swap_all(work: SwapProblem, deadline: float = math.inf) -> Iterator[Solution]:
     """Computes nothing twice; what is over the budget is copied, at the times of `schedule_copies`.
 
     Args:
@@ -44,7 +44,7 @@ def swap_all(work: SwapProblem, deadline: float = math.inf) -> Iterator[Simulate
 # ---------------------------------------------------------------------- Large Model Support
 
 
-def lms_all(work: SwapProblem, look_ahead: int, *, threshold_bytes: int | None = None) -> Simulated:
+def lms_all(work: SwapProblem, look_ahead: int, *, threshold_bytes: int | None = None) -> Solution:
     """Large Model Support: all that forward makes and backward reads is copied out and fetched again.
 
     Memory is not looked at; see `_Ahead` for the times.
@@ -63,7 +63,7 @@ def lms_all(work: SwapProblem, look_ahead: int, *, threshold_bytes: int | None =
     return work.simulate(order.schedule(ahead.swaps))
 
 
-def lms(work: SwapProblem, deadline: float = math.inf) -> Iterator[Simulated]:
+def lms(work: SwapProblem, deadline: float = math.inf) -> Iterator[Solution]:
     """Large Model Support at all its settings: all storages, and as few as the budget allows.
 
     Which are the few is a setting too: the largest, or the earliest (`n_tensors` of TFLMS).
@@ -88,7 +88,7 @@ def lms(work: SwapProblem, deadline: float = math.inf) -> Iterator[Simulated]:
 # ---------------------------------------------------------------------- checkpoints that are swapped
 
 
-def ome(work: SwapProblem, deadline: float = math.inf) -> Iterator[Simulated]:
+def ome(work: SwapProblem, deadline: float = math.inf) -> Iterator[Solution]:
     """Recomputation between checkpoints, of which the earliest are swapped until the budget holds.
 
     The checkpoints are those of known rules: sqrt(n), every k, blocks, articulations of forward and every
@@ -110,7 +110,7 @@ def ome(work: SwapProblem, deadline: float = math.inf) -> Iterator[Simulated]:
             yield chosen
 
 
-def _checkpointings(problem: CheckpointProblem) -> Iterator[Simulated]:
+def _checkpointings(problem: CheckpointProblem) -> Iterator[Solution]:
     yield sqrt_n(problem)
     for exponent in range(1, max(len(problem.forward) - 1, 0).bit_length()):
         yield every_k(problem, 2**exponent)
@@ -215,7 +215,7 @@ class _Ahead:
         self.step_seconds = now
 
 
-def _fastest(work: SwapProblem, order: Order, gaps: Sequence[Gap], deadline: float) -> Simulated | None:
+def _fastest(work: SwapProblem, order: Order, gaps: Sequence[Gap], deadline: float) -> Solution | None:
     """Of all look-aheads the fastest schedule within the budget that swaps as few of `gaps` as it can."""
     found: list[tuple[float, int, Sequence[Swap]]] = []
     computed = sum(order.event_seconds)
@@ -253,7 +253,7 @@ def _fewest(work: SwapProblem, order: Order, gaps: Sequence[Gap], look_ahead: in
 
 # ---------------------------------------------------------------------- all of them
 
-SWAP_STRATEGIES: Mapping[str, Callable[[SwapProblem, float], Iterator[Simulated]]] = {
+SWAP_STRATEGIES: Mapping[str, Callable[[SwapProblem, float], Iterator[Solution]]] = {
     "lms": lms,
     "ome": ome,
     "pofo": pofo,
@@ -265,7 +265,7 @@ Of the schedules of one the fastest within the budget counts.
 """
 
 
-def known_swaps(work: SwapProblem, *, deadline: float = math.inf) -> Iterator[tuple[str, Simulated]]:
+def known_swaps(work: SwapProblem, *, deadline: float = math.inf) -> Iterator[tuple[str, Solution]]:
     """The schedules of all these strategies, each with its name; some may be over the budget.
 
     Args:

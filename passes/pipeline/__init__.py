@@ -4,7 +4,7 @@ from .baselines import PARTITIONS
 from .devices import Devices
 from .linear_order import Line
 from .linear_partition import LinePartition, lower_bound_seconds
-from .optimizer_steps import Updates
+from .optimizer_steps import OptimizerSteps
 from .placement import Dataflow, Placement, place_backward
 from .plan import PipelineOptions, PlannedPipeline, line_of, plan_pipeline
 from .schedules import SCHEDULES, pipeline_schedule
@@ -19,13 +19,13 @@ __all__ = [
     "Devices",
     "Line",
     "LinePartition",
+    "OptimizerSteps",
     "PipelineOptions",
     "Placement",
     "PlannedPipeline",
     "PlannedStage",
     "StageGraph",
     "StagePlanner",
-    "Updates",
     "boundary_values",
     "cut",
     "line_of",

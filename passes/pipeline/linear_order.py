@@ -106,7 +106,7 @@ class Line:
             if node.region is Region.BACKWARD and found:
                 found[place] += self.costs.seconds[node]
         for storage, seconds in self.release_seconds.items():
-            found[max(self.placement.homes.get(storage, (0,)))] += seconds
+            found[max(self.placement.offloaded_parameters.get(storage, (0,)))] += seconds
         return found
 
     @cached_property
@@ -145,7 +145,10 @@ class Line:
         trained = {
             i.value.storage for i in self.graph.inputs if i.role is InputRole.PARAMETER and i.requires_grad
         }
-        return [(storage, storage in trained, places) for storage, places in self.placement.homes.items()]
+        return [
+            (storage, storage in trained, places)
+            for storage, places in self.placement.offloaded_parameters.items()
+        ]
 
     def seconds(self, begin: int, end: int) -> float:
         """Time of the operations from `begin` to before `end`, forward and backward."""

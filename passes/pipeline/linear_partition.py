@@ -14,7 +14,7 @@ from ...ir.pipeline.schedule import PipelineSchedule, in_flight
 from ...ir.pipeline.timing import StageCost, simulate_pipeline
 from .devices import Devices
 from .linear_order import Line
-from .optimizer_steps import Updates
+from .optimizer_steps import OptimizerSteps
 
 __all__ = ["LinePartition", "lower_bound_seconds"]
 
@@ -38,7 +38,9 @@ class LinePartition:
         updates: What the steps of an optimizer take.
     """
 
-    def __init__(self, line: Line, schedule: PipelineSchedule, devices: Devices, updates: Updates) -> None:
+    def __init__(
+        self, line: Line, schedule: PipelineSchedule, devices: Devices, updates: OptimizerSteps
+    ) -> None:
         self.line = line
         self.schedule = schedule
         self.devices = devices
@@ -132,9 +134,9 @@ class LinePartition:
         places = self.line.places
         count = len(places)
         static = numpy.zeros((count, count))
-        for storage, is_trained, homes in self.line.statics:
+        for storage, is_trained, offloaded_parameters in self.line.statics:
             nbytes = self.updates.kept_bytes(storage) if is_trained else storage.nbytes
-            self._add_static(static, homes, nbytes)
+            self._add_static(static, offloaded_parameters, nbytes)
         largest = numpy.zeros((count, count))
         for begin in range(count):
             most = 0
@@ -143,12 +145,12 @@ class LinePartition:
                 largest[begin, end] = most
         return static, self._between(self.line.saved_prefix), largest
 
-    def _add_static(self, table: _Table, homes: Sequence[int], nbytes: int) -> None:
+    def _add_static(self, table: _Table, offloaded_parameters: Sequence[int], nbytes: int) -> None:
         places = numpy.array(self.line.places)
-        following = numpy.searchsorted(homes, places)
+        following = numpy.searchsorted(offloaded_parameters, places)
         for begin, index in enumerate(following):
-            if index < len(homes):
-                table[begin, places > homes[index]] += nbytes
+            if index < len(offloaded_parameters):
+                table[begin, places > offloaded_parameters[index]] += nbytes
 
     def _arriving(self) -> _Table:
         crossing = self.line.crossing_bytes

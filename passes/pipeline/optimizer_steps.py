@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from ...ir import Graph, InputRole, Storage
 from ..costs.table import StepCost
 
-__all__ = ["Updates"]
+__all__ = ["OptimizerSteps"]
 
 
 @dataclass(frozen=True)
-class Updates:
+class OptimizerSteps:
     """What an optimizer takes for each parameter by itself; nothing where there is none.
 
     It takes its steps parameter by parameter when all micro-batches are done, with nothing of them left.

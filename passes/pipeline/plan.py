@@ -31,7 +31,7 @@ from .devices import Devices
 from .ideal_order import downset_order
 from .linear_order import Line
 from .linear_partition import LinePartition, lower_bound_seconds
-from .optimizer_steps import Updates
+from .optimizer_steps import OptimizerSteps
 from .stage_graphs import StageGraph, cut
 from .stage_plan import PlannedStage, StagePlanner
 
@@ -58,7 +58,7 @@ class PipelineOptions:
     partition: str = "best"
     checkpoint: tuple[str, str] | None = None
     time_limit: float = 60.0
-    updates: Updates = field(default_factory=Updates)
+    updates: OptimizerSteps = field(default_factory=OptimizerSteps)
     cuts: tuple[int, ...] | None = None
 
 

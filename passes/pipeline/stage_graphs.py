@@ -147,11 +147,11 @@ def _crossings(flow: Dataflow, placement: Placement, count: int) -> tuple[list[_
     values = {v.storage: v for v in _made_values(flow)}
     # the order in which stages send: what they relay, tangents, what they make
     onward = sorted((s for s in made if s not in backward), key=made.__getitem__)
-    homeward = sorted(
+    inward = sorted(
         (s for s in made if s in backward), key=lambda s: (-made[s], s not in graph.tangent_storages)
     )
     forth = ((s, range(made[s], last.get(s, -1))) for s in onward)
-    back = ((s, range(first.get(s, count), made[s])) for s in homeward)
+    back = ((s, range(first.get(s, count), made[s])) for s in inward)
     return (
         [_Crossing(_crossing(flow, values[s]), between) for s, between in forth if between],
         [_Crossing(_crossing(flow, values[s]), between) for s, between in back if between],
@@ -209,22 +209,25 @@ def _reads(flow: Dataflow, placement: Placement, count: int) -> Iterable[tuple[V
         if output.role is OutputRole.OUTPUT:
             yield from ((value, count - 1) for value in flow.bases(output.value))
             continue
-        homes = _homes_of(flow, placement, output)
+        offloaded_parameters = _offloaded_of(flow, placement, output)
         for part in placement.parts_of(output.value):
             for value in flow.bases(part):
                 maker = flow.makers.get(value)
                 stage = count - 1 if maker is None else placement.stages.get(maker, count - 1)
-                yield value, _delivered_at(homes, stage)
+                yield value, _delivered_at(offloaded_parameters, stage)
 
 
-def _homes_of(flow: Dataflow, placement: Placement, output: Output) -> tuple[int, ...]:
+def _offloaded_of(flow: Dataflow, placement: Placement, output: Output) -> tuple[int, ...]:
     """The stages that keep the input that a gradient belongs to."""
-    return placement.homes.get(flow.owners[output.target].value.storage, (0,))
+    return placement.offloaded_parameters.get(flow.owners[output.target].value.storage, (0,))
 
 
-def _delivered_at(homes: Sequence[int], stage: int) -> int:
+def _delivered_at(offloaded_parameters: Sequence[int], stage: int) -> int:
     """Where a part of a gradient that was made in `stage` stays: the last home up to there."""
-    return max((home for home in homes if home <= stage), default=homes[0])
+    return max(
+        (offloaded for offloaded in offloaded_parameters if offloaded <= stage),
+        default=offloaded_parameters[0],
+    )
 
 
 def _crossing(flow: Dataflow, value: Value) -> Value:
@@ -300,7 +303,7 @@ class _Stage:
             loss_bytes=graph.loss_bytes if last else 0,
             loss_held_bytes=graph.loss_held_bytes if last else 0,
             loss_saved_bytes=graph.loss_saved_bytes if last else 0,
-            wishes=graph.wishes,
+            annotations=graph.annotations,
         )
         return StageGraph(self.index, made, self.before, self.after)
 
@@ -327,18 +330,20 @@ class _Stage:
                 if self.index == self.count - 1:
                     yield output
                 continue
-            homes = _homes_of(self.flow, self.placement, output)
-            if self.index not in homes:
+            offloaded_parameters = _offloaded_of(self.flow, self.placement, output)
+            if self.index not in offloaded_parameters:
                 continue
             value = output.value
-            if value is not None and len(homes) > 1:
-                value = self.own_part(value, homes)  # the others have the rest
+            if value is not None and len(offloaded_parameters) > 1:
+                value = self.own_part(value, offloaded_parameters)  # the others have the rest
             yield replace(output, value=value)
 
-    def own_part(self, gradient: Value, homes: Sequence[int]) -> Value | None:
+    def own_part(self, gradient: Value, offloaded_parameters: Sequence[int]) -> Value | None:
         """The sum of the parts of a gradient that stay in this stage."""
         mine = [
-            part for part in self.placement.parts_of(gradient) if self.stage_of(part, homes) == self.index
+            part
+            for part in self.placement.parts_of(gradient)
+            if self.stage_of(part, offloaded_parameters) == self.index
         ]
         if not mine:
             return None
@@ -368,12 +373,12 @@ class _Stage:
         self.sums.append(Node(name, op, operands, (made,), keywords=keywords, region=Region.BACKWARD))
         return made
 
-    def stage_of(self, part: Value, homes: Sequence[int]) -> int:
+    def stage_of(self, part: Value, offloaded_parameters: Sequence[int]) -> int:
         base = next(iter(self.flow.bases(part)))
         maker = self.flow.makers.get(base)
         last = self.count - 1
         stage = last if maker is None else self.placement.stages.get(maker, last)
-        return _delivered_at(homes, stage)
+        return _delivered_at(offloaded_parameters, stage)
 
 
 def _received(values: Sequence[Value], region: Region) -> list[Node]:

@@ -16,7 +16,7 @@ from ..program import Program
 from ..remat.planner import Planner
 from ..rewrites.hold_forwards import HoldForwards
 from ..rewrites.release_gradients import ReleaseGradients
-from .optimizer_steps import Updates
+from .optimizer_steps import OptimizerSteps
 from .stage_graphs import StageGraph
 
 __all__ = ["PlannedStage", "StagePlanner"]
@@ -76,7 +76,7 @@ class StagePlanner:
         cost: Callable[[Program], Program],
         in_flight: int,
         micro_batches: int,
-        updates: Updates,
+        updates: OptimizerSteps,
     ) -> None:
         self.stage = stage
         self.micro_batches = micro_batches

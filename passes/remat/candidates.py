@@ -9,15 +9,15 @@ from dataclasses import dataclass
 
 from .eviction import evict_greedily
 from .exact import best_of_class, is_small
-from .problem import CheckpointProblem, Simulated
-from .solution_merging import Recombiner
+from .problem import CheckpointProblem, Solution
+from .solution_merging import SolutionMerger
 from .strategies import known_strategies
 
-__all__ = ["Frontier", "frontier"]
+__all__ = ["Candidates", "frontier"]
 
 
 @dataclass(frozen=True)
-class Frontier:
+class Candidates:
     """Schedules found without regard to one budget: the same for every budget.
 
     Args:
@@ -25,7 +25,7 @@ class Frontier:
         is_complete: Whether all that is tried was tried before the deadline.
     """
 
-    candidates: tuple[tuple[str, Simulated], ...]
+    candidates: tuple[tuple[str, Solution], ...]
     is_complete: bool = True
 
     @property
@@ -33,7 +33,7 @@ class Frontier:
         """The smallest peak that a schedule was found for."""
         return min(simulated.peak_bytes for _, simulated in self.candidates)
 
-    def fitting(self, budget_bytes: int) -> list[tuple[str, Simulated]]:
+    def fitting(self, budget_bytes: int) -> list[tuple[str, Solution]]:
         """The candidates within the budget, fastest first, and of equally fast ones the smallest peak."""
         found = [pair for pair in self.candidates if pair[1].peak_bytes <= budget_bytes]
         return sorted(found, key=lambda pair: (pair[1].seconds, pair[1].peak_bytes))
@@ -52,7 +52,7 @@ _LEAST_PEAK_SECONDS = 5.0
 
 def frontier(
     problem: CheckpointProblem, *, deadline: float = math.inf, is_thorough: bool = False
-) -> Frontier:
+) -> Candidates:
     """Known strategies, greedy eviction at a ladder of budgets, and the smallest peaks that are reached.
 
     Args:
@@ -65,7 +65,7 @@ def frontier(
     found = list(known_strategies(problem))
     for rung in reversed(range(_RUNGS)):
         if time.monotonic() >= deadline:
-            return Frontier(tuple(found), is_complete=False)
+            return Candidates(tuple(found), is_complete=False)
         budget = floor + (top - floor) * rung // _RUNGS
         latest = min(deadline, time.monotonic() + _RUN_SECONDS)
         simulated = evict_greedily(problem, budget, deadline=latest)
@@ -81,10 +81,10 @@ def frontier(
         if is_thorough:
             seeds = sorted((s for _, s in found), key=lambda s: (s.peak_bytes, s.seconds))[:_LOW_SEEDS]
             found.append(("ilp", _lowest(problem, seeds, deadline=latest)))
-    return Frontier(tuple(found))
+    return Candidates(tuple(found))
 
 
-def _below(problem: CheckpointProblem, peak_bytes: int, *, deadline: float) -> Iterator[Simulated]:
+def _below(problem: CheckpointProblem, peak_bytes: int, *, deadline: float) -> Iterator[Solution]:
     """Schedules below `peak_bytes`, each below the one before, down to the least of a small graph's class."""
     low, high = problem.floor_bytes - 1, peak_bytes
     while low < high - 1 and time.monotonic() < deadline:
@@ -111,7 +111,7 @@ _LOW_ENOUGH = 2e-3
 
 def _halved(
     problem: CheckpointProblem, peak_bytes: int, *, deadline: float
-) -> Iterator[tuple[str, Simulated]]:
+) -> Iterator[tuple[str, Solution]]:
     """Ever lower peaks by eviction, at halvings of what is left between the floor and `peak_bytes`."""
     low, high = problem.floor_bytes - 1, peak_bytes
     while high - low > max(problem.keep_all.peak_bytes >> 8, 1) and time.monotonic() < deadline:
@@ -126,9 +126,9 @@ def _halved(
             yield "eviction", lower
 
 
-def _lowest(problem: CheckpointProblem, seeds: list[Simulated], *, deadline: float) -> Simulated:
+def _lowest(problem: CheckpointProblem, seeds: list[Solution], *, deadline: float) -> Solution:
     """The lowest peak from low schedules united, and from more that may run again around the peak."""
-    work = Recombiner(problem, None, seeds[0], deadline)
+    work = SolutionMerger(problem, None, seeds[0], deadline)
     work.add()
     for idea in seeds[1:]:
         work.add(idea)
@@ -143,9 +143,9 @@ def _lowest(problem: CheckpointProblem, seeds: list[Simulated], *, deadline: flo
     return work.best
 
 
-def _around_peak(problem: CheckpointProblem, simulated: Simulated) -> list[int]:
+def _around_peak(problem: CheckpointProblem, simulated: Solution) -> list[int]:
     """The steps of the base order around the largest memory."""
     peaks = problem.peaks(simulated)
-    moment = max(range(len(peaks)), key=peaks.__getitem__)
-    base = moment if moment < len(problem.forward) else moment - 1
+    time_step = max(range(len(peaks)), key=peaks.__getitem__)
+    base = time_step if time_step < len(problem.forward) else time_step - 1
     return list(range(max(base - _HALF_WINDOW, 0), min(base + _HALF_WINDOW, len(problem.base))))

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ...ir import (
     RUN_ONCE,
+    Annotation,
+    AnnotationEffect,
     Compute,
     Copy,
     Decision,
@@ -24,16 +26,14 @@ from ...ir import (
     TierUse,
     Trait,
     Wait,
-    Wish,
-    WishEffect,
     format_bytes,
     liveness,
     nondeterminism,
     step_times,
     stored_bytes,
 )
-from .problem import CheckpointProblem, Simulated
-from .search import Found
+from .problem import CheckpointProblem, Solution
+from .search import Incumbent
 
 __all__ = ["certify"]
 
@@ -43,7 +43,7 @@ _PROOF_GAP = 1e-4
 def certify(
     problem: CheckpointProblem,
     budget_bytes: int,
-    found: Found,
+    found: Incumbent,
     *,
     baseline_bytes: int,
     minimum_bytes: int,
@@ -68,7 +68,7 @@ def certify(
     bound = min(found.bound_seconds / step, overhead) if step else 0.0
     times = step_times(found.best.schedule, problem.costs.seconds, tiers)
     made = _decisions(problem, found.best, times)
-    decisions = made | _homes(problem, found.best.schedule, times)
+    decisions = made | _offloaded_parameters(problem, found.best.schedule, times)
     there = liveness(found.best.schedule, problem.costs.workspace_bytes, with_gradients=True)
     return Plan(
         budget_bytes=budget_bytes,
@@ -85,19 +85,19 @@ def certify(
         costs=problem.costs.source,
         decisions=tuple(decisions.values()),
         seconds_to_plan=seconds,
-        wishes=tuple(
-            WishEffect(wish.by, wish.policy.value, _effect(problem, wish, made))
-            for wish in problem.graph.wishes
+        annotations=tuple(
+            AnnotationEffect(annotation.by, annotation.policy.value, _effect(problem, annotation, made))
+            for annotation in problem.graph.annotations
         ),
         forwards_in_flight=problem.graph.forwards_in_flight,
         peak_with_gradients_bytes=there.peak_bytes,
         tiers=tuple(_uses(found.best.schedule, times, tiers)),
         exposed_seconds=_exposed_seconds(found.best, times),
-        homed_bytes=sum(home.storage.nbytes for home in problem.graph.homes),
+        offloaded_bytes=sum(offloaded.storage.nbytes for offloaded in problem.graph.offloaded_parameters),
     )
 
 
-def _exposed_seconds(best: Simulated, times: StepTimes) -> float:
+def _exposed_seconds(best: Solution, times: StepTimes) -> float:
     """Time in which copies are waited for, without what is rounding alone."""
     exposed = best.seconds - times.compute_seconds if times.copies else 0.0
     return exposed if exposed > 1e-9 * times.compute_seconds else 0.0
@@ -123,7 +123,7 @@ def _uses(schedule: Schedule, times: StepTimes, tiers: Sequence[Tier]) -> Iterat
             )
 
 
-def _decisions(problem: CheckpointProblem, simulated: Simulated, times: StepTimes) -> dict[Storage, Decision]:
+def _decisions(problem: CheckpointProblem, simulated: Solution, times: StepTimes) -> dict[Storage, Decision]:
     """The decision for each storage that forward makes and that is no output."""
     runs = Counter(simulated.order)
     kept = _alive_at_loss(simulated)
@@ -150,18 +150,22 @@ def _decisions(problem: CheckpointProblem, simulated: Simulated, times: StepTime
             action,
             again,
             seconds,
-            f"{reason}; a hint: {node.wish.by}" if node.wish is not None and node.wish.is_hint else reason,
+            f"{reason}; a hint: {node.annotation.by}"
+            if node.annotation is not None and node.annotation.is_hint
+            else reason,
             str(node.at) if node.at is not None else "",
             _deciding(node, action),
         )
     return decisions
 
 
-def _homes(problem: CheckpointProblem, schedule: Schedule, times: StepTimes) -> dict[Storage, Decision]:
+def _offloaded_parameters(
+    problem: CheckpointProblem, schedule: Schedule, times: StepTimes
+) -> dict[Storage, Decision]:
     """The decision for each parameter and state of an optimizer that lives in a tier."""
     found: dict[Storage, Decision] = {}
-    for home in problem.graph.homes:
-        copies = [copy for copy in times.copies if copy.storage is home.storage]
+    for offloaded in problem.graph.offloaded_parameters:
+        copies = [copy for copy in times.copies if copy.storage is offloaded.storage]
         fetched = sum(copy.direction is Direction.IN for copy in copies)
         written = "written back once" if len(copies) > fetched else "not changed"
         waited = sum(
@@ -169,30 +173,30 @@ def _homes(problem: CheckpointProblem, schedule: Schedule, times: StepTimes) -> 
             for step, start, end in zip(
                 schedule.instructions, times.start_seconds, times.end_seconds, strict=True
             )
-            if isinstance(step, Wait) and step.storage is home.storage
+            if isinstance(step, Wait) and step.storage is offloaded.storage
         )
-        found[home.storage] = Decision(
-            home.storage.name,
-            home.name,
-            home.storage.nbytes,
+        found[offloaded.storage] = Decision(
+            offloaded.storage.name,
+            offloaded.name,
+            offloaded.storage.nbytes,
             "swap",
             0,
             0.0,
-            f"lives in {home.tier}: copied to the device {_times(fetched)} and {written}, "
+            f"lives in {offloaded.tier}: copied to the device {_times(fetched)} and {written}, "
             f"{_milliseconds(waited)} waited for",
         )
     return found
 
 
 def _deciding(node: Node, action: str) -> str:
-    """The wish that made the decision, or nothing."""
-    if node.wish is None or node.traits & RUN_ONCE:
+    """The annotation that made the decision, or nothing."""
+    if node.annotation is None or node.traits & RUN_ONCE:
         return ""
-    decided = {Policy.KEEP: "keep", Policy.RECOMPUTE: "recompute"}.get(node.wish.policy)
-    return node.wish.by if action == decided else ""
+    decided = {Policy.KEEP: "keep", Policy.RECOMPUTE: "recompute"}.get(node.annotation.policy)
+    return node.annotation.by if action == decided else ""
 
 
-def _alive_at_loss(simulated: Simulated) -> set[Storage]:
+def _alive_at_loss(simulated: Solution) -> set[Storage]:
     alive: set[Storage] = set()
     for instruction in simulated.schedule.instructions:
         if isinstance(instruction, Loss):
@@ -236,12 +240,12 @@ def _why_swapped(schedule: Schedule, times: StepTimes, copies: Sequence[Copy], a
 def _why_kept(problem: CheckpointProblem, storage: Storage, node: Node) -> str:
     if once := node.traits & RUN_ONCE:
         reasons = [_because(node, trait) for trait in sorted(once, key=lambda t: t.value)]
-        against = node.wish is not None and node.wish.policy is Policy.RECOMPUTE
+        against = node.annotation is not None and node.annotation.policy is Policy.RECOMPUTE
         return f"its operation may run only once ({', '.join(reasons)})" + (
-            f", in spite of {node.wish.by}" if node.wish is not None and against else ""
+            f", in spite of {node.annotation.by}" if node.annotation is not None and against else ""
         )
-    if wish := _deciding(node, "keep"):
-        return f"{wish}: {_purpose(problem, storage)}"
+    if annotation := _deciding(node, "keep"):
+        return f"{annotation}: {_purpose(problem, storage)}"
     return f"{_purpose(problem, storage)}; its operation takes {_milliseconds(problem.costs.seconds[node])}"
 
 
@@ -255,10 +259,11 @@ def _why_not_kept(
 ) -> tuple[str, str]:
     if not again:
         return "free", "backward does not need it under this plan"
-    wish = _deciding(problem.producer[storage], "recompute")
+    annotation = _deciding(problem.producer[storage], "recompute")
     return (
         "recompute",
-        f"{wish and wish + ': '}{_purpose(problem, storage)}; its operation runs again {_times(again)} "
+        f"{annotation and annotation + ': '}{_purpose(problem, storage)}; its operation runs again "
+        f"{_times(again)} "
         f"({_milliseconds(seconds)}) and {format_bytes(storage.nbytes)} are free in between",
     )
 
@@ -276,15 +281,15 @@ def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds * 1e3:,.0f} ms"
 
 
-def _effect(problem: CheckpointProblem, wish: Wish, decisions: Mapping[Storage, Decision]) -> str:
-    """What a wish did, in words."""
-    mine = {s: d for s, d in decisions.items() if problem.producer[s].wish == wish}
-    operations = [node for node in problem.forward if node.wish == wish]
+def _effect(problem: CheckpointProblem, annotation: Annotation, decisions: Mapping[Storage, Decision]) -> str:
+    """What an annotation did, in words."""
+    mine = {s: d for s, d in decisions.items() if problem.producer[s].annotation == annotation}
+    operations = [node for node in problem.forward if node.annotation == annotation]
     kept = [d for d in mine.values() if d.action == "keep"]
     again = [d for d in mine.values() if d.action == "recompute"]
     if not operations:
-        return _without_operations(wish)
-    match wish.policy:
+        return _without_operations(annotation)
+    match annotation.policy:
         case Policy.KEEP if kept:
             return f"{_amount(kept)} kept for backward; none of {len(operations)} operations runs again"
         case Policy.RECOMPUTE if again or kept:
@@ -296,9 +301,9 @@ def _effect(problem: CheckpointProblem, wish: Wish, decisions: Mapping[Storage, 
             return f"a hint, left to the search: {_amount(kept)} kept, {_amount(again)} made again"
 
 
-def _without_operations(wish: Wish) -> str:
-    leaves = ", or all its results leave it" if wish.policy is Policy.RECOMPUTE else ""
-    return f"no effect: nothing of it runs in forward, or other wishes decide{leaves}"
+def _without_operations(annotation: Annotation) -> str:
+    leaves = ", or all its results leave it" if annotation.policy is Policy.RECOMPUTE else ""
+    return f"no effect: nothing of it runs in forward, or other annotations decide{leaves}"
 
 
 def _amount(decisions: Sequence[Decision]) -> str:

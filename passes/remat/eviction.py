@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ...ir import Node, Storage
-from .problem import CheckpointProblem, Simulated
+from .problem import CheckpointProblem, Solution
 
 __all__ = ["evict_greedily"]
 
@@ -21,7 +21,7 @@ def evict_greedily(
     *,
     distance_weight: float = 1.0,
     deadline: float = math.inf,
-) -> Simulated | None:
+) -> Solution | None:
     """A schedule within the budget, found by running the step and evicting when memory is short.
 
     The victim is the resident storage with the least recomputation time for each byte and each
@@ -41,7 +41,7 @@ def evict_greedily(
     Source:
         Kirisame et al., Dynamic Tensor Rematerialization (2021); the known next use replaces staleness.
     """
-    found: list[Simulated] = []
+    found: list[Solution] = []
     for kept_bytes in _limits(problem, budget_bytes):
         try:
             run = _Run(problem, budget_bytes, distance_weight, deadline, kept_bytes)
@@ -140,9 +140,9 @@ class _Run:
             self._run(node)
         return self.trace[:split], self.trace[split:]
 
-    def _others_bytes(self, moment: int) -> int:
+    def _others_bytes(self, time_step: int) -> int:
         """What other forwards in flight hold, where as much stays at the loss as may."""
-        return max(case.bytes_at(self.kept_bytes) for case in self.problem.others_at(moment))
+        return max(case.bytes_at(self.kept_bytes) for case in self.problem.others_at(time_step))
 
     def _run(self, node: Node) -> None:
         """Runs an operation, after making again what it reads; what waits for a reader is pinned."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from .problem import CheckpointProblem, Simulated
+from .problem import CheckpointProblem, Solution
 from .retention_ilp import RetentionProgramme
 from .solution_merging import complete
 from .staged_ilp import Relaxation
@@ -26,7 +26,7 @@ class Exact:
         is_proved: There is none better in the class, or none at all.
     """
 
-    best: Simulated | None
+    best: Solution | None
     is_proved: bool
 
 
@@ -47,7 +47,7 @@ def best_of_class(problem: CheckpointProblem, budget_bytes: int, *, deadline: fl
     """
     everything = complete(problem)
     limit_bytes = budget_bytes
-    best: Simulated | None = None
+    best: Solution | None = None
     while (left := deadline - time.monotonic()) > 0:
         programme = RetentionProgramme(problem, everything, limit_bytes, {})
         chosen = programme.solve(seconds=left, gap=0.0)
@@ -72,6 +72,6 @@ def lower_bound(problem: CheckpointProblem, budget_bytes: int, *, deadline: floa
         budget_bytes: The most that may be alive at once.
         deadline: `time.monotonic()` at which to stop.
     """
-    relaxation = Relaxation(problem, budget_bytes, range(problem.moments), small_bytes=-1)
+    relaxation = Relaxation(problem, budget_bytes, range(problem.time_steps), small_bytes=-1)
     solved = relaxation.solve(seconds=deadline - time.monotonic(), gap=0.0)
     return 0.0 if solved.is_infeasible else solved.bound_seconds

@@ -12,9 +12,9 @@ from ..costs.measure_costs import Cost
 from ..program import Program
 from ..rewrites.backward_order import weight_gradients_last
 from ..rewrites.split_convolutions import rejoined
-from .candidates import Frontier, frontier
-from .problem import CheckpointProblem, Simulated
-from .search import Found
+from .candidates import Candidates, frontier
+from .problem import CheckpointProblem, Solution
+from .search import Incumbent
 
 __all__ = ["Planner", "recomputation_problem"]
 
@@ -32,7 +32,7 @@ class Planner:
     Attributes:
         problem: What is solved: of the rewritten graphs and orders of backward, the one that takes least.
         original: The graph as it was captured, in its own order.
-        baseline_bytes: Peak of the original where nothing runs twice: that of eager. Wishes do not matter.
+        baseline_bytes: Peak of the original if nothing runs twice, as in eager. Annotations do not matter.
     """
 
     program: Program
@@ -47,16 +47,16 @@ class Planner:
         self.original = CheckpointProblem(self.program.original or self.program.graph, self.program.costs)
         self.baseline_bytes = self.original.eager.peak_bytes
         self.problem = recomputation_problem(self.program)
-        self._known: dict[bool, Frontier] = {}
-        self._cut_off: Frontier | None = None
-        self._learned: list[tuple[str, Simulated]] = []
+        self._known: dict[bool, Candidates] = {}
+        self._cut_off: Candidates | None = None
+        self._learned: list[tuple[str, Solution]] = []
         self._bounds: list[tuple[int, float]] = []
 
     def program_of(self, problem: CheckpointProblem) -> Program:
         """The program with the graph of a problem."""
         return replace(self.program, graph=problem.graph)
 
-    def candidates(self, deadline: float = math.inf, *, is_thorough: bool = False) -> Frontier:
+    def candidates(self, deadline: float = math.inf, *, is_thorough: bool = False) -> Candidates:
         """Schedules found without regard to one budget, and those that earlier searches found.
 
         Args:
@@ -80,7 +80,7 @@ class Planner:
         found = self.candidates(deadline, is_thorough=is_thorough).minimum_bytes
         return min(found, self.original.keep_all.peak_bytes)
 
-    def learn(self, budget_bytes: int, found: Found) -> None:
+    def add_solution(self, budget_bytes: int, found: Incumbent) -> None:
         """Makes a schedule a candidate, and its bound one, for other budgets."""
         self._learned.append((found.name, found.best))
         self._bounds.append((budget_bytes, found.bound_seconds))

@@ -27,14 +27,14 @@ from ...ir import (
 )
 from ..costs.table import Costs
 
-__all__ = ["CheckpointProblem", "Repeats", "Simulated"]
+__all__ = ["CheckpointProblem", "Recomputations", "Solution"]
 
-Repeats = Sequence[Sequence[Node]]
+Recomputations = Sequence[Sequence[Node]]
 """For each step of the base order (forward, then backward), the operations that run again right before it."""
 
 
 @dataclass(frozen=True)
-class Simulated:
+class Solution:
     """A schedule with its cost.
 
     Args:
@@ -58,11 +58,12 @@ class CheckpointProblem:
 
     A schedule of the class considered here runs forward once, in the graph's order; then the backward
     operations in one fixed order, and before each of them but the first whatever of the forward must
-    be computed again, in forward order; before the first too where wishes keep storages from staying.
+    be computed again, in forward order; before the first too where annotations keep storages from staying.
     What is searched beyond small graphs may compute again in forward too, and in any order.
 
-    Wishes of the user (`Node.wish`) are constraints of the problem: what is to be kept does not run again,
-    and what is transient does not stay from forward to backward. Bounds and optima are those under them.
+    Annotations of the user (`Node.annotation`) are constraints of the problem: what is to be kept does not
+    run again, and what is transient does not stay from forward to backward. Bounds and optima hold under
+    them.
 
     Args:
         graph: The training graph.
@@ -90,24 +91,24 @@ class CheckpointProblem:
         return (*self.forward, *self.backward)
 
     @property
-    def moments(self) -> int:
+    def time_steps(self) -> int:
         """Number of moments of a step: each forward operation, the loss, each backward operation."""
         return len(self.base) + 1
 
-    def base_of(self, moment: int) -> Node | None:
+    def base_of(self, time_step: int) -> Node | None:
         """The operation of the base order that runs at a moment; None at the loss."""
         split = len(self.forward)
-        if moment == split:
+        if time_step == split:
             return None
-        return self.base[moment if moment < split else moment - 1]
+        return self.base[time_step if time_step < split else time_step - 1]
 
-    def read_at(self, moment: int) -> tuple[Storage, ...]:
+    def read_at(self, time_step: int) -> tuple[Storage, ...]:
         """The storages that come and go that are read at a moment."""
-        node = self.base_of(moment)
+        node = self.base_of(time_step)
         return () if node is None else self.forward_reads[node]
 
     @cached_property
-    def _read_moments(self) -> dict[Storage, list[int]]:
+    def _read_time_steps(self) -> dict[Storage, list[int]]:
         split = len(self.forward)
         found: dict[Storage, list[int]] = {}
         for index, node in enumerate(self.base):
@@ -117,14 +118,14 @@ class CheckpointProblem:
 
     def is_read(self, storage: Storage, first: int, last: int | None = None) -> bool:
         """Whether the base order reads a storage between two moments, these included."""
-        moments = self._read_moments.get(storage, [])
-        at = bisect.bisect_left(moments, first)
-        return at < len(moments) and (last is None or moments[at] <= last)
+        time_steps = self._read_time_steps.get(storage, [])
+        at = bisect.bisect_left(time_steps, first)
+        return at < len(time_steps) and (last is None or time_steps[at] <= last)
 
-    def is_useful(self, storage: Storage, moment: int) -> bool:
+    def is_useful(self, storage: Storage, time_step: int) -> bool:
         """Whether a storage is of use at a moment or later, read or to make from it what is."""
-        return self.is_read(storage, moment) or self.last_useful[storage] + len(self.forward) + 1 >= max(
-            moment, len(self.forward) + 1
+        return self.is_read(storage, time_step) or self.last_useful[storage] + len(self.forward) + 1 >= max(
+            time_step, len(self.forward) + 1
         )
 
     @cached_property
@@ -250,15 +251,15 @@ class CheckpointProblem:
         )
         return (*forward, *self.held_during)
 
-    def held_in(self, moment: int, small_bytes: int) -> int:
+    def held_in(self, time_step: int, small_bytes: int) -> int:
         """The same at a moment, with what it makes itself of storages larger than `small_bytes`."""
         split = len(self.forward)
-        if moment == split:
+        if time_step == split:
             return self.held_before[split] - self.graph.loss_held_bytes + self.graph.loss_bytes
-        if moment > split:
-            return self.held_during[moment - split - 1]
-        made = self.graph.allocates(self.forward[moment])
-        return self.held_at[moment] + sum(
+        if time_step > split:
+            return self.held_during[time_step - split - 1]
+        made = self.graph.allocates(self.forward[time_step])
+        return self.held_at[time_step] + sum(
             s.nbytes for s in made if s in self.producer and s.nbytes > small_bytes
         )
 
@@ -274,22 +275,22 @@ class CheckpointProblem:
         )
         return before, after
 
-    def others_at(self, moment: int) -> tuple[Others, ...]:
+    def others_at(self, time_step: int) -> tuple[Others, ...]:
         """What other forwards in flight hold at a moment or base step, in each case that may be the worst.
 
         A waiting one is said to hold the storages of forward that come and go and that the schedule keeps at
         the loss; the rest of what it holds is among the bytes of the case.
         """
-        return self._others[moment >= len(self.forward)]
+        return self._others[time_step >= len(self.forward)]
 
     @cached_property
     def forced_bytes(self) -> int:
         """Bytes that every schedule keeps at the loss: what backward reads and only one run can make."""
         return sum(s.nbytes for s in self.read_positions if not self.producer[s].is_recomputable)
 
-    def least_others_bytes(self, moment: int) -> int:
+    def least_others_bytes(self, time_step: int) -> int:
         """What other forwards in flight hold at a moment under every schedule."""
-        return max(case.bytes_at(self.forced_bytes) for case in self.others_at(moment))
+        return max(case.bytes_at(self.forced_bytes) for case in self.others_at(time_step))
 
     @cached_property
     def step_seconds(self) -> float:
@@ -297,13 +298,13 @@ class CheckpointProblem:
         return math.fsum(self.costs.seconds[node] for node in self.graph.operations)
 
     @cached_property
-    def eager(self) -> Simulated:
-        """The schedule that computes nothing twice, whatever is wished."""
+    def eager(self) -> Solution:
+        """The schedule that computes nothing twice, whatever is asked for."""
         return self.simulate_order(self.forward, self.backward)
 
     @cached_property
-    def keep_all(self) -> Simulated:
-        """The schedule that computes nothing twice but what wishes keep from staying."""
+    def keep_all(self) -> Solution:
+        """The schedule that computes nothing twice but what annotations keep from staying."""
         return self.keeping(self.wanted)
 
     @cached_property
@@ -366,38 +367,38 @@ class CheckpointProblem:
         """
         have: set[Storage] = set()
         found: list[list[Node]] = []
-        for moment in range(self.moments):
-            stays = resident.get(moment)
-            if moment == len(self.forward):
+        for time_step in range(self.time_steps):
+            stays = resident.get(time_step)
+            if time_step == len(self.forward):
                 have -= self.transient
                 stays = None if stays is None else stays - self.transient
-            reads = self.read_at(moment)
+            reads = self.read_at(time_step)
             if stays is not None and not eager:
                 have &= stays.union(reads)
-            again = self.closure((*reads, *self._made(stays, moment)) if eager and stays else reads, have)
+            again = self.closure((*reads, *self._made(stays, time_step)) if eager and stays else reads, have)
             have.update(s for node in again for s in self.graph.allocates(node) if s in self.producer)
             if stays is not None:
                 have &= stays
-            node = self.base_of(moment)
+            node = self.base_of(time_step)
             if node is not None:
                 found.append(again)
                 have.update(s for s in self.graph.allocates(node) if s in self.producer)
         return found
 
-    def _made(self, storages: Iterable[Storage], moment: int) -> Iterator[Storage]:
+    def _made(self, storages: Iterable[Storage], time_step: int) -> Iterator[Storage]:
         """Those that can be made again at a moment: they were made before, and nothing runs at the loss."""
-        if moment != len(self.forward):
-            yield from (s for s in storages if self.index[self.producer[s]] < moment)
+        if time_step != len(self.forward):
+            yield from (s for s in storages if self.index[self.producer[s]] < time_step)
 
-    def keeping(self, kept: Iterable[Storage]) -> Simulated:
+    def keeping(self, kept: Iterable[Storage]) -> Solution:
         """The schedule that keeps some storages for backward, and makes the others again when they are read.
 
         What only an operation that runs once can make must be among them, or follow from them. What is
         transient is made again in any case.
         """
-        return self.simulate_repeats(self.repeats_between({len(self.forward): frozenset(kept)}))
+        return self.simulate_recomputations(self.repeats_between({len(self.forward): frozenset(kept)}))
 
-    def repeats(self, simulated: Simulated) -> list[list[Node]]:
+    def recomputations(self, simulated: Solution) -> list[list[Node]]:
         """What a schedule runs again before each step of the base order."""
         found: list[list[Node]] = []
         pending: list[Node] = []
@@ -410,20 +411,20 @@ class CheckpointProblem:
         assert not pending, "nothing runs again after the last step"
         return found
 
-    def simulate_repeats(self, repeats: Repeats) -> Simulated:
+    def simulate_recomputations(self, recomputations: Recomputations) -> Solution:
         """The schedule that runs these operations again, with its memory and time."""
         split = len(self.forward)
-        pairs = list(zip(self.base, repeats, strict=True))
+        pairs = list(zip(self.base, recomputations, strict=True))
         forward = [n for node, before in pairs[:split] for n in (*before, node)]
         backward = [n for node, before in pairs[split:] for n in (*before, node)]
         return self.simulate_order(forward, backward)
 
-    def simulate_order(self, forward: Sequence[Node], backward: Sequence[Node]) -> Simulated:
+    def simulate_order(self, forward: Sequence[Node], backward: Sequence[Node]) -> Solution:
         """The schedule that runs these operations before and after the loss, with its memory and time."""
         schedule = with_frees(self.graph, forward, backward)
         timeline = liveness(schedule, self.costs.workspace_bytes)
         order = (*forward, *backward)
-        return Simulated(
+        return Solution(
             schedule=schedule,
             peak_bytes=timeline.peak_bytes,
             seconds=math.fsum(self.costs.seconds[node] for node in order),
@@ -431,16 +432,16 @@ class CheckpointProblem:
             order=order,
         )
 
-    def peaks(self, simulated: Simulated) -> list[int]:
+    def peaks(self, simulated: Solution) -> list[int]:
         """The most that is alive at each moment of a schedule, or while anything runs again before it."""
-        found = [0] * self.moments
-        moment = 0
+        found = [0] * self.time_steps
+        time_step = 0
         for node, nbytes in zip(simulated.order, simulated.during_bytes, strict=True):
-            if moment == len(self.forward):
-                moment += 1  # what runs again before the first backward operation runs after the loss
-            found[moment] = max(found[moment], nbytes)
-            if moment < self.moments and node is self.base_of(moment):
-                moment += 1
+            if time_step == len(self.forward):
+                time_step += 1  # what runs again before the first backward operation runs after the loss
+            found[time_step] = max(found[time_step], nbytes)
+            if time_step < self.time_steps and node is self.base_of(time_step):
+                time_step += 1
         return found
 
 

@@ -12,7 +12,7 @@ from ortools.math_opt.python import mathopt
 
 from ...ir import Node, Others, Storage
 from ..milp import add_memory_row, solve
-from .problem import CheckpointProblem, Repeats, Simulated
+from .problem import CheckpointProblem, Recomputations, Solution
 
 __all__ = ["Chosen", "RetentionProgramme", "Step"]
 
@@ -42,7 +42,7 @@ class Chosen:
         is_infeasible: No choice from the master sequence fits.
     """
 
-    simulated: Simulated | None
+    simulated: Solution | None
     is_best: bool
     is_infeasible: bool
 
@@ -66,7 +66,7 @@ class RetentionProgramme:
     - carry: r[s, after t] <= r[s, before t] (+ y[t] where t makes s, and then r[s, before t] + y[t] <= 1);
     - memory: at each step, bytes of all r there, of what it makes if it runs, and of the rest <= budget; the
       rest has the r at the loss once for each other forward in flight that waits;
-    - wishes: r[s, i] = 0 across the loss where s is transient.
+    - annotations: r[s, i] = 0 across the loss where s is transient.
 
     Rows of memory are added where a solution, simulated, goes over the budget. With whole y the least
     r are whole, so only y are integers. Whatever a schedule does at the places of the master sequence is
@@ -74,7 +74,7 @@ class RetentionProgramme:
 
     Args:
         problem: The recomputation problem.
-        repeats: What may run again before each step of the base order.
+        recomputations: What may run again before each step of the base order.
         budget_bytes: The most that may be alive at once; None asks for the least peak instead.
         rows: Steps whose memory was a row before; those found here are added.
         below_seconds: Only schedules that recompute for less than this are asked for.
@@ -85,7 +85,7 @@ class RetentionProgramme:
     """
 
     problem: CheckpointProblem
-    repeats: Repeats
+    recomputations: Recomputations
     budget_bytes: int | None
     rows: dict[Step, None]
     below_seconds: float | None = None
@@ -94,7 +94,7 @@ class RetentionProgramme:
     def __post_init__(self) -> None:
         problem = self.problem
         self.model = mathopt.Model(name="recombine")
-        self.steps = tuple(_master(problem, self.repeats))
+        self.steps = tuple(_master(problem, self.recomputations))
         self.loss = next(
             (t for t, step in enumerate(self.steps) if step.base >= len(problem.forward)), len(self.steps)
         )
@@ -259,7 +259,7 @@ class RetentionProgramme:
             gap: At which to stop, as a fraction of the step's time.
             node_limit: Branch-and-bound nodes of each solve.
         """
-        best: Simulated | None = None
+        best: Solution | None = None
         deadline = time.monotonic() + seconds
         for _ in range(_ROUNDS):
             left = deadline - time.monotonic()
@@ -285,7 +285,7 @@ class RetentionProgramme:
                 return Chosen(best, False, False)
         return Chosen(best, False, False)
 
-    def _add_rows_over(self, limit_bytes: int, simulated: Simulated, kept: Sequence[int]) -> int:
+    def _add_rows_over(self, limit_bytes: int, simulated: Solution, kept: Sequence[int]) -> int:
         over = [
             (-nbytes, t)
             for nbytes, t in zip(simulated.during_bytes, kept, strict=True)
@@ -298,15 +298,15 @@ class RetentionProgramme:
                 added += 1
         return added
 
-    def _simulate(self, kept: Iterable[int]) -> Simulated:
+    def _simulate(self, kept: Iterable[int]) -> Solution:
         again: list[list[Node]] = [[] for _ in self.problem.base]
         for t in kept:
             if self.steps[t].is_repeat:
                 again[self.steps[t].base].append(self.steps[t].node)
-        return self.problem.simulate_repeats(again)
+        return self.problem.simulate_recomputations(again)
 
 
-def _master(problem: CheckpointProblem, repeats: Repeats) -> Iterator[Step]:
-    for index, (node, before) in enumerate(zip(problem.base, repeats, strict=True)):
+def _master(problem: CheckpointProblem, recomputations: Recomputations) -> Iterator[Step]:
+    for index, (node, before) in enumerate(zip(problem.base, recomputations, strict=True)):
         yield from (Step(again, index, True) for again in before)
         yield Step(node, index, False)

@@ -9,7 +9,7 @@ from ...ir import Graph, Node, Region, Schedule, VerificationError, verify_graph
 from ..program import Program
 from .certificate import certify
 from .problem import CheckpointProblem
-from .search import Found
+from .search import Incumbent
 
 __all__ = ["carry_over"]
 
@@ -51,7 +51,7 @@ def carry_over(chosen: Program, program: Program, budget_bytes: int) -> Program 
     plan = certify(
         problem,
         budget_bytes,
-        Found(f"{chosen.plan.strategy}, carried over", carried),
+        Incumbent(f"{chosen.plan.strategy}, carried over", carried),
         baseline_bytes=original.keep_all.peak_bytes,
         minimum_bytes=min(carried.peak_bytes, original.keep_all.peak_bytes),
         seconds=time.monotonic() - started,

@@ -9,15 +9,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from ...ir import Storage
-from .candidates import Frontier
+from .candidates import Candidates
 from .eviction import evict_greedily
 from .exact import best_of_class, is_small, lower_bound
-from .problem import CheckpointProblem, Simulated
+from .problem import CheckpointProblem, Solution
 from .retention_ilp import RetentionProgramme
-from .solution_merging import Recombiner
+from .solution_merging import SolutionMerger
 from .staged_ilp import Relaxation
 
-__all__ = ["Found", "search"]
+__all__ = ["Incumbent", "search"]
 
 _WEIGHTS = (1.0, 0.5, 0.25, 0.0)
 """How much the distance to the next use counts in eviction."""
@@ -27,7 +27,7 @@ _RUN_SECONDS = 3.0
 
 
 @dataclass
-class Found:
+class Incumbent:
     """The state of a search; `best` only gets better, and so does the bound.
 
     Args:
@@ -37,10 +37,10 @@ class Found:
     """
 
     name: str
-    best: Simulated
+    best: Solution
     bound_seconds: float = 0.0
 
-    def offer(self, name: str, simulated: Simulated, budget_bytes: int) -> None:
+    def update(self, name: str, simulated: Solution, budget_bytes: int) -> None:
         """Takes a schedule that fits and is faster, or as fast with a smaller peak."""
         if simulated.peak_bytes > budget_bytes:
             return
@@ -78,8 +78,8 @@ _WINDOW_GAP = 3e-2
 
 
 def search(
-    problem: CheckpointProblem, budget_bytes: int, candidates: Frontier, *, deadline: float
-) -> Found | None:
+    problem: CheckpointProblem, budget_bytes: int, candidates: Candidates, *, deadline: float
+) -> Incumbent | None:
     """The fastest schedule found within the budget, with a bound for all; None where none was found.
 
     Candidates and evictions at this budget are recombined; then, in turns, the staged programme gives
@@ -87,13 +87,13 @@ def search(
     """
     fitting = candidates.fitting(budget_bytes)
     if is_small(problem):
-        found = Found(*(fitting[0] if fitting else ("", replace(problem.keep_all, seconds=math.inf))))
+        found = Incumbent(*(fitting[0] if fitting else ("", replace(problem.keep_all, seconds=math.inf))))
         if problem.backward:
             latest = time.monotonic() + (deadline - time.monotonic()) / 3
             found.bound_seconds = lower_bound(problem, budget_bytes, deadline=latest)
             exact = best_of_class(problem, budget_bytes, deadline=deadline)
             if exact.best is not None:
-                found.offer("ilp", exact.best, budget_bytes)
+                found.update("ilp", exact.best, budget_bytes)
         return found if found.name else None
     work = _Large(problem, budget_bytes, candidates, deadline)
     return work.run()
@@ -103,18 +103,18 @@ def search(
 class _Large:
     problem: CheckpointProblem
     budget_bytes: int
-    candidates: Frontier
+    candidates: Candidates
     deadline: float
-    found: Found | None = field(default=None, init=False)
+    found: Incumbent | None = field(default=None, init=False)
     tightest: Relaxation | None = field(default=None, init=False)
     """What gave the best bound, where more time could raise it."""
 
-    def run(self) -> Found | None:
+    def run(self) -> Incumbent | None:
         seeds = self._seeds()
         if not seeds:
             return None
-        self.found = found = Found(*seeds[0])
-        work = Recombiner(self.problem, self.budget_bytes, found.best, self.deadline)
+        self.found = found = Incumbent(*seeds[0])
+        work = SolutionMerger(self.problem, self.budget_bytes, found.best, self.deadline)
         if found.best.seconds <= self.problem.step_seconds * (1 + 1e-12):
             return found
         work.add()
@@ -125,11 +125,11 @@ class _Large:
         self._tighten()
         return found
 
-    def _take(self, work: Recombiner) -> None:
+    def _take(self, work: SolutionMerger) -> None:
         assert self.found is not None and work.best is not None
-        self.found.offer("ilp", work.best, self.budget_bytes)
+        self.found.update("ilp", work.best, self.budget_bytes)
 
-    def _seeds(self) -> list[tuple[str, Simulated]]:
+    def _seeds(self) -> list[tuple[str, Solution]]:
         found = self.candidates.fitting(self.budget_bytes)
         for weight in _WEIGHTS:
             latest = min(self.deadline, time.monotonic() + _RUN_SECONDS)
@@ -139,10 +139,10 @@ class _Large:
         distinct = {(s.seconds, s.peak_bytes): (name, s) for name, s in reversed(found)}
         return [distinct[key] for key in sorted(distinct)]
 
-    def _by_stages(self, work: Recombiner, seeds: list[Simulated]) -> None:
+    def _by_stages(self, work: SolutionMerger, seeds: list[Solution]) -> None:
         """In turns, a bound and a first choice from ever more stages, and recombinations with that."""
         assert self.found is not None
-        moments = [len(self.problem.forward)]
+        time_steps = [len(self.problem.forward)]
         gap, idle = math.inf, 0
         for _ in range(_STAGINGS):
             closed = gap - self._gap_seconds
@@ -154,7 +154,7 @@ class _Large:
             if left <= 0 or self.found.is_proved(self.problem, _PROOF_GAP):
                 return
             free_bytes = int(self.problem.keep_all.peak_bytes * _NEGLIGIBLE)
-            relaxation = Relaxation(self.problem, self.budget_bytes, moments, small_bytes=free_bytes)
+            relaxation = Relaxation(self.problem, self.budget_bytes, time_steps, small_bytes=free_bytes)
             solved = relaxation.solve(
                 seconds=min(left / 2, _LONGEST_STAGED_SECONDS), gap=_PROOF_GAP, node_limit=_STAGED_NODES
             )
@@ -171,27 +171,29 @@ class _Large:
                     work.add(idea)
                     self._take(work)
             seeds = seeds[1:]
-            more = _violated(self.problem, self.budget_bytes, ideas[0], moments) if ideas else []
+            more = _violated(self.problem, self.budget_bytes, ideas[0], time_steps) if ideas else []
             if not more:
-                more = [m for m in _tightest(self.problem) if m not in moments][:_NEW_STAGES]
+                more = [m for m in _tightest(self.problem) if m not in time_steps][:_NEW_STAGES]
             if not more:
                 return
-            moments = sorted({*moments, *more})
+            time_steps = sorted({*time_steps, *more})
 
-    def _ideas(self, resident: Mapping[int, frozenset[Storage]]) -> Iterator[Simulated]:
+    def _ideas(self, resident: Mapping[int, frozenset[Storage]]) -> Iterator[Solution]:
         """The schedules of a staged choice: all made again at the stages, and all when it is first read."""
         # What something is made from may be gone that runs only once: at its first read, or where the choice
         # makes it between the last forward operation and the loss, where no schedule of ours runs anything.
         for eager in (True, False):
             with contextlib.suppress(ValueError):
-                yield self.problem.simulate_repeats(self.problem.repeats_between(resident, eager=eager))
+                yield self.problem.simulate_recomputations(
+                    self.problem.repeats_between(resident, eager=eager)
+                )
 
     @property
     def _gap_seconds(self) -> float:
         assert self.found is not None
         return self.found.best.seconds - self.problem.step_seconds - self.found.bound_seconds
 
-    def _by_windows(self, work: Recombiner) -> None:
+    def _by_windows(self, work: SolutionMerger) -> None:
         assert self.found is not None
         split, end = len(self.problem.forward), len(self.problem.base)
         latest = min(self.deadline, time.monotonic() + _WINDOWS_SECONDS)
@@ -211,7 +213,7 @@ class _Large:
         if not solved.is_infeasible:
             self.found.bound_seconds = max(self.found.bound_seconds, solved.bound_seconds)
 
-    def _lower(self, work: Recombiner) -> None:
+    def _lower(self, work: SolutionMerger) -> None:
         """Of schedules as fast as the best, put together from the same, that with the smallest peak."""
         assert self.found is not None
         left = self.deadline - time.monotonic()
@@ -220,32 +222,32 @@ class _Large:
         best = self.found.best
         programme = RetentionProgramme(
             self.problem,
-            self.problem.repeats(best),
+            self.problem.recomputations(best),
             None,
             {},
             below_seconds=best.seconds - self.problem.step_seconds,
         )
         chosen = programme.solve(seconds=min(left, _RUN_SECONDS), gap=_PROOF_GAP).simulated
         if chosen is not None:
-            self.found.offer(self.found.name, chosen, self.budget_bytes)
+            self.found.update(self.found.name, chosen, self.budget_bytes)
 
 
 def _violated(
-    problem: CheckpointProblem, budget_bytes: int, simulated: Simulated, moments: list[int]
+    problem: CheckpointProblem, budget_bytes: int, simulated: Solution, time_steps: list[int]
 ) -> list[int]:
     """Moments without a stage where a choice goes furthest over the budget, spread out."""
     peaks = problem.peaks(simulated)
-    over = sorted((-nbytes, moment) for moment, nbytes in enumerate(peaks) if nbytes > budget_bytes)
-    return _apart(problem, (moment for _, moment in over if moment not in moments))[:_NEW_STAGES]
+    over = sorted((-nbytes, time_step) for time_step, nbytes in enumerate(peaks) if nbytes > budget_bytes)
+    return _apart(problem, (time_step for _, time_step in over if time_step not in time_steps))[:_NEW_STAGES]
 
 
-def _apart(problem: CheckpointProblem, moments: Iterable[int]) -> list[int]:
+def _apart(problem: CheckpointProblem, time_steps: Iterable[int]) -> list[int]:
     """The moments in their order, without those that are next to an earlier one."""
-    spacing = max(problem.moments // 150, 1)
+    spacing = max(problem.time_steps // 150, 1)
     found: list[int] = []
-    for moment in moments:
-        if all(abs(moment - other) > spacing for other in found):
-            found.append(moment)
+    for time_step in time_steps:
+        if all(abs(time_step - other) > spacing for other in found):
+            found.append(time_step)
     return found
 
 

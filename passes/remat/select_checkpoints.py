@@ -16,17 +16,17 @@ from ...ir import (
     TimeLimitError,
     UsageError,
     format_bytes,
-    named_wishes,
+    named_annotations,
     parse_budget,
     verify_schedule,
 )
-from ..program import Program, without_wishes
-from .candidates import Frontier
+from ..program import Program, without_annotations
+from .candidates import Candidates
 from .certificate import certify
 from .eviction import evict_greedily
 from .planner import Planner
-from .problem import CheckpointProblem, Simulated
-from .search import Found, search
+from .problem import CheckpointProblem, Solution
+from .search import Incumbent, search
 from .strategies import every_k, keep_all, keep_none, min_cut_candidates, per_block, sqrt_n
 
 __all__ = ["STRATEGIES", "SelectCheckpoints", "minimum_budget", "out_of_time", "over_budget"]
@@ -115,10 +115,10 @@ class SelectCheckpoints:
         kept_bytes = planner.original.keep_all.peak_bytes
         if everything_kept and problem.keep_all.peak_bytes > budget_bytes >= kept_bytes:
             problem = planner.original  # the captured graph fits as it is, the rewritten one does not
-            found = Found("keep-all", problem.keep_all)
+            found = Incumbent("keep-all", problem.keep_all)
         else:
             found = self._search(planner, budget_bytes, deadline)
-            planner.learn(budget_bytes, found)
+            planner.add_solution(budget_bytes, found)
         program = planner.program_of(problem)
         assert program.costs is not None
         plan = certify(
@@ -135,7 +135,7 @@ class SelectCheckpoints:
         )
         return replace(program, schedule=schedule, plan=plan)
 
-    def _search(self, planner: Planner, budget_bytes: int, deadline: float) -> Found:
+    def _search(self, planner: Planner, budget_bytes: int, deadline: float) -> Incumbent:
         problem = planner.problem
         candidates = planner.candidates(deadline)
         if self.strategy not in ("auto", "ilp"):
@@ -152,7 +152,7 @@ class SelectCheckpoints:
             raise out_of_time(self.time_limit, budget_bytes, minimum_bytes)
         raise over_budget(planner, budget_bytes, minimum_bytes, is_known=candidates.is_complete)
 
-    def _named(self, planner: Planner, budget_bytes: int, candidates: Frontier) -> Found:
+    def _named(self, planner: Planner, budget_bytes: int, candidates: Candidates) -> Incumbent:
         """The strategy's own schedule: where it has several, the fastest that fits, or else the lowest."""
         problem = planner.problem
         schedules = _by_name(problem, self.strategy, budget_bytes, candidates)
@@ -168,7 +168,7 @@ class SelectCheckpoints:
         if not fitting:
             reached = min((s.peak_bytes for s in schedules), default=problem.keep_all.peak_bytes)
             raise over_budget(planner, budget_bytes, reached, strategy=self.strategy)
-        return Found(self.strategy, min(fitting, key=lambda s: (s.seconds, s.peak_bytes)))
+        return Incumbent(self.strategy, min(fitting, key=lambda s: (s.seconds, s.peak_bytes)))
 
 
 def minimum_budget(program: Program) -> tuple[int, int]:
@@ -178,8 +178,8 @@ def minimum_budget(program: Program) -> tuple[int, int]:
 
 
 def _by_name(
-    problem: CheckpointProblem, strategy: str, budget_bytes: int, candidates: Frontier
-) -> list[Simulated]:
+    problem: CheckpointProblem, strategy: str, budget_bytes: int, candidates: Candidates
+) -> list[Solution]:
     match strategy:
         case "keep-all":
             return [keep_all(problem)]
@@ -207,7 +207,7 @@ def over_budget(
     strategy: str | None = None,
     is_known: bool = True,
     tiers: Sequence[Tier] = (),
-    homed_bytes: int = 0,
+    offloaded_bytes: int = 0,
 ) -> BudgetError:
     """What refuses a budget that no schedule was found for.
 
@@ -218,7 +218,7 @@ def over_budget(
         strategy: The strategy that was asked for; None where all were tried.
         is_known: Whether all was tried that gives the smallest budget.
         tiers: Where the schedule might have copied storages.
-        homed_bytes: Parameters and optimizer state that would live in a tier then.
+        offloaded_bytes: Parameters and optimizer state that would live in a tier then.
     """
     problem = planner.problem
     place = _heaviest(problem)
@@ -230,13 +230,15 @@ def over_budget(
     static = "parameters, buffers and inputs"
     if problem.graph.reserved_bytes:
         static = "parameters, buffers, inputs, and gradients or optimizer state that stay"
-    besides = f", without {format_bytes(homed_bytes)} that live in {tiers[0].name}" if homed_bytes else ""
+    besides = (
+        f", without {format_bytes(offloaded_bytes)} that live in {tiers[0].name}" if offloaded_bytes else ""
+    )
     return BudgetError(
         "IRC204",
         f"{what} needs {format_bytes(minimum_bytes)} ({minimum_bytes} bytes) {least}{by}, over "
         f"the budget of {format_bytes(budget_bytes)} ({budget_bytes} bytes); "
-        f"{format_bytes(problem.graph.static_bytes - homed_bytes)} of it are {static}{besides}"
-        + _under_wishes(planner, minimum_bytes, strategy),
+        f"{format_bytes(problem.graph.static_bytes - offloaded_bytes)} of it are {static}{besides}"
+        + _under_annotations(planner, minimum_bytes, strategy),
         minimum_bytes=minimum_bytes,
         at=place.at if place is not None else None,
         help=f"raise the budget to {minimum_bytes} bytes, or lower the batch size"
@@ -245,20 +247,22 @@ def over_budget(
 
 
 _FREE_SECONDS = 5.0
-"""Time for what a step would need without wishes."""
+"""Time for what a step would need without annotations."""
 
 
-def _under_wishes(planner: Planner, minimum_bytes: int, strategy: str | None) -> str:
-    """That wishes are in force, and what a step would need without them; nothing where there are none."""
-    who = named_wishes(wish.by for wish in planner.problem.graph.wishes if not wish.is_hint)
+def _under_annotations(planner: Planner, minimum_bytes: int, strategy: str | None) -> str:
+    """Says that annotations are in force, and what a step would need without them; else empty."""
+    who = named_annotations(
+        annotation.by for annotation in planner.problem.graph.annotations if not annotation.is_hint
+    )
     if not who:
         return ""
     if strategy is not None:
-        return f"; wishes are in force ({who})"
-    free = Planner(without_wishes(planner.program))
+        return f"; annotations are in force ({who})"
+    free = Planner(without_annotations(planner.program))
     nbytes = min(free.minimum_bytes(time.monotonic() + _FREE_SECONDS), minimum_bytes)
     needs = f"{format_bytes(nbytes)} ({nbytes} bytes)"
-    return f"; wishes are in force ({who}), and without them it needs {needs}"
+    return f"; annotations are in force ({who}), and without them it needs {needs}"
 
 
 def out_of_time(time_limit: float, budget_bytes: int, reached_bytes: int) -> TimeLimitError:

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ...ir import Node
-from .problem import CheckpointProblem, Repeats, Simulated
+from .problem import CheckpointProblem, Recomputations, Solution
 from .retention_ilp import RetentionProgramme, Step
 
-__all__ = ["Recombiner", "complete", "united", "with_neighbours"]
+__all__ = ["SolutionMerger", "complete", "united", "with_neighbours"]
 
 _GAP = 2e-4
 _NODE_LIMIT = 80
@@ -24,7 +24,7 @@ _LONG_AGO = 8
 
 
 @dataclass
-class Recombiner:
+class SolutionMerger:
     """Improves one schedule with the ideas of others.
 
     What two schedules run again is united into one master sequence, from which the retention programme
@@ -40,26 +40,26 @@ class Recombiner:
 
     problem: CheckpointProblem
     budget_bytes: int | None
-    best: Simulated | None
+    best: Solution | None
     deadline: float = math.inf
     rows: dict[Step, None] = field(default_factory=dict[Step, None])
 
-    def add(self, *ideas: Simulated) -> bool:
+    def add(self, *ideas: Solution) -> bool:
         """Unites the best schedule with others and chooses anew; whether that gave a better one."""
-        sources = [self.problem.repeats(s) for s in (*([self.best] if self.best else []), *ideas)]
+        sources = [self.problem.recomputations(s) for s in (*([self.best] if self.best else []), *ideas)]
         return self.choose(united(self.problem, sources))
 
     def look_around(self, window: Iterable[int]) -> bool:
         """Lets more run again before the steps of the base order in `window`; whether that was better."""
         assert self.best is not None
-        return self.choose(with_neighbours(self.problem, self.problem.repeats(self.best), window))
+        return self.choose(with_neighbours(self.problem, self.problem.recomputations(self.best), window))
 
-    def choose(self, repeats: Repeats) -> bool:
-        """Chooses among `repeats`; whether that gave a better schedule."""
+    def choose(self, recomputations: Recomputations) -> bool:
+        """Chooses among `recomputations`; whether that gave a better schedule."""
         left = self.deadline - time.monotonic()
         if left <= 0:
             return False
-        programme = RetentionProgramme(self.problem, repeats, self.budget_bytes, self.rows)
+        programme = RetentionProgramme(self.problem, recomputations, self.budget_bytes, self.rows)
         chosen = programme.solve(
             seconds=min(left, _LONGEST_SECONDS), gap=_GAP, node_limit=_NODE_LIMIT
         ).simulated
@@ -70,12 +70,12 @@ class Recombiner:
         self.best = chosen
         return True
 
-    def _rank(self, simulated: Simulated) -> tuple[float, float]:
+    def _rank(self, simulated: Solution) -> tuple[float, float]:
         pair = simulated.seconds, simulated.peak_bytes
         return pair if self.budget_bytes is not None else (pair[1], pair[0])
 
 
-def united(problem: CheckpointProblem, sources: Sequence[Repeats]) -> list[list[Node]]:
+def united(problem: CheckpointProblem, sources: Sequence[Recomputations]) -> list[list[Node]]:
     """What any of the sources runs again, before the same steps; the first one's order is kept."""
     found = [list(before) for before in sources[0]]
     for source in sources[1:]:
@@ -84,9 +84,11 @@ def united(problem: CheckpointProblem, sources: Sequence[Repeats]) -> list[list[
     return found
 
 
-def with_neighbours(problem: CheckpointProblem, repeats: Repeats, window: Iterable[int]) -> list[list[Node]]:
-    """`repeats`, and before each step in `window` the nearest operations that make what it reads."""
-    found = [list(before) for before in repeats]
+def with_neighbours(
+    problem: CheckpointProblem, recomputations: Recomputations, window: Iterable[int]
+) -> list[list[Node]]:
+    """`recomputations`, and before each step in `window` the nearest operations that make what it reads."""
+    found = [list(before) for before in recomputations]
     for base in window:
         _insert(problem, found[base], _chain(problem, base))
     return found

@@ -40,7 +40,7 @@ class Relaxation:
     r"""The integer programme over some stages.
 
     Stages j stand at moments t_0 < t_1 < ... of the step: forward operations, the loss, backward operations
-    (see `CheckpointProblem.moments`). Variables: k[j, s] in {0, 1}, storage s stays resident from before
+    (see `CheckpointProblem.time_steps`). Variables: k[j, s] in {0, 1}, storage s stays resident from before
     moment t_j until after it; x[j, o] in [0, 1], operation o, which ran before t_j, runs again between t_j
     and t_{j+1}. Minimise the seconds of all x, subject to, for storages s and u that were made before t_j,
 
@@ -49,15 +49,15 @@ class Relaxation:
     - carry: k[j+1, s] <= k[j, s] + x[j, maker(s)];
     - memory: bytes of k[j, .], of what t_j reads and of what is held besides <= budget; other forwards in
       flight that wait hold those of k at the loss, where a stage stands there;
-    - wishes: x[j, o] = 0 where o is to be kept, and k[j, s] = 0 at the loss where s is transient.
+    - annotations: x[j, o] = 0 where o is to be kept, and k[j, s] = 0 at the loss where s is transient.
 
-    These hold for every schedule with this order of first runs that honours the wishes, however often and
-    wherever it computes something again, so their optimum is a lower bound.
+    These hold for every schedule with this order of first runs that honours the annotations, however often
+    and wherever it computes something again, so their optimum is a lower bound.
 
     Args:
         problem: The recomputation problem.
         budget_bytes: The most that may be alive at once.
-        moments: Where the stages stand, in order.
+        time_steps: Where the stages stand, in order.
         small_bytes: Storages up to this size are always kept, and free, but for transient ones.
 
     Source:
@@ -66,7 +66,7 @@ class Relaxation:
 
     problem: CheckpointProblem
     budget_bytes: int
-    moments: Sequence[int]
+    time_steps: Sequence[int]
     small_bytes: int = 0
     model: mathopt.Model = field(init=False)
     resident: list[dict[Storage, mathopt.Variable]] = field(default_factory=list, init=False)
@@ -83,12 +83,12 @@ class Relaxation:
         self.replaced = _replaced(problem, considered, boundary=False)
         self.replaced_at_loss = _replaced(problem, considered, boundary=True)
         self.unit_seconds = max(problem.step_seconds, 1e-12) / 1000
-        for stage in range(len(self.moments)):
+        for stage in range(len(self.time_steps)):
             self._add_stage(stage)
         waited = self._add_copies()
-        for stage in range(len(self.moments)):
+        for stage in range(len(self.time_steps)):
             self._add_memory(stage)
-        again = (self._seconds_again(stage) for stage in range(len(self.moments)))
+        again = (self._seconds_again(stage) for stage in range(len(self.time_steps)))
         self.model.minimize(mathopt.LinearSum((*again, *waited)))
 
     def _seconds_again(self, stage: int) -> mathopt.LinearSum:
@@ -128,23 +128,23 @@ class Relaxation:
 
     def _add_stage(self, stage: int) -> None:
         problem, model = self.problem, self.model
-        moment = self.moments[stage]
-        end = self.moments[stage + 1] if stage + 1 < len(self.moments) else problem.moments - 1
-        inputs = dict.fromkeys(s for s in problem.read_at(moment) if s in self.is_large)
+        time_step = self.time_steps[stage]
+        end = self.time_steps[stage + 1] if stage + 1 < len(self.time_steps) else problem.time_steps - 1
+        inputs = dict.fromkeys(s for s in problem.read_at(time_step) if s in self.is_large)
         resident = {
             s: model.add_variable(lb=1.0 if s in inputs else 0.0, ub=1.0, is_integer=True)
             for s in self.large
             if s in inputs or self._may_stay(stage, s)
         }
-        made = [s for s in self.large if problem.index[problem.producer[s]] < moment]
+        made = [s for s in self.large if problem.index[problem.producer[s]] < time_step]
         makers = dict.fromkeys(
-            problem.producer[s] for s in made if s in self.wanted or self._is_read(s, moment)
+            problem.producer[s] for s in made if s in self.wanted or self._is_read(s, time_step)
         )
         again = {o: model.add_variable(lb=0.0, ub=1.0 if o.is_recomputable else 0.0) for o in makers}
         arrived = self._arrivals(stage, made)
         for storage in made:
             maker = problem.producer[storage]
-            if maker in again and self._is_read(storage, moment, end):
+            if maker in again and self._is_read(storage, time_step, end):
                 here = resident.get(storage, 0.0) + arrived.get(storage, 0.0)
                 model.add_linear_constraint(again[maker] + here >= 1.0)
         for node, runs in again.items():
@@ -156,7 +156,7 @@ class Relaxation:
         if stage:
             before, between, back = self.resident[-1], self.again[-1], self.arrived[-1]
             for storage, variable in resident.items():
-                if problem.index[problem.producer[storage]] >= self.moments[stage - 1]:
+                if problem.index[problem.producer[storage]] >= self.time_steps[stage - 1]:
                     continue  # made since
                 maker = problem.producer[storage]
                 carried = (before.get(storage, 0.0), between.get(maker, 0.0), back.get(storage, 0.0))
@@ -168,14 +168,14 @@ class Relaxation:
     def _add_memory(self, stage: int) -> None:
         """The bytes of a stage; other forwards in flight that wait hold what stays at the loss."""
         problem = self.problem
-        moment = self.moments[stage]
-        inputs = [s for s in dict.fromkeys(problem.read_at(moment)) if s in self.is_large]
-        fixed = problem.held_in(moment, self.small_bytes) + sum(s.nbytes for s in inputs)
+        time_step = self.time_steps[stage]
+        inputs = [s for s in dict.fromkeys(problem.read_at(time_step)) if s in self.is_large]
+        fixed = problem.held_in(time_step, self.small_bytes) + sum(s.nbytes for s in inputs)
         terms = [(s.nbytes, v) for s, v in self.resident[stage].items() if s not in inputs]
         terms += self._copied(stage)
         loss = len(problem.forward)
-        kept = self.resident[self.moments.index(loss)] if loss in self.moments else {}
-        for case in problem.others_at(moment):
+        kept = self.resident[self.time_steps.index(loss)] if loss in self.time_steps else {}
+        for case in problem.others_at(time_step):
             waiting = [(case.waiting * s.nbytes, v) for s, v in kept.items()] if case.waiting else []
             least_bytes = 0 if kept else self._forced_bytes
             room_bytes = self.budget_bytes - fixed - case.bytes_at(least_bytes)
@@ -188,15 +188,17 @@ class Relaxation:
     def _may_stay(self, stage: int, storage: Storage) -> bool:
         """Whether keeping a storage at a stage is possible, and of use."""
         problem = self.problem
-        moment = self.moments[stage]
-        if problem.index[problem.producer[storage]] >= moment or not problem.is_useful(storage, moment + 1):
+        time_step = self.time_steps[stage]
+        if problem.index[problem.producer[storage]] >= time_step or not problem.is_useful(
+            storage, time_step + 1
+        ):
             return False
-        if moment == len(problem.forward) and storage in problem.transient:
+        if time_step == len(problem.forward) and storage in problem.transient:
             return False
-        if stage == 0 and moment == len(problem.forward):
+        if stage == 0 and time_step == len(problem.forward):
             return storage not in self.replaced_at_loss
         users = problem.users.get(storage, ())
-        return storage not in self.replaced or any(problem.index[user] >= moment for user in users)
+        return storage not in self.replaced or any(problem.index[user] >= time_step for user in users)
 
     # ------------------------------------------------------------------ solving
 
@@ -217,12 +219,12 @@ class Relaxation:
         values = outcome.values
         small = frozenset(s for s in self.problem.producer if s not in self.is_large)
         resident = {
-            moment: small | {s for s, v in stage.items() if values[v] > 0.5}
-            for moment, stage in zip(self.moments, self.resident, strict=True)
+            time_step: small | {s for s, v in stage.items() if values[v] > 0.5}
+            for time_step, stage in zip(self.time_steps, self.resident, strict=True)
         }
         swapped = self._swapped(values)
-        for stage, moment in enumerate(self.moments):
-            resident[moment] |= swapped.get(stage, frozenset())
+        for stage, time_step in enumerate(self.time_steps):
+            resident[time_step] |= swapped.get(stage, frozenset())
         return Solved(
             resident, bound_seconds, False, outcome.is_optimal, frozenset().union(*swapped.values())
         )

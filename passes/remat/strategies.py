@@ -15,7 +15,7 @@ from ortools.algorithms.python import knapsack_solver
 from ortools.graph.python import max_flow
 
 from ...ir import Location, Node, Storage
-from .problem import CheckpointProblem, Simulated
+from .problem import CheckpointProblem, Solution
 
 __all__ = [
     "block_borders",
@@ -39,7 +39,7 @@ _CUTS_IN_BLOCKS = 8
 """Priced cuts that keep the borders of blocks; there are fewer trade-offs than without them."""
 
 
-def known_strategies(problem: CheckpointProblem) -> Iterator[tuple[str, Simulated]]:
+def known_strategies(problem: CheckpointProblem) -> Iterator[tuple[str, Solution]]:
     """Every rule of this file with its name, at all its settings: none of them looks at a budget."""
     yield "keep-all", keep_all(problem)
     yield "sqrt-n", sqrt_n(problem)
@@ -53,12 +53,12 @@ def known_strategies(problem: CheckpointProblem) -> Iterator[tuple[str, Simulate
         yield from (("cut-in-blocks", simulated) for simulated in inside)
 
 
-def keep_all(problem: CheckpointProblem) -> Simulated:
+def keep_all(problem: CheckpointProblem) -> Solution:
     """Computes nothing twice."""
     return problem.keep_all
 
 
-def keep_none(problem: CheckpointProblem) -> Simulated:
+def keep_none(problem: CheckpointProblem) -> Solution:
     """Keeps forward's inputs, what may not be computed again (masks) and what backward reads first.
 
     It is what `torch.utils.checkpoint` around the whole model does.
@@ -69,7 +69,7 @@ def keep_none(problem: CheckpointProblem) -> Simulated:
 # ---------------------------------------------------------------------- segments
 
 
-def every_k(problem: CheckpointProblem, k: int) -> Simulated:
+def every_k(problem: CheckpointProblem, k: int) -> Solution:
     """Cuts forward into segments of `k` operations and keeps what crosses from one to the next.
 
     Inside a segment only what may not be computed again (masks) is kept.
@@ -77,12 +77,12 @@ def every_k(problem: CheckpointProblem, k: int) -> Simulated:
     return segments(problem, range(k, len(problem.forward), k))
 
 
-def segments(problem: CheckpointProblem, cuts: Sequence[int]) -> Simulated:
+def segments(problem: CheckpointProblem, cuts: Sequence[int]) -> Solution:
     """Cuts forward before the operations at `cuts`, in order, and keeps what crosses from one to the next."""
     return keeping(problem, _crossing(problem, cuts))
 
 
-def sqrt_n(problem: CheckpointProblem) -> Simulated:
+def sqrt_n(problem: CheckpointProblem) -> Solution:
     """Cuts forward into about sqrt(n) segments of equal bytes and keeps what crosses from one to the next.
 
     Source:
@@ -112,7 +112,7 @@ def _crossing(problem: CheckpointProblem, cuts: Sequence[int]) -> Kept:
     return frozenset(kept)
 
 
-def keeping(problem: CheckpointProblem, kept: Kept) -> Simulated:
+def keeping(problem: CheckpointProblem, kept: Kept) -> Solution:
     """The schedule that keeps these storages, and what cannot be made from them."""
     return problem.keeping(_with_unrepeatable(problem, kept))
 
@@ -139,7 +139,7 @@ def _with_unrepeatable(problem: CheckpointProblem, kept: Kept) -> Kept:
 # ---------------------------------------------------------------------- blocks
 
 
-def per_block(problem: CheckpointProblem) -> Iterator[Simulated]:
+def per_block(problem: CheckpointProblem) -> Iterator[Solution]:
     """Keeps what crosses the borders of the model's blocks and computes the inside of a block again.
 
     It is what `torch.utils.checkpoint` around each block does, but that operations run again one by one,
@@ -199,7 +199,7 @@ def _blocks_at(place: Location) -> tuple[str, ...]:
 # ---------------------------------------------------------------------- minimum cuts
 
 
-def min_cut(problem: CheckpointProblem, fraction: float) -> Simulated:
+def min_cut(problem: CheckpointProblem, fraction: float) -> Solution:
     """Saves between forward and backward the fewest bytes from which backward can be computed.
 
     At fraction 1 no operation runs again that takes more seconds a byte than forward as a whole: saving
@@ -218,7 +218,7 @@ def min_cut(problem: CheckpointProblem, fraction: float) -> Simulated:
     return _saving(problem, _Network(problem).at(fraction))
 
 
-def min_cut_candidates(problem: CheckpointProblem) -> Iterator[Simulated]:
+def min_cut_candidates(problem: CheckpointProblem) -> Iterator[Solution]:
     """The schedules of `min_cut` at fractions 1, 0.9, ... 0, without repetition."""
     network = _Network(problem)
     kept = (network.at(tenths / 10) for tenths in reversed(range(11)))
@@ -227,7 +227,7 @@ def min_cut_candidates(problem: CheckpointProblem) -> Iterator[Simulated]:
 
 def priced_cuts(
     problem: CheckpointProblem, *, kept: Kept = frozenset(), limit: int = 16
-) -> Iterator[Simulated]:
+) -> Iterator[Solution]:
     """Schedules at the best trade-offs of bytes saved between forward and backward against time.
 
     Each is the minimum of bytes plus seconds times a price. The prices are found between two known
@@ -246,7 +246,7 @@ def priced_cuts(
     yield from (_saving(problem, more | kept) for more in islice(saved, limit))
 
 
-def _saving(problem: CheckpointProblem, kept: Kept) -> Simulated:
+def _saving(problem: CheckpointProblem, kept: Kept) -> Solution:
     return problem.keeping(kept)
 
 
@@ -271,7 +271,7 @@ class _Network:
     A storage is an arc as wide as its bytes from `made` to `held`; an operation is a vertex between what it
     reads and what it makes. The source feeds each operation, as widely as running it again costs; the sink
     draws what backward reads. What is kept anyway costs nothing: what the first operation of backward reads.
-    What wishes keep from staying is never cut, and its operations may run again at any price.
+    What annotations keep from staying is never cut, and its operations may run again at any price.
 
     Args:
         problem: The recomputation problem.

@@ -46,10 +46,10 @@ def _parts(node: Node, read: Collection[Value]) -> Iterator[Node]:
     (data, rate, *_), (output, mask) = node.arguments, node.results
     assert isinstance(rate, float) and output is not None
     drawn, product = _like(output, "drawn"), _like(output, "masked")
-    yield replace(node, name=f"{node.name}_mask", results=(drawn, mask), wish=None)
+    yield replace(node, name=f"{node.name}_mask", results=(drawn, mask), annotation=None)
     times = Node(node.name, "aten.mul.Tensor", (), (output,), at=node.at)
     yield replace(times, name=f"{node.name}_masked", arguments=(data, mask), results=(product,))
-    yield replace(times, arguments=(product, 1.0 / (1.0 - rate)), wish=node.wish)
+    yield replace(times, arguments=(product, 1.0 / (1.0 - rate)), annotation=node.annotation)
 
 
 def _is_split_well(node: Node) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ...ir import Storage
 from ..remat.eviction import evict_greedily
-from ..remat.problem import CheckpointProblem, Simulated
+from ..remat.problem import CheckpointProblem, Solution
 from .footprint import outputs_bytes, tangents_bytes
 from .subgraph import saved_by
 
@@ -18,9 +18,7 @@ _HALVINGS = 6
 _RUN_SECONDS = 2.0
 
 
-def save_less(
-    problem: CheckpointProblem, saved: frozenset[Storage], budget_bytes: int
-) -> Iterator[Simulated]:
+def save_less(problem: CheckpointProblem, saved: frozenset[Storage], budget_bytes: int) -> Iterator[Solution]:
     """Schedules that hold as little as can be between forward and backward, of what is held now.
 
     A forward that has run by another schedule of the same graph can go on by the backward of one of these:
@@ -55,10 +53,10 @@ def _least(problem: CheckpointProblem, saved: frozenset[Storage]) -> frozenset[S
 
 def _within(
     problem: CheckpointProblem, saved: frozenset[Storage], least_bytes: int, budget_bytes: int
-) -> Iterator[Simulated]:
+) -> Iterator[Solution]:
     """Evictions that hold no more than `least_bytes`, at budgets between the floor and `budget_bytes`."""
     low, high = problem.floor_bytes - 1, budget_bytes
-    found: list[Simulated] = []
+    found: list[Solution] = []
     for _ in range(_HALVINGS):
         tried = (low + high) // 2 if found else high
         evicted = _evicted(problem, least_bytes, tried)
@@ -74,7 +72,7 @@ def _within(
     yield from reversed(found)
 
 
-def _evicted(problem: CheckpointProblem, least_bytes: int, budget_bytes: int) -> Simulated | None:
+def _evicted(problem: CheckpointProblem, least_bytes: int, budget_bytes: int) -> Solution | None:
     """A schedule within the budget, whose loss leaves no room for more than `least_bytes` to be saved."""
     graph = problem.graph
     around = graph.static_bytes + outputs_bytes(graph) + tangents_bytes(graph) + least_bytes

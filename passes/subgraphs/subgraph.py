@@ -21,16 +21,25 @@ from ..program import Program
 from ..remat.certificate import certify
 from ..remat.eviction import evict_greedily
 from ..remat.planner import Planner
-from ..remat.problem import CheckpointProblem, Simulated
-from ..remat.search import Found
+from ..remat.problem import CheckpointProblem, Solution
+from ..remat.search import Incumbent
 from ..remat.select_checkpoints import SelectCheckpoints
 from .footprint import Footprint, footprint, outputs_bytes, tangents_bytes
 
-__all__ = ["Around", "Choice", "Part", "Pool", "choose_together", "minimum_bytes", "plan_part", "saved_by"]
+__all__ = [
+    "AmbientMemory",
+    "Choice",
+    "Subgraph",
+    "SubgraphSolutions",
+    "choose_together",
+    "minimum_bytes",
+    "plan_part",
+    "saved_by",
+]
 
 
 @dataclass(frozen=True, slots=True)
-class Around:
+class AmbientMemory:
     """Bytes that are alive around a part whatever is chosen: all static ones, and outputs of other parts.
 
     What the parts below it save is not among them, and neither is what its own schedule takes.
@@ -46,13 +55,15 @@ class Around:
     loss_bytes: int
     backward_bytes: int
 
-    def plus(self, nbytes: int) -> Around:
+    def plus(self, nbytes: int) -> AmbientMemory:
         """With so much more alive all the time."""
-        return Around(self.forward_bytes + nbytes, self.loss_bytes + nbytes, self.backward_bytes + nbytes)
+        return AmbientMemory(
+            self.forward_bytes + nbytes, self.loss_bytes + nbytes, self.backward_bytes + nbytes
+        )
 
-    def __or__(self, other: Around) -> Around:
+    def __or__(self, other: AmbientMemory) -> AmbientMemory:
         """The larger of each."""
-        return Around(
+        return AmbientMemory(
             max(self.forward_bytes, other.forward_bytes),
             max(self.loss_bytes, other.loss_bytes),
             max(self.backward_bytes, other.backward_bytes),
@@ -71,7 +82,7 @@ class Choice:
     """
 
     problem: CheckpointProblem
-    simulated: Simulated
+    simulated: Solution
     footprint: Footprint
     plan: Plan
 
@@ -82,7 +93,7 @@ class Choice:
 
 
 @dataclass(eq=False)
-class Part:
+class Subgraph:
     """A graph that runs above certain others, whose backwards are still to come.
 
     Args:
@@ -95,25 +106,25 @@ class Part:
     """
 
     name: str
-    pool: Pool
-    parent: Part | None = None
-    children: list[Part] = field(default_factory=list["Part"])
-    around: Around | None = None
+    pool: SubgraphSolutions
+    parent: Subgraph | None = None
+    children: list[Subgraph] = field(default_factory=list["Subgraph"])
+    around: AmbientMemory | None = None
     choice: Choice | None = None
 
     @property
-    def below(self) -> tuple[Part, ...]:
+    def below(self) -> tuple[Subgraph, ...]:
         """The parts whose backwards are still to come when this one runs, the lowest first."""
         return () if self.parent is None else (*self.parent.below, self.parent)
 
     @property
-    def tree(self) -> Iterator[Part]:
+    def tree(self) -> Iterator[Subgraph]:
         """This part and all above it; each after the one that it stands on."""
         yield self
         for child in self.children:
             yield from child.tree
 
-    def peak_bytes(self, choices: Mapping[Part, Footprint], upto: Part | None = None) -> int:
+    def peak_bytes(self, choices: Mapping[Subgraph, Footprint], upto: Subgraph | None = None) -> int:
         """The most that is alive while this part runs, static bytes included.
 
         Args:
@@ -133,7 +144,7 @@ class Part:
 
 
 @dataclass(eq=False)
-class Pool:
+class SubgraphSolutions:
     """A graph with costs, and the schedules that are found for it once, whatever the budget.
 
     Args:
@@ -142,8 +153,8 @@ class Pool:
 
     program: Program
     _planner: Planner | None = None
-    _learned: list[tuple[CheckpointProblem, Simulated]] = field(
-        default_factory=list[tuple[CheckpointProblem, Simulated]]
+    _learned: list[tuple[CheckpointProblem, Solution]] = field(
+        default_factory=list[tuple[CheckpointProblem, Solution]]
     )
 
     @property
@@ -168,12 +179,12 @@ class Pool:
             self._planner = Planner(self.program)
         return self._planner
 
-    def learn(self, problem: CheckpointProblem, simulated: Simulated) -> None:
+    def add_solution(self, problem: CheckpointProblem, simulated: Solution) -> None:
         """Makes a schedule one of those known."""
         if all(simulated is not known for _, known in self._learned):
             self._learned.append((problem, simulated))
 
-    def schedules(self, deadline: float) -> list[tuple[CheckpointProblem, Simulated, Footprint]]:
+    def schedules(self, deadline: float) -> list[tuple[CheckpointProblem, Solution, Footprint]]:
         """Those of which no other is better in time and in all bytes.
 
         Args:
@@ -183,7 +194,7 @@ class Pool:
         found = [(planner.problem, simulated) for _, simulated in planner.candidates(deadline).candidates]
         taken = [(p, s, footprint(s.schedule, p.costs.workspace_bytes)) for p, s in (*found, *self._learned)]
         taken.sort(key=lambda entry: _numbers(entry[1], entry[2]))
-        best: list[tuple[CheckpointProblem, Simulated, Footprint]] = []
+        best: list[tuple[CheckpointProblem, Solution, Footprint]] = []
         for entry in taken:
             mine = _numbers(entry[1], entry[2])
             others = (_numbers(s, f) for _, s, f in best)
@@ -192,7 +203,7 @@ class Pool:
         return best
 
 
-def _numbers(simulated: Simulated, taken: Footprint) -> tuple[float, int, int, int]:
+def _numbers(simulated: Solution, taken: Footprint) -> tuple[float, int, int, int]:
     return simulated.seconds, taken.saved_bytes, taken.backward_bytes, taken.forward_bytes
 
 
@@ -217,7 +228,7 @@ class _Share:
         return replace(program, graph=self.of(program.graph), original=original)
 
 
-def _share(part: Part, budget_bytes: int, chosen: Mapping[Part, Footprint]) -> _Share:
+def _share(part: Subgraph, budget_bytes: int, chosen: Mapping[Subgraph, Footprint]) -> _Share:
     """A part's share, with the others as they are chosen; those above it that are not chosen do not count."""
     assert part.around is not None
     graph, around = part.pool.graph, part.around
@@ -235,7 +246,7 @@ def _share(part: Part, budget_bytes: int, chosen: Mapping[Part, Footprint]) -> _
 
 
 def plan_part(
-    part: Part, budget_bytes: int, chosen: Mapping[Part, Footprint], *, time_limit: float
+    part: Subgraph, budget_bytes: int, chosen: Mapping[Subgraph, Footprint], *, time_limit: float
 ) -> Choice:
     """The best schedule found for a part in what the others leave of the budget.
 
@@ -275,7 +286,9 @@ def plan_part(
     return Choice(problem, simulated, footprint(simulated.schedule, problem.costs.workspace_bytes), done.plan)
 
 
-def minimum_bytes(part: Part, budget_bytes: int, chosen: Mapping[Part, Footprint], deadline: float) -> int:
+def minimum_bytes(
+    part: Subgraph, budget_bytes: int, chosen: Mapping[Subgraph, Footprint], deadline: float
+) -> int:
     """The smallest budget of the step that a schedule of the part is known for, with the others as chosen."""
     share = _share(part, budget_bytes, chosen)
     needed = Planner(share.program(part.pool.program)).minimum_bytes(deadline)
@@ -283,11 +296,11 @@ def minimum_bytes(part: Part, budget_bytes: int, chosen: Mapping[Part, Footprint
 
 
 def certified(
-    part: Part,
+    part: Subgraph,
     budget_bytes: int,
-    chosen: Mapping[Part, Footprint],
+    chosen: Mapping[Subgraph, Footprint],
     problem: CheckpointProblem,
-    simulated: Simulated,
+    simulated: Solution,
     *,
     name: str,
 ) -> Choice:
@@ -299,7 +312,7 @@ def certified(
     plan = certify(
         shared,
         share.budget_bytes,
-        Found(name, again),
+        Incumbent(name, again),
         baseline_bytes=part.pool.baseline_bytes,
         minimum_bytes=again.peak_bytes,
         seconds=0.0,
@@ -339,7 +352,7 @@ _SLACK = 10_000
 """Where a choice is over the budget, within the solver's tolerance, one part in so many is taken off."""
 
 
-def choose_together(root: Part, budget_bytes: int, *, time_limit: float) -> dict[Part, Choice] | None:
+def choose_together(root: Subgraph, budget_bytes: int, *, time_limit: float) -> dict[Subgraph, Choice] | None:
     """Schedules for all known parts of a tree, such that every path through it fits into the budget.
 
     First one of the known schedules is picked for each part, by an integer programme with the least time in
@@ -364,7 +377,7 @@ def choose_together(root: Part, budget_bytes: int, *, time_limit: float) -> dict
     if picked is None:
         return None
     chosen = {part: taken for part, (_, _, taken) in picked.items()}
-    choices: dict[Part, Choice] = {}
+    choices: dict[Subgraph, Choice] = {}
     for index, part in enumerate(parts):
         problem, simulated, _ = picked[part]
         better: Choice | None = None
@@ -379,10 +392,10 @@ def choose_together(root: Part, budget_bytes: int, *, time_limit: float) -> dict
     return choices
 
 
-_Picked = dict[Part, tuple[CheckpointProblem, Simulated, Footprint]]
+_Picked = dict[Subgraph, tuple[CheckpointProblem, Solution, Footprint]]
 
 
-def _pick(parts: Sequence[Part], budget_bytes: int, deadline: float) -> _Picked | None:
+def _pick(parts: Sequence[Subgraph], budget_bytes: int, deadline: float) -> _Picked | None:
     pools = list(dict.fromkeys(part.pool for part in parts))
     each = max(deadline - time.monotonic(), 0.0) / 2 / len(pools)
     schedules = {pool: pool.schedules(time.monotonic() + each) for pool in pools}
@@ -400,8 +413,8 @@ def _pick(parts: Sequence[Part], budget_bytes: int, deadline: float) -> _Picked 
 
 
 def _solve(
-    parts: Sequence[Part],
-    schedules: Mapping[Pool, list[tuple[CheckpointProblem, Simulated, Footprint]]],
+    parts: Sequence[Subgraph],
+    schedules: Mapping[SubgraphSolutions, list[tuple[CheckpointProblem, Solution, Footprint]]],
     room_bytes: int,
     deadline: float,
 ) -> _Picked | None:

@@ -34,10 +34,10 @@ from torch import Tensor, nn
 from irc.backends.torch import (
     DiskPlace,
     FakePlace,
+    PendingBackward,
     StandaloneModule,
     TierPlace,
     Tiers,
-    WaitingStep,
     compile_program,
     fit,
     run_step,
@@ -394,7 +394,7 @@ def test_a_waiting_step_that_swaps_keeps_its_program() -> None:
     ]
     tiers = Tiers([FakePlace("disk", 1 << 30)])
     outputs = run_step(program, inputs, tiers=tiers)
-    waiting = WaitingStep(program, inputs, outputs)
+    waiting = PendingBackward(program, inputs, outputs)
     assert waiting.is_waiting and not waiting.change(plain, [])
     outputs[0].backward()
     assert tiers.held_bytes == {"disk": 0}

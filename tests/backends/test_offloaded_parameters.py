@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.offloaded_parameters import FAR, homed_schedule
+from support.offloaded_parameters import FAR, offload_schedule
 from support.random_copies import waited_for, without
 from support.torch_cases import CASES, assert_same, outcome
 from torch import Tensor, nn
@@ -62,7 +62,7 @@ def living_elsewhere(
     if accumulates or factory is not None:
         release = ReleaseGradients("accumulate" if accumulates else "apply", factory)
         graph = release.run(Program(graph)).graph
-    schedule = homed_schedule(graph, seed, at_once=broken is not None)
+    schedule = offload_schedule(graph, seed, at_once=broken is not None)
     verify_schedule(schedule, {}, tiers=[FAR])
     program = compile_program(schedule if broken is None else broken(schedule), captured.constants)
     optimizers = {
@@ -488,7 +488,7 @@ def test_pinned_memory_is_refused_for_parameters() -> None:
     module, x = perceptron()
     captured = capture(module, (x,))
     graph = ReleaseGradients("apply", adamw).run(Program(captured.graph)).graph
-    program = compile_program(homed_schedule(graph, 1), captured.constants)
+    program = compile_program(offload_schedule(graph, 1), captured.constants)
     optimizers = {name: adamw([module.get_parameter(name)]) for name in program.released}
     with pytest.raises(TierError, match="IRC575"):
         fit(module, program, captured.signature, None, optimizers, [HostPlace("far", ROOM)])
@@ -525,8 +525,8 @@ def test_bytes_that_change_on_the_way_are_seen(tmp_path: Path, monkeypatch: pyte
 def test_the_emitted_source_brings_parameter_and_state() -> None:
     module = nn.Linear(4, 3, bias=False)
     graph = ReleaseGradients("apply", adamw).run(Program(capture(module, (torch.randn(2, 4),)).graph)).graph
-    seed = next(s for s in range(99) if len(homed_schedule(graph, s).graph.homes) == 2)
-    schedule = homed_schedule(graph, seed)
+    seed = next(s for s in range(99) if len(offload_schedule(graph, s).graph.offloaded_parameters) == 2)
+    schedule = offload_schedule(graph, seed)
     source = emit_source(schedule)
     assert re.search(r"release\('weight', primals_1, \S+, state_weight\)", source)
     assert "primals_1 = inputs[0]" not in source
@@ -548,7 +548,7 @@ def test_a_public_plan_keeps_its_promise_below_what_is_static(tmp_path: Path) ->
         module, x, static * 4 // 5, optimizer_in_backward=adamw, swap=swap, profile=False, time_limit=5
     )
     plan = fitted.plan
-    assert plan.peak_bytes <= static * 4 // 5 and plan.homed_bytes > 0
+    assert plan.peak_bytes <= static * 4 // 5 and plan.offloaded_bytes > 0
     train(fitted, x, None, 3)
     train(original, x, ordinary, 3)
     same(fitted, original)
@@ -557,7 +557,7 @@ def test_a_public_plan_keeps_its_promise_below_what_is_static(tmp_path: Path) ->
     train(fitted, x[:4].clone(), None)
     train(original, x[:4].clone(), ordinary)
     same(fitted, original)
-    assert [call.plan.homed_bytes for call in fitted.irc_plans] == [plan.homed_bytes] * 2
+    assert [call.plan.offloaded_bytes for call in fitted.irc_plans] == [plan.offloaded_bytes] * 2
 
 
 def test_state_that_lives_in_a_tier_takes_nothing_of_another_plan(tmp_path: Path) -> None:
@@ -579,5 +579,5 @@ def test_state_that_lives_in_a_tier_takes_nothing_of_another_plan(tmp_path: Path
     same(ours, original)
     frozen, first = (call.plan for call in ours.irc_plans)
     state_bytes = 2 * module.get_parameter("2.weight").nbytes + 4  # and the number of steps
-    assert first.homed_bytes - frozen.homed_bytes == state_bytes
+    assert first.offloaded_bytes - frozen.offloaded_bytes == state_bytes
     assert frozen.static_bytes == first.static_bytes

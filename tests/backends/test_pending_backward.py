@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from irc.backends.torch import (
     AliveTensors,
+    PendingBackward,
     Program,
-    WaitingStep,
     compile_program,
     held_by_history,
     run_step,
@@ -54,7 +54,7 @@ def test_a_step_goes_on_by_a_program_that_needs_less() -> None:
     captured, ((keeps, kept), (_, less)) = programs(module)
     program = compile_program(less, {})
     (out,) = run_step(keeps, inputs := inputs_of(module, captured), None)
-    waiting = WaitingStep(keeps, inputs, [out])
+    waiting = PendingBackward(keeps, inputs, [out])
     node: Any = out.grad_fn
     before = sum(tensor.nbytes for tensor in node.saved)
     assert waiting.is_waiting and waiting.change(program, positions(kept, less))
@@ -73,13 +73,13 @@ def test_a_write_into_what_would_be_read_again_stops_the_change_and_one_after_it
     captured, ((keeps, kept), (program, less)) = programs(module)
     inputs = inputs_of(module, captured)
     (out,) = run_step(keeps, inputs, None)
-    waiting = WaitingStep(keeps, inputs, [out])
+    waiting = PendingBackward(keeps, inputs, [out])
     with torch.no_grad():
         module.get_parameter("0.bias").add_(1)  # backward does not read it, computing again would
     assert not waiting.change(program, positions(kept, less))
     out.sum().backward()
     (out,) = run_step(keeps, inputs, None)
-    assert WaitingStep(keeps, inputs, [out]).change(program, positions(kept, less))
+    assert PendingBackward(keeps, inputs, [out]).change(program, positions(kept, less))
     with torch.no_grad():
         module.get_parameter("0.bias").add_(1)
     with pytest.raises(BackwardError, match=r"IRC524.*parameter 0\.bias"):
@@ -91,7 +91,7 @@ def test_what_was_dropped_waits_no_more() -> None:
     captured, ((program, schedule), _) = programs(module)
     inputs = inputs_of(module, captured)
     (out,) = run_step(program, inputs, None)
-    waiting = WaitingStep(program, inputs, [out])
+    waiting = PendingBackward(program, inputs, [out])
     assert waiting.is_behind(out.grad_fn) and not waiting.is_behind(None)
     assert not waiting.is_behind((out * 2).grad_fn)
     del out

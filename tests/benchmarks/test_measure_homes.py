@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import measure_homes, measure_swap
-from benchmarks.measure_homes import HEADER, HomeRow, measure_row
+from benchmarks.measure_homes import HEADER, OffloadRow, measure_row
 
 
 def perceptron() -> tuple[nn.Module, tuple[Tensor, ...]]:
@@ -30,7 +30,7 @@ def test_a_row_keeps_its_promises(plan: str, budget: str, tmp_path: Path) -> Non
     row = measure_row(MODEL, budget, plan, str(tmp_path), time_limit=2, repeats=1, profile=False)
     assert row.is_equal and not row.has_failed
     assert 0 < row.measured_bytes <= row.predicted_bytes <= row.baseline_bytes
-    assert (row.homed_bytes > 0) == (row.in_bytes > 0) == (plan == "disk")
+    assert (row.offloaded_bytes > 0) == (row.in_bytes > 0) == (plan == "disk")
     if budget == "min":
         assert row.predicted_bytes < row.trained_bytes
     assert len(row.cells()) == len(HEADER)
@@ -52,7 +52,7 @@ def test_the_command_measures_both_plans(
     options = ["--models", MODEL, "--budgets", "60%", "--scratch", str(tmp_path), "--no-profile"]
     options += ["--time-limit", "2", "--repeats", "1", "--json", str(out)]
     assert measure_homes.main(options) == 0
-    device, disk = (HomeRow(**row) for row in json.loads(out.read_text()))
+    device, disk = (OffloadRow(**row) for row in json.loads(out.read_text()))
     assert device.failure.startswith("needs ") and not device.has_failed
-    assert disk.plan == "disk" and disk.homed_bytes > 0
+    assert disk.plan == "disk" and disk.offloaded_bytes > 0
     assert "0 of 2 rows failed" in capsys.readouterr().out

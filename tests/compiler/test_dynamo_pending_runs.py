@@ -10,7 +10,7 @@ from typing import Any, cast
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from irc.compiler.dynamo.pending_runs import Backward, Flight, Gradient, Run
+from irc.compiler.dynamo.pending_runs import Backward, Gradient, PendingRun, Run
 from irc.passes.subgraphs.footprint import Footprint
 from irc.passes.subgraphs.subgraph import Choice
 
@@ -24,7 +24,7 @@ def at_random(random: Random, count: int) -> list[Run]:
         takers = [run for run in runs if random.random() < 0.4]
         given: list[Gradient] = []
         for taker in takers:
-            assert isinstance(taker, Flight)
+            assert isinstance(taker, PendingRun)
             place = random.randint(0, 1)
             given.append(Gradient(3 + 4 * place, taker, place))
         leaves = {
@@ -37,7 +37,7 @@ def at_random(random: Random, count: int) -> list[Run]:
         else:
             footprint = Footprint(0, random.randint(0, 20), 0)
             choice = Choice(NOTHING, NOTHING, footprint, NOTHING)
-            runs.append(Flight(NOTHING, NOTHING, gradients, upstream, choice))
+            runs.append(PendingRun(NOTHING, NOTHING, gradients, upstream, choice))
     return runs
 
 
@@ -45,7 +45,8 @@ def alive_bytes(order: Sequence[Run], run: Run, new_bytes: int) -> int:
     """What runs hold when the backward of one begins, beside the gradients that are its tangents."""
     done, waiting = order[: order.index(run)], order[order.index(run) + 1 :]
     saved = [
-        other.choice.footprint.saved_bytes if isinstance(other, Flight) else new_bytes for other in waiting
+        other.choice.footprint.saved_bytes if isinstance(other, PendingRun) else new_bytes
+        for other in waiting
     ]
     handed = [gradient for other in done for gradient in other.gradients]
     leaves = {gradient.leaf: gradient.nbytes for gradient in handed if gradient.leaf}

@@ -110,7 +110,7 @@ def test_a_model_larger_than_its_budget_trains(
     plan = Plan.load(out / "plan.json")
     module = load(Source(f"{here}:wide")).module
     held_bytes = 3 * sum(parameter.nbytes for parameter in module.parameters())  # AdamW keeps two moments
-    assert plan.peak_bytes <= plan.budget_bytes < held_bytes and plan.homed_bytes > 0
+    assert plan.peak_bytes <= plan.budget_bytes < held_bytes and plan.offloaded_bytes > 0
     trained = tmp_path / "trained.safetensors"
     assert cli.main(["run", str(out), "--steps", "3", "--check", "--save-weights", str(trained)]) == 0
     text = capsys.readouterr().out
@@ -175,16 +175,20 @@ def test_a_described_optimizer_lets_a_fitted_module_be_pickled(here: Path) -> No
 
 def test_what_lives_in_a_tier_is_there_before_the_first_step(swapped: Path) -> None:
     written = read_folder(swapped)
-    homes = {c.home.parameter: c for c in written.program.copies.tensors if c.home and not c.home.is_state}
-    assert homes
+    offloaded_parameters = {
+        c.offloaded.parameter: c
+        for c in written.program.copies.tensors
+        if c.offloaded and not c.offloaded.is_state
+    }
+    assert offloaded_parameters
     state = {name: tensor.clone() for name, tensor in written.state.items()}
     module = StandaloneModule(
         written.program, state, written.deliveries, written.plan, written.places, written.optimizer
     )
-    assert module.tiers.held_bytes["disk"] >= sum(copied.nbytes for copied in homes.values())
+    assert module.tiers.held_bytes["disk"] >= sum(copied.nbytes for copied in offloaded_parameters.values())
     for name, parameter in module.named_parameters():
         assert torch.equal(parameter, state[name])
-        assert (parameter.data_ptr() != state[name].data_ptr()) == (name in homes)
+        assert (parameter.data_ptr() != state[name].data_ptr()) == (name in offloaded_parameters)
     held_bytes = module.tiers.held_bytes["disk"]
     report = check_folder(written, 1, with_original=False)
     assert report.failures == () and report.measured_bytes <= report.predicted_bytes

@@ -1,4 +1,4 @@
-"""Wishes on their way from modules and torch's checkpoints to the operations of a graph."""
+"""Annotations on their way from modules and torch's checkpoints to the operations of a graph."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def graph_of(module: nn.Module, *args: Tensor) -> Graph:
     return graph
 
 
-def wishes(graph: Graph) -> dict[str, str]:
-    """Who wishes something for each operation of forward."""
-    return {node.name: node.wish.by for node in graph.nodes if node.wish is not None}
+def annotations_of(graph: Graph) -> dict[str, str]:
+    """Who annotations something for each operation of forward."""
+    return {node.name: node.annotation.by for node in graph.nodes if node.annotation is not None}
 
 
 def mlp() -> nn.Sequential:
@@ -64,27 +64,29 @@ def test_a_kept_module_marks_all_that_it_computes() -> None:
     model = nn.Sequential(mlp(), mlp())
     assert irc.keep(model[1]) is model[1]
     graph = graph_of(model)
-    assert wishes(graph) == dict.fromkeys(("addmm_2", "tanh_1", "addmm_3", "sigmoid_1"), "irc.keep(1)")
-    assert [(wish.policy, wish.by) for wish in graph.wishes] == [(KEEP, "irc.keep(1)")]
+    assert annotations_of(graph) == dict.fromkeys(
+        ("addmm_2", "tanh_1", "addmm_3", "sigmoid_1"), "irc.keep(1)"
+    )
+    assert [(annotation.policy, annotation.by) for annotation in graph.annotations] == [(KEEP, "irc.keep(1)")]
 
 
 def test_what_leaves_a_recomputed_module_is_free() -> None:
     model = nn.Sequential(mlp(), mlp())
     irc.recompute(model[0])
-    assert wishes(graph_of(model)) == dict.fromkeys(("addmm", "tanh", "addmm_1"), "irc.recompute(0)")
+    assert annotations_of(graph_of(model)) == dict.fromkeys(("addmm", "tanh", "addmm_1"), "irc.recompute(0)")
 
 
 def test_views_of_a_result_leave_with_it() -> None:
     part = Calls(lambda m, x: m.a(x).tanh().view(2, 6).t(), a=nn.Linear(4, 4))
     model = Calls(lambda m, x: m.part(x).exp(), part=part)
     irc.recompute(part)
-    assert wishes(graph_of(model)) == {"addmm": "irc.recompute(part)"}
+    assert annotations_of(graph_of(model)) == {"addmm": "irc.recompute(part)"}
 
 
 def test_the_innermost_mark_counts() -> None:
     model: Any = irc.recompute(nn.Sequential(mlp(), nn.Linear(4, 4), nn.ReLU()))
     irc.keep(model[0][1])
-    found = wishes(graph_of(model))
+    found = annotations_of(graph_of(model))
     assert found == {
         "addmm": "irc.recompute(the model)",
         "tanh": "irc.keep(0.1)",
@@ -96,23 +98,23 @@ def test_the_innermost_mark_counts() -> None:
 
 def test_what_leaves_an_inner_module_is_up_to_the_outer_one() -> None:
     outer = irc.keep(nn.Sequential(irc.recompute(mlp()), nn.ReLU()))
-    found = wishes(graph_of(outer))
+    found = annotations_of(graph_of(outer))
     assert found["tanh"] == "irc.recompute(0)" and found["sigmoid"] == "irc.keep(the model)"
 
 
 def test_the_last_mark_of_a_module_counts_and_can_be_taken_back() -> None:
     model = nn.Sequential(mlp())
     irc.recompute(irc.keep(model[0]))
-    assert set(wishes(graph_of(model)).values()) == {"irc.recompute(0)"}
+    assert set(annotations_of(graph_of(model)).values()) == {"irc.recompute(0)"}
     assert irc.unmark(model[0]) is model[0]
-    assert not graph_of(model).wishes
+    assert not graph_of(model).annotations
 
 
 def test_each_call_of_a_module_is_one_of_its_own() -> None:
     """What goes from one call of a block to the next leaves the block."""
     model: Any = Calls(lambda m, x: m.block(m.block(m.block(x))).exp(), block=mlp())
     irc.recompute(model.block)
-    found = wishes(graph_of(model))
+    found = annotations_of(graph_of(model))
     assert "sigmoid" not in found and "sigmoid_1" not in found and "sigmoid_2" not in found
     assert len(found) == 9
 
@@ -121,7 +123,7 @@ def test_new_values_of_buffers_do_not_leave() -> None:
     block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU())
     model = nn.Sequential(block, nn.Linear(4, 4))
     irc.recompute(block)
-    found = wishes(graph_of(model))
+    found = annotations_of(graph_of(model))
     assert {"addmm", "_native_batch_norm_legit_functional"} <= set(found) and "relu" not in found
 
 
@@ -129,10 +131,12 @@ def test_a_module_that_does_not_run_is_said_not_to() -> None:
     model: Any = Calls(lambda m, x: m.a(x), a=nn.Linear(4, 4), spare=nn.Linear(4, 4))
     irc.keep(model.spare)
     graph = graph_of(model)
-    assert not wishes(graph) and [wish.by for wish in graph.wishes] == ["irc.keep(spare)"]
+    assert not annotations_of(graph) and [annotation.by for annotation in graph.annotations] == [
+        "irc.keep(spare)"
+    ]
     plan = irc.optimize(model, torch.randn(3, 4), "100%", profile=False).plan
     assert plan.explain().splitlines()[-1] == (
-        "irc.keep(spare): no effect: nothing of it runs in forward, or other wishes decide"
+        "irc.keep(spare): no effect: nothing of it runs in forward, or other annotations decide"
     )
 
 
@@ -147,7 +151,7 @@ def test_a_block_of_a_forward_can_be_marked() -> None:
         return kept(x).cos()
 
     model: Any = Calls(forward, a=nn.Linear(4, 4))
-    found = wishes(graph_of(model))
+    found = annotations_of(graph_of(model))
     assert set(found) == {"addmm", "tanh", "sin"}
     assert found["addmm"].startswith("irc.recompute() at test_torch_wishes.py:")
     assert found["addmm"].endswith(" in forward") and found["sin"].startswith("irc.keep() at ")
@@ -168,13 +172,13 @@ def test_marks_are_in_copies_and_pickles_and_in_no_state_dict() -> None:
     written.seek(0)
     loaded = torch.load(written, weights_only=False)
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), loaded):
-        assert wishes(graph_of(copied)) == wishes(graph_of(model))
+        assert annotations_of(graph_of(copied)) == annotations_of(graph_of(model))
 
 
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [
-        (lambda: irc.keep(torch.relu), "a wish is for a torch.nn.Module, not for a builtin"),  # type: ignore[arg-type]
+        (lambda: irc.keep(torch.relu), "an annotation is for a torch.nn.Module, not for a builtin"),  # type: ignore[arg-type]
         (lambda: irc.recompute(irc.optimize(mlp(), torch.randn(3, 4), "100%", profile=False)), "too late"),
         (lambda: mark(mlp(), KEEP, "7"), "the model has no submodule '7'"),
     ],
@@ -191,7 +195,7 @@ def test_a_mark_after_planning_is_planned_at_the_next_step_or_refused() -> None:
     strict = irc.optimize(model, x, "200%", profile=False, plans=1)
     irc.keep(model[1])
     fitted(x)
-    assert [wish.by for wish in fitted.irc_plans[0].plan.wishes] == ["irc.keep(1)"]
+    assert [annotation.by for annotation in fitted.irc_plans[0].plan.annotations] == ["irc.keep(1)"]
     with pytest.raises(UsageError, match="IRC507"):
         strict(x)
 
@@ -214,11 +218,11 @@ def test_nodes_of_an_onnx_model_are_marked_by_the_beginning_of_their_names(tmp_p
     module = irc.from_onnx(tmp_path / "m.onnx")
     args = tuple(x.requires_grad_() for x in example_inputs(module))
     mark(mark(module, RECOMPUTE, "/layer1"), KEEP, "/layer1/act/Tanh")
-    found = wishes(graph_of(module, *args))
+    found = annotations_of(graph_of(module, *args))
     assert found == {"tanh": "irc.keep(/layer1/act/Tanh)"}  # the result of the other node leaves
     mark(module, KEEP, "/layer10/")
     mark(module, KEEP, "/layer1")
-    assert set(wishes(graph_of(copy.deepcopy(module), *args))) == {"tanh", "sigmoid", "exp"}
+    assert set(annotations_of(graph_of(copy.deepcopy(module), *args))) == {"tanh", "sigmoid", "exp"}
     with pytest.raises(UsageError, match="IRC553") as caught:
         mark(module, KEEP, "/layer")
     assert "no node of the ONNX model" in caught.value.message
@@ -265,33 +269,37 @@ def test_a_checkpoint_adds_no_operation(name: str) -> None:
 @pytest.mark.parametrize("name", ["reentrant", "not reentrant"])
 def test_a_plain_checkpoint_is_a_hint(name: str) -> None:
     graph = graph_of(checkpointed(**OPTIONS[name]), torch.randn(3, 4, requires_grad=True))
-    (hint,) = graph.wishes
+    (hint,) = graph.annotations
     assert hint.policy is Policy.PREFER_RECOMPUTE and hint.is_hint
     assert hint.by.startswith("torch.utils.checkpoint at test_torch_wishes.py:")
-    assert set(wishes(graph)) == {"addmm", "tanh", "addmm_1", "sigmoid"}
+    assert set(annotations_of(graph)) == {"addmm", "tanh", "addmm_1", "sigmoid"}
     assert all(node.is_recomputable and not node.is_transient for node in graph.operations)
 
 
-def test_a_policy_of_torch_is_a_wish_for_each_operation() -> None:
+def test_a_policy_of_torch_is_a_annotation_for_each_operation() -> None:
     graph = graph_of(checkpointed(**OPTIONS["by a policy"]))
-    policies = {node.name: node.wish.policy for node in graph.nodes if node.wish is not None}
+    policies = {node.name: node.annotation.policy for node in graph.nodes if node.annotation is not None}
     assert policies == {
         "addmm": KEEP,
         "tanh": RECOMPUTE,
         "addmm_1": KEEP,
         "sigmoid": Policy.PREFER_KEEP,
     }
-    assert wishes(graph)["tanh"].startswith("CheckpointPolicy.MUST_RECOMPUTE at test_torch_wishes.py:")
+    assert annotations_of(graph)["tanh"].startswith(
+        "CheckpointPolicy.MUST_RECOMPUTE at test_torch_wishes.py:"
+    )
 
 
 def test_marks_and_policies_nest() -> None:
     model: Any = checkpointed(**OPTIONS["by a policy"])
     irc.recompute(model.part[0])  # its only result leaves it: the policy decides
     irc.keep(model.part[1])
-    found = wishes(graph_of(model))
+    found = annotations_of(graph_of(model))
     assert found["addmm"].startswith("CheckpointPolicy.MUST_SAVE") and found["tanh"] == "irc.keep(part.1)"
     irc.keep(model)
-    assert wishes(graph_of(model))["sigmoid"] == "irc.keep(the model)"  # what must be goes before a hint
+    assert (
+        annotations_of(graph_of(model))["sigmoid"] == "irc.keep(the model)"
+    )  # what must be goes before a hint
 
 
 def test_a_policy_that_moves_results_to_the_host_is_refused() -> None:
@@ -314,7 +322,7 @@ def test_a_checkpoint_that_torch_compile_has_wrapped_keeps_its_policy() -> None:
     model = checkpointed(**OPTIONS["by a policy"])
     torch.compile(model, backend=backend)(torch.randn(3, 4))
     torch.compiler.reset()
-    policies = {node.name: node.wish.policy for node in found[0].nodes if node.wish is not None}
+    policies = {node.name: node.annotation.policy for node in found[0].nodes if node.annotation is not None}
     assert policies["addmm"] is KEEP and policies["tanh"] is RECOMPUTE and "exp" not in policies
 
 

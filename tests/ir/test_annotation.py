@@ -1,4 +1,4 @@
-"""Wishes in the graph: their text form, and what the verifiers refuse."""
+"""Annotations in the graph: their text form, and what the verifiers refuse."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
-from support.strategies import Sample, graphs, with_wishes
+from support.strategies import Sample, graphs, with_annotations
 
 from irc.ir import (
+    Annotation,
     Compute,
     Free,
     Graph,
@@ -19,7 +20,6 @@ from irc.ir import (
     Schedule,
     UsageError,
     VerificationError,
-    Wish,
     parse_graph,
     parse_program,
     print_graph,
@@ -36,15 +36,15 @@ PROGRAM = """graph loss_bytes=0 {
   storage @b 8 cpu
   storage @h 8 cpu
   storage @g 8 cpu
-  wish keep "irc.keep(layer1)"
-  wish recompute "CheckpointPolicy.MUST_RECOMPUTE at model.py:7 in forward"
-  wish prefer_keep "CheckpointPolicy.PREFER_SAVE at model.py:7 in forward"
+  annotation keep "irc.keep(layer1)"
+  annotation recompute "CheckpointPolicy.MUST_RECOMPUTE at model.py:7 in f"
+  annotation prefer_keep "CheckpointPolicy.PREFER_SAVE at model.py:7 in f"
   input %x: float64[1]{1} @x parameter "w" requires_grad
   input %t: float64[1]{1} @t tangent "0"
 forward:
-  a = test.op(%x) -> %a: float64[1]{1} @a loc(module="layer1") wish("irc.keep(layer1)")
-  b = test.op(%a) -> %b: float64[1]{1} @b wish("CheckpointPolicy.MUST_RECOMPUTE at model.py:7 in forward")
-  h = test.op(%b) -> %h: float64[1]{1} @h wish("CheckpointPolicy.PREFER_SAVE at model.py:7 in forward")
+  a = test.op(%x) -> %a: float64[1]{1} @a loc(module="layer1") annotation("irc.keep(layer1)")
+  b = test.op(%a) -> %b: float64[1]{1} @b annotation("CheckpointPolicy.MUST_RECOMPUTE at model.py:7 in f")
+  h = test.op(%b) -> %h: float64[1]{1} @h annotation("CheckpointPolicy.PREFER_SAVE at model.py:7 in f")
 backward:
   gh = test.grad(%t, %b) -> %g: float64[1]{1} @g
   output %h "0"
@@ -64,51 +64,59 @@ schedule {
 """
 
 
-def test_the_text_of_wishes_is_read_back() -> None:
+def test_the_text_of_annotations_is_read_back() -> None:
     schedule = parse_program(PROGRAM)
     assert print_program(schedule) == PROGRAM
     verify_graph(schedule.graph)
     verify_schedule(schedule, {})
-    assert [wish.policy for wish in schedule.graph.wishes] == [
+    assert [annotation.policy for annotation in schedule.graph.annotations] == [
         Policy.KEEP,
         Policy.RECOMPUTE,
         Policy.PREFER_KEEP,
     ]
     a, b, h, gh = schedule.graph.nodes
-    assert a.wish == Wish(Policy.KEEP, "irc.keep(layer1)") and gh.wish is None
+    assert a.annotation == Annotation(Policy.KEEP, "irc.keep(layer1)") and gh.annotation is None
     assert (a.is_recomputable, b.is_recomputable, h.is_recomputable) == (False, True, True)
     assert (a.is_transient, b.is_transient, h.is_transient) == (False, True, False)
     assert schedule.graph.transient_storages == {b.values[0].storage}
 
 
-@given(with_wishes(graphs()))
+@given(with_annotations(graphs()))
 @settings(max_examples=60)
-def test_any_graph_with_wishes_reads_back_what_it_prints(sample: Sample) -> None:
+def test_any_graph_with_annotations_reads_back_what_it_prints(sample: Sample) -> None:
     verify_graph(sample.graph)
     text = print_graph(sample.graph)
     again = parse_graph(text)
     assert print_graph(again) == text
-    assert again.wishes == sample.graph.wishes
-    assert [node.wish for node in again.nodes] == [node.wish for node in sample.graph.nodes]
+    assert again.annotations == sample.graph.annotations
+    assert [node.annotation for node in again.nodes] == [node.annotation for node in sample.graph.nodes]
 
 
-SAVE = '"CheckpointPolicy.PREFER_SAVE at model.py:7 in forward"\n  input'
+SAVE = '"CheckpointPolicy.PREFER_SAVE at model.py:7 in f"\n  input'
 
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("wish keep", "wish hold", "line 8: expected a policy (keep, prefer_keep, prefer_recompute, recom"),
-        ("wish prefer_keep", "wish keep", None),
-        (SAVE, '"irc.keep(layer1)"\n  input', "line 10: expected a wish that is not declared yet"),
-        ('wish("irc.keep(layer1)")', 'wish("irc.keep(layer2)")', "line 14: expected a wish declared above"),
+        (
+            "annotation keep",
+            "annotation hold",
+            "line 8: expected a policy (keep, prefer_keep, prefer_recompute, recom",
+        ),
+        ("annotation prefer_keep", "annotation keep", None),
+        (SAVE, '"irc.keep(layer1)"\n  input', "line 10: expected an annotation that is not declared yet"),
+        (
+            'annotation("irc.keep(layer1)")',
+            'annotation("irc.keep(layer2)")',
+            "line 14: expected an annotation declared above",
+        ),
     ],
 )
-def test_a_mistake_in_a_wish_is_named_with_its_line(old: str, new: str, message: str | None) -> None:
+def test_a_mistake_in_a_annotation_is_named_with_its_line(old: str, new: str, message: str | None) -> None:
     assert PROGRAM.count(old) == 1
     text = PROGRAM.replace(old, new)
     if message is None:
-        assert parse_program(text).graph.wishes[2].policy is Policy.KEEP
+        assert parse_program(text).graph.annotations[2].policy is Policy.KEEP
         return
     with pytest.raises(UsageError, match="IRC101") as caught:
         parse_program(text)
@@ -118,15 +126,21 @@ def test_a_mistake_in_a_wish_is_named_with_its_line(old: str, new: str, message:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda g: replace(g, wishes=(*g.wishes, Wish(Policy.KEEP, g.wishes[1].by))), "two wishes"),
-        (lambda g: replace(g, wishes=g.wishes[1:]), "a has the wish irc.keep(layer1), which is not one of"),
         (
-            lambda g: replace(g, nodes=(*g.nodes[:3], replace(g.nodes[3], wish=g.wishes[0]))),
-            "gh has the wish irc.keep(layer1), but is no forward operation",
+            lambda g: replace(g, annotations=(*g.annotations, Annotation(Policy.KEEP, g.annotations[1].by))),
+            "two annotations",
+        ),
+        (
+            lambda g: replace(g, annotations=g.annotations[1:]),
+            "a has the annotation irc.keep(layer1), which is not one of",
+        ),
+        (
+            lambda g: replace(g, nodes=(*g.nodes[:3], replace(g.nodes[3], annotation=g.annotations[0]))),
+            "gh has the annotation irc.keep(layer1), but is no forward operation",
         ),
     ],
 )
-def test_a_wish_out_of_place_is_refused(change: Callable[[Graph], Graph], message: str) -> None:
+def test_a_annotation_out_of_place_is_refused(change: Callable[[Graph], Graph], message: str) -> None:
     graph = change(parse_program(PROGRAM).graph)
     with pytest.raises(VerificationError, match="IRC550") as caught:
         verify_graph(graph)
@@ -160,7 +174,7 @@ def test_what_is_transient_does_not_stay_for_backward() -> None:
 
 @pytest.mark.parametrize("trait", ["random", "pinned", "nondeterministic"])
 def test_what_may_run_only_once_may_stay_for_backward(trait: str) -> None:
-    graph = parse_program(PROGRAM.replace("@b wish(", f"@b traits({trait}) wish(")).graph
+    graph = parse_program(PROGRAM.replace("@b annotation(", f"@b traits({trait}) annotation(")).graph
     assert not graph.transient_storages
     schedule = names(Schedule(graph, ()), "a", "b", "h", "|", "gh")
     verify_schedule(schedule, {})
@@ -168,7 +182,7 @@ def test_what_may_run_only_once_may_stay_for_backward(trait: str) -> None:
         verify_schedule(names(schedule, "a", "b", "h", "|", "b", "gh"), {})
 
 
-def test_outputs_may_stay_whatever_is_wished() -> None:
+def test_outputs_may_stay_whatever_is_requested() -> None:
     text = PROGRAM.replace('output %h "0"', 'output %h "0"\n  output %b "1"')
     graph = parse_program(text).graph
     assert not graph.transient_storages

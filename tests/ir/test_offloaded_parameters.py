@@ -42,8 +42,8 @@ graph loss_bytes=0 reserved_bytes=20 {
   input %w: float32[2]{1} @w parameter "w" requires_grad
   input %v: float32[2]{1} @v parameter "v"
   input %t: float32[1]{1} @t tangent "0"
-  home state %m: uint8[16]{1} @m disk "w"
-  home %w disk "w"
+  offloaded state %m: uint8[16]{1} @m disk "w"
+  offloaded %w disk "w"
 forward:
   f = op(%x, %w, %v) -> %y: float32[1]{1} @y
 backward:
@@ -79,18 +79,21 @@ LINE: tuple[Instruction, ...] = (
 )
 
 
-def test_the_text_of_homes_is_read_back() -> None:
+def test_the_text_of_offloaded_parameters_is_read_back() -> None:
     assert print_graph(GRAPH) == TEXT
-    assert [home.name for home in GRAPH.homes] == ["optimizer state of w", "parameter w"]
+    assert [offloaded.name for offloaded in GRAPH.offloaded_parameters] == [
+        "optimizer state of w",
+        "parameter w",
+    ]
     verify_graph(GRAPH)
 
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('home %w disk "w"', 'home %z disk "w"', "line 14: expected a value written above"),
-        ('home %w disk "w"', "home %w disk w", "line 14: expected a string"),
-        ('home %w disk "w"', "home %w", "line 14: expected a tier"),
+        ('offloaded %w disk "w"', 'offloaded %z disk "w"', "line 14: expected a value written above"),
+        ('offloaded %w disk "w"', "offloaded %w disk w", "line 14: expected a string"),
+        ('offloaded %w disk "w"', "offloaded %w", "line 14: expected a tier"),
     ],
 )
 def test_a_mistake_in_the_text_is_named(old: str, new: str, message: str) -> None:
@@ -176,9 +179,13 @@ def test_what_lives_in_a_tier_has_room_there() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('home %w disk "w"', 'home %w disk "w"\n  home %w disk "w"', "parameter w has two homes"),
-        ('home %w disk "w"', 'home %w disk "v"', "the graph has no such parameter"),
-        ('home %w disk "w"', 'home %x disk "0"', "shares its memory with something else"),
+        (
+            'offloaded %w disk "w"',
+            'offloaded %w disk "w"\n  offloaded %w disk "w"',
+            "parameter w has two homes",
+        ),
+        ('offloaded %w disk "w"', 'offloaded %w disk "v"', "the graph has no such parameter"),
+        ('offloaded %w disk "w"', 'offloaded %x disk "0"', "shares its memory with something else"),
         ("uint8[16]{1} @m", "uint8[16]{2} @m", "is not one block of memory"),
         ("moving_bytes=16", "moving_bytes=12", "no optimizer has so much of it"),
         ('@m disk "w"', '@m disk "v"', "no optimizer has so much of it"),
@@ -190,7 +197,7 @@ def test_what_lives_in_a_tier_has_room_there() -> None:
         ('output %y "0"', 'output %y "0"\n  output %w "1"', "is delivered to the caller or written"),
     ],
 )
-def test_a_home_that_cannot_be_is_found(old: str, new: str, message: str) -> None:
+def test_a_offloaded_parameter_that_cannot_be_is_found(old: str, new: str, message: str) -> None:
     text = TEXT.replace(old, new)
     if "{2}" in new:
         text = text.replace("storage @m 16", "storage @m 31").replace("moving_bytes=16", "moving_bytes=31")

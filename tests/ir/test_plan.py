@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from irc.ir import Decision, Plan, Policy, UsageError, WishEffect
+from irc.ir import AnnotationEffect, Decision, Plan, Policy, UsageError
 
 amounts = st.integers(0, 1 << 60)
 fractions = st.floats(0, 1e6)
@@ -21,10 +21,13 @@ decisions = st.builds(
     seconds=fractions,
     reason=st.text(),
     location=st.text(),
-    wish=st.text(),
+    annotation=st.text(),
 )
 effects = st.builds(
-    WishEffect, by=st.text(), policy=st.sampled_from([policy.value for policy in Policy]), effect=st.text()
+    AnnotationEffect,
+    by=st.text(),
+    policy=st.sampled_from([policy.value for policy in Policy]),
+    effect=st.text(),
 )
 plans = st.builds(
     Plan,
@@ -44,7 +47,7 @@ plans = st.builds(
     seconds_to_plan=fractions,
     gradients=st.sampled_from(("returned", "accumulated", "applied")),
     reserved_bytes=amounts,
-    wishes=st.lists(effects, max_size=3).map(tuple),
+    annotations=st.lists(effects, max_size=3).map(tuple),
     forwards_in_flight=st.integers(1, 9),
     peak_with_gradients_bytes=st.none() | amounts,
 )
@@ -217,10 +220,10 @@ def changed(**values: Any) -> str:
         changed(decisions=[{"storage": "a"}]),
         changed(decisions=[{**PLAN.to_json()["decisions"][0], "nbytes": "many"}]),
         changed(decisions=[{**PLAN.to_json()["decisions"][0], "surprise": 1}]),
-        changed(wishes=3),
-        changed(wishes=[{"by": "irc.keep(a)"}]),
-        changed(wishes=[{"by": "irc.keep(a)", "policy": "hold", "effect": ""}]),
-        changed(wishes=[{"by": 3, "policy": "keep", "effect": ""}]),
+        changed(annotations=3),
+        changed(annotations=[{"by": "irc.keep(a)"}]),
+        changed(annotations=[{"by": "irc.keep(a)", "policy": "hold", "effect": ""}]),
+        changed(annotations=[{"by": 3, "policy": "keep", "effect": ""}]),
         "\x00\x01",
     ],
 )

@@ -347,7 +347,8 @@ def test_same_graph_sees_a_difference() -> None:
         (
             '  gradient none "input:0"',
             "  ?",
-            "line 23: expected a storage, a wish, an input, a home, a region, a node, an output or `}`",
+            "line 23: expected a storage, an annotation, an input, an offloaded parameter, a region, a node, "
+            "an output or `}`",
         ),
         ("compute conv", "compute convv", "line 26: expected a node of the graph, found `convv`"),
         (

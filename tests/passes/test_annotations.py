@@ -1,4 +1,4 @@
-"""Wishes: every strategy honours them, the searches are as good as exhaustive ones, and bounds hold."""
+"""Annotations: every strategy honours them, the searches are as good as exhaustive ones, and bounds hold."""
 
 import time
 from collections.abc import Iterator
@@ -9,16 +9,16 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.exhaustive import chains, cheapest_in_class, cheapest_of_all, problem_of
-from support.strategies import Sample, graphs, with_wishes
+from support.strategies import Sample, graphs, with_annotations
 
 from irc.ir import BudgetError, Graph, Plan, Storage, parse_graph, verify_graph, verify_schedule
 from irc.passes import CheckpointProblem, Costs, Program, SelectCheckpoints
-from irc.passes.program import without_wishes
+from irc.passes.program import without_annotations
 from irc.passes.remat import exact
 from irc.passes.remat.candidates import frontier
 from irc.passes.remat.eviction import evict_greedily
 from irc.passes.remat.exact import best_of_class, lower_bound
-from irc.passes.remat.problem import Simulated
+from irc.passes.remat.problem import Solution
 from irc.passes.remat.search import search
 from irc.passes.remat.staged_ilp import Relaxation
 from irc.passes.remat.strategies import known_strategies
@@ -26,16 +26,16 @@ from irc.passes.remat.strategies import known_strategies
 SOME = settings(max_examples=60)
 FEW = settings(max_examples=25)
 VERY_FEW = settings(max_examples=12)
-samples = with_wishes(chains() | graphs())
-small = with_wishes(chains(max_forward=6, max_kept=6))
+samples = with_annotations(chains() | graphs())
+small = with_annotations(chains(max_forward=6, max_kept=6))
 
 
 def later() -> float:
     return time.monotonic() + 60.0
 
 
-def honoured(problem: CheckpointProblem, simulated: Simulated, budget_bytes: int | None = None) -> None:
-    """The verifier, which keeps its own books, finds nothing against a wish."""
+def honoured(problem: CheckpointProblem, simulated: Solution, budget_bytes: int | None = None) -> None:
+    """The verifier, which keeps its own books, finds nothing against an annotation."""
     verify_schedule(
         simulated.schedule,
         problem.costs.workspace_bytes,
@@ -54,7 +54,7 @@ def budgets(problem: CheckpointProblem) -> Iterator[int]:
 
 @given(samples)
 @SOME
-def test_every_known_strategy_honours_every_wish(sample: Sample) -> None:
+def test_every_known_strategy_honours_every_annotation(sample: Sample) -> None:
     verify_graph(sample.graph)
     problem = problem_of(sample)
     for _, simulated in known_strategies(problem):
@@ -63,7 +63,7 @@ def test_every_known_strategy_honours_every_wish(sample: Sample) -> None:
 
 @given(samples, st.sampled_from((0.0, 0.5, 1.0)))
 @SOME
-def test_eviction_honours_every_wish(sample: Sample, weight: float) -> None:
+def test_eviction_honours_every_annotation(sample: Sample, weight: float) -> None:
     problem = problem_of(sample)
     for budget in budgets(problem):
         evicted = evict_greedily(problem, budget, distance_weight=weight)
@@ -81,18 +81,18 @@ def test_eviction_holds_what_transient_values_are_made_from_until_then() -> None
 
 @given(samples)
 @SOME
-def test_keeping_all_runs_again_only_what_a_wish_keeps_from_staying(sample: Sample) -> None:
+def test_keeping_all_runs_again_only_what_a_annotation_keeps_from_staying(sample: Sample) -> None:
     problem = problem_of(sample)
     again = set(problem.keep_all.order)
     for node in again:
         if problem.keep_all.order.count(node) > 1:
             assert node.is_transient
-    honoured(problem, problem.simulate_repeats(problem.repeats_between({})))
+    honoured(problem, problem.simulate_recomputations(problem.repeats_between({})))
     assert problem.eager.order == sample.graph.operations
     assert problem.eager.seconds == problem.step_seconds
 
 
-# ------------------------------------------------------------------------------ optimality under wishes
+# ------------------------------------------------------------------------------ optimality under annotations
 
 
 @given(small)
@@ -115,9 +115,9 @@ def test_the_exact_search_is_as_good_as_an_exhaustive_one(sample: Sample) -> Non
         honoured(problem, found.best, budget)
 
 
-def test_the_bound_counts_what_a_wish_makes_run_again_and_no_more() -> None:
+def test_the_bound_counts_what_a_annotation_makes_run_again_and_no_more() -> None:
     """To make `b` again, `a` may stay, although `b` is all that is made of it."""
-    problem = problem_on(MASKED.replace('@a wish("irc.recompute(block)")', "@a"))
+    problem = problem_on(MASKED.replace('@an annotation("irc.recompute(block)")', "@a"))
     budget = problem.keep_all.peak_bytes
     assert lower_bound(problem, budget, deadline=later()) == pytest.approx(1.0)
     exact_search = best_of_class(problem, budget, deadline=later())
@@ -128,7 +128,7 @@ def test_the_bound_counts_what_a_wish_makes_run_again_and_no_more() -> None:
 
 @given(small, st.integers(0, 100))
 @FEW
-def test_no_schedule_that_honours_the_wishes_is_below_the_bounds(sample: Sample, percent: int) -> None:
+def test_no_schedule_that_honours_the_annotations_is_below_the_bounds(sample: Sample, percent: int) -> None:
     problem = problem_of(sample)
     assume(problem.backward and len(problem.wanted) <= 5)
     low, high = problem.floor_bytes, problem.keep_all.peak_bytes
@@ -148,7 +148,7 @@ def test_no_schedule_that_honours_the_wishes_is_below_the_bounds(sample: Sample,
 
 @given(samples, st.integers(0, 100))
 @VERY_FEW
-def test_the_way_of_large_graphs_honours_every_wish(sample: Sample, percent: int) -> None:
+def test_the_way_of_large_graphs_honours_every_annotation(sample: Sample, percent: int) -> None:
     problem = problem_of(sample)
     assume(problem.backward and len(problem.wanted) <= 5)
     budget = problem.floor_bytes + (problem.keep_all.peak_bytes - problem.floor_bytes) * percent // 100
@@ -168,7 +168,7 @@ def test_the_way_of_large_graphs_honours_every_wish(sample: Sample, percent: int
 
 @given(samples, st.integers(0, 100))
 @FEW
-def test_a_plan_says_what_each_wish_did(sample: Sample, percent: int) -> None:
+def test_a_plan_says_what_each_annotation_did(sample: Sample, percent: int) -> None:
     problem = problem_of(sample)
     low, high = problem.floor_bytes, problem.keep_all.peak_bytes
     program = Program(sample.graph, problem.costs)
@@ -176,30 +176,32 @@ def test_a_plan_says_what_each_wish_did(sample: Sample, percent: int) -> None:
     try:
         plan = step.run(program).plan
     except BudgetError as error:
-        assert "wishes are in force (irc.keep(a), irc.recompute(a)), and without them" in error.message
+        assert "annotations are in force (irc.keep(a), irc.recompute(a)), and without them" in error.message
         return
     assert plan is not None
-    assert [wish.by for wish in plan.wishes] == [wish.by for wish in sample.graph.wishes]
+    assert [annotation.by for annotation in plan.annotations] == [
+        annotation.by for annotation in sample.graph.annotations
+    ]
     by_name: dict[str, Storage] = {storage.name: storage for storage in problem.producer}
     for decision in plan.decisions:
         node = problem.producer[by_name[decision.storage]]
-        if decision.wish:
-            assert node.wish is not None and decision.wish == node.wish.by
-            assert decision.reason.startswith(decision.wish)
+        if decision.annotation:
+            assert node.annotation is not None and decision.annotation == node.annotation.by
+            assert decision.reason.startswith(decision.annotation)
         if node.is_transient:
             assert decision.action != "keep"
 
 
 @given(samples)
 @VERY_FEW
-def test_all_but_the_wishes_is_the_same_without_them(sample: Sample) -> None:
+def test_all_but_the_annotations_is_the_same_without_them(sample: Sample) -> None:
     costs = problem_of(sample).costs
-    free = without_wishes(Program(sample.graph, costs, original=sample.graph))
+    free = without_annotations(Program(sample.graph, costs, original=sample.graph))
     assert free.costs is not None and free.original is not None
-    assert not free.graph.wishes and not any(node.wish for node in free.graph.nodes)
+    assert not free.graph.annotations and not any(node.annotation for node in free.graph.nodes)
     assert free.original.nodes == free.graph.nodes
-    nodes = tuple(replace(node, wish=None) for node in sample.graph.nodes)
-    assert str(free.graph) == str(replace(sample.graph, nodes=nodes, wishes=()))
+    nodes = tuple(replace(node, annotation=None) for node in sample.graph.nodes)
+    assert str(free.graph) == str(replace(sample.graph, nodes=nodes, annotations=()))
     for node, seconds in costs.seconds.items():
         twin = next(n for n in free.graph.nodes if n.name == node.name)
         assert free.costs.seconds[twin] == seconds
@@ -216,15 +218,15 @@ MASKED = """graph loss_bytes=0 {
   storage @h 8 cpu
   storage @t 8 cpu
   storage @g 8 cpu
-  wish recompute "irc.recompute(block)"
-  wish keep "irc.keep(head)"
-  wish prefer_recompute "torch.utils.checkpoint at model.py:7 in forward"
+  annotation recompute "irc.recompute(block)"
+  annotation keep "irc.keep(head)"
+  annotation prefer_recompute "torch.utils.checkpoint at model.py:7 in forward"
   input %x: float64[1]{1} @x parameter "w" requires_grad
   input %t: float64[1]{1} @t tangent "0"
 forward:
-  m = test.draw(%x) -> %m: float64[1]{1} @m traits(random) wish("irc.recompute(block)")
-  a = test.op(%m) -> %a: float64[1]{1} @a wish("irc.recompute(block)")
-  b = test.op(%a) -> %b: float64[1]{1} @b wish("irc.recompute(block)")
+  m = test.draw(%x) -> %m: float64[1]{1} @m traits(random) annotation("irc.recompute(block)")
+  a = test.op(%m) -> %a: float64[1]{1} @an annotation("irc.recompute(block)")
+  b = test.op(%a) -> %b: float64[1]{1} @b annotation("irc.recompute(block)")
   h = test.op(%b) -> %h: float64[1]{1} @h
 backward:
   gh = test.grad(%t, %b) -> %g: float64[1]{1} @g
@@ -250,7 +252,7 @@ def plan_on(text: str, budget: int | str = "200%") -> Plan:
     return plan
 
 
-def test_explanations_name_the_wish() -> None:
+def test_explanations_name_the_annotation() -> None:
     plan = plan_on(MASKED)
     lines = plan.explain().splitlines()
     assert lines[1].split("  ")[-1].startswith("irc.recompute(block): ")
@@ -258,26 +260,27 @@ def test_explanations_name_the_wish() -> None:
         "1 storages are kept until backward reads them (8 B)",
         "irc.recompute(block): 2 storages (16 B) not kept for backward, and made again; "
         "1 storage (8 B) kept, as their operations may run only once",
-        "irc.keep(head): no effect: nothing of it runs in forward, or other wishes decide",
+        "irc.keep(head): no effect: nothing of it runs in forward, or other annotations decide",
         "torch.utils.checkpoint at model.py:7 in forward: no effect: nothing of it runs in forward, "
-        "or other wishes decide",
+        "or other annotations decide",
     ]
     reasons = {decision.storage: decision.reason for decision in plan.decisions}
     assert reasons["m"] == "its operation may run only once (random), in spite of irc.recompute(block)"
     assert (
-        "wishes  irc.recompute(block), irc.keep(head); bound and smallest budget are of schedules that "
+        "annotations  irc.recompute(block), irc.keep(head); bound and smallest budget are of schedules that "
         "honour them" in plan.summary()
     )
 
 
-def test_what_is_kept_by_wish_is_explained_and_hints_are_left_to_the_search() -> None:
+def test_what_is_kept_by_annotation_is_explained_and_hints_are_left_to_the_search() -> None:
     hinted = MASKED.replace(
-        '@a wish("irc.recompute(block)")', '@a wish("torch.utils.checkpoint at model.py:7 in forward")'
+        '@an annotation("irc.recompute(block)")',
+        '@an annotation("torch.utils.checkpoint at model.py:7 in forward")',
     )
-    kept = hinted.replace('@b wish("irc.recompute(block)")', '@b wish("irc.keep(head)")')
+    kept = hinted.replace('@b annotation("irc.recompute(block)")', '@b annotation("irc.keep(head)")')
     plan = plan_on(kept)
     decisions = {decision.storage: decision for decision in plan.decisions}
-    assert (decisions["b"].action, decisions["b"].wish) == ("keep", "irc.keep(head)")
+    assert (decisions["b"].action, decisions["b"].annotation) == ("keep", "irc.keep(head)")
     assert decisions["b"].reason == "irc.keep(head): backward reads it once"
     assert decisions["a"].action == "free"
     assert decisions["a"].reason.endswith("; a hint: torch.utils.checkpoint at model.py:7 in forward")
@@ -295,11 +298,11 @@ WIDE = """graph loss_bytes=0 {
   storage @t 8 cpu
   storage @gb 1000 cpu
   storage @g 8 cpu
-  wish keep "irc.keep(wide)"
+  annotation keep "irc.keep(wide)"
   input %x: float64[1]{1} @x parameter "w" requires_grad
   input %t: float64[1]{1} @t tangent "0"
 forward:
-  a = test.op(%x) -> %a: float64[125]{1} @a wish("irc.keep(wide)")
+  a = test.op(%x) -> %a: float64[125]{1} @an annotation("irc.keep(wide)")
   b = test.op(%a) -> %b: float64[125]{1} @b
   h = test.op(%b) -> %h: float64[1]{1} @h
 backward:
@@ -311,15 +314,15 @@ backward:
 """
 
 
-def test_a_refusal_says_what_the_step_needs_without_the_wishes() -> None:
+def test_a_refusal_says_what_the_step_needs_without_the_annotations() -> None:
     graph = parse_graph(WIDE)
     program = Program(graph, costs_of(graph))
     assert SelectCheckpoints(3024).run(program).schedule is not None
     with pytest.raises(BudgetError, match="IRC204") as caught:
         SelectCheckpoints(3023).run(program)
     assert caught.value.minimum_bytes == 3024
-    needs = "wishes are in force (irc.keep(wide)), and without them it needs 1.98 KiB (2032 bytes)"
+    needs = "annotations are in force (irc.keep(wide)), and without them it needs 1.98 KiB (2032 bytes)"
     assert needs in caught.value.message
     with pytest.raises(BudgetError, match="IRC204") as caught:
         SelectCheckpoints(3023, "keep-all").run(program)
-    assert caught.value.message.endswith("; wishes are in force (irc.keep(wide))")
+    assert caught.value.message.endswith("; annotations are in force (irc.keep(wide))")

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from support.exhaustive import chains, problem_of
 from support.exhaustive_swaps import Fastest, fastest_with_swaps
-from support.strategies import Sample, graphs, with_wishes
+from support.strategies import Sample, graphs, with_annotations
 
 from irc.ir import (
     Compute,
@@ -149,8 +149,10 @@ def test_each_storage_goes_to_the_better_of_two_tiers(data: st.DataObject, sampl
 
 
 @settings(max_examples=15)
-@given(st.data(), with_wishes(samples))
-def test_what_a_wish_keeps_from_staying_does_not_stay_in_a_tier(data: st.DataObject, sample: Sample) -> None:
+@given(st.data(), with_annotations(samples))
+def test_what_a_annotation_keeps_from_staying_does_not_stay_in_a_tier(
+    data: st.DataObject, sample: Sample
+) -> None:
     problem = problems(sample)
     places = [data.draw(tiers(problem))]
     budget = data.draw(budgets(problem))

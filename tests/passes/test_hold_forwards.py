@@ -56,7 +56,7 @@ def test_the_reference_promises_what_its_schedules_do(sample: Sample) -> None:
     assert (front[0].seconds, front[0].peak_bytes) == (problem.step_seconds, problem.keep_all.peak_bytes)
     for choice in front:
         again = [*([] for _ in problem.forward), *map(list, choice.again)]
-        simulated = problem.simulate_repeats(again)
+        simulated = problem.simulate_recomputations(again)
         assert (simulated.seconds, simulated.peak_bytes) <= (choice.seconds, choice.peak_bytes)
         verify_schedule(simulated.schedule, sample.workspace_bytes, peak_bytes=simulated.peak_bytes)
 
@@ -109,8 +109,8 @@ def test_few_stages_bound_too_and_none_needs_to_stand_at_the_loss(sample: Sample
     problem = small(sample, 7)
     loss = len(problem.forward)
     for choice in cheapest_in_class(problem):
-        for moments in ([loss // 2, loss], [loss // 2, loss + 1], [loss]):
-            relaxation = Relaxation(problem, choice.peak_bytes, sorted(set(moments)), small_bytes=-1)
+        for time_steps in ([loss // 2, loss], [loss // 2, loss + 1], [loss]):
+            relaxation = Relaxation(problem, choice.peak_bytes, sorted(set(time_steps)), small_bytes=-1)
             solved = relaxation.solve(seconds=MANY_SECONDS, gap=0.0)
             assert not solved.is_infeasible
             assert problem.step_seconds + solved.bound_seconds <= choice.seconds * (1 + 1e-6)

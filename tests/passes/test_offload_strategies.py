@@ -11,10 +11,11 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from support.exhaustive import problem_of
-from support.strategies import Sample, with_wishes
+from support.strategies import Sample, with_annotations
 from support.swapping import chain, program_of, samples, tiers, works
 
 from irc.ir import (
+    Annotation,
     BudgetError,
     Compute,
     Fetch,
@@ -26,22 +27,21 @@ from irc.ir import (
     Storage,
     Tier,
     UsageError,
-    Wish,
     step_times,
     stored_bytes,
     verify_schedule,
 )
-from irc.passes import STRATEGIES, CheckpointProblem, PlanMemory, Planner, SelectCheckpoints, Simulated
+from irc.passes import STRATEGIES, CheckpointProblem, PlanMemory, Planner, SelectCheckpoints, Solution
 from irc.passes.offload.pofo import Segment, segments_within
 from irc.passes.offload.remat_and_offload import SwapProblem, improve
 from irc.passes.offload.strategies import LOOK_AHEADS, SWAP_STRATEGIES, known_swaps, lms_all
 from irc.passes.remat.chain import Block, articulations, blocks_of
-from irc.passes.remat.search import Found
+from irc.passes.remat.search import Incumbent
 
 SMALL = settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 
 
-def verified(work: SwapProblem, simulated: Simulated, budget_bytes: int | None = None) -> None:
+def verified(work: SwapProblem, simulated: Solution, budget_bytes: int | None = None) -> None:
     verify_schedule(
         simulated.schedule,
         work.problem.costs.workspace_bytes,
@@ -60,7 +60,7 @@ def verified(work: SwapProblem, simulated: Simulated, budget_bytes: int | None =
 
 
 @SMALL
-@given(works() | works(with_wishes(samples)))
+@given(works() | works(with_annotations(samples)))
 def test_every_schedule_verifies(work: SwapProblem) -> None:
     for name, simulated in known_swaps(work):
         verified(work, simulated, None if name == "lms" else work.budget_bytes)
@@ -75,7 +75,7 @@ def test_lms_and_swap_compute_nothing_twice(work: SwapProblem) -> None:
 
 
 @SMALL
-@given(samples | with_wishes(samples), tiers(), st.integers(0, 8))
+@given(samples | with_annotations(samples), tiers(), st.integers(0, 8))
 def test_the_joint_plan_is_no_slower_than_any_strategy(
     sample: Sample, offered: tuple[Tier, ...], part: int
 ) -> None:
@@ -351,17 +351,20 @@ def test_what_is_wrong_with_a_strategy_is_said(chain_work: SwapProblem) -> None:
         PlanMemory(100, "pofo").run(bare)
 
 
-def test_improving_keeps_what_is_wished() -> None:
+def test_improving_keeps_what_is_requested() -> None:
     """What is to be made again is not kept, although that were faster."""
     sample = straight(6)
-    wish = Wish(Policy.RECOMPUTE, "irc.recompute(a)")
+    annotation = Annotation(Policy.RECOMPUTE, "irc.recompute(a)")
     made = {
-        node: replace(node, wish=wish if node.name in ("f1", "f2") else None) for node in sample.graph.nodes
+        node: replace(node, annotation=annotation if node.name in ("f1", "f2") else None)
+        for node in sample.graph.nodes
     }
-    graph = replace(sample.graph, nodes=tuple(made.values()), wishes=(wish,))
-    wished = Sample(graph, {made[n]: s for n, s in sample.seconds.items()}, dict.fromkeys(made.values(), 0))
-    work = SwapProblem(problem_of(wished), (Tier("host", 1 << 20, 1e6, 1e6),), 1 << 30)
-    found = Found("keep-all", work.problem.keep_all)
+    graph = replace(sample.graph, nodes=tuple(made.values()), annotations=(annotation,))
+    requested = Sample(
+        graph, {made[n]: s for n, s in sample.seconds.items()}, dict.fromkeys(made.values(), 0)
+    )
+    work = SwapProblem(problem_of(requested), (Tier("host", 1 << 20, 1e6, 1e6),), 1 << 30)
+    found = Incumbent("keep-all", work.problem.keep_all)
     improve(work, found, deadline=time.monotonic() + 5)
     verified(work, found.best)
     assert found.best.seconds == work.problem.keep_all.seconds > work.problem.step_seconds

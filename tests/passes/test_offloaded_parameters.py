@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from support.exhaustive import at_random
-from support.offloaded_parameters import FAR, applied, homed, homed_schedule
+from support.offloaded_parameters import FAR, applied, offload_schedule, offloaded_names
 from support.strategies import Sample
 from torch import nn
 
@@ -33,7 +33,7 @@ from irc.ir import (
     verify_schedule,
 )
 from irc.passes import (
-    HOMED,
+    OFFLOADABLE,
     CheckpointProblem,
     Cost,
     Costs,
@@ -42,10 +42,10 @@ from irc.passes import (
     Planner,
     Program,
     ReleaseGradients,
-    homes_in,
+    offloadable_in,
     parse_passes,
 )
-from irc.passes.offload.offload_search import HomeSearch
+from irc.passes.offload.offload_search import OffloadSearch
 from irc.passes.offload.prefetch import prefetch
 
 SMALL = settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
@@ -56,19 +56,19 @@ SMALL = settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 def test_a_schedule_that_brings_what_lives_in_a_tier_is_valid_and_its_text_is_read_back(
     sample: Sample, seed: int
 ) -> None:
-    schedule = homed_schedule(sample.graph, seed)
+    schedule = offload_schedule(sample.graph, seed)
     verify_graph(schedule.graph)
     timeline = verify_schedule(schedule, {}, tiers=[FAR])
     assert timeline == liveness(schedule, {})
     again = parse_program(print_program(schedule))
     assert print_program(again) == print_program(schedule)
     assert verify_schedule(again, {}, tiers=[FAR]) == timeline
-    lives = sum(home.storage.nbytes for home in schedule.graph.homes)
-    whole = replace(schedule.graph, homes=())
-    mine = {h.storage for h in schedule.graph.homes if not h.is_state}
+    lives = sum(offloaded.storage.nbytes for offloaded in schedule.graph.offloaded_parameters)
+    whole = replace(schedule.graph, offloaded_parameters=())
+    mine = {h.storage for h in schedule.graph.offloaded_parameters if not h.is_state}
     assert schedule.graph.static_bytes + lives == whole.static_bytes
     assert mine.isdisjoint(schedule.graph.static_storages)
-    if schedule.graph.homes:
+    if schedule.graph.offloaded_parameters:
         assert min(stored_bytes(schedule)[FAR.name]) == lives
 
 
@@ -77,7 +77,7 @@ def test_a_schedule_that_brings_what_lives_in_a_tier_is_valid_and_its_text_is_re
 def test_copies_that_run_ahead_stay_within_the_budget_and_cost_no_time(
     sample: Sample, seed: int, part: int
 ) -> None:
-    loaded = homed(sample.graph, seed)
+    loaded = offloaded_names(sample.graph, seed)
     assert loaded.seen.costs is not None
     seen = CheckpointProblem(loaded.seen.graph, loaded.seen.costs)
     chosen = at_random(seen, Random(seed))
@@ -85,7 +85,7 @@ def test_copies_that_run_ahead_stay_within_the_budget_and_cost_no_time(
     at_once = loaded.schedule(graph, chosen.schedule)
     low = verify_schedule(at_once, {}, tiers=[FAR]).peak_bytes
     assert low <= chosen.peak_bytes
-    high = replace(graph, homes=()).static_bytes + low
+    high = replace(graph, offloaded_parameters=()).static_bytes + low
     budget_bytes = low + (high - low) * part // 8
     seconds = dict.fromkeys(graph.operations, 1.0)
     ahead = prefetch(at_once, seconds, {}, [FAR], budget_bytes)
@@ -105,10 +105,10 @@ def test_what_is_chosen_fits_and_no_schedule_found_is_below_the_bound(
     tier = Tier("far", 1 << 40, rate, rate, 0.25)
     planner = Planner(Program(sample.graph, costs, tiers=(tier,)))
     high = planner.problem.keep_all.peak_bytes
-    search = HomeSearch(planner, HOMED, high, least_home_bytes=1)
-    assume(search.homes)
+    search = OffloadSearch(planner, OFFLOADABLE, high, least_offloaded_bytes=1)
+    assume(search.offloaded_parameters)
     low = search.floor_bytes
-    search = HomeSearch(planner, HOMED, low + (high - low) * part // 8, least_home_bytes=1)
+    search = OffloadSearch(planner, OFFLOADABLE, low + (high - low) * part // 8, least_offloaded_bytes=1)
     chosen = search.run(time.monotonic() + 5.0)
     if chosen is None:
         assert search.least_bytes() > search.budget_bytes
@@ -126,7 +126,7 @@ def test_what_is_chosen_fits_and_no_schedule_found_is_below_the_bound(
     assert best.seconds >= (step_seconds + chosen.found.bound_seconds) * (1 - 1e-9)
     assert search.least_bytes() <= high
     for seed in range(4):  # other schedules that fit are not below the bound either
-        loaded = homed(sample.graph, seed, tier)
+        loaded = offloaded_names(sample.graph, seed, tier)
         assert loaded.seen.costs is not None
         seen = CheckpointProblem(loaded.seen.graph, loaded.seen.costs)
         graph = loaded.problem(seen).graph
@@ -154,13 +154,16 @@ def perceptron() -> nn.Module:
 
 def test_state_comes_first_and_small_parameters_stay() -> None:
     graph = program(perceptron(), torch.ones(4, 128)).graph
-    homes = homes_in("disk", graph, HOMED)
-    assert [home.is_state for home in homes] == [True] * 4 + [False] * 4
-    assert {home.storage.nbytes for home in homes if home.is_state} == {2 * 4 * 128 * 128}
-    assert all(home.parameter.endswith("weight") for home in homes)
-    assert [home.is_state for home in homes_in("disk", graph, ["params"])] == [False] * 4
+    offloaded_parameters = offloadable_in("disk", graph, OFFLOADABLE)
+    assert [offloaded.is_state for offloaded in offloaded_parameters] == [True] * 4 + [False] * 4
+    assert {offloaded.storage.nbytes for offloaded in offloaded_parameters if offloaded.is_state} == {
+        2 * 4 * 128 * 128
+    }
+    assert all(offloaded.parameter.endswith("weight") for offloaded in offloaded_parameters)
+    assert [offloaded.is_state for offloaded in offloadable_in("disk", graph, ["params"])] == [False] * 4
     assert (
-        homes_in("disk", program(perceptron(), torch.ones(4, 128), applies=False).graph, ["optimizer"]) == ()
+        offloadable_in("disk", program(perceptron(), torch.ones(4, 128), applies=False).graph, ["optimizer"])
+        == ()
     )
 
 
@@ -176,7 +179,7 @@ def test_what_shares_its_memory_stays() -> None:
             return x @ self.own @ self.whole[1] @ self.part
 
     graph = program(Sharing(), torch.ones(4, 64), applies=False).graph
-    assert [home.parameter for home in homes_in("disk", graph, HOMED)] == ["own"]
+    assert [offloaded.parameter for offloaded in offloadable_in("disk", graph, OFFLOADABLE)] == ["own"]
 
 
 def test_a_parameter_that_nothing_reads_lives_in_the_tier_and_never_comes() -> None:
@@ -184,17 +187,17 @@ def test_a_parameter_that_nothing_reads_lives_in_the_tier_and_never_comes() -> N
     model.register_parameter("idle", nn.Parameter(torch.ones(512, 512)))
     before = program(model, torch.ones(4, 128), applies=False)
     slow = replace(before, tiers=(Tier("disk", 1 << 34, 1e6, 1e6),))
-    search = HomeSearch(Planner(slow), ["params"], 1)
-    assert search.homes[0].parameter == "idle" and search.least_bytes() < 512 * 512 * 4
-    search = HomeSearch(Planner(slow), ["params"], search.least_bytes())
+    search = OffloadSearch(Planner(slow), ["params"], 1)
+    assert search.offloaded_parameters[0].parameter == "idle" and search.least_bytes() < 512 * 512 * 4
+    search = OffloadSearch(Planner(slow), ["params"], search.least_bytes())
     chosen = search.run(time.monotonic() + 5.0)
-    assert chosen is not None and search.homes[0] in chosen.problem.graph.homes
+    assert chosen is not None and search.offloaded_parameters[0] in chosen.problem.graph.offloaded_parameters
     best = chosen.found.best
     assert best.seconds >= chosen.problem.step_seconds + chosen.found.bound_seconds
     table = copy_table(best.schedule)
-    assert "idle" in [copied.home.parameter for copied in table.tensors if copied.home is not None]
+    assert "idle" in [copied.offloaded.parameter for copied in table.tensors if copied.offloaded is not None]
     fetched = {i.storage for i in best.schedule.instructions if isinstance(i, Fetch)}
-    assert fetched and search.homes[0].storage not in fetched
+    assert fetched and search.offloaded_parameters[0].storage not in fetched
 
 
 # ---------------------------------------------------------------------------- the pass
@@ -203,34 +206,36 @@ def test_a_parameter_that_nothing_reads_lives_in_the_tier_and_never_comes() -> N
 def test_a_budget_below_what_is_static_is_met_and_said_in_the_plan() -> None:
     before = program(perceptron(), torch.ones(4, 128))
     budget_bytes = before.graph.static_bytes * 2 // 3
-    chosen = PlanMemory(budget=budget_bytes, time_limit=5, home="params+optimizer").run(before)
+    chosen = PlanMemory(budget=budget_bytes, time_limit=5, offload="params+optimizer").run(before)
     plan = chosen.plan
     assert plan is not None and plan.peak_bytes <= budget_bytes < plan.baseline_peak_bytes
-    assert plan.homed_bytes + plan.static_bytes == before.graph.static_bytes
-    assert plan.tiers[0].held_bytes >= plan.homed_bytes and plan.tiers[0].in_bytes >= plan.homed_bytes
+    assert plan.offloaded_bytes + plan.static_bytes == before.graph.static_bytes
+    assert plan.tiers[0].held_bytes >= plan.offloaded_bytes and plan.tiers[0].in_bytes >= plan.offloaded_bytes
     assert "of parameters and optimizer state live in a tier between steps" in plan.summary()
     reasons = [d for d in plan.decisions if d.reason.startswith("lives in disk")]
-    assert sum(d.nbytes for d in reasons) == plan.homed_bytes
+    assert sum(d.nbytes for d in reasons) == plan.offloaded_bytes
     assert any("copied to the device 2 times and" in d.reason for d in reasons)
     assert "optimizer state of" in plan.explain()
     assert Plan.from_json(plan.to_json()) == plan
     with pytest.raises(BudgetError) as caught:
-        PlanMemory(budget=plan.minimum_budget_bytes // 2, time_limit=5, home="params+optimizer").run(before)
+        PlanMemory(budget=plan.minimum_budget_bytes // 2, time_limit=5, offload="params+optimizer").run(
+            before
+        )
     assert caught.value.code == "IRC204" and caught.value.minimum_bytes == plan.minimum_budget_bytes
     (note,) = caught.value.__notes__
     assert "are on the device while the optimizer takes its step for" in note
-    search = HomeSearch(Planner(before), HOMED, 1)
-    lives = sum(home.storage.nbytes for home in search.homes)
+    search = OffloadSearch(Planner(before), OFFLOADABLE, 1)
+    lives = sum(offloaded.storage.nbytes for offloaded in search.offloaded_parameters)
     said = f"{format_bytes(before.graph.static_bytes - lives)} of it are parameters, buffers, inputs"
     assert said in str(caught.value)
     assert f"without {format_bytes(lives)} that live in disk" in str(caught.value)
 
 
 def test_a_budget_that_holds_all_leaves_all_on_the_device() -> None:
-    chosen = PlanMemory(budget="100%", time_limit=5, home="params").run(
+    chosen = PlanMemory(budget="100%", time_limit=5, offload="params").run(
         program(perceptron(), torch.ones(4, 128))
     )
-    assert chosen.plan is not None and chosen.graph.homes == () and chosen.plan.tiers == ()
+    assert chosen.plan is not None and chosen.graph.offloaded_parameters == () and chosen.plan.tiers == ()
     assert chosen.plan.overhead == 0.0
 
 
@@ -238,48 +243,57 @@ def test_without_time_a_plan_or_the_time_limit_is_the_answer() -> None:
     before = program(perceptron(), torch.ones(4, 128))
     budget_bytes = before.graph.static_bytes * 2 // 3
     try:
-        plan = PlanMemory(budget=budget_bytes, time_limit=0.0, home="params+optimizer").run(before).plan
+        plan = PlanMemory(budget=budget_bytes, time_limit=0.0, offload="params+optimizer").run(before).plan
     except TimeLimitError as error:
         assert error.code == "IRC205"
     else:
         assert plan is not None and plan.peak_bytes <= budget_bytes and plan.lower_bound_overhead == 0.0
 
 
-def test_wishes_are_honoured_beside_what_lives_in_a_tier() -> None:
+def test_annotations_are_honoured_beside_what_lives_in_a_tier() -> None:
     model = perceptron()
     irc.recompute(model.get_submodule("1"))
     irc.keep(model.get_submodule("3"))
     before = program(model, torch.ones(4, 128))
     budget_bytes = before.graph.static_bytes * 2 // 3
-    plan = PlanMemory(budget=budget_bytes, time_limit=5, home="params+optimizer").run(before).plan
-    assert plan is not None and plan.homed_bytes > 0
-    assert [(effect.by, effect.policy) for effect in plan.wishes] == [
+    plan = PlanMemory(budget=budget_bytes, time_limit=5, offload="params+optimizer").run(before).plan
+    assert plan is not None and plan.offloaded_bytes > 0
+    assert [(effect.by, effect.policy) for effect in plan.annotations] == [
         ("irc.recompute(1)", "recompute"),
         ("irc.keep(3)", "keep"),
     ]
 
 
-def test_known_homes_are_taken() -> None:
+def test_known_offloaded_parameters_are_taken() -> None:
     before = program(perceptron(), torch.ones(4, 128))
     names = ("parameter 2.weight", "optimizer state of 4.weight")
-    chosen = PlanMemory(budget="100%", time_limit=5, home="params+optimizer", homed=names).run(before)
-    assert sorted(home.name for home in chosen.graph.homes) == sorted(names)
+    chosen = PlanMemory(budget="100%", time_limit=5, offload="params+optimizer", offloaded_names=names).run(
+        before
+    )
+    assert sorted(offloaded.name for offloaded in chosen.graph.offloaded_parameters) == sorted(names)
 
 
 def test_a_tier_with_little_room_takes_what_it_can() -> None:
     before = program(perceptron(), torch.ones(4, 128))
     small = replace(before, tiers=(Tier("disk", 200_000, 1e9, 1e9),))
-    search = HomeSearch(Planner(small), HOMED, 1 << 30)
-    assert sum(home.storage.nbytes for home in search.homes) <= 200_000
-    assert [home.is_state for home in search.homes] == [True, False]
+    search = OffloadSearch(Planner(small), OFFLOADABLE, 1 << 30)
+    assert sum(offloaded.storage.nbytes for offloaded in search.offloaded_parameters) <= 200_000
+    assert [offloaded.is_state for offloaded in search.offloaded_parameters] == [
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize(
     ("step", "code", "message"),
     [
-        (PlanMemory(home="buffers"), "IRC403", "'buffers' is nothing that can live in a tier between steps"),
         (
-            PlanMemory(home="params", strategy="lms"),
+            PlanMemory(offload="buffers"),
+            "IRC403",
+            "'buffers' is nothing that can live in a tier between steps",
+        ),
+        (
+            PlanMemory(offload="params", strategy="lms"),
             "IRC403",
             "strategy lms leaves parameters and optimizer state on the device",
         ),
@@ -296,24 +310,24 @@ def test_nothing_to_move_and_nowhere_to_go_are_refused() -> None:
     with pytest.raises(
         UsageError, match="nothing of this model can live in tier disk as optimizer"
     ) as caught:
-        PlanMemory(home="optimizer").run(before)
+        PlanMemory(offload="optimizer").run(before)
     assert caught.value.code == "IRC404"
     with pytest.raises(UsageError, match="params shall live in a tier, and there is none") as caught:
-        PlanMemory(home="params").run(replace(before, tiers=()))
+        PlanMemory(offload="params").run(replace(before, tiers=()))
     assert caught.value.code == "IRC403"
 
 
 def test_the_text_of_the_pass_names_what_lives_in_a_tier() -> None:
-    (step,) = parse_passes("plan-memory{budget=4GiB,home=params+optimizer}")
-    assert step == PlanMemory(budget="4GiB", home="params+optimizer")
-    assert "home=params+optimizer" in str(PassManager([step]))
+    (step,) = parse_passes("plan-memory{budget=4GiB,offload=params+optimizer}")
+    assert step == PlanMemory(budget="4GiB", offload="params+optimizer")
+    assert "offload=params+optimizer" in str(PassManager([step]))
 
 
 def test_what_no_operation_reads_raises_no_bound() -> None:
     model = perceptron()
     model.register_parameter("unread", nn.Parameter(torch.ones(512, 512)))
     slow = replace(program(model, torch.ones(4, 128)), tiers=(Tier("disk", 1 << 34, 1e3, 1e3),))
-    search = HomeSearch(Planner(slow), ["params"], slow.graph.static_bytes - (1 << 19))
+    search = OffloadSearch(Planner(slow), ["params"], slow.graph.static_bytes - (1 << 19))
     chosen = search.run(time.monotonic() + 2.0)
     assert chosen is not None
     assert chosen.found.best.seconds >= chosen.problem.step_seconds + chosen.found.bound_seconds

@@ -37,7 +37,7 @@ steps = st.one_of(
     st.builds(
         Cost,
         profile=st.sampled_from(("device", "cpu", "a100", "h100")),
-        repeats=st.integers(1, 50),
+        recomputations=st.integers(1, 50),
         cache=st.booleans(),
     ),
     st.builds(

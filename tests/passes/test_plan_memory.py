@@ -48,8 +48,8 @@ from irc.passes.offload.remat_and_offload import SwapProblem, improve, least_bud
 from irc.passes.offload.schedule_copies import Order, schedule_copies
 from irc.passes.offload.staged_ilp import SwapRelaxation
 from irc.passes.offload.strategies import SWAP_STRATEGIES, known_swaps
-from irc.passes.remat.candidates import Frontier, frontier
-from irc.passes.remat.search import Found, search
+from irc.passes.remat.candidates import Candidates, frontier
+from irc.passes.remat.search import Incumbent, search
 from irc.passes.remat.staged_ilp import Relaxation
 
 SMALL = settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
@@ -115,9 +115,9 @@ def test_nothing_is_copied_where_all_can_be_kept(work: SwapProblem) -> None:
 def test_the_staged_bound_is_below_every_schedule_with_copies(work: SwapProblem, data: st.DataObject) -> None:
     problem = work.problem
     assume(problem.backward)
-    moments = data.draw(st.sets(st.integers(0, problem.moments - 1), min_size=1, max_size=4))
+    time_steps = data.draw(st.sets(st.integers(0, problem.time_steps - 1), min_size=1, max_size=4))
     relaxation = SwapRelaxation(
-        problem, work.budget_bytes, sorted(moments | {len(problem.forward)}), tiers=work.tiers
+        problem, work.budget_bytes, sorted(time_steps | {len(problem.forward)}), tiers=work.tiers
     )
     solved = relaxation.solve(seconds=20.0, gap=1e-9)
     seen = [problem.keep_all]
@@ -130,7 +130,7 @@ def test_the_staged_bound_is_below_every_schedule_with_copies(work: SwapProblem,
         assert problem.step_seconds + solved.bound_seconds <= fitted.seconds * (1 + 1e-6)
 
 
-def known(problem: CheckpointProblem) -> Frontier:
+def known(problem: CheckpointProblem) -> Candidates:
     return frontier(problem, deadline=later())
 
 
@@ -139,9 +139,9 @@ def known(problem: CheckpointProblem) -> Frontier:
 def test_without_tiers_the_bound_is_that_of_recomputation(work: SwapProblem) -> None:
     problem = work.problem
     assume(problem.backward)
-    moments = [len(problem.forward)]
-    alone = Relaxation(problem, work.budget_bytes, moments).solve(seconds=20.0, gap=1e-9)
-    none = SwapRelaxation(problem, work.budget_bytes, moments, tiers=()).solve(seconds=20.0, gap=1e-9)
+    time_steps = [len(problem.forward)]
+    alone = Relaxation(problem, work.budget_bytes, time_steps).solve(seconds=20.0, gap=1e-9)
+    none = SwapRelaxation(problem, work.budget_bytes, time_steps, tiers=()).solve(seconds=20.0, gap=1e-9)
     assert none.is_infeasible == alone.is_infeasible
     if not alone.is_infeasible:
         assert none.bound_seconds == pytest.approx(alone.bound_seconds, abs=1e-6 * problem.step_seconds)
@@ -180,7 +180,7 @@ def test_improving_makes_nothing_slower_and_keeps_the_budget(work: SwapProblem) 
     fitted = work.with_copies(problem.keep_all)
     assume(fitted is not None)
     assert fitted is not None
-    found = Found("swap", fitted)
+    found = Incumbent("swap", fitted)
     improve(work, found, deadline=later(2.0))
     assert found.best.seconds <= fitted.seconds
     verify_schedule(
@@ -195,7 +195,7 @@ def test_improving_ends_where_a_step_takes_no_time() -> None:
     work = find(works(), lambda work: not work.problem.step_seconds)
     fitted = work.with_copies(work.problem.keep_all)
     assert fitted is not None
-    found = Found("swap", fitted)
+    found = Incumbent("swap", fitted)
     improve(work, found, deadline=later(2.0))
     assert found.best is fitted
 

@@ -14,15 +14,15 @@ from irc.passes import CheckpointProblem
 from irc.passes.remat import exact
 from irc.passes.remat.candidates import frontier
 from irc.passes.remat.eviction import evict_greedily
-from irc.passes.remat.problem import Simulated
+from irc.passes.remat.problem import Solution
 from irc.passes.remat.search import search
-from irc.passes.remat.solution_merging import Recombiner, complete, united, with_neighbours
+from irc.passes.remat.solution_merging import SolutionMerger, complete, united, with_neighbours
 
 FEW = settings(max_examples=40, deadline=None)
 samples = chains() | graphs()
 
 
-def verified(problem: CheckpointProblem, simulated: Simulated, budget_bytes: int | None = None) -> None:
+def verified(problem: CheckpointProblem, simulated: Solution, budget_bytes: int | None = None) -> None:
     verify_schedule(
         simulated.schedule,
         problem.costs.workspace_bytes,
@@ -36,11 +36,11 @@ def verified(problem: CheckpointProblem, simulated: Simulated, budget_bytes: int
 def test_what_runs_again_says_all_of_a_schedule(sample: Sample, seed: int) -> None:
     problem = problem_of(sample)
     simulated = at_random(problem, Random(seed))
-    again = problem.simulate_repeats(problem.repeats(simulated))
+    again = problem.simulate_recomputations(problem.recomputations(simulated))
     assert again.order == simulated.order and again.peak_bytes == simulated.peak_bytes
     peaks = problem.peaks(simulated)
     assert max(peaks, default=0) == max(simulated.during_bytes, default=0)
-    assert len(peaks) == problem.moments and peaks[len(problem.forward)] == 0
+    assert len(peaks) == problem.time_steps and peaks[len(problem.forward)] == 0
 
 
 @given(samples, st.integers(0, 1 << 32), st.integers(0, 100))
@@ -52,7 +52,7 @@ def test_two_schedules_give_one_that_is_as_good_as_either(sample: Sample, seed: 
     first = evict_greedily(problem, budget)
     assume(first is not None and problem.backward)
     assert first is not None
-    work = Recombiner(problem, budget, first)
+    work = SolutionMerger(problem, budget, first)
     work.add(at_random(problem, Random(seed)))
     assert work.best is not None
     assert work.best.seconds <= first.seconds
@@ -68,7 +68,7 @@ def test_two_schedules_give_one_that_is_as_good_as_either(sample: Sample, seed: 
 def test_without_a_budget_the_peak_falls(sample: Sample, seed: int) -> None:
     problem = problem_of(sample)
     assume(problem.backward)
-    work = Recombiner(problem, None, problem.keep_all)
+    work = SolutionMerger(problem, None, problem.keep_all)
     work.add(at_random(problem, Random(seed)))
     work.look_around(range(len(problem.base)))
     assert work.best is not None
@@ -83,7 +83,7 @@ def test_everything_united_holds_the_best_of_the_class(sample: Sample) -> None:
     problem = problem_of(sample)
     assume(problem.backward and len(problem.wanted) <= 7)
     for choice in cheapest_in_class(problem):
-        work = Recombiner(problem, choice.peak_bytes, None)
+        work = SolutionMerger(problem, choice.peak_bytes, None)
         assert work.choose(complete(problem)) and work.best is not None
         assert abs(work.best.seconds - choice.seconds) <= 2e-4 * problem.step_seconds
         assert work.best.peak_bytes <= choice.peak_bytes
@@ -93,8 +93,8 @@ def test_everything_united_holds_the_best_of_the_class(sample: Sample) -> None:
 @FEW
 def test_uniting_keeps_the_first_order_and_adds_each_operation_once(sample: Sample, seed: int) -> None:
     problem = problem_of(sample)
-    one = problem.repeats(at_random(problem, Random(seed)))
-    two = problem.repeats(at_random(problem, Random(seed + 1)))
+    one = problem.recomputations(at_random(problem, Random(seed)))
+    two = problem.recomputations(at_random(problem, Random(seed + 1)))
     for mine, other, both in zip(one, two, united(problem, [one, two]), strict=True):
         assert [node for node in both if node in set(mine)] == mine
         assert set(both) == {*mine, *other} and len(both) == len(mine) + len(set(other) - set(mine))

@@ -23,7 +23,7 @@ from irc.ir import Node, parse_graph, verify_schedule
 from irc.passes import CheckpointProblem, Costs
 from irc.passes.remat.eviction import evict_greedily
 from irc.passes.remat.exact import best_of_class, lower_bound
-from irc.passes.remat.problem import Simulated
+from irc.passes.remat.problem import Solution
 from irc.passes.remat.staged_ilp import Relaxation
 
 SMALL = settings(max_examples=40)
@@ -37,7 +37,7 @@ def problems(sample: Sample, most_kept: int = 7) -> CheckpointProblem:
     return problem
 
 
-def run(problem: CheckpointProblem, again: Sequence[Iterable[Node]]) -> Simulated:
+def run(problem: CheckpointProblem, again: Sequence[Iterable[Node]]) -> Solution:
     """The schedule that runs `again[j]` before backward operation j."""
     pairs = zip(again, problem.backward, strict=True)
     return problem.simulate_order(problem.forward, [n for before, node in pairs for n in (*before, node)])
@@ -178,7 +178,7 @@ def test_what_is_refused_is_impossible(sample: Sample) -> None:
     problem = problems(sample, most_kept=5)
     assume(problem.backward)
     budget = problem.floor_bytes
-    relaxation = Relaxation(problem, budget, range(problem.moments), small_bytes=-1)
+    relaxation = Relaxation(problem, budget, range(problem.time_steps), small_bytes=-1)
     if relaxation.solve(seconds=MANY_SECONDS, gap=0.0).is_infeasible:
         assert cheapest_of_all(problem, budget) == math.inf
 
@@ -204,7 +204,7 @@ def test_few_stages_still_bound_and_still_fit(sample: Sample) -> None:
         assert problem.step_seconds + solved.bound_seconds <= choice.seconds * (1 + 1e-6)
         assert solved.resident is not None
         for eager in (True, False):
-            simulated = problem.simulate_repeats(problem.repeats_between(solved.resident, eager=eager))
+            simulated = problem.simulate_recomputations(problem.repeats_between(solved.resident, eager=eager))
             verify_schedule(simulated.schedule, sample.workspace_bytes, peak_bytes=simulated.peak_bytes)
 
 

@@ -12,7 +12,7 @@ from support.strategies import Sample, graphs
 
 from irc.ir import Compute, Free, Location, Loss, Schedule, Storage, parse_graph, verify_schedule
 from irc.passes import CheckpointProblem, Costs
-from irc.passes.remat.problem import Simulated
+from irc.passes.remat.problem import Solution
 from irc.passes.remat.strategies import (
     block_borders,
     every_k,
@@ -29,7 +29,7 @@ SOME = settings(max_examples=80)
 samples = chains() | graphs()
 
 
-def check(problem: CheckpointProblem, simulated: Simulated) -> None:
+def check(problem: CheckpointProblem, simulated: Solution) -> None:
     """The schedule is valid, and takes the time and the memory that are claimed."""
     verify_schedule(simulated.schedule, problem.costs.workspace_bytes, peak_bytes=simulated.peak_bytes)
     assert simulated.schedule.computed == simulated.order
@@ -138,7 +138,7 @@ def test_known_strategies_are_valid_and_compute_nothing_more_than_twice(
     assert ("every-k" in names) == (len(problem.forward) > 2)
 
 
-def saved_bytes(problem: CheckpointProblem, simulated: Simulated) -> int:
+def saved_bytes(problem: CheckpointProblem, simulated: Solution) -> int:
     """What lies between forward and backward, without what the first operation of backward reads."""
     alive: set[Storage] = set()
     for instruction in simulated.schedule.instructions:

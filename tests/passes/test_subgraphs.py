@@ -12,10 +12,17 @@ from support.exhaustive import at_random, chains, problem_of
 from support.strategies import Sample, graphs
 
 from irc.ir import liveness, verify_schedule
-from irc.passes import CheckpointProblem, Costs, Program, Simulated
+from irc.passes import CheckpointProblem, Costs, Program, Solution
 from irc.passes.subgraphs.footprint import Footprint, footprint, outputs_bytes, tangents_bytes
 from irc.passes.subgraphs.leaner_backward import save_less
-from irc.passes.subgraphs.subgraph import Around, Part, Pool, choose_together, plan_part, saved_by
+from irc.passes.subgraphs.subgraph import (
+    AmbientMemory,
+    Subgraph,
+    SubgraphSolutions,
+    choose_together,
+    plan_part,
+    saved_by,
+)
 
 FEW = settings(max_examples=25, deadline=None)
 samples = chains() | graphs()
@@ -26,11 +33,11 @@ def program_of(sample: Sample) -> Program:
     return Program(sample.graph, Costs(sample.seconds, sample.workspace_bytes, "made up"))
 
 
-def part_above(parent: Part | None, sample: Sample, alive_bytes: int) -> Part:
+def part_above(parent: Subgraph | None, sample: Sample, alive_bytes: int) -> Subgraph:
     """A part in a chain: later outputs and gradients add to what is alive around it."""
     graph = sample.graph
-    part = Part(f"part {alive_bytes}", Pool(program_of(sample)), parent)
-    part.around = Around(
+    part = Subgraph(f"part {alive_bytes}", SubgraphSolutions(program_of(sample)), parent)
+    part.around = AmbientMemory(
         forward_bytes=graph.static_bytes + alive_bytes,
         loss_bytes=graph.static_bytes + alive_bytes + outputs_bytes(graph) + tangents_bytes(graph),
         backward_bytes=graph.static_bytes + alive_bytes + 64,
@@ -66,7 +73,7 @@ def test_the_choice_for_two_parts_fits_and_is_no_worse_than_the_best_pair(
     known = [part.pool.schedules(math.inf) for part in parts]
     pairs = [dict(zip(parts, pair, strict=True)) for pair in itertools.product(*known)]
 
-    def peak(pair: Mapping[Part, tuple[CheckpointProblem, Simulated, Footprint]]) -> int:
+    def peak(pair: Mapping[Subgraph, tuple[CheckpointProblem, Solution, Footprint]]) -> int:
         taken = {part: entry[2] for part, entry in pair.items()}
         return max(part.peak_bytes(taken) for part in parts)
 

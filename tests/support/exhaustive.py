@@ -1,7 +1,7 @@
 """Reference solvers for small graphs: every schedule of a class is looked at, without the solvers.
 
 `cheapest_in_class` covers the class of `CheckpointProblem`: forward once, then before each backward operation
-but the first whatever must be computed again, in forward order; before the first too where wishes keep
+but the first whatever must be computed again, in forward order; before the first too where annotations keep
 storages from staying. `cheapest_of_all` covers every schedule that
 keeps the order of first runs: it may compute anything again at any time, in forward too.
 """
@@ -37,7 +37,7 @@ from irc.ir import (
     others_before,
 )
 from irc.passes import CheckpointProblem, Costs
-from irc.passes.remat.problem import Simulated
+from irc.passes.remat.problem import Solution
 from support.strategies import Sample
 
 __all__ = ["Choice", "at_random", "chains", "cheapest_in_class", "cheapest_of_all", "problem_of", "subsets"]
@@ -359,7 +359,7 @@ def _loss_bytes(problem: CheckpointProblem, there: Kept) -> int:
     return graph.static_bytes + outputs + size_of(graph.tangent_storages) + graph.loss_bytes + size_of(there)
 
 
-def at_random(problem: CheckpointProblem, random: Random) -> Simulated:
+def at_random(problem: CheckpointProblem, random: Random) -> Solution:
     """A schedule that forgets at random and makes again what it reads, in forward too."""
     there: set[Storage] = set()
     trace: list[Node] = []

@@ -9,14 +9,14 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from irc.ir import Compute, Fetch, Free, Graph, Instruction, Offload, Schedule, Storage, Tier, Wait
-from irc.passes import HOMED, CheckpointProblem, Costs, Program, homes_in
+from irc.passes import OFFLOADABLE, CheckpointProblem, Costs, Program, offloadable_in
 from irc.passes.costs.table import StepCost
 from irc.passes.offload.offloaded_parameters import LoadedProgram
 from irc.passes.rewrites.release_gradients import release_gradients
 from support.exhaustive import at_random
 from support.strategies import Sample, graphs
 
-__all__ = ["FAR", "applied", "homed", "homed_schedule", "moved"]
+__all__ = ["FAR", "applied", "moved", "offload_schedule", "offloaded_names"]
 
 FAR = Tier("far", 1 << 40, 3.0, 5.0, 0.1)
 
@@ -36,17 +36,17 @@ def applied(draw: st.DrawFn) -> Sample:
     return Sample(graph, seconds, workspace_bytes)
 
 
-def homed(graph: Graph, seed: int, tier: Tier = FAR) -> LoadedProgram:
+def offloaded_names(graph: Graph, seed: int, tier: Tier = FAR) -> LoadedProgram:
     """The graph with a random part of what can live in a tier there; operations take a second each."""
     draw = random.Random(seed)
-    found = homes_in(tier.name, graph, HOMED, least_bytes=1)
-    homes = tuple(home for home in found if draw.random() < draw.choice((0.5, 1.0)))
+    found = offloadable_in(tier.name, graph, OFFLOADABLE, least_bytes=1)
+    offloaded_parameters = tuple(offloaded for offloaded in found if draw.random() < draw.choice((0.5, 1.0)))
     operations = graph.operations
     costs = Costs(dict.fromkeys(operations, 1.0), dict.fromkeys(operations, 0), "test")
-    return LoadedProgram(Program(graph, costs, tiers=(tier,)), homes, tier, 1.0)
+    return LoadedProgram(Program(graph, costs, tiers=(tier,)), offloaded_parameters, tier, 1.0)
 
 
-def homed_schedule(graph: Graph, seed: int, tier: Tier = FAR, *, at_once: bool = False) -> Schedule:
+def offload_schedule(graph: Graph, seed: int, tier: Tier = FAR, *, at_once: bool = False) -> Schedule:
     """A valid schedule in which some parameters and states live in a tier, and come and go at random.
 
     Args:
@@ -55,7 +55,7 @@ def homed_schedule(graph: Graph, seed: int, tier: Tier = FAR, *, at_once: bool =
         tier: Where they live.
         at_once: Whether each operation runs once; else some run again, the results perhaps for nobody.
     """
-    loaded = homed(graph, seed, tier)
+    loaded = offloaded_names(graph, seed, tier)
     assert loaded.seen.costs is not None
     seen = CheckpointProblem(loaded.seen.graph, loaded.seen.costs)
     chosen = seen.keep_all if at_once else at_random(seen, random.Random(seed))
@@ -66,11 +66,14 @@ def homed_schedule(graph: Graph, seed: int, tier: Tier = FAR, *, at_once: bool =
 def moved(schedule: Schedule, seed: int) -> Schedule:
     """The schedule with the copies of homes begun earlier, and waited for later, at random."""
     draw = random.Random(seed)
-    homes = schedule.graph.home_of
+    offloaded_parameters = schedule.graph.offloaded_of
     placed: list[tuple[float, Instruction]] = []
-    mine: dict[Storage, list[tuple[int, Instruction]]] = {storage: [] for storage in homes}
+    mine: dict[Storage, list[tuple[int, Instruction]]] = {storage: [] for storage in offloaded_parameters}
     for step, instruction in enumerate(schedule.instructions):
-        if isinstance(instruction, Fetch | Wait | Offload | Free) and instruction.storage in homes:
+        if (
+            isinstance(instruction, Fetch | Wait | Offload | Free)
+            and instruction.storage in offloaded_parameters
+        ):
             mine[instruction.storage].append((step, instruction))
         else:
             placed.append((float(step), instruction))

@@ -219,8 +219,8 @@ def slow_bytes(
                 keys = [(transfer.source_stage, w, micro_batch) for w in (Work.INPUT_GRADIENT, Work.BACKWARD)]
                 begin = next(work_of[k][1] for k in keys if k in work_of)
                 alive.append((begin, step_seconds if keeps_sent else sent_end, transfer.nbytes))
-    moments = sorted({moment for start, end, _ in alive for moment in (start, end)})
+    time_steps = sorted({time_step for start, end, _ in alive for time_step in (start, end)})
     return [
         (left, right, sum(n for start, end, n in alive if start <= left and right <= end))
-        for left, right in itertools.pairwise(moments)
+        for left, right in itertools.pairwise(time_steps)
     ]

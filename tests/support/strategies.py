@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from hypothesis import strategies as st
 
 from irc.ir import (
+    Annotation,
     DType,
     Graph,
     Input,
@@ -21,10 +22,9 @@ from irc.ir import (
     TensorType,
     Trait,
     Value,
-    Wish,
 )
 
-__all__ = ["Sample", "graphs", "with_wishes"]
+__all__ = ["Sample", "graphs", "with_annotations"]
 
 # Elements of a value: mostly small and distinct, so that sums of them tell which storages are alive.
 _SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 0, 1000)
@@ -95,24 +95,24 @@ def graphs(
 
 
 @st.composite
-def with_wishes(draw: st.DrawFn, samples: st.SearchStrategy[Sample]) -> Sample:
-    """The samples, with wishes for about half of their forward operations.
+def with_annotations(draw: st.DrawFn, samples: st.SearchStrategy[Sample]) -> Sample:
+    """The samples, with annotations for about half of their forward operations.
 
     Args:
         draw: Given by hypothesis.
-        samples: Without wishes.
+        samples: Without annotations.
     """
     sample = draw(samples)
-    wishes = tuple(Wish(policy, f"irc.{policy.value}(a)") for policy in Policy)
-    weighed = (None, None, None, wishes[0], wishes[1], wishes[1], *wishes[2:])
+    annotations = tuple(Annotation(policy, f"irc.{policy.value}(a)") for policy in Policy)
+    weighed = (None, None, None, annotations[0], annotations[1], annotations[1], *annotations[2:])
     made = {
-        node: replace(node, wish=draw(st.sampled_from(weighed)))
+        node: replace(node, annotation=draw(st.sampled_from(weighed)))
         if node.region is Region.FORWARD and not node.is_view
         else node
         for node in sample.graph.nodes
     }
     return Sample(
-        replace(sample.graph, nodes=tuple(made.values()), wishes=wishes),
+        replace(sample.graph, nodes=tuple(made.values()), annotations=annotations),
         {made[node]: seconds for node, seconds in sample.seconds.items()},
         {made[node]: nbytes for node, nbytes in sample.workspace_bytes.items()},
     )

@@ -128,7 +128,17 @@ def test_optimize_as_json(irc: Run, models: Path) -> None:
         step_seconds overhead lower_bound_overhead proven_optimal strategy costs decisions gap
         seconds_to_plan"""
     assert set(wanted.split()) <= set(plan)
-    keys = {"storage", "operation", "nbytes", "action", "runs_again", "seconds", "reason", "location", "wish"}
+    keys = {
+        "storage",
+        "operation",
+        "nbytes",
+        "action",
+        "runs_again",
+        "seconds",
+        "reason",
+        "location",
+        "annotation",
+    }
     assert plan["decisions"] and set(plan["decisions"][0]) == keys
 
 

@@ -28,7 +28,7 @@ _ALWAYS = frozenset({"training"})
 _COPIES = frozenset({"__getstate__", "__reduce__", "__reduce_ex__"})
 _OWN = "_irc"
 """The marks of irc begin so, and are read from the `__dict__`."""
-_HOMES = (
+_OFFLOADED = (
     os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep,
     nn.modules.module.__file__,
 )
@@ -68,12 +68,12 @@ class Readings:
 
 def reads_all(name: str, reader: FrameType) -> bool:
     """Whether who reads this attribute in this frame may learn all others from it, as copies do."""
-    return name in _COPIES or (name == "__dict__" and not _is_home(reader.f_code.co_filename))
+    return name in _COPIES or (name == "__dict__" and not _is_offloaded(reader.f_code.co_filename))
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_home(file: str) -> bool:
-    return file.startswith(_HOMES) or os.path.abspath(file).startswith(_HOMES)
+def _is_offloaded(file: str) -> bool:
+    return file.startswith(_OFFLOADED) or os.path.abspath(file).startswith(_OFFLOADED)
 
 
 def differences(now: State, planned: State, names: Names) -> Iterator[int]:

@@ -14,11 +14,11 @@ from .attribute_reads import Names, counting, differences
 from .module_state import Snapshot, State
 from .settings import ABSENT, differing, is_plain
 
-__all__ = ["Call", "Difference"]
+__all__ = ["CallKey", "GuardFailure"]
 
 
 @dataclass(eq=False, slots=True)
-class Call:
+class CallKey:
     """A call, and what it finds.
 
     Args:
@@ -50,7 +50,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class GuardFailure:
     """How a call differs from the one that a plan was made for.
 
     Args:
@@ -71,23 +71,23 @@ class Difference:
         return kind(self.code, self.message, help=self.help)
 
 
-def other_nesting(now: object, planned: object) -> Difference:
+def other_nesting(now: object, planned: object) -> GuardFailure:
     """The arguments nest in another way."""
     shown = [" ".join(str(tree).split()) for tree in (now, planned)]
-    return Difference(
+    return GuardFailure(
         "IRC501",
         f"the arguments nest as {shown[0]}; the plan was made for {shown[1]}",
         "call the module as in the example arguments, or optimize it for this call",
     )
 
 
-def other_constant(now: object, planned: object) -> Difference:
+def other_constant(now: object, planned: object) -> GuardFailure:
     """An argument that is no tensor has another value, or one of the two is a tensor.
 
     No plan is made for what cannot be known again: an object that equals only itself, not a number.
     """
     is_known: bool = is_plain(now) and not isinstance(now, FunctionType) and bool(now == now)
-    return Difference(
+    return GuardFailure(
         "IRC501",
         f"an argument is {_shown(now)}; the plan was made for {_shown(planned)}",
         "pass the very object that the plan was made for: the forward could tell another one from it"
@@ -103,11 +103,11 @@ def _shown(leaf: object) -> str:
     return "a tensor" if isinstance(leaf, (Tensor, Slot)) else repr(leaf)
 
 
-def other_tensor(name: str, tensor: Tensor | None, static: Input) -> Difference:
+def other_tensor(name: str, tensor: Tensor | None, static: Input) -> GuardFailure:
     """A tensor has another type than the plan was made for, or is none."""
     help = "call irc.optimize with example arguments of this type, or pad to the planned shape"
     if tensor is None:
-        return Difference("IRC501", f"{name} is gone; the plan was made with it", help)
+        return GuardFailure("IRC501", f"{name} is gone; the plan was made with it", help)
     wanted = static.value.type
     same = (
         tuple(tensor.shape) == wanted.shape
@@ -116,7 +116,7 @@ def other_tensor(name: str, tensor: Tensor | None, static: Input) -> Difference:
         and str(tensor.device) == wanted.device
     )
     if same:
-        return Difference(
+        return GuardFailure(
             "IRC503",
             f"{name} has requires_grad={tensor.requires_grad}, "
             f"the plan was made for requires_grad={static.requires_grad}",
@@ -126,7 +126,7 @@ def other_tensor(name: str, tensor: Tensor | None, static: Input) -> Difference:
     dtype = str(tensor.dtype).removeprefix("torch.")
     now = _described(dtype, tuple(tensor.shape), tuple(tensor.stride()), str(tensor.device))
     planned = _described(wanted.dtype.value, wanted.shape, wanted.strides, wanted.device)
-    return Difference("IRC501", f"{name} is {now}; the plan was made for {planned}", help)
+    return GuardFailure("IRC501", f"{name} is {now}; the plan was made for {planned}", help)
 
 
 def _described(dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], device: str) -> str:
@@ -135,17 +135,17 @@ def _described(dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], dev
     return f"{dtype}{list(shape)}{layout} on {device}"
 
 
-def other_sharing(names: tuple[str, str], *, shares: bool) -> Difference:
+def other_sharing(names: tuple[str, str], *, shares: bool) -> GuardFailure:
     """Two tensors share their memory and did not when the plan was made, or the other way round."""
     now, planned = ("share", "did not") if shares else ("do not share", "did")
-    return Difference(
+    return GuardFailure(
         "IRC501",
         f"{names[0]} and {names[1]} {now} their memory; the plan was made when they {planned}",
         "call the module with tensors that share memory as in the example arguments",
     )
 
 
-def other_state(now: Snapshot, planned: State, names: Names) -> Difference:
+def other_state(now: Snapshot, planned: State, names: Names) -> GuardFailure:
     """Submodules are in other modes, or have other settings of those that count."""
     places = list(differences(now.state, planned, names))
     pairs = [(now.names[place], now.state[place], planned[place]) for place in places]
@@ -156,7 +156,7 @@ def other_state(now: Snapshot, planned: State, names: Names) -> Difference:
     ]
     if modes:
         name, training = modes[0]
-        return Difference(
+        return GuardFailure(
             "IRC502",
             f"submodule {name or '(root)'!r} is in {'train' if training else 'eval'}() mode; "
             f"the plan was made for the other ({len(modes)} submodules differ)",
@@ -168,7 +168,7 @@ def other_state(now: Snapshot, planned: State, names: Names) -> Difference:
         read = names[places[0]] if names else None
         known, found = counting(its, read), counting(mine, read)
         changed = (_settings(known, found), _settings(found, known))
-    return Difference(
+    return GuardFailure(
         "IRC507",
         f"a setting {f'of submodule {name!r}' if name else 'of the code'} has changed since the plan: "
         f"{changed[0]} is now {changed[1]}",
@@ -176,9 +176,9 @@ def other_state(now: Snapshot, planned: State, names: Names) -> Difference:
     )
 
 
-def other_attribute(name: str, now: object, planned: object) -> Difference:
+def other_attribute(name: str, now: object, planned: object) -> GuardFailure:
     """An attribute of the root that the forward reads has changed."""
-    return Difference(
+    return GuardFailure(
         "IRC507",
         f"attribute {name!r}, which the forward reads, has changed since the plan: "
         f"{differing(planned, now)} is now {differing(now, planned)}",
@@ -196,21 +196,21 @@ def _settings(mine: dict[str, object], its: dict[str, object]) -> str:
     return f"{{{', '.join(shown)}}}"
 
 
-def other_part(name: str | None) -> Difference:
+def other_part(name: str | None) -> GuardFailure:
     """A module of the tree holds others than it did; it has no name where no plan is left to compare with."""
     changed = "has other submodules, parameters or buffers than at planning"
     if name is None:
         changed = "has changed since the plan"
-    return Difference(
+    return GuardFailure(
         "IRC507",
         f"{f'submodule {name!r}' if name else 'the module'} {changed}",
         "call irc.optimize again",
     )
 
 
-def other_autocast(now: Autocast, planned: Autocast) -> Difference:
+def other_autocast(now: Autocast, planned: Autocast) -> GuardFailure:
     """Automatic casting is in another state."""
-    return Difference(
+    return GuardFailure(
         "IRC502",
         f"automatic casting is {_autocast_text(now)}; the plan was made with it {_autocast_text(planned)}",
         "call irc.optimize under the same torch.autocast as the training step",

@@ -187,8 +187,8 @@ class Snapshot:
             held, names = cast("Mapping[str, object]", vars(kind)), _class_attributes(kind)
             if names:
                 self._watch.add_table(held, names)
-                home = f"{kind.__module__}.{kind.__qualname__}"
-                of_classes += [(f"{home}.{name}", attribute(held, name, known)) for name in names]
+                offloaded = f"{kind.__module__}.{kind.__qualname__}"
+                of_classes += [(f"{offloaded}.{name}", attribute(held, name, known)) for name in names]
         plain = (("training", root.training), ("torch.get_default_dtype()", self._dtype))
         of_root: tuple[type, Attributes] = (nn.Module, (*plain, *of_classes))
         self.state: State = (of_root, *((each.kind, each.all) for each in self._settings))

@@ -19,13 +19,13 @@ from .lanes import Job, Lane
 from .memory import bytes_at
 from .scratch import ScratchFile, ScratchRoom
 from .slots import Slot
-from .tier import HomeTier, Ticket
+from .tier import ResidentTier, Ticket
 from .tier_config import DiskPlace
 
 __all__ = ["DiskTier"]
 
 
-class DiskTier(HomeTier):
+class DiskTier(ResidentTier):
     """A tier on a disk, for tensors in the host's memory.
 
     Args:
@@ -50,7 +50,7 @@ class DiskTier(HomeTier):
         """As of any tier."""
         return _begin(_Read, self._in, self._file, tensor, slot)
 
-    def take_home(self, nbytes: int) -> Slot[tuple[Range, ...]]:
+    def take_resident(self, nbytes: int) -> Slot[tuple[Range, ...]]:
         """As of any tier that things live in."""
         return self.room.take(nbytes, whole=True)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from .slots import Room, Slot
-from .tier import HomeTier, Ticket
+from .tier import ResidentTier, Ticket
 from .tier_config import FakePlace
 
 __all__ = ["POISON", "FakeTier"]
@@ -39,7 +39,7 @@ class _FakeRoom(Room[_Memory]):
         pass
 
 
-class FakeTier(HomeTier):
+class FakeTier(ResidentTier):
     """A tier in memory whose copies are late.
 
     Args:
@@ -65,7 +65,7 @@ class FakeTier(HomeTier):
         ctypes.memset(tensor.data_ptr(), POISON, slot.nbytes)
         return self._begin(_FakeCopy(self, tensor.untyped_storage(), tensor.data_ptr(), slot, is_out=False))
 
-    def take_home(self, nbytes: int) -> Slot[_Memory]:
+    def take_resident(self, nbytes: int) -> Slot[_Memory]:
         """As of any tier that things live in."""
         return self.room.take(nbytes)
 

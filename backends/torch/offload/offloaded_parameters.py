@@ -22,9 +22,9 @@ from ....torch_support.optimizer_state import moving_state
 from .memory import checksum
 from .slots import AnySlot
 from .table import CopiedTensor, CopyTable
-from .tier import HomeTier, RunningTier, Ticket
+from .tier import ResidentTier, RunningTier, Ticket
 
-__all__ = ["Homes", "Resident", "State"]
+__all__ = ["OffloadedParameters", "Resident", "State"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,11 @@ class _Kept:
 
     slot: AnySlot
     tensor: Tensor
-    tier: HomeTier
+    tier: ResidentTier
     address: int
 
     @staticmethod
-    def at(slot: AnySlot, like: Tensor, tier: HomeTier) -> _Kept:
+    def at(slot: AnySlot, like: Tensor, tier: ResidentTier) -> _Kept:
         """A place for a tensor of this type and layout."""
         there = tier.tensor_at(slot).view(like.dtype).as_strided(like.shape, like.stride())
         return _Kept(slot, there, tier, there.data_ptr())
@@ -59,9 +59,9 @@ def _is_like(a: Tensor, b: Tensor) -> bool:
     return (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
 
 
-def _keep(tensor: Tensor, tier: HomeTier) -> _Kept:
+def _keep(tensor: Tensor, tier: ResidentTier) -> _Kept:
     """A new place, with the bytes of a tensor."""
-    slot = tier.take_home(tensor.nbytes)
+    slot = tier.take_resident(tensor.nbytes)
     tier.begin_out(tensor, slot).wait()
     return _Kept.at(slot, tensor, tier)
 
@@ -185,7 +185,7 @@ class _OptimizerState(Resident):
         optimizer: Optimizer,
         parameter: nn.Parameter,
         kept: dict[str, _Kept],
-        tier: HomeTier,
+        tier: ResidentTier,
         copied: CopiedTensor,
         *,
         checks: bool,
@@ -210,7 +210,7 @@ class _OptimizerState(Resident):
             del self.kept[key]
         for key, tensor in held.tensors.items():
             if key not in self.kept or not _is_like(tensor, self.kept[key].tensor):
-                self.kept[key] = _Kept.at(self.tier.take_home(tensor.nbytes), tensor, self.tier)
+                self.kept[key] = _Kept.at(self.tier.take_resident(tensor.nbytes), tensor, self.tier)
         return self._all(self._begin_out, held)
 
     def arrived(self) -> None:
@@ -253,7 +253,7 @@ class _Compared(Ticket):
         self._ticket.settle()
 
 
-class Homes:
+class OffloadedParameters:
     """What of a module lives in tiers. It is never part of a copy or a pickle of the module."""
 
     def __init__(self) -> None:
@@ -282,13 +282,17 @@ class Homes:
         """
         found: dict[int, Resident] = {}
         for key, copied in enumerate(table.tensors):
-            home = copied.home
-            if home is None:
+            offloaded = copied.offloaded
+            if offloaded is None:
                 continue
             tier = opened(copied.tier)
-            assert isinstance(tier, HomeTier), f"nothing can live in tier {copied.tier}"
-            mine, name, is_checked = parameter(home.index), home.parameter, copied.tier in checks
-            if home.is_state:
+            assert isinstance(tier, ResidentTier), f"nothing can live in tier {copied.tier}"
+            mine, name, is_checked = (
+                parameter(offloaded.index),
+                offloaded.parameter,
+                copied.tier in checks,
+            )
+            if offloaded.is_state:
                 optimizer = optimizers[name]
                 kept = self._states.setdefault(name, {})
                 self._adopt_state(optimizer, mine, kept, tier)
@@ -299,13 +303,13 @@ class Homes:
                     known = None  # its place is free for the new one
                     self._parameters.pop(name, None)
                     self._parameters[name] = known = _keep(mine.data, tier)
-                names = [mine, *map(parameter, home.tied)]
+                names = [mine, *map(parameter, offloaded.tied)]
                 found[key] = resident = _Parameter(names, known, copied, checks=is_checked)
                 resident.arrived()
         return found
 
     def _adopt_state(
-        self, optimizer: Optimizer, parameter: nn.Parameter, kept: dict[str, _Kept], tier: HomeTier
+        self, optimizer: Optimizer, parameter: nn.Parameter, kept: dict[str, _Kept], tier: ResidentTier
     ) -> None:
         """Takes to the tier what the optimizer has elsewhere, as after `load_state_dict` or a failure."""
         there = moving_state(optimizer, parameter)

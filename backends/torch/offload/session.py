@@ -58,7 +58,7 @@ class Session:
     Args:
         tensors: What is copied, by key.
         tiers: Where, by name.
-        homes: What of it lives in a tier between steps, by key.
+        offloaded_parameters: What of it lives in a tier between steps, by key.
         checks: The names of the tiers whose copies are compared by checksums.
         parent: The session of the call, for a backward after which another one may come: what the parent
             holds stays.
@@ -68,7 +68,7 @@ class Session:
         self,
         tensors: Sequence[CopiedTensor],
         tiers: Mapping[str, RunningTier],
-        homes: Mapping[int, Resident],
+        offloaded_parameters: Mapping[int, Resident],
         checks: frozenset[str] = frozenset(),
         parent: Session | None = None,
     ) -> None:
@@ -76,13 +76,13 @@ class Session:
         self._pending: dict[int, _Pending] = {}
         self._tensors = tensors
         self._tiers = tiers
-        self._homes = homes
+        self._offloaded_parameters = offloaded_parameters
         self._checks = checks
         self._parent = parent
 
     def retained(self) -> Session:
         """A session for one of several backwards of this call."""
-        return Session(self._tensors, self._tiers, self._homes, self._checks, self)
+        return Session(self._tensors, self._tiers, self._offloaded_parameters, self._checks, self)
 
     # ------------------------------------------------------------------ what the emitted source calls
 
@@ -93,9 +93,9 @@ class Session:
             TierError: IRC577 when the tier is full; IRC570 or IRC572 when its disk is, or fails; IRC578 when
                 the tensor does not fill its memory.
         """
-        if key in self._homes:
-            home = self._homes[key]
-            self._pending[key] = _Pending(home.offload(tensor), then=home.arrived)
+        if key in self._offloaded_parameters:
+            offloaded = self._offloaded_parameters[key]
+            self._pending[key] = _Pending(offloaded.offload(tensor), then=offloaded.arrived)
             return
         copied = self._tensors[key]
         tier = self._tiers[copied.tier]
@@ -111,8 +111,8 @@ class Session:
 
         It may be read after `wait`, and not be let go of before.
         """
-        if key in self._homes:
-            there, ticket = self._homes[key].fetch()
+        if key in self._offloaded_parameters:
+            there, ticket = self._offloaded_parameters[key].fetch()
             self._pending[key] = _Pending(ticket)
             return there
         copied = self._tensors[key]

@@ -7,11 +7,19 @@ from dataclasses import dataclass, field
 
 from ....ir import Fetch, InputRole, Offload, Schedule, Storage, TensorType, Value, stored_bytes
 
-__all__ = ["CopiedTensor", "CopyTable", "HomeOf", "copied_value", "copy_keys", "copy_table", "last_fetches"]
+__all__ = [
+    "CopiedTensor",
+    "CopyTable",
+    "OffloadedRole",
+    "copied_value",
+    "copy_keys",
+    "copy_table",
+    "last_fetches",
+]
 
 
 @dataclass(frozen=True, slots=True)
-class HomeOf:
+class OffloadedRole:
     """Whose home a copied tensor lives in.
 
     Args:
@@ -35,13 +43,13 @@ class CopiedTensor:
         name: Of its value in the graph.
         tier: Where it goes.
         type: What it is made as; it fills its storage.
-        home: Whose it is, where it lives in the tier between steps.
+        offloaded: Whose it is, where it lives in the tier between steps.
     """
 
     name: str
     tier: str
     type: TensorType
-    home: HomeOf | None = None
+    offloaded: OffloadedRole | None = None
 
     @property
     def nbytes(self) -> int:
@@ -65,16 +73,16 @@ class CopyTable:
         return bool(self.tensors)
 
     @property
-    def has_homes(self) -> bool:
+    def has_offloaded(self) -> bool:
         """Whether parameters or states of optimizers live in a tier."""
-        return any(copied.home is not None for copied in self.tensors)
+        return any(copied.offloaded is not None for copied in self.tensors)
 
 
 def copied_value(schedule: Schedule, storage: Storage) -> Value:
     """The one value that fills a storage which is copied."""
     graph = schedule.graph
-    if storage in graph.home_of:
-        return graph.home_of[storage].value
+    if storage in graph.offloaded_of:
+        return graph.offloaded_of[storage].value
     assert storage in graph.copyable_storages, f"{storage} cannot be copied"
     return next(value for value in graph.producers[storage].values if value.storage is storage)
 
@@ -85,7 +93,7 @@ def copy_keys(schedule: Schedule) -> dict[tuple[Storage, str], int]:
     What lives in a tier and is never copied, as nothing reads it, comes last.
     """
     pairs = [(i.storage, i.tier) for i in schedule.instructions if isinstance(i, Offload | Fetch)]
-    pairs += [(home.storage, home.tier) for home in schedule.graph.homes]
+    pairs += [(offloaded.storage, offloaded.tier) for offloaded in schedule.graph.offloaded_parameters]
     return {pair: key for key, pair in enumerate(dict.fromkeys(pairs))}
 
 
@@ -96,17 +104,17 @@ def copy_table(schedule: Schedule) -> CopyTable:
     places = {e.target: k for k, e in enumerate(statics) if e.role is InputRole.PARAMETER}
     tensors: list[CopiedTensor] = []
     for storage, tier in copy_keys(schedule):
-        value, home = copied_value(schedule, storage), graph.home_of.get(storage)
+        value, offloaded = copied_value(schedule, storage), graph.offloaded_of.get(storage)
         of = None
-        if home is not None:
-            index = places[home.parameter]
+        if offloaded is not None:
+            index = places[offloaded.parameter]
             mine = statics[index].value.storage
             tied = (k for k, e in enumerate(statics) if e.value.storage is mine and k != index)
-            of = HomeOf(home.parameter, index, tuple(tied), home.is_state)
+            of = OffloadedRole(offloaded.parameter, index, tuple(tied), offloaded.is_state)
         tensors.append(CopiedTensor(value.name, tier, value.type, of))
-    lives = {home.tier: 0 for home in graph.homes}
-    for home in graph.homes:
-        lives[home.tier] += home.storage.nbytes
+    lives = {offloaded.tier: 0 for offloaded in graph.offloaded_parameters}
+    for offloaded in graph.offloaded_parameters:
+        lives[offloaded.tier] += offloaded.storage.nbytes
     held = {tier: max(nbytes) - lives.get(tier, 0) for tier, nbytes in stored_bytes(schedule).items()}
     return CopyTable(tuple(tensors), held)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .slots import AnyRoom, AnySlot
 
-__all__ = ["HomeTier", "RunningTier", "Ticket", "Traffic"]
+__all__ = ["ResidentTier", "RunningTier", "Ticket", "Traffic"]
 
 
 class Ticket(ABC):
@@ -77,11 +77,11 @@ class RunningTier(ABC):
         """Begins to copy a slot to a tensor."""
 
 
-class HomeTier(RunningTier):
+class ResidentTier(RunningTier):
     """A tier whose slots are memory that everybody may read and write between steps."""
 
     @abstractmethod
-    def take_home(self, nbytes: int) -> AnySlot:
+    def take_resident(self, nbytes: int) -> AnySlot:
         """A slot that `tensor_at` can show.
 
         Raises:

@@ -13,7 +13,7 @@ from ....ir import TierError
 from .disk import DiskTier
 from .fake import FakeTier
 from .memory import is_checking
-from .offloaded_parameters import Homes, Resident
+from .offloaded_parameters import OffloadedParameters, Resident
 from .pinned import HostTier
 from .session import Session
 from .table import CopyTable
@@ -42,7 +42,7 @@ class Tiers:
         self._lock = threading.Lock()
         self._running: dict[str, RunningTier] = {}
         self._process = os.getpid()
-        self._homes = Homes()
+        self._offloaded_parameters = OffloadedParameters()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Tiers, (self.places,)
@@ -61,25 +61,29 @@ class Tiers:
             if place is None:
                 self._refuse_unknown(copied.tier)
             _refuse_device(place, copied.type.device)
-            if copied.home is not None:
-                _refuse_homes(place)
+            if copied.offloaded is not None:
+                _refuse_offloaded(place)
 
     def residents(
         self, table: CopyTable, parameter: Callable[[int], Any], optimizers: Mapping[str, Optimizer]
     ) -> dict[int, Resident]:
-        """What lives in a tier under a plan, see `Homes.residents`; where it does not yet, it is taken there.
+        """Moves what lives in a tier under a plan there (see `OffloadedParameters.residents`).
 
         Raises:
             TierError: As of `session`; IRC577 when a tier has no room for it.
         """
-        return self._homes.residents(table, parameter, optimizers, self._opened, self._checked(table))
+        return self._offloaded_parameters.residents(
+            table, parameter, optimizers, self._opened, self._checked(table)
+        )
 
-    def session(self, table: CopyTable, homes: Mapping[int, Resident] | None = None) -> Session:
+    def session(
+        self, table: CopyTable, offloaded_parameters: Mapping[int, Resident] | None = None
+    ) -> Session:
         """What carries out the copies of one call.
 
         Args:
             table: Of its program.
-            homes: What `residents` gave.
+            offloaded_parameters: What `residents` gave.
 
         Raises:
             TierError: IRC576 for a tier that has no place; IRC570 to IRC572 and IRC579 when it cannot be
@@ -87,9 +91,9 @@ class Tiers:
         """
         running = {name: self._opened(name) for name in table.peak_bytes}
         for name, nbytes in table.peak_bytes.items():
-            count = sum(copied.tier == name and copied.home is None for copied in table.tensors)
+            count = sum(copied.tier == name and copied.offloaded is None for copied in table.tensors)
             running[name].room.prepare(nbytes, count)
-        return Session(table.tensors, running, homes or {}, self._checked(table))
+        return Session(table.tensors, running, offloaded_parameters or {}, self._checked(table))
 
     def _checked(self, table: CopyTable) -> frozenset[str]:
         """The tiers whose copies are compared."""
@@ -135,13 +139,15 @@ def _open(place: TierPlace) -> RunningTier:
             return FakeTier(place)
 
 
-def check_places(places: Iterable[TierPlace], devices: Iterable[str], *, have_homes: bool = False) -> None:
+def check_places(
+    places: Iterable[TierPlace], devices: Iterable[str], *, have_offloaded: bool = False
+) -> None:
     """Refuses places that cannot serve a model, before anything is planned; a disk's folder is tried.
 
     Args:
         places: What the user gave, the one first that parameters would live in.
         devices: Where the model's tensors are, such as `cpu`.
-        have_homes: Whether parameters or optimizer state may live in a tier between steps.
+        have_offloaded: Whether parameters or optimizer state may live in a tier between steps.
 
     Raises:
         TierError: IRC571 for a folder that no file can be made in; IRC575 for a kind of tier that is not made
@@ -150,8 +156,8 @@ def check_places(places: Iterable[TierPlace], devices: Iterable[str], *, have_ho
     """
     known = tuple(devices)
     tiers = Tiers(tuple(places)).places
-    if have_homes and tiers:
-        _refuse_homes(tiers[0])
+    if have_offloaded and tiers:
+        _refuse_offloaded(tiers[0])
     for place in tiers:
         for device in known:
             _refuse_device(place, device)
@@ -159,7 +165,7 @@ def check_places(places: Iterable[TierPlace], devices: Iterable[str], *, have_ho
             _open(place)
 
 
-def _refuse_homes(place: TierPlace) -> None:
+def _refuse_offloaded(place: TierPlace) -> None:
     if isinstance(place, HostPlace):
         raise TierError(
             "IRC575",

@@ -65,9 +65,9 @@ class ExactProblem:
         problem = self.problem
         split = len(problem.forward)
         found: list[int] = []
-        for moment in range(problem.moments):
-            there = [s for s in self.copyable if problem.index[problem.producer[s]] < moment]
-            count = sum(problem.is_useful(s, moment) for s in there)
+        for time_step in range(problem.time_steps):
+            there = [s for s in self.copyable if problem.index[problem.producer[s]] < time_step]
+            count = sum(problem.is_useful(s, time_step) for s in there)
             found.append(count // 2 * (2 if self.tight else 1))
         return [*found[:split], *found[split + 1 :], found[split]]
 

@@ -47,8 +47,8 @@ def best_with_swaps(
     """The fastest schedule of the class of `CheckpointProblem`, with copies to tiers beside it.
 
     What forward makes may be copied to one tier once, begun at any time while it is there; freed at any
-    time once the copy has ended; and copied back at any time and any number of times. What a wish keeps
-    from staying for backward is not copied. Time is that of `step_times` and memory that of `liveness`.
+    time once the copy has ended; and copied back at any time and any number of times. What an annotation
+    keeps from staying for backward is not copied. Time is that of `step_times` and memory that of `liveness`.
 
     Args:
         problem: The recomputation problem of a small graph.
@@ -60,7 +60,7 @@ def best_with_swaps(
     nothing = Exact(None, math.inf, 0.0, False)
     now = time.monotonic()
     first_deadline = now + (deadline - now) / 2 if exact.copyable else deadline
-    best = _improve(exact, [0] * problem.moments, nothing, first_deadline)
+    best = _improve(exact, [0] * problem.time_steps, nothing, first_deadline)
     if exact.copyable:
         best = _improve(exact, exact.pauses, replace(best, is_proved=False), deadline)
     return replace(best, bound_seconds=max(best.bound_seconds, min(problem.step_seconds, best.step_seconds)))

@@ -117,7 +117,7 @@ def test_the_exact_search_is_as_good_as_an_exhaustive_one(sample: Sample) -> Non
 
 def test_the_bound_counts_what_a_annotation_makes_run_again_and_no_more() -> None:
     """To make `b` again, `a` may stay, although `b` is all that is made of it."""
-    problem = problem_on(MASKED.replace('@an annotation("irc.recompute(block)")', "@a"))
+    problem = problem_on(MASKED.replace('@a annotation("irc.recompute(block)")', "@a"))
     budget = problem.keep_all.peak_bytes
     assert lower_bound(problem, budget, deadline=later()) == pytest.approx(1.0)
     exact_search = best_of_class(problem, budget, deadline=later())
@@ -225,7 +225,7 @@ MASKED = """graph loss_bytes=0 {
   input %t: float64[1]{1} @t tangent "0"
 forward:
   m = test.draw(%x) -> %m: float64[1]{1} @m traits(random) annotation("irc.recompute(block)")
-  a = test.op(%m) -> %a: float64[1]{1} @an annotation("irc.recompute(block)")
+  a = test.op(%m) -> %a: float64[1]{1} @a annotation("irc.recompute(block)")
   b = test.op(%a) -> %b: float64[1]{1} @b annotation("irc.recompute(block)")
   h = test.op(%b) -> %h: float64[1]{1} @h
 backward:
@@ -274,8 +274,8 @@ def test_explanations_name_the_annotation() -> None:
 
 def test_what_is_kept_by_annotation_is_explained_and_hints_are_left_to_the_search() -> None:
     hinted = MASKED.replace(
-        '@an annotation("irc.recompute(block)")',
-        '@an annotation("torch.utils.checkpoint at model.py:7 in forward")',
+        '@a annotation("irc.recompute(block)")',
+        '@a annotation("torch.utils.checkpoint at model.py:7 in forward")',
     )
     kept = hinted.replace('@b annotation("irc.recompute(block)")', '@b annotation("irc.keep(head)")')
     plan = plan_on(kept)
@@ -302,7 +302,7 @@ WIDE = """graph loss_bytes=0 {
   input %x: float64[1]{1} @x parameter "w" requires_grad
   input %t: float64[1]{1} @t tangent "0"
 forward:
-  a = test.op(%x) -> %a: float64[125]{1} @an annotation("irc.keep(wide)")
+  a = test.op(%x) -> %a: float64[125]{1} @a annotation("irc.keep(wide)")
   b = test.op(%a) -> %b: float64[125]{1} @b
   h = test.op(%b) -> %h: float64[1]{1} @h
 backward:

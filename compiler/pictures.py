@@ -6,7 +6,7 @@ import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..ir import UsageError
+from ..ir import UsageError, require
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,14 +23,14 @@ _SUFFIXES = (".svg", ".png", ".pdf")
 
 
 def check_picture(path: Path, option: str) -> None:
-    """Refuses a file of a kind that is not drawn.
+    """Refuses a file of a kind that is not drawn, and any file where nothing can draw.
 
     Args:
         path: Where the picture shall go.
         option: What the user gave it with, as `--plot`.
 
     Raises:
-        UsageError: IRC400 for another suffix.
+        UsageError: IRC400 for another suffix, IRC448 without the extra `plot`.
     """
     if path.suffix not in _SUFFIXES:
         raise UsageError(
@@ -38,6 +38,7 @@ def check_picture(path: Path, option: str) -> None:
             f"{option} {path} is of no known kind",
             help=f"give a file ending in {', '.join(_SUFFIXES)}",
         )
+    require("plot", f"a picture, as {option} asks for,")
 
 
 def rendered(figure: Figure, kind: str) -> bytes:

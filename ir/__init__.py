@@ -15,6 +15,7 @@ from .errors import (
     VerificationError,
     first_line,
 )
+from .extras import EXTRAS, require
 from .graph import (
     ACCUMULATE_GRADIENT,
     APPLY_GRADIENT,
@@ -71,6 +72,7 @@ from .verify import verify_graph, verify_schedule
 __all__ = [
     "ACCUMULATE_GRADIENT",
     "APPLY_GRADIENT",
+    "EXTRAS",
     "LOAD",
     "NONDETERMINISTIC",
     "PAUSE",
@@ -161,6 +163,7 @@ __all__ = [
     "print_graph",
     "print_program",
     "print_schedule",
+    "require",
     "same_graph",
     "same_schedule",
     "simulate_pipeline",

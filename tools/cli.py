@@ -582,10 +582,12 @@ def _inspect(options: argparse.Namespace) -> int:
     progress = _Progress(options)
     with progress.phase(f"loading {options.model}"):
         from ..compiler.model_source import load, load_file, with_example
-        from .onnx_report import report_of
 
-        module = load_file(source)
-        file = None if module is None else report_of(module)
+        module, file = load_file(source), None
+        if module is not None:
+            from .onnx_report import report_of
+
+            file = report_of(module)
         if module is None or file is None:
             loaded = load(source)
         else:

@@ -56,6 +56,7 @@ _SECTIONS = {
         "Commands, folders and other tools",
         "Raised by `irc`, by `irc.pareto` and by the other commands.",
     ),
+    "ir/extras.py": ("Commands, folders and other tools", ""),
 }
 """Where an error comes from, by the longest beginning of its file's path: a heading, and when it is met."""
 

@@ -13,14 +13,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ...frontends.onnx import OnnxModule
-from ...frontends.onnx.export import check_export_target, write_back
-from ...ir import UsageError, first_line
+from ...ir import UsageError, first_line, require
 from ..artifact import read_folder
 from ..model_source import load
-from .check import check_written
 
 __all__ = ["ExportReport", "export_folder", "export_onnx"]
+
+_PURPOSE = "writing weights into an ONNX file"
 
 
 @dataclass(frozen=True)
@@ -80,9 +79,15 @@ def export_onnx(
 
     Raises:
         UsageError: IRC320 when the file cannot be written, IRC321 when the module came from no file, or a
-            weight has no place in it; IRC318 when the module cannot run on the inputs.
+            weight has no place in it; IRC318 when the module cannot run on the inputs; IRC448 without the
+            extra `onnx`.
         VerificationError: IRC322 when the new file has another weight or other outputs than the module.
     """
+    require("onnx", _PURPOSE)
+    from ...frontends.onnx import OnnxModule
+    from ...frontends.onnx.export import check_export_target, write_back
+    from .check import check_written
+
     if not isinstance(module, OnnxModule) or module.path is None:
         raise UsageError(
             "IRC321",
@@ -113,9 +118,12 @@ def export_folder(folder: Path, weights: Path | None, path: Path) -> ExportRepor
 
     Raises:
         UsageError: IRC431 when the folder is none of irc's, IRC310 to IRC321 as `export_onnx`, IRC323 when
-            the weights cannot be read or do not fit.
+            the weights cannot be read or do not fit; IRC448 without the extra `onnx`.
         VerificationError: IRC322.
     """
+    require("onnx", _PURPOSE)
+    from ...frontends.onnx import OnnxModule
+
     written = read_folder(folder)
     loaded = load(written.source).module
     if not isinstance(loaded, OnnxModule):

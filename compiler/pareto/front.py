@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ...ir import Tier, TierUse, UsageError, format_bytes
+from ...ir import Tier, TierUse, UsageError, format_bytes, require
 
 __all__ = [
     "FILES",
@@ -376,15 +376,17 @@ class Front:
         """Draws the front into an `.svg` or `.png` file.
 
         Raises:
-            UsageError: IRC442 when the file cannot be written, IRC445 for another suffix.
+            UsageError: IRC442 when the file cannot be written, IRC445 for another suffix, IRC448 without the
+                extra `plot`.
         """
-        from .picture import draw_front
-
         target = Path(path)
         if target.suffix not in (".svg", ".png"):
             raise UsageError(
                 "IRC445", f"{target} is neither an .svg nor a .png file", help="choose one of the two"
             )
+        require("plot", "drawing a front")
+        from .picture import draw_front
+
         _write_whole(target, lambda staging: draw_front(self, staging, target.suffix))
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -394,8 +396,9 @@ class Front:
             folder: Where to; it is made if need be, and earlier files are replaced.
 
         Raises:
-            UsageError: IRC442 when it cannot be written.
+            UsageError: IRC442 when it cannot be written, IRC448 without the extra `plot`.
         """
+        require("plot", "drawing a front")
         target = Path(folder)
         try:
             target.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ...ir import Tier, TierUse, UsageError, print_graph
+from ...ir import Tier, TierUse, UsageError, print_graph, require
 from ...passes import Program
 from .front import FILES, Known, Point, Refusal, Survey
 
@@ -83,8 +83,9 @@ def check_folder(folder: Path, *, restart: bool = False) -> None:
         restart: Whether what an earlier run wrote there goes.
 
     Raises:
-        UsageError: IRC442.
+        UsageError: IRC442; IRC448 without the extra `plot`, as the front is drawn there too.
     """
+    require("plot", "drawing a front")
     try:
         existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
         with tempfile.TemporaryFile(dir=existing):  # tells more than the permissions do

@@ -188,8 +188,8 @@ def pareto(
         TierError: As for `irc.optimize`.
         TimeLimitError: IRC444 when the time limit ended before any plan was found.
         UnsupportedError: As for `irc.optimize`.
-        UsageError: IRC440 for `points`; IRC441, IRC442 or IRC446 for `folder`; IRC447 for what lives in
-            a tier between steps; as for `irc.optimize`.
+        UsageError: IRC440 for `points`; IRC441, IRC442, IRC446 or IRC448 for `folder`; IRC447 for what lives
+            in a tier between steps; as for `irc.optimize`.
     """
     offered = None if swap is None else offer(swap, profile)
     sweep = Sweep(points, tuple(budgets), strategy, time_limit, offered)

@@ -14,16 +14,19 @@ ones, and BatchNorm disappears into convolutions. For training, export with `opt
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from .binding import Constant
-from .importer import from_model
-from .lowerings import operators
-from .module import OnnxModule, example_inputs
-from .reader import read
-from .rebatch import check_samples, fixed_batch
-from .symbolic import output_shapes, some_sizes
+from ...ir import require
+
+if TYPE_CHECKING:
+    from .binding import Constant
+    from .importer import from_model
+    from .lowerings import operators
+    from .module import OnnxModule, example_inputs
+    from .symbolic import output_shapes, some_sizes
 
 __all__ = [
     "OnnxModule",
@@ -34,6 +37,23 @@ __all__ = [
     "output_shapes",
     "some_sizes",
 ]
+
+_HOMES = {
+    "OnnxModule": ".module",
+    "example_inputs": ".module",
+    "from_model": ".importer",
+    "operators": ".lowerings",
+    "output_shapes": ".symbolic",
+    "some_sizes": ".symbolic",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the module of a name when it is first used: `from_onnx` exists without the extra `onnx`."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    require("onnx", "an ONNX model")
+    return getattr(importlib.import_module(_HOMES[name], __name__), name)
 
 
 def from_onnx(
@@ -62,10 +82,15 @@ def from_onnx(
 
     Raises:
         UsageError: IRC305, IRC306, IRC308, IRC310 to IRC319: the file is missing, broken or contradicts
-            itself, or a shape contradicts it, or an input has none.
+            itself, or a shape contradicts it, or an input has none; IRC448 without the extra `onnx`.
         UnsupportedError: IRC301 to IRC304: an operator, an option, an operator set or a type is not covered;
             IRC307: what follows from the file is too large.
     """
+    require("onnx", "reading an ONNX file")
+    from .importer import from_model
+    from .reader import read
+    from .rebatch import check_samples, fixed_batch
+
     model = read(path)
     fixed = None if inputs or constants else fixed_batch(model.graph, batch)
     module = from_model(model, batch, inputs, constants, roles)

@@ -18,9 +18,8 @@ from torch import Tensor
 import irc
 from irc.__main__ import main
 from irc.compiler.onnx_export import check as export_check
-from irc.compiler.onnx_export import export
 from irc.compiler.onnx_export.differences import apart
-from irc.frontends.onnx import example_inputs
+from irc.frontends.onnx import example_inputs, export
 from irc.frontends.onnx.export import write_back
 from irc.ir.errors import UsageError
 

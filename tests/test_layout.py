@@ -32,6 +32,7 @@ FOLDERS = {*ROOMS, ".ci", "benchmarks", "docs", "examples", "src", "tests"}
 FILES = {
     ".gitignore",
     "CHANGELOG.md",
+    "CONTRIBUTING.md",
     "LICENSE",
     "Makefile",
     "README.md",
@@ -54,6 +55,15 @@ def test_all_folders_are_checked_for_types() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pyright"]
     links = {f"src/irc/{path.name}" for path in PACKAGE.iterdir() if path.is_symlink()}
     assert len(links) == len(ROOMS) and links <= set(settings["include"])
+
+
+def test_all_folders_are_in_what_is_built() -> None:
+    """No build looks at a link: sdist and wheel are told of the folders and of the files beside the links."""
+    targets = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]
+    own = {f"src/irc/{path.name}" for path in PACKAGE.iterdir() if path.is_file()}
+    assert set(targets["wheel"]["only-include"]) == {*ROOMS, *own}
+    assert set(targets["sdist"]["only-include"]) - FILES == {*ROOMS, *own}
+    assert targets["wheel"]["sources"] == {"src/irc": "irc"} | {room: f"irc/{room}" for room in ROOMS}
 
 
 def test_public_names_exist() -> None:

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -28,8 +29,8 @@ _ALWAYS = frozenset({"training"})
 _COPIES = frozenset({"__getstate__", "__reduce__", "__reduce_ex__"})
 _OWN = "_irc"
 """The marks of irc begin so, and are read from the `__dict__`."""
-_OFFLOADED = (
-    os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep,
+_SEARCHERS = (
+    str(Path(__file__).absolute().parents[3]) + os.sep,
     nn.modules.module.__file__,
 )
 """Code that looks at a whole `__dict__` and does not read settings from it: irc's own, and `nn.Module`'s."""
@@ -68,12 +69,12 @@ class Readings:
 
 def reads_all(name: str, reader: FrameType) -> bool:
     """Whether who reads this attribute in this frame may learn all others from it, as copies do."""
-    return name in _COPIES or (name == "__dict__" and not _is_offloaded(reader.f_code.co_filename))
+    return name in _COPIES or (name == "__dict__" and not _is_searcher(reader.f_code.co_filename))
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_offloaded(file: str) -> bool:
-    return file.startswith(_OFFLOADED) or os.path.abspath(file).startswith(_OFFLOADED)
+def _is_searcher(file: str) -> bool:
+    return file.startswith(_SEARCHERS) or os.path.abspath(file).startswith(_SEARCHERS)
 
 
 def differences(now: State, planned: State, names: Names) -> Iterator[int]:

@@ -153,7 +153,7 @@ def test_a_block_of_a_forward_can_be_marked() -> None:
     model: Any = Calls(forward, a=nn.Linear(4, 4))
     found = annotations_of(graph_of(model))
     assert set(found) == {"addmm", "tanh", "sin"}
-    assert found["addmm"].startswith("irc.recompute() at test_torch_wishes.py:")
+    assert found["addmm"].startswith("irc.recompute() at test_torch_annotations.py:")
     assert found["addmm"].endswith(" in forward") and found["sin"].startswith("irc.keep() at ")
     x = torch.randn(3, 4)
     assert torch.equal(model(x), model.a(x).tanh().exp().sin().cos())  # outside of a capture it is nothing
@@ -271,7 +271,7 @@ def test_a_plain_checkpoint_is_a_hint(name: str) -> None:
     graph = graph_of(checkpointed(**OPTIONS[name]), torch.randn(3, 4, requires_grad=True))
     (hint,) = graph.annotations
     assert hint.policy is Policy.PREFER_RECOMPUTE and hint.is_hint
-    assert hint.by.startswith("torch.utils.checkpoint at test_torch_wishes.py:")
+    assert hint.by.startswith("torch.utils.checkpoint at test_torch_annotations.py:")
     assert set(annotations_of(graph)) == {"addmm", "tanh", "addmm_1", "sigmoid"}
     assert all(node.is_recomputable and not node.is_transient for node in graph.operations)
 
@@ -286,7 +286,7 @@ def test_a_policy_of_torch_is_a_annotation_for_each_operation() -> None:
         "sigmoid": Policy.PREFER_KEEP,
     }
     assert annotations_of(graph)["tanh"].startswith(
-        "CheckpointPolicy.MUST_RECOMPUTE at test_torch_wishes.py:"
+        "CheckpointPolicy.MUST_RECOMPUTE at test_torch_annotations.py:"
     )
 
 
@@ -308,7 +308,7 @@ def test_a_policy_that_moves_results_to_the_host_is_refused() -> None:
 
     with pytest.raises(UnsupportedError, match="IRC554") as caught:
         graph_of(checkpointed(use_reentrant=False, context_fn=selectively(moving)))
-    assert "MUST_CPU_OFFLOAD" in caught.value.message and "test_torch_wishes.py" in str(caught.value.at)
+    assert "MUST_CPU_OFFLOAD" in caught.value.message and "test_torch_annotations.py" in str(caught.value.at)
 
 
 def test_a_checkpoint_that_torch_compile_has_wrapped_keeps_its_policy() -> None:

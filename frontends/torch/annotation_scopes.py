@@ -152,6 +152,12 @@ def _here() -> str:
 
 # ---------------------------------------------------------------------- torch's checkpoints
 
+_IMPLEMENTATION = "_checkpoint_without_reentrant_generator_impl"
+_SINCE_2_14 = hasattr(torch_checkpoint, _IMPLEMENTATION)
+"""Whether torch's generator takes its options by name and the function's arguments in a tuple and a dict."""
+_GENERATOR = _IMPLEMENTATION if _SINCE_2_14 else "_checkpoint_without_reentrant_generator"
+"""The name of the generator that all of torch's checkpoints that are not reentrant go through."""
+
 _lock = threading.Lock()
 _users = 0
 _reentrant: Any = None
@@ -175,14 +181,14 @@ class _Reentrant:
             return function(*args)
 
 
-def _non_reentrant(
-    function: Callable[..., Any], preserve: bool, context_fn: Callable[[], Any], *args: Any, **kwargs: Any
-) -> Generator[None]:
+def _non_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Generator[None]:
     """Stands for torch's other checkpoint: in a capture, no hooks take what it saves."""
     scopes = Scopes.current()
     if scopes is None:
-        yield from _generator(function, preserve, context_fn, *args, **kwargs)
+        yield from _generator(function, *args, **kwargs)
         return
+    # before torch 2.14: preserve_rng_state, context_fn, and the other options in order
+    context_fn: Callable[[], Any] = kwargs["context_fn"] if _SINCE_2_14 else args[1]
     forward_context, _ = context_fn()
     has_policy = isinstance(forward_context, torch_checkpoint._CachingTorchDispatchMode)
     with scopes.checkpoint(_here(), has_policy=has_policy), forward_context:
@@ -197,7 +203,7 @@ def _checkpoints_as_scopes() -> Generator[None]:
         _users += 1
         if _users == 1:
             _reentrant = torch_checkpoint.CheckpointFunction
-            _generator = torch_checkpoint._checkpoint_without_reentrant_generator
+            _generator = getattr(torch_checkpoint, _GENERATOR)
             _install(_Reentrant, _non_reentrant)
     try:
         yield
@@ -210,4 +216,4 @@ def _checkpoints_as_scopes() -> Generator[None]:
 
 def _install(reentrant: Any, non_reentrant: Any) -> None:
     torch_checkpoint.CheckpointFunction = reentrant
-    torch_checkpoint._checkpoint_without_reentrant_generator = non_reentrant
+    setattr(torch_checkpoint, _GENERATOR, non_reentrant)

@@ -36,7 +36,7 @@ def test_a_replica_of_data_parallel_is_refused() -> None:
         ours._replicate_for_data_parallel()(x)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated")
 @pytest.mark.parametrize("kind", ["script", "trace", "compile"])
 def test_what_torch_has_compiled_is_refused(kind: str) -> None:
     module, x = torch.nn.Sequential(torch.nn.Linear(4, 4)), torch.randn(3, 4)

@@ -150,7 +150,7 @@ FORWARDS: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated")
 @pytest.mark.parametrize("name", FORWARDS)
 def test_a_transform_is_refused_by_name_before_the_forward(name: str) -> None:
     _, ours, x = pair()
@@ -165,7 +165,7 @@ def test_a_transform_is_refused_by_name_before_the_forward(name: str) -> None:
     loss(ours, x).backward()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated")
 def test_no_call_is_planned_within_a_transform() -> None:
     module, _, x = pair()
     ours: Any = irc.optimize(module, x, "200%", profile=False, time_limit=1)
@@ -178,7 +178,7 @@ def test_no_call_is_planned_within_a_transform() -> None:
     assert len(ours.irc_plans) == 2
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated")
 @pytest.mark.parametrize("name", FORWARDS)
 def test_what_is_refused_in_training_runs_the_original_in_eval_mode(name: str) -> None:
     original, ours, x = pair()

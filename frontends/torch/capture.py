@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -57,10 +58,11 @@ from .tracer import (
     TRACE_MODES,
     TRACE_MODES_OF_EXAMPLE,
     TraceMode,
+    checks_stay,
     quiet_tracer,
     unread_draws_stay,
 )
-from .translate import Translation, translate
+from .translate import Translation, translate, unknown_object
 
 __all__ = ["Captured", "capture"]
 
@@ -230,6 +232,9 @@ def _nothing_to_train() -> UsageError:
     )
 
 
+_UNWRITTEN = re.compile(r"argument of type: <class '(?:\w+\.)*(\w+)'>")
+"""The error of torch's tracer, before torch 2.13, for an object that it cannot write down, as a generator."""
+
 _ANOTHER_WAY = ("IRC332", "IRC333", "IRC335")
 """Data that decides, a failure, or an unknown operation: another way to trace may go round them."""
 
@@ -292,6 +297,7 @@ def _trace(
     stack.enter_context(flat.state.restored())
     stack.enter_context(quiet_tracer())
     stack.enter_context(unread_draws_stay())
+    stack.enter_context(checks_stay())
     stack.enter_context(warnings.catch_warnings())
     warnings.simplefilter("ignore")
     try:
@@ -304,6 +310,11 @@ def _trace(
         if "entirely functional graph" in str(error):
             raise _writes_constant() from error
         raise _untraceable(error) from error
+    except NotImplementedError as error:
+        unwritten = _UNWRITTEN.fullmatch(str(error))
+        if unwritten is None:
+            raise _untraceable(error) from error
+        raise unknown_object(f"an object of type {unwritten[1]}", raised_at(error)) from error
     except RuntimeError as error:
         if "does not require grad" in str(error) or "requires_grad" in str(error):
             raise _nothing_to_train() from error

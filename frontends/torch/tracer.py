@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._higher_order_ops import effects
 
 from ..quiet import quiet_tracer
 from .translate import draws
@@ -21,6 +22,7 @@ __all__ = [
     "TRACE_MODES",
     "TRACE_MODES_OF_EXAMPLE",
     "TraceMode",
+    "checks_stay",
     "quiet_tracer",
     "unread_draws_stay",
 ]
@@ -99,3 +101,22 @@ def unread_draws_stay() -> Generator[None]:
         yield
     finally:
         fx.Graph.eliminate_dead_code = eliminate
+
+
+_CHECK = "aten::_linalg_check_errors"
+
+
+@contextlib.contextmanager
+def checks_stay() -> Generator[None]:
+    """Meanwhile, the tracer does not drop the check of linear algebra, which returns nothing.
+
+    torch 2.13 registers the effect itself, for good; before, tracers drop the check.
+    """
+    if effects._get_effect(_CHECK) is not None:
+        yield
+        return
+    registered = effects._register_effectful_op(_CHECK, effects._EffectType.ORDERED)
+    try:
+        yield
+    finally:
+        registered.destroy()

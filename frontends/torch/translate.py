@@ -37,6 +37,7 @@ from ...ir import (
     Graph,
     Input,
     InputRole,
+    Location,
     Node,
     Origin,
     Output,
@@ -54,7 +55,7 @@ from ...ir import (
 from .place_annotations import Note, note_of
 from .provenance import location_of
 
-__all__ = ["Translation", "draws", "tensor_type", "translate"]
+__all__ = ["Translation", "draws", "tensor_type", "translate", "unknown_object"]
 
 _ROLES = {
     ParamAOTInput: InputRole.PARAMETER,
@@ -216,12 +217,7 @@ class _Translator:
             else f"an object of type {type(found).__name__}"
         )
         users = [location_of(user) for user in node.users]
-        raise UnsupportedError(
-            "IRC334",
-            f"the module reads {what}, which is no parameter, buffer or input of it",
-            at=next(iter(users), None),
-            help="register it as a parameter, or pass it as an argument",
-        )
+        raise unknown_object(what, next(iter(users), None))
 
     # ------------------------------------------------------------------ operations
 
@@ -570,6 +566,16 @@ def _needed(results: Iterable[object]) -> set[fx.Node]:
             found.add(node)
             pending.extend(node.all_input_nodes)
     return found
+
+
+def unknown_object(what: str, at: Location | None) -> UnsupportedError:
+    """The error of a module that reads an object which is not a parameter, a buffer or an input of it."""
+    return UnsupportedError(
+        "IRC334",
+        f"the module reads {what}, which is no parameter, buffer or input of it",
+        at=at,
+        help="register it as a parameter, or pass it as an argument",
+    )
 
 
 def _is_check(node: fx.Node) -> bool:

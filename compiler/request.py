@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -134,12 +134,12 @@ class Request:
         """Makes the request of a pipeline that the user wrote down.
 
         Args:
-            passes: Rewrites, `cost`, perhaps `offer-tiers`, and the pass that chooses a schedule, in this
-                order.
+            passes: Rewrites, `cost` (analytic costs without it), perhaps `offer-tiers`, and the pass that
+                chooses a schedule, in this order.
             **others: Fields of the request.
 
         Raises:
-            UsageError: IRC405 for a pipeline in another order, or without costs or a choice; as of `of`.
+            UsageError: IRC405 for a pipeline in another order, or without a choice; as of `of`.
         """
         found: dict[str, Any] = {}
         rewrites: list[Pass] = []
@@ -162,10 +162,7 @@ class Request:
                 "no pass of the pipeline chooses a schedule",
                 help="add select-checkpoints{budget=...}",
             )
-        if "cost" not in found:
-            raise UsageError(
-                "IRC405", "no pass of the pipeline finds what operations cost", help="add cost{...} before"
-            )
+        found.setdefault("cost", Cost(profile="cpu"))
         request = Request(tuple(rewrites), **found, **others)
         request.check()
         return request
@@ -179,7 +176,7 @@ class Request:
         loss, plans, dynamic = self.loss, self.plans, self.dynamic
         if loss is not None and not callable(loss):
             raise UsageError("IRC406", f"the loss is a {type(loss).__name__}, not a function of the result")
-        if isinstance(plans, bool) or not isinstance(plans, int) or plans < 1:
+        if isinstance(cast(object, plans), bool) or not isinstance(cast(object, plans), int) or plans < 1:
             raise UsageError(
                 "IRC406",
                 f"plans is {plans!r}, not a number of plans",

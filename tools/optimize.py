@@ -117,15 +117,14 @@ def _request(options: argparse.Namespace, progress: Progress) -> Request:
         _refuse_beside_passes(options)
     elif options.budget is None:
         raise UsageError("IRC400", "the budget is missing", help="give --budget 4GiB, or --budget 60%")
-    budget = None if options.budget is None else budget_of(options.budget)
     from ..compiler.model_source import training_loss
     from ..compiler.request import Request
     from ..passes import parse_passes
 
-    if budget is None:
+    if options.passes is not None:
         return Request.of_passes(parse_passes(options.passes), loss=training_loss, observers=[progress])
     return Request.of(
-        budget,
+        budget_of(options.budget),
         strategy=options.strategy,
         time_limit=options.time_limit,
         costs=options.profile,

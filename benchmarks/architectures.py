@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from irc.backends.torch import compile_program, fit
-from irc.compiler.optimize import cost_passes
+from irc.compiler.request import cost_passes
 from irc.compiler.training import measured_peak_bytes
 from irc.compiler.written_files import check_folder, replace_section, to_markdown, write_whole
 from irc.frontends.torch import capture

@@ -22,8 +22,8 @@ from torch.utils import _pytree as pytree
 
 from irc.backends.torch import compile_program, fit
 from irc.compiler.model_source import Loaded, Source, load, training_loss
-from irc.compiler.optimize import cost_passes
-from irc.compiler.tiers import device_of, measured, offer, places
+from irc.compiler.request import cost_passes
+from irc.compiler.tiers import device_of, measured_tiers, offer, tier_places
 from irc.compiler.training import measured_peak_bytes
 from irc.frontends.torch import Captured, capture
 from irc.ir import Plan, UsageError
@@ -294,8 +294,9 @@ class Fitter:
         captured = time.perf_counter()
         device = device_of(self.copy, original.args)
         offered = [] if swap is None else [offer(swap, settings.profile)]
-        passes = measured([*cost_passes(settings.profile), *offered], device)
-        self.places = places(passes, device)
+        offered = [measured_tiers(step, device) for step in offered]
+        passes = [*cost_passes(settings.profile), *offered]
+        self.places = tuple(place for step in offered for place in tier_places(step, device))
         self.program = PassManager(passes).run(Program(self.captured.graph))
         self.capture_seconds = captured - started
         self.cost_seconds = time.perf_counter() - captured

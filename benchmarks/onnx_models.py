@@ -29,7 +29,7 @@ from torch import Tensor
 from irc.backends.torch import compile_program, fit
 from irc.compiler.onnx_export.differences import apart
 from irc.compiler.onnx_export.export import ExportReport, export_onnx
-from irc.compiler.optimize import cost_passes
+from irc.compiler.request import cost_passes
 from irc.compiler.training import measured_peak_bytes
 from irc.compiler.written_files import replace_section, to_markdown, write_whole
 from irc.frontends.onnx import OnnxModule, from_onnx

@@ -3,52 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from ..backends.torch import (
-    Original,
+    PlanCacheState,
     TierPlace,
+    bind,
     check_places,
-    fit_planned,
-    planning,
     refuse_hooks,
     refuse_unplannable,
-    tracing,
     unfitted,
 )
-from ..backends.torch.guards.attribute_reads import reading
-from ..frontends.torch import Captured, Loss, capture
+from ..frontends.torch import Captured, Loss
 from ..ir import Plan, UsageError
-from ..passes import (
-    Cost,
-    HoldForwards,
-    Observer,
-    OfferTiers,
-    Pass,
-    PlanMemory,
-    Program,
-    ReleaseGradients,
-    SelectCheckpoints,
-    SplitConvolutions,
-)
+from ..passes import PlanMemory, Program
 from ..passes.costs.optimizer_costs import OptimizerFactory
 from ..torch_support.pytree import flatten
-from .compile import Replanner, choose
-from .tiers import device_of, measured, offer, places, what_moves
+from .compile import CompiledCall, compile_call
+from .request import Request
+from .tiers import device_of
 
-__all__ = [
-    "Optimized",
-    "choice_passes",
-    "cost_passes",
-    "hold_passes",
-    "optimize",
-    "optimize_module",
-    "release_passes",
-]
+__all__ = ["Optimized", "optimize", "optimize_module"]
 
 
 @dataclass(frozen=True)
@@ -163,11 +141,20 @@ def optimize(
     Calling the module raises BudgetError, IRC520, when a call unlike the example cannot fit; nothing has run
     then.
     """
-    _check_calls(plans, dynamic)
-    *before, cost = cost_passes(profile)
-    release = release_passes(accumulate=accumulate_gradients, optimizer=optimizer_in_backward)
-    hold = hold_passes(forwards_in_flight, optimizer_in_backward)
-    passes = [*before, *release, *hold, cost, *choice_passes(swap, profile, budget, strategy, time_limit)]
+    request = Request.of(
+        budget,
+        strategy=strategy,
+        time_limit=time_limit,
+        costs=profile,
+        swap=swap,
+        accumulate_gradients=accumulate_gradients,
+        optimizer=optimizer_in_backward,
+        forwards_in_flight=forwards_in_flight,
+        loss=loss,
+        specialize_branches=same_branches,
+        plans=plans,
+        dynamic=dynamic,
+    )
     given = cast(object, example_args)
     if not isinstance(given, Tensor | tuple | list):
         raise UsageError(
@@ -176,173 +163,38 @@ def optimize(
             help="give a tensor, or a tuple of the arguments of one step",
         )
     arguments = (given,) if isinstance(given, Tensor) else tuple(example_args)
-    return optimize_module(
-        model,
-        arguments,
-        passes,
-        kwargs=example_kwargs,
-        loss=loss,
-        same_branches=same_branches,
-        plans=plans,
-        dynamic=dynamic,
-    ).module
-
-
-def _check_calls(plans: object, dynamic: object) -> None:
-    """Refuses malformed options for calls unlike the example."""
-    if isinstance(plans, bool) or not isinstance(plans, int) or plans < 1:
-        raise UsageError(
-            "IRC406",
-            f"plans is {plans!r}, not a number of plans",
-            help="give 1 or more; 1 refuses other calls",
-        )
-    if dynamic not in (None, "batch"):
-        raise UsageError("IRC406", f"dynamic is {dynamic!r}", help='give dynamic="batch", or leave it out')
-    if dynamic is not None and plans == 1:
-        raise UsageError(
-            "IRC406", "dynamic shapes need more than one plan", help="give plans=8, or leave dynamic out"
-        )
-
-
-def release_passes(*, accumulate: object, optimizer: OptimizerFactory | None) -> list[ReleaseGradients]:
-    """The pass that two options of `optimize` ask for, or none.
-
-    Args:
-        accumulate: Its `accumulate_gradients`.
-        optimizer: Its `optimizer_in_backward`.
-
-    Raises:
-        UsageError: IRC406 for what these are not, or both.
-    """
-    if not isinstance(accumulate, bool):
-        raise UsageError("IRC406", f"accumulate_gradients is a {type(accumulate).__name__}, not a bool")
-    if optimizer is not None and not callable(optimizer):
-        raise UsageError(
-            "IRC406",
-            f"optimizer_in_backward is a {type(optimizer).__name__}, not a function of a list of parameters",
-            help="give a function such as lambda params: torch.optim.AdamW(params, lr=1e-3)",
-        )
-    if accumulate and optimizer is not None:
-        raise UsageError(
-            "IRC406",
-            "accumulate_gradients and optimizer_in_backward exclude each other",
-            help="an optimizer in backward takes each gradient and frees it: nothing is accumulated",
-        )
-    if optimizer is not None:
-        return [ReleaseGradients("apply", optimizer)]
-    return [ReleaseGradients("accumulate")] if accumulate else []
-
-
-def hold_passes(count: int, optimizer: OptimizerFactory | None = None) -> list[HoldForwards]:
-    """The pass that `forwards_in_flight` of `optimize` asks for, checked; none for one."""
-    hold = HoldForwards(count)
-    hold.check(applies=optimizer is not None)
-    return [hold] if count > 1 else []
-
-
-def cost_passes(profile: bool | str | None) -> list[Pass]:
-    """What comes before the choice of a schedule; `profile` is that of `optimize`."""
-    if isinstance(profile, str):
-        return [SplitConvolutions(transpose=profile == "cpu"), Cost(profile=profile)]
-    measuring = Cost(profile="cpu") if profile is False else Cost(repeats=8 if profile else 3)
-    return [SplitConvolutions(), measuring]
-
-
-def choice_passes(
-    swap: str | Sequence[str] | None,
-    profile: bool | str | None,
-    budget: int | str,
-    strategy: str,
-    time_limit: float,
-) -> list[Pass]:
-    """What chooses a schedule; the arguments are those of `optimize`.
-
-    Raises:
-        UsageError: IRC423 to IRC429 for what is no tier; IRC408 for a machine without such a tier.
-    """
-    if swap is None:
-        return [SelectCheckpoints(budget=budget, strategy=strategy, time_limit=time_limit)]
-    tiers, offloaded = what_moves(swap)
-    select = PlanMemory(budget=budget, strategy=strategy, time_limit=time_limit, offload=offloaded)
-    return [offer(tiers, profile), select]
-
-
-def check_options(passes: Sequence[Pass]) -> None:
-    """Refuses malformed options.
-
-    Raises:
-        UsageError: IRC401, IRC403, IRC407, IRC410, IRC413 to IRC418, or IRC565.
-    """
-    for step in passes:
-        if isinstance(step, Cost | HoldForwards | OfferTiers | ReleaseGradients | SelectCheckpoints):
-            step.check()
-
-
-def check_passes(passes: Sequence[Pass]) -> None:
-    """Refuses a pipeline with malformed options, or that chooses nothing, before a model is traced.
-
-    Raises:
-        UsageError: IRC401, IRC403, IRC407 or IRC413 for an option; IRC405 when no pass chooses a schedule.
-    """
-    check_options(passes)
-    if not any(isinstance(step, SelectCheckpoints) for step in passes):
-        raise UsageError(
-            "IRC405", "no pass of the pipeline chooses a schedule", help="add select-checkpoints{budget=...}"
-        )
+    return optimize_module(model, arguments, request, example_kwargs).module
 
 
 def optimize_module(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    passes: Sequence[Pass],
-    *,
-    kwargs: Mapping[str, Any] | None = None,
-    loss: Loss | None = None,
-    same_branches: bool = False,
-    observers: Sequence[Observer] = (),
-    plans: int = 1,
-    dynamic: str | None = None,
+    model: nn.Module, args: tuple[Any, ...], request: Request, kwargs: Mapping[str, Any] | None = None
 ) -> Optimized:
-    """Captures a module, runs passes over its graph, and fits the schedule that they choose.
+    """Fits a module to a request: an empty cache of plans is bound to it, and misses the example first.
 
     Args:
         model: The module.
         args: Example arguments.
-        passes: A pipeline in which one pass chooses a schedule.
+        request: What is asked of its plans.
         kwargs: Example keyword arguments.
-        loss: As in `optimize`.
-        same_branches: As in `optimize`.
-        observers: Told of each pass.
-        plans: As in `optimize`; 1 refuses other calls than the example.
-        dynamic: As in `optimize`.
 
     Raises:
-        UsageError: IRC405 when no pass chooses a schedule; IRC406 when `model` is no module.
+        UsageError: IRC406 if `model` is not a module, or `kwargs` not a mapping.
     """
     if not isinstance(cast(object, model), nn.Module):
         raise UsageError("IRC406", f"the model is a {type(model).__name__}, not a torch.nn.Module")
-    if loss is not None and not callable(loss):
-        raise UsageError("IRC406", f"the loss is a {type(loss).__name__}, not a function of the result")
     if kwargs is not None and not isinstance(cast(object, kwargs), Mapping):
         raise UsageError("IRC406", f"example_kwargs is a {type(kwargs).__name__}, not a dict")
-    check_passes(passes)
-    refuse_unplannable(model, flatten((args, kwargs))[0])
+    leaves = flatten((args, kwargs))[0]
+    refuse_unplannable(model, leaves)
     model = unfitted(model)
     refuse_hooks(model)
-    device = device_of(model, flatten((args, kwargs))[0])
-    have_offloaded = any(isinstance(step, PlanMemory) and step.which for step in passes)
-    check_places(places(passes, device), {str(device)}, have_offloaded=have_offloaded)
-    passes = measured(passes, device)
-    with planning, torch.inference_mode(False):  # under it there is no backward
-        original = Original(model)
-        with tracing(), reading() as readings:
-            captured = capture(original.module, args, kwargs, loss=loss, same_branches=same_branches)
-        choice = choose(model, captured, passes, observers=observers)
-    replan = None
-    if plans > 1:
-        carries = dynamic is not None
-        replan = Replanner.of(choice, passes, loss, same_branches=same_branches, carries=carries)
-    fitting = replace(choice.fitting, reads=original.reads(), names=readings.of(original.module))
-    tiers = places(passes, device)
-    module = fit_planned(model, fitting, choice.optimizers, replan=replan, limit=plans, tiers=tiers)
-    return Optimized(module, captured, choice.program, tiers)
+    device = device_of(model, leaves)
+    places = request.tier_places(device)
+    have_offloaded = isinstance(request.plan, PlanMemory) and bool(request.plan.which)
+    check_places(places, {str(device)}, have_offloaded=have_offloaded)
+    plans_eval = not model.training
+    cache = PlanCacheState(compile_call, request.on(device), request.plans, plans_eval, tiers=places)
+    fitted, plans = bind(model, cache)
+    made = plans.warm(fitted, args, dict(kwargs or {}))
+    assert isinstance(made, CompiledCall)
+    return Optimized(fitted, made.captured, made.program, places)

@@ -11,11 +11,11 @@ import torch
 
 from ..backends.torch import DiskPlace, HostPlace, TierPlace
 from ..ir import Tier, UsageError, parse_tiers
-from ..passes import OFFLOADABLE, OfferTiers, Pass
+from ..passes import OFFLOADABLE, OfferTiers
 from ..passes.costs.measure_tiers import measure_tier, tier_bytes
 from ..passes.costs.this_machine import this_machine
 
-__all__ = ["device_of", "measured", "offer", "places", "what_moves"]
+__all__ = ["device_of", "measured_tiers", "offer", "tier_places", "what_moves"]
 
 
 def what_moves(swap: str | Sequence[str]) -> tuple[list[str], str]:
@@ -69,22 +69,19 @@ def offer(swap: str | Sequence[str], profile: bool | str | None) -> OfferTiers:
     return found
 
 
-def measured(passes: Sequence[Pass], device: torch.device) -> list[Pass]:
-    """The passes, with the tiers of this machine where a pass offers those.
+def measured_tiers(offer: OfferTiers, device: torch.device) -> OfferTiers:
+    """The pass, with the tiers of this machine measured if it offers those.
 
     They are as `irc machine` measured them, or else measured now, for a second each; in seconds of one
     thread of the CPU, as measured costs are.
 
     Args:
-        passes: A pipeline.
+        offer: What is offered.
         device: Where the model is.
     """
-    return [
-        replace(step, tiers=tuple(_measured(step, device)))
-        if isinstance(step, OfferTiers) and not step.machine and not step.tiers
-        else step
-        for step in passes
-    ]
+    if offer.machine or offer.tiers:
+        return offer
+    return replace(offer, tiers=tuple(_measured(offer, device)))
 
 
 def _measured(step: OfferTiers, device: torch.device) -> list[Tier]:
@@ -133,26 +130,24 @@ def _speedup(device: torch.device) -> float:
     return max(seconds(1) / seconds(threads), 1.0)
 
 
-def places(passes: Sequence[Pass], device: torch.device) -> tuple[TierPlace, ...]:
-    """Where the tiers of a pipeline are for a module on `device`.
+def tier_places(offer: OfferTiers, device: torch.device) -> tuple[TierPlace, ...]:
+    """Where the tiers that are offered are for a module on `device`.
 
-    A plan for another machine may name the host of a GPU; where the module is on the CPU, what goes there
+    A plan for another machine may name the host of a GPU; if the module is on the CPU, what goes there
     is written to a scratch file: the numbers and the memory beside it are the same.
     """
     found: dict[str, TierPlace] = {}
-    for step in passes:
-        if isinstance(step, OfferTiers):
-            known = {tier.name: tier for tier in (step.offered() if step.machine else step.tiers)}
-            for request in step.requests():
-                tier = known.get(request.name)
-                nbytes = _UNLIMITED if tier is None else tier.capacity_bytes
-                is_duplex = tier is None or tier.is_duplex
-                elsewhere = bool(step.machine) and device.type == "cpu"
-                if request.name == "host" and not elsewhere:
-                    found[request.name] = HostPlace(request.name, nbytes)
-                else:
-                    folder = request.folder or None
-                    found[request.name] = DiskPlace(request.name, nbytes, folder, is_duplex=is_duplex)
+    known = {tier.name: tier for tier in (offer.offered() if offer.machine else offer.tiers)}
+    for request in offer.requests():
+        tier = known.get(request.name)
+        nbytes = _UNLIMITED if tier is None else tier.capacity_bytes
+        is_duplex = tier is None or tier.is_duplex
+        elsewhere = bool(offer.machine) and device.type == "cpu"
+        if request.name == "host" and not elsewhere:
+            found[request.name] = HostPlace(request.name, nbytes)
+        else:
+            folder = request.folder or None
+            found[request.name] = DiskPlace(request.name, nbytes, folder, is_duplex=is_duplex)
     return tuple(found.values())
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from benchmarks import models
 from irc.backends.torch import compile_program, fit
 from irc.compiler.model_source import training_loss
-from irc.compiler.optimize import cost_passes
+from irc.compiler.request import cost_passes
 from irc.compiler.training import measured_peak_bytes
 from irc.frontends.torch import capture
 from irc.ir import BudgetError, Plan

@@ -5,26 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from contextlib import AbstractContextManager
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..ir import UsageError
+from .options import mark, optimizer_of, source_of
+from .progress import Progress
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from ..compiler.model_source import Source
-
-__all__ = ["Phases", "add_pipeline", "is_pipeline", "optimize_pipeline", "run_written"]
-
-
-class Phases(Protocol):
-    """What tells the user what is going on."""
-
-    def phase(self, what: str) -> AbstractContextManager[None]:
-        """Around something that takes time."""
-        ...
+__all__ = ["add_pipeline", "is_pipeline", "optimize_pipeline", "run_written"]
 
 
 def add_pipeline(parser: argparse.ArgumentParser) -> None:
@@ -102,9 +93,9 @@ def is_pipeline(options: argparse.Namespace) -> bool:
     return False
 
 
-def optimize_pipeline(options: argparse.Namespace, source: Source, progress: Phases, mark: Marker) -> int:
-    """Plans a pipeline, and writes it where the user asks for that."""
-    from ..compiler.optimizers import parse_optimizer
+def optimize_pipeline(options: argparse.Namespace) -> int:
+    """Plans a pipeline, and writes it if the user asks for that."""
+    source, progress = source_of(options), Progress(options)
     from ..compiler.pipeline.request import AUTO, PipelineRequest
 
     for name in _ALONE:
@@ -133,7 +124,7 @@ def optimize_pipeline(options: argparse.Namespace, source: Source, progress: Pha
         options.time_limit,
         options.profile,
         options.checkpoint,
-        None if options.optimizer is None else parse_optimizer(options.optimizer),
+        optimizer_of(options),
         options.link,
         options.partition,
         options.swap,
@@ -144,38 +135,30 @@ def optimize_pipeline(options: argparse.Namespace, source: Source, progress: Pha
 
         check_target(options.output)
     with progress.phase(f"loading {options.model}"):
+        from functools import lru_cache
+
         from torch import Tensor
 
-        from ..compiler.model_source import Loaded, load_for_micro_batches
-        from ..compiler.pipeline.api import Pipeline
-        from ..compiler.pipeline.auto import choose, considered_lines
-        from ..compiler.pipeline.micro_batches import batch_of, micro_batches_of
-        from ..compiler.pipeline.plan import captured_micro_batch, plan_stages
-        from ..frontends.torch import Captured
+        from ..compiler.model_source import load_for_micro_batches
+        from ..compiler.pipeline.api import compile_pipeline
+        from ..compiler.pipeline.auto import considered_lines
         from ..torch_support.pytree import flatten
 
-        def load(count: int) -> Loaded:
+        @lru_cache(maxsize=1)  # weights are in memory once
+        def load(count: int) -> tuple[nn.Module, tuple[Any, ...]]:
             loaded = load_for_micro_batches(source, count)
             mark(loaded.module, options)
-            return loaded
+            return loaded.module, loaded.args
 
-        def capture(count: int, loaded: Loaded) -> Captured:
-            return captured_micro_batch(loaded.module, micro_batches_of(loaded.args, count)[0], None)
-
-        loaded = load(1 if request.micro_batches == AUTO else request.count_of_micro_batches)
+        load(1 if request.micro_batches == AUTO else request.count_of_micro_batches)
     with progress.phase("capturing, measuring and planning"):
-        if request.is_open:
-            choice = choose(lambda count: capture(count, load(count)), request, batch_of(loaded.args))
-            loaded = load(choice.request.count_of_micro_batches)
-            pipeline = Pipeline(loaded.module, choice.captured, choice.stages, None, choice.considered)
-        else:
-            captured = capture(request.count_of_micro_batches, loaded)
-            pipeline = Pipeline(loaded.module, captured, plan_stages(captured, request))
+        pipeline = compile_pipeline(load, request)
     if options.output is not None:
         from ..compiler.pipeline.artifact import write_pipeline
 
         with progress.phase(f"writing {options.output}"):
-            examples = [leaf for leaf in flatten(loaded.args)[0] if isinstance(leaf, Tensor)]
+            leaves = flatten(load(pipeline.plan.micro_batches)[1])[0]
+            examples = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             write_pipeline(options.output, pipeline, source, examples)
     if options.json:
         considered = [asdict(one) for one in pipeline.considered]
@@ -206,14 +189,6 @@ def _budgets(options: argparse.Namespace) -> list[str]:
     budgets: list[str] = options.budget.split(",")
     is_one = len(budgets) == 1 and isinstance(options.stages, int)
     return budgets * max(options.stages, 1) if is_one else budgets
-
-
-class Marker(Protocol):
-    """Puts the annotations of the command line on a model."""
-
-    def __call__(self, module: nn.Module, options: argparse.Namespace) -> None:
-        """Marks its submodules."""
-        ...
 
 
 def run_written(options: argparse.Namespace) -> int:

@@ -2,17 +2,25 @@
 
 from .alive import AliveTensors, storage_key
 from .cache_entry import check_tensor
-from .compiled_plan import CompiledPlan, Replan, Replanned, ReservedMemory, pack_signature, unpack_signature
+from .compiled_plan import (
+    Compilation,
+    Compile,
+    CompiledPlan,
+    ReservedMemory,
+    pack_signature,
+    unpack_signature,
+)
 from .deliver import deliver
 from .emit import emit_source, saved_values
 from .guards.attribute_reads import reading
 from .history import held_by_history
 from .hooks import refuse_hooks
-from .module import fit, fit_planned
+from .module import bind, fit
 from .offload import DiskPlace, FakePlace, HostPlace, TierPlace, Tiers, check_places
 from .original import Original, unfitted
 from .pending_backward import PendingBackward
 from .plan_cache import PlannedCall
+from .plan_cache_state import PlanCacheState
 from .program import Program, compile_program
 from .standalone import StandaloneModule
 from .step import run_step
@@ -21,27 +29,28 @@ from .wrappers import refuse_unplannable
 
 __all__ = [
     "AliveTensors",
+    "Compilation",
+    "Compile",
     "CompiledPlan",
     "DiskPlace",
     "FakePlace",
     "HostPlace",
     "Original",
     "PendingBackward",
+    "PlanCacheState",
     "PlannedCall",
     "Program",
-    "Replan",
-    "Replanned",
     "ReservedMemory",
     "StandaloneModule",
     "TierPlace",
     "Tiers",
+    "bind",
     "check_places",
     "check_tensor",
     "compile_program",
     "deliver",
     "emit_source",
     "fit",
-    "fit_planned",
     "held_by_history",
     "pack_signature",
     "planning",

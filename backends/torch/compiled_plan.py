@@ -1,10 +1,10 @@
-"""What planning of one call gives, and what plans other calls."""
+"""The plan of one call as it runs, and the compiler as plan caches see it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +18,14 @@ from .guards.attribute_reads import Names, differences
 from .guards.module_state import Attributes, State
 from .program import Program
 
-__all__ = ["CompiledPlan", "Replan", "Replanned", "ReservedMemory", "pack_signature", "unpack_signature"]
+__all__ = [
+    "Compilation",
+    "Compile",
+    "CompiledPlan",
+    "ReservedMemory",
+    "pack_signature",
+    "unpack_signature",
+]
 
 
 @dataclass(frozen=True)
@@ -70,10 +77,10 @@ class CompiledPlan:
 
     def __reduce__(self) -> tuple[Any, ...]:
         known = {each.name: getattr(self, each.name) for each in fields(self)}
-        return _fitting, ({**known, "signature": pack_signature(self.signature)},)
+        return _compiled_plan, ({**known, "signature": pack_signature(self.signature)},)
 
 
-def _fitting(known: dict[str, Any]) -> CompiledPlan:
+def _compiled_plan(known: dict[str, Any]) -> CompiledPlan:
     known["signature"] = unpack_signature(known["signature"])
     return CompiledPlan(**known)
 
@@ -110,17 +117,20 @@ class ReservedMemory:
     constants_bytes: int
 
 
-class Replanned(NamedTuple):
-    """What planning for another call gives.
+@dataclass(frozen=True)
+class Compilation:
+    """What the compiler makes of a call.
 
     Args:
-        fitting: What was planned.
+        compiled: The plan of the call.
         optimizers: Those of parameters that had none before, by name.
+        request: What later calls are compiled with.
     """
 
-    fitting: CompiledPlan
+    compiled: CompiledPlan
     optimizers: Mapping[str, Optimizer]
+    request: Any
 
 
-Replan = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], ReservedMemory], Replanned]
-"""Plans a call (module, positional and keyword arguments) within the budget of the first plan, in bytes."""
+Compile = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any, ReservedMemory], Compilation]
+"""Compiles a call (module, positional and keyword arguments) as a request asks, beside what is reserved."""

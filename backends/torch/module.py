@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from ...ir import IrcError, Location, Plan, Signature
-from .compiled_plan import CompiledPlan, Replan
+from .compiled_plan import CompiledPlan
 from .deliver import deliver, deliver_leaf
 from .hooks import refuse_hooks
 from .offload import TierPlace, Traffic
@@ -23,7 +23,7 @@ from .program import Program
 from .step import run_step
 from .wrappers import refuse_shards
 
-__all__ = ["fit", "fit_planned"]
+__all__ = ["bind", "fit"]
 
 
 def fit(
@@ -34,67 +34,56 @@ def fit(
     optimizers: Mapping[str, Optimizer] | None = None,
     tiers: Sequence[TierPlace] = (),
 ) -> nn.Module:
-    """As `fit_planned`, for this one program: other calls are refused.
+    """Binds one program to a module; other calls than its own are refused.
 
     Args:
         module: What was captured.
         program: What its schedule compiled to.
         signature: How to call it.
         plan: Its certificate.
-        optimizers: Where the program applies gradients: an optimizer of each parameter alone, by its name.
-        tiers: Where the tiers are that the program copies to.
-    """
-    return fit_planned(module, CompiledPlan(program, signature, plan), optimizers or {}, tiers=tiers)
-
-
-def fit_planned(
-    module: nn.Module,
-    fitting: CompiledPlan,
-    optimizers: Mapping[str, Optimizer],
-    *,
-    replan: Replan | None = None,
-    limit: int = 1,
-    tiers: Sequence[TierPlace] = (),
-) -> nn.Module:
-    """A module that trains by planned programs and is in every other way `module`.
-
-    It is of a subclass of the module's class and shares its parameters, buffers, submodules and hooks.
-    With gradients enabled and in training it runs the program for the call, and plans one where there is
-    none; in eval() or under no_grad it runs the original forward.
-
-    Args:
-        module: What was captured; a fitted module stands for the one that it was made of.
-        fitting: The plan for the example arguments. Its certificate becomes the attribute `irc_plan`, and
-            `plan` where the module has none of its own.
-        optimizers: Where the program applies gradients: an optimizer of each parameter alone, by its name.
-        replan: Plans calls of other shapes, in other modes and so on; None refuses them.
-        limit: How many plans are kept.
-        tiers: Where the tiers are that plans copy to, one for each name.
+        optimizers: The optimizer of each parameter alone, by its name, if the program applies gradients.
+        tiers: Where the tiers are that the program copies to, one for each name.
 
     Raises:
         TierError: IRC575 or IRC576 for a tier that is not made for the plan's tensors, or not given.
         UnsupportedError: IRC505 for hooks on submodules; IRC509 and IRC510 for what stands in the way of
             releasing gradients.
     """
+    compiled = CompiledPlan(program, signature, plan)
+    plans_eval = not dict(signature.modes)[""]
+    fittings, tiers = (compiled,), tuple(tiers)
+    fitted, plans = bind(
+        module, PlanCacheState(None, None, 1, plans_eval, fittings, plan, optimizers or {}, tiers=tiers)
+    )
+    plans.check()
+    return fitted
+
+
+def bind(module: nn.Module, state: PlanCacheState) -> tuple[nn.Module, PlanCache]:
+    """Binds a cache of plans to a module: makes one that trains by them, and is in every other way `module`.
+
+    It is of a subclass of the module's class and shares its parameters, buffers, submodules and hooks.
+    With gradients enabled and in training it runs the program of the call, which is compiled if the cache
+    misses it; in eval() or under no_grad it runs the original forward. The certificate of the first plan is
+    its attribute `irc_plan`, and `plan` if the module has none of its own.
+
+    Args:
+        module: What trains.
+        state: The cache, which may be empty.
+
+    Returns:
+        The module, and its cache.
+
+    Raises:
+        UnsupportedError: IRC505 for hooks on submodules.
+    """
     module = unfitted(module)
     refuse_hooks(module)
     fitted = object.__new__(fitted_class(_Fitted, module))
     fitted.__dict__.update({ORIGINAL: module, **vars(module)})
     fitted.__dict__.pop("forward", None)
-    plans_eval = not dict(fitting.signature.modes)[""]
-    unbound = PlanCacheState(
-        (fitting,),
-        fitting.plan,
-        plans_eval,
-        optimizers,
-        replan,
-        limit,
-        reserved=fitting.reserved,
-        tiers=tuple(tiers),
-    )
-    plans = fitted.__dict__[FITTED] = PlanCache(unbound, fitted)
-    plans.check()
-    return fitted
+    plans = fitted.__dict__[FITTED] = PlanCache(state, fitted)
+    return fitted, plans
 
 
 class _Fitted(Persistent):

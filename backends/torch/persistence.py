@@ -23,7 +23,7 @@ from .plan_cache_state import PlanCacheState
 
 __all__ = ["Persistent", "fitted_class"]
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The plans of a fitted module: one for each kind of call that came, the least recently used given up."""
+"""The plan cache of a fitted module: one plan for each kind of call; the least recently used is given up."""
 
 # torch tells of its dispatch modes through no other door.
 # pyright: reportPrivateUsage=false
@@ -13,6 +13,7 @@ from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -21,7 +22,7 @@ from ...ir import BudgetError, IrcError, Plan, UnsupportedError, UsageError, for
 from ...torch_support.autocast import autocast_state
 from ...torch_support.pytree import flatten_arguments
 from .cache_entry import CacheEntry, Explain
-from .compiled_plan import CompiledPlan, Replan, ReservedMemory
+from .compiled_plan import Compilation, CompiledPlan, ReservedMemory
 from .constants import constants_of, fits_beside, sharing, storage_bytes
 from .guards.call_key import CallKey, GuardFailure, other_part
 from .guards.module_state import Snapshot
@@ -61,7 +62,7 @@ class PlanCache:
 
     def __init__(self, unbound: PlanCacheState, root: nn.Module) -> None:
         self.first_plan, self._plans_eval = unbound.first_plan, unbound.plans_eval
-        self._replan, self.limit = unbound.replan, unbound.limit
+        self._compile, self._request, self.limit = unbound.compile, unbound.request, unbound.limit
         self.release = OptimizersInBackward(unbound.optimizers)
         self.in_flight = InFlight()
         self.tiers = Tiers(unbound.tiers)
@@ -89,12 +90,13 @@ class PlanCache:
                     for fitting in self.fittings
                 )
         return PlanCacheState(
+            self._compile,
+            self._request,
+            self.limit,
+            self._plans_eval,
             fittings,
             self.first_plan,
-            self._plans_eval,
             self.release.optimizers,
-            self._replan,
-            self.limit,
             self.reserved,
             self.tiers.places,
         )
@@ -155,7 +157,7 @@ class PlanCache:
             found = self._hit(call)
         if callable(found):
             difference = found()
-            if self._replan is None:
+            if self._request is None:
                 raise difference.error()
             if not call.trains():
                 return None
@@ -167,9 +169,29 @@ class PlanCache:
                 with settled:
                     found = self._hit(call)  # another thread may have planned it by now
                 if callable(found):
-                    found = self._plan(self._replan, root, call, found())
+                    found = self._plan(root, call, found())
         bound, inputs = found
         return bound.fitting, inputs
+
+    def warm(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compilation:
+        """Plans the example's call, which misses an empty cache as any other call does.
+
+        Raises:
+            IrcError: As the compiler raises it; the module is as it was.
+            TierError: IRC575 or IRC576 for a tier that is not made for the plan's tensors, or not given.
+            UnsupportedError: IRC509 and IRC510 for what stands in the way of releasing gradients.
+        """
+        with planning:
+            original = Original(root)
+            made, reserved = self._compiled(original, args, kwargs)
+            with settled:
+                snapshot = self._current(root)
+                bound = self._entry(made, original, root, snapshot, reserved)
+                self._adopt(bound, made.optimizers)
+                self._add(bound)
+            self.first_plan = made.compiled.plan
+            self._request = made.request if self.limit > 1 else None
+        return made
 
     # ------------------------------------------------------------------ looking up
 
@@ -177,7 +199,7 @@ class PlanCache:
         """The modules as they are now; plans for other modules are given up."""
         part = self._snapshot.other_part()
         if part is not None:
-            if self._replan is None:
+            if self._request is None:
                 raise other_part(part).error()
             self._bound, self._snapshot = (), Snapshot(root)
         elif not self._snapshot.has_same_state(root):
@@ -207,16 +229,47 @@ class PlanCache:
 
     # ------------------------------------------------------------------ planning
 
+    def _compiled(
+        self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Compilation, ReservedMemory]:
+        """A call compiled, and what its plan counts beside itself."""
+        assert self._compile is not None
+        reserved = ReservedMemory(dict(self.reserved), storage_bytes(constants_of(self.fittings)))
+        with torch.inference_mode(False):  # under it there is no backward
+            return self._compile(original.module, args, kwargs, self._request, reserved), reserved
+
+    def _entry(
+        self,
+        made: Compilation,
+        original: Original,
+        root: nn.Module,
+        snapshot: Snapshot,
+        reserved: ReservedMemory,
+        reason: str | None = None,
+    ) -> CacheEntry:
+        """A compiled call bound to its module."""
+        written = constants_of(self.fittings, are_held=False)
+        compiled = made.compiled.placed(root)
+        return CacheEntry(
+            replace(
+                compiled,
+                program=sharing(compiled.program, written, compiled.places or ()),
+                reads=original.reads(),
+                state=snapshot.state,
+                constants_bytes=reserved.constants_bytes,
+                reason=reason or compiled.reason,
+            ),
+            root,
+        )
+
     def _plan(
-        self, replan: Replan, root: nn.Module, call: CallKey, difference: GuardFailure
+        self, root: nn.Module, call: CallKey, difference: GuardFailure
     ) -> tuple[CacheEntry, list[Tensor]]:
-        """A new plan for a call, and its inputs."""
+        """A new plan for a call that differs from those before, and its inputs."""
         started = time.perf_counter()
         original = Original(root)
-        known, written = constants_of(self.fittings), constants_of(self.fittings, are_held=False)
-        beside = ReservedMemory(dict(self.reserved), storage_bytes(known))
         try:
-            fitting, optimizers = replan(original.module, call.args, call.kwargs, beside)
+            made, reserved = self._compiled(original, call.args, call.kwargs)
         except BudgetError as error:
             raise BudgetError(
                 "IRC520",
@@ -229,18 +282,7 @@ class PlanCache:
         except IrcError as error:
             error.add_note(f"while planning for another call: {difference.message}")
             raise
-        fitting = fitting.placed(root)
-        bound = CacheEntry(
-            replace(
-                fitting,
-                program=sharing(fitting.program, written, fitting.places or ()),
-                reads=original.reads(),
-                state=call.snapshot.state,
-                constants_bytes=beside.constants_bytes,
-                reason=difference.message,
-            ),
-            root,
-        )
+        bound = self._entry(made, original, root, call.snapshot, reserved, difference.message)
         with settled:
             found = bound.bind(call)
             if callable(found):
@@ -249,7 +291,7 @@ class PlanCache:
                     f"the call does not match the plan that was made for it: {found().message}",
                     help="do not change the module or its arguments from another thread meanwhile",
                 )
-            self._adopt(bound, optimizers)
+            self._adopt(bound, made.optimizers)
             given_up = self._add(bound)
         self._tell(bound, time.perf_counter() - started, given_up)
         return bound, found

@@ -13,7 +13,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from ...ir import Plan
-from .compiled_plan import CompiledPlan, Replan
+from .compiled_plan import Compile, CompiledPlan
 from .offload import TierPlace
 
 __all__ = ["PlanCacheState"]
@@ -24,26 +24,28 @@ _trial = threading.local()
 
 @dataclass(frozen=True)
 class PlanCacheState:
-    """Plans apart from their module.
+    """A cache of plans apart from its module.
 
     Args:
-        fittings: What was planned, the most recently used first.
-        first_plan: The plan for the example arguments, which may be given up by now.
-        plans_eval: Whether the root was in eval() in the example's call.
-        optimizers: Where gradients are applied: an optimizer of each parameter alone, by its name.
-        replan: Plans other calls; None where they are refused.
+        compile: Compiles what misses.
+        request: What is asked of its plans; None refuses calls that miss.
         limit: How many plans are kept.
+        plans_eval: Whether a call in eval() is a step of training: the root was in eval() when it was bound.
+        fittings: The plans, the most recently used first.
+        first_plan: The plan of the example arguments, which may be given up by now.
+        optimizers: The optimizer of each parameter alone, by its name, if gradients are applied.
         reserved: What the gradients that any plan so far released take from step to step, by the name of the
             parameter: bytes of `.grad`, or of the optimizer's state.
         tiers: Where the tiers are that plans copy to; each module opens its own.
     """
 
-    fittings: tuple[CompiledPlan, ...]
-    first_plan: Plan | None
+    compile: Compile | None
+    request: Any
+    limit: int
     plans_eval: bool
+    fittings: tuple[CompiledPlan, ...] = ()
+    first_plan: Plan | None = None
     optimizers: Mapping[str, Optimizer] = field(default_factory=dict[str, Optimizer])
-    replan: Replan | None = None
-    limit: int = 1
     reserved: Mapping[str, int] = field(default_factory=dict[str, int])
     tiers: tuple[TierPlace, ...] = ()
 
@@ -55,18 +57,18 @@ class PlanCacheState:
         known["fittings"] = tuple(
             each for each in self.fittings if _why_not((each.state, each.reads)) is None
         )
-        why_not = _why_not(self.replan)
+        why_not = _why_not(self.request)
         if why_not is not None:
-            known["replan"] = None
+            known["request"] = None
             _log.warning(
                 "a fitted module is pickled without what plans other calls, and refuses them when it is "
                 "read: its loss or its optimizer cannot be pickled (%s)",
                 why_not,
             )
-        return _unbound, (known,)
+        return _plan_cache_state, (known,)
 
 
-def _unbound(known: dict[str, Any]) -> PlanCacheState:
+def _plan_cache_state(known: dict[str, Any]) -> PlanCacheState:
     return PlanCacheState(**known)
 
 

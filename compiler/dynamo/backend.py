@@ -17,9 +17,8 @@ from torch.utils import _pytree as pytree
 from ...backends.torch import check_tensor, deliver, planning, run_step, tracing
 from ...frontends.torch import capture_graph, forward_bytes, graph_name, lifted_names, tensors_of_frame
 from ...ir import Plan, UsageError, parse_budget
-from ...passes import PassManager, Program, SelectCheckpoints
 from ...passes.subgraphs.subgraph import SubgraphSolutions
-from ..optimize import check_options, cost_passes
+from ..request import Request
 from .pending_runs import Variant
 from .step_budget import StepBudget
 
@@ -103,8 +102,7 @@ class Backend:
                     "it takes without a plan",
                 )
         self.__name__ = "irc"  # torch.compile asks for it
-        self._passes = cost_passes(profile)
-        check_options([*self._passes, SelectCheckpoints(budget, time_limit=time_limit)])
+        self._request = Request.of(budget, time_limit=time_limit, costs=profile)
         outside_bytes = None if outside is None else parse_budget(outside) if outside else 0
         known = () if model is None else (*model.parameters(), *model.buffers())
         self._budget = StepBudget(parse_budget(budget), time_limit, outside_bytes, known)
@@ -188,7 +186,7 @@ class Backend:
             _LOG.info("%s has nothing to differentiate and runs as it is", name)
             return Unplanned(name, forward_bytes(graph, args) if torch.is_grad_enabled() else 0)
         with planning, torch._C._DisableAutocast():  # pyright: ignore[reportPrivateUsage]
-            program = PassManager(self._passes).run(Program(captured.captured.graph))
+            program = self._request.costed(captured.captured.graph)
         return Variant(name, captured, SubgraphSolutions(program))
 
 

@@ -16,7 +16,6 @@ from ...frontends.torch import Loss, capture
 from ...ir import BudgetError, Plan, TimeLimitError, UsageError, format_bytes, parse_budget
 from ...passes import (
     OfferTiers,
-    PassManager,
     PlanMemory,
     Planner,
     Program,
@@ -27,8 +26,8 @@ from ...passes.offload.remat_and_offload import SwapProblem
 from ...passes.offload.strategies import LOOK_AHEADS, SWAP_STRATEGIES, lms_all
 from ...passes.remat.strategies import known_strategies
 from ...torch_support.pytree import flatten
-from ..optimize import check_options, cost_passes
-from ..tiers import device_of, measured, offer, places
+from ..request import Request
+from ..tiers import device_of, measured_tiers, offer, tier_places
 from .front import PROOF_GAP, Front, Known, Point, Refusal, Survey
 from .journal import Identity, Journal, check_folder
 
@@ -110,10 +109,8 @@ class Sweep:
         if self.offered is None:
             return self
         device = device_of(model, leaves)
-        check_places(places([self.offered], device), {str(device)})
-        (offered,) = measured([self.offered], device)
-        assert isinstance(offered, OfferTiers)
-        return replace(self, offered=offered)
+        check_places(tier_places(self.offered, device), {str(device)})
+        return replace(self, offered=measured_tiers(self.offered, device))
 
     def budget_bytes(self, minimum_bytes: int, baseline_bytes: int) -> tuple[int, ...]:
         """The budgets in bytes, the largest first."""
@@ -194,15 +191,14 @@ def pareto(
     offered = None if swap is None else offer(swap, profile)
     sweep = Sweep(points, tuple(budgets), strategy, time_limit, offered)
     sweep.check()
-    passes = cost_passes(profile)
-    check_options(passes)
+    request = Request.of("100%", costs=profile)
     args = _checked(model, example_args, example_kwargs, loss)
     target = None if folder is None else Path(folder)
     if target is not None:
         check_folder(target, restart=restart)
     sweep = sweep.measured(model, flatten((args, example_kwargs))[0])
     captured = capture(model, args, example_kwargs, loss=loss)
-    program = PassManager(passes).run(Program(captured.graph))
+    program = request.costed(captured.graph)
     return trace_front(program, type(model).__name__, sweep, folder=target, restart=restart)
 
 

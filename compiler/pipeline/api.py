@@ -23,7 +23,7 @@ from .plan import captured_micro_batch, plan_stages
 from .request import AUTO, PipelineRequest
 from .trainer import PipelineLoss, PipelineTrainer, Stages, state_of
 
-__all__ = ["Pipeline", "pipeline"]
+__all__ = ["Pipeline", "compile_pipeline", "pipeline"]
 
 
 @dataclass(frozen=True)
@@ -150,15 +150,37 @@ def pipeline(
         swap,
     )
     request.check()
+    return compile_pipeline(lambda count: (model, arguments), request, loss)
+
+
+def compile_pipeline(
+    load: Callable[[int], tuple[nn.Module, tuple[Any, ...]]],
+    request: PipelineRequest,
+    loss: PipelineLoss | None = None,
+) -> Pipeline:
+    """Compiles a pipeline as a request asks, or the best of those that it leaves open.
+
+    Args:
+        load: The model for a number of micro-batches, with the arguments of a whole batch.
+        request: What is asked, checked.
+        loss: As in `irc.pipeline`.
+
+    Raises:
+        IrcError: As `irc.pipeline`.
+    """
 
     def capture(count: int) -> Captured:
-        return captured_micro_batch(model, micro_batches_of(arguments, count)[0], loss)
+        model, args = load(count)
+        return captured_micro_batch(model, micro_batches_of(args, count)[0], loss)
 
+    model, args = load(1 if request.micro_batches == AUTO else request.count_of_micro_batches)
     if dist.is_initialized() and dist.get_world_size() > 1:
-        request = replace(request, devices=dist.get_world_size()) if stages == AUTO else request
-        return _agreed(model, capture, request, batch_of(arguments), loss)
+        if request.devices == AUTO:
+            request = replace(request, devices=dist.get_world_size())
+        return _agreed(model, capture, request, batch_of(args), loss)
     if request.is_open:
-        choice = choose(capture, request, batch_of(arguments))
+        choice = choose(capture, request, batch_of(args))
+        model, _ = load(choice.request.count_of_micro_batches)
         return Pipeline(model, choice.captured, choice.stages, loss, choice.considered)
     captured = capture(request.count_of_micro_batches)
     return Pipeline(model, captured, plan_stages(captured, request), loss)

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from ...frontends.torch import Captured, capture
 from ...ir import BudgetError, Graph, InputRole, UnsupportedError
-from ...passes import Cost, OfferTiers, Program, SplitConvolutions, SplitDropout
+from ...passes import Cost, OfferTiers, PassManager, Program, SplitDropout
 from ...passes.costs.optimizer_costs import OptimizerFactory, step_costs
 from ...passes.pipeline import (
     Devices,
@@ -27,7 +27,7 @@ from ...passes.pipeline import (
 from ...torch_support.pytree import flatten
 from ..model_source import training_loss
 from ..optimizers import DescribedOptimizer
-from ..tiers import measured, places
+from ..tiers import tier_places
 from .request import PipelineRequest
 from .results import own_results
 from .summary import plan_of
@@ -99,20 +99,12 @@ class MicroBatch:
             UnsupportedError: IRC508 for an optimizer that takes no steps parameter by parameter.
             UsageError: As `PipelineRequest.offered`.
         """
-        profile, optimizer = request.profile, request.optimizer
-        if isinstance(profile, str):
-            split, cost = SplitConvolutions(transpose=profile == "cpu"), Cost(profile=profile)
-        else:
-            cost = Cost(profile="cpu") if profile is False else Cost(repeats=8 if profile else 3)
-            split = SplitConvolutions()
-        program = cost.run(replace(split.run(Program(captured.graph)), original=None))
+        stage = request.of_a_stage()
+        prepared = PassManager(stage.preparing).run(Program(captured.graph))
+        program = stage.cost.run(replace(prepared, original=None))
+        optimizer = request.optimizer
         updates = OptimizerSteps() if optimizer is None else updates_of(program.graph, optimizer)
-        offered = request.offered()
-        if offered is not None:
-            (tiers,) = measured([offered], _device(program))
-            assert isinstance(tiers, OfferTiers)
-            offered = tiers
-        return MicroBatch(captured, program, cost, updates, offered)
+        return MicroBatch(captured, program, stage.cost, updates, stage.on(_device(program)).tiers)
 
     @cached_property
     def line(self) -> Line:
@@ -187,7 +179,7 @@ class MicroBatch:
             self.captured.constants,
             plan_of(planned, names, None if optimizer is None else named),
             optimizer,
-            () if self.tiers is None else places([self.tiers], _device(self.program)),
+            () if self.tiers is None else tier_places(self.tiers, _device(self.program)),
         )
 
     def _costed(self, program: Program, parts: int) -> Program:

@@ -10,9 +10,10 @@ import torch
 
 from ...ir import UsageError, format_bytes, parse_budget
 from ...ir.pipeline.schedule import PipelineSchedule
-from ...passes import OfferTiers, PlanMemory
+from ...passes import PlanMemory
 from ...passes.costs.optimizer_costs import OptimizerFactory
 from ...passes.pipeline import PARTITIONS, SCHEDULES, pipeline_schedule
+from ..request import Request
 from ..tiers import offer
 
 __all__ = ["AUTO", "CHECKPOINT_MODES", "DeviceRequest", "PipelineRequest"]
@@ -162,7 +163,7 @@ class PipelineRequest:
                 help=f"choose one of {', '.join(PARTITIONS)}",
             )
         self.link_bytes_per_second()
-        self.offered()
+        self.of_a_stage()
 
     @property
     def is_open(self) -> bool:
@@ -240,13 +241,15 @@ class PipelineRequest:
             )
         return found
 
-    def offered(self) -> OfferTiers | None:
-        """The pass that offers the tiers; None where none is asked for.
+    def of_a_stage(self) -> Request:
+        """The request of a stage; the pipeline's planner gives each stage its part of a device's budget.
 
         Raises:
-            UsageError: As `offer`.
+            UsageError: As `Request.of`; IRC447 if parameters or optimizer state shall live in a tier.
         """
-        return offer(self.swap, self.profile) if self.swap else None
+        if self.swap:
+            offer(self.swap, self.profile)
+        return Request.of(1, costs=self.profile, swap=self.swap or None)
 
     def link_bytes_per_second(self) -> int:
         """Bytes that go from one device to another in a second.

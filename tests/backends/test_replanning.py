@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
 import irc
-from irc.backends.torch import CompiledPlan, Replanned, compile_program, fit_planned
+from irc.backends.torch import Compilation, CompiledPlan, PlanCacheState, bind, compile_program
 from irc.compiler.model_source import training_loss
 from irc.compiler.training import measured_peak_bytes
 from irc.frontends.torch import capture
@@ -792,7 +792,8 @@ def test_a_plan_that_is_not_for_its_call_is_refused() -> None:
     graph = irc.passes.SelectCheckpoints("100%", strategy="keep-all").run(Program(captured.graph))
     assert graph.schedule is not None
     first = CompiledPlan(compile_program(graph.schedule, captured.constants), captured.signature)
-    ours = fit_planned(module, first, {}, replan=lambda *_: Replanned(first, {}), limit=2)
+    state = PlanCacheState(lambda *_: Compilation(first, {}, "any"), "any", 2, False, (first,))
+    ours, _ = bind(module, state)
     with pytest.raises(irc.UsageError, match=r"IRC521.*input 0 is float32\[2, 4\]"):
         ours(*rows(2))
     assert ours(*rows(3)).requires_grad

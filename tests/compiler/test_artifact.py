@@ -19,9 +19,9 @@ from torch.utils import _pytree as pytree
 from irc.compiler import artifact as folders
 from irc.compiler.artifact import check_target, read_folder, write_folder
 from irc.compiler.model_source import Source, load, training_loss
-from irc.compiler.optimize import Optimized, cost_passes, optimize_module
+from irc.compiler.optimize import Optimized, optimize_module
+from irc.compiler.request import Request
 from irc.ir import Delivery, IrcError, Origin, UnsupportedError, UsageError, VerificationError
-from irc.passes import SelectCheckpoints
 
 FILES = ["model.py", "plan.json", "program.irc", "weights.safetensors"]
 
@@ -29,8 +29,8 @@ FILES = ["model.py", "plan.json", "program.irc", "weights.safetensors"]
 def optimized(models: Path, name: str, budget: str = "90%") -> tuple[Optimized, Source, tuple[Tensor, ...]]:
     source = Source(f"{models}:{name}")
     loaded = load(source)
-    passes = [*cost_passes(None), SelectCheckpoints(budget, time_limit=1)]
-    found = optimize_module(loaded.module, loaded.args, passes, loss=training_loss)
+    request = Request.of(budget, time_limit=1, loss=training_loss)
+    found = optimize_module(loaded.module, loaded.args, request)
     examples = pytree.tree_leaves(loaded.args)
     return found, source, tuple(leaf for leaf in examples if isinstance(leaf, Tensor))
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import irc
 from irc.compiler.dynamo.backend import Backend
-from irc.compiler.optimize import cost_passes
+from irc.compiler.request import cost_passes
 from irc.frontends.torch import capture
 from irc.passes import PassManager, Program
 from irc.passes.costs.allocations import peak_bytes

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from irc.compiler.model_source import Source, load, training_loss
-from irc.compiler.optimize import cost_passes
+from irc.compiler.request import cost_passes
 from irc.frontends.torch import capture
 from irc.ir import liveness
 from irc.passes import PassManager, Program, SelectCheckpoints

@@ -1,0 +1,326 @@
+"""A request: what a plan is asked to be, and the one pipeline of passes that follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, cast
+
+import torch
+
+from ..backends.torch import TierPlace, pack_signature, unpack_signature
+from ..frontends.torch import Captured, Loss
+from ..ir import Graph, Signature, UsageError
+from ..passes import (
+    Cost,
+    HoldForwards,
+    Observer,
+    OfferTiers,
+    Pass,
+    PassManager,
+    PlanMemory,
+    Program,
+    ReleaseGradients,
+    SelectCheckpoints,
+    SplitConvolutions,
+)
+from ..passes.costs.optimizer_costs import OptimizerFactory
+from ..passes.costs.table import StepCost
+from .tiers import measured_tiers, offer, tier_places, what_moves
+
+__all__ = ["Example", "Request", "cost_passes"]
+
+
+@dataclass(frozen=True)
+class Example:
+    """The call that the first plan was made for, as plans of other calls need it.
+
+    Args:
+        graph: The call, captured.
+        signature: How it is called.
+        program: Its schedule, if calls that differ from it in their batch alone take it over.
+    """
+
+    graph: Graph
+    signature: Signature
+    program: Program | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _example, (self.graph, pack_signature(self.signature), self.program)
+
+
+def _example(graph: Graph, signature: Any, program: Program | None) -> Example:
+    return Example(graph, unpack_signature(signature), program)
+
+
+@dataclass(frozen=True)
+class Request:
+    """All that is asked of a plan. Every way into the compiler makes one, with `of` or `of_passes`.
+
+    Args:
+        rewrites: Passes that change the graph before its operations have costs.
+        cost: The pass that finds the costs.
+        plan: The pass that chooses a schedule; its `budget` is the budget.
+        tiers: The pass that offers tiers to copy to.
+        release: The pass that lets gradients go within backward.
+        loss: As in `irc.optimize`.
+        specialize_branches: As in `irc.optimize`.
+        plans: How many plans are kept; 1 refuses other calls than the example.
+        dynamic: As in `irc.optimize`.
+        observers: Told of each pass of the first plan.
+        example: The call of the first plan; None before there is one.
+    """
+
+    rewrites: tuple[Pass, ...]
+    cost: Cost
+    plan: SelectCheckpoints
+    tiers: OfferTiers | None = None
+    release: ReleaseGradients | None = None
+    loss: Loss | None = None
+    specialize_branches: bool = False
+    plans: int = 1
+    dynamic: str | None = None
+    observers: Sequence[Observer] = ()
+    example: Example | None = None
+
+    @staticmethod
+    def of(
+        budget: int | str,
+        *,
+        strategy: str = "auto",
+        time_limit: float = 60.0,
+        costs: bool | str | None = None,
+        swap: str | Sequence[str] | None = None,
+        accumulate_gradients: bool = False,
+        optimizer: OptimizerFactory | None = None,
+        forwards_in_flight: int = 1,
+        **others: Any,
+    ) -> Request:
+        """Makes the request of a user's options, checked; see `irc.optimize`, whose options these are.
+
+        Args:
+            budget: As there.
+            strategy: As there.
+            time_limit: As there.
+            costs: As `profile` there.
+            swap: As there; None offers no tier.
+            accumulate_gradients: As there.
+            optimizer: As `optimizer_in_backward` there.
+            forwards_in_flight: As there.
+            **others: Fields of the request.
+
+        Raises:
+            UsageError: IRC401, IRC403, IRC406 to IRC410, IRC413 to IRC418, IRC423 to IRC429 or IRC565 for a
+                malformed option.
+        """
+        *rewrites, cost = cost_passes(costs)
+        assert isinstance(cost, Cost)
+        plan: SelectCheckpoints = SelectCheckpoints(budget, strategy, time_limit)
+        tiers = None
+        if swap is not None:
+            named, offload = what_moves(swap)
+            plan, tiers = PlanMemory(budget, strategy, time_limit, offload=offload), offer(named, costs)
+        hold = HoldForwards(forwards_in_flight)
+        hold.check(applies=optimizer is not None)
+        if forwards_in_flight > 1:
+            rewrites.append(hold)
+        release = _release(accumulate_gradients, optimizer)
+        request = Request(tuple(rewrites), cost, plan, tiers, release, **others)
+        request.check()
+        return request
+
+    @staticmethod
+    def of_passes(passes: Sequence[Pass], **others: Any) -> Request:
+        """Makes the request of a pipeline that the user wrote down.
+
+        Args:
+            passes: Rewrites, `cost` (analytic costs without it), perhaps `offer-tiers`, and the pass that
+                chooses a schedule, in this order.
+            **others: Fields of the request.
+
+        Raises:
+            UsageError: IRC405 for a pipeline in another order, or without a choice; as of `of`.
+        """
+        found: dict[str, Any] = {}
+        rewrites: list[Pass] = []
+        for step in passes:
+            role = next((role for role, kind in _ROLES.items() if isinstance(step, kind)), None)
+            if role is None and not found:
+                rewrites.append(step)
+            elif role is None or any(later in found for later in list(_ROLES)[list(_ROLES).index(role) :]):
+                raise UsageError(
+                    "IRC405",
+                    f"pass {step.name} comes too late in the pipeline",
+                    help="write rewrites of the graph, release-gradients, cost, offer-tiers and the pass "
+                    "that chooses a schedule, in this order",
+                )
+            else:
+                found[role] = step
+        if "plan" not in found:
+            raise UsageError(
+                "IRC405",
+                "no pass of the pipeline chooses a schedule",
+                help="add select-checkpoints{budget=...}",
+            )
+        found.setdefault("cost", Cost(profile="cpu"))
+        request = Request(tuple(rewrites), **found, **others)
+        request.check()
+        return request
+
+    def check(self) -> None:
+        """Refuses malformed options before a model is traced.
+
+        Raises:
+            UsageError: As of `of`.
+        """
+        loss, plans, dynamic = self.loss, self.plans, self.dynamic
+        if loss is not None and not callable(loss):
+            raise UsageError("IRC406", f"the loss is a {type(loss).__name__}, not a function of the result")
+        if isinstance(cast(object, plans), bool) or not isinstance(cast(object, plans), int) or plans < 1:
+            raise UsageError(
+                "IRC406",
+                f"plans is {plans!r}, not a number of plans",
+                help="give 1 or more; 1 refuses other calls",
+            )
+        if dynamic not in (None, "batch"):
+            raise UsageError(
+                "IRC406", f"dynamic is {dynamic!r}", help='give dynamic="batch", or leave it out'
+            )
+        if dynamic is not None and plans == 1:
+            raise UsageError(
+                "IRC406",
+                "dynamic shapes need more than one plan",
+                help="give plans=8, or leave dynamic out",
+            )
+        for step in self.passes():
+            check = getattr(step, "check", None)
+            if check is not None:
+                check()
+
+    # ------------------------------------------------------------------ the pipeline
+
+    def passes(self) -> tuple[Pass, ...]:
+        """The whole pipeline, in order."""
+        return (*self.costing, *self.choosing)
+
+    @property
+    def preparing(self) -> tuple[Pass, ...]:
+        """The part of the pipeline before costs."""
+        return self.rewrites if self.release is None else (*self.rewrites, self.release)
+
+    @property
+    def costing(self) -> tuple[Pass, ...]:
+        """The part of the pipeline that ends with the costs of a graph."""
+        return (*self.preparing, self.cost)
+
+    @property
+    def choosing(self) -> tuple[Pass, ...]:
+        """The part of the pipeline that chooses a schedule."""
+        return (self.plan,) if self.tiers is None else (self.tiers, self.plan)
+
+    def costed(self, graph: Graph) -> Program:
+        """The program of a graph, with costs."""
+        return PassManager(self.costing, self.observers).run(Program(graph))
+
+    # ------------------------------------------------------------------ what passes say of it
+
+    @property
+    def optimizer(self) -> OptimizerFactory | None:
+        """What makes the optimizers that step within backward."""
+        return None if self.release is None else self.release.optimizer
+
+    @property
+    def budget(self) -> int | str:
+        """The budget of the device."""
+        return self.plan.budget
+
+    # ------------------------------------------------------------------ what becomes of it
+
+    def on(self, device: torch.device) -> Request:
+        """The request for a model on a device: tiers of this machine are measured now."""
+        return self if self.tiers is None else replace(self, tiers=measured_tiers(self.tiers, device))
+
+    def tier_places(self, device: torch.device) -> tuple[TierPlace, ...]:
+        """Where the tiers are for a model on a device."""
+        return () if self.tiers is None else tier_places(self.tiers, device)
+
+    def with_less(self, nbytes: int) -> Request:
+        """The request within a budget in bytes of which some are taken already."""
+        if not nbytes:
+            return self
+        assert isinstance(self.budget, int), "the budget of another plan is in bytes"
+        return replace(self, plan=replace(self.plan, budget=max(self.budget - nbytes, 1)))
+
+    def settled(self, captured: Captured, program: Program) -> Request:
+        """The request of later calls: what the first plan settled is taken from it.
+
+        Its budget in bytes, what lives in a tier, and what steps of optimizers take.
+
+        Args:
+            captured: The example's call.
+            program: Its schedule, costs and certificate.
+        """
+        assert program.plan is not None
+        plan = replace(self.plan, budget=program.plan.budget_bytes)
+        if isinstance(plan, PlanMemory) and plan.which:
+            names = tuple(offloaded.name for offloaded in program.graph.offloaded_parameters)
+            plan = replace(plan, offloaded_names=names)
+        release = self.release
+        if release is not None and release.optimizer is not None:
+            known = {node.operands[0].type: StepCost.of(node) for node in program.graph.releases}
+            release = replace(release, known=known)
+        example = Example(captured.graph, captured.signature, program if self.dynamic else None)
+        return replace(self, plan=plan, release=release, example=example, observers=())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _request, ({each.name: getattr(self, each.name) for each in fields(self)},)
+
+
+def _request(known: Mapping[str, Any]) -> Request:
+    return Request(**known)
+
+
+_ROLES: Mapping[str, type] = {
+    "release": ReleaseGradients,
+    "cost": Cost,
+    "tiers": OfferTiers,
+    "plan": SelectCheckpoints,
+}
+"""The fields of a request that are passes, in the order in which they run, behind the rewrites."""
+
+
+def cost_passes(costs: bool | str | None) -> list[Pass]:
+    """The passes that every pipeline begins with: rewrites that are always worth it, and costs.
+
+    Args:
+        costs: As `profile` of `irc.optimize`.
+    """
+    if isinstance(costs, str):
+        return [SplitConvolutions(transpose=costs == "cpu"), Cost(profile=costs)]
+    measuring = Cost(profile="cpu") if costs is False else Cost(repeats=8 if costs else 3)
+    return [SplitConvolutions(), measuring]
+
+
+def _release(accumulate: object, optimizer: OptimizerFactory | None) -> ReleaseGradients | None:
+    """The pass that two options of `irc.optimize` ask for.
+
+    Raises:
+        UsageError: IRC406 for what these are not, or both.
+    """
+    if not isinstance(accumulate, bool):
+        raise UsageError("IRC406", f"accumulate_gradients is a {type(accumulate).__name__}, not a bool")
+    if optimizer is not None and not callable(optimizer):
+        raise UsageError(
+            "IRC406",
+            f"optimizer_in_backward is a {type(optimizer).__name__}, not a function of a list of parameters",
+            help="give a function such as lambda params: torch.optim.AdamW(params, lr=1e-3)",
+        )
+    if accumulate and optimizer is not None:
+        raise UsageError(
+            "IRC406",
+            "accumulate_gradients and optimizer_in_backward exclude each other",
+            help="an optimizer in backward takes each gradient and frees it: nothing is accumulated",
+        )
+    if optimizer is not None:
+        return ReleaseGradients("apply", optimizer)
+    return ReleaseGradients("accumulate") if accumulate else None

@@ -1,0 +1,177 @@
+"""Options and arguments that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..ir import UsageError, parse_budget
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ..compiler.model_source import Source
+    from ..compiler.optimizers import DescribedOptimizer
+
+__all__ = [
+    "EXITS",
+    "Commands",
+    "add_model",
+    "add_swap",
+    "add_verbosity",
+    "budget_of",
+    "mark",
+    "model_name",
+    "optimizer_of",
+    "source_of",
+]
+
+Commands = Any
+"""The sub-parsers of the command line, as argparse makes them."""
+
+EXITS = """exit status: 0 done; 1 internal or verification failure; 2 the command is wrong; 3 the model
+does not fit (the smallest feasible budget is printed); 4 an operation is not supported; 5 the time limit
+ended before any plan was found"""
+
+
+def add_swap(command: argparse.ArgumentParser, more: str = "") -> None:
+    """Adds --swap."""
+    command.add_argument(
+        "--swap",
+        action="append",
+        default=[],
+        metavar="TIER",
+        help=f"copy to host:64GiB or disk:/scratch:200GiB what the step does not need; may be repeated{more}",
+    )
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Adds MODEL, and the options that say how it is loaded, costed and annotated."""
+    parser.add_argument("model", metavar="MODEL", help="file.onnx, package.module:factory or file.py:factory")
+    parser.add_argument("--batch", type=int, metavar="N", help="batch size of an ONNX model")
+    parser.add_argument(
+        "--input",
+        action="append",
+        default=[],
+        metavar="NAME=SHAPE",
+        help="shape of an ONNX input, as 8x3x224x224",
+    )
+    parser.add_argument(
+        "--constant",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="value of an ONNX input that is settled at import, as shape=[3,4]",
+    )
+    parser.add_argument(
+        "--role",
+        action="append",
+        default=[],
+        metavar="NAME=ROLE",
+        help="what an ONNX weight or constant becomes: parameter, buffer or constant; NAME may be a pattern",
+    )
+    parser.add_argument(
+        "--draw-weights",
+        type=int,
+        metavar="SEED",
+        help="draw the weight matrices anew (He et al. 2015), for files whose weights are placeholders",
+    )
+    parser.add_argument(
+        "--profile",
+        nargs="?",
+        type=_profile,
+        const=True,
+        metavar="MACHINE",
+        help="measure operations thoroughly; without the option briefly. With the name of a described "
+        "machine, or the path of a file of irc machine: plan for that one, by a roofline model",
+    )
+    parser.add_argument(
+        "--no-profile",
+        dest="profile",
+        action="store_const",
+        const=False,
+        help="measure nothing; plan by a roofline model of a modest CPU",
+    )
+    for annotation, help in (
+        ("keep", "never compute the results of this submodule, or of these ONNX nodes, twice"),
+        ("recompute", "do not keep the intermediate results of this submodule, or of these ONNX nodes"),
+    ):
+        parser.add_argument(f"--{annotation}", action="append", default=[], metavar="PATH", help=help)
+    add_verbosity(parser)
+
+
+def _profile(text: str) -> str:
+    """The name or the path of a machine, checked."""
+    from ..passes import machine_named
+
+    try:
+        machine_named(text)
+    except UsageError as error:
+        if error.code in ("IRC410", "IRC414"):  # perhaps it is the model
+            raise UsageError(
+                error.code, error.message, help=f"{error.help}; to measure operations, put --profile last"
+            ) from error
+        raise
+    return text
+
+
+def add_verbosity(parser: argparse.ArgumentParser) -> None:
+    """Adds --json, --verbose and --quiet."""
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    volume = parser.add_mutually_exclusive_group()
+    volume.add_argument("-v", "--verbose", action="store_true", help="say what each pass took")
+    volume.add_argument("-q", "--quiet", action="store_true", help="print errors alone")
+
+
+def source_of(options: argparse.Namespace) -> Source:
+    """Where the model comes from, as the options say it."""
+    from ..compiler.model_source import Source, parse_constant, parse_input, parse_role
+
+    if options.batch is not None and options.batch <= 0:
+        raise UsageError("IRC400", f"--batch {options.batch} is not positive", help="give 1 or more")
+    inputs = dict(parse_input(text) for text in options.input) or None
+    constants = dict(parse_constant(text) for text in options.constant) or None
+    roles = dict(parse_role(text) for text in options.role) or None
+    return Source(options.model, options.batch, inputs, options.draw_weights, constants, roles)
+
+
+def mark(module: nn.Module, options: argparse.Namespace) -> None:
+    """Annotations for what --keep and --recompute name."""
+    from ..frontends.torch.annotations import mark
+    from ..ir import Policy
+
+    for policy, paths in ((Policy.KEEP, options.keep), (Policy.RECOMPUTE, options.recompute)):
+        for path in paths:
+            if not path or (policy is Policy.RECOMPUTE and path in options.keep):
+                raise UsageError(
+                    "IRC400",
+                    f"--keep and --recompute both name {path!r}" if path else "an empty path is no submodule",
+                    help="give --keep or --recompute the path of a submodule, as layer3",
+                )
+            mark(module, policy, path)
+
+
+def model_name(model: str) -> str:
+    """The factory's name, or that of the file."""
+    return model.rpartition(":")[2] if ":" in os.path.basename(model) else Path(model).stem
+
+
+def optimizer_of(options: argparse.Namespace) -> DescribedOptimizer | None:
+    """What --optimizer names."""
+    if options.optimizer is None:
+        return None
+    from ..compiler.optimizers import parse_optimizer
+
+    return parse_optimizer(options.optimizer)
+
+
+def budget_of(text: str) -> int | str:
+    """A budget as the passes take it, checked."""
+    try:
+        budget = int(text) if text.isascii() and text.isdecimal() else text
+        parse_budget(budget)
+    except (ValueError, OverflowError):  # thousands of digits
+        raise UsageError("IRC401", "the budget is out of all proportion", help="give --budget 4GiB") from None
+    return budget

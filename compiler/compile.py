@@ -17,7 +17,7 @@ from ..ir import BudgetError, Gradients, Graph, Input, InputRole, OutputRole, Pl
 from ..passes import PassManager, PlanMemory, Program, offloadable_in
 from ..passes.costs.optimizer_costs import optimizer_of
 from ..passes.costs.table import StepCost
-from ..passes.remat.reuse_schedule import carry_over
+from ..passes.remat.reuse_schedule import reuse_schedule
 from .request import Example, Request
 
 __all__ = ["CompiledCall", "compile_call"]
@@ -171,7 +171,7 @@ def _reused(captured: Captured, program: Program, request: Request) -> Program |
     if not _differs_in_batch(example, captured):
         return None
     assert isinstance(request.budget, int)
-    return carry_over(example.program, program, request.budget)
+    return reuse_schedule(example.program, program, request.budget)
 
 
 def _differs_in_batch(example: Example, captured: Captured) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...backends.torch import PendingBackward, Program, compile_program, saved_values, storage_key
 from ...frontends.torch import CapturedGraph
-from ...ir import Graph, InputRole, OutputRole, Schedule, Value
+from ...ir import Graph, InputRole, OutputRole, Schedule, Value, verify_graph, verify_schedule
 from ...passes.subgraphs.subgraph import Choice, Subgraph, SubgraphSolutions
 
 __all__ = ["Backward", "Gradient", "PendingRun", "Run", "Variant", "gradients_of"]
@@ -26,12 +26,12 @@ class Variant:
     Args:
         name: Its number, and where it is in the user's code.
         captured: Its training graph.
-        pool: The same with costs, and the schedules known for it.
+        solutions: The same with costs, and the schedules known for it.
     """
 
     name: str
     captured: CapturedGraph
-    pool: SubgraphSolutions
+    solutions: SubgraphSolutions
     _compiled: dict[int, tuple[Schedule, Program, tuple[Value, ...]]] = field(
         default_factory=dict[int, tuple[Schedule, Program, tuple[Value, ...]]]
     )
@@ -42,8 +42,16 @@ class Variant:
         return self.captured.captured.graph
 
     def compiled(self, schedule: Schedule) -> tuple[Program, tuple[Value, ...]]:
-        """The program of a schedule, and what it saves, in order."""
+        """The program of a schedule, which is verified before it is compiled, and what it saves, in order.
+
+        Raises:
+            VerificationError: When the schedule is not valid.
+        """
         if id(schedule) not in self._compiled:
+            costs = self.solutions.program.costs
+            assert costs is not None
+            verify_graph(schedule.graph)
+            verify_schedule(schedule, costs.workspace_bytes)
             program = compile_program(schedule, self.captured.captured.constants)
             self._compiled[id(schedule)] = schedule, program, saved_values(schedule)
             for key in list(self._compiled)[:-_PROGRAMS]:
@@ -88,13 +96,13 @@ class Run:
     """One call of a graph, before its forward has run.
 
     Args:
-        part: What it is in its step.
+        subgraph: What it is in its step.
         variant: What runs.
         gradients: What its backward will hand on.
         upstream: The runs that its inputs come from: their backwards come after its own.
     """
 
-    part: Subgraph
+    subgraph: Subgraph
     variant: Variant
     gradients: tuple[Gradient, ...]
     upstream: frozenset[Run]
@@ -105,7 +113,7 @@ class PendingRun(Run):
     """A run whose backward is still to come.
 
     Args:
-        part: As of any run.
+        subgraph: As of any run.
         variant: The same.
         gradients: The same.
         upstream: The same.

@@ -13,7 +13,15 @@ from torch import Tensor, nn
 
 from ...backends.torch import check_places
 from ...frontends.torch import Loss, capture
-from ...ir import BudgetError, Plan, TimeLimitError, UsageError, format_bytes, parse_budget
+from ...ir import (
+    BudgetError,
+    Plan,
+    TimeLimitError,
+    UsageError,
+    format_bytes,
+    parse_budget,
+    verify_schedule,
+)
 from ...passes import (
     OfferTiers,
     PlanMemory,
@@ -22,8 +30,8 @@ from ...passes import (
     SelectCheckpoints,
     smallest_budget,
 )
-from ...passes.offload.remat_and_offload import SwapProblem
-from ...passes.offload.strategies import LOOK_AHEADS, SWAP_STRATEGIES, lms_all
+from ...passes.offload.remat_and_offload import OffloadProblem
+from ...passes.offload.strategies import LOOK_AHEADS, OFFLOAD_STRATEGIES, lms_all
 from ...passes.remat.strategies import known_strategies
 from ...torch_support.pytree import flatten
 from ..request import Request
@@ -82,7 +90,7 @@ class Sweep:
     @property
     def copies(self) -> bool:
         """Whether plans copy to tiers, and bounds hold for schedules that do."""
-        return self.offered is not None and self.strategy in ("auto", *SWAP_STRATEGIES)
+        return self.offered is not None and self.strategy in ("auto", *OFFLOAD_STRATEGIES)
 
     @property
     def swap(self) -> tuple[str, ...]:
@@ -292,8 +300,21 @@ def _plan_within(
 
 
 def _plan(planner: Planner, select: SelectCheckpoints) -> Plan:
-    plan = select.choose(planner).plan
-    assert plan is not None
+    """Plans for one budget, and verifies the plan.
+
+    Raises:
+        VerificationError: When the schedule is not valid, or over the budget.
+    """
+    program = select.choose(planner)
+    schedule, plan, costs = program.schedule, program.plan, program.costs
+    assert schedule is not None and plan is not None and costs is not None
+    verify_schedule(
+        schedule,
+        costs.workspace_bytes,
+        budget_bytes=plan.budget_bytes,
+        peak_bytes=plan.peak_bytes,
+        tiers=program.tiers,
+    )
     return plan
 
 
@@ -322,7 +343,7 @@ def _survey(planner: Planner, sweep: Sweep) -> Survey:
         BudgetError: IRC443 when all budgets are below the smallest feasible one.
     """
     baseline = _plan(planner, SelectCheckpoints(_EVERY_SCHEDULE, "keep-all", time_limit=0))
-    work = SwapProblem(planner.problem, planner.program.tiers, baseline.baseline_peak_bytes)
+    work = OffloadProblem(planner.problem, planner.program.tiers, baseline.baseline_peak_bytes)
     minimum_bytes = planner.minimum_bytes(is_thorough=True)
     if sweep.copies:
         minimum_bytes = min(minimum_bytes, smallest_budget(planner))
@@ -355,11 +376,11 @@ def _with_copies(planner: Planner, sweep: Sweep) -> str:
     return f" with copies to {' and '.join(t.name for t in planner.program.tiers)}" if sweep.copies else ""
 
 
-def _known(work: SwapProblem) -> tuple[Known, ...]:
+def _known(work: OffloadProblem) -> tuple[Known, ...]:
     """Where the strategies stand that need no search; with tiers Large Model Support is one."""
     problem = work.problem
     copying = ((f"lms-{ahead}", lms_all(work, ahead)) for ahead in LOOK_AHEADS if work.tiers)
     return tuple(
-        Known(name, simulated.peak_bytes, simulated.seconds / problem.step_seconds - 1)
-        for name, simulated in (*known_strategies(problem), *copying)
+        Known(name, solution.peak_bytes, solution.seconds / problem.step_seconds - 1)
+        for name, solution in (*known_strategies(problem), *copying)
     )

@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from ...compiler.written_files import write_whole
 from ...ir import UsageError, check_scratch, first_line, format_bytes
-from .. import Machine
-from .machines import read_machine
+from ...ir.files import write_whole
+from .machines import Machine, read_machine
 from .measure_device import device_bytes, launch_seconds, memory_bandwidth, present_device, product_flops
 from .measure_tiers import MeasuredTier, measured_tier, tier_bytes
 from .profiling import ProfileStore, device_name
@@ -32,11 +31,11 @@ class MeasuredMachine:
     """A machine as it was measured.
 
     Args:
-        machine: For plans.
-        device: What its device is.
-        free_bytes: Memory of the device that was free.
-        tiers: How each tier was measured.
-        seconds: How long that took.
+        machine: The machine for plans.
+        device: The name of its device.
+        free_bytes: The memory of the device that was free.
+        tiers: The tiers as they were measured.
+        seconds: The time that this took.
     """
 
     machine: Machine
@@ -57,7 +56,7 @@ class MeasuredMachine:
         return {**self.machine.to_json(), "measured": measured}
 
     def table(self) -> str:
-        """The machine for a person."""
+        """Prints the machine for a person."""
         machine = self.machine
         lines = [
             f"{'machine':>10}  {machine.name}: {self.device}",
@@ -87,32 +86,34 @@ def measure_machine(
     """Measures this machine, in under 30 seconds, or under 5 if quick. It should have nothing else to do.
 
     Args:
-        device: Such as `cpu` or `cuda:0`; if empty a GPU where there is one.
-        scratch: Where the disk's scratch file goes; the system's folder for temporary files if empty.
-        name: What the machine is called; `this-machine` if empty.
-        quick: Measure less.
+        device: A device such as `cpu` or `cuda:0`; if empty a GPU if there is one.
+        scratch: The folder of the disk's scratch file; the system's folder for temporary files if empty.
+        name: The name of the machine; `this-machine` if empty.
+        quick: Whether to measure less.
 
     Raises:
         UsageError: IRC419 when something cannot be measured here; IRC427 or IRC428 for the folder.
     """
     folder = Path(scratch or tempfile.gettempdir()).absolute()
     check_scratch(folder)
-    place = present_device(device)
+    torch_device = present_device(device)
     started = time.perf_counter()
     seconds = _QUICK_SECONDS if quick else _FULL_SECONDS
     share = _DEVICE_SHARE * seconds
     try:
         with torch.no_grad():
-            flops = product_flops(place, share)
-            bandwidth_bytes = memory_bandwidth(place, share)
-            launching = launch_seconds(place, share)
-            total_bytes, free_bytes = device_bytes(place)
+            flops = product_flops(torch_device, share)
+            bandwidth_bytes = memory_bandwidth(torch_device, share)
+            launching = launch_seconds(torch_device, share)
+            total_bytes, free_bytes = device_bytes(torch_device)
     except RuntimeError as error:
         raise UsageError(
-            "IRC419", f"{place} cannot be measured: {first_line(error)}", help="free some of its memory"
+            "IRC419",
+            f"{torch_device} cannot be measured: {first_line(error)}",
+            help="free some of its memory",
         ) from error
-    kinds = ("host", "disk") if place.type == "cuda" else ("disk",)
-    tiers = tuple(measured_tier(kind, folder, place, _TIER_SHARE * seconds) for kind in kinds)
+    kinds = ("host", "disk") if torch_device.type == "cuda" else ("disk",)
+    tiers = tuple(measured_tier(kind, folder, torch_device, _TIER_SHARE * seconds) for kind in kinds)
     machine = Machine(
         name=name or DEFAULT_NAME,
         flops=flops,
@@ -122,11 +123,11 @@ def measure_machine(
         tiers=tuple(found.tier for found in tiers),
     )
     took = time.perf_counter() - started
-    return MeasuredMachine(machine, device_name(str(place)), free_bytes, tiers, took)
+    return MeasuredMachine(machine, device_name(str(torch_device)), free_bytes, tiers, took)
 
 
 def store(measured: MeasuredMachine, path: Path | None = None) -> Path:
-    """Writes the description of a machine; where `this_machine` finds it again unless a path is given.
+    """Writes the description of a machine; without a path to where `this_machine` finds it.
 
     Raises:
         UsageError: IRC435 when it cannot be written.
@@ -140,7 +141,7 @@ def store(measured: MeasuredMachine, path: Path | None = None) -> Path:
 
 
 def _stored(device: str) -> Path:
-    """Where the description of this machine with a device of that name is: beside measured operations."""
+    """The path of this machine's description with a device of that name: beside measured operations."""
     plain = "".join(c if c.isalnum() or c in ".-" else "-" for c in device)
     folder = ProfileStore.default().folder
     assert folder is not None, "the user's store has a folder"
@@ -148,14 +149,14 @@ def _stored(device: str) -> Path:
 
 
 def this_machine(device: str, folder: str | Path = "") -> Machine | None:
-    """This machine as `irc machine` last measured it with that device; None where it has not.
+    """Reads this machine as `irc machine` last measured it with that device; None if it has not.
 
-    The tiers' capacities are what is free now. The disk is left out where `folder` is on another file system
+    The tiers' capacities are what is free now. The disk is left out if `folder` is on another file system
     than the one that was measured.
 
     Args:
-        device: Where the model is, such as `cpu` or `cuda:0`.
-        folder: Where scratch files will go; the system's folder for temporary files if empty.
+        device: The device of the model, such as `cpu` or `cuda:0`.
+        folder: The folder of scratch files; the system's folder for temporary files if empty.
 
     Raises:
         UsageError: IRC414 to IRC418 when the stored description cannot be read.

@@ -1,4 +1,4 @@
-"""Recomputation and swaps chosen together: the fastest schedule within a budget, and a bound for all."""
+"""Chooses recomputation and copies together: the fastest schedule within a budget, and a bound for all."""
 
 from __future__ import annotations
 
@@ -11,27 +11,26 @@ from dataclasses import dataclass, replace
 
 from ...ir import Compute, Node, Schedule, Storage, Tier, liveness, step_times
 from ..remat.candidates import Candidates
+from ..remat.cut_ilp import Solved
 from ..remat.eviction import evict_greedily
 from ..remat.problem import CheckpointProblem, Recomputations, Solution
 from ..remat.search import Incumbent, search
-from ..remat.staged_ilp import Solved
-from .exact.solve import best_with_swaps
+from .cut_ilp import OffloadRelaxation
 from .schedule_copies import EFFORT, Order, schedule_copies
-from .staged_ilp import SwapRelaxation
 
-__all__ = ["SwapProblem", "bound_with_copies", "improve", "is_tiny", "least_budget", "search_with_copies"]
+__all__ = ["OffloadProblem", "bound_with_copies", "improve", "least_budget", "search_with_copies"]
 
 
 @dataclass(frozen=True)
-class SwapProblem:
+class OffloadProblem:
     """A recomputation problem in which storages may also go to tiers.
 
-    Schedules considered run what a schedule of `CheckpointProblem` runs, and copy out what forward makes
-    and a tier can take, each storage once, as soon as it is made; it may be away in any of its gaps.
+    Schedules considered run what a schedule of `CheckpointProblem` runs. They copy out what forward makes and
+    a tier can take, each storage once, as soon as it is made; it may be away in any of its gaps.
 
     Args:
-        problem: What may run again.
-        tiers: Where storages may go, the fastest first.
+        problem: The recomputation problem.
+        tiers: The tiers, the fastest first.
         budget_bytes: The most that may be alive at once on the device.
     """
 
@@ -41,34 +40,34 @@ class SwapProblem:
 
     @property
     def floor_bytes(self) -> int:
-        """What no schedule with copies can go below: what waits for its backward may be away."""
+        """The bytes that no schedule with copies can go below: what waits for its backward may be away."""
         problem = self.problem
         return problem.floor_bytes - (problem.graph.forwards_in_flight - 1) * problem.forced_bytes
 
     def with_copies(
-        self, simulated: Solution, storages: Collection[Storage] | None = None, *, effort: int = EFFORT
+        self, solution: Solution, storages: Collection[Storage] | None = None, *, effort: int = EFFORT
     ) -> Solution | None:
-        """A schedule with copies where they are needed; None where they do not make it fit.
+        """Adds copies to a schedule as needed; None if they do not make it fit.
 
         Args:
-            simulated: What runs.
-            storages: What may be copied; None for all that a tier can take.
-            effort: As of `schedule_copies`.
+            solution: The schedule.
+            storages: The storages that may be copied; None for all that a tier can take.
+            effort: The effort of `schedule_copies`.
         """
-        if simulated.peak_bytes <= self.budget_bytes:
-            return simulated
-        return self.fitted(self.order(simulated), storages=storages, effort=effort)
+        if solution.peak_bytes <= self.budget_bytes:
+            return solution
+        return self.fitted(self.order(solution), storages=storages, effort=effort)
 
-    def order(self, simulated: Solution) -> Order:
-        """What a schedule runs, as an order to which copies are added."""
-        return self._order(*simulated.schedule.halves)
+    def order(self, solution: Solution) -> Order:
+        """The order of a schedule's computations, to which copies are added."""
+        return self._order(*solution.schedule.halves)
 
     def _order(self, forward: Sequence[Node], backward: Sequence[Node]) -> Order:
         costs = self.problem.costs
         return Order(self.problem.graph, forward, backward, costs.seconds, costs.workspace_bytes)
 
     def run(self, recomputations: Recomputations, *, below_seconds: float = math.inf) -> Solution | None:
-        """The schedule that runs these operations again, with copies where needed; None if not that fast."""
+        """Makes the schedule that runs these operations again, with copies if needed; None if too slow."""
         split = len(self.problem.forward)
         pairs = list(zip(self.problem.base, recomputations, strict=True))
         forward = [n for node, before in pairs[:split] for n in (*before, node)]
@@ -83,13 +82,13 @@ class SwapProblem:
         storages: Collection[Storage] | None = None,
         effort: int = EFFORT,
     ) -> Solution | None:
-        """An order with copies where they are needed; None if it does not fit, or is not that fast.
+        """Adds copies to an order as needed; None if it does not fit, or is not that fast.
 
         Args:
-            order: What runs.
-            below_seconds: Only faster steps are asked for.
-            storages: What may be copied; None for all that a tier can take.
-            effort: As of `schedule_copies`.
+            order: The order.
+            below_seconds: A limit: only faster steps are asked for.
+            storages: The storages that may be copied; None for all that a tier can take.
+            effort: The effort of `schedule_copies`.
         """
         copies = schedule_copies(
             order,
@@ -105,7 +104,7 @@ class SwapProblem:
         return found if found.peak_bytes <= self.budget_bytes else None
 
     def simulate(self, schedule: Schedule) -> Solution:
-        """A schedule with its memory and time, that of copies which are waited for included."""
+        """Simulates a schedule: its memory, and its time with that of copies which are waited for."""
         costs = self.problem.costs
         timeline = liveness(schedule, costs.workspace_bytes)
         computed = [(i, n) for i, n in zip(schedule.instructions, timeline.during_bytes, strict=True)]
@@ -118,7 +117,7 @@ class SwapProblem:
         )
 
     def seconds(self, schedule: Schedule) -> float:
-        """Time of a step; without a wait it is that of its computations, to the last bit."""
+        """The time of a step; without a wait it is that of its computations, to the last bit."""
         costs = self.problem.costs
         times = step_times(schedule, costs.seconds, self.tiers)
         computed = math.fsum(costs.seconds[node] for node in schedule.computed)
@@ -127,40 +126,36 @@ class SwapProblem:
 
 
 _FREE_PART = 2e-5
-"""Storages up to this fraction of the peak that keeps all are free in the staged programme."""
+"""Storages up to this fraction of the peak that keeps all are free in the programme over cuts."""
 
-_STAGED_SECONDS = 8.0
-_STAGED_NODES = 100
-_EXACT_SECONDS = 10.0
-_TINY = 14
-"""Up to so many operations all schedules of the class are in one programme."""
+_CUT_SECONDS = 8.0
+_CUT_NODES = 100
 
 _KNOWN_PART = 0.6
-"""Of the time, for known schedules, if one of them fits."""
+"""The part of the time for known schedules, if one of them fits."""
 
 _TIMED_ANEW = 5
-"""So many of the fastest of these are worth an effort to time their copies better."""
+"""The number of the fastest known schedules whose copies are worth an effort."""
 
 _LAST_EFFORT = 50_000
-"""For the copies of the schedule that the search ends with."""
+"""The effort for the copies of the schedule that the search ends with."""
 
 _RECOMPUTE_PART = 0.3
-"""Of the time, for the best schedule without copies."""
+"""The part of the time for the best schedule without copies."""
 
 
 def search_with_copies(
-    work: SwapProblem,
+    work: OffloadProblem,
     candidates: Candidates,
     *,
     deadline: float,
     seeds: Iterable[tuple[str, Solution]] = (),
 ) -> Incumbent | None:
-    """The fastest schedule found with copies and recomputation, with a bound; None where none was found.
+    """Searches for the fastest schedule with copies and recomputation, with a bound; None if none was found.
 
-    Known schedules, of this and of larger budgets, get copies for what is over the budget. The staged
-    programme with copies gives a bound, and an idea. The best schedule without copies is one more candidate.
-    Then what runs again is changed, operation by operation, as long as that helps. Of tiny graphs the best
-    schedule of a class is found by one programme.
+    Known schedules, of this and of larger budgets, get copies for what is over the budget. The programme over
+    cuts with copies gives a bound, and an idea. The best schedule without copies is one more candidate. Then
+    what runs again is changed, operation by operation, as long as that helps.
 
     Args:
         work: The problem.
@@ -169,84 +164,72 @@ def search_with_copies(
         seeds: More schedules, which may have copies; those that fit are candidates as they are.
     """
     problem = work.problem
-    found: Incumbent | None = None
+    incumbent: Incumbent | None = None
     known: list[tuple[str, Solution]] = []
     now = time.monotonic()
     latest = now + (deadline - now) * _KNOWN_PART
-    for name, simulated in itertools.chain(_candidates(work, candidates, deadline=latest), seeds):
-        if simulated.peak_bytes <= work.budget_bytes:
-            known.append((name, simulated))
-            found = Incumbent(name, simulated) if found is None else found
-            found.update(name, simulated, work.budget_bytes)
-        if found is not None and (found.is_proved(problem, _PROOF_GAP) or time.monotonic() >= latest):
+    for name, solution in itertools.chain(_candidates(work, candidates, deadline=latest), seeds):
+        if solution.peak_bytes <= work.budget_bytes:
+            known.append((name, solution))
+            incumbent = Incumbent(name, solution) if incumbent is None else incumbent
+            incumbent.update(name, solution, work.budget_bytes)
+        if incumbent is not None and (incumbent.is_proved(problem, _PROOF_GAP) or time.monotonic() >= latest):
             break
-    if found is not None:
-        _time_anew(work, known, found, deadline=deadline)
-        if found.is_proved(problem, _PROOF_GAP) or time.monotonic() >= deadline:
-            return found
-    if is_tiny(problem):
-        latest = time.monotonic() + min((deadline - time.monotonic()) / 2, _EXACT_SECONDS)
-        exact = best_with_swaps(problem, work.tiers, work.budget_bytes, deadline=latest)
-        if exact.schedule is not None:
-            simulated = work.simulate(exact.schedule)
-            found = Incumbent("exact", simulated) if found is None else found
-            found.update("exact", simulated, work.budget_bytes)
+    if incumbent is not None:
+        _time_anew(work, known, incumbent, deadline=deadline)
+        if incumbent.is_proved(problem, _PROOF_GAP) or time.monotonic() >= deadline:
+            return incumbent
     left = deadline - time.monotonic()
     if left > 0 and candidates.fitting(work.budget_bytes):
         latest = time.monotonic() + left * _RECOMPUTE_PART
         alone = search(problem, work.budget_bytes, candidates, deadline=latest)
         if alone is not None:
-            found = Incumbent(alone.name, alone.best) if found is None else found
-            found.update(alone.name, alone.best, work.budget_bytes)
-    if found is None:
+            incumbent = Incumbent(alone.name, alone.best) if incumbent is None else incumbent
+            incumbent.update(alone.name, alone.best, work.budget_bytes)
+    if incumbent is None:
         return None
     time_steps = [len(problem.forward)]
-    _bound(work, found, time_steps, deadline)
-    improve(work, found, deadline=deadline)
-    _time_anew(work, [(found.name, found.best)], found, deadline=deadline, effort=_LAST_EFFORT)
-    return found
-
-
-def is_tiny(problem: CheckpointProblem) -> bool:
-    """Whether one programme finds the best schedule with copies in seconds."""
-    return bool(problem.backward) and len(problem.base) <= _TINY
+    _bound(work, incumbent, time_steps, deadline)
+    improve(work, incumbent, deadline=deadline)
+    _time_anew(work, [(incumbent.name, incumbent.best)], incumbent, deadline=deadline, effort=_LAST_EFFORT)
+    return incumbent
 
 
 def _time_anew(
-    work: SwapProblem,
+    work: OffloadProblem,
     known: list[tuple[str, Solution]],
-    found: Incumbent,
+    incumbent: Incumbent,
     *,
     deadline: float,
     effort: int = EFFORT,
 ) -> None:
-    """Offers the fastest schedules once more, with copies chosen with an effort."""
-    for name, simulated in sorted(known, key=lambda pair: pair[1].seconds)[:_TIMED_ANEW]:
+    """Tries the fastest schedules once more, with copies chosen with an effort."""
+    for name, solution in sorted(known, key=lambda pair: pair[1].seconds)[:_TIMED_ANEW]:
         if time.monotonic() >= deadline:
             return
-        timed = work.fitted(work.order(simulated), effort=effort)
+        timed = work.fitted(work.order(solution), effort=effort)
         if timed is not None:
-            found.update(name, timed, work.budget_bytes)
+            incumbent.update(name, timed, work.budget_bytes)
 
 
-def _bound(work: SwapProblem, found: Incumbent, time_steps: list[int], deadline: float) -> None:
-    """Raises the bound by the staged programme with copies; its choice is offered."""
+def _bound(work: OffloadProblem, incumbent: Incumbent, time_steps: list[int], deadline: float) -> None:
+    """Raises the bound by the programme over cuts with copies, and tries its choice."""
     problem = work.problem
     left = deadline - time.monotonic()
-    if left <= 0 or found.is_proved(problem, _PROOF_GAP):
+    if left <= 0 or incumbent.is_proved(problem, _PROOF_GAP):
         return
-    solved = _relaxed(work, time_steps, min(left / 2, _STAGED_SECONDS))
+    solved = _relaxed(work, time_steps, min(left / 2, _CUT_SECONDS))
     if not solved.is_infeasible:
-        found.bound_seconds = max(found.bound_seconds, solved.bound_seconds)
+        incumbent.bound_seconds = max(incumbent.bound_seconds, solved.bound_seconds)
     if solved.resident is not None:
         with contextlib.suppress(ValueError):
             idea = work.run(problem.repeats_between(solved.resident))
             if idea is not None:
-                found.update("joint", idea, work.budget_bytes)
+                incumbent.update("joint", idea, work.budget_bytes)
 
 
-def bound_with_copies(work: SwapProblem, *, deadline: float) -> float:
-    """Seconds beyond those of the step's operations that no schedule with copies stays below.
+def bound_with_copies(work: OffloadProblem, *, deadline: float) -> float:
+    """A lower bound of the seconds that every schedule with copies takes beyond its operations.
 
     Args:
         work: The problem.
@@ -259,16 +242,16 @@ def bound_with_copies(work: SwapProblem, *, deadline: float) -> float:
     return 0.0 if solved.is_infeasible else max(solved.bound_seconds, 0.0)
 
 
-def _relaxed(work: SwapProblem, time_steps: list[int], seconds: float) -> Solved:
-    """The staged programme with copies, solved for so long."""
+def _relaxed(work: OffloadProblem, time_steps: list[int], seconds: float) -> Solved:
+    """Solves the programme over cuts with copies."""
     small_bytes = int(work.problem.keep_all.peak_bytes * _FREE_PART)
-    relaxation = SwapRelaxation(
+    relaxation = OffloadRelaxation(
         work.problem, work.budget_bytes, time_steps, small_bytes=small_bytes, tiers=work.tiers
     )
-    return relaxation.solve(seconds=seconds, gap=_PROOF_GAP, node_limit=_STAGED_NODES)
+    return relaxation.solve(seconds=seconds, gap=_PROOF_GAP, node_limit=_CUT_NODES)
 
 
-def least_budget(work: SwapProblem, candidates: Candidates, *, deadline: float = math.inf) -> int:
+def least_budget(work: OffloadProblem, candidates: Candidates, *, deadline: float = math.inf) -> int:
     """The smallest budget that a schedule with copies is found for, in bytes; that of `work` is ignored.
 
     Args:
@@ -278,7 +261,7 @@ def least_budget(work: SwapProblem, candidates: Candidates, *, deadline: float =
     """
     problem = work.problem
     lowest = sorted((s for _, s in candidates.candidates), key=lambda s: (s.peak_bytes, s.seconds))
-    orders = [work.order(simulated) for simulated in (problem.keep_all, *lowest[:_LOW])]
+    orders = [work.order(solution) for solution in (problem.keep_all, *lowest[:_LOW])]
     low, high = work.floor_bytes - 1, lowest[0].peak_bytes
     while high - low > max(problem.keep_all.peak_bytes >> _LOW_BITS, 1) and time.monotonic() < deadline:
         middle = (low + high) // 2
@@ -290,7 +273,7 @@ def least_budget(work: SwapProblem, candidates: Candidates, *, deadline: float =
     return high
 
 
-def _reached(work: SwapProblem, orders: list[Order]) -> int | None:
+def _reached(work: OffloadProblem, orders: list[Order]) -> int | None:
     """The peak of the first of some orders that fits with copies; it becomes the first."""
     for index, order in enumerate(orders):
         fitted = work.fitted(order, effort=0)
@@ -301,7 +284,7 @@ def _reached(work: SwapProblem, orders: list[Order]) -> int | None:
 
 
 _LOW = 3
-"""So many of the known schedules with the smallest peaks are looked at for a small budget."""
+"""The number of known schedules with the smallest peaks that are looked at for a small budget."""
 
 _LOW_BITS = 10
 _RUNGS = 24
@@ -309,29 +292,29 @@ _RUN_SECONDS = 1.0
 
 
 def _candidates(
-    work: SwapProblem, candidates: Candidates, *, deadline: float
+    work: OffloadProblem, candidates: Candidates, *, deadline: float
 ) -> Iterator[tuple[str, Solution]]:
-    """Schedules that fit: what recomputes at this or at a larger budget, with copies for the rest.
+    """Yields schedules that fit: they recompute for this or a larger budget, and copy the rest.
 
     The first few, which reach the smallest budgets, are tried whatever the time.
     """
     problem = work.problem
     known: set[tuple[float, int]] = set()
 
-    def offered(name: str, simulated: Solution) -> Iterator[tuple[str, Solution]]:
-        key = simulated.seconds, simulated.peak_bytes
+    def offered(name: str, solution: Solution) -> Iterator[tuple[str, Solution]]:
+        key = solution.seconds, solution.peak_bytes
         if key not in known and (len(known) <= _LOW or time.monotonic() < deadline):
             known.add(key)
-            fitted = work.with_copies(simulated, effort=0)
+            fitted = work.with_copies(solution, effort=0)
             if fitted is not None:
-                yield (name if fitted is simulated else f"{name}+swap"), fitted
+                yield (name if fitted is solution else f"{name}+swap"), fitted
 
     yield from offered("keep-all", problem.keep_all)
     pairs = candidates.candidates
-    for name, simulated in sorted(pairs, key=lambda pair: (pair[1].peak_bytes, pair[1].seconds))[:_LOW]:
-        yield from offered(name, simulated)
-    for name, simulated in sorted(pairs, key=lambda pair: pair[1].seconds):
-        yield from offered(name, simulated)
+    for name, solution in sorted(pairs, key=lambda pair: (pair[1].peak_bytes, pair[1].seconds))[:_LOW]:
+        yield from offered(name, solution)
+    for name, solution in sorted(pairs, key=lambda pair: pair[1].seconds):
+        yield from offered(name, solution)
     top = problem.keep_all.peak_bytes
     for rung in range(1, _RUNGS):
         if time.monotonic() >= deadline:
@@ -344,36 +327,36 @@ def _candidates(
 
 
 _DEPTHS = (1, 2, 4)
-"""So many operations, one made from the other, that an addition makes again."""
+"""The numbers of operations, one made from the other, that an addition makes again."""
 
 _PROOF_GAP = 1e-4
 _PROGRESS = 1e-4
 _BETTER = 1e-9
 
 
-def improve(work: SwapProblem, found: Incumbent, *, deadline: float) -> None:
-    """Runs less again, or more, where that makes a schedule faster; copies are chosen anew each time.
+def improve(work: OffloadProblem, incumbent: Incumbent, *, deadline: float) -> None:
+    """Runs less again, or more, if that makes a schedule faster; copies are chosen anew each time.
 
     Args:
         work: The problem.
-        found: What is improved.
+        incumbent: The solution to improve.
         deadline: `time.monotonic()` at which to stop.
     """
     problem = work.problem
-    recomputations = problem.recomputations(found.best)
+    recomputations = problem.recomputations(incumbent.best)
     while True:
-        before = found.best.seconds
+        before = incumbent.best.seconds
         for change in (*_removals(problem, recomputations), *_additions(problem, recomputations)):
-            if time.monotonic() >= deadline or found.is_proved(problem, _PROOF_GAP):
+            if time.monotonic() >= deadline or incumbent.is_proved(problem, _PROOF_GAP):
                 return
             changed = _changed(problem, recomputations, change)
-            best = found.best.seconds * (1 - _BETTER)
+            best = incumbent.best.seconds * (1 - _BETTER)
             is_new = changed != recomputations and _makes_transient(problem, changed)
-            simulated = work.run(changed, below_seconds=best) if is_new else None
-            if simulated is not None and simulated.seconds < best:
-                found.update("joint", simulated, work.budget_bytes)
+            solution = work.run(changed, below_seconds=best) if is_new else None
+            if solution is not None and solution.seconds < best:
+                incumbent.update("joint", solution, work.budget_bytes)
                 recomputations = changed
-        if found.best.seconds >= before * (1 - _PROGRESS):
+        if incumbent.best.seconds >= before * (1 - _PROGRESS):
             return
 
 
@@ -391,7 +374,7 @@ def _makes_transient(problem: CheckpointProblem, recomputations: Recomputations)
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """What no longer runs again before a step of the base order, or does so too."""
+    """A change: operations that no longer run again before a step of the base order, or that now do."""
 
     step: int
     nodes: tuple[Node, ...]
@@ -405,7 +388,7 @@ def _removals(problem: CheckpointProblem, recomputations: Recomputations) -> lis
 
 
 def _additions(problem: CheckpointProblem, recomputations: Recomputations) -> list[_Change]:
-    """What backward reads from forward, made again just before by chains of operations; the largest first."""
+    """Lists what backward reads from forward, made again just before by chains of operations; large first."""
     split = len(problem.forward)
     runs = {node for before in recomputations for node in before}
     found: list[tuple[int, _Change]] = []
@@ -433,7 +416,7 @@ def _chain(problem: CheckpointProblem, node: Node, depth: int) -> tuple[Node, ..
 
 
 def _changed(problem: CheckpointProblem, recomputations: Recomputations, change: _Change) -> list[list[Node]]:
-    """The repeats with a change, without those that nothing reads then."""
+    """Applies a change, and drops the recomputations that nothing reads then."""
     made = [list(before) for before in recomputations]
     here = made[change.step]
     if change.removes:

@@ -1,4 +1,4 @@
-"""Which stage each operation of backward runs in, given the stages of forward."""
+"""Places the operations of backward in stages, given the stages of forward."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _ADD = "aten.add.Tensor"
 
 @dataclass(frozen=True)
 class Dataflow:
-    """What a training graph says about cutting it, whatever the stages are.
+    """The facts about a training graph that decide how it may be cut, whatever the stages are.
 
     Args:
-        graph: As it was captured: gradients are delivered, nothing is released.
+        graph: The graph as it was captured: gradients are delivered, nothing is released.
     """
 
     graph: Graph
@@ -48,13 +48,13 @@ class Dataflow:
 
     @cached_property
     def parameters(self) -> frozenset[Storage]:
-        """Storages of parameters."""
+        """The storages of parameters."""
         entries = (i for i in self.graph.inputs if i.role is InputRole.PARAMETER)
         return frozenset(entry.value.storage for entry in entries)
 
     @cached_property
     def owners(self) -> dict[str, Input]:
-        """The input that each gradient belongs to, by what outputs call it."""
+        """The input that each gradient belongs to, by the name that outputs give it."""
         return {f"{entry.role.value}:{entry.target}": entry for entry in self.graph.inputs}
 
     @cached_property
@@ -99,8 +99,8 @@ class Dataflow:
     def sums(self) -> dict[Value, tuple[Value, ...]]:
         """For the gradient of each parameter, the values that it is the sum of.
 
-        A sum that nothing else reads is taken apart: where its parts come from several stages, each stage
-        keeps its own, and they are added up once a step.
+        A sum that nothing else reads is taken apart: if its parts come from several stages, each stage keeps
+        its own, and they are added up once a step.
         """
         readers: dict[Value, int] = {}
         for node in self.graph.nodes:
@@ -135,7 +135,7 @@ class Dataflow:
         }
 
     def bases(self, value: Value) -> Iterator[Value]:
-        """What must be there for a value to be read: views are followed to what they are views of."""
+        """The values that must be there for a value to be read: views give way to what they are views of."""
         maker = self.makers.get(value)
         if maker is not None and maker.is_view:
             for operand in maker.operands:
@@ -149,15 +149,15 @@ class Placement:
     """The stage of every operation.
 
     Args:
-        stages: By operation; those that each stage repeats are not among them.
-        offloaded_parameters: For the storage of each static input, the stages whose forward reads it.
+        stages: The stage by operation; operations that each stage repeats are not among them.
+        reader_stages: For the storage of each static input, the stages whose forward reads it.
         parts: The gradients that are taken apart, as several stages have the parameter, with what they are
             sums of.
         dropped: The operations that would add the parts up.
     """
 
     stages: Mapping[Node, int]
-    offloaded_parameters: Mapping[Storage, tuple[int, ...]]
+    reader_stages: Mapping[Storage, tuple[int, ...]]
     parts: Mapping[Value, tuple[Value, ...]] = field(default_factory=dict[Value, tuple[Value, ...]])
     dropped: frozenset[Node] = field(default_factory=frozenset[Node])
 
@@ -167,23 +167,23 @@ class Placement:
 
 
 def place_backward(flow: Dataflow, forward: Mapping[Node, int], count: int) -> Placement:
-    """A stage for each operation of backward: the earliest one that keeps its operands where they are.
+    """Chooses a stage for each operation of backward: the earliest that keeps its operands in their stages.
 
     Gradients go from later stages to earlier ones, and what forward made goes from earlier ones to later
-    ones. So an operation runs no earlier than the stages that made what it reads of forward, than those of
-    the operations that read its results, and, where it makes the gradient of a parameter, than the stage
-    that has the parameter; where it reads a parameter, in a stage that has it. What only joins gradients,
-    such as the sum of those of a skip, does so before they are sent on.
+    ones. So an operation runs no earlier than the stages that made what it reads of forward, and than those
+    of the operations that read its results. If it makes the gradient of a parameter, it runs no earlier than
+    the stage that has the parameter; if it reads a parameter, in a stage that has it. An operation that only
+    joins gradients, such as the sum of those of a skip, does so before they are sent on.
 
     Args:
-        flow: Of the training graph.
+        flow: The dataflow of the training graph.
         forward: The stage of each operation in `flow.forward`.
-        count: How many stages there are.
+        count: The number of stages.
     """
     graph = flow.graph
     found = dict(forward)
-    offloaded_parameters = _offloaded_parameters(flow, forward)
-    parts, dropped = _split_sums(flow, offloaded_parameters)
+    reader_stages = _reader_stages(flow, forward)
+    parts, dropped = _split_sums(flow, reader_stages)
     makers = graph.producers
     least: dict[Node, int] = {}
 
@@ -197,7 +197,7 @@ def place_backward(flow: Dataflow, forward: Mapping[Node, int], count: int) -> P
         if output.role is OutputRole.GRADIENT and output.value is not None:
             owner = flow.owners[output.target]
             for part in parts.get(output.value, (output.value,)):
-                ask(part, min(offloaded_parameters.get(owner.value.storage, (0,))))
+                ask(part, min(reader_stages.get(owner.value.storage, (0,))))
     backward = [n for n in graph.operations if n.region is Region.BACKWARD]
     for node in reversed(backward):
         if node in flow.repeated or node in dropped:
@@ -207,18 +207,18 @@ def place_backward(flow: Dataflow, forward: Mapping[Node, int], count: int) -> P
             maker = makers.get(storage)
             if maker is not None and maker.region is Region.FORWARD and maker not in flow.repeated:
                 stage = max(stage, found[maker])
-        stage = _at_parameters(flow, node, offloaded_parameters, stage, count)
+        stage = _at_parameters(flow, node, reader_stages, stage, count)
         found[node] = stage
         for value in node.operands:
             ask(value, stage)
     for node in backward:
         if node in found:
             found[node] = _joined_at(flow, node, found, count)
-    return Placement(found, offloaded_parameters, parts, dropped)
+    return Placement(found, reader_stages, parts, dropped)
 
 
 def _joined_at(flow: Dataflow, node: Node, stages: Mapping[Node, int], count: int) -> int:
-    """Where gradients that nothing reads further on are joined: in their own stage, if that sends less."""
+    """The stage that joins gradients which nothing reads further on: their own, if that sends less."""
     graph = flow.graph
     made_at = {s: stages.get(graph.producers[s]) for s in graph.reads(node) if s in graph.producers}
     made_at |= {s: count - 1 for s in graph.reads(node) if s in graph.tangent_storages}
@@ -235,24 +235,24 @@ def _joined_at(flow: Dataflow, node: Node, stages: Mapping[Node, int], count: in
     return latest if latest > stages[node] and made_bytes < saved_bytes else stages[node]
 
 
-def _offloaded_parameters(flow: Dataflow, forward: Mapping[Node, int]) -> dict[Storage, tuple[int, ...]]:
-    offloaded_parameters: dict[Storage, set[int]] = {}
+def _reader_stages(flow: Dataflow, forward: Mapping[Node, int]) -> dict[Storage, tuple[int, ...]]:
+    reader_stages: dict[Storage, set[int]] = {}
     for node, stage in forward.items():
         for storage in flow.graph.reads(node):
             if storage in flow.static:
-                offloaded_parameters.setdefault(storage, set()).add(stage)
-    return {storage: tuple(sorted(stages)) for storage, stages in offloaded_parameters.items()}
+                reader_stages.setdefault(storage, set()).add(stage)
+    return {storage: tuple(sorted(stages)) for storage, stages in reader_stages.items()}
 
 
 def _split_sums(
-    flow: Dataflow, offloaded_parameters: Mapping[Storage, tuple[int, ...]]
+    flow: Dataflow, reader_stages: Mapping[Storage, tuple[int, ...]]
 ) -> tuple[dict[Value, tuple[Value, ...]], frozenset[Node]]:
     """The gradients of parameters that several stages have, with their parts; and what would add these up."""
     split: dict[Value, tuple[Value, ...]] = {}
     for output in flow.graph.outputs:
         if output.role is not OutputRole.GRADIENT or output.value not in flow.sums:
             continue
-        if len(offloaded_parameters.get(flow.owners[output.target].value.storage, ())) > 1:
+        if len(reader_stages.get(flow.owners[output.target].value.storage, ())) > 1:
             split[output.value] = flow.sums[output.value]
     dropped: set[Node] = set()
     pending = list(split)
@@ -268,22 +268,19 @@ def _split_sums(
 def _at_parameters(
     flow: Dataflow,
     node: Node,
-    offloaded_parameters: Mapping[Storage, tuple[int, ...]],
+    reader_stages: Mapping[Storage, tuple[int, ...]],
     stage: int,
     count: int,
 ) -> int:
     """The first stage from `stage` on that has what is trained or written of an operation's operands.
 
-    Where no stage has all of it, `stage`.
+    If no stage has all of it, `stage`.
     """
     read = [s for s in flow.graph.reads(node) if s in flow.parameters or s in flow.written]
     having = {
-        offloaded
-        for storage in read
-        for offloaded in offloaded_parameters.get(storage, ())
-        if stage < offloaded < count
+        reader for storage in read for reader in reader_stages.get(storage, ()) if stage < reader < count
     }
     for candidate in (stage, *sorted(having)):
-        if all(candidate in offloaded_parameters.get(storage, (candidate,)) for storage in read):
+        if all(candidate in reader_stages.get(storage, (candidate,)) for storage in read):
             return candidate
     return stage

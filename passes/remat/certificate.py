@@ -1,4 +1,4 @@
-"""The certificate of a choice: what it costs, how far from the best it can be, and why each storage goes."""
+"""The certificate of a choice: its cost, its distance from the best, and the reason for each storage."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _PROOF_GAP = 1e-4
 def certify(
     problem: CheckpointProblem,
     budget_bytes: int,
-    found: Incumbent,
+    incumbent: Incumbent,
     *,
     baseline_bytes: int,
     minimum_bytes: int,
@@ -51,37 +51,37 @@ def certify(
     floor_bytes: int | None = None,
     tiers: Sequence[Tier] = (),
 ) -> Plan:
-    """The plan of what a search found.
+    """Makes the plan of what a search found.
 
     Args:
-        problem: What was searched.
-        budget_bytes: What was asked for.
-        found: The schedule, and the bound.
-        baseline_bytes: Peak of the graph as it was captured, where nothing runs twice.
+        problem: The problem that was searched.
+        budget_bytes: The budget that was asked for.
+        incumbent: The schedule, and the bound.
+        baseline_bytes: The peak of the graph as it was captured, if nothing runs twice.
         minimum_bytes: The smallest peak that a schedule is known for.
         seconds: How long planning took.
-        floor_bytes: What no schedule can go below; None where that of the problem holds.
-        tiers: Where the schedule may copy storages.
+        floor_bytes: The bytes that no schedule can go below; None for the floor of the problem.
+        tiers: The tiers that the schedule may copy to.
     """
     step = problem.step_seconds
-    overhead = max(found.best.seconds / step - 1, 0.0) if step else 0.0
-    bound = min(found.bound_seconds / step, overhead) if step else 0.0
-    times = step_times(found.best.schedule, problem.costs.seconds, tiers)
-    made = _decisions(problem, found.best, times)
-    decisions = made | _offloaded_parameters(problem, found.best.schedule, times)
-    there = liveness(found.best.schedule, problem.costs.workspace_bytes, with_gradients=True)
+    overhead = max(incumbent.best.seconds / step - 1, 0.0) if step else 0.0
+    bound = min(incumbent.bound_seconds / step, overhead) if step else 0.0
+    times = step_times(incumbent.best.schedule, problem.costs.seconds, tiers)
+    made = _decisions(problem, incumbent.best, times)
+    decisions = made | _offloaded_parameters(problem, incumbent.best.schedule, times)
+    there = liveness(incumbent.best.schedule, problem.costs.workspace_bytes, with_gradients=True)
     return Plan(
         budget_bytes=budget_bytes,
-        peak_bytes=found.best.peak_bytes,
+        peak_bytes=incumbent.best.peak_bytes,
         baseline_peak_bytes=baseline_bytes,
         static_bytes=problem.graph.static_bytes,
-        minimum_budget_bytes=min(minimum_bytes, found.best.peak_bytes),
+        minimum_budget_bytes=min(minimum_bytes, incumbent.best.peak_bytes),
         floor_bytes=problem.floor_bytes if floor_bytes is None else floor_bytes,
         step_seconds=step,
         overhead=overhead,
         lower_bound_overhead=bound,
         proven_optimal=overhead - bound <= _PROOF_GAP,
-        strategy=found.name,
+        strategy=incumbent.name,
         costs=problem.costs.source,
         decisions=tuple(decisions.values()),
         seconds_to_plan=seconds,
@@ -91,14 +91,14 @@ def certify(
         ),
         forwards_in_flight=problem.graph.forwards_in_flight,
         peak_with_gradients_bytes=there.peak_bytes,
-        tiers=tuple(_uses(found.best.schedule, times, tiers)),
-        exposed_seconds=_exposed_seconds(found.best, times),
+        tiers=tuple(_uses(incumbent.best.schedule, times, tiers)),
+        exposed_seconds=_exposed_seconds(incumbent.best, times),
         offloaded_bytes=sum(offloaded.storage.nbytes for offloaded in problem.graph.offloaded_parameters),
     )
 
 
 def _exposed_seconds(best: Solution, times: StepTimes) -> float:
-    """Time in which copies are waited for, without what is rounding alone."""
+    """The time in which copies are waited for; 0 if it is only rounding."""
     exposed = best.seconds - times.compute_seconds if times.copies else 0.0
     return exposed if exposed > 1e-9 * times.compute_seconds else 0.0
 
@@ -123,10 +123,10 @@ def _uses(schedule: Schedule, times: StepTimes, tiers: Sequence[Tier]) -> Iterat
             )
 
 
-def _decisions(problem: CheckpointProblem, simulated: Solution, times: StepTimes) -> dict[Storage, Decision]:
-    """The decision for each storage that forward makes and that is no output."""
-    runs = Counter(simulated.order)
-    kept = _alive_at_loss(simulated)
+def _decisions(problem: CheckpointProblem, solution: Solution, times: StepTimes) -> dict[Storage, Decision]:
+    """The decision for each storage that forward makes and that is not an output."""
+    runs = Counter(solution.order)
+    kept = _alive_at_loss(solution)
     wanted = set(problem.wanted)
     copied: dict[Storage, list[Copy]] = {}
     for copy in times.copies:
@@ -136,7 +136,7 @@ def _decisions(problem: CheckpointProblem, simulated: Solution, times: StepTimes
         again = runs[node] - 1
         seconds = problem.costs.seconds[node] * again
         if storage in copied:
-            action, reason = "swap", _why_swapped(simulated.schedule, times, copied[storage], again)
+            action, reason = "swap", _why_swapped(solution.schedule, times, copied[storage], again)
         elif storage in kept:
             action, reason = "keep", _why_kept(problem, storage, node)
         elif storage in problem.read_positions or (again and storage in wanted):
@@ -196,9 +196,9 @@ def _deciding(node: Node, action: str) -> str:
     return node.annotation.by if action == decided else ""
 
 
-def _alive_at_loss(simulated: Solution) -> set[Storage]:
+def _alive_at_loss(solution: Solution) -> set[Storage]:
     alive: set[Storage] = set()
-    for instruction in simulated.schedule.instructions:
+    for instruction in solution.schedule.instructions:
         if isinstance(instruction, Loss):
             break
         match instruction:
@@ -214,7 +214,7 @@ def _alive_at_loss(simulated: Solution) -> set[Storage]:
 
 
 def _why_swapped(schedule: Schedule, times: StepTimes, copies: Sequence[Copy], again: int) -> str:
-    """What the copies of a storage cost, and for how long it is away."""
+    """Says what the copies of a storage cost, and for how long it is away."""
     storage, tier = copies[0].storage, copies[0].tier
     taken = " and ".join(
         f"{_milliseconds(sum(c.end_seconds - c.start_seconds for c in copies if c.direction is way))} {word}"
@@ -282,7 +282,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _effect(problem: CheckpointProblem, annotation: Annotation, decisions: Mapping[Storage, Decision]) -> str:
-    """What an annotation did, in words."""
+    """Says what an annotation did."""
     mine = {s: d for s, d in decisions.items() if problem.producer[s].annotation == annotation}
     operations = [node for node in problem.forward if node.annotation == annotation]
     kept = [d for d in mine.values() if d.action == "keep"]

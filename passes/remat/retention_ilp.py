@@ -1,4 +1,4 @@
-"""Chooses among recomputations at given places, with exact memory at every step: an integer programme."""
+"""An integer programme that chooses among recomputations at given positions, with exact memory."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ortools.math_opt.python import mathopt
-
 from ...ir import Node, Others, Storage
-from ..milp import add_memory_row, solve
+from ..milp import LinearSum, Model, Variable, add_memory_row, solve
 from .problem import CheckpointProblem, Recomputations, Solution
 
 __all__ = ["Chosen", "RetentionProgramme", "Step"]
@@ -19,10 +17,10 @@ __all__ = ["Chosen", "RetentionProgramme", "Step"]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A place of the master sequence.
+    """A position of the master sequence.
 
     Args:
-        node: What runs there.
+        node: The operation that runs there.
         base: Index of the step of the base order that it is, or before which it runs again.
         is_repeat: Whether it runs again there, if chosen; the base order itself always runs.
     """
@@ -34,15 +32,15 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What the programme chose.
+    """The outcome of the programme.
 
     Args:
-        simulated: The schedule, or None where there is none within the rows.
-        is_best: It fits, and no choice from the master sequence is faster (or lower).
-        is_infeasible: No choice from the master sequence fits.
+        solution: The schedule, or None if there is none within the rows.
+        is_best: Whether it fits, and no choice from the master sequence is faster (or lower).
+        is_infeasible: Whether no choice from the master sequence fits.
     """
 
-    simulated: Solution | None
+    solution: Solution | None
     is_best: bool
     is_infeasible: bool
 
@@ -51,37 +49,37 @@ _ROUNDS = 12
 _NEW_ROWS = 40
 _CAP_UNIT_BYTES = 1 << 16
 
-_Residency = mathopt.Variable | float
+_Residency = Variable | float
 
 
 @dataclass
 class RetentionProgramme:
     r"""The integer programme over one master sequence.
 
-    The master sequence is the base order with, before each of its steps, operations that may run there
-    again. Variables: y[t] in {0, 1}, repeat t runs; r[s, i] in [0, 1], storage s is resident between the i-th
-    and the next place of the sequence that makes or reads it. Minimise the seconds of all y, subject to
+    The master sequence is the base order with, before each of its steps, operations that may run there again.
+    Variables: y[t] in {0, 1}, repeat t runs; r[s, i] in [0, 1], storage s is resident between the i-th and
+    the next position of the sequence that makes or reads it. Minimise the seconds of all y, subject to
 
     - read: y[t] <= r[s, before t] for what step t reads (1 in place of y for the base order);
-    - carry: r[s, after t] <= r[s, before t] (+ y[t] where t makes s, and then r[s, before t] + y[t] <= 1);
+    - carry: r[s, after t] <= r[s, before t] (+ y[t] if t makes s, and then r[s, before t] + y[t] <= 1);
     - memory: at each step, bytes of all r there, of what it makes if it runs, and of the rest <= budget; the
       rest has the r at the loss once for each other forward in flight that waits;
-    - annotations: r[s, i] = 0 across the loss where s is transient.
+    - annotations: r[s, i] = 0 across the loss if s is transient.
 
-    Rows of memory are added where a solution, simulated, goes over the budget. With whole y the least
-    r are whole, so only y are integers. Whatever a schedule does at the places of the master sequence is
-    covered: recomputing several times, in forward, and freeing at any time.
+    Rows of memory are added when a solution, simulated, goes over the budget. With whole y the least r are
+    whole, so only y are integers. The programme covers whatever a schedule does at the positions of the
+    master sequence: recomputing several times, in forward, and freeing at any time.
 
     Args:
         problem: The recomputation problem.
         recomputations: What may run again before each step of the base order.
         budget_bytes: The most that may be alive at once; None asks for the least peak instead.
-        rows: Steps whose memory was a row before; those found here are added.
-        below_seconds: Only schedules that recompute for less than this are asked for.
+        rows: The steps whose memory was a row before; those found here are added.
+        below_seconds: A limit: only schedules that recompute for less are asked for.
 
     Source:
         Retention intervals: MOCCASIN (Bartan et al., ICML 2023); the memory of each step: Checkmate (Jain et
-        al., MLSys 2020). Ours chooses among given places, and adds the memory of a step when it is needed.
+        al., MLSys 2020). Ours chooses among given positions, and adds the memory of a step when it is needed.
     """
 
     problem: CheckpointProblem
@@ -89,11 +87,11 @@ class RetentionProgramme:
     budget_bytes: int | None
     rows: dict[Step, None]
     below_seconds: float | None = None
-    model: mathopt.Model = field(init=False)
+    model: Model = field(init=False)
 
     def __post_init__(self) -> None:
         problem = self.problem
-        self.model = mathopt.Model(name="recombine")
+        self.model = Model(name="recombine")
         self.steps = tuple(_master(problem, self.recomputations))
         self.loss = next(
             (t for t, step in enumerate(self.steps) if step.base >= len(problem.forward)), len(self.steps)
@@ -108,29 +106,29 @@ class RetentionProgramme:
         self._add_objective()
         self.in_rows: set[Step] = set()
         self._add_loss_row()
-        places = {step: t for t, step in enumerate(self.steps)}
+        position_of = {step: t for t, step in enumerate(self.steps)}
         for step in self.rows:
-            if step in places:
-                self._add_row(places[step])
+            if step in position_of:
+                self._add_row(position_of[step])
 
     # ------------------------------------------------------------------ formulating
 
     def _add_storages(self) -> None:
-        """A variable for each stretch between two places that touch a storage, where it is not clear."""
+        """Adds a variable for each stretch between two positions that touch a storage, unless it is clear."""
         problem = self.problem
-        places: dict[Storage, list[tuple[int, bool]]] = {}
+        touches_of: dict[Storage, list[tuple[int, bool]]] = {}
         for t, step in enumerate(self.steps):
             for storage in problem.forward_reads[step.node]:
-                places.setdefault(storage, []).append((t, False))
+                touches_of.setdefault(storage, []).append((t, False))
             for storage in problem.graph.allocates(step.node):
                 if storage in problem.producer:
-                    places.setdefault(storage, []).append((t, True))
-        for storage, touches in places.items():
+                    touches_of.setdefault(storage, []).append((t, True))
+        for storage, touches in touches_of.items():
             self.touched[storage] = [t for t, _ in touches]
             self.resident[storage] = self._stretches(touches, storage in problem.transient)
 
     def _stretches(self, touches: Sequence[tuple[int, bool]], is_transient: bool) -> list[_Residency]:
-        """The residencies after each touch; what is transient is not there at the loss."""
+        """Adds the residencies after each touch; what is transient is not there at the loss."""
         before: _Residency = 0.0
         found: list[_Residency] = []
         for index, (t, makes) in enumerate(touches):
@@ -153,23 +151,23 @@ class RetentionProgramme:
         if t not in self.runs:
             return  # the first run
         runs = self.runs[t]
-        self._at_most(after, mathopt.LinearSum((before, runs)))
-        if isinstance(before, mathopt.Variable):
+        self._at_most(after, LinearSum((before, runs)))
+        if isinstance(before, Variable):
             self.model.add_linear_constraint(before + runs <= 1.0)
 
     def _add_reading(self, t: int, before: _Residency, after: _Residency) -> None:
         self._at_most(self.runs.get(t, 1.0), before)
         self._at_most(after, before)
 
-    def _at_most(self, low: _Residency, high: _Residency | mathopt.LinearSum) -> None:
-        """Adds `low <= high`, as a bound of a variable where one side is a number."""
-        if isinstance(low, mathopt.Variable):
+    def _at_most(self, low: _Residency, high: _Residency | LinearSum) -> None:
+        """Adds `low <= high`, as a bound of a variable if one side is a number."""
+        if isinstance(low, Variable):
             if isinstance(high, float):
                 low.upper_bound = min(low.upper_bound, high)
             else:
                 self.model.add_linear_constraint(low - high <= 0.0)
         elif low > 0.0:
-            if isinstance(high, mathopt.Variable):
+            if isinstance(high, Variable):
                 high.lower_bound = low
             elif isinstance(high, float):
                 assert low <= high, "a base step reads what is not there"
@@ -179,7 +177,7 @@ class RetentionProgramme:
     def _add_objective(self) -> None:
         problem = self.problem
         self.unit_seconds = max(problem.step_seconds, 1e-12) / 1000
-        seconds = mathopt.LinearSum(
+        seconds = LinearSum(
             max(problem.costs.seconds[self.steps[t].node] / self.unit_seconds, 1e-7) * runs
             for t, runs in self.runs.items()
         )
@@ -195,7 +193,7 @@ class RetentionProgramme:
         self._add_terms(terms, alive + held + self.problem.graph.loss_bytes, cases)
 
     def _add_row(self, t: int) -> bool:
-        """Adds the memory of a step; whether it was not there yet."""
+        """Adds the memory of a step; returns whether it was not there yet."""
         step = self.steps[t]
         if step in self.in_rows:
             return False
@@ -213,27 +211,27 @@ class RetentionProgramme:
         return True
 
     @cached_property
-    def _kept(self) -> tuple[list[tuple[int, mathopt.Variable]], int]:
-        """What may be and what is there at the loss."""
+    def _kept(self) -> tuple[list[tuple[int, Variable]], int]:
+        """The terms and the bytes of what may be and what is there at the loss."""
         return self._resident_at(self.loss)
 
-    def _resident_at(self, t: int) -> tuple[list[tuple[int, mathopt.Variable]], int]:
-        """What may be and what is there when step t begins."""
-        terms: list[tuple[int, mathopt.Variable]] = []
+    def _resident_at(self, t: int) -> tuple[list[tuple[int, Variable]], int]:
+        """The terms and the bytes of what may be and what is there when step t begins."""
+        terms: list[tuple[int, Variable]] = []
         fixed = 0
         for storage, touched in self.touched.items():
             stretch = bisect.bisect_left(touched, t) - 1
             if stretch < 0:
                 continue
             there = self.resident[storage][stretch]
-            if isinstance(there, mathopt.Variable):
+            if isinstance(there, Variable):
                 terms.append((storage.nbytes, there))
             elif there:
                 fixed += storage.nbytes
         return terms, fixed
 
     def _add_terms(
-        self, terms: list[tuple[int, mathopt.Variable]], fixed_bytes: int, cases: Sequence[Others]
+        self, terms: list[tuple[int, Variable]], fixed_bytes: int, cases: Sequence[Others]
     ) -> None:
         """Adds the memory of this call, and of the others in flight, which keep the same at the loss."""
         for case in cases:
@@ -241,23 +239,23 @@ class RetentionProgramme:
             waiting = ((case.waiting * nbytes, variable) for nbytes, variable in kept)
             self._add_at_most([*terms, *waiting], fixed_bytes + case.bytes_at(kept_bytes))
 
-    def _add_at_most(self, terms: list[tuple[int, mathopt.Variable]], fixed_bytes: int) -> None:
+    def _add_at_most(self, terms: list[tuple[int, Variable]], fixed_bytes: int) -> None:
         if self.budget_bytes is not None:
             add_memory_row(self.model, terms, self.budget_bytes - fixed_bytes)
             return
         assert self.cap is not None
-        total = mathopt.LinearSum(nbytes / _CAP_UNIT_BYTES * variable for nbytes, variable in terms)
+        total = LinearSum(nbytes / _CAP_UNIT_BYTES * variable for nbytes, variable in terms)
         self.model.add_linear_constraint(total - self.cap <= -fixed_bytes / _CAP_UNIT_BYTES)
 
     # ------------------------------------------------------------------ solving
 
     def solve(self, *, seconds: float, gap: float, node_limit: int | None = None) -> Chosen:
-        """Solves, simulates, adds rows where the schedule goes over the budget, and solves again.
+        """Solves, simulates, adds rows for steps that go over the budget, and solves again.
 
         Args:
-            seconds: Time limit of all solves together.
-            gap: At which to stop, as a fraction of the step's time.
-            node_limit: Branch-and-bound nodes of each solve.
+            seconds: The time limit of all solves together.
+            gap: The gap at which to stop, as a fraction of the step's time.
+            node_limit: The number of branch-and-bound nodes after which each solve stops.
         """
         best: Solution | None = None
         deadline = time.monotonic() + seconds
@@ -270,25 +268,25 @@ class RetentionProgramme:
                 return Chosen(best, False, outcome.is_infeasible)
             chosen = {t for t, runs in self.runs.items() if outcome.values[runs] > 0.5}
             kept = [t for t, step in enumerate(self.steps) if not step.is_repeat or t in chosen]
-            simulated = self._simulate(kept)
+            solution = self._simulate(kept)
             limit = self.budget_bytes
             if limit is None:
                 assert self.cap is not None
                 limit = int(outcome.values[self.cap] * _CAP_UNIT_BYTES) + 1
-                if best is None or simulated.peak_bytes < best.peak_bytes:
-                    best = simulated
+                if best is None or solution.peak_bytes < best.peak_bytes:
+                    best = solution
             else:
-                best = simulated
-            if simulated.peak_bytes <= limit:
+                best = solution
+            if solution.peak_bytes <= limit:
                 return Chosen(best, outcome.is_optimal, False)
-            if not self._add_rows_over(limit, simulated, kept):
+            if not self._add_rows_over(limit, solution, kept):
                 return Chosen(best, False, False)
         return Chosen(best, False, False)
 
-    def _add_rows_over(self, limit_bytes: int, simulated: Solution, kept: Sequence[int]) -> int:
+    def _add_rows_over(self, limit_bytes: int, solution: Solution, kept: Sequence[int]) -> int:
         over = [
             (-nbytes, t)
-            for nbytes, t in zip(simulated.during_bytes, kept, strict=True)
+            for nbytes, t in zip(solution.during_bytes, kept, strict=True)
             if nbytes > limit_bytes
         ]
         added = 0

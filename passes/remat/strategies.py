@@ -11,10 +11,8 @@ from functools import cached_property
 from itertools import count, islice
 from typing import NamedTuple
 
-from ortools.algorithms.python import knapsack_solver
-from ortools.graph.python import max_flow
-
 from ...ir import Location, Node, Storage
+from ..combinatorial import FlowNetwork, knapsack
 from .problem import CheckpointProblem, Solution
 
 __all__ = [
@@ -36,21 +34,21 @@ Kept = frozenset[Storage]
 """Storages that stay from forward to backward."""
 
 _CUTS_IN_BLOCKS = 8
-"""Priced cuts that keep the borders of blocks; there are fewer trade-offs than without them."""
+"""The number of priced cuts that keep the borders of blocks; there are fewer trade-offs than without them."""
 
 
 def known_strategies(problem: CheckpointProblem) -> Iterator[tuple[str, Solution]]:
-    """Every rule of this file with its name, at all its settings: none of them looks at a budget."""
+    """Yields every rule of this file with its name, at all its settings: none of them looks at a budget."""
     yield "keep-all", keep_all(problem)
     yield "sqrt-n", sqrt_n(problem)
     for exponent in range(1, max(len(problem.forward) - 1, 0).bit_length()):
         yield f"every-{2**exponent}", every_k(problem, 2**exponent)
-    yield from (("per-block", simulated) for simulated in per_block(problem))
-    yield from (("min-cut", simulated) for simulated in min_cut_candidates(problem))
-    yield from (("priced-cut", simulated) for simulated in priced_cuts(problem))
+    yield from (("per-block", solution) for solution in per_block(problem))
+    yield from (("min-cut", solution) for solution in min_cut_candidates(problem))
+    yield from (("priced-cut", solution) for solution in priced_cuts(problem))
     for borders in islice(block_borders(problem), 1):
         inside = priced_cuts(problem, kept=borders, limit=_CUTS_IN_BLOCKS)
-        yield from (("cut-in-blocks", simulated) for simulated in inside)
+        yield from (("cut-in-blocks", solution) for solution in inside)
 
 
 def keep_all(problem: CheckpointProblem) -> Solution:
@@ -61,7 +59,7 @@ def keep_all(problem: CheckpointProblem) -> Solution:
 def keep_none(problem: CheckpointProblem) -> Solution:
     """Keeps forward's inputs, what may not be computed again (masks) and what backward reads first.
 
-    It is what `torch.utils.checkpoint` around the whole model does.
+    `torch.utils.checkpoint` around the whole model does the same.
     """
     return keeping(problem, frozenset())
 
@@ -72,7 +70,7 @@ def keep_none(problem: CheckpointProblem) -> Solution:
 def every_k(problem: CheckpointProblem, k: int) -> Solution:
     """Cuts forward into segments of `k` operations and keeps what crosses from one to the next.
 
-    Inside a segment only what may not be computed again (masks) is kept.
+    Inside a segment it keeps only what may not be computed again (masks).
     """
     return segments(problem, range(k, len(problem.forward), k))
 
@@ -113,7 +111,7 @@ def _crossing(problem: CheckpointProblem, cuts: Sequence[int]) -> Kept:
 
 
 def keeping(problem: CheckpointProblem, kept: Kept) -> Solution:
-    """The schedule that keeps these storages, and what cannot be made from them."""
+    """Makes the schedule that keeps these storages, and what cannot be made from them."""
     return problem.keeping(_with_unrepeatable(problem, kept))
 
 
@@ -142,8 +140,8 @@ def _with_unrepeatable(problem: CheckpointProblem, kept: Kept) -> Kept:
 def per_block(problem: CheckpointProblem) -> Iterator[Solution]:
     """Keeps what crosses the borders of the model's blocks and computes the inside of a block again.
 
-    It is what `torch.utils.checkpoint` around each block does, but that operations run again one by one,
-    when they are read. What runs outside of all blocks is kept.
+    `torch.utils.checkpoint` around each block does the same, but here operations run again one by one, when
+    their results are read. What runs outside of all blocks is kept.
 
     Yields:
         One schedule for each level of blocks, outermost first; see `block_borders`.
@@ -159,7 +157,7 @@ def block_borders(problem: CheckpointProblem) -> Iterator[Kept]:
     and `encoder.layers.3.mlp.experts.0`.
 
     Yields:
-        One set for each level, outermost first; none where no operation has such a path.
+        One set for each level, outermost first; none if no operation has such a path.
     """
     paths = _block_paths(problem)
     seen: set[Kept] = set()
@@ -176,7 +174,7 @@ def block_borders(problem: CheckpointProblem) -> Iterator[Kept]:
 
 
 def _block_paths(problem: CheckpointProblem) -> dict[Node, tuple[str, ...]]:
-    """The blocks that each forward operation is in, outermost first; without a place, the forerunner's."""
+    """The blocks of each forward operation, outermost first; without a location, its predecessor's."""
     found: dict[Node, tuple[str, ...]] = {}
     path: tuple[str, ...] = ()
     for node in problem.forward:
@@ -186,12 +184,12 @@ def _block_paths(problem: CheckpointProblem) -> dict[Node, tuple[str, ...]]:
     return found
 
 
-def _blocks_at(place: Location) -> tuple[str, ...]:
-    """The prefixes of a place's path that end in a component with a digit.
+def _blocks_at(location: Location) -> tuple[str, ...]:
+    """The prefixes of a location's path that end in a component with a digit.
 
-    A path is the module's, or what stands before the last slash in the name of an ONNX node.
+    A path is the module's, or the part before the last slash in the name of an ONNX node.
     """
-    path = place.module or (place.onnx_node or "").rpartition("/")[0]
+    path = location.module or (location.onnx_node or "").rpartition("/")[0]
     ends = (match.end() for match in re.finditer(r"[^./]+", path) if re.search(r"\d", match.group()))
     return tuple(path[:end] for end in ends)
 
@@ -209,7 +207,7 @@ def min_cut(problem: CheckpointProblem, fraction: float) -> Solution:
 
     Args:
         problem: The recomputation problem.
-        fraction: From 0 to 1.
+        fraction: A number from 0 to 1.
 
     Source:
         PyTorch's partitioner with `activation_memory_budget` (torch/_functorch/partitioners.py, 2022 to
@@ -230,12 +228,13 @@ def priced_cuts(
 ) -> Iterator[Solution]:
     """Schedules at the best trade-offs of bytes saved between forward and backward against time.
 
-    Each is the minimum of bytes plus seconds times a price. The prices are found between two known
-    trade-offs, where the bytes differ most: in the end that gives the convex hull of all of them.
+    Each is the minimum of bytes plus seconds times a price. The prices are found between the two known
+    trade-offs whose bytes differ most: in the end that gives the convex hull of all of them.
 
     Args:
         problem: The recomputation problem.
-        kept: Saved in any case; with the borders of blocks, little is alive while one runs again.
+        kept: Storages that are saved in any case; with the borders of blocks, little is alive while one runs
+            again.
         limit: The most schedules.
 
     Source:
@@ -251,10 +250,10 @@ def _saving(problem: CheckpointProblem, kept: Kept) -> Solution:
 
 
 _KNAPSACK_UNITS = 10_000
-"""Parts of its capacity that sizes in a knapsack are rounded up to."""
+"""The number of units that the capacity of a knapsack is divided into; sizes are rounded up to them."""
 
 _PARTS_OF_BYTE = 64
-"""Widths of arcs are whole numbers of these, so that prices are nearly exact on small graphs too."""
+"""The parts of a byte that widths of arcs count, so that prices are nearly exact on small graphs too."""
 
 
 class _Trade(NamedTuple):
@@ -266,16 +265,17 @@ class _Trade(NamedTuple):
 
 
 class _Network:
-    """Forward as a flow network in which a cut is what to save, with what then runs again.
+    """Forward as a flow network in which a cut is the set of storages to save.
 
     A storage is an arc as wide as its bytes from `made` to `held`; an operation is a vertex between what it
     reads and what it makes. The source feeds each operation, as widely as running it again costs; the sink
-    draws what backward reads. What is kept anyway costs nothing: what the first operation of backward reads.
-    What annotations keep from staying is never cut, and its operations may run again at any price.
+    draws what backward reads. Storages that are kept anyway cost nothing: the first operation of backward
+    reads them. Storages that annotations keep from staying are never cut, and their operations may run again
+    at any price.
 
     Args:
         problem: The recomputation problem.
-        kept: More that is kept anyway.
+        kept: More storages that are kept anyway.
     """
 
     def __init__(self, problem: CheckpointProblem, kept: Kept = frozenset()) -> None:
@@ -284,42 +284,40 @@ class _Network:
         self.bytes = {storage: 0 if storage in free else storage.nbytes for storage in problem.wanted}
         makers = dict.fromkeys(problem.producer[storage] for storage in self.bytes)
         self.wide = _PARTS_OF_BYTE * (sum(self.bytes.values()) + 1)
-        """Wider than saving everything: cut only where there is no other way."""
+        """Wider than saving everything: cut only if there is no other way."""
         self.closed = self.wide * (1 + sum(node.is_transient for node in makers))
         """Wider than all of that together: such an arc is never cut."""
-        self.flow = max_flow.SimpleMaxFlow()
+        self.flow = FlowNetwork()
         vertices = count(2)
         self.made = {storage: next(vertices) for storage in self.bytes}
         self.held = {storage: next(vertices) for storage in self.bytes}
         self.feeds = {node: self._connect(node, next(vertices)) for node in makers}
         for storage, nbytes in self.bytes.items():
             width = self.closed if storage in problem.transient else nbytes * _PARTS_OF_BYTE
-            self.flow.add_arc_with_capacity(self.made[storage], self.held[storage], width)
+            self.flow.add_arc(self.made[storage], self.held[storage], width)
             if storage in problem.read_positions:
-                self.flow.add_arc_with_capacity(self.held[storage], 1, self.closed)
+                self.flow.add_arc(self.held[storage], 1, self.closed)
 
     def _connect(self, node: Node, vertex: int) -> int:
-        """Adds an operation; gives the arc that feeds it."""
+        """Adds an operation; returns the arc that feeds it."""
         problem = self.problem
         for storage in self._results(node):
-            self.flow.add_arc_with_capacity(vertex, self.made[storage], self.closed)
+            self.flow.add_arc(vertex, self.made[storage], self.closed)
         for storage in problem.forward_reads[node] if node.is_recomputable else ():
-            self.flow.add_arc_with_capacity(self.held[storage], vertex, self.closed)
-        return self.flow.add_arc_with_capacity(0, vertex, self.closed)
+            self.flow.add_arc(self.held[storage], vertex, self.closed)
+        return self.flow.add_arc(0, vertex, self.closed)
 
     def cut(self, price: Callable[[Node], float]) -> Kept:
-        """The storages of a minimum cut; of several that with the fewest operations to run again.
+        """The storages of a minimum cut; among several, that with the fewest operations to run again.
 
         Args:
-            price: Bytes that running an operation again is worth; infinite where it must not.
+            price: The bytes that running an operation again is worth; infinite if it must not run again.
         """
         for node, arc in self.feeds.items():
             width = price(node) * _PARTS_OF_BYTE if node.is_recomputable else math.inf
             most = self.wide if node.is_transient else self.closed
-            self.flow.set_arc_capacity(arc, round(min(width, most)))
-        status = self.flow.solve(0, 1)
-        assert status == self.flow.OPTIMAL, status
-        again = set(self.flow.get_sink_side_min_cut())
+            self.flow.set_capacity(arc, round(min(width, most)))
+        again = self.flow.sink_side()
         return frozenset(s for s in self.bytes if self.held[s] in again and self.made[s] not in again)
 
     # A fraction of what the slow operations make.
@@ -338,11 +336,11 @@ class _Network:
 
     @cached_property
     def ends(self) -> tuple[Kept, Kept]:
-        """What is saved where nothing is forbidden to run again, and where the slow operations are."""
+        """The storages to save if nothing is forbidden to run again, and if the slow operations are."""
         return self.cut(lambda node: 0), self.cut(lambda node: math.inf if node in self.slow else 0)
 
     def at(self, fraction: float) -> Kept:
-        """What `min_cut` saves."""
+        """The storages that `min_cut` saves."""
         least, most = self.ends
         if fraction >= 1:
             return most
@@ -357,14 +355,9 @@ class _Network:
         if not items:
             return frozenset()
         unit = max(capacity_bytes / _KNAPSACK_UNITS, 1)
-        solver = knapsack_solver.KnapsackSolver(
-            knapsack_solver.SolverType.KNAPSACK_DIVIDE_AND_CONQUER_SOLVER, "slow operations"
-        )
-        seconds = [self.problem.costs.seconds[node] for node in items]
+        nanoseconds = [round(1e9 * self.problem.costs.seconds[node]) for node in items]
         sizes = [math.ceil(nbytes[node] / unit) for node in items]
-        solver.init([round(1e9 * s) for s in seconds], [sizes], [int(capacity_bytes / unit)])
-        solver.solve()
-        return frozenset(node for i, node in enumerate(items) if solver.best_solution_contains(i))
+        return frozenset(items[k] for k in knapsack(nanoseconds, sizes, int(capacity_bytes / unit)))
 
     def _size(self, storages: Iterable[Storage]) -> int:
         return sum(self.bytes[storage] for storage in storages)
@@ -372,7 +365,7 @@ class _Network:
     # All trade-offs of bytes against seconds.
 
     def hull(self) -> Iterator[Kept]:
-        """What to save on the convex hull of bytes and seconds: the ends, then where gaps are largest."""
+        """The choices on the convex hull of bytes and seconds: the ends, then between the largest gaps."""
         dear = self._trade(self.cut(lambda node: math.inf))
         cheap = self._trade(self.cut(lambda node: 0))
         yield dear.kept
@@ -389,7 +382,7 @@ class _Network:
                     heapq.heappush(gaps, (less.nbytes - more.nbytes, next(order), more, less))
 
     def _price(self, dear: _Trade, cheap: _Trade) -> Callable[[Node], float]:
-        """What an operation is worth in bytes, where both trades are worth the same."""
+        """The worth of an operation in bytes, at which both trades are worth the same."""
         seconds = max(cheap.seconds - dear.seconds, 1e-12)
         bytes_a_second = (dear.nbytes - cheap.nbytes) / seconds
         return lambda node: bytes_a_second * self.problem.costs.seconds[node]

@@ -1,8 +1,8 @@
-"""A step of several graphs: each is a part with a schedule of its own, and all share one budget.
+"""A step of several graphs: each subgraph has a schedule of its own, and all share one budget.
 
-The forwards of the parts run one after the other, then their backwards in reverse. What a part saves for its
-backward is alive while the parts above it run. So each part sees the others as memory around it, and the
-parts above it as a loss that takes as much as they do.
+The forwards of the subgraphs run one after the other, then their backwards in reverse. What a subgraph saves
+for its backward is alive while the subgraphs above it run. So each subgraph sees the others as ambient
+memory, and the subgraphs above it as a loss that takes as much as they do.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ortools.math_opt.python import mathopt
-
-from ...ir import BudgetError, Compute, Graph, Loss, Plan, Schedule, Storage, TimeLimitError, verify_schedule
-from ..milp import add_memory_row, solve
+from ...ir import BudgetError, Compute, Graph, Loss, Plan, Schedule, Storage, TimeLimitError
+from ..milp import LinearSum, Model, add_memory_row, solve
 from ..program import Program
 from ..remat.certificate import certify
 from ..remat.eviction import evict_greedily
@@ -33,22 +31,23 @@ __all__ = [
     "SubgraphSolutions",
     "choose_together",
     "minimum_bytes",
-    "plan_part",
+    "plan_subgraph",
     "saved_by",
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class AmbientMemory:
-    """Bytes that are alive around a part whatever is chosen: all static ones, and outputs of other parts.
+    """Bytes that are alive around a subgraph whatever is chosen: all static ones, and outputs of the others.
 
-    What the parts below it save is not among them, and neither is what its own schedule takes.
+    The bytes that subgraphs below it save are not among them, and neither are those of its own schedule.
 
     Args:
-        forward_bytes: While its forward runs.
-        loss_bytes: While the caller computes the loss, if no other part comes between: with the part's
-            outputs, their gradients, and what the loss takes.
-        backward_bytes: While its backward runs: with the outputs and the gradients of the parts above it.
+        forward_bytes: The bytes while its forward runs.
+        loss_bytes: The bytes while the caller computes the loss, if no other subgraph comes between: with the
+            subgraph's outputs, their gradients, and what the loss takes.
+        backward_bytes: The bytes while its backward runs: with the outputs and the gradients of the subgraphs
+            above.
     """
 
     forward_bytes: int
@@ -56,13 +55,13 @@ class AmbientMemory:
     backward_bytes: int
 
     def plus(self, nbytes: int) -> AmbientMemory:
-        """With so much more alive all the time."""
+        """Adds bytes that are alive all the time."""
         return AmbientMemory(
             self.forward_bytes + nbytes, self.loss_bytes + nbytes, self.backward_bytes + nbytes
         )
 
     def __or__(self, other: AmbientMemory) -> AmbientMemory:
-        """The larger of each."""
+        """Takes the larger of each."""
         return AmbientMemory(
             max(self.forward_bytes, other.forward_bytes),
             max(self.loss_bytes, other.loss_bytes),
@@ -72,24 +71,24 @@ class AmbientMemory:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a part runs.
+    """The choice for a subgraph.
 
     Args:
-        problem: What the schedule was chosen for.
-        simulated: The schedule.
-        footprint: What it takes.
-        plan: Its certificate, within the part's share of the budget.
+        problem: The problem that the schedule was chosen for.
+        solution: The schedule.
+        footprint: The memory that it takes.
+        plan: Its certificate, within the subgraph's share of the budget.
     """
 
     problem: CheckpointProblem
-    simulated: Solution
+    solution: Solution
     footprint: Footprint
     plan: Plan
 
     @property
     def schedule(self) -> Schedule:
-        """The straight line of instructions."""
-        return self.simulated.schedule
+        """The schedule."""
+        return self.solution.schedule
 
 
 @dataclass(eq=False)
@@ -97,49 +96,49 @@ class Subgraph:
     """A graph that runs above certain others, whose backwards are still to come.
 
     Args:
-        name: Where the graph is in the user's code.
-        pool: The graph's program, with schedules known for it.
-        parent: The part right below; None where nothing waits for its backward.
-        children: The parts right above.
-        around: What is alive around it, as far as it was seen.
-        choice: What it runs as planned.
+        name: The name of the graph in the user's code.
+        solutions: The graph's program, with schedules known for it.
+        parent: The subgraph right below; None if nothing waits for its backward.
+        children: The subgraphs right above.
+        ambient: The memory that is alive around it, as far as it was seen.
+        choice: The choice as planned.
     """
 
     name: str
-    pool: SubgraphSolutions
+    solutions: SubgraphSolutions
     parent: Subgraph | None = None
     children: list[Subgraph] = field(default_factory=list["Subgraph"])
-    around: AmbientMemory | None = None
+    ambient: AmbientMemory | None = None
     choice: Choice | None = None
 
     @property
     def below(self) -> tuple[Subgraph, ...]:
-        """The parts whose backwards are still to come when this one runs, the lowest first."""
+        """The subgraphs whose backwards are still to come when this one runs, the lowest first."""
         return () if self.parent is None else (*self.parent.below, self.parent)
 
     @property
     def tree(self) -> Iterator[Subgraph]:
-        """This part and all above it; each after the one that it stands on."""
+        """Yields this subgraph and all above it; each after the one that it stands on."""
         yield self
         for child in self.children:
             yield from child.tree
 
     def peak_bytes(self, choices: Mapping[Subgraph, Footprint], upto: Subgraph | None = None) -> int:
-        """The most that is alive while this part runs, static bytes included.
+        """The most that is alive while this subgraph runs, static bytes included.
 
         Args:
-            choices: What is chosen for it and for those below.
-            upto: Count only what the parts above this one save, and so what that leaves to be counted.
+            choices: The footprints of the choices for it and for those below.
+            upto: A subgraph; if given, only the bytes that those above it save count below this one.
         """
-        assert self.around is not None
-        below = sum(choices[part].saved_bytes for part in self.below)
+        assert self.ambient is not None
+        below = sum(choices[subgraph].saved_bytes for subgraph in self.below)
         if upto is not None:
             below -= choices[upto].saved_bytes
         own = choices[self]
         return below + max(
-            self.around.forward_bytes + own.forward_bytes,
-            self.around.loss_bytes + own.saved_bytes,
-            self.around.backward_bytes + own.backward_bytes,
+            self.ambient.forward_bytes + own.forward_bytes,
+            self.ambient.loss_bytes + own.saved_bytes,
+            self.ambient.backward_bytes + own.backward_bytes,
         )
 
 
@@ -148,7 +147,7 @@ class SubgraphSolutions:
     """A graph with costs, and the schedules that are found for it once, whatever the budget.
 
     Args:
-        program: The graph with its costs, no schedule.
+        program: The graph with its costs, without a schedule.
     """
 
     program: Program
@@ -164,12 +163,12 @@ class SubgraphSolutions:
 
     @property
     def baseline_bytes(self) -> int:
-        """Peak of the graph alone, as eager runs it."""
+        """The peak of the graph alone, as eager runs it."""
         return self._known.baseline_bytes
 
     @property
     def baseline(self) -> Footprint:
-        """What the graph takes as eager runs it."""
+        """The footprint of the graph as eager runs it."""
         original = self._known.original
         return footprint(original.keep_all.schedule, original.costs.workspace_bytes)
 
@@ -179,19 +178,19 @@ class SubgraphSolutions:
             self._planner = Planner(self.program)
         return self._planner
 
-    def add_solution(self, problem: CheckpointProblem, simulated: Solution) -> None:
+    def add_solution(self, problem: CheckpointProblem, solution: Solution) -> None:
         """Makes a schedule one of those known."""
-        if all(simulated is not known for _, known in self._learned):
-            self._learned.append((problem, simulated))
+        if all(solution is not known for _, known in self._learned):
+            self._learned.append((problem, solution))
 
     def schedules(self, deadline: float) -> list[tuple[CheckpointProblem, Solution, Footprint]]:
-        """Those of which no other is better in time and in all bytes.
+        """Lists the schedules that no other one beats in time and in all bytes.
 
         Args:
             deadline: `time.monotonic()` after which nothing more is tried.
         """
         planner = self._known
-        found = [(planner.problem, simulated) for _, simulated in planner.candidates(deadline).candidates]
+        found = [(planner.problem, solution) for _, solution in planner.candidates(deadline).candidates]
         taken = [(p, s, footprint(s.schedule, p.costs.workspace_bytes)) for p, s in (*found, *self._learned)]
         taken.sort(key=lambda entry: _numbers(entry[1], entry[2]))
         best: list[tuple[CheckpointProblem, Solution, Footprint]] = []
@@ -203,66 +202,66 @@ class SubgraphSolutions:
         return best
 
 
-def _numbers(simulated: Solution, taken: Footprint) -> tuple[float, int, int, int]:
-    return simulated.seconds, taken.saved_bytes, taken.backward_bytes, taken.forward_bytes
+def _numbers(solution: Solution, taken: Footprint) -> tuple[float, int, int, int]:
+    return solution.seconds, taken.saved_bytes, taken.backward_bytes, taken.forward_bytes
 
 
-# ---------------------------------------------------------------------- one part within its share
+# ---------------------------------------------------------------------- one subgraph within its share
 
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What of the budget is a part's own, and what the others take between its forward and its backward."""
+    """The part of the budget for one subgraph, and what the others take between its two runs."""
 
     budget_bytes: int
     loss_bytes: int
     loss_held_bytes: int
 
     def of(self, graph: Graph) -> Graph:
-        """The graph, as if the caller's loss took what the others take."""
+        """Gives the graph a loss that takes what the others take."""
         return replace(graph, loss_bytes=self.loss_bytes, loss_held_bytes=self.loss_held_bytes)
 
     def program(self, program: Program) -> Program:
-        """The same of a program."""
+        """Does the same for a program."""
         original = None if program.original is None else self.of(program.original)
         return replace(program, graph=self.of(program.graph), original=original)
 
 
-def _share(part: Subgraph, budget_bytes: int, chosen: Mapping[Subgraph, Footprint]) -> _Share:
-    """A part's share, with the others as they are chosen; those above it that are not chosen do not count."""
-    assert part.around is not None
-    graph, around = part.pool.graph, part.around
-    below = sum(chosen[other].saved_bytes for other in part.below)
-    above = [p for p in part.tree if p is not part and all(q in chosen for q in (p, *p.below))]
-    # what there is while this part's saved bytes wait, without these
-    waiting = max([around.loss_bytes + below, *(p.peak_bytes(chosen, part) for p in above)])
-    held = max(around.backward_bytes - around.forward_bytes, 0)
+def _share(subgraph: Subgraph, budget_bytes: int, chosen: Mapping[Subgraph, Footprint]) -> _Share:
+    """The share of a subgraph, with the others as chosen; those above it that are not chosen do not count."""
+    assert subgraph.ambient is not None
+    graph, ambient = subgraph.solutions.graph, subgraph.ambient
+    below = sum(chosen[other].saved_bytes for other in subgraph.below)
+    above = [p for p in subgraph.tree if p is not subgraph and all(q in chosen for q in (p, *p.below))]
+    # the bytes there are while this subgraph's saved bytes wait, without these
+    waiting = max([ambient.loss_bytes + below, *(p.peak_bytes(chosen, subgraph) for p in above)])
+    held = max(ambient.backward_bytes - ambient.forward_bytes, 0)
     handed = outputs_bytes(graph) + tangents_bytes(graph)
     return _Share(
-        budget_bytes=budget_bytes - (around.forward_bytes - graph.static_bytes) - below,
-        loss_bytes=max(waiting - around.forward_bytes - below - handed, held),
+        budget_bytes=budget_bytes - (ambient.forward_bytes - graph.static_bytes) - below,
+        loss_bytes=max(waiting - ambient.forward_bytes - below - handed, held),
         loss_held_bytes=held,
     )
 
 
-def plan_part(
-    part: Subgraph, budget_bytes: int, chosen: Mapping[Subgraph, Footprint], *, time_limit: float
+def plan_subgraph(
+    subgraph: Subgraph, budget_bytes: int, chosen: Mapping[Subgraph, Footprint], *, time_limit: float
 ) -> Choice:
-    """The best schedule found for a part in what the others leave of the budget.
+    """Plans the best schedule for a subgraph in what the others leave of the budget.
 
     Args:
-        part: The part.
-        budget_bytes: Of the whole step.
-        chosen: What the other parts take; it must have those below, and parts above that are not in it do
-            not count.
+        subgraph: The subgraph.
+        budget_bytes: The budget of the whole step.
+        chosen: The footprints of the other subgraphs; it must have those below, and subgraphs above that are
+            not in it do not count.
         time_limit: Seconds for the search.
 
     Raises:
         BudgetError: IRC204 when no schedule was found within what is left.
         TimeLimitError: IRC205 when the time limit ended before one was found, and greedy eviction finds none.
     """
-    share = _share(part, budget_bytes, chosen)
-    planner = Planner(share.program(part.pool.program))
+    share = _share(subgraph, budget_bytes, chosen)
+    planner = Planner(share.program(subgraph.solutions.program))
     if share.budget_bytes < planner.problem.floor_bytes:
         raise BudgetError(
             "IRC204",
@@ -275,49 +274,48 @@ def plan_part(
         evicted = evict_greedily(planner.problem, share.budget_bytes)
         if evicted is None:
             raise
-        return certified(part, budget_bytes, chosen, planner.problem, evicted, name="eviction")
+        return certified(subgraph, budget_bytes, chosen, planner.problem, evicted, name="eviction")
     assert done.schedule is not None and done.plan is not None
     of_planner = planner.problem.graph is done.graph
     problem = planner.problem if of_planner else planner.original
     split = next(k for k, i in enumerate(done.schedule.instructions) if isinstance(i, Loss))
     before = [i.node for i in done.schedule.instructions[:split] if isinstance(i, Compute)]
     after = [i.node for i in done.schedule.instructions[split:] if isinstance(i, Compute)]
-    simulated = problem.simulate_order(before, after)
-    return Choice(problem, simulated, footprint(simulated.schedule, problem.costs.workspace_bytes), done.plan)
+    solution = problem.simulate_order(before, after)
+    return Choice(problem, solution, footprint(solution.schedule, problem.costs.workspace_bytes), done.plan)
 
 
 def minimum_bytes(
-    part: Subgraph, budget_bytes: int, chosen: Mapping[Subgraph, Footprint], deadline: float
+    subgraph: Subgraph, budget_bytes: int, chosen: Mapping[Subgraph, Footprint], deadline: float
 ) -> int:
-    """The smallest budget of the step that a schedule of the part is known for, with the others as chosen."""
-    share = _share(part, budget_bytes, chosen)
-    needed = Planner(share.program(part.pool.program)).minimum_bytes(deadline)
+    """The smallest budget of the step that the subgraph has a schedule for, with the others as chosen."""
+    share = _share(subgraph, budget_bytes, chosen)
+    needed = Planner(share.program(subgraph.solutions.program)).minimum_bytes(deadline)
     return budget_bytes - share.budget_bytes + needed
 
 
 def certified(
-    part: Subgraph,
+    subgraph: Subgraph,
     budget_bytes: int,
     chosen: Mapping[Subgraph, Footprint],
     problem: CheckpointProblem,
-    simulated: Solution,
+    solution: Solution,
     *,
     name: str,
 ) -> Choice:
-    """A known schedule as the choice for a part, in its share; its bound is the step's time."""
-    share = _share(part, budget_bytes, chosen)
+    """Makes a known schedule the choice for a subgraph, in its share; its bound is the step's time."""
+    share = _share(subgraph, budget_bytes, chosen)
     shared = CheckpointProblem(share.of(problem.graph), problem.costs, problem.sequence)
-    split = sum(1 for _ in _before_loss(simulated.schedule))
-    again = shared.simulate_order(simulated.order[:split], simulated.order[split:])
+    split = sum(1 for _ in _before_loss(solution.schedule))
+    again = shared.simulate_order(solution.order[:split], solution.order[split:])
     plan = certify(
         shared,
         share.budget_bytes,
         Incumbent(name, again),
-        baseline_bytes=part.pool.baseline_bytes,
+        baseline_bytes=subgraph.solutions.baseline_bytes,
         minimum_bytes=again.peak_bytes,
         seconds=0.0,
     )
-    verify_schedule(again.schedule, problem.costs.workspace_bytes, peak_bytes=plan.peak_bytes)
     return Choice(shared, again, footprint(again.schedule, problem.costs.workspace_bytes), plan)
 
 
@@ -330,7 +328,7 @@ def _before_loss(schedule: Schedule) -> Iterator[Compute]:
 
 
 def saved_by(schedule: Schedule) -> frozenset[Storage]:
-    """What a schedule holds between forward and backward, without the outputs."""
+    """The storages that a schedule holds between forward and backward, without the outputs."""
     alive: set[Storage] = set()
     for instruction in schedule.instructions:
         if isinstance(instruction, Loss):
@@ -342,70 +340,70 @@ def saved_by(schedule: Schedule) -> frozenset[Storage]:
     return frozenset(alive) - schedule.graph.output_storages
 
 
-# ---------------------------------------------------------------------- all parts together
+# ---------------------------------------------------------------------- all subgraphs together
 
 _GAP = 1e-3
-"""Absolute gap of the programme, as a fraction of the time of a step that computes nothing twice."""
+"""The absolute gap of the programme, as a fraction of the time of a step that computes nothing twice."""
 
 _TRIES = 4
 _SLACK = 10_000
-"""Where a choice is over the budget, within the solver's tolerance, one part in so many is taken off."""
+"""If a choice is over the budget, within the solver's tolerance, one part in this many is taken off."""
 
 
 def choose_together(root: Subgraph, budget_bytes: int, *, time_limit: float) -> dict[Subgraph, Choice] | None:
-    """Schedules for all known parts of a tree, such that every path through it fits into the budget.
+    """Chooses schedules for all known subgraphs of a tree, such that every path through it fits the budget.
 
-    First one of the known schedules is picked for each part, by an integer programme with the least time in
-    total; then each part is planned anew in what the others leave to it.
+    First an integer programme with the least time in total picks one of the known schedules for each
+    subgraph. Then each subgraph is planned anew in what the others leave to it.
 
     Args:
-        root: The lowest part.
-        budget_bytes: Of the whole step.
-        time_limit: Seconds.
+        root: The lowest subgraph.
+        budget_bytes: The budget of the whole step.
+        time_limit: The time limit in seconds.
 
     Returns:
-        The choices; None where the known schedules do not fit together.
+        The choices; None if the known schedules do not fit together.
     """
     deadline = time.monotonic() + time_limit
-    parts = [part for part in root.tree if part.around is not None]
-    if len(parts) == 1:
+    subgraphs = [subgraph for subgraph in root.tree if subgraph.ambient is not None]
+    if len(subgraphs) == 1:
         try:
-            return {root: plan_part(root, budget_bytes, {}, time_limit=time_limit)}
+            return {root: plan_subgraph(root, budget_bytes, {}, time_limit=time_limit)}
         except (BudgetError, TimeLimitError):
             return None
-    picked = _pick(parts, budget_bytes, deadline)
+    picked = _pick(subgraphs, budget_bytes, deadline)
     if picked is None:
         return None
-    chosen = {part: taken for part, (_, _, taken) in picked.items()}
+    chosen = {subgraph: taken for subgraph, (_, _, taken) in picked.items()}
     choices: dict[Subgraph, Choice] = {}
-    for index, part in enumerate(parts):
-        problem, simulated, _ = picked[part]
+    for index, subgraph in enumerate(subgraphs):
+        problem, solution, _ = picked[subgraph]
         better: Choice | None = None
-        left = (deadline - time.monotonic()) / (len(parts) - index)
+        left = (deadline - time.monotonic()) / (len(subgraphs) - index)
         if left > 0:
             with contextlib.suppress(BudgetError, TimeLimitError):
-                better = plan_part(part, budget_bytes, chosen, time_limit=left)
-        if better is None or better.simulated.seconds > simulated.seconds:
-            better = certified(part, budget_bytes, chosen, problem, simulated, name="shared")
-        choices[part] = better
-        chosen[part] = better.footprint
+                better = plan_subgraph(subgraph, budget_bytes, chosen, time_limit=left)
+        if better is None or better.solution.seconds > solution.seconds:
+            better = certified(subgraph, budget_bytes, chosen, problem, solution, name="shared")
+        choices[subgraph] = better
+        chosen[subgraph] = better.footprint
     return choices
 
 
 _Picked = dict[Subgraph, tuple[CheckpointProblem, Solution, Footprint]]
 
 
-def _pick(parts: Sequence[Subgraph], budget_bytes: int, deadline: float) -> _Picked | None:
-    pools = list(dict.fromkeys(part.pool for part in parts))
+def _pick(subgraphs: Sequence[Subgraph], budget_bytes: int, deadline: float) -> _Picked | None:
+    pools = list(dict.fromkeys(subgraph.solutions for subgraph in subgraphs))
     each = max(deadline - time.monotonic(), 0.0) / 2 / len(pools)
-    schedules = {pool: pool.schedules(time.monotonic() + each) for pool in pools}
+    schedules = {solutions: solutions.schedules(time.monotonic() + each) for solutions in pools}
     room_bytes = budget_bytes
     for _ in range(_TRIES):
-        picked = _solve(parts, schedules, room_bytes, deadline)
+        picked = _solve(subgraphs, schedules, room_bytes, deadline)
         if picked is None:
             return None
-        chosen = {part: taken for part, (_, _, taken) in picked.items()}
-        over = max(part.peak_bytes(chosen) for part in parts) - budget_bytes
+        chosen = {subgraph: taken for subgraph, (_, _, taken) in picked.items()}
+        over = max(subgraph.peak_bytes(chosen) for subgraph in subgraphs) - budget_bytes
         if over <= 0:
             return picked
         room_bytes -= max(over, budget_bytes // _SLACK)
@@ -413,46 +411,50 @@ def _pick(parts: Sequence[Subgraph], budget_bytes: int, deadline: float) -> _Pic
 
 
 def _solve(
-    parts: Sequence[Subgraph],
+    subgraphs: Sequence[Subgraph],
     schedules: Mapping[SubgraphSolutions, list[tuple[CheckpointProblem, Solution, Footprint]]],
     room_bytes: int,
     deadline: float,
 ) -> _Picked | None:
-    """The programme: one schedule for each part; forward, loss and backward of each within the room."""
-    model = mathopt.Model()
-    takes = {part: [model.add_binary_variable() for _ in schedules[part.pool]] for part in parts}
-    pairs = {
-        part: [
-            (taken, variable)
-            for (_, _, taken), variable in zip(schedules[part.pool], takes[part], strict=True)
-        ]
-        for part in parts
+    """Solves the programme: one schedule for each subgraph; forward, loss and backward fit into the room."""
+    model = Model()
+    takes = {
+        subgraph: [model.add_binary_variable() for _ in schedules[subgraph.solutions]]
+        for subgraph in subgraphs
     }
-    for part in parts:
-        assert part.around is not None
-        model.add_linear_constraint(mathopt.LinearSum(takes[part]) == 1)
-        below = [(t.saved_bytes, v) for other in part.below for t, v in pairs[other]]
-        own = pairs[part]
-        for around, terms in (
-            (part.around.forward_bytes, [(t.forward_bytes, v) for t, v in own]),
-            (part.around.loss_bytes, [(t.saved_bytes, v) for t, v in own]),
-            (part.around.backward_bytes, [(t.backward_bytes, v) for t, v in own]),
+    pairs = {
+        subgraph: [
+            (taken, variable)
+            for (_, _, taken), variable in zip(schedules[subgraph.solutions], takes[subgraph], strict=True)
+        ]
+        for subgraph in subgraphs
+    }
+    for subgraph in subgraphs:
+        assert subgraph.ambient is not None
+        model.add_linear_constraint(LinearSum(takes[subgraph]) == 1)
+        below = [(t.saved_bytes, v) for other in subgraph.below for t, v in pairs[other]]
+        own = pairs[subgraph]
+        for ambient_bytes, terms in (
+            (subgraph.ambient.forward_bytes, [(t.forward_bytes, v) for t, v in own]),
+            (subgraph.ambient.loss_bytes, [(t.saved_bytes, v) for t, v in own]),
+            (subgraph.ambient.backward_bytes, [(t.backward_bytes, v) for t, v in own]),
         ):
-            add_memory_row(model, [*below, *terms], room_bytes - around)
+            add_memory_row(model, [*below, *terms], room_bytes - ambient_bytes)
     seconds = [
-        simulated.seconds * variable
-        for part in parts
-        for (_, simulated, _), variable in zip(schedules[part.pool], takes[part], strict=True)
+        solution.seconds * variable
+        for subgraph in subgraphs
+        for (_, solution, _), variable in zip(schedules[subgraph.solutions], takes[subgraph], strict=True)
     ]
-    model.minimize(mathopt.LinearSum(seconds))
-    least = math.fsum(min(s.seconds for _, s, _ in schedules[part.pool]) for part in parts)
+    model.minimize(LinearSum(seconds))
+    least = math.fsum(min(s.seconds for _, s, _ in schedules[subgraph.solutions]) for subgraph in subgraphs)
     outcome = solve(model, seconds=max(deadline - time.monotonic(), 1.0), gap=_GAP * least)
     values = outcome.values
     if values is None:
         return None
     return {
-        part: max(
-            zip(schedules[part.pool], takes[part], strict=True), key=lambda pair, found=values: found[pair[1]]
+        subgraph: max(
+            zip(schedules[subgraph.solutions], takes[subgraph], strict=True),
+            key=lambda pair, found=values: found[pair[1]],
         )[0]
-        for part in parts
+        for subgraph in subgraphs
     }

@@ -12,7 +12,7 @@ from support.strategies import Sample, graphs
 from irc.ir import verify_schedule
 from irc.passes import CheckpointProblem
 from irc.passes.remat import exact
-from irc.passes.remat.candidates import frontier
+from irc.passes.remat.candidates import find_candidates
 from irc.passes.remat.eviction import evict_greedily
 from irc.passes.remat.problem import Solution
 from irc.passes.remat.search import search
@@ -22,12 +22,12 @@ FEW = settings(max_examples=40, deadline=None)
 samples = chains() | graphs()
 
 
-def verified(problem: CheckpointProblem, simulated: Solution, budget_bytes: int | None = None) -> None:
+def verified(problem: CheckpointProblem, solution: Solution, budget_bytes: int | None = None) -> None:
     verify_schedule(
-        simulated.schedule,
+        solution.schedule,
         problem.costs.workspace_bytes,
         budget_bytes=budget_bytes,
-        peak_bytes=simulated.peak_bytes,
+        peak_bytes=solution.peak_bytes,
     )
 
 
@@ -35,11 +35,11 @@ def verified(problem: CheckpointProblem, simulated: Solution, budget_bytes: int 
 @FEW
 def test_what_runs_again_says_all_of_a_schedule(sample: Sample, seed: int) -> None:
     problem = problem_of(sample)
-    simulated = at_random(problem, Random(seed))
-    again = problem.simulate_recomputations(problem.recomputations(simulated))
-    assert again.order == simulated.order and again.peak_bytes == simulated.peak_bytes
-    peaks = problem.peaks(simulated)
-    assert max(peaks, default=0) == max(simulated.during_bytes, default=0)
+    solution = at_random(problem, Random(seed))
+    again = problem.simulate_recomputations(problem.recomputations(solution))
+    assert again.order == solution.order and again.peak_bytes == solution.peak_bytes
+    peaks = problem.peaks(solution)
+    assert max(peaks, default=0) == max(solution.during_bytes, default=0)
     assert len(peaks) == problem.time_steps and peaks[len(problem.forward)] == 0
 
 
@@ -113,7 +113,7 @@ def test_the_way_of_large_graphs_holds_on_small_ones(sample: Sample, percent: in
     assume(problem.backward and len(problem.wanted) <= 7)
     budget = problem.floor_bytes + (problem.keep_all.peak_bytes - problem.floor_bytes) * percent // 100
     with patch.object(exact, "_SMALL_CHOICES", -1):
-        candidates = frontier(problem, is_thorough=True)
+        candidates = find_candidates(problem, is_thorough=True)
         found = search(problem, budget, candidates, deadline=time.monotonic() + 60)
     fitting = candidates.fitting(budget)
     if found is None:

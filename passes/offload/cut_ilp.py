@@ -1,4 +1,4 @@
-"""The staged programme with copies to tiers: a bound for every schedule with swaps, and a first choice."""
+"""The programme over cuts with copies to tiers: a bound for every schedule with swaps, and a first choice."""
 
 from __future__ import annotations
 
@@ -6,65 +6,65 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ortools.math_opt.python import mathopt
-
 from ...ir import Direction, Storage, Tier
-from ..remat.staged_ilp import Relaxation
+from ..milp import LinearSum, LinearTypes, Variable
+from ..remat.cut_ilp import Relaxation
 
-__all__ = ["SwapRelaxation"]
+__all__ = ["OffloadRelaxation"]
 
-_Variables = dict[Storage, mathopt.Variable]
+_Variables = dict[Storage, Variable]
 
 
 @dataclass
-class SwapRelaxation(Relaxation):
-    r"""The staged programme in which storages may also be copied to a tier and back.
+class OffloadRelaxation(Relaxation):
+    r"""The programme over cuts in which storages may also be copied to a tier and back.
 
-    Stage j stands at moment t_j. Window j lies between the beginnings of the operations at t_{j-1} and t_j:
+    Cut j stands at time step t_j. Window j lies between the beginnings of the operations at t_{j-1} and t_j:
     the first one begins with the step and the last one ends with it. Beside the variables k and x of
     `Relaxation`, for storages that a tier can take:
 
     - out[w, s], in[w, s] in [0, 1]: the part of s that is copied out, or back, in window w, for each tier;
-    - f[j, s] in [0, 1]: a copy back ends in the window behind stage j; it provides s there, as x does;
-    - g[j, s], d[j, s] in [0, 1]: the part of s that is there at stage j for its copy out, or for one back;
+    - f[j, s] in [0, 1]: a copy back ends in the window behind cut j; it provides s there, as x does;
+    - g[j, s], d[j, s] in [0, 1]: the part of s that is there at cut j for its copy out, or for one back;
     - w[w] >= 0: seconds of a window in which nothing of the programme is computed.
 
     Minimise the seconds of all x and w, subject to the rows of `Relaxation` with f beside x, and
 
-    - copy out: what is copied behind stage j is there, or made since: the sum of out over later windows
-      <= k[j, s] + g[j, s] + the sum of later x of its maker; where s was made before stage j-1,
-      g[j, s] <= k[j-1, s] + g[j-1, s] + x[j-1, maker(s)];
-    - once: the sum of out[., s] <= 1, and f[j, s] <= that sum up to the window behind stage j;
+    - copy out: what is copied behind cut j is there, or made since: the sum of out over later windows <= k[j,
+      s] + g[j, s] + the sum of later x of its maker; if s was made before cut j-1, g[j, s] <= k[j-1, s] +
+      g[j-1, s] + x[j-1, maker(s)];
+    - once: the sum of out[., s] <= 1, and f[j, s] <= that sum up to the window behind cut j;
     - copy back: d[j+1, s] = d[j, s] + in[j+1, s] - f[j, s];
     - channel: seconds of the copies of a window, on one channel <= base seconds of the window + its x + w;
     - memory: k + g + d.
 
     A schedule with swaps satisfies these with the part of each copy that lies in a window, so the optimum is
-    a lower bound for all of them. It may give memory back while a copy is under way; schedules cannot.
+    a lower bound for all of them. The programme may give memory back while a copy is under way; schedules
+    cannot.
 
     Args:
-        tiers: Where storages may go.
+        tiers: The tiers.
     """
 
     tiers: Sequence[Tier] = ()
     going: list[_Variables] = field(default_factory=list[_Variables], init=False)
     coming: list[_Variables] = field(default_factory=list[_Variables], init=False)
 
-    def _arrivals(self, stage: int, made: Sequence[Storage]) -> _Variables:
+    def _arrivals(self, cut: int, made: Sequence[Storage]) -> _Variables:
         copyable = self.problem.graph.copyable_storages
-        time_step = self.time_steps[stage]
+        time_step = self.time_steps[cut]
         useful = (s for s in made if s in copyable and self.problem.is_useful(s, time_step + 1))
         return {s: self.model.add_variable(lb=0.0, ub=1.0) for s in useful}
 
-    def _add_copies(self) -> Sequence[mathopt.Variable]:
+    def _add_copies(self) -> Sequence[Variable]:
         problem, model = self.problem, self.model
-        stages = range(len(self.time_steps))
+        cuts = range(len(self.time_steps))
         swapped = list(dict.fromkeys(s for arrived in self.arrived for s in arrived))
         self.waits = [model.add_variable(lb=0.0) for _ in range(len(self.time_steps) + 1)]
         self.out = [self._copies(swapped, window) for window in range(len(self.time_steps) + 1)]
         self.back = [self._copies(swapped, window) for window in range(len(self.time_steps) + 1)]
-        for stage in stages:
-            time_step = self.time_steps[stage]
+        for cut in cuts:
+            time_step = self.time_steps[cut]
             made = [s for s in swapped if problem.index[problem.producer[s]] < time_step]
             self.going.append({s: model.add_variable(lb=0.0, ub=1.0) for s in made})
             self.coming.append({s: model.add_variable(lb=0.0, ub=1.0) for s in made})
@@ -73,7 +73,7 @@ class SwapRelaxation(Relaxation):
         self._add_channels()
         return self.waits
 
-    def _copies(self, swapped: Sequence[Storage], window: int) -> dict[Storage, list[mathopt.Variable]]:
+    def _copies(self, swapped: Sequence[Storage], window: int) -> dict[Storage, list[Variable]]:
         """For each tier, the part of each storage that is copied in a window; it was made before its end."""
         end = self.time_steps[window] if window < len(self.time_steps) else self.problem.time_steps
         return {
@@ -86,28 +86,28 @@ class SwapRelaxation(Relaxation):
         problem, model = self.problem, self.model
         maker = problem.producer[storage]
         parts = [window.get(storage, []) for window in self.out]
-        model.add_linear_constraint(mathopt.LinearSum(v for part in parts for v in part) <= 1.0)
-        for stage, time_step in enumerate(self.time_steps):
+        model.add_linear_constraint(LinearSum(v for part in parts for v in part) <= 1.0)
+        for cut, time_step in enumerate(self.time_steps):
             if problem.index[maker] >= time_step:
                 continue
-            here = self.resident[stage].get(storage, 0.0) + self.going[stage][storage]
-            later = mathopt.LinearSum(v for part in parts[stage + 1 :] for v in part)
-            again = mathopt.LinearSum(x[maker] for x in self.again[stage:] if maker in x)
+            here = self.resident[cut].get(storage, 0.0) + self.going[cut][storage]
+            later = LinearSum(v for part in parts[cut + 1 :] for v in part)
+            again = LinearSum(x[maker] for x in self.again[cut:] if maker in x)
             model.add_linear_constraint(later - here - again <= 0.0)
-            if stage and problem.index[maker] < self.time_steps[stage - 1]:
-                before = self.resident[stage - 1].get(storage, 0.0) + self.going[stage - 1][storage]
-                between = self.again[stage - 1].get(maker, 0.0)
-                model.add_linear_constraint(self.going[stage][storage] - before - between <= 0.0)
-            arrives = self.arrived[stage].get(storage, 0.0)
-            if storage in self.arrived[stage]:
-                stored = mathopt.LinearSum(v for part in parts[: stage + 2] for v in part)
+            if cut and problem.index[maker] < self.time_steps[cut - 1]:
+                before = self.resident[cut - 1].get(storage, 0.0) + self.going[cut - 1][storage]
+                between = self.again[cut - 1].get(maker, 0.0)
+                model.add_linear_constraint(self.going[cut][storage] - before - between <= 0.0)
+            arrives = self.arrived[cut].get(storage, 0.0)
+            if storage in self.arrived[cut]:
+                stored = LinearSum(v for part in parts[: cut + 2] for v in part)
                 model.add_linear_constraint(arrives - stored <= 0.0)
-            coming = self.coming[stage][storage] + mathopt.LinearSum(self.back[stage + 1].get(storage, []))
-            following = self.coming[stage + 1][storage] if stage + 1 < len(self.time_steps) else 0.0
+            coming = self.coming[cut][storage] + LinearSum(self.back[cut + 1].get(storage, []))
+            following = self.coming[cut + 1][storage] if cut + 1 < len(self.time_steps) else 0.0
             model.add_linear_constraint(following - coming + arrives == 0.0)
-            if not stage or problem.index[maker] >= self.time_steps[stage - 1]:
-                first = mathopt.LinearSum(self.back[stage].get(storage, []))
-                model.add_linear_constraint(self.coming[stage][storage] - first <= 0.0)
+            if not cut or problem.index[maker] >= self.time_steps[cut - 1]:
+                first = LinearSum(self.back[cut].get(storage, []))
+                model.add_linear_constraint(self.coming[cut][storage] - first <= 0.0)
 
     def _add_channels(self) -> None:
         problem = self.problem
@@ -118,14 +118,14 @@ class SwapRelaxation(Relaxation):
             elapsed = base / self.unit_seconds + self.waits[window]
             if window:
                 elapsed += self._seconds_again(window - 1)
-            loads: dict[object, list[mathopt.LinearTypes]] = {}
+            loads: dict[object, list[LinearTypes]] = {}
             for direction, copies in ((Direction.OUT, self.out), (Direction.IN, self.back)):
                 for storage, parts in copies[window].items():
                     for tier, part in zip(self.tiers, parts, strict=True):
                         seconds = tier.copy_seconds(storage.nbytes, direction) / self.unit_seconds
                         loads.setdefault(tier.channel(direction), []).append(seconds * part)
             for load in loads.values():
-                self.model.add_linear_constraint(mathopt.LinearSum(load) - elapsed <= 0.0)
+                self.model.add_linear_constraint(LinearSum(load) - elapsed <= 0.0)
 
     @property
     def _forced_bytes(self) -> int:
@@ -135,16 +135,16 @@ class SwapRelaxation(Relaxation):
     def _dominates(self) -> bool:
         return False  # a storage can be copied out before its user has run
 
-    def _swapped(self, values: Mapping[mathopt.Variable, float]) -> dict[int, frozenset[Storage]]:
+    def _swapped(self, values: Mapping[Variable, float]) -> dict[int, frozenset[Storage]]:
         found: dict[int, frozenset[Storage]] = {}
         later: frozenset[Storage] = frozenset()
-        for stage in reversed(range(len(self.time_steps))):
-            later |= {s for s, v in self.arrived[stage].items() if values[v] > 0.5}
-            made = (s for s in later if self.problem.index[self.problem.producer[s]] < self.time_steps[stage])
-            found[stage] = frozenset(made)
+        for cut in reversed(range(len(self.time_steps))):
+            later |= {s for s, v in self.arrived[cut].items() if values[v] > 0.5}
+            made = (s for s in later if self.problem.index[self.problem.producer[s]] < self.time_steps[cut])
+            found[cut] = frozenset(made)
         return found
 
-    def _copied(self, stage: int) -> Sequence[tuple[int, mathopt.Variable]]:
-        inputs = set(self.problem.read_at(self.time_steps[stage]))
-        parts = (*self.going[stage].items(), *self.coming[stage].items())
+    def _copied(self, cut: int) -> Sequence[tuple[int, Variable]]:
+        inputs = set(self.problem.read_at(self.time_steps[cut]))
+        parts = (*self.going[cut].items(), *self.coming[cut].items())
         return [(s.nbytes, part) for s, part in parts if s not in inputs]

@@ -21,10 +21,10 @@ from support.strategies import Sample, graphs
 
 from irc.ir import Node, parse_graph, verify_schedule
 from irc.passes import CheckpointProblem, Costs
+from irc.passes.remat.cut_ilp import Relaxation
 from irc.passes.remat.eviction import evict_greedily
 from irc.passes.remat.exact import best_of_class, lower_bound
 from irc.passes.remat.problem import Solution
-from irc.passes.remat.staged_ilp import Relaxation
 
 SMALL = settings(max_examples=40)
 MANY_SECONDS = 60.0
@@ -69,14 +69,14 @@ def test_the_reference_promises_what_its_schedules_do(sample: Sample) -> None:
     front = cheapest_in_class(problem)
     assert (front[0].seconds, front[0].peak_bytes) == (problem.step_seconds, problem.keep_all.peak_bytes)
     for choice in front:
-        simulated = run(problem, choice.again)
+        solution = run(problem, choice.again)
         verify_schedule(
-            simulated.schedule,
+            solution.schedule,
             sample.workspace_bytes,
             budget_bytes=choice.peak_bytes,
-            peak_bytes=simulated.peak_bytes,
+            peak_bytes=solution.peak_bytes,
         )
-        assert simulated.seconds == choice.seconds
+        assert solution.seconds == choice.seconds
 
 
 @given(chains(max_forward=4))
@@ -90,8 +90,8 @@ def test_the_reference_is_the_best_of_all_ways_to_run_forward_operations_again(s
     front = cheapest_in_class(problem)
     fastest: dict[int, float] = {}
     for again in product(runs, repeat=places):
-        simulated = run(problem, ((), *again))
-        fastest[simulated.peak_bytes] = min(fastest.get(simulated.peak_bytes, math.inf), simulated.seconds)
+        solution = run(problem, ((), *again))
+        fastest[solution.peak_bytes] = min(fastest.get(solution.peak_bytes, math.inf), solution.seconds)
     for budget in budgets(front):
         best = min((seconds for peak, seconds in fastest.items() if peak <= budget), default=None)
         chosen = within(front, budget)
@@ -165,10 +165,10 @@ def test_the_bound_is_below_every_schedule(sample: Sample) -> None:
 @SMALL
 def test_the_bound_is_below_random_schedules(sample: Sample, seed: int) -> None:
     problem = problem_of(sample)
-    simulated = at_random(problem, Random(seed))
-    verify_schedule(simulated.schedule, sample.workspace_bytes)
-    bound = lower_bound(problem, simulated.peak_bytes, deadline=later())
-    assert problem.step_seconds + bound <= simulated.seconds * (1 + 1e-6)
+    solution = at_random(problem, Random(seed))
+    verify_schedule(solution.schedule, sample.workspace_bytes)
+    bound = lower_bound(problem, solution.peak_bytes, deadline=later())
+    assert problem.step_seconds + bound <= solution.seconds * (1 + 1e-6)
 
 
 @given(samples)
@@ -185,8 +185,8 @@ def test_what_is_refused_is_impossible(sample: Sample) -> None:
 
 @given(chains())
 @SMALL
-def test_few_stages_still_bound_and_still_fit(sample: Sample) -> None:
-    """What large graphs rely on: stages at a few positions, small storages kept."""
+def test_few_cuts_still_bound_and_still_fit(sample: Sample) -> None:
+    """What large graphs rely on: cuts at a few positions, small storages kept."""
     problem = problems(sample)
     assume(problem.backward)
     front = cheapest_in_class(problem)
@@ -204,20 +204,20 @@ def test_few_stages_still_bound_and_still_fit(sample: Sample) -> None:
         assert problem.step_seconds + solved.bound_seconds <= choice.seconds * (1 + 1e-6)
         assert solved.resident is not None
         for eager in (True, False):
-            simulated = problem.simulate_recomputations(problem.repeats_between(solved.resident, eager=eager))
-            verify_schedule(simulated.schedule, sample.workspace_bytes, peak_bytes=simulated.peak_bytes)
+            solution = problem.simulate_recomputations(problem.repeats_between(solved.resident, eager=eager))
+            verify_schedule(solution.schedule, sample.workspace_bytes, peak_bytes=solution.peak_bytes)
 
 
 @given(samples)
 @SMALL
 def test_every_staging_is_a_schedule(sample: Sample) -> None:
-    """At a stage what is named is resident, and nothing else that backward did not just read."""
+    """At a cut what is named is resident, and nothing else that backward did not just read."""
     problem = problems(sample, most_kept=4)
     once = {s for s in problem.wanted if not problem.producer[s].is_recomputable}
     for kept in subsets(problem.wanted):
         if once <= kept:
-            simulated = problem.keeping(kept)
-            verify_schedule(simulated.schedule, sample.workspace_bytes, peak_bytes=simulated.peak_bytes)
+            solution = problem.keeping(kept)
+            verify_schedule(solution.schedule, sample.workspace_bytes, peak_bytes=solution.peak_bytes)
 
 
 @given(chains())

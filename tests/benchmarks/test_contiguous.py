@@ -13,9 +13,10 @@ from support.partitions import best_of_all, problems
 
 from benchmarks.partition_tables import contiguous
 from benchmarks.partition_tables.contiguous import best_contiguous
+from benchmarks.partition_tables.partition_problem import PartitionNode, PartitionProblem, evaluate
+from benchmarks.partition_tables.reduction import coarsen, contract, spread
 from irc.ir import TimeLimitError, UsageError
-from irc.passes.pipeline.coarsen import coarsen, contract
-from irc.passes.pipeline.partition_problem import DeviceClass, PartitionNode, PartitionProblem, evaluate
+from irc.passes.pipeline.coarsened_problem import DeviceClass
 
 
 @given(problems())
@@ -54,7 +55,7 @@ def test_a_time_limit_leaves_the_best_of_a_few_orders_and_a_bound() -> None:
 
 @given(problems())
 @settings(max_examples=40, deadline=None)
-def test_graphs_with_too_many_downsets_go_to_the_programme(problem: PartitionProblem) -> None:
+def test_graphs_with_too_many_order_ideals_go_to_the_programme(problem: PartitionProblem) -> None:
     best = best_of_all(problem, is_contiguous=True)
     with mock.patch.object(contiguous, "_MOST_DOWNSETS", 0):
         if best == math.inf:
@@ -104,7 +105,7 @@ def test_contraction_keeps_the_best(problem: PartitionProblem) -> None:
             else coarsen(problem, list(colours.values()), ())
         )
         reduced = contract(whole, is_contiguous=is_contiguous, is_memory_free=is_free)
-        colour_of = reduced.spread(range(len(reduced.members)), len(problem.nodes))
+        colour_of = spread(reduced, range(len(reduced.members)), len(problem.nodes))
         nodes = tuple(
             replace(node, colour=colour) for node, colour in zip(problem.nodes, colour_of, strict=True)
         )

@@ -1,4 +1,4 @@
-"""Recomputation as an integer programme over stages of a step: a bound for every schedule, a first choice."""
+"""Recomputation as an integer programme over cuts of a step: a bound for all schedules, a first choice."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ortools.math_opt.python import mathopt
-
 from ...ir import Node, Storage
-from ..milp import add_memory_row, solve
+from ..milp import LinearSum, Model, Variable, add_memory_row, solve
 from .problem import CheckpointProblem
 
 __all__ = ["Relaxation", "Solved"]
@@ -17,15 +15,15 @@ __all__ = ["Relaxation", "Solved"]
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """What one solve says.
+    """The outcome of one solve.
 
     Args:
-        resident: For each stage what stays there, or None where no choice was found. Between the stages a
-            choice may go over the budget.
-        bound_seconds: No schedule computes less than this again.
-        is_infeasible: No schedule fits.
-        is_optimal: The choice is the best within the rows, not only the best found in time.
-        swapped: What goes to a tier; it counts as staying from where it is made until it is copied back.
+        resident: For each cut the storages that stay there, or None if no choice was found. Between the cuts
+            a choice may go over the budget.
+        bound_seconds: A lower bound of the time that every schedule computes again.
+        is_infeasible: Whether no schedule fits.
+        is_optimal: Whether the choice is the best within the rows, and not only the best found in time.
+        swapped: The storages that go to a tier; each counts as staying until it is copied back.
     """
 
     resident: Mapping[int, frozenset[Storage]] | None
@@ -37,45 +35,46 @@ class Solved:
 
 @dataclass
 class Relaxation:
-    r"""The integer programme over some stages.
+    r"""The integer programme over some cuts.
 
-    Stages j stand at moments t_0 < t_1 < ... of the step: forward operations, the loss, backward operations
-    (see `CheckpointProblem.time_steps`). Variables: k[j, s] in {0, 1}, storage s stays resident from before
-    moment t_j until after it; x[j, o] in [0, 1], operation o, which ran before t_j, runs again between t_j
-    and t_{j+1}. Minimise the seconds of all x, subject to, for storages s and u that were made before t_j,
+    Cut j stands at time step t_j, with t_0 < t_1 < ... The time steps are the forward operations, the loss
+    and the backward operations (see `CheckpointProblem.time_steps`). Variables: k[j, s] in {0, 1}, storage s
+    stays resident from before time step t_j until after it; x[j, o] in [0, 1], operation o, which ran before
+    t_j, runs again between t_j and t_{j+1}. Minimise the seconds of all x, subject to, for storages s and u
+    that were made before t_j,
 
     - read: x[j, maker(s)] + k[j, s] >= 1 for s read in (t_j, t_{j+1}];
     - closure: x[j, maker(u)] + k[j, u] >= x[j, o] for u read by o;
     - carry: k[j+1, s] <= k[j, s] + x[j, maker(s)];
     - memory: bytes of k[j, .], of what t_j reads and of what is held besides <= budget; other forwards in
-      flight that wait hold those of k at the loss, where a stage stands there;
-    - annotations: x[j, o] = 0 where o is to be kept, and k[j, s] = 0 at the loss where s is transient.
+      flight that wait hold those of k at the loss, if a cut stands there;
+    - annotations: x[j, o] = 0 if o is to be kept, and k[j, s] = 0 at the loss if s is transient.
 
-    These hold for every schedule with this order of first runs that honours the annotations, however often
-    and wherever it computes something again, so their optimum is a lower bound.
+    Every schedule with this order of first runs that honours the annotations satisfies these rows, however
+    often and at whatever time it computes something again. So the optimum is a lower bound for all of them.
 
     Args:
         problem: The recomputation problem.
         budget_bytes: The most that may be alive at once.
-        time_steps: Where the stages stand, in order.
-        small_bytes: Storages up to this size are always kept, and free, but for transient ones.
+        time_steps: The time steps of the cuts, in order.
+        small_bytes: Storages up to this size are always kept, and free, unless they are transient.
 
     Source:
-        The rows between stages are those of Checkmate (Jain et al., MLSys 2020, eq. 1), at some moments.
+        The rows between cuts are those of Checkmate (Jain et al., MLSys 2020, eq. 1), at some time steps.
     """
 
     problem: CheckpointProblem
     budget_bytes: int
     time_steps: Sequence[int]
     small_bytes: int = 0
-    model: mathopt.Model = field(init=False)
-    resident: list[dict[Storage, mathopt.Variable]] = field(default_factory=list, init=False)
-    again: list[dict[Node, mathopt.Variable]] = field(default_factory=list, init=False)
-    arrived: list[dict[Storage, mathopt.Variable]] = field(default_factory=list, init=False)
+    model: Model = field(init=False)
+    resident: list[dict[Storage, Variable]] = field(default_factory=list, init=False)
+    again: list[dict[Node, Variable]] = field(default_factory=list, init=False)
+    arrived: list[dict[Storage, Variable]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         problem = self.problem
-        self.model = mathopt.Model(name="select-checkpoints")
+        self.model = Model(name="select-checkpoints")
         self.large = [s for s in problem.producer if s.nbytes > self.small_bytes or s in problem.transient]
         self.is_large = set(self.large)
         self.wanted = set(problem.wanted)
@@ -83,28 +82,28 @@ class Relaxation:
         self.replaced = _replaced(problem, considered, boundary=False)
         self.replaced_at_loss = _replaced(problem, considered, boundary=True)
         self.unit_seconds = max(problem.step_seconds, 1e-12) / 1000
-        for stage in range(len(self.time_steps)):
-            self._add_stage(stage)
+        for cut in range(len(self.time_steps)):
+            self._add_cut(cut)
         waited = self._add_copies()
-        for stage in range(len(self.time_steps)):
-            self._add_memory(stage)
-        again = (self._seconds_again(stage) for stage in range(len(self.time_steps)))
-        self.model.minimize(mathopt.LinearSum((*again, *waited)))
+        for cut in range(len(self.time_steps)):
+            self._add_memory(cut)
+        again = (self._seconds_again(cut) for cut in range(len(self.time_steps)))
+        self.model.minimize(LinearSum((*again, *waited)))
 
-    def _seconds_again(self, stage: int) -> mathopt.LinearSum:
-        """What runs again between a stage and the next, in units."""
+    def _seconds_again(self, cut: int) -> LinearSum:
+        """The time of what runs again between a cut and the next, in units."""
         seconds = self.problem.costs.seconds
-        return mathopt.LinearSum(seconds[o] / self.unit_seconds * x for o, x in self.again[stage].items())
+        return LinearSum(seconds[o] / self.unit_seconds * x for o, x in self.again[cut].items())
 
     # ------------------------------------------------------------------ for what adds copies
 
-    def _swapped(self, values: Mapping[mathopt.Variable, float]) -> dict[int, frozenset[Storage]]:
-        """For each stage what is in a tier, or is on its way back, and comes back behind it."""
+    def _swapped(self, values: Mapping[Variable, float]) -> dict[int, frozenset[Storage]]:
+        """For each cut the storages that are in a tier, or on their way back, and come back behind it."""
         return {}
 
     @property
     def _forced_bytes(self) -> int:
-        """What every schedule keeps at the loss."""
+        """The bytes that every schedule keeps at the loss."""
         return self.problem.forced_bytes
 
     @property
@@ -112,36 +111,36 @@ class Relaxation:
         """Whether keeping what a storage's only user makes of it is never worse than keeping the storage."""
         return True
 
-    def _arrivals(self, stage: int, made: Sequence[Storage]) -> dict[Storage, mathopt.Variable]:
-        """Of the storages made before a stage, those that can be copied back before the next, where so."""
+    def _arrivals(self, cut: int, made: Sequence[Storage]) -> dict[Storage, Variable]:
+        """For the storages made before a cut that can be copied back before the next one, a variable each."""
         return {}
 
-    def _add_copies(self) -> Sequence[mathopt.Variable]:
-        """Adds the rows of the copies; units of time in which only they run."""
+    def _add_copies(self) -> Sequence[Variable]:
+        """Adds the rows of the copies; returns the units of time in which only copies run."""
         return ()
 
-    def _copied(self, stage: int) -> Sequence[tuple[int, mathopt.Variable]]:
-        """Bytes at a stage that are there for a copy alone."""
+    def _copied(self, cut: int) -> Sequence[tuple[int, Variable]]:
+        """Bytes at a cut that are there for a copy alone."""
         return ()
 
     # ------------------------------------------------------------------ rows
 
-    def _add_stage(self, stage: int) -> None:
+    def _add_cut(self, cut: int) -> None:
         problem, model = self.problem, self.model
-        time_step = self.time_steps[stage]
-        end = self.time_steps[stage + 1] if stage + 1 < len(self.time_steps) else problem.time_steps - 1
+        time_step = self.time_steps[cut]
+        end = self.time_steps[cut + 1] if cut + 1 < len(self.time_steps) else problem.time_steps - 1
         inputs = dict.fromkeys(s for s in problem.read_at(time_step) if s in self.is_large)
         resident = {
             s: model.add_variable(lb=1.0 if s in inputs else 0.0, ub=1.0, is_integer=True)
             for s in self.large
-            if s in inputs or self._may_stay(stage, s)
+            if s in inputs or self._may_stay(cut, s)
         }
         made = [s for s in self.large if problem.index[problem.producer[s]] < time_step]
         makers = dict.fromkeys(
             problem.producer[s] for s in made if s in self.wanted or self._is_read(s, time_step)
         )
         again = {o: model.add_variable(lb=0.0, ub=1.0 if o.is_recomputable else 0.0) for o in makers}
-        arrived = self._arrivals(stage, made)
+        arrived = self._arrivals(cut, made)
         for storage in made:
             maker = problem.producer[storage]
             if maker in again and self._is_read(storage, time_step, end):
@@ -153,26 +152,26 @@ class Relaxation:
                 if maker in again and storage in self.is_large:
                     here = resident.get(storage, 0.0) + arrived.get(storage, 0.0)
                     model.add_linear_constraint(again[maker] + here - runs >= 0.0)
-        if stage:
+        if cut:
             before, between, back = self.resident[-1], self.again[-1], self.arrived[-1]
             for storage, variable in resident.items():
-                if problem.index[problem.producer[storage]] >= self.time_steps[stage - 1]:
+                if problem.index[problem.producer[storage]] >= self.time_steps[cut - 1]:
                     continue  # made since
                 maker = problem.producer[storage]
                 carried = (before.get(storage, 0.0), between.get(maker, 0.0), back.get(storage, 0.0))
-                model.add_linear_constraint(variable - mathopt.LinearSum(carried) <= 0.0)
+                model.add_linear_constraint(variable - LinearSum(carried) <= 0.0)
         self.resident.append(resident)
         self.again.append(again)
         self.arrived.append(arrived)
 
-    def _add_memory(self, stage: int) -> None:
-        """The bytes of a stage; other forwards in flight that wait hold what stays at the loss."""
+    def _add_memory(self, cut: int) -> None:
+        """Adds the bytes of a cut; other forwards in flight that wait hold what stays at the loss."""
         problem = self.problem
-        time_step = self.time_steps[stage]
+        time_step = self.time_steps[cut]
         inputs = [s for s in dict.fromkeys(problem.read_at(time_step)) if s in self.is_large]
         fixed = problem.held_in(time_step, self.small_bytes) + sum(s.nbytes for s in inputs)
-        terms = [(s.nbytes, v) for s, v in self.resident[stage].items() if s not in inputs]
-        terms += self._copied(stage)
+        terms = [(s.nbytes, v) for s, v in self.resident[cut].items() if s not in inputs]
+        terms += self._copied(cut)
         loss = len(problem.forward)
         kept = self.resident[self.time_steps.index(loss)] if loss in self.time_steps else {}
         for case in problem.others_at(time_step):
@@ -182,20 +181,20 @@ class Relaxation:
             add_memory_row(self.model, [*terms, *waiting], room_bytes)
 
     def _is_read(self, storage: Storage, after: int, until: int | None = None) -> bool:
-        """Whether the first run of an operation after a moment (up to another) reads a storage."""
+        """Whether the first run of an operation after a time step (up to another) reads a storage."""
         return self.problem.is_read(storage, after + 1, until)
 
-    def _may_stay(self, stage: int, storage: Storage) -> bool:
-        """Whether keeping a storage at a stage is possible, and of use."""
+    def _may_stay(self, cut: int, storage: Storage) -> bool:
+        """Whether it is possible and of use to keep a storage at a cut."""
         problem = self.problem
-        time_step = self.time_steps[stage]
+        time_step = self.time_steps[cut]
         if problem.index[problem.producer[storage]] >= time_step or not problem.is_useful(
             storage, time_step + 1
         ):
             return False
         if time_step == len(problem.forward) and storage in problem.transient:
             return False
-        if stage == 0 and time_step == len(problem.forward):
+        if cut == 0 and time_step == len(problem.forward):
             return storage not in self.replaced_at_loss
         users = problem.users.get(storage, ())
         return storage not in self.replaced or any(problem.index[user] >= time_step for user in users)
@@ -203,12 +202,12 @@ class Relaxation:
     # ------------------------------------------------------------------ solving
 
     def solve(self, *, seconds: float, gap: float, node_limit: int | None = None) -> Solved:
-        """The best choice under the rows.
+        """Returns the best choice under the rows.
 
         Args:
-            seconds: Time limit.
-            gap: At which to stop, as a fraction of the step's time.
-            node_limit: Branch-and-bound nodes after which to stop.
+            seconds: The time limit.
+            gap: The gap at which to stop, as a fraction of the step's time.
+            node_limit: The number of branch-and-bound nodes after which to stop.
         """
         outcome = solve(self.model, seconds=seconds, gap=gap * 1000, node_limit=node_limit)
         if outcome.is_infeasible:
@@ -219,23 +218,23 @@ class Relaxation:
         values = outcome.values
         small = frozenset(s for s in self.problem.producer if s not in self.is_large)
         resident = {
-            time_step: small | {s for s, v in stage.items() if values[v] > 0.5}
-            for time_step, stage in zip(self.time_steps, self.resident, strict=True)
+            time_step: small | {s for s, v in cut.items() if values[v] > 0.5}
+            for time_step, cut in zip(self.time_steps, self.resident, strict=True)
         }
         swapped = self._swapped(values)
-        for stage, time_step in enumerate(self.time_steps):
-            resident[time_step] |= swapped.get(stage, frozenset())
+        for cut, time_step in enumerate(self.time_steps):
+            resident[time_step] |= swapped.get(cut, frozenset())
         return Solved(
             resident, bound_seconds, False, outcome.is_optimal, frozenset().union(*swapped.values())
         )
 
 
 def _replaced(problem: CheckpointProblem, large: Sequence[Storage], *, boundary: bool) -> set[Storage]:
-    """Storages that need not be considered: keeping what their only user makes of them is never worse.
+    """The storages that need not be considered: it is never worse to keep what their only user makes of them.
 
-    The user's result is no larger, serves every purpose that the storage itself could, and is there at
-    the boundary; at later stages that holds only where the user reads nothing else. A transient result
-    replaces nothing: it is not there at the loss.
+    The user's result is no larger, serves every purpose that the storage itself could, and is there at the
+    boundary. At later cuts that holds only if the user reads nothing else. A transient result replaces
+    nothing: it is not there at the loss.
     """
     found: set[Storage] = set()
     considered = set(large)

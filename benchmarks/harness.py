@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from irc.backends.torch import compile_program, fit
 from irc.compiler.model_source import Loaded, Source, load, training_loss
 from irc.compiler.request import cost_passes
-from irc.compiler.tiers import device_of, measured_tiers, offer, tier_places
+from irc.compiler.tiers import device_of, measured_tiers, offer, tier_configs
 from irc.compiler.training import measured_peak_bytes
 from irc.frontends.torch import Captured, capture
 from irc.ir import Plan, UsageError
@@ -296,7 +296,7 @@ class Fitter:
         offered = [] if swap is None else [offer(swap, settings.profile)]
         offered = [measured_tiers(step, device) for step in offered]
         passes = [*cost_passes(settings.profile), *offered]
-        self.places = tuple(place for step in offered for place in tier_places(step, device))
+        self.places = tuple(place for step in offered for place in tier_configs(step, device))
         self.program = PassManager(passes).run(Program(self.captured.graph))
         self.capture_seconds = captured - started
         self.cost_seconds = time.perf_counter() - captured

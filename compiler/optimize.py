@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from ..backends.torch import (
     PlanCacheState,
-    TierPlace,
+    TierConfig,
     bind,
-    check_places,
+    check_tier_configs,
     refuse_hooks,
     refuse_unplannable,
     unfitted,
@@ -43,7 +43,7 @@ class Optimized:
     module: nn.Module
     captured: Captured
     program: Program
-    places: tuple[TierPlace, ...] = ()
+    places: tuple[TierConfig, ...] = ()
 
     @property
     def plan(self) -> Plan:
@@ -189,9 +189,9 @@ def optimize_module(
     model = unfitted(model)
     refuse_hooks(model)
     device = device_of(model, leaves)
-    places = request.tier_places(device)
+    places = request.tier_configs(device)
     have_offloaded = isinstance(request.plan, PlanMemory) and bool(request.plan.which)
-    check_places(places, {str(device)}, have_offloaded=have_offloaded)
+    check_tier_configs(places, {str(device)}, have_offloaded=have_offloaded)
     plans_eval = not model.training
     cache = PlanCacheState(compile_call, request.on(device), request.plans, plans_eval, tiers=places)
     fitted, plans = bind(model, cache)

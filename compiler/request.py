@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from ..backends.torch import TierPlace, pack_signature, unpack_signature
+from ..backends.torch import TierConfig, pack_signature, unpack_signature
 from ..frontends.torch import Captured, Loss
 from ..ir import Graph, Signature, UsageError
 from ..passes import (
@@ -26,7 +26,7 @@ from ..passes import (
 )
 from ..passes.costs.optimizer_costs import OptimizerFactory
 from ..passes.costs.table import StepCost
-from .tiers import measured_tiers, offer, tier_places, what_moves
+from .tiers import measured_tiers, offer, tier_configs, what_moves
 
 __all__ = ["Example", "Request", "cost_passes"]
 
@@ -240,9 +240,9 @@ class Request:
         """The request for a model on a device: tiers of this machine are measured now."""
         return self if self.tiers is None else replace(self, tiers=measured_tiers(self.tiers, device))
 
-    def tier_places(self, device: torch.device) -> tuple[TierPlace, ...]:
+    def tier_configs(self, device: torch.device) -> tuple[TierConfig, ...]:
         """Where the tiers are for a model on a device."""
-        return () if self.tiers is None else tier_places(self.tiers, device)
+        return () if self.tiers is None else tier_configs(self.tiers, device)
 
     def with_less(self, nbytes: int) -> Request:
         """The request within a budget in bytes of which some are taken already."""

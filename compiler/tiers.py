@@ -9,13 +9,13 @@ from typing import Any, cast
 
 import torch
 
-from ..backends.torch import DiskPlace, HostPlace, TierPlace
+from ..backends.torch import DiskTierConfig, HostTierConfig, TierConfig
 from ..ir import Tier, UsageError, parse_tiers
 from ..passes import OFFLOADABLE, OfferTiers
 from ..passes.costs.measure_tiers import measure_tier, tier_bytes
 from ..passes.costs.this_machine import this_machine
 
-__all__ = ["device_of", "measured_tiers", "offer", "tier_places", "what_moves"]
+__all__ = ["device_of", "measured_tiers", "offer", "tier_configs", "what_moves"]
 
 
 def what_moves(swap: str | Sequence[str]) -> tuple[list[str], str]:
@@ -130,13 +130,13 @@ def _speedup(device: torch.device) -> float:
     return max(seconds(1) / seconds(threads), 1.0)
 
 
-def tier_places(offer: OfferTiers, device: torch.device) -> tuple[TierPlace, ...]:
+def tier_configs(offer: OfferTiers, device: torch.device) -> tuple[TierConfig, ...]:
     """Where the tiers that are offered are for a module on `device`.
 
     A plan for another machine may name the host of a GPU; if the module is on the CPU, what goes there
     is written to a scratch file: the numbers and the memory beside it are the same.
     """
-    found: dict[str, TierPlace] = {}
+    found: dict[str, TierConfig] = {}
     known = {tier.name: tier for tier in (offer.offered() if offer.machine else offer.tiers)}
     for request in offer.requests():
         tier = known.get(request.name)
@@ -144,10 +144,10 @@ def tier_places(offer: OfferTiers, device: torch.device) -> tuple[TierPlace, ...
         is_duplex = tier is None or tier.is_duplex
         elsewhere = bool(offer.machine) and device.type == "cpu"
         if request.name == "host" and not elsewhere:
-            found[request.name] = HostPlace(request.name, nbytes)
+            found[request.name] = HostTierConfig(request.name, nbytes)
         else:
             folder = request.folder or None
-            found[request.name] = DiskPlace(request.name, nbytes, folder, is_duplex=is_duplex)
+            found[request.name] = DiskTierConfig(request.name, nbytes, folder, is_duplex=is_duplex)
     return tuple(found.values())
 
 

@@ -12,11 +12,11 @@ from .compiled_plan import (
 )
 from .deliver import deliver
 from .emit import emit_source, saved_values
-from .guards.attribute_reads import reading
+from .guards.attribute_reads import recording_attribute_reads
 from .history import held_by_history
 from .hooks import refuse_hooks
 from .module import bind, fit
-from .offload import DiskPlace, FakePlace, HostPlace, TierPlace, Tiers, check_places
+from .offload import DiskTierConfig, HostTierConfig, TierConfig, Tiers, check_tier_configs
 from .original import Original, unfitted
 from .pending_backward import PendingBackward
 from .plan_cache import PlannedCall
@@ -32,9 +32,8 @@ __all__ = [
     "Compilation",
     "Compile",
     "CompiledPlan",
-    "DiskPlace",
-    "FakePlace",
-    "HostPlace",
+    "DiskTierConfig",
+    "HostTierConfig",
     "Original",
     "PendingBackward",
     "PlanCacheState",
@@ -42,11 +41,11 @@ __all__ = [
     "Program",
     "ReservedMemory",
     "StandaloneModule",
-    "TierPlace",
+    "TierConfig",
     "Tiers",
     "bind",
-    "check_places",
     "check_tensor",
+    "check_tier_configs",
     "compile_program",
     "deliver",
     "emit_source",
@@ -54,7 +53,7 @@ __all__ = [
     "held_by_history",
     "pack_signature",
     "planning",
-    "reading",
+    "recording_attribute_reads",
     "refuse_hooks",
     "refuse_unplannable",
     "run_step",

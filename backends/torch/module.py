@@ -14,7 +14,7 @@ from ...ir import IrcError, Location, Plan, Signature
 from .compiled_plan import CompiledPlan
 from .deliver import deliver, deliver_leaf
 from .hooks import refuse_hooks
-from .offload import TierPlace, Traffic
+from .offload import TierConfig, Traffic
 from .original import FITTED, ORIGINAL, own_forward, unfitted
 from .persistence import Persistent, fitted_class
 from .plan_cache import PlanCache, PlannedCall
@@ -32,7 +32,7 @@ def fit(
     signature: Signature,
     plan: Plan | None = None,
     optimizers: Mapping[str, Optimizer] | None = None,
-    tiers: Sequence[TierPlace] = (),
+    tiers: Sequence[TierConfig] = (),
 ) -> nn.Module:
     """Binds one program to a module; other calls than its own are refused.
 

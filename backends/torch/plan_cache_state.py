@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ...ir import Plan
 from .compiled_plan import Compile, CompiledPlan
-from .offload import TierPlace
+from .offload import TierConfig
 
 __all__ = ["PlanCacheState"]
 
@@ -47,7 +47,7 @@ class PlanCacheState:
     first_plan: Plan | None = None
     optimizers: Mapping[str, Optimizer] = field(default_factory=dict[str, Optimizer])
     reserved: Mapping[str, int] = field(default_factory=dict[str, int])
-    tiers: tuple[TierPlace, ...] = ()
+    tiers: tuple[TierConfig, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlanCacheState:
         return replace(self, optimizers=copy.deepcopy(self.optimizers, memo))

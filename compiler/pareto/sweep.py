@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 
-from ...backends.torch import check_places
+from ...backends.torch import check_tier_configs
 from ...frontends.torch import Loss, capture
 from ...ir import (
     BudgetError,
@@ -35,7 +35,7 @@ from ...passes.offload.strategies import LOOK_AHEADS, OFFLOAD_STRATEGIES, lms_al
 from ...passes.remat.strategies import known_strategies
 from ...torch_support.pytree import flatten
 from ..request import Request
-from ..tiers import device_of, measured_tiers, offer, tier_places
+from ..tiers import device_of, measured_tiers, offer, tier_configs
 from .front import PROOF_GAP, Front, Known, Point, Refusal, Survey
 from .journal import Identity, Journal, check_folder
 
@@ -117,7 +117,7 @@ class Sweep:
         if self.offered is None:
             return self
         device = device_of(model, leaves)
-        check_places(tier_places(self.offered, device), {str(device)})
+        check_tier_configs(tier_configs(self.offered, device), {str(device)})
         return replace(self, offered=measured_tiers(self.offered, device))
 
     def budget_bytes(self, minimum_bytes: int, baseline_bytes: int) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from ...passes.pipeline import (
 from ...torch_support.pytree import flatten
 from ..model_source import training_loss
 from ..optimizers import DescribedOptimizer
-from ..tiers import tier_places
+from ..tiers import tier_configs
 from .request import PipelineRequest
 from .results import own_results
 from .summary import plan_of
@@ -182,7 +182,7 @@ class MicroBatch:
             self.captured.constants,
             plan_of(planned, names, None if optimizer is None else named),
             optimizer,
-            () if self.tiers is None else tier_places(self.tiers, _device(self.program)),
+            () if self.tiers is None else tier_configs(self.tiers, _device(self.program)),
         )
 
     def _costed(self, program: Program, parts: int) -> Program:

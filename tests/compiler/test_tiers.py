@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import irc
-from irc.compiler.tiers import device_of, measured_tiers, offer, tier_places, what_moves
+from irc.compiler.tiers import device_of, measured_tiers, offer, tier_configs, what_moves
 from irc.compiler.training import measured_peak_bytes
 from irc.ir import Offload, format_bytes
 from irc.passes import OfferTiers, PlanMemory
@@ -121,14 +121,14 @@ def test_passes_offer_what_was_asked_for(tmp_path: Path) -> None:
     (tier,) = made.offered()
     assert (tier.name, tier.capacity_bytes) == ("disk", 1 << 30)
     assert min(tier.out_bytes_per_second, tier.in_bytes_per_second) > 1e6
-    (place,) = tier_places(made, torch.device("cpu"))
+    (place,) = tier_configs(made, torch.device("cpu"))
     assert (place.kind, place.capacity_bytes) == ("disk", 1 << 30)
     assert getattr(place, "folder", "") == str(tmp_path)
     elsewhere = offer("host:64GiB", "gtx1080")
     assert elsewhere.offered()[0].capacity_bytes == 64 << 30
-    (place,) = tier_places(elsewhere, torch.device("cpu"))
+    (place,) = tier_configs(elsewhere, torch.device("cpu"))
     assert (place.name, place.kind) == ("host", "disk")
-    (place,) = tier_places(elsewhere, torch.device("cuda:0"))
+    (place,) = tier_configs(elsewhere, torch.device("cuda:0"))
     assert place.kind == "host"
     assert device_of(nn.Linear(2, 2), ()) == torch.device("cpu")
     assert device_of(nn.ReLU(), (torch.zeros(1, device="meta"),)) == torch.device("meta")
@@ -139,7 +139,7 @@ def test_a_folder_is_not_taken_apart(tmp_path: Path) -> None:
     folder = tmp_path / "a+host"
     folder.mkdir()
     (tmp_path / "a").mkdir()
-    (place,) = tier_places(offer(f"disk:{folder}:1GiB", False), torch.device("cpu"))
+    (place,) = tier_configs(offer(f"disk:{folder}:1GiB", False), torch.device("cpu"))
     assert getattr(place, "folder", "") == str(folder)
 
 

@@ -1,23 +1,24 @@
-"""Copies to tiers while steps run: where they go, and who carries them out."""
+"""Carries out copies to tiers while steps run."""
 
+from .disk import DiskTierConfig
 from .offloaded_parameters import State
+from .pinned import HostTierConfig
 from .session import Session
 from .table import CopiedTensor, CopyTable, copy_table
 from .tier import Traffic
-from .tier_config import DiskPlace, FakePlace, HostPlace, TierPlace
-from .tiers import Tiers, check_places
+from .tier_config import TierConfig
+from .tiers import Tiers, check_tier_configs
 
 __all__ = [
     "CopiedTensor",
     "CopyTable",
-    "DiskPlace",
-    "FakePlace",
-    "HostPlace",
+    "DiskTierConfig",
+    "HostTierConfig",
     "Session",
     "State",
-    "TierPlace",
+    "TierConfig",
     "Tiers",
     "Traffic",
-    "check_places",
+    "check_tier_configs",
     "copy_table",
 ]

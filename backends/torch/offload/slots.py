@@ -1,4 +1,4 @@
-"""Room in a tier: each copy has a slot, which comes back by itself when nobody holds it any more."""
+"""Room in a tier: each copy has a slot, which is given back when nobody holds it any more."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from ....ir import TierError, format_bytes
 
 __all__ = ["AnyRoom", "AnySlot", "Room", "Slot"]
 
-Place = TypeVar("Place")
+Allocation = TypeVar("Allocation")
 
 
-class Slot(Generic[Place]):
+class Slot(Generic[Allocation]):
     """Room for one copy.
 
-    Whoever writes or reads it holds it: a call, and a copy under way. It is given back when the last of them
-    is gone. That may happen in any thread and within garbage collection, so giving back only appends to a
+    A call and a copy under way hold it while they write or read it. It is given back when the last of them is
+    gone. That may happen in any thread and within garbage collection, so giving it back only appends to a
     queue, which takes no lock.
 
     Args:
-        place: Where in the tier.
-        nbytes: Of the copy.
-        returned: The queue.
+        allocation: The memory or the bytes of a file that the room has set aside.
+        nbytes: The bytes of the copy.
+        returned: The queue of slots that were given back.
     """
 
-    __slots__ = ("_returned", "nbytes", "place")
+    __slots__ = ("_returned", "allocation", "nbytes")
 
-    def __init__(self, place: Place, nbytes: int, returned: deque[tuple[Place, int]]) -> None:
-        self.place = place
+    def __init__(self, allocation: Allocation, nbytes: int, returned: deque[tuple[Allocation, int]]) -> None:
+        self.allocation = allocation
         self.nbytes = nbytes
         self._returned = returned
 
     def __del__(self) -> None:
-        self._returned.append((self.place, self.nbytes))
+        self._returned.append((self.allocation, self.nbytes))
 
 
-class Room(ABC, Generic[Place]):
+class Room(ABC, Generic[Allocation]):
     """The slots of a tier.
 
     Args:
-        name: The tier's.
+        name: The name of the tier.
         capacity_bytes: The most that all slots may take.
     """
 
@@ -51,38 +51,38 @@ class Room(ABC, Generic[Place]):
         self.capacity_bytes = capacity_bytes
         self._lock = threading.Lock()
         self._held_bytes = 0
-        self._returned: deque[tuple[Place, int]] = deque()
+        self._returned: deque[tuple[Allocation, int]] = deque()
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the copies that lie in the tier."""
+        """The bytes of the copies in the tier."""
         with self._lock:
             self._collect()
             return self._held_bytes
 
     def prepare(self, nbytes: int, count: int) -> None:
-        """Makes sure that there is room, before a step that will need it.
+        """Makes room before a step that will need it.
 
         Args:
-            nbytes: Bytes that its copies take at once.
-            count: How many copies it makes.
+            nbytes: The bytes that the copies of the step take at once.
+            count: The number of its copies.
 
         Raises:
-            TierError: As `take`; the capacity is not looked at, as calls may need theirs one after the other.
+            TierError: As `take`; the capacity is not checked, as calls may need their room one after another.
         """
         with self._lock:
             self._collect()
             self._prepare(nbytes, count)
 
-    def take(self, nbytes: int, *, whole: bool = False) -> Slot[Place]:
-        """A slot.
+    def take(self, nbytes: int, *, whole: bool = False) -> Slot[Allocation]:
+        """Takes a slot.
 
         Args:
-            nbytes: Of the copy.
-            whole: Whether it must be in one piece.
+            nbytes: The bytes of the copy.
+            whole: Whether the slot must be in one piece.
 
         Raises:
-            TierError: IRC577 when the tier is full; IRC570 when what it is made of is.
+            TierError: IRC577 if the tier is full; IRC570 if its disk or the host's memory is.
         """
         with self._lock:
             self._collect()
@@ -91,33 +91,33 @@ class Room(ABC, Generic[Place]):
                     "IRC577",
                     f"tier {self.name} holds {format_bytes(self._held_bytes)} of its "
                     f"{format_bytes(self.capacity_bytes)}, and {format_bytes(nbytes)} more are copied to it",
-                    help="let go of outputs that need no backward, or give the tier room for all forwards "
-                    "that are in flight",
+                    help="drop outputs that need no backward, or give the tier room for all forwards in "
+                    "flight",
                 )
-            place = self._take_whole(nbytes) if whole else self._take(nbytes)
+            allocation = self._take_whole(nbytes) if whole else self._take(nbytes)
             self._held_bytes += nbytes
-        return Slot(place, nbytes, self._returned)
+        return Slot(allocation, nbytes, self._returned)
 
     def _collect(self) -> None:
         while self._returned:
-            place, nbytes = self._returned.popleft()
+            allocation, nbytes = self._returned.popleft()
             self._held_bytes -= nbytes
-            self._give_back(place)
+            self._give_back(allocation)
 
     def _prepare(self, nbytes: int, count: int) -> None:
-        """As `prepare`, with the lock."""
+        """Does the work of `prepare`; the lock is held."""
 
     @abstractmethod
-    def _take(self, nbytes: int) -> Place:
-        """As `take`, with the lock."""
+    def _take(self, nbytes: int) -> Allocation:
+        """Does the work of `take`; the lock is held."""
 
-    def _take_whole(self, nbytes: int) -> Place:
-        """The same in one piece."""
+    def _take_whole(self, nbytes: int) -> Allocation:
+        """Does the same for a slot in one piece."""
         return self._take(nbytes)
 
     @abstractmethod
-    def _give_back(self, place: Place) -> None:
-        """A place is free again; with the lock."""
+    def _give_back(self, allocation: Allocation) -> None:
+        """Makes an allocation free again; the lock is held."""
 
 
 AnySlot = Slot[Any]

@@ -1,69 +1,53 @@
-"""Where the tiers of a plan are on this machine: what the user says, without anything that is open."""
+"""The config of a tier: where a tier of a plan is on this machine. Nothing is open yet."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
 from typing import ClassVar
 
-__all__ = ["DiskPlace", "FakePlace", "HostPlace", "TierPlace"]
+from .tier import RunningTier
+
+__all__ = ["TierConfig"]
 
 
 @dataclass(frozen=True, slots=True)
-class DiskPlace:
-    """A scratch file, for models on the CPU.
+class TierConfig(ABC):
+    """The config of a tier, as plain data that copies and pickles of a module carry.
 
     Args:
-        name: How schedules call the tier.
-        capacity_bytes: The most that lies there at once, for all calls of the module.
-        folder: Where the file is made, without a name that anybody could see; None is the system's folder for
-            temporary files.
+        name: The name of the tier in schedules.
+        capacity_bytes: The most bytes in the tier at once, for all calls of the module.
         checks: Compare checksums, as IRC_SWAP_CHECK=1 does for all tiers.
-        uses_page_cache: Let the system keep copies in memory that nobody needs, as it does with all files:
-            what comes back soon may never wait for the disk. Else each copy is handed to the disk at once and
-            dropped from that cache, so that it takes no memory of the machine, and the disk's own time.
-        is_duplex: Copy both ways at once, as `ir.Tier` says of the tier; else one copy after the other.
+
+    Attributes:
+        kind: The word for this kind of tier, in messages and files.
+        takes_parameters: Whether parameters and optimizer state can be offloaded to it between steps.
     """
 
-    kind: ClassVar[str] = "disk"
+    kind: ClassVar[str]
+    takes_parameters: ClassVar[bool]
 
     name: str
     capacity_bytes: int
-    folder: str | None = None
-    checks: bool = False
-    uses_page_cache: bool = True
-    is_duplex: bool = True
+    checks: bool = field(default=False, kw_only=True)
 
+    @abstractmethod
+    def open(self) -> RunningTier:
+        """Opens the tier.
 
-@dataclass(frozen=True, slots=True)
-class HostPlace:
-    """Pinned memory of the host, for models on CUDA; the arguments are those of `DiskPlace`."""
+        Raises:
+            TierError: IRC571 or IRC579 if it cannot be opened.
+        """
 
-    kind: ClassVar[str] = "host"
+    @abstractmethod
+    def refusal(self, device_type: str) -> tuple[str, str] | None:
+        """Returns why the tier cannot hold tensors on a type of device, and a way out; None if it can."""
 
-    name: str
-    capacity_bytes: int
-    checks: bool = False
+    @abstractmethod
+    def try_out(self) -> None:
+        """Refuses, before anything is planned, a tier that cannot be opened.
 
-
-@dataclass(frozen=True, slots=True)
-class FakePlace:
-    """A tier for tests: copies are made late, and what must not be read meanwhile is poisoned.
-
-    Args:
-        name: As of `DiskPlace`.
-        capacity_bytes: The same.
-        checks: The same.
-        seed: Of when copies are made.
-        is_late: Make each copy at its own `Wait` and not before it.
-    """
-
-    kind: ClassVar[str] = "fake-async"
-
-    name: str
-    capacity_bytes: int
-    checks: bool = False
-    seed: int = 0
-    is_late: bool = False
-
-
-TierPlace = DiskPlace | HostPlace | FakePlace
+        Raises:
+            TierError: As `open`.
+        """

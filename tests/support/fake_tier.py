@@ -1,8 +1,8 @@
-"""A tier for tests, in which whoever does not wait for a copy reads wrong numbers.
+"""A tier for tests, in which a program that does not wait for a copy reads wrong numbers.
 
-A copy is made when somebody waits for it, or, by a draw, when something else is begun or waited for before.
-A tensor that is let go of before is overwritten, as the allocator may give its memory to the next one, and so
-are a tensor that is being fetched and a slot that nothing was copied to.
+A copy is made when somebody waits for it, or, at random, when another copy is begun or waited for before. A
+tensor that is dropped before its copy is made is overwritten, as the allocator may give its memory to the
+next tensor. A tensor that is being fetched, and a slot that holds no copy, are overwritten too.
 """
 
 from __future__ import annotations
@@ -12,21 +12,53 @@ import random
 import threading
 import weakref
 from collections import deque
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, UntypedStorage
 
-from .slots import Room, Slot
-from .tier import ResidentTier, Ticket
-from .tier_config import FakePlace
+from irc.backends.torch import TierConfig
+from irc.backends.torch.offload.slots import Room, Slot
+from irc.backends.torch.offload.tier import ResidentTier, Ticket
 
-__all__ = ["POISON", "FakeTier"]
+__all__ = ["POISON", "FakeTier", "FakeTierConfig"]
 
 POISON = 0xFF
 _RATE = 0.4
-"""How likely the next copy of a direction is made now."""
+"""The probability that the next copy of a direction is made now."""
 
 _Memory = ctypes.Array[ctypes.c_char]
+
+
+@dataclass(frozen=True, slots=True)
+class FakeTierConfig(TierConfig):
+    """A tier whose copies are made late, and in which memory that must not be read meanwhile is overwritten.
+
+    Args:
+        name: The name of the tier in schedules.
+        capacity_bytes: The most bytes in the tier at once.
+        checks: Compare checksums.
+        seed: The seed of the times at which copies are made.
+        is_late: Make each copy at its own `Wait` and not before it.
+    """
+
+    kind: ClassVar[str] = "fake-async"
+    takes_parameters: ClassVar[bool] = True
+
+    seed: int = 0
+    is_late: bool = False
+
+    def open(self) -> FakeTier:
+        """Opens the tier."""
+        return FakeTier(self)
+
+    def try_out(self) -> None:
+        """Does nothing: the tier is memory."""
+
+    def refusal(self, device_type: str) -> tuple[str, str] | None:
+        """Refuses tensors that are not in the host's memory."""
+        return None if device_type == "cpu" else ("the tier is in the host's memory", "use a host tier")
 
 
 class _FakeRoom(Room[_Memory]):
@@ -35,7 +67,7 @@ class _FakeRoom(Room[_Memory]):
         ctypes.memset(memory, POISON, nbytes)
         return memory
 
-    def _give_back(self, place: _Memory) -> None:
+    def _give_back(self, allocation: _Memory) -> None:
         pass
 
 
@@ -43,35 +75,35 @@ class FakeTier(ResidentTier):
     """A tier in memory whose copies are late.
 
     Args:
-        place: When they are made.
+        config: The capacity, and when copies are made.
     """
 
-    def __init__(self, place: FakePlace) -> None:
-        super().__init__(_FakeRoom(place.name, place.capacity_bytes))
-        self.is_late = place.is_late
-        self._draw = random.Random(place.seed)
+    def __init__(self, config: FakeTierConfig) -> None:
+        super().__init__(_FakeRoom(config.name, config.capacity_bytes))
+        self.is_late = config.is_late
+        self._draw = random.Random(config.seed)
         self._lock = threading.Lock()
         self._queues: tuple[deque[_FakeCopy], deque[_FakeCopy]] = (deque(), deque())
-        """For each direction, what was begun and not made."""
+        """The copies of each direction that were begun and are not made yet."""
 
     def begin_out(self, tensor: Tensor, slot: Slot[_Memory]) -> Ticket:
-        """As of any tier."""
+        """Begins to copy a tensor to a slot."""
         copy = _FakeCopy(self, tensor.untyped_storage(), tensor.data_ptr(), slot, is_out=True)
         copy.watched = weakref.ref(tensor, copy.poisoner())
         return self._begin(copy)
 
     def begin_in(self, slot: Slot[_Memory], tensor: Tensor) -> Ticket:
-        """As of any tier."""
+        """Begins to copy a slot to a tensor, which is overwritten meanwhile."""
         ctypes.memset(tensor.data_ptr(), POISON, slot.nbytes)
         return self._begin(_FakeCopy(self, tensor.untyped_storage(), tensor.data_ptr(), slot, is_out=False))
 
     def take_resident(self, nbytes: int) -> Slot[_Memory]:
-        """As of any tier that things live in."""
+        """Takes a slot."""
         return self.room.take(nbytes)
 
     def tensor_at(self, slot: Slot[_Memory]) -> Tensor:
-        """The same."""
-        return torch.frombuffer(slot.place, dtype=torch.uint8)
+        """Returns the bytes of a slot."""
+        return torch.frombuffer(slot.allocation, dtype=torch.uint8)
 
     def _begin(self, copy: _FakeCopy) -> Ticket:
         if not self.is_late:
@@ -81,7 +113,7 @@ class FakeTier(ResidentTier):
         return copy
 
     def make(self, copy: _FakeCopy) -> None:
-        """Makes a copy now, and, but where all are late, those of its direction that were begun before."""
+        """Makes a copy now, and before it, unless all copies are late, the earlier ones of its direction."""
         if self.is_late:
             copy.make()
             return
@@ -114,7 +146,7 @@ class _FakeCopy(Ticket):
     def make(self) -> None:
         if self._holds:
             _, slot = self._holds[0]
-            ends = (slot.place, self.address) if self.is_out else (self.address, slot.place)
+            ends = (slot.allocation, self.address) if self.is_out else (self.address, slot.allocation)
             ctypes.memmove(*ends, slot.nbytes)
             self._holds.clear()
         self.is_made = True
@@ -130,7 +162,7 @@ class _FakeCopy(Ticket):
 
 
 class _Poisoner:
-    """Called when a tensor is let go of: overwrites its memory, where it was not copied yet."""
+    """Overwrites the memory of a tensor that is dropped before it was copied."""
 
     def __init__(self, holds: list[tuple[UntypedStorage, Slot[_Memory]]], address: int) -> None:
         self.holds = holds

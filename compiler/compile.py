@@ -79,12 +79,12 @@ def _captured(
     with tracing(), reading() as readings:
         try:
             captured = capture(
-                module, args, kwargs, loss=request.loss, same_branches=request.specialize_branches
+                module, args, kwargs, loss=request.loss, specialize_branches=request.specialize_branches
             )
         except UsageError as error:
             if error.code != "IRC341" or request.example is None:
                 raise
-            captured = capture(module, args, kwargs, same_branches=request.specialize_branches)
+            captured = capture(module, args, kwargs, specialize_branches=request.specialize_branches)
             captured = _with_loss_of(request.example, captured, error)
     return captured, readings.of(module)
 

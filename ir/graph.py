@@ -63,7 +63,7 @@ class Region(Enum):
 
 
 class Trait(Enum):
-    """What a pass must know of a node beyond its operands."""
+    """Marks the properties of a node that a pass must know beyond its operands."""
 
     VIEW = "view"
     """Allocates nothing: its results alias an operand. Derived again at each use, for free."""
@@ -84,7 +84,7 @@ RUN_ONCE = frozenset({Trait.RANDOM, Trait.EFFECT, Trait.PINNED, Trait.NONDETERMI
 
 
 class Gradients(Enum):
-    """What becomes of the gradients of parameters."""
+    """Names how the gradients of parameters are released."""
 
     RETURNED = "returned"
     """They are delivered together when backward ends."""
@@ -102,7 +102,7 @@ keywords are what was measured of this step: `state_bytes`, `workspace_bytes`, `
 the part of the state that may live in a tier."""
 
 LOAD = "irc.load"
-"""The operation without operands that stands for a copy from its home while a schedule is searched for."""
+"""The operation without operands that stands for the copy of an offloaded parameter during a search."""
 
 SEND = "irc.send"
 """The operation (value, key) of a pipeline stage that sends a storage: to the next stage in forward, to
@@ -125,12 +125,12 @@ class Node:
         op: Qualified name, such as `aten.convolution.default`.
         arguments: Positional arguments; values may be nested in tuples.
         keywords: Keyword arguments, in order.
-        results: One value per result; None where the operation returns nothing there.
+        results: One value per result; None if the operation returns nothing there.
         is_sequence: The operation returns a tuple or list (even of one), not a single tensor.
         region: Forward or backward.
         traits: See `Trait`.
         at: Where it came from.
-        annotation: What the user asks of the results; only of a forward operation that is no view.
+        annotation: What the user asks of the results; only of a forward operation that is not a view.
     """
 
     name: str
@@ -180,7 +180,7 @@ class Node:
 
     @property
     def releases(self) -> Gradients | None:
-        """What the node does with the gradient of a parameter, its second operand; None for the others."""
+        """The way in which the node releases a gradient, its second operand; None for other nodes."""
         return _RELEASES.get(self.op)
 
     def __repr__(self) -> str:
@@ -188,7 +188,7 @@ class Node:
 
 
 class InputRole(Enum):
-    """What a graph input is to the user."""
+    """Names the user's view of a graph input."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -198,7 +198,7 @@ class InputRole(Enum):
 
 
 class OutputRole(Enum):
-    """What a graph output is to the user."""
+    """Names the user's view of a graph output."""
 
     OUTPUT = "output"
     GRADIENT = "gradient"
@@ -226,7 +226,7 @@ class Output:
     """A graph output.
 
     Args:
-        value: The value delivered; None where no gradient flows, or where a node of the graph releases it
+        value: The value delivered; None if no gradient flows, or if a node of the graph releases it
             (see `Graph.releases`).
         role: An output of the forward, or a gradient.
         target: Index of the output; for a gradient the target of the input it belongs to, prefixed by
@@ -248,7 +248,7 @@ class OffloadedParameter:
         value: A parameter's, or one of a storage of its own for the state of its optimizer: all of the state
             that can move, as bytes. It fills its storage.
         tier: Where it lives.
-        parameter: Dotted name of the parameter, the first one where it has several.
+        parameter: Dotted name of the parameter, the first one if it has several.
         is_state: Whether it is the state of the optimizer that applies the parameter's gradient.
     """
 
@@ -259,12 +259,12 @@ class OffloadedParameter:
 
     @property
     def storage(self) -> Storage:
-        """What comes and goes."""
+        """The storage that is copied."""
         return self.value.storage
 
     @property
     def name(self) -> str:
-        """What it is, in words."""
+        """A name for messages."""
         return f"optimizer state of {self.parameter}" if self.is_state else f"parameter {self.parameter}"
 
 
@@ -282,13 +282,13 @@ class Graph:
         loss_saved_bytes: What of it the loss holds from its forward to its backward, where other forwards run
             in between.
         reserved_bytes: What else exists before the step and after it, outside of the graph: the `.grad` that
-            gradients are accumulated into, or the state of the optimizers that apply them. State with a home
-            is part of it.
+            gradients are accumulated into, or the state of the optimizers that apply them. Offloaded
+            state is part of it.
         annotations: All that the user asks for, those that concern no node too.
         forwards_in_flight: How many forwards may have run whose backward has not (see `in_flight`).
         offloaded_parameters: The parameters, and states of optimizers, that live in a tier between steps.
 
-    All inputs but the tangents and what has a home are static: on the device before the step and after it.
+    All inputs but tangents and offloaded parameters are static: on the device before and after the step.
     """
 
     inputs: tuple[Input, ...]
@@ -304,12 +304,12 @@ class Graph:
 
     @cached_property
     def offloaded_of(self) -> dict[Storage, OffloadedParameter]:
-        """The home of each storage that has one."""
+        """The offloaded parameter or state that each offloaded storage belongs to."""
         return {offloaded.storage: offloaded for offloaded in self.offloaded_parameters}
 
     @cached_property
     def state_of(self) -> dict[Storage, OffloadedParameter]:
-        """For each parameter whose optimizer's state has a home, by the parameter's storage, that home."""
+        """The offloaded state of each parameter's optimizer, by the parameter's storage."""
         storages = {i.target: i.value.storage for i in self.inputs if i.role is InputRole.PARAMETER}
         return {
             storages[offloaded.parameter]: offloaded
@@ -352,18 +352,16 @@ class Graph:
     def static_bytes(self) -> int:
         """Bytes of parameters, buffers and constants, of the inputs of each forward in flight, and reserved.
 
-        Each storage counts once, those of inputs once for each forward. What has a home does not count.
+        Each storage counts once, those of inputs once for each forward. Offloaded ones do not count.
         """
         once = sum(storage.nbytes for storage in self.static_storages)
         more = sum(storage.nbytes for storage in self.call_storages) * (self.forwards_in_flight - 1)
-        offloaded_names = sum(
-            offloaded.storage.nbytes for offloaded in self.offloaded_parameters if offloaded.is_state
-        )
-        return once + more + self.reserved_bytes - offloaded_names
+        offloaded_bytes = sum(each.storage.nbytes for each in self.offloaded_parameters if each.is_state)
+        return once + more + self.reserved_bytes - offloaded_bytes
 
     @cached_property
     def tied(self) -> dict[Value, Value]:
-        """For each parameter the first one of the same storage and type: both name one tensor."""
+        """The first parameter of the same storage and type, for each parameter: both name one tensor."""
         first: dict[tuple[Storage, TensorType], Value] = {}
         parameters = (i.value for i in self.inputs if i.role is InputRole.PARAMETER)
         return {value: first.setdefault((value.storage, value.type), value) for value in parameters}
@@ -375,7 +373,7 @@ class Graph:
 
     @property
     def gradients(self) -> Gradients:
-        """What becomes of the gradients of parameters; all are treated alike."""
+        """The way in which the gradients of parameters are released; it is the same for all."""
         kinds = (node.releases for node in self.releases)
         return next(filter(None, kinds), Gradients.RETURNED)
 
@@ -390,12 +388,12 @@ class Graph:
 
     @cached_property
     def operations(self) -> tuple[Node, ...]:
-        """The nodes that a schedule runs: all but views, which are derived where they are used."""
+        """The nodes that a schedule runs: all but views, which are derived at their uses."""
         return tuple(node for node in self.nodes if not node.is_view)
 
     @cached_property
     def producers(self) -> dict[Storage, Node]:
-        """The operation that allocates each storage; inputs have none, and what has a home only a load."""
+        """The operation that allocates each storage; inputs have none, and offloaded ones only a load."""
         found: dict[Storage, Node] = {}
         inputs = self.static_storages | self.tangent_storages | self.offloaded_of.keys()
         for node in self.operations:
@@ -408,7 +406,7 @@ class Graph:
     def copyable_storages(self) -> frozenset[Storage]:
         """Storages that can go to a tier and back: made as one tensor that fills them, not the caller's.
 
-        What has a home goes there and back too; it is not among these.
+        Offloaded parameters are copied too; they are not among these.
         """
         found: set[Storage] = set()
         for storage, node in self.producers.items():
@@ -440,8 +438,3 @@ class Graph:
     def allocates(self, node: Node) -> tuple[Storage, ...]:
         """The storages that running `node` allocates, each once."""
         return self._allocates[node]
-
-    def __str__(self) -> str:
-        from .text import print_graph
-
-        return print_graph(self)

@@ -32,7 +32,7 @@ _RESERVED = {
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What happens to one forward storage, or to what lives in a tier between steps, and why.
+    """Holds the decision for one forward storage, or for an offloaded tensor, and its reason.
 
     Args:
         storage: Name of the storage in the program.
@@ -42,7 +42,7 @@ class Decision:
         runs_again: How many times its operation runs again.
         seconds: Time of these runs.
         reason: Why, in words.
-        location: Where the operation comes from, or "".
+        location: The origin of the operation, or "".
         annotation: The annotation of the user that decided, or "".
     """
 
@@ -59,7 +59,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class TierUse:
-    """What a step copies to one tier and back.
+    """Counts what a step copies to one tier and back.
 
     Args:
         tier: Its name.
@@ -82,12 +82,12 @@ class TierUse:
 
 @dataclass(frozen=True, slots=True)
 class AnnotationEffect:
-    """What an annotation of the user did to the schedule.
+    """Says what an annotation of the user did to the schedule.
 
     Args:
-        by: Who annotations, such as `irc.keep(layer3)`.
+        by: The annotation, such as `irc.keep(layer3)`.
         policy: What is asked for: the name of one of `Policy`.
-        effect: In words; it says so where there is none.
+        effect: The effect in words, also when there is none.
     """
 
     by: str
@@ -121,8 +121,8 @@ class Plan:
         decisions: One for each forward storage.
         seconds_to_plan: How long planning took.
         gradients: What becomes of the gradients of parameters: the name of one of `Gradients`.
-        reserved_bytes: What that takes from step to step: `.grad` where they are accumulated, the optimizers'
-            state where they are applied.
+        reserved_bytes: What that takes from step to step: `.grad` if they are accumulated, the optimizers'
+            state if they are applied.
         annotations: What each annotation of the user did. Overhead, bound, smallest budget and floor are
             those of schedules that honour them.
         forwards_in_flight: How many forwards may have run whose backward has not: all n run, then their
@@ -130,7 +130,7 @@ class Plan:
             too. A backward that retains its graph counts as one more.
         peak_with_gradients_bytes: Predicted peak where the `.grad` of all trained parameters is there from
             the start, so that the gradients are added to it when backward ends; forwards and backwards may
-            then follow each other in any order. None where the plan was written by an earlier version.
+            then follow each other in any order. None if the plan was written by an earlier version.
         tiers: What is copied to each tier that is used.
         exposed_seconds: Predicted time of a step in which copies are waited for; part of the overhead.
         offloaded_bytes: Parameters and optimizer state that live in a tier between steps; not part of
@@ -162,7 +162,7 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """How far the plan's time may be above the best, as a fraction of the best."""
+        """The most by which the plan's time exceeds the optimum, as a fraction of the optimum."""
         return max(self.overhead - self.lower_bound_overhead, 0.0) / (1 + self.lower_bound_overhead)
 
     def summary(self) -> str:
@@ -210,7 +210,7 @@ class Plan:
         return f"{self.forwards_in_flight} forwards, then their backwards in any order"
 
     def _gradient_rows(self) -> Iterator[tuple[str, str]]:
-        """How gradients are released, or what a step takes that finds `.grad` there."""
+        """Describes how gradients are released, or the memory of a step that finds `.grad` set."""
         released, there_bytes = _RELEASED[Gradients(self.gradients)], self.peak_with_gradients_bytes
         if released is not None:
             yield "gradients", released
@@ -222,7 +222,7 @@ class Plan:
 
     @property
     def _copies(self) -> Iterator[str]:
-        """What is copied to each tier, in one line."""
+        """Describes in one line what is copied to each tier."""
         planned_seconds = self.step_seconds * (1 + self.overhead)
         if self.offloaded_bytes:
             amount = format_bytes(self.offloaded_bytes)
@@ -244,7 +244,7 @@ class Plan:
 
     @property
     def _annotations_in_force(self) -> list[str]:
-        """The annotations that the schedule must honour, in one line; none where there are none."""
+        """The annotations that the schedule must honour, in one line; none if there are none."""
         who = named_annotations(annotation.by for annotation in self.annotations if not annotation.is_hint)
         return [f"{who}; bound and smallest budget are of schedules that honour them"] if who else []
 
@@ -278,7 +278,7 @@ class Plan:
         """The plan of `to_json`; what else the data holds is left aside, what may be missing has its default.
 
         Raises:
-            UsageError: IRC402 when the data is no plan.
+            UsageError: IRC402 when the data is not a plan.
         """
         try:
             if data["format"] != _FORMAT:
@@ -297,7 +297,7 @@ class Plan:
             return plan
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(
-                "IRC402", f"this is no plan of irc: {error}", help=f"expected format {_FORMAT}"
+                "IRC402", f"this is not a plan of irc: {error}", help=f"expected format {_FORMAT}"
             ) from error
 
     def save(self, path: str | os.PathLike[str]) -> None:

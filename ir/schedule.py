@@ -79,11 +79,6 @@ class Schedule:
             tuple(i.node for i in after if isinstance(i, Compute)),
         )
 
-    def __str__(self) -> str:
-        from .text import print_schedule
-
-        return print_schedule(self)
-
 
 def with_frees(graph: Graph, forward: Sequence[Node], backward: Sequence[Node]) -> Schedule:
     """The schedule that runs `forward`, the loss, `backward`, and frees each storage after its last read.
@@ -118,7 +113,7 @@ def with_frees(graph: Graph, forward: Sequence[Node], backward: Sequence[Node]) 
 
 
 def _wanted_after(graph: Graph, order: Sequence[Node]) -> list[set[Storage]]:
-    """For each step, which of the storages it touches are read later, before they are allocated again."""
+    """Returns for each step the storages it touches that are read before they are allocated again."""
     wanted: set[Storage] = set()
     result: list[set[Storage]] = []
     for node in reversed(order):

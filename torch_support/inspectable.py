@@ -1,4 +1,4 @@
-"""Which objects of a model are looked into for what they hold: those of its own code and its libraries."""
+"""Decides which objects of a model are opened: those of its own code and of the libraries that it uses."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def is_inspectable(kind: type) -> bool:
         return True
     if issubclass(kind, _CLOSED):
         return False
-    offloaded_parameters = {each.__module__ for each in kind.__mro__} - _NEUTRAL
-    return bool(offloaded_parameters) and not any(map(is_of_library, offloaded_parameters))
+    modules = {each.__module__ for each in kind.__mro__} - _NEUTRAL
+    return bool(modules) and not any(map(is_of_library, modules))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -44,7 +44,7 @@ def slots_of(kind: type) -> tuple[str, ...]:
 
 
 def store_of(value: Any) -> dict[str, Any]:
-    """The `__dict__` of an object; an empty one where it has none."""
+    """The `__dict__` of an object; an empty one if it has none."""
     try:
         return object.__getattribute__(value, "__dict__")
     except AttributeError:

@@ -23,7 +23,7 @@ class Block:
     Args:
         inputs: The slots of its own inputs.
         steps: What it runs.
-        outputs: Where its outputs are.
+        outputs: The operands that it returns.
     """
 
     inputs: tuple[int, ...]
@@ -207,7 +207,7 @@ class Map:
 
 @dataclass(frozen=True)
 class Scanned:
-    """How a scan reads or stacks along an axis.
+    """Says how a scan reads or stacks along an axis.
 
     Args:
         axis: Of the whole.

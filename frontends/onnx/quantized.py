@@ -70,9 +70,9 @@ _FLOATS = {ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.Data
 
 
 class Held:
-    """Which quantised values of a graph can stay in floats.
+    """Finds the quantised values of a graph that can stay in floats.
 
-    A value can where all that its elements arrive at reads floats just as well, and gives floats, or gives
+    A value can if every operator at which its elements arrive reads floats as well, and gives floats, or
     quantised values of which the same holds.
 
     Args:
@@ -91,7 +91,7 @@ class Held:
                 self._holds(node.outputs[0])
 
     def attributes(self, node: ir.Node) -> dict[str, int]:
-        """What a node that quantises gets beside its own attributes: whether it stays in floats."""
+        """Returns the attributes added to a node that quantises: whether it stays in floats."""
         if node.op_type not in _QUANTISE or not self._holds(node.outputs[0]):
             return {}
         if node.op_type != "QuantizeLinear":
@@ -100,7 +100,7 @@ class Held:
         return {} if dtype is None else {"_held": 1, "output_dtype": int(dtype)}
 
     def widened(self, value: ir.Value, tensor: ir.TensorProtocol) -> torch.Tensor | None:
-        """A constant of two or four bits in a wider type, where it is only dequantised; else `None`."""
+        """A constant of two or four bits in a wider type, if it is only dequantised; else `None`."""
         dtype = _WIDER.get(tensor.dtype)
         if dtype is None or not self._arrives_only_where(value, self._dequantises):
             return None

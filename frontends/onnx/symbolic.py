@@ -29,7 +29,7 @@ __all__ = ["output_shapes", "some_sizes"]
 _BASES = ((2, 64), (2, 16), (2, 224), (2, 7), (1, 512), (2, 3), (1, 1))
 """Sizes to begin with: of leading axes, and of others."""
 _SMALL = (2, 7)
-"""Where this is slow, as it is for loops over an axis, it is what to begin with."""
+"""The sizes to begin with if inference is slow, as for loops over an axis."""
 _SLOW_SECONDS = 0.5
 _MOST_SECONDS = 10.0
 """After these no further size is looked at."""
@@ -48,7 +48,7 @@ def output_shapes(module: OnnxModule) -> dict[str, Shape | None]:
 
     Returns:
         By output: for each axis its size, an expression over the symbols of the inputs such as
-        `floor(width/4) + 1`, or `?`; `None` where the shape depends on data, or the value is no tensor.
+        `floor(width/4) + 1`, or `?`; `None` if the shape depends on data, or the value is not a tensor.
     """
     symbols = _symbols(module)
     if not symbols:
@@ -80,7 +80,7 @@ def output_shapes(module: OnnxModule) -> dict[str, Shape | None]:
 
 
 def some_sizes(module: OnnxModule) -> dict[str, int] | None:
-    """Sizes of the open axes that the graph takes, by symbol; `None` where none was found."""
+    """Sizes of the open axes that the graph takes, by symbol; `None` if none was found."""
     return next((sizes for sizes, _ in _probe(module, _symbols(module))), None)
 
 
@@ -110,7 +110,7 @@ class _Prober:
     symbols: Mapping[str, bool]
     started: float = field(default_factory=time.monotonic)
     seconds: float = 0.0
-    """What the last look took."""
+    """The time that the last inference took."""
 
     @property
     def is_late(self) -> bool:
@@ -122,7 +122,7 @@ class _Prober:
         return {symbol: leading if leads else other for symbol, leads in self.symbols.items()}
 
     def shapes(self, sizes: _Sizes) -> list[Any] | None:
-        """The shapes of the outputs; `None` where the graph does not take the sizes."""
+        """The shapes of the outputs; `None` if the graph does not take the sizes."""
         started = time.monotonic()
         try:
             return list(self.module.shapes_for(sizes))
@@ -275,7 +275,7 @@ class _Expression:
 
 
 def _inferred(module: OnnxModule, symbols: Sequence[str]) -> dict[str, list[str]]:
-    """What onnxruntime says of each output's axes; nothing where it cannot tell."""
+    """Returns the axes that onnxruntime infers for each output; nothing if it cannot."""
     from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
 
     if module.path is None:

@@ -4,7 +4,7 @@ A stretch is one call of a marked module, one `with` block, or one call of `torc
 module is traced, torch's checkpoints run their function once, as it stands: its values are free for a plan.
 """
 
-# torch's checkpoints have no public door.
+# torch's checkpoints have no public interface.
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Scope:
 
     Args:
         number: Distinguishes the calls of one capture.
-        annotation: What is asked for there; None where torch's policy says it for each operation.
+        annotation: What is asked for there; None if torch's policy says it for each operation.
         where: Where torch's checkpoint is called, as ` at model.py:12 in forward`, or "".
     """
 
@@ -71,7 +71,7 @@ class Scopes:
         self.asked: dict[Annotation, None] = {}
         self._open: list[Scope] = []
         self._opened: list[int] = [0]
-        """How many stretches each call has opened."""
+        """The number of scopes that each call has opened."""
         self._nodes: list[tuple[str, Scope]] = []
         for name, module in root.named_modules():
             for path, value in module.__dict__.get(MARKS, ()):
@@ -84,7 +84,7 @@ class Scopes:
 
     @staticmethod
     def current() -> Scopes | None:
-        """Those of the capture that is under way in this thread."""
+        """The scopes of the capture that runs in this thread."""
         return getattr(Scopes._of_thread, "scopes", None)
 
     @contextlib.contextmanager
@@ -105,7 +105,7 @@ class Scopes:
         return (*self._open, *(scope for path, scope in self._nodes if is_inside(onnx_node, path)))
 
     def enter(self, module: nn.Module, name: str | None) -> None:
-        """A submodule is called; `name` is its path, or None where the model has none for it."""
+        """A submodule is called; `name` is its path, or None if the model has none for it."""
         marks = module.__dict__.get(MARKS, ())
         what = name or type(module).__name__
         scopes = [self._scope(Policy(value), what) for path, value in marks if not path]
@@ -113,7 +113,7 @@ class Scopes:
         self._opened.append(len(scopes))
 
     def leave(self) -> None:
-        """What was entered last is left."""
+        """Leaves the scope that was entered last."""
         if len(self._opened) > 1 and (count := self._opened.pop()):
             del self._open[-count:]
 
@@ -162,7 +162,7 @@ _lock = threading.Lock()
 _users = 0
 _reentrant: Any = None
 _generator: Any = None
-"""What torch has, while captures are under way."""
+"""The attributes of torch that captures replace meanwhile."""
 
 
 class _Reentrant:

@@ -10,9 +10,9 @@ from typing import Any, cast
 
 from torch import nn
 
-from ...ir import is_inspectable, is_of_library
+from ...torch_support.containers import CONTAINERS
+from ...torch_support.inspectable import is_inspectable, is_of_library
 from .closures import closed_over
-from .containers import CONTAINERS
 from .object_graph import HeldObject, class_items, is_closed, walk_from
 
 __all__ = ["code_reach"]
@@ -32,11 +32,11 @@ _WRAPPERS: dict[type, tuple[str, ...]] = {
     functools.cached_property: ("func",),
     type(functools.lru_cache(lambda: None)): ("__wrapped__",),
 }
-"""What stands for a function, with the attributes that hold it."""
+"""The classes of objects that wrap a function, with the attributes that hold it."""
 
 
 def code_reach(module: nn.Module, own: Iterable[HeldObject]) -> list[HeldObject]:
-    """What the code of a module leads to: its classes, and globals and closures of its functions.
+    """Lists what the code of a module leads to: its classes, and globals and closures of its functions.
 
     Of globals, those count that a function names which the forward reaches; others are other code's. Code of
     torch, numpy and Python counts for nothing. Functions of other files count where the code of the module's
@@ -84,7 +84,7 @@ class _Code:
 
     @property
     def size(self) -> int:
-        """How much was found."""
+        """The number of cells and globals that were found."""
         return len(self._cells) + sum(len(names & table.keys()) for table, names in self._tables.values())
 
     def holders(self) -> list[HeldObject]:
@@ -107,16 +107,16 @@ class _Code:
         """
         waiting = deque((value, level, 0) for value in values)
         while waiting:
-            value, at, offloaded = waiting.popleft()
+            value, at, file = waiting.popleft()
             kind = cast("type[Any]", type(value))
             if kind is types.FunctionType:
-                waiting += self._of_function(value, at + (offloaded not in (0, id(value.__globals__))))
+                waiting += self._of_function(value, at + (file not in (0, id(value.__globals__))))
             elif kind in _WRAPPERS:
-                waiting += [(getattr(value, name), at, offloaded) for name in _WRAPPERS[kind]]
+                waiting += [(getattr(value, name), at, file) for name in _WRAPPERS[kind]]
             elif issubclass(kind, type) or is_inspectable(kind):
-                waiting += self._of_class(value if issubclass(kind, type) else kind, at, offloaded)
+                waiting += self._of_class(value if issubclass(kind, type) else kind, at, file)
 
-    def _of_class(self, kind: type, level: int, offloaded: int) -> Iterator[tuple[Any, int, int]]:
+    def _of_class(self, kind: type, level: int, file: int) -> Iterator[tuple[Any, int, int]]:
         if self._seen.get(id(kind), 2) <= level:
             return
         self._seen[id(kind)] = level
@@ -124,9 +124,9 @@ class _Code:
             for name, value in () if is_closed(each) else list(vars(each).items()):
                 if type(value) is types.FunctionType or type(value) in _WRAPPERS:
                     if name in self._named or name.startswith("__"):
-                        yield value, level, offloaded
+                        yield value, level, file
                     else:
-                        self._unnamed.setdefault(name, []).append((value, level, offloaded))
+                        self._unnamed.setdefault(name, []).append((value, level, file))
 
     def _of_function(self, function: types.FunctionType, level: int) -> Iterator[tuple[Any, int, int]]:
         table = function.__globals__

@@ -1,6 +1,6 @@
 """The memory that a caller's loss takes between forward and backward."""
 
-# AOTAutograd and the autograd engine have no public door.
+# AOTAutograd and the autograd engine have no public interface.
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class AliveBytes(TorchDispatchMode):
 
 
 def loss_bytes(loss: Loss | None, result_leaves: list[Any], result_tree: Any) -> tuple[int, int, int]:
-    """What a loss takes beyond outputs and gradients: the most at once, after it, and before its backward.
+    """Returns the bytes of a loss beyond outputs and gradients: its peak, after it, and before its backward.
 
     Args:
         loss: A function from the module's result to a scalar. None stands for a loss that takes twice the
@@ -115,7 +115,7 @@ def unused_outputs(loss: Loss, result_leaves: list[Any], result_tree: Any) -> fr
         Their places among the result's tensors.
 
     Raises:
-        UsageError: IRC341 when the loss fails, or is no scalar that depends on the result.
+        UsageError: IRC341 when the loss fails, or is not a scalar that depends on the result.
     """
     with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
         leaves = _stand_ins(result_leaves)
@@ -143,7 +143,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _times(output: Tensor) -> int:
-    """How often an output's bytes are counted for a loss that is not known."""
+    """Returns how often an output's bytes are counted for an unknown loss."""
     is_cast = output.dtype in (torch.bfloat16, torch.float16)
     return 6 if is_cast and torch.is_autocast_enabled(output.device.type) else 2
 
@@ -152,7 +152,7 @@ def _called(loss: Loss, result: Any) -> Tensor:
     """The loss of a result.
 
     Raises:
-        UsageError: IRC341 when it fails, or is no scalar that depends on the result.
+        UsageError: IRC341 when it fails, or is not a scalar that depends on the result.
     """
     help = "give a function from the module's result to a scalar tensor"
     try:

@@ -1,9 +1,7 @@
-"""What a module's attributes and its code reach in Python: looked at before and after a forward, put back."""
+"""Lists the objects that a module's attributes and code lead to, compares and restores them."""
 
 from __future__ import annotations
 
-import contextlib
-import enum
 import functools
 import operator
 import pickle
@@ -15,15 +13,29 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
-import torch
 from torch import nn
 
-from ...ir import is_inspectable, is_of_library, slots_of, store_of
-from .containers import CONTAINERS, base_of, copied, drop_item, put_item, refill, size_of
+from ...torch_support.containers import (
+    CONTAINERS,
+    base_of,
+    copied,
+    drop_item,
+    put_item,
+    refill,
+    size_of,
+)
+from ...torch_support.inspectable import is_inspectable, is_of_library, slots_of, store_of
+from ...torch_support.object_graph import (
+    ABSENT,
+    PLAIN,
+    Limits,
+    array_content,
+    attributes_of,
+    partial_items,
+)
 from .fixups.function_caches import is_traced
 
 __all__ = [
-    "ABSENT",
     "HeldObject",
     "changed",
     "class_items",
@@ -37,28 +49,21 @@ __all__ = [
     "walk_from",
 ]
 
-ABSENT: Any = object()
-"""Stands for what is not there."""
-
-_DEPTH = 6
-"""So many steps away from an attribute something is still looked at."""
-_MOST = 10_000
-"""So many objects are looked at; containers with more items than this are not looked into."""
+_LIMITS = Limits(depth=6, items=10_000, array_bytes=1 << 16)
+_MOST_OBJECTS = 10_000
+"""The most objects that one walk lists."""
 _MOST_ITEMS = 50_000
-"""So many items of objects and containers are looked at."""
+"""The most items of objects and containers that one walk looks at."""
 _MOST_LARGE = 4_000_000
-"""Of a module's own containers that are not looked into, so many items are compared by identity."""
-_ARRAY_BYTES = 1 << 16
-"""Arrays of numpy up to this size are looked at."""
+"""The most items, in a module's own containers above the limit, that are compared by identity."""
 
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 _OF_ALL = (vars(random)["_inst"], vars(np.random)["mtrand"]._rand)
 """The generators behind the functions of these modules."""
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), enum.Enum)
 
 
 Path = str | tuple["Path", Any, bool]
-"""How something is reached: in words, or a path, a key there, and whether it is one of a container."""
+"""The way to an object: in words, or a path, a key there, and whether it is a key of a container."""
 
 
 @dataclass(eq=False, frozen=True, slots=True)
@@ -99,12 +104,12 @@ class HeldObject:
 
     @property
     def path(self) -> str:
-        """How it is reached, such as `block.schedule` or `Model.cache`."""
+        """The path to it, such as `block.schedule` or `Model.cache`."""
         return _shown(self.where)
 
     @property
     def items(self) -> dict[Any, Any]:
-        """What it held, by name, key or position."""
+        """The content that it had, by name, key or position."""
         return self.held if isinstance(self.held, dict) else dict(enumerate(self.held))
 
     @property
@@ -120,7 +125,7 @@ class HeldObject:
 
     @property
     def store(self) -> Any:
-        """The dict or list in which its items are; None where they are elsewhere, or cannot be replaced."""
+        """The dict or list in which its items are; None if they are elsewhere, or cannot be replaced."""
         kind = cast("type[Any]", type(self.value))
         if issubclass(kind, (dict, list)):
             return self.value
@@ -129,7 +134,7 @@ class HeldObject:
         return store_of(self.value)
 
     def now(self) -> dict[Any, Any] | list[Any]:
-        """What it holds now."""
+        """Returns the content that it has now."""
         if self.names is not None:
             return _named(self.value, self.names)
         if issubclass(type(self.value), nn.Module):
@@ -139,7 +144,7 @@ class HeldObject:
         return _items(self.value) or {}
 
     def step_to(self, key: Any) -> Path:
-        """How one of its items is reached."""
+        """Returns the path to one of its items."""
         if issubclass(type(self.value), (types.CellType, np.ndarray)) or is_generator(self.value):
             return self.where
         return self.where, key, self.is_container
@@ -193,7 +198,7 @@ class HeldObject:
             _remember(value, key, old)
 
     def _put_back_elements(self) -> None:
-        """Of a set, takes out what is traced, and adds what is missing."""
+        """Takes traced elements out of a set, and adds those that are missing."""
         now = self.now()
         for item in now:
             if item not in self.items and holds_traced(item):
@@ -202,7 +207,7 @@ class HeldObject:
             set.add(self.value, item)
 
     def _put_back_positions(self) -> None:
-        """Of a list or deque, takes out what is traced, and puts numbers back where none came or went."""
+        """Takes traced elements out of a list or deque, and restores numbers if none came or went."""
         base, old, now = (
             base_of(type(self.value)),
             list(self.items.values()),
@@ -242,7 +247,7 @@ def own_reach(module: nn.Module, excused: Callable[[nn.Module], frozenset[str] |
 
 
 def reach_of(values: Iterable[Any]) -> list[HeldObject]:
-    """What some values are and lead to; not what is in tensors."""
+    """Lists what some values are and lead to, except what is in tensors."""
     return _walk([("", value) for value in values], is_own=True)
 
 
@@ -260,7 +265,7 @@ def changed(holder: HeldObject) -> Iterator[tuple[Any, Any, Any]]:
 
 def holds_traced(value: Any) -> bool:
     """Whether something is or leads to a tensor that exists only while a module is traced."""
-    if type(value) in _PLAIN:
+    if type(value) in PLAIN:
         return False
     if is_traced(value):
         return True
@@ -268,12 +273,12 @@ def holds_traced(value: Any) -> bool:
         is_traced(item)
         for holder in _walk([("", value)], is_own=True)
         for item in _by_key(holder.held).values()
-        if type(item) not in _PLAIN and type(item) not in CONTAINERS
+        if type(item) not in PLAIN and type(item) not in CONTAINERS
     )
 
 
 def digest(value: Any, depth: int = 4) -> Any:
-    """What something holds as nested tuples; of what is neither plain nor looked into, the class."""
+    """Returns the content of an object as nested tuples; the class, if it is neither plain nor opened."""
     if is_plain(value):
         return value
     parts = _parts(value) if depth else None
@@ -287,10 +292,7 @@ def is_plain(value: Any) -> bool:
     kind = cast("type[Any]", type(value))  # not isinstance(), which asks the object for its class
     if issubclass(kind, (tuple, frozenset)):
         return all(map(is_plain, value))
-    return issubclass(kind, _PLAIN) or kind in _NAMES
-
-
-_NAMES = (torch.dtype, torch.device, torch.layout, torch.memory_format, slice, range)
+    return issubclass(kind, PLAIN)
 
 
 def is_generator(value: Any) -> bool:
@@ -325,29 +327,29 @@ def _by_key(held: dict[Any, Any] | list[Any]) -> dict[Any, Any]:
 
 
 def walk_from(holders: list[HeldObject]) -> list[HeldObject]:
-    """What some holders lead to, which are all the module's own or none is; nearest first."""
+    """Lists what some objects lead to, nearest first; all of them are the module's own, or none is."""
     roots = [
         (each.step_to(key), value)
         for each in holders
         for key, value in each.items.items()
-        if type(value) not in _PLAIN
+        if type(value) not in PLAIN
     ]
     return _walk(roots, is_own=all(each.is_own for each in holders))
 
 
 def _walk(roots: list[tuple[Path, Any]], *, is_own: bool) -> list[HeldObject]:
-    """What these values are and lead to, nearest first."""
+    """Lists what these values are and lead to, nearest first."""
     waiting = deque((path, value, 0) for path, value in roots)
     seen: set[int] = set()
     found: list[HeldObject] = []
     items_left, large_left = _MOST_ITEMS, _MOST_LARGE if is_own else 0
-    while waiting and len(found) < _MOST and items_left > 0:
+    while waiting and len(found) < _MOST_OBJECTS and items_left > 0:
         path, value, depth = waiting.popleft()
         if id(value) in seen:
             continue
         seen.add(id(value))
         kind = cast("type[Any]", type(value))
-        if issubclass(kind, CONTAINERS) and (size := size_of(value)) > _MOST:
+        if issubclass(kind, CONTAINERS) and (size := size_of(value)) > _LIMITS.items:
             if size <= large_left:
                 large_left -= size
                 found.append(HeldObject(path, value, copied(value), is_own))
@@ -359,18 +361,18 @@ def _walk(roots: list[tuple[Path, Any]], *, is_own: bool) -> list[HeldObject]:
         items_left -= len(held)
         if is_holder:
             found.append(HeldObject(path, value, held, is_own))
-        if depth < _DEPTH and not is_generator(value):
+        if depth < _LIMITS.depth and not is_generator(value):
             inside = issubclass(kind, (*CONTAINERS, tuple))
             pairs = held.items() if isinstance(held, dict) else enumerate(held)
-            waiting += [((path, k, inside), v, depth + 1) for k, v in pairs if type(v) not in _PLAIN]
+            waiting += [((path, k, inside), v, depth + 1) for k, v in pairs if type(v) not in PLAIN]
     return found
 
 
 def _parts(value: Any) -> tuple[dict[Any, Any] | list[Any], bool] | None:
-    """What something leads to, and whether it can change itself; None for what is not looked into."""
+    """Returns what an object leads to, and whether it can change itself; None if it is not opened."""
     kind = type(value)
     if kind is functools.partial:
-        return {"func": value.func, "args": value.args, "keywords": value.keywords}, False
+        return partial_items(value), False
     if kind is types.MethodType:
         return {"": value.__self__}, False
     if kind is types.FunctionType:
@@ -383,15 +385,15 @@ def _parts(value: Any) -> tuple[dict[Any, Any] | list[Any], bool] | None:
 
 
 def _items(value: Any) -> dict[Any, Any] | list[Any] | None:
-    """What something that can change holds; None for what is not looked into."""
+    """Returns the content of an object that can change; None if it is not opened."""
     kind = type(value)
     if issubclass(kind, CONTAINERS):
         return copied(value)
     if issubclass(kind, _GENERATORS):
         return None if any(value is each for each in _OF_ALL) else {"state": _state_of(value)}
     if kind is np.ndarray:
-        is_looked_at = value.nbytes <= _ARRAY_BYTES and not value.dtype.hasobject
-        return {"values": value.tobytes()} if is_looked_at else None
+        content = array_content(value, _LIMITS)
+        return None if content is None else {"values": content}
     if kind is types.CellType:
         try:
             return {"": value.cell_contents}
@@ -417,7 +419,7 @@ def _named(table: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def class_items(kind: type) -> dict[str, Any]:
-    """What is written down in a class, besides its methods."""
+    """Returns the attributes of a class except its methods."""
     return {
         name: value
         for name, value in dict(vars(kind)).items()
@@ -428,13 +430,9 @@ def class_items(kind: type) -> dict[str, Any]:
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:
-    """The attributes of an object, those in slots among them; None where it has none."""
-    held: dict[str, Any] = dict(store_of(value))
-    slots = slots_of(type(value))
-    for name in slots:
-        with contextlib.suppress(AttributeError):
-            held[name] = object.__getattribute__(value, name)
-    return held if held or slots or _has_dict(value) else None
+    """Returns the attributes of an object; None if its class has room for none."""
+    held = attributes_of(value)
+    return held if held or slots_of(type(value)) or _has_dict(value) else None
 
 
 def _has_dict(value: Any) -> bool:

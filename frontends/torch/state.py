@@ -1,4 +1,4 @@
-"""What a forward does to its module besides computing a result: attributes, buffers, generators."""
+"""Watches what a forward does to its module besides computing a result: attributes, buffers, generators."""
 
 # Where torch keeps buffers, parameters and hooks has no public name.
 # pyright: reportPrivateUsage=false
@@ -16,12 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...ir import RECORDERS_MARK, UnsupportedError, is_recorder
+from ...ir import UnsupportedError
+from ...torch_support.object_graph import ABSENT
+from ...torch_support.recorders import RECORDERS_MARK, is_recorder
 from .closures import closed_over
 from .code import code_reach
 from .fixups.function_caches import caches_of, forget_traced
 from .iterators import is_iterator, untouched_iterators
-from .object_graph import ABSENT, HeldObject, changed, digest, holds_traced, is_generator, is_plain, own_reach
+from .object_graph import HeldObject, changed, digest, holds_traced, is_generator, is_plain, own_reach
 
 __all__ = ["State"]
 
@@ -42,7 +44,7 @@ class State:
         flipped: What the last run left with another number or text than it found.
         assigned: Where runs left a tensor that they computed.
         replaced: Buffers and parameters that the last run put others in the place of, with the reason why
-            that is no write into them.
+            that is not a write into them.
     """
 
     module: nn.Module
@@ -171,7 +173,7 @@ class State:
                 "IRC338",
                 f"the forward assigns a tensor to the attribute {assigned[0]} "
                 f"({len(assigned)} such attributes)",
-                help="return the tensor, or register a buffer and write into it with copy_(); where it is a "
+                help="return the tensor, or register a buffer and write into it with copy_(); if it is a "
                 "cache, call the module once before, so that it is full",
             )
         if self.replaced:
@@ -265,7 +267,7 @@ def _is_state(holder: HeldObject, old: Any, new: Any) -> bool:
 
 
 def _is_learned(holder: HeldObject, old: Any, new: Any) -> bool:
-    """Whether an object that is no module fills in what it has not known yet."""
+    """Whether an object that is not a module fills in what it has not known yet."""
     return holder.is_object and (old is None or old is ABSENT) and is_plain(new)
 
 
@@ -276,11 +278,11 @@ def _are_alike(old: Any, new: Any) -> bool:
 
 def _is_torchs(hook: Any) -> bool:
     """Whether a hook is one of torch's, as of weight norm, or of a class made from one of torch's."""
-    offloaded_parameters = [
+    modules = [
         getattr(hook, "__module__", None),
         *(kind.__module__ for kind in type(hook).__mro__),
     ]
-    return any(str(offloaded).startswith("torch.") for offloaded in offloaded_parameters)
+    return any(str(name).startswith("torch.") for name in modules)
 
 
 def _hooks(module: nn.Module) -> Iterator[tuple[str, dict[int, Any]]]:
@@ -292,7 +294,7 @@ def _hooks(module: nn.Module) -> Iterator[tuple[str, dict[int, Any]]]:
 
 
 def _tables(module: nn.Module) -> Iterator[Any]:
-    """What torch keeps of each module, and the lists and dicts of torch's own modules."""
+    """Returns the attributes that torch keeps of each module, and the lists and dicts of its own modules."""
     for child in module.modules():
         is_excused = _excused(child) is None
         for key, value in vars(child).items():
@@ -301,7 +303,7 @@ def _tables(module: nn.Module) -> Iterator[Any]:
 
 
 def _places(holders: list[HeldObject]) -> Iterator[tuple[str, Any, Any]]:
-    """Where iterators among the items of holders are, for those that can be replaced for a while."""
+    """Yields the places of iterators among the items of objects, if they can be replaced for a while."""
     for holder in holders:
         found = [key for key, value in holder.items.items() if is_iterator(value)]
         held = holder.store if found else None

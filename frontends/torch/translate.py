@@ -1,6 +1,6 @@
 """Translates a traced joint graph (torch.fx) into the IR: storages, regions, effects, gradients."""
 
-# AOTAutograd and the autograd engine have no public door.
+# AOTAutograd and the autograd engine have no public interface.
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ _SEEDED = torch.Tag.nondeterministic_seeded
 
 @dataclass(frozen=True)
 class Translation:
-    """What a traced joint graph becomes.
+    """Holds the translation of a traced joint graph.
 
     Args:
         graph: The training graph.
         deliveries: How each tensor of the flat result is made.
-        constants: Tensors that the graph refers to and that are no parameter, buffer or input.
+        constants: Tensors that the graph refers to and that are not a parameter, buffer or input.
         notes: By the names of nodes, the stretches that annotations are about.
     """
 
@@ -98,7 +98,7 @@ def translate(joint: JointWithDescriptors) -> Translation:
     """The training graph of a joint graph that AOTAutograd traced from a flat module.
 
     Raises:
-        UnsupportedError: IRC334 for a value that is no tensor, IRC335 for an operation outside the
+        UnsupportedError: IRC334 for a value that is not a tensor, IRC335 for an operation outside the
             operator library, IRC336 for a mutated input that asks for a gradient, IRC337 for an old value
             read through a view, IRC339 for a draw whose order would change, IRC554 for a checkpoint policy
             that moves results to the host.
@@ -440,7 +440,7 @@ class _Translator:
         return value
 
     def _deliveries(self, results: _Results) -> tuple[Delivery, ...]:
-        """How the flat result is put together: AOTAutograd's view of which outputs alias what."""
+        """Returns the deliveries of the flat result: AOTAutograd says which outputs alias what."""
         info = self.joint._aot_state.fw_metadata.output_info
         delivered = [described for _, described in results.delivered(self.joint)]
         bases = [described for _, described in results.bases]
@@ -503,7 +503,7 @@ class _Results:
         return [*self.mutations, *self.plain, *self.bases]
 
     def delivered(self, joint: JointWithDescriptors) -> list[tuple[fx.Node, Any]]:
-        """What the forward itself hands over: outputs that alias nothing the caller has, and view bases."""
+        """Returns the outputs of the forward itself: those that alias nothing, and the bases of views."""
         computed = (OutputType.non_alias, OutputType.unsafe_view_alias, OutputType.custom_function_view)
         info = joint._aot_state.fw_metadata.output_info
         kept = [pair for pair, alias in zip(self.plain, info, strict=True) if alias.output_type in computed]

@@ -14,12 +14,12 @@ _FORMAT = "irc-pipeline-2"
 
 @dataclass(frozen=True, slots=True)
 class StageSummary:
-    """What one stage does for a micro-batch.
+    """Describes the work of one stage for a micro-batch.
 
     Args:
         stage: Its place.
         device: Where it runs.
-        first: Where its first operation comes from, in words.
+        first: The origin of its first operation, in words.
         operations: How many operations of the model it runs forward.
         parameter_bytes: Of its parameters.
         forward_seconds: Predicted time of its forward.
@@ -49,7 +49,7 @@ class StageSummary:
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """What was asked, what was chosen, what it takes and the proof of how good that is.
+    """Describes a pipeline: the request, the choice, its cost, and the proof of how good it is.
 
     Args:
         schedule: The name of the order of work.
@@ -57,7 +57,7 @@ class PipelinePlan:
         budget_bytes: Of each device.
         speeds: Of each device, beside the one that costs are for.
         device_names: What each device was called; empty texts where that was left open.
-        optimizer: Whose state and steps are counted; None where none is.
+        optimizer: Whose state and steps are counted; None if none is.
         peak_bytes: Predicted, of each device.
         step_seconds: Predicted time of a step.
         bound_seconds: No partition takes less on these devices.
@@ -87,21 +87,21 @@ class PipelinePlan:
 
     @property
     def devices(self) -> int:
-        """How many devices there are."""
+        """The number of devices."""
         return len(self.budget_bytes)
 
     @property
     def gap(self) -> float:
-        """How much longer than the bound a step is at the most, as a fraction of the bound."""
+        """The most by which a step is longer than the bound, as a fraction of the bound."""
         return self.step_seconds / self.bound_seconds - 1 if self.bound_seconds else 0.0
 
     @property
     def speedup(self) -> float:
-        """Of a step, over one device that computes nothing twice and has memory enough."""
+        """The speed-up of a step over one device with enough memory, which computes nothing twice."""
         return self.single_seconds / self.step_seconds if self.step_seconds else 1.0
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON; `from_json` reads it."""
+        """Writes the plan as JSON, which `from_json` reads."""
         return {"format": _FORMAT, **asdict(self), "gap": self.gap, "speedup": self.speedup}
 
     @staticmethod
@@ -133,7 +133,7 @@ class PipelinePlan:
         )
 
     def summary(self) -> str:
-        """For a person: the step, then a line for each stage and each device."""
+        """Describes the plan in text: the step, then a line for each stage and each device."""
         lines = [
             f"{'schedule':>16}  {self.schedule}: {len(self.stages)} stages on {self.devices} devices, "
             f"{self.micro_batches} micro-batches",

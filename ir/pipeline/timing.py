@@ -1,4 +1,4 @@
-"""What a pipeline schedule takes: when each action and each transfer runs, and the bytes on each device."""
+"""Simulates a pipeline schedule: when each action and each transfer runs, and the bytes on each device."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """What a stage takes on its device, for one micro-batch unless it says otherwise.
+    """Holds the cost of a stage on its device, for one micro-batch unless a field says otherwise.
 
     Args:
         forward_seconds: Time of its forward.
         input_gradient_seconds: Time of the part of its backward for its inputs.
         weight_gradient_seconds: Time of the part for its parameters.
-        backward_seconds: Time of its backward in one; None where it is the sum of both parts.
+        backward_seconds: Time of its backward in one; None if it is the sum of both parts.
         static_bytes: What is there for the whole step: parameters, gradients, optimizer state.
         held_bytes: What a micro-batch holds from the start of its forward until the end of its backward, or
             of the part for the inputs. With its outputs, without buffers for what it receives.
         held_after_input_bytes: What it holds from there until the end of the part for the parameters.
-        working_bytes: What each kind of work takes more, while it runs; none where it is not named.
+        working_bytes: What each kind of work takes more, while it runs; none if it is not named.
     """
 
     forward_seconds: float
@@ -73,7 +73,7 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """What one stage sends another for each micro-batch.
+    """Describes a transfer from one stage to another for each micro-batch.
 
     To a later stage it is activations, sent after forward; to an earlier one gradients, sent after the
     gradients of the inputs. Between stages of one device it takes no time.
@@ -98,7 +98,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class TimedAction:
-    """When a device does something."""
+    """Says when a device runs an action."""
 
     action: Action
     start_seconds: float
@@ -107,7 +107,7 @@ class TimedAction:
 
 @dataclass(frozen=True, slots=True)
 class TimedTransfer:
-    """When something goes from one device to another."""
+    """Says when a transfer between two devices runs."""
 
     transfer: Transfer
     micro_batch: int
@@ -119,7 +119,7 @@ class TimedTransfer:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPoint:
-    """The bytes of a device from a moment until the next one."""
+    """Holds the bytes of a device from one time until the next change."""
 
     seconds: float
     nbytes: int
@@ -133,7 +133,7 @@ class PipelineTimeline:
         lines: What each device does, in order.
         transfers: Those between devices; of each link in the order in which they go.
         memory: The bytes of each device, from the start of the step; the last number holds until its end.
-            What happens at one moment is one point after the other.
+            Changes at one time are one point after the other.
     """
 
     lines: tuple[tuple[TimedAction, ...], ...]
@@ -193,13 +193,13 @@ def simulate_pipeline(
         transfers: What stages send each other, at most one for each pair and direction.
         last_costs: Of the last micro-batch, where they differ; their static bytes do not count.
         keeps_received: Whether there is a buffer for each micro-batch of each transfer during the whole step,
-            as torch.distributed.pipelining has them, also where both stages are on one device; else there is
+            as torch.distributed.pipelining has them, even if both stages are on one device; else there is
             one from the start of a transfer until the work that reads it has ended.
         keeps_sent: Whether what was sent stays until the step ends, as under all schedules of torch but
             Schedule1F1B; else gradients stay until their transfer has ended, activations while they are held.
 
     Returns:
-        Times in seconds from the start of the step. Where a transfer begins or ends at the very moment of
+        Times in seconds from the start of the step. If a transfer begins or ends at the very time of
         something else, the larger number of bytes is counted.
 
     Raises:
@@ -217,7 +217,7 @@ def simulate_pipeline(
 
 @dataclass(frozen=True, slots=True)
 class _Costs:
-    """What each action takes."""
+    """Holds the cost of each action."""
 
     first: Sequence[StageCost]
     last: Sequence[StageCost]
@@ -315,7 +315,7 @@ def _times(schedule: PipelineSchedule, costs: _Costs, transfers: Sequence[Transf
 
 
 _BEFORE, _AFTER = -1, 1 << 60
-"""Where what a link does is put among a device's actions that begin or end at the same moment."""
+"""The order of a link's work before and after a device's actions that begin or end at the same time."""
 
 
 def _memory(
@@ -348,11 +348,11 @@ def _memory(
 
 
 _Change = tuple[float, int, int]
-"""When, where among what happens at that moment, and how many bytes come or go."""
+"""A time, the order among events of that time, and the bytes that are allocated or freed."""
 
 
 def _own_changes(costs: _Costs, line: Sequence[TimedAction]) -> list[_Change]:
-    """What a device's own actions take and give back."""
+    """Returns the bytes that a device's own actions allocate and free."""
     changes: list[_Change] = []
     for place, timed in enumerate(line):
         cost, work = costs.of(timed.action), timed.action.work
@@ -382,7 +382,7 @@ def _reader(sent: TimedTransfer, of: Mapping[Action, TimedAction]) -> TimedActio
 def _sent_changes(
     sent: TimedTransfer, of: Mapping[Action, TimedAction], ends: Mapping[Action, int], keeps_sent: bool
 ) -> list[_Change]:
-    """What the sender holds of a tensor once the stage that made it has let go of it."""
+    """Returns the bytes that a sender holds of a tensor once the stage that made it has freed it."""
     stage, nbytes = sent.transfer.source_stage, sent.transfer.nbytes
     if sent.transfer.is_forward and not keeps_sent:
         return []

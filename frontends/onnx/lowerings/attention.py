@@ -28,10 +28,10 @@ def _heads(c: Call, index: int, count: str) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Bias:
-    """Which keys each query sees, and what is added to its scores.
+    """Holds the keys that each query sees, and what is added to its scores.
 
     Args:
-        allowed: True where the query may look; `None` where it may look everywhere.
+        allowed: True where the query may look; `None` if it may look at every key.
         added: A float mask; `None` without one.
         empty_rows: Whether a query may be left with no key at all.
     """
@@ -161,7 +161,7 @@ def _window(rows: int, columns: int, past: int, left: int, right: int) -> Tensor
 
 
 def _within(ahead: Tensor, left: int, right: int) -> Tensor:
-    """Where a key is not too far behind its query nor too far ahead of it; -1 is no bound."""
+    """Marks keys that are neither too far behind their query nor too far ahead; -1 sets no bound."""
     if left < 0:
         return ahead <= right
     return ahead >= -left if right < 0 else (ahead >= -left) & (ahead <= right)

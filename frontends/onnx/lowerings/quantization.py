@@ -1,6 +1,6 @@
 """Quantisation: to and from whole numbers, and products of them.
 
-QuantizeLinear gives whole numbers, which have no gradient. Where its result is only turned back into floats,
+QuantizeLinear gives whole numbers, which have no gradient. If its result is only turned back into floats,
 directly or through operators that move data, the importer keeps it in a float tensor (the attribute `_held`),
 and then it has the **straight-through** gradient: rounding counts as the identity. So with `q = x / scale`,
 whose nearest whole number the range of the type cuts to `[low - zero, high - zero]`, a pair of QuantizeLinear
@@ -13,7 +13,7 @@ and DequantizeLinear gives
 - to a zero point none, for it is whole.
 
 DynamicQuantizeLinear and the QLinear operators have it too; the scale and zero point of the first count as
-given. A MatMulInteger or ConvInteger hands it on where its result is cast to floats. Whole numbers that are
+given. A MatMulInteger or ConvInteger hands it on if its result is cast to floats. Whole numbers that are
 outputs of the graph, or that anything else reads, have no gradient.
 """
 
@@ -55,7 +55,7 @@ class _Through(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """As though nothing had been rounded."""
+        """Passes the gradient on as if nothing had been rounded."""
         return grads[0], None
 
 
@@ -150,7 +150,7 @@ def dequantize_linear(c: Call) -> Result:
 
 @lowering("DynamicQuantizeLinear", since=11)
 def dynamic_quantize_linear(c: Call) -> Result:
-    """To uint8, with the scale and zero point that the extremes ask for; see the module for its gradient."""
+    """Quantises to uint8, by the scale and zero point of the extremes; see the module for its gradient."""
     x, held = c[0], bool(c.int_("_held", 0))
     scale, zero = extremes(x)
     q = through(x / scale, ir.DataType.UINT8) if held else torch.round(x / scale)

@@ -75,7 +75,7 @@ def reshape(c: Call) -> Result:
 
 @lowering("Reshape")
 def reshape_by_attribute(c: Call) -> Result:
-    """As before; the shape is an attribute."""
+    """Reshapes as later versions do; the shape is an attribute."""
     return _reshape(c, c.ints_("shape") or [])
 
 
@@ -88,7 +88,7 @@ def _reshape(c: Call, target: Sequence[int]) -> Result:
 
 @lowering("Flatten")
 def flatten(c: Call) -> Result:
-    """To two axes, cut at `axis`."""
+    """Reshapes to two axes, split at `axis`."""
     x, axis = c[0], c.int_("axis", 1)
     axis += x.ndim if axis < 0 else 0
     return x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:]))
@@ -248,7 +248,7 @@ def _pad_by_copy(c: Call, x: Tensor, both: Sequence[tuple[int, int]], mode: str)
 
 
 def _source_indices(c: Call, n: int, counts: tuple[int, int], mode: str) -> npt.NDArray[np.int64]:
-    """Where each element of a padded axis comes from; negative counts cut before the rest is copied."""
+    """Returns the source of each element of a padded axis; negative counts cut before the rest is copied."""
     start, end = max(-counts[0], 0), n - max(-counts[1], 0)
     n, before, after = end - start, max(counts[0], 0), max(counts[1], 0)
     if n < 1:

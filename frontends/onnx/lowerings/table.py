@@ -37,7 +37,7 @@ Result: TypeAlias = "Tensor | list[Tensor] | tuple[Value, ...]"
 Scalar: TypeAlias = "int | float | bool"
 
 # Attributes that no lowering needs: they repeat what shapes say, or they are about execution, or they matter
-# only beside another attribute, which is read where it is.
+# only beside another attribute, which is read with it.
 _HARMLESS = frozenset(
     {
         "consumed_inputs",
@@ -70,7 +70,7 @@ _AXIS_AFTER = ("ConcatFromSequence", "Flatten", "OneHot")
 
 
 SETTLE = "where an input decides it, settle that input at import: from_onnx(path, constants={name: tensor})"
-"""What to do where a plan needs a value that only a run tells."""
+"""The help of errors about values that are known only at run time."""
 
 
 class NotConstant(UnsupportedError):
@@ -87,7 +87,7 @@ newest_opset = 28
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """What is fixed about a node when the graph is imported.
+    """Holds what is fixed about a node when the graph is imported.
 
     Args:
         name: The node's name, or its first output's when it has none.
@@ -120,12 +120,12 @@ class Call:
 
     Args:
         node: The node.
-        tensors: Operands as tensors or lists of them; `None` where an optional one is absent.
-        statics: The same operands as plain data, where they are constants.
+        tensors: Operands as tensors or lists of them; `None` if an optional one is absent.
+        statics: The same operands as plain data, if they are constants.
         weights: Which operands are parameters or buffers.
         training: Whether the module is in train mode.
         make_literal: Turns what follows from shapes alone into a tensor that lives with the module.
-        runs: Whether operands hold their elements, so that an operand that is no constant can be read too.
+        runs: Whether operands hold their elements, so that an operand that is not a constant can be read too.
     """
 
     node: NodeInfo

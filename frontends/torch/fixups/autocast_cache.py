@@ -22,7 +22,7 @@ def share_casts(graph: fx.Graph) -> None:
     """Makes one of the casts of a parameter, or of another leaf with a gradient, that autocast would keep.
 
     A tracer casts anew for each use, and casts the gradient of each use back before it sums them. Eager
-    keeps what it has cast until autocast ends: it sums in half precision and casts the sum. Where a layer is
+    keeps what it has cast until autocast ends: it sums in half precision and casts the sum. If a layer is
     used several times that is another rounding, more memory and more work.
 
     Args:
@@ -92,7 +92,7 @@ def _share(graph: fx.Graph, casts: list[fx.Node], gradient: fx.Node) -> None:
 
 
 def _arriving(gradient: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
-    """How autograd has summed a gradient: the sums, and what they are of, each in order of arrival."""
+    """Describes how autograd has summed a gradient: the sums and their terms, each in order of arrival."""
     sums: list[fx.Node] = []
     arriving: list[fx.Node] = []
     node = gradient

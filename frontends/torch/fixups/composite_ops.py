@@ -1,6 +1,6 @@
 """Traces some operations as the one kernel that eager runs, where torch's tracer would take them apart."""
 
-# What torch takes apart has no public door.
+# What torch takes apart has no public interface.
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch._C import DispatchKey
 
-__all__ = ["whole_operations"]
+__all__ = ["composite_operations"]
 
 _LEVELS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 _FAMILIES = ("linear1d", "bilinear2d", "trilinear3d", "bicubic2d", "nearest1d", "nearest2d", "nearest3d")
@@ -28,8 +28,8 @@ def _overloads() -> list[Any]:
 
 
 @contextlib.contextmanager
-def whole_operations() -> Generator[None]:
-    """Meanwhile, interpolation and a few others are traced as eager runs them.
+def composite_operations() -> Generator[None]:
+    """Lets interpolation and a few others be traced as eager runs them, as one operation.
 
     Taken apart into indexing and sums they would take several times the memory, and round in another order.
     """

@@ -15,30 +15,26 @@ import argparse
 import copy
 import json
 import os
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from irc.backends.torch import compile_program, fit
-from irc.compiler.request import cost_passes
-from irc.compiler.training import measured_peak_bytes
-from irc.compiler.written_files import check_folder, replace_section, to_markdown, write_whole
-from irc.frontends.torch import capture
-from irc.ir import BudgetError, IrcError, Plan, TimeLimitError, UnsupportedError, UsageError, first_line
-from irc.passes import PassManager, Planner, Program, SelectCheckpoints
+from irc.compiler.compare import Numbers
+from irc.compiler.training import compare, measured_peak_bytes
+from irc.compiler.written_files import to_markdown
+from irc.ir import IrcError, Plan, UnsupportedError, UsageError, first_line
 
-from .compare import Numbers, compare_training
-from .harness import threads
-from .zoo import ARCHITECTURES, Instance, Maker, loss_of
+from .command import chosen, parser_of, run_command, run_rows, write_json, write_page
+from .harness import broken_promises, fit_share
+from .models.architectures import ARCHITECTURES, Instance, Maker, loss_of
 
 __all__ = ["HEADER", "Row", "main", "measure"]
 
 _SECTION = "architectures"
-_PATIENCE = 30
+_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -74,6 +70,11 @@ class Row:
     same_branches: bool = False
     refusal: str | None = None
     failures: tuple[str, ...] = ()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether something does not hold."""
+        return bool(self.failures)
 
     @property
     def works(self) -> bool:
@@ -151,49 +152,41 @@ def measure(name: str, make: Maker, *, share: float = 0.6, time_limit: float = 2
 def _measured(row: Row, instance: Instance, share: float, time_limit: float) -> Row:
     original, args, keywords = instance.module, instance.args, instance.keywords
     module = copy.deepcopy(original)
-    captured = capture(module, args, keywords, loss=loss_of, specialize_branches=row.same_branches)
-    program = PassManager(cost_passes(None)).run(Program(captured.graph))
-    planner = Planner(program)
-    row = replace(row, operations=len(captured.graph.operations))
-    budget = int(share * planner.baseline_bytes)
-    try:
-        program = _chosen_schedule(planner, budget, time_limit)
-    except BudgetError:
-        budget = planner.minimum_bytes(is_thorough=True)
-        row = replace(row, minimum=budget / planner.baseline_bytes)
-        program = _chosen_schedule(planner, budget, time_limit)
-    plan = program.plan
-    assert program.schedule is not None and plan is not None
-    fitted = fit(module, compile_program(program.schedule, captured.constants), captured.signature, plan)
-    numbers = compare_training(original, fitted, args, keywords, loss_of)
-    static = captured.graph.static_bytes
+    fitted = fit_share(
+        module,
+        args,
+        loss_of,
+        share,
+        time_limit,
+        keywords=keywords,
+        same_branches=row.same_branches,
+    )
+    plan = fitted.plan
     row = replace(
         row,
-        asked=budget / planner.baseline_bytes,
-        budget_bytes=budget,
+        operations=len(fitted.graph.operations),
+        asked=fitted.share,
+        minimum=fitted.share if fitted.is_smallest else None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        seen = compare(original, fitted.module, args, _STEPS, keywords=keywords, loss=loss_of)
+    static = fitted.graph.static_bytes
+    row = replace(
+        row,
+        budget_bytes=plan.budget_bytes,
         predicted_bytes=plan.peak_bytes,
-        measured_bytes=measured_peak_bytes(fitted, args, static, keywords=keywords, loss=loss_of),
+        measured_bytes=measured_peak_bytes(fitted.module, args, static, keywords=keywords, loss=loss_of),
         original_bytes=measured_peak_bytes(original, args, static, keywords=keywords, loss=loss_of),
-        numbers=tuple(numbers),
+        numbers=seen.numbers,
     )
     return replace(row, failures=tuple(_broken(row, plan)))
-
-
-def _chosen_schedule(planner: Planner, budget: int, time_limit: float) -> Program:
-    """The program with a schedule, after a longer search where a short one finds none."""
-    try:
-        return SelectCheckpoints(budget=budget, time_limit=time_limit).choose(planner)
-    except TimeLimitError:
-        return SelectCheckpoints(budget=budget, time_limit=_PATIENCE * time_limit).choose(planner)
 
 
 def _broken(row: Row, plan: Plan) -> Iterator[str]:
     """What does not hold."""
     assert row.measured_bytes is not None
-    if row.measured_bytes > plan.peak_bytes:
-        yield f"measured {row.measured_bytes} > predicted {plan.peak_bytes} bytes"
-    if plan.peak_bytes > plan.budget_bytes:
-        yield f"predicted {plan.peak_bytes} > budget {plan.budget_bytes} bytes"
+    yield from broken_promises(row.measured_bytes, plan.peak_bytes, plan.budget_bytes)
     for step, numbers in enumerate(row.numbers):
         if not numbers.agrees:
             yield f"numbers of step {step + 1} differ: {numbers}"
@@ -210,39 +203,35 @@ def _one_line(error: IrcError) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, prints, and returns the exit status."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch's profiler would write to the terminal
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    options = _parser().parse_args(argv)
-    rows: list[Row] = []
-    try:
-        names = _chosen(options.only)
-        for path in (options.json, options.markdown):
-            if path is not None:
-                check_folder(path)
-        with threads(1), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            known = _known(options.json)
-            for name in names:
-                if name in known:
-                    rows.append(known[name])
-                    continue
-                rows.append(measure(name, ARCHITECTURES[name], time_limit=options.time_limit))
-                print("  ".join(rows[-1].cells()), file=sys.stderr, flush=True)
-                if options.json is not None:
-                    _write(options.json, rows)
-        text = _table(rows)
-        print(text, flush=True)
-        if options.markdown is not None:
-            write_whole(options.markdown, replace_section(options.markdown, _SECTION, text))
-    except IrcError as error:
-        print(error, file=sys.stderr)
-        return error.exit_status
-    return 1 if any(row.failures for row in rows) else 0
+    parser = parser_of(
+        "architectures",
+        "Fits known architectures.",
+        only=None,
+        time_limit=2.0,
+        threads=1,
+        json=None,
+        markdown=None,
+    )
+    return run_command(parser, _run, argv)
 
 
-def _write(path: Path, rows: Sequence[Row]) -> None:
-    data = {"torch": torch.__version__, "rows": [asdict(row) for row in rows]}
-    write_whole(path, json.dumps(data, indent=1) + "\n")
+def _run(options: argparse.Namespace) -> int:
+    names = chosen(options.only, ARCHITECTURES, "architecture", "IRC345")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _, text, status = run_rows(_rows(options, names), _table)
+    write_page(options.markdown, text, _SECTION)
+    return status
+
+
+def _rows(options: argparse.Namespace, names: Sequence[str]) -> Iterator[Row]:
+    """The rows of architectures; those that the file of an earlier run has are not measured again."""
+    known, rows = _known(options.json), list[Row]()
+    for name in names:
+        rows.append(known.get(name) or measure(name, ARCHITECTURES[name], time_limit=options.time_limit))
+        write_json(options.json, {"torch": torch.__version__, "rows": rows})
+        yield rows[-1]
 
 
 def _known(path: Path | None) -> dict[str, Row]:
@@ -280,43 +269,6 @@ def _table(rows: Sequence[Row]) -> str:
     return "\n".join(
         [to_markdown(HEADER, [row.cells() for row in rows]), "", counts, f"torch {torch.__version__}."]
     )
-
-
-def _chosen(only: str | None) -> list[str]:
-    """The names to measure.
-
-    Raises:
-        UsageError: IRC345 where there is no architecture of a name.
-    """
-    names = list(ARCHITECTURES) if only is None else only.split(",")
-    for name in names:
-        if name not in ARCHITECTURES:
-            raise UsageError(
-                "IRC345",
-                f"there is no architecture {name!r}",
-                help=f"choose among {', '.join(ARCHITECTURES)}",
-            )
-    return names
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.architectures", description="Fits known architectures."
-    )
-    parser.add_argument("--only", metavar="A,B", help="these architectures instead of all")
-    parser.add_argument(
-        "--time-limit", type=float, default=2.0, metavar="SECONDS", help="for each search (2)"
-    )
-    parser.add_argument(
-        "--json",
-        type=Path,
-        metavar="FILE",
-        help="write each row there; those that are there are not measured again",
-    )
-    parser.add_argument(
-        "--markdown", type=Path, metavar="FILE", help="put the table between the markers there"
-    )
-    return parser
 
 
 if __name__ == "__main__":

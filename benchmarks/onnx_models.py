@@ -10,7 +10,6 @@ and written back.
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 import tempfile
@@ -26,19 +25,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from irc.backends.torch import compile_program, fit
 from irc.compiler.onnx_export.differences import apart
 from irc.compiler.onnx_export.export import ExportReport, export_onnx
-from irc.compiler.request import cost_passes
 from irc.compiler.training import measured_peak_bytes
-from irc.compiler.written_files import replace_section, to_markdown, write_whole
+from irc.compiler.written_files import to_markdown
 from irc.frontends.onnx import OnnxModule, from_onnx
 from irc.frontends.onnx.binding import bound
-from irc.frontends.torch import capture
-from irc.ir import BudgetError, IrcError, UnsupportedError, UsageError, first_line
-from irc.passes import PassManager, Planner, Program, SelectCheckpoints
+from irc.ir import IrcError, UnsupportedError, UsageError, first_line
 
-from .harness import threads
+from .command import parser_of, run_command, run_rows, write_page
+from .harness import fit_share
 
 __all__ = ["MODELS", "Model", "Row", "main", "measure"]
 
@@ -155,6 +151,11 @@ class Row:
     exported: float | None = None
     refusal: str | None = None
     failures: tuple[str, ...] = ()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether something does not hold."""
+        return bool(self.failures)
 
     def cells(self) -> tuple[str, ...]:
         """The row of the table."""
@@ -277,25 +278,16 @@ def _trained(row: Row, model: Model, module: OnnxModule, path: Path, time_limit:
     module.train()
     targets = [0.5 * y.detach() for y in _floats(module(*inputs))]
     loss = _loss_towards(targets)
-    captured = capture(module, inputs, loss=loss)
-    planner = Planner(PassManager(cost_passes(None)).run(Program(captured.graph)))
-    budget = int(_SHARE * planner.baseline_bytes)
-    try:
-        program = SelectCheckpoints(budget=budget, time_limit=time_limit).choose(planner)
-    except BudgetError:
-        budget = planner.minimum_bytes(is_thorough=True)
-        program = SelectCheckpoints(budget=budget, time_limit=time_limit).choose(planner)
-    plan = program.plan
-    assert program.schedule is not None and plan is not None
-    fitted: Any = fit(module, compile_program(program.schedule, captured.constants), captured.signature, plan)
+    found = fit_share(module, inputs, loss, _SHARE, time_limit)
+    fitted: Any = found.module
     losses = _steps(fitted, inputs, loss)
     without = tuple(name for name, p in fitted.named_parameters() if p.grad is None)
-    measured = measured_peak_bytes(fitted, inputs, captured.graph.static_bytes, loss=loss)
+    measured = measured_peak_bytes(fitted, inputs, found.graph.static_bytes, loss=loss)
     report = _written_back(fitted, inputs)
     row = replace(
         row,
-        ratio=budget / planner.baseline_bytes,
-        predicted_bytes=plan.peak_bytes,
+        ratio=found.share,
+        predicted_bytes=found.plan.peak_bytes,
         measured_bytes=measured,
         losses=(losses[0], losses[-1]),
         without_gradient=without,
@@ -354,32 +346,25 @@ def _broken(row: Row) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, prints, and returns the exit status: 1 where something does not hold."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.onnx_models", description=(__doc__ or "").splitlines()[0]
-    )
+    """Measures, prints, and returns the exit status: 1 if something does not hold."""
+    parser = parser_of("onnx_models", (__doc__ or "").splitlines()[0], only=None, threads=1, markdown=None)
     parser.add_argument("--packages", type=Path, required=True, metavar="DIR", help="downloaded packages")
-    parser.add_argument("--only", metavar="TEXT", help="models whose names contain this")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table into this page")
-    options = parser.parse_args(argv)
-    rows: list[Row] = []
-    try:
-        with threads(1), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for model in MODELS:
-                if options.only is None or options.only in model.name:
-                    rows.append(measure(model, fetch(model, options.packages)))
-                    print("  ".join(rows[-1].cells()), file=sys.stderr, flush=True)
-    except IrcError as error:
-        print(error, file=sys.stderr)
-        return error.exit_status
-    table = to_markdown(_HEADER, [row.cells() for row in rows])
-    text = f"{table}\n\ntorch {torch.__version__}, {len(rows)} models."
-    print(text)
-    if options.markdown is not None:
-        write_whole(options.markdown, replace_section(options.markdown, _SECTION, text))
-    return 1 if any(row.failures for row in rows) else 0
+    return run_command(parser, _run, argv)
+
+
+def _run(options: argparse.Namespace) -> int:
+    models = [model for model in MODELS if options.only is None or options.only in model.name]
+
+    def page(rows: Sequence[Row]) -> str:
+        table = to_markdown(_HEADER, [row.cells() for row in rows])
+        return f"{table}\n\ntorch {torch.__version__}, {len(rows)} models."
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rows = (measure(model, fetch(model, options.packages)) for model in models)
+        _, text, status = run_rows(rows, page)
+    write_page(options.markdown, text, _SECTION)
+    return status
 
 
 if __name__ == "__main__":

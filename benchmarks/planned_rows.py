@@ -6,11 +6,11 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
+from irc.compiler.compare import Numbers
 from irc.compiler.model_source import Loaded
 from irc.ir import BudgetError, IrcError, Plan, UsageError
 
-from .compare import Numbers
-from .harness import Fitter, Original, Settings, TimeRatio
+from .harness import Fitter, Original, Settings, TimeRatio, broken_promises
 
 __all__ = ["HEADER", "Ladder", "Row", "measure_model"]
 
@@ -64,6 +64,11 @@ class Row:
     seconds: dict[str, float] = field(default_factory=dict[str, float])
     notes: tuple[str, ...] = ()
     failures: tuple[str, ...] = ()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether something does not hold."""
+        return bool(self.failures)
 
     def cells(self) -> tuple[str, ...]:
         """The row of the table."""
@@ -225,15 +230,9 @@ def _measure(name: str, asked: str, budget: int | str, original: Original, fitte
 
 def _failures(row: Row, plan: Plan, numbers: Numbers) -> tuple[str, ...]:
     assert row.measured_bytes is not None and row.original_bytes is not None
-    found: list[str] = []
-    if row.measured_bytes > plan.peak_bytes:
-        found.append(f"measured {row.measured_bytes} > predicted {plan.peak_bytes} bytes")
-    if plan.peak_bytes > plan.budget_bytes:
-        found.append(f"predicted {plan.peak_bytes} > budget {plan.budget_bytes} bytes")
+    found = broken_promises(row.measured_bytes, plan.peak_bytes, plan.budget_bytes, numbers)
     if row.measured_bytes > row.original_bytes:
         found.append(f"measured {row.measured_bytes} > original {row.original_bytes} bytes")
-    if not numbers.agrees:
-        found.append("generator differs" if not numbers.same_generator else f"numbers differ: {numbers}")
     return tuple(found)
 
 

@@ -52,7 +52,7 @@ class Row:
         measured_bytes: The fitted module's peak from allocator events, static bytes included.
         original_bytes: The original's.
         numbers: Of each step, against the original's.
-        same_branches: Whether its branches are those of the example, as it is refused otherwise.
+        specialize_branches: Whether its branches are those of the example, as it is refused otherwise.
         refusal: Code and reason, where the model is refused by name.
         failures: What does not hold.
     """
@@ -67,7 +67,7 @@ class Row:
     measured_bytes: int | None = None
     original_bytes: int | None = None
     numbers: tuple[Numbers, ...] = ()
-    same_branches: bool = False
+    specialize_branches: bool = False
     refusal: str | None = None
     failures: tuple[str, ...] = ()
 
@@ -104,7 +104,7 @@ class Row:
             return f"FAIL: {'; '.join(self.failures)}"
         if self.refusal is not None:
             return f"refused: {self.refusal}"
-        how = " with same_branches" if self.same_branches else ""
+        how = " with specialize_branches" if self.specialize_branches else ""
         return f"works{how}" + (f"; cannot fit, minimum {self.minimum:.0%}" if self.minimum else "")
 
 
@@ -139,7 +139,7 @@ def measure(name: str, make: Maker, *, share: float = 0.6, time_limit: float = 2
         except UnsupportedError as error:
             if error.code != "IRC332":
                 raise
-            return _measured(replace(row, same_branches=True), instance, share, time_limit)
+            return _measured(replace(row, specialize_branches=True), instance, share, time_limit)
     except UsageError:
         raise
     except UnsupportedError as error:
@@ -159,7 +159,7 @@ def _measured(row: Row, instance: Instance, share: float, time_limit: float) -> 
         share,
         time_limit,
         keywords=keywords,
-        same_branches=row.same_branches,
+        specialize_branches=row.specialize_branches,
     )
     plan = fitted.plan
     row = replace(

@@ -361,7 +361,7 @@ def fit_share(
     time_limit: float,
     *,
     keywords: Mapping[str, Any] | None = None,
-    same_branches: bool = False,
+    specialize_branches: bool = False,
 ) -> FittedShare:
     """Fits a module to a share of its baseline's peak, or to the smallest budget if that share does not fit.
 
@@ -374,12 +374,12 @@ def fit_share(
         share: Of the baseline's peak.
         time_limit: Seconds for the search; a search that ends without a schedule has 30 times as many.
         keywords: Keyword arguments of a step.
-        same_branches: As in `irc.optimize`.
+        specialize_branches: As in `irc.optimize`.
 
     Raises:
         IrcError: What capturing and planning raise.
     """
-    captured = capture(module, args, keywords or {}, loss=loss, specialize_branches=same_branches)
+    captured = capture(module, args, keywords or {}, loss=loss, specialize_branches=specialize_branches)
     planner = Planner(PassManager(cost_passes(None)).run(Program(captured.graph)))
     budget, is_smallest = int(share * planner.baseline_bytes), False
     try:

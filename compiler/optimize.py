@@ -23,7 +23,7 @@ from ..passes import PlanMemory, Program
 from ..passes.costs.optimizer_costs import OptimizerFactory
 from ..torch_support.pytree import flatten
 from .compile import CompiledCall, compile_call
-from .request import Request
+from .request import Request, renamed
 from .tiers import device_of
 
 __all__ = ["Optimized", "optimize", "optimize_module"]
@@ -64,11 +64,12 @@ def optimize(
     loss: Loss | None = None,
     accumulate_gradients: bool = False,
     optimizer_in_backward: OptimizerFactory | None = None,
-    same_branches: bool = False,
+    specialize_branches: bool = False,
     forwards_in_flight: int = 1,
     swap: str | Sequence[str] | None = None,
     plans: int = 8,
     dynamic: str | None = None,
+    same_branches: bool | None = None,
 ) -> Any:
     """A module that trains as `model` does, within `budget` bytes on the device.
 
@@ -107,8 +108,8 @@ def optimize(
             names of the parameters: set learning rates and save their state there. What needs all gradients
             at once (clipping by their norm, a gradient scaler) is refused. A parameter that requires a
             gradient only later gets its optimizer then.
-        same_branches: For a model whose Python code looks at the values of its tensors (a check, an assert,
-            a branch) and sees the same in every step: it is run once on the example arguments, without
+        specialize_branches: For a model whose Python code looks at the values of its tensors (a check, an
+            assert, a branch) and sees the same in every step: it is run once on the example arguments, without
             gradients, and planned as it goes there. Each step checks what it sees and raises IRC347 where it
             is something else; what the forward writes into buffers is written by then.
         forwards_in_flight: How many forwards run before their backwards, as where a model is called twice for
@@ -129,6 +130,7 @@ def optimize(
         dynamic: `"batch"` says that the example has the largest batch: calls that differ from it in the first
             dimension of their tensors alone take over its schedule without a search, where their operations
             are the same and it fits. Others, larger ones among them, are planned as usual.
+        same_branches: The old name of `specialize_branches`, until the next version.
 
     Returns:
         The module, with the attribute `plan` (`irc.Plan`).
@@ -151,7 +153,9 @@ def optimize(
         optimizer=optimizer_in_backward,
         forwards_in_flight=forwards_in_flight,
         loss=loss,
-        specialize_branches=same_branches,
+        specialize_branches=renamed(
+            "specialize_branches", specialize_branches, "same_branches", same_branches
+        ),
         plans=plans,
         dynamic=dynamic,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, cast
@@ -28,7 +29,7 @@ from ..passes.costs.optimizer_costs import OptimizerFactory
 from ..passes.costs.table import StepCost
 from .tiers import measured_tiers, offer, tier_configs, what_moves
 
-__all__ = ["Example", "Request", "cost_passes"]
+__all__ = ["Example", "Request", "cost_passes", "renamed"]
 
 
 @dataclass(frozen=True)
@@ -287,6 +288,22 @@ _ROLES: Mapping[str, type] = {
     "plan": SelectCheckpoints,
 }
 """The fields of a request that are passes, in the order in which they run, behind the rewrites."""
+
+
+def renamed(name: str, value: Any, old_name: str, old_value: Any) -> Any:
+    """The value of an option that has a new name; its old name is taken too, with a warning.
+
+    Args:
+        name: The new name.
+        value: What was given by it, or its default.
+        old_name: The name before, which goes with the next version.
+        old_value: What was given by that; None if nothing was.
+    """
+    if old_value is None:
+        return value
+    # the caller's line: this function, the public one that has the option, and who called that
+    warnings.warn(f"{old_name}= is now {name}=", DeprecationWarning, stacklevel=3)
+    return old_value
 
 
 def cost_passes(costs: bool | str | None) -> list[Pass]:

@@ -9,7 +9,7 @@ What to look out for:
   smaller last batch would be planned when it comes, which takes a while; it is left out here.
 - `use_cache=False`: a cache of keys and values has no place in training.
 - `attn_implementation="eager"`, or no attention mask: with others, some models look at the values of the mask
-  and take another way where it masks nothing; a plan has one way (or pass `same_branches=True`).
+  and take another way where it masks nothing; a plan has one way (or pass `specialize_branches=True`).
 """
 
 from __future__ import annotations

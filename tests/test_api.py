@@ -188,3 +188,11 @@ def test_a_pipeline_from_python(net: Net) -> None:
     done = PassManager([Cost(profile="cpu"), SelectCheckpoints("100%", strategy="keep-all")]).run(program)
     assert done.plan is not None and done.schedule is not None and done.plan.overhead == 0
     assert irc.passes.PassManager is PassManager
+
+
+def test_an_option_with_a_new_name_is_taken_by_its_old_one_with_a_warning() -> None:
+    module, x = torch.nn.Linear(2, 2), torch.ones(1, 2)
+    with pytest.warns(DeprecationWarning, match="same_branches= is now specialize_branches=") as caught:
+        fitted = irc.optimize(module, x, "100%", profile=False, same_branches=True)
+    assert caught[0].filename == __file__
+    assert torch.equal(fitted(x), module(x))

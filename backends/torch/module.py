@@ -145,7 +145,7 @@ def _check_branches(signature: Signature, inputs: list[Tensor], outputs: tuple[T
                 f"the model's code reads {found} where it read {branch.value} from the example arguments: "
                 "this step takes another branch than the plan",
                 at=Location(source=branch.where),
-                help="plan without same_branches to see what can be done about this line, or use the "
+                help="plan without specialize_branches to see what can be done about this line, or use the "
                 "original model for such batches",
             )
 

@@ -52,7 +52,7 @@ def test_architectures_of_every_kind_work(
         assert row["measured_bytes"] < row["original_bytes"] and len(row["numbers"]) == 3, name
         assert all(numbers["bit_equal"] and numbers["same_generator"] for numbers in row["numbers"]), name
         assert max(numbers["gradient_scale"] for numbers in row["numbers"]) > 0
-    assert rows["normalizing-flow"]["same_branches"] and not rows["gpt2"]["same_branches"]
+    assert rows["normalizing-flow"]["specialize_branches"] and not rows["gpt2"]["specialize_branches"]
     assert "IRC332" in rows["hopeless"]["refusal"] and "nonzero" in rows["hopeless"]["refusal"]
     printed, text = capsys.readouterr().out, page.read_text()
     with monkeypatch.context() as patch:  # what is in the file is not measured again
@@ -60,7 +60,7 @@ def test_architectures_of_every_kind_work(
         assert main(arguments) == 0 and capsys.readouterr().out == printed
     assert "5 of 6 architectures work, 1 are refused, 0 fail." in printed
     assert text.startswith("# Page") and text.endswith("after\n") and "old" not in text
-    assert "| gpt2 " in text and "works with same_branches" in text and "refused: IRC332" in text
+    assert "| gpt2 " in text and "works with specialize_branches" in text and "refused: IRC332" in text
 
 
 class _Choosing(nn.Module):

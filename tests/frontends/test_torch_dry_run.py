@@ -115,7 +115,7 @@ class _Switching(nn.Module):
 
 def test_a_branch_is_checked_on_what_was_read_before_it_is_written() -> None:
     module, x = _Switching(), torch.randn(3, 4)
-    fitted = irc.optimize(module, x, "100%", profile=False, same_branches=True)
+    fitted = irc.optimize(module, x, "100%", profile=False, specialize_branches=True)
     fitted(x).sum().backward()
     with torch.no_grad():
         module.mode.zero_()

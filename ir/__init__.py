@@ -1,7 +1,5 @@
 """The intermediate representation: types, graph, schedule, liveness, verifier, text form and errors."""
 
-from ..torch_support.inspectable import is_inspectable, is_of_library, slots_of, store_of
-from ..torch_support.recorders import RECORDERS_MARK, is_recorder, is_recording
 from .annotation import Annotation, Policy, named_annotations
 from .errors import (
     BackwardError,
@@ -77,7 +75,6 @@ __all__ = [
     "NONDETERMINISTIC",
     "PAUSE",
     "RECEIVE",
-    "RECORDERS_MARK",
     "RUN_ONCE",
     "SEND",
     "TIER_KINDS",
@@ -146,10 +143,6 @@ __all__ = [
     "check_scratch",
     "first_line",
     "format_bytes",
-    "is_inspectable",
-    "is_of_library",
-    "is_recorder",
-    "is_recording",
     "liveness",
     "loss_waiting_bytes",
     "named_annotations",
@@ -167,9 +160,7 @@ __all__ = [
     "same_graph",
     "same_schedule",
     "simulate_pipeline",
-    "slots_of",
     "step_times",
-    "store_of",
     "stored_bytes",
     "values_in",
     "verify_graph",

@@ -440,8 +440,3 @@ class Graph:
     def allocates(self, node: Node) -> tuple[Storage, ...]:
         """The storages that running `node` allocates, each once."""
         return self._allocates[node]
-
-    def __str__(self) -> str:
-        from .text import print_graph
-
-        return print_graph(self)

@@ -79,11 +79,6 @@ class Schedule:
             tuple(i.node for i in after if isinstance(i, Compute)),
         )
 
-    def __str__(self) -> str:
-        from .text import print_schedule
-
-        return print_schedule(self)
-
 
 def with_frees(graph: Graph, forward: Sequence[Node], backward: Sequence[Node]) -> Schedule:
     """The schedule that runs `forward`, the loss, `backward`, and frees each storage after its last read.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..ir import Graph, Plan, Schedule, Tier, with_frees
+from ..ir import Graph, Plan, Schedule, Tier, print_graph, print_schedule, with_frees
 from .costs.table import Costs
 
 __all__ = ["Program", "without_annotations"]
@@ -38,7 +38,7 @@ class Program:
         return with_frees(self.graph, forward, backward)
 
     def __str__(self) -> str:
-        return str(self.graph if self.schedule is None else self.schedule)
+        return print_graph(self.graph) if self.schedule is None else print_schedule(self.schedule)
 
 
 def without_annotations(program: Program) -> Program:

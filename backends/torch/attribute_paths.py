@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from ...ir import is_inspectable, store_of
+from ...torch_support.inspectable import is_inspectable, store_of
 
 __all__ = ["Place", "at", "places_of"]
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...ir import UnsupportedError, is_recorder, is_recording
+from ...ir import UnsupportedError
+from ...torch_support.recorders import is_recorder, is_recording
 from .program import Program
 from .wrappers import refuse_wrapped_parts
 

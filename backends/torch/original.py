@@ -9,7 +9,8 @@ from typing import Any, cast
 
 from torch import nn
 
-from ...ir import RECORDERS_MARK, UnsupportedError, UsageError
+from ...ir import UnsupportedError, UsageError
+from ...torch_support.recorders import RECORDERS_MARK
 from .guards.attribute_reads import reads_all
 from .guards.module_state import Attributes, attribute
 from .wrappers import wrapper_of

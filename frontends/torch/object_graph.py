@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...ir import is_inspectable, is_of_library, slots_of, store_of
+from ...torch_support.inspectable import is_inspectable, is_of_library, slots_of, store_of
 from .containers import CONTAINERS, base_of, copied, drop_item, put_item, refill, size_of
 from .fixups.function_caches import is_traced
 

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...ir import RECORDERS_MARK, UnsupportedError, is_recorder
+from ...ir import UnsupportedError
+from ...torch_support.recorders import RECORDERS_MARK, is_recorder
 from .closures import closed_over
 from .code import code_reach
 from .fixups.function_caches import caches_of, forget_traced

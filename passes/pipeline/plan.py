@@ -16,6 +16,7 @@ from ...ir import (
     TimeLimitError,
     UsageError,
     format_bytes,
+    print_graph,
     verify_graph,
     verify_schedule,
 )
@@ -440,7 +441,7 @@ class _Search:
 
     def _planner(self, graph: StageGraph) -> StagePlanner:
         """What plans a stage; what it exchanges depends on the cuts of other stages too."""
-        key = (graph.index, str(graph.graph))
+        key = (graph.index, print_graph(graph.graph))
         if key not in self.planners:
             self.planners[key] = StagePlanner(
                 graph,

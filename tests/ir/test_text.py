@@ -126,7 +126,7 @@ def test_a_program_reads_as_it_stands_here() -> None:
     schedule = parse_program(SPEAKING.replace("forward:", "# A comment.\n\n forward :  # Another."))
     graph = schedule.graph
     assert print_program(schedule) == SPEAKING
-    assert str(graph) + str(schedule) == print_program(schedule)
+    assert print_graph(graph) + print_schedule(schedule) == print_program(schedule)
 
     conv, dropout, flat, update, dw = graph.nodes
     assert conv.arguments[2:] == (None, (1, 1), (1, 1), False)
@@ -284,7 +284,7 @@ def test_programs_read_back_equal(sample: Sample) -> None:
     assert fields_of(again) == fields_of(schedule)
     assert same_schedule(again, schedule)
     assert all(node in again.graph.nodes for node in again.computed)
-    assert str(schedule) == print_schedule(again)
+    assert print_schedule(schedule) == print_schedule(again)
 
 
 def test_floats_keep_their_last_bit() -> None:

@@ -13,7 +13,8 @@ from typing import cast
 import torch
 from torch import nn
 
-from ....ir import RECORDERS_MARK, is_of_library
+from ....torch_support.inspectable import is_of_library
+from ....torch_support.recorders import RECORDERS_MARK
 from .settings import ABSENT, Content, Kind, Watch, is_plain, stand_in
 
 __all__ = [

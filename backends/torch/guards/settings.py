@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ....ir import is_inspectable, slots_of, store_of
+from ....torch_support.inspectable import is_inspectable, slots_of, store_of
 
 __all__ = ["ABSENT", "Content", "Kind", "Watch", "differing", "is_plain", "kind_of", "stand_in"]
 

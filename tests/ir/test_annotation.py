@@ -136,7 +136,7 @@ def test_a_mistake_in_a_annotation_is_named_with_its_line(old: str, new: str, me
         ),
         (
             lambda g: replace(g, nodes=(*g.nodes[:3], replace(g.nodes[3], annotation=g.annotations[0]))),
-            "gh has the annotation irc.keep(layer1), but is no forward operation",
+            "gh has the annotation irc.keep(layer1), but is not a forward operation",
         ),
     ],
 )

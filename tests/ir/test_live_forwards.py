@@ -130,7 +130,7 @@ def test_released_gradients_are_no_second_set() -> None:
 @pytest.mark.parametrize(
     ("count", "message"),
     [
-        (0, "0 forwards are in flight; one is the least"),
+        (0, "0 forwards are in flight; at least one must be"),
         (2, "2 forwards are in flight, and the first backward updates the parameters that the others read"),
     ],
 )

@@ -138,15 +138,15 @@ def test_what_lives_in_a_tier_takes_memory_while_it_is_there() -> None:
         (
             lambda line: [i for i in line if i != Offload(W, "disk")][:-4] + list(line[-3:]),
             "IRC121",
-            "storage w .8 B. is freed, and disk does not have what it became",
+            "storage w .8 B. is freed, and disk does not have its new numbers",
         ),
-        (lambda line: [*line[:2], Offload(W, "disk"), *line[2:]], "IRC135", "it is in disk as it is here"),
+        (lambda line: [*line[:2], Offload(W, "disk"), *line[2:]], "IRC135", "disk has the same numbers"),
         (
             lambda line: [*line[:10], Offload(W, "disk"), *line[10:]],
             "IRC135",
-            "it is being copied to its home",
+            "it is being copied to disk already",
         ),
-        (lambda line: [*line[:9], Offload(W, "host"), *line[9:]], "IRC135", "its home is in disk"),
+        (lambda line: [*line[:9], Offload(W, "host"), *line[9:]], "IRC135", "it is offloaded to disk"),
         (lambda line: [*line[:2], Fetch(W, "disk"), *line[2:]], "IRC136", "resident already"),
         (lambda line: [Fetch(W, "host"), *line[1:]], "IRC136", "fetched from host, which does not hold it"),
         (lambda line: [*line[:11], Free(W), *line[13:]], "IRC138", "is freed before its copy has ended"),
@@ -182,7 +182,7 @@ def test_what_lives_in_a_tier_has_room_there() -> None:
         (
             'offloaded %w disk "w"',
             'offloaded %w disk "w"\n  offloaded %w disk "w"',
-            "parameter w has two homes",
+            "parameter w is offloaded twice",
         ),
         ('offloaded %w disk "w"', 'offloaded %w disk "v"', "the graph has no such parameter"),
         ('offloaded %w disk "w"', 'offloaded %x disk "0"', "shares its memory with something else"),

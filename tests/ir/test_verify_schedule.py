@@ -5,7 +5,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.strategies import Sample, graphs
 
-import irc.ir.verify
+import irc.ir.verify.schedule
 from irc.ir import (
     Compute,
     Free,
@@ -382,7 +382,7 @@ def test_the_sound_schedule_is_sound() -> None:
             7,
             "instruction 1: backward node g runs before the loss",
         ),
-        ("  loss\n", "  loss\n  loss\n", "IRC125", None, "instruction 7: the loss stands there twice"),
+        ("  loss\n", "  loss\n  loss\n", "IRC125", None, "instruction 7: the loss occurs twice"),
         (
             "keep(@z)",
             "keep()",
@@ -442,7 +442,7 @@ def test_a_node_of_another_graph_is_refused() -> None:
     with pytest.raises(VerificationError) as caught:
         verify_schedule(edited(schedule, other.instructions), {})
     assert caught.value.code == "IRC125"
-    assert caught.value.message == "instruction 0: r is no node of the graph"
+    assert caught.value.message == "instruction 0: r is not a node of the graph"
 
 
 def test_a_disagreement_with_liveness_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -453,7 +453,7 @@ def test_a_disagreement_with_liveness_is_an_error(monkeypatch: pytest.MonkeyPatc
         during[loss] -= schedule.graph.loss_bytes
         return Timeline(tuple(during), timeline.after_bytes)
 
-    monkeypatch.setattr(irc.ir.verify, "liveness", careless)
+    monkeypatch.setattr(irc.ir.verify.schedule, "liveness", careless)
     error = refused(SOUND)
     assert error.code == "IRC129"
     assert error.message == (

@@ -1,0 +1,216 @@
+"""Checks that a graph is well formed."""
+
+from __future__ import annotations
+
+from ..graph import (
+    PAUSE,
+    RECEIVE,
+    SEND,
+    Gradients,
+    Graph,
+    InputRole,
+    Node,
+    OutputRole,
+    Region,
+    Trait,
+)
+from ..types import Storage, Value
+from .faults import describe, fail
+from .offloaded_parameters import check_offloaded
+from .released_gradients import check_released
+
+__all__ = ["verify_graph"]
+
+_EXCHANGES = frozenset({SEND, RECEIVE, PAUSE})
+
+
+def verify_graph(graph: Graph) -> None:
+    """Checks that `graph` is well formed.
+
+    Raises:
+        VerificationError: IRC110 a name is used twice; IRC111 a value is read before it is written, or never
+            written; IRC112 a value is written twice; IRC113 a value does not fit its storage; IRC114 forward
+            depends on backward; IRC115 a view allocates; IRC116 an operation that is not a view returns
+            an alias; IRC117 an output is missing; IRC118 a gradient belongs to no input; IRC119 an effect
+            does not write a parameter, buffer, input or constant; IRC133 a gradient is released wrongly, or
+            the reserved bytes are not those of what is released; IRC134 a parameter is read after its
+            gradient was applied; IRC140 a tensor is offloaded that cannot be; IRC141 an exchange between pipeline
+            stages is not well formed; IRC550 an annotation is out of place; IRC566 the number of forwards in
+            flight is less than one, or does not fit the graph.
+    """
+    _GraphCheck(graph).run()
+    _check_forwards(graph)
+    if graph.releases or graph.reserved_bytes:
+        check_released(graph)
+    check_offloaded(graph)
+
+
+def _check_forwards(graph: Graph) -> None:
+    count = graph.forwards_in_flight
+    if count < 1:
+        fail("IRC566", f"{count} forwards are in flight; at least one must be")
+    if count > 1 and graph.gradients is Gradients.APPLIED:
+        message = f"{count} forwards are in flight, and the first backward updates the parameters"
+        fail("IRC566", f"{message} that the others read")
+
+
+class _GraphCheck:
+    """Follows a graph node by node, with what is known of it so far."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.names: dict[tuple[type, str], Storage | Value | Node] = {}
+        self.written: set[Value] = set()
+        self.written_later = {value for node in graph.nodes for value in node.values}
+        self.after_loss: set[Value] = set()
+        """Tangents, and the values that backward nodes write."""
+        self.allocated: set[Storage] = set()
+        self.static = {i.value.storage for i in graph.inputs if i.role is not InputRole.TANGENT}
+        self.exchanged: set[tuple[str, Region, str]] = set()
+
+    def run(self) -> None:
+        for entry in self.graph.inputs:
+            self.write(entry.value, None)
+            self.allocated.add(entry.value.storage)
+            if entry.role is InputRole.TANGENT:
+                self.after_loss.add(entry.value)
+        for offloaded in self.graph.offloaded_parameters:
+            if offloaded.is_state:
+                self.write(offloaded.value, None)
+                self.allocated.add(offloaded.storage)
+        backward: Node | None = None
+        if len({annotation.by for annotation in self.graph.annotations}) < len(self.graph.annotations):
+            fail("IRC550", "two annotations have the same name")
+        for node in self.graph.nodes:
+            self.name(node, node)
+            self.annotation(node)
+            for operand in node.operands:
+                self.read(operand, node)
+            if node.region is Region.BACKWARD:
+                backward = node
+            elif backward is not None:
+                fail("IRC114", f"forward node {node.name} stands after backward node {backward.name}", node)
+            for value in node.values:
+                self.write(value, node)
+            self.aliases(node)
+            self.allocated.update(value.storage for value in node.values)
+        self.outputs()
+
+    def name(self, thing: Storage | Value | Node, node: Node | None) -> None:
+        known = self.names.setdefault((type(thing), thing.name), thing)
+        if known is not thing:
+            kind = type(thing).__name__.lower()
+            fail("IRC110", f"two {kind}s are named {thing.name}", node)
+
+    def annotation(self, node: Node) -> None:
+        if node.annotation is None:
+            return
+        if node.annotation not in self.graph.annotations:
+            fail(
+                "IRC550",
+                f"{node.name} has the annotation {node.annotation.by}, which is not one of the graph",
+                node,
+            )
+        if node.is_view or node.region is Region.BACKWARD:
+            fail(
+                "IRC550",
+                f"{node.name} has the annotation {node.annotation.by}, but is not a forward operation",
+                node,
+            )
+
+    def read(self, value: Value, node: Node) -> None:
+        if value not in self.written:
+            when = "before it is written" if value in self.written_later else "but never written"
+            fail("IRC111", f"{value} is read by {node.name} {when}", node)
+        if node.region is Region.FORWARD and value in self.after_loss:
+            fail("IRC114", f"forward node {node.name} reads {value}, which exists only in backward", node)
+
+    def write(self, value: Value, node: Node | None) -> None:
+        if value in self.written:
+            by = f" by {node.name}" if node else ""
+            fail("IRC112", f"{value} is written again{by}", node)
+        self.name(value, node)
+        self.name(value.storage, node)
+        self.written.add(value)
+        if node is not None and node.region is Region.BACKWARD:
+            self.after_loss.add(value)
+        reach_bytes = _reach_bytes(value)
+        if reach_bytes is None:
+            rank, strides = len(value.type.shape), len(value.type.strides)
+            fail("IRC113", f"{value} has {rank} dimensions and {strides} strides", node)
+        if reach_bytes > value.storage.nbytes:
+            storage = value.storage
+            message = f"{value} reaches {reach_bytes} B into storage {storage.name} of {storage.nbytes} B"
+            fail("IRC113", message, node)
+
+    def aliases(self, node: Node) -> None:
+        if Trait.EFFECT in node.traits:
+            return self.effect(node)
+        if Trait.EXCHANGE in node.traits or node.op in _EXCHANGES:
+            self.exchange(node)
+        read = {operand.storage for operand in node.operands}
+        for value in node.values:
+            if node.is_view and value.storage not in read:
+                message = f"view {node.name} returns {value} in storage {value.storage.name}"
+                fail("IRC115", f"{message}, in which none of its operands lies", node)
+            if not node.is_view and value.storage in self.allocated:
+                message = f"{node.name} is not a view but returns {value} in storage {value.storage.name}"
+                fail("IRC116", f"{message}, which exists already", node)
+
+    def effect(self, node: Node) -> None:
+        operands = node.operands
+        if not operands or operands[0].storage not in self.static or node.is_view:
+            fail("IRC119", f"effect {node.name} does not write a static storage by its first operand", node)
+        for value in node.values:
+            if value.storage is not operands[0].storage and value.storage in self.allocated:
+                message = f"effect {node.name} returns {value} in storage {value.storage.name}"
+                fail("IRC116", f"{message}, which exists already and is not the one it writes", node)
+
+    def exchange(self, node: Node) -> None:
+        """Checks a send, a receive or a pause; each key occurs once a direction, and a pause once."""
+        match node.op, node.arguments, node.results:
+            case (op, (Value(), str() as key), ()) if op == SEND:
+                pass
+            case (op, (str() as key,), (Value(),)) if op == RECEIVE:
+                pass
+            case (op, (), ()) if op == PAUSE and node.region is Region.BACKWARD:
+                key = ""
+            case _:
+                fail("IRC141", f"{node.name} is not an exchange between pipeline stages", node)
+        if node.traits != frozenset({Trait.EXCHANGE}) or node.keywords:
+            fail("IRC141", f"{node.name} is an exchange with other traits, or with keywords", node)
+        if (node.op, node.region, key) in self.exchanged:
+            fail("IRC141", f"{node.name} is {node.op} {key!r} a second time", node)
+        self.exchanged.add((node.op, node.region, key))
+
+    def outputs(self) -> None:
+        is_stage = any(node.op in (SEND, RECEIVE) for node in self.graph.nodes)
+        if not is_stage and not any(output.role is OutputRole.OUTPUT for output in self.graph.outputs):
+            fail("IRC117", "the graph has no output")
+        targets = {f"{i.role.value}:{i.target}" for i in self.graph.inputs if i.role is not InputRole.TANGENT}
+        delivered: set[tuple[OutputRole, str]] = set()
+        for output in self.graph.outputs:
+            what = describe(output)
+            if (output.role, output.target) in delivered:
+                fail("IRC110", f"{what} is delivered twice")
+            delivered.add((output.role, output.target))
+            if output.value is not None and output.value not in self.written:
+                fail("IRC117", f"{what} is {output.value}, which is never written")
+            if output.role is OutputRole.GRADIENT:
+                if output.target not in targets:
+                    fail("IRC118", f"{what} belongs to no input of the graph")
+            elif output.value is None:
+                fail("IRC117", f"{what} has no value")
+            elif output.value in self.after_loss:
+                fail("IRC117", f"{what} is {output.value}, which exists only in backward")
+
+
+def _reach_bytes(value: Value) -> int | None:
+    """Returns the bytes from the first to the last element; None if the strides are wrong."""
+    shape, strides = value.type.shape, value.type.strides
+    if len(strides) != len(shape):
+        return None if strides else 0
+    if 0 in shape:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    return (last + 1) * value.type.dtype.itemsize

@@ -34,9 +34,9 @@ def verify_graph(graph: Graph) -> None:
             an alias; IRC117 an output is missing; IRC118 a gradient belongs to no input; IRC119 an effect
             does not write a parameter, buffer, input or constant; IRC133 a gradient is released wrongly, or
             the reserved bytes are not those of what is released; IRC134 a parameter is read after its
-            gradient was applied; IRC140 a tensor is offloaded that cannot be; IRC141 an exchange between pipeline
-            stages is not well formed; IRC550 an annotation is out of place; IRC566 the number of forwards in
-            flight is less than one, or does not fit the graph.
+            gradient was applied; IRC140 a tensor is offloaded that cannot be; IRC141 an exchange between
+            pipeline stages is not well formed; IRC550 an annotation is out of place; IRC566 the number of
+            forwards in flight is less than one, or does not fit the graph.
     """
     _GraphCheck(graph).run()
     _check_forwards(graph)

@@ -10,9 +10,9 @@ from typing import Any, cast
 
 from torch import nn
 
+from ...torch_support.containers import CONTAINERS
 from ...torch_support.inspectable import is_inspectable, is_of_library
 from .closures import closed_over
-from .containers import CONTAINERS
 from .object_graph import HeldObject, class_items, is_closed, walk_from
 
 __all__ = ["code_reach"]

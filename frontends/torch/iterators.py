@@ -9,12 +9,12 @@ from collections.abc import Generator, Iterable, Iterator
 from typing import Any, cast
 
 from ...ir import UnsupportedError
-from .containers import base_of, put_item
+from ...torch_support.containers import base_of, put_item
 
 __all__ = ["is_iterator", "untouched_iterators"]
 
-_OFFLOADED = ("builtins", "itertools", "collections", "_collections_abc")
-"""Where the iterators of Python come from; others are objects whose attributes can be looked at."""
+_MODULES = ("builtins", "itertools", "collections", "_collections_abc")
+"""The modules of Python's own iterators; other iterators are objects whose attributes can be looked at."""
 _DRAWING = frozenset({"send", "throw", "close", "__setstate__"})
 
 
@@ -79,7 +79,7 @@ def is_iterator(value: Any) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _is_of_iterators(kind: type) -> bool:
-    return kind.__module__ in _OFFLOADED and issubclass(kind, Iterator)
+    return kind.__module__ in _MODULES and issubclass(kind, Iterator)
 
 
 def _get(held: Any, key: Any) -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import enum
 import functools
 import operator
 import pickle
@@ -15,15 +13,29 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
-import torch
 from torch import nn
 
+from ...torch_support.containers import (
+    CONTAINERS,
+    base_of,
+    copied,
+    drop_item,
+    put_item,
+    refill,
+    size_of,
+)
 from ...torch_support.inspectable import is_inspectable, is_of_library, slots_of, store_of
-from .containers import CONTAINERS, base_of, copied, drop_item, put_item, refill, size_of
+from ...torch_support.object_graph import (
+    ABSENT,
+    PLAIN,
+    Limits,
+    array_content,
+    attributes_of,
+    partial_items,
+)
 from .fixups.function_caches import is_traced
 
 __all__ = [
-    "ABSENT",
     "HeldObject",
     "changed",
     "class_items",
@@ -37,24 +49,17 @@ __all__ = [
     "walk_from",
 ]
 
-ABSENT: Any = object()
-"""Stands for what is not there."""
-
-_DEPTH = 6
-"""So many steps away from an attribute something is still looked at."""
-_MOST = 10_000
-"""So many objects are looked at; containers with more items than this are not looked into."""
+_LIMITS = Limits(depth=6, items=10_000, array_bytes=1 << 16)
+_MOST_OBJECTS = 10_000
+"""The most objects that one walk lists."""
 _MOST_ITEMS = 50_000
-"""So many items of objects and containers are looked at."""
+"""The most items of objects and containers that one walk looks at."""
 _MOST_LARGE = 4_000_000
-"""Of a module's own containers that are not looked into, so many items are compared by identity."""
-_ARRAY_BYTES = 1 << 16
-"""Arrays of numpy up to this size are looked at."""
+"""The most items, in a module's own containers above the limit, that are compared by identity."""
 
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 _OF_ALL = (vars(random)["_inst"], vars(np.random)["mtrand"]._rand)
 """The generators behind the functions of these modules."""
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), enum.Enum)
 
 
 Path = str | tuple["Path", Any, bool]
@@ -260,7 +265,7 @@ def changed(holder: HeldObject) -> Iterator[tuple[Any, Any, Any]]:
 
 def holds_traced(value: Any) -> bool:
     """Whether something is or leads to a tensor that exists only while a module is traced."""
-    if type(value) in _PLAIN:
+    if type(value) in PLAIN:
         return False
     if is_traced(value):
         return True
@@ -268,7 +273,7 @@ def holds_traced(value: Any) -> bool:
         is_traced(item)
         for holder in _walk([("", value)], is_own=True)
         for item in _by_key(holder.held).values()
-        if type(item) not in _PLAIN and type(item) not in CONTAINERS
+        if type(item) not in PLAIN and type(item) not in CONTAINERS
     )
 
 
@@ -287,10 +292,7 @@ def is_plain(value: Any) -> bool:
     kind = cast("type[Any]", type(value))  # not isinstance(), which asks the object for its class
     if issubclass(kind, (tuple, frozenset)):
         return all(map(is_plain, value))
-    return issubclass(kind, _PLAIN) or kind in _NAMES
-
-
-_NAMES = (torch.dtype, torch.device, torch.layout, torch.memory_format, slice, range)
+    return issubclass(kind, PLAIN)
 
 
 def is_generator(value: Any) -> bool:
@@ -330,7 +332,7 @@ def walk_from(holders: list[HeldObject]) -> list[HeldObject]:
         (each.step_to(key), value)
         for each in holders
         for key, value in each.items.items()
-        if type(value) not in _PLAIN
+        if type(value) not in PLAIN
     ]
     return _walk(roots, is_own=all(each.is_own for each in holders))
 
@@ -341,13 +343,13 @@ def _walk(roots: list[tuple[Path, Any]], *, is_own: bool) -> list[HeldObject]:
     seen: set[int] = set()
     found: list[HeldObject] = []
     items_left, large_left = _MOST_ITEMS, _MOST_LARGE if is_own else 0
-    while waiting and len(found) < _MOST and items_left > 0:
+    while waiting and len(found) < _MOST_OBJECTS and items_left > 0:
         path, value, depth = waiting.popleft()
         if id(value) in seen:
             continue
         seen.add(id(value))
         kind = cast("type[Any]", type(value))
-        if issubclass(kind, CONTAINERS) and (size := size_of(value)) > _MOST:
+        if issubclass(kind, CONTAINERS) and (size := size_of(value)) > _LIMITS.items:
             if size <= large_left:
                 large_left -= size
                 found.append(HeldObject(path, value, copied(value), is_own))
@@ -359,10 +361,10 @@ def _walk(roots: list[tuple[Path, Any]], *, is_own: bool) -> list[HeldObject]:
         items_left -= len(held)
         if is_holder:
             found.append(HeldObject(path, value, held, is_own))
-        if depth < _DEPTH and not is_generator(value):
+        if depth < _LIMITS.depth and not is_generator(value):
             inside = issubclass(kind, (*CONTAINERS, tuple))
             pairs = held.items() if isinstance(held, dict) else enumerate(held)
-            waiting += [((path, k, inside), v, depth + 1) for k, v in pairs if type(v) not in _PLAIN]
+            waiting += [((path, k, inside), v, depth + 1) for k, v in pairs if type(v) not in PLAIN]
     return found
 
 
@@ -370,7 +372,7 @@ def _parts(value: Any) -> tuple[dict[Any, Any] | list[Any], bool] | None:
     """What something leads to, and whether it can change itself; None for what is not looked into."""
     kind = type(value)
     if kind is functools.partial:
-        return {"func": value.func, "args": value.args, "keywords": value.keywords}, False
+        return partial_items(value), False
     if kind is types.MethodType:
         return {"": value.__self__}, False
     if kind is types.FunctionType:
@@ -390,8 +392,8 @@ def _items(value: Any) -> dict[Any, Any] | list[Any] | None:
     if issubclass(kind, _GENERATORS):
         return None if any(value is each for each in _OF_ALL) else {"state": _state_of(value)}
     if kind is np.ndarray:
-        is_looked_at = value.nbytes <= _ARRAY_BYTES and not value.dtype.hasobject
-        return {"values": value.tobytes()} if is_looked_at else None
+        content = array_content(value, _LIMITS)
+        return None if content is None else {"values": content}
     if kind is types.CellType:
         try:
             return {"": value.cell_contents}
@@ -428,13 +430,9 @@ def class_items(kind: type) -> dict[str, Any]:
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:
-    """The attributes of an object, those in slots among them; None where it has none."""
-    held: dict[str, Any] = dict(store_of(value))
-    slots = slots_of(type(value))
-    for name in slots:
-        with contextlib.suppress(AttributeError):
-            held[name] = object.__getattribute__(value, name)
-    return held if held or slots or _has_dict(value) else None
+    """Returns the attributes of an object; None if its class has room for none."""
+    held = attributes_of(value)
+    return held if held or slots_of(type(value)) or _has_dict(value) else None
 
 
 def _has_dict(value: Any) -> bool:

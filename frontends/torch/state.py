@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from ...ir import UnsupportedError
+from ...torch_support.object_graph import ABSENT
 from ...torch_support.recorders import RECORDERS_MARK, is_recorder
 from .closures import closed_over
 from .code import code_reach
 from .fixups.function_caches import caches_of, forget_traced
 from .iterators import is_iterator, untouched_iterators
-from .object_graph import ABSENT, HeldObject, changed, digest, holds_traced, is_generator, is_plain, own_reach
+from .object_graph import HeldObject, changed, digest, holds_traced, is_generator, is_plain, own_reach
 
 __all__ = ["State"]
 

@@ -6,54 +6,39 @@ such. Objects of torch, numpy and Python are not looked into, nor are tensors: a
 
 from __future__ import annotations
 
-import enum
 import functools
 import itertools
 import math
 import operator
 import types
-from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
-import torch
 from torch import nn
 
+from ....torch_support.containers import base_of
 from ....torch_support.inspectable import is_inspectable, slots_of, store_of
+from ....torch_support.object_graph import (
+    ABSENT,
+    PLAIN,
+    Limits,
+    array_content,
+    attributes_of,
+    partial_items,
+)
 
 __all__ = ["ABSENT", "Content", "Kind", "Watch", "differing", "is_plain", "kind_of", "stand_in"]
 
-_DEPTH = 4
-"""So many steps away from a setting something is still compared."""
-_MOST = 1000
-"""Of containers with more items, only the number is compared."""
+_LIMITS = Limits(depth=4, items=1000, array_bytes=1 << 12)
+"""How far settings are compared: they are looked at in each step, and each difference costs a plan.
+
+Larger containers are compared by their number of items, larger arrays by their class.
+"""
 _MOST_EXACT = 4096
-"""So many items of lists and dicts are compared by identity in each step; see `Watch`."""
-_ARRAY_BYTES = 1 << 12
-"""Of arrays of numpy with more bytes, only the class is compared."""
-_PLAIN = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    type(...),
-    slice,
-    range,
-    type,
-    enum.Enum,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-)
-_CONTAINERS = (list, tuple, deque, dict, set, frozenset)
+"""The most items of lists and dicts that are compared by identity in each step; see `Watch`."""
+_PLAIN = (*PLAIN, type, types.FunctionType, types.BuiltinFunctionType)
 _COMPARED = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _ON_SAVING = frozenset({"architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"})
 """What transformers writes into a configuration when it is saved."""
@@ -79,14 +64,6 @@ class Content:
     items: tuple[tuple[object, object], ...]
 
 
-class _Absent(enum.Enum):
-    ABSENT = "absent"
-
-
-ABSENT = _Absent.ABSENT
-"""Stands for what is not there."""
-
-
 def is_plain(value: object) -> bool:
     """Whether a value is compared as it is: numbers, texts, functions, and tuples of such."""
     kind = cast("type[Any]", type(value))  # not isinstance(), which asks the object for its class
@@ -102,7 +79,7 @@ def kind_of(kind: type) -> Kind:
 
 
 def stand_in(
-    value: object, known: dict[tuple[int, int], object] | None = None, depth: int = _DEPTH
+    value: object, known: dict[tuple[int, int], object] | None = None, depth: int = _LIMITS.depth
 ) -> object:
     """What stands for a value in comparisons.
 
@@ -155,30 +132,25 @@ def _all_parts(value: Any) -> list[tuple[object, object]] | None:
         owner = None if issubclass(type(value.__self__), nn.Module) else value.__self__
         return [("function", value.__func__), ("owner", owner)]
     if kind is functools.partial:
-        return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
-    base = _base_of(kind)
+        return cast("list[tuple[object, object]]", list(partial_items(value).items()))
+    base = base_of(kind)
     if base is not None:
         count = base.__len__(value)
-        if count > _MOST:
+        if count > _LIMITS.items:
             return [("number of items", count)]
-        if base is dict:
+        if issubclass(base, dict):
             return [(_name(key), part) for key, part in dict.items(value)]
         if base in (set, frozenset):
             return [(each, None) for each in sorted(map(_name, base.__iter__(value)), key=repr)]
         return cast("list[tuple[object, object]]", list(enumerate(base.__iter__(value))))
     if kind is np.ndarray:
-        if value.dtype.hasobject or value.nbytes > _ARRAY_BYTES:
+        content = array_content(value, _LIMITS)
+        if content is None:
             return None
-        return [("type", str(value.dtype)), ("shape", value.shape), ("values", value.tobytes())]
+        return [("type", str(value.dtype)), ("shape", value.shape), ("values", content)]
     if issubclass(kind, np.generic):
         return [("type", str(value.dtype)), ("value", value.tobytes())]
     return _attributes(value) if is_inspectable(kind) else None
-
-
-@functools.lru_cache(maxsize=4096)
-def _base_of(kind: type) -> Any:
-    """The class of containers that a class is made from, whose methods tell what is held."""
-    return next((base for base in _CONTAINERS if issubclass(kind, base)), None)
 
 
 def _name(key: object) -> object:
@@ -189,17 +161,7 @@ def _name(key: object) -> object:
 def _attributes(value: Any) -> list[tuple[object, object]]:
     kind = cast("type[Any]", type(value))
     unread = _ON_SAVING if kind.__module__.startswith("transformers.") else ()
-    held = [(name, part) for name, part in store_of(value).items() if name not in unread]
-    if slots := slots_of(kind):
-        held += [(name, _slot(value, name)) for name in slots]
-    return cast("list[tuple[object, object]]", held)
-
-
-def _slot(value: object, name: str) -> object:
-    try:
-        return object.__getattribute__(value, name)
-    except AttributeError:
-        return ABSENT
+    return [(name, part) for name, part in attributes_of(value).items() if name not in unread]
 
 
 class Watch:
@@ -235,11 +197,11 @@ class Watch:
         """What has no quick look, with what stands for it."""
         seen: set[int] = set()
         for value in values:
-            self._add(value, _DEPTH, seen)
+            self._add(value, _LIMITS.depth, seen)
 
     def add_table(self, table: Mapping[Any, Any], names: Iterable[str]) -> None:
         """Watches some items of a table, and how many items it has."""
-        self._watch(table, [(name, table[name]) for name in names], _DEPTH, set())
+        self._watch(table, [(name, table[name]) for name in names], _LIMITS.depth, set())
 
     def holds(self) -> bool:
         """Whether all is as it was."""
@@ -276,8 +238,8 @@ class Watch:
             return
         seen.add(id(value))
         kind = cast("type[Any]", type(value))
-        base = _base_of(kind)
-        if base is not None and base.__len__(value) > _MOST:
+        base = base_of(kind)
+        if base is not None and base.__len__(value) > _LIMITS.items:
             self._others.append((value, stand_in(value)))
         elif kind in (list, dict) and self._is_by_value(value):
             for held, each in zip(self._many, (value, value.copy()), strict=True):

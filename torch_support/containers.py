@@ -1,4 +1,4 @@
-"""Containers of Python as they are, whatever a class made from one does when it is asked."""
+"""Reads and fills containers by the methods of Python's own classes, whatever a subclass overrides."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from typing import Any, cast
 __all__ = ["CONTAINERS", "base_of", "copied", "drop_item", "put_item", "refill", "size_of"]
 
 CONTAINERS = (dict, list, set, deque)
-_BASES = (OrderedDict, dict, list, deque, set)
+"""The containers that can change."""
+_BASES = (OrderedDict, dict, list, deque, set, tuple, frozenset)
 
 
 @functools.lru_cache(maxsize=4096)
 def base_of(kind: type) -> Any:
-    """The class of Python that a class of containers is or is made from; None for other classes."""
+    """Returns the container class of Python that a class is or inherits from; None for other classes."""
     return next((base for base in _BASES if issubclass(kind, base)), None)
 
 
 def size_of(value: Any) -> int:
-    """How many items a container has."""
+    """Returns the number of items of a container."""
     return base_of(type(value)).__len__(value)
 
 
 def copied(value: Any) -> dict[Any, Any] | list[Any]:
-    """The items of a container: by key, of a list or deque in order, of a set by themselves."""
+    """Copies the items of a container: by key, in order (list, deque), or by themselves (set)."""
     base = base_of(type(value))
     if issubclass(base, dict):
-        return cast("dict[Any, Any]", dict.copy(value))  # at once, also while another thread adds to it
+        return cast("dict[Any, Any]", dict.copy(value))  # in one step, even while another thread adds to it
     items: list[Any] = list(base.__iter__(value))
     return dict(zip(items, items, strict=True)) if base is set else items
 
@@ -45,7 +46,7 @@ def drop_item(value: Any, key: Any) -> None:
 
 
 def refill(value: Any, items: dict[Any, Any] | list[Any]) -> None:
-    """Lets a container hold these items and no others."""
+    """Replaces the items of a container."""
     base = base_of(type(value))
     if base is list:
         list.__setitem__(value, slice(None), cast("list[Any]", items))

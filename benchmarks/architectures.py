@@ -151,7 +151,7 @@ def measure(name: str, make: Maker, *, share: float = 0.6, time_limit: float = 2
 def _measured(row: Row, instance: Instance, share: float, time_limit: float) -> Row:
     original, args, keywords = instance.module, instance.args, instance.keywords
     module = copy.deepcopy(original)
-    captured = capture(module, args, keywords, loss=loss_of, same_branches=row.same_branches)
+    captured = capture(module, args, keywords, loss=loss_of, specialize_branches=row.same_branches)
     program = PassManager(cost_passes(None)).run(Program(captured.graph))
     planner = Planner(program)
     row = replace(row, operations=len(captured.graph.operations))

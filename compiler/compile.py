@@ -129,12 +129,12 @@ class Replanner:
         """The call as a graph. A loss that is written for the example's result counts as it does there."""
         with tracing():
             try:
-                return capture(module, args, kwargs, loss=self.loss, same_branches=self.same_branches)
+                return capture(module, args, kwargs, loss=self.loss, specialize_branches=self.same_branches)
             except UsageError as error:
                 if error.code != "IRC341":
                     raise
                 failed = error
-            captured = capture(module, args, kwargs, same_branches=self.same_branches)
+            captured = capture(module, args, kwargs, specialize_branches=self.same_branches)
         known, found = _output_bytes(self.graph), _output_bytes(captured.graph)
         if len(known) != len(found) or any(now > then for now, then in zip(found, known, strict=True)):
             raise UsageError(

@@ -336,7 +336,7 @@ def optimize_module(
     with planning, torch.inference_mode(False):  # under it there is no backward
         original = Original(model)
         with tracing(), reading() as readings:
-            captured = capture(original.module, args, kwargs, loss=loss, same_branches=same_branches)
+            captured = capture(original.module, args, kwargs, loss=loss, specialize_branches=same_branches)
         choice = choose(model, captured, passes, observers=observers)
     replan = None
     if plans > 1:

@@ -30,8 +30,8 @@ def is_inspectable(kind: type) -> bool:
         return True
     if issubclass(kind, _CLOSED):
         return False
-    offloaded_parameters = {each.__module__ for each in kind.__mro__} - _NEUTRAL
-    return bool(offloaded_parameters) and not any(map(is_of_library, offloaded_parameters))
+    modules = {each.__module__ for each in kind.__mro__} - _NEUTRAL
+    return bool(modules) and not any(map(is_of_library, modules))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -7,7 +7,7 @@ from typing import Any
 
 __all__ = ["RECORDERS_MARK", "is_recorder", "is_recording"]
 
-_OFFLOADED_ONE = "transformers.utils.output_capturing"
+_LIBRARY_MODULE = "transformers.utils.output_capturing"
 """Its hooks put what a layer returns (hidden states, attentions) into a list of the model's call that runs.
 
 A model's first call that asks for such outputs installs them and marks the model. The list begins and ends
@@ -19,13 +19,13 @@ RECORDERS_MARK = "_output_capturing_hooks_installed"
 
 def is_recorder(hook: Any) -> bool:
     """Whether a hook of a module is one of these."""
-    return getattr(hook, "__module__", None) == _OFFLOADED_ONE
+    return getattr(hook, "__module__", None) == _LIBRARY_MODULE
 
 
 def is_recording() -> bool:
     """Whether a list is open now: outside of a forward, that of a model around it."""
-    offloaded = sys.modules.get(_OFFLOADED_ONE)
-    if offloaded is None:
+    library_module = sys.modules.get(_LIBRARY_MODULE)
+    if library_module is None:
         return False
-    current: Any = getattr(offloaded, "_active_collector", None)
+    current: Any = getattr(library_module, "_active_collector", None)
     return current is None or bool(current.get())

@@ -4,7 +4,7 @@
     loss = module(*example_inputs(module)).sum()
 
 The graph is read with `onnx_ir`, and each node becomes torch operators by one table, versioned by operator
-set. What depends on constants and shapes alone is worked out at import; `weights` says which constants are
+set. What depends on constants and shapes alone is worked out at import; `roles` says which constants are
 trained.
 
 torch's exporter folds and shares weights unless told not to: equal tensors become one, transposed ones new
@@ -76,7 +76,7 @@ def from_onnx(
         inputs: Whole shapes by input name, where the file leaves axes open.
         constants: Inputs whose values are settled now, by name; the module does not take them. Where a value
             decides a shape or a branch the module runs without this, but can only be planned with it.
-        roles: What becomes of weights and constants, where the rules of `weights` are wrong about a file:
+        roles: What becomes of weights and constants, if the rules of `roles` are wrong about a file:
             `parameter` (trained), `buffer` (kept in the state, not trained) or `constant`, by ONNX name or by
             a pattern such as `*.position_ids`. The first that fits counts.
 

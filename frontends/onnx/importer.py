@@ -19,16 +19,17 @@ from .checking import MOST_NODES
 from .control_flow import ControlFlow
 from .coverage import check_covered, domain_of, title
 from .graphs import node_name, subgraphs
+from .initializers import Initializer, Initializers
 from .module import OnnxModule, Stored
 from .nodes import check_nodes
 from .partial_evaluation import PartialValue, Tracer
 from .program import Program, Shapes, with_frees
 from .reader import normalise
 from .rebatch import fixed_batch, rebatch
+from .roles import Role
 from .sequences import OPTIONALS, SEQUENCES, import_optional, import_sequence
-from .specializations import Programs
+from .specializations import Specializations
 from .tensors import Static, onnx_dtype, onnx_tensor, torch_dtype, torch_tensor
-from .weights import Leaf, Leaves, Role
 
 __all__ = ["from_model"]
 
@@ -66,7 +67,7 @@ def from_model(
         return [spec for spec in specs if spec[0] not in bound_at_import]
 
     specs = free(bind_inputs(model.graph, batch, {**(inputs or {}), **given}))
-    initializers = Leaves(roles or {})
+    initializers = Initializers(roles or {})
     importer = _Importer(model, specs, bound_at_import, initializers)
     first, read, weights, tensors = importer.first()
     initializers.check_given()
@@ -74,9 +75,9 @@ def from_model(
         input_specs=specs,
         declared=free(declared_inputs(model.graph)),
         weights=tensors,
-        stored=[_stored(leaf) for leaf in read],
-        not_saved={name for name, leaf in weights.items() if not leaf.persistent},
-        programs=Programs(first, importer.program),
+        stored=[_stored(initializer) for initializer in read],
+        not_saved={name for name, initializer in weights.items() if not initializer.persistent},
+        specializations=Specializations(first, importer.program),
         constants=first.tensors,
         bound_at_import={name: Static.of(tensor) for name, tensor in bound_at_import.items()},
         roles=roles,
@@ -98,27 +99,29 @@ class _Importer:
         model: ir.Model,
         specs: Sequence[InputSpec],
         given: Mapping[str, Tensor],
-        initializers: Leaves,
+        initializers: Initializers,
     ) -> None:
         self._model = model
         self._specs = list(specs)
         self._given = dict(given)
-        self._leaves = initializers
+        self._initializers = initializers
         self._names: dict[ir.Value, str] | None = None
 
-    def first(self) -> tuple[Program, list[Leaf], dict[str, Leaf], dict[str, Tensor | nn.Parameter]]:
+    def first(
+        self,
+    ) -> tuple[Program, list[Initializer], dict[str, Initializer], dict[str, Tensor | nn.Parameter]]:
         """The program for the specified inputs, what it reads of the file, and its weights by name."""
         shapes = [None if is_open(shape) else shape for _, shape, _ in self._specs]
         program, tracer = self._trace([cast("tuple[int, ...] | None", shape) for shape in shapes])
-        self._names = {leaf.value: name for name, leaf in tracer.weights.items()}
+        self._names = {initializer.value: name for name, initializer in tracer.weights.items()}
         tensors: dict[str, Tensor | nn.Parameter] = {}
-        for name, leaf in tracer.weights.items():
-            tensors[name] = _materialise(leaf, tracer.account)
-            self._leaves.let_go(leaf)
-        for leaf in tracer.read.values():
-            tensor = tracer.known(leaf.value).tensor if leaf.role is Role.CONSTANT else None
-            if tensor is not None and onnx_dtype(tensor.dtype) is leaf.tensor.dtype:
-                self._leaves.hold(leaf, onnx_tensor(tensor, leaf.name))
+        for name, initializer in tracer.weights.items():
+            tensors[name] = _materialise(initializer, tracer.account)
+            self._initializers.let_go(initializer)
+        for initializer in tracer.read.values():
+            tensor = tracer.known(initializer.value).tensor if initializer.role is Role.CONSTANT else None
+            if tensor is not None and onnx_dtype(tensor.dtype) is initializer.tensor.dtype:
+                self._initializers.hold(initializer, onnx_tensor(tensor, initializer.name))
         self._hold_rest(self._model.graph)
         return program, list(tracer.read.values()), tracer.weights, tensors
 
@@ -131,14 +134,16 @@ class _Importer:
             for inner in subgraphs(node):
                 self._hold_rest(inner)
         for value in values:
-            leaf = self._leaves.of(value)
-            if leaf is None or not isinstance(leaf.tensor, ir.ExternalTensor):
+            initializer = self._initializers.of(value)
+            if initializer is None or not isinstance(initializer.tensor, ir.ExternalTensor):
                 continue
-            if leaf.role is Role.CONSTANT:
-                array = np.array(leaf.tensor.numpy())
-                self._leaves.hold(leaf, ir.Tensor(array, dtype=leaf.tensor.dtype, name=leaf.name))
+            if initializer.role is Role.CONSTANT:
+                array = np.array(initializer.tensor.numpy())
+                self._initializers.hold(
+                    initializer, ir.Tensor(array, dtype=initializer.tensor.dtype, name=initializer.name)
+                )
             else:  # no program can read it, see `Tracer.names`
-                self._leaves.let_go(leaf)
+                self._initializers.let_go(initializer)
 
     def program(self, shapes: Shapes) -> Program:
         """The program for these shapes; `None` leaves the shape of an input to each run.
@@ -150,7 +155,7 @@ class _Importer:
 
     def _trace(self, shapes: Sequence[tuple[int, ...] | None]) -> tuple[Program, Tracer]:
         graph = self._model.graph
-        tracer = Tracer(self._model, self._leaves, self._names)
+        tracer = Tracer(self._model, self._initializers, self._names)
         by_name = {v.name: v for v in graph.inputs}
         for (name, _, dtype), shape in zip(self._specs, shapes, strict=True):
             fake = None if shape is None or dtype is None else tracer.fake_empty(shape, dtype)
@@ -232,7 +237,7 @@ class _Nodes:
             self.tracer.node(node)
 
 
-def _check_constant(initializers: Leaves, node: ir.Node) -> None:
+def _check_constant(initializers: Initializers, node: ir.Node) -> None:
     if initializers.of(node.outputs[0]) is None:
         raise UnsupportedError(
             "IRC302",
@@ -242,23 +247,29 @@ def _check_constant(initializers: Leaves, node: ir.Node) -> None:
         )
 
 
-def _stored(leaf: Leaf) -> Stored:
-    dtype = torch_dtype(leaf.tensor.dtype)
-    return Stored(leaf.name, leaf.role.value, leaf.shape, str(dtype).removeprefix("torch."), leaf.why)
+def _stored(initializer: Initializer) -> Stored:
+    dtype = torch_dtype(initializer.tensor.dtype)
+    return Stored(
+        initializer.name,
+        initializer.role.value,
+        initializer.shape,
+        str(dtype).removeprefix("torch."),
+        initializer.why,
+    )
 
 
-def _materialise(leaf: Leaf, account: Account) -> Tensor:
+def _materialise(initializer: Initializer, account: Account) -> Tensor:
     try:
-        tensor = torch_tensor(leaf.tensor)
+        tensor = torch_tensor(initializer.tensor)
     except Exception as error:
         raise UsageError(
             "IRC312",
-            f"the weight {leaf.value.name!r} cannot be read: {first_line(error)}",
+            f"the weight {initializer.value.name!r} cannot be read: {first_line(error)}",
             help="keep the model's external data beside it, under the same names",
         ) from error
     assert tensor is not None
-    if tuple(tensor.shape) != leaf.shape:
-        size = math.prod(leaf.shape) * tensor.element_size()
-        account.add(f"the weight {leaf.value.name!r}", leaf.shape, size)
-        tensor = tensor.reshape(()).expand(leaf.shape).clone()
-    return nn.Parameter(tensor) if leaf.role is Role.PARAMETER else tensor
+    if tuple(tensor.shape) != initializer.shape:
+        size = math.prod(initializer.shape) * tensor.element_size()
+        account.add(f"the weight {initializer.value.name!r}", initializer.shape, size)
+        tensor = tensor.reshape(()).expand(initializer.shape).clone()
+    return nn.Parameter(tensor) if initializer.role is Role.PARAMETER else tensor

@@ -16,7 +16,7 @@ from .binding import InputSpec, bound, check_run, describe
 from .bounds import too_large
 from .lowerings.table import Value
 from .program import Frame, Operand, Program, Shapes, run
-from .specializations import Programs
+from .specializations import Specializations
 from .tensors import Static
 
 __all__ = ["OnnxModule", "Stored", "example_inputs"]
@@ -100,7 +100,7 @@ class OnnxModule(nn.Module):
         weights: Mapping[str, Tensor | nn.Parameter],
         stored: Sequence[Stored],
         not_saved: Container[str],
-        programs: Programs,
+        specializations: Specializations,
         constants: Mapping[int, Tensor],
         bound_at_import: Mapping[str, Static] | None = None,
         roles: Mapping[str, str] | None = None,
@@ -110,12 +110,12 @@ class OnnxModule(nn.Module):
         self.bound_at_import = dict(bound_at_import or {})
         self.roles = dict(roles or {})
         self.input_specs = list(input_specs)
-        self.output_names = list(programs.first.outputs)
+        self.output_names = list(specializations.first.outputs)
         self.onnx_names = {}
         self.stored = list(stored)
         self.current_node = None
         self._declared = list(declared)
-        self._programs = programs
+        self._specializations = specializations
         self._constants = _Scope()
         for index, tensor in constants.items():
             self._constants.register_buffer(f"c{index}", tensor, persistent=False)
@@ -130,7 +130,7 @@ class OnnxModule(nn.Module):
     @property
     def onnx_node_names(self) -> tuple[str, ...]:
         """The names of the nodes, in the order that they run in."""
-        return tuple(step.name for step in self._programs.first.steps)
+        return tuple(step.name for step in self._specializations.first.steps)
 
     def _tensors(self, program: Program) -> dict[Operand, Value]:
         """The weights and constants as they are now, so that swapped-in ones are seen."""
@@ -139,13 +139,13 @@ class OnnxModule(nn.Module):
         for index, name in enumerate(program.weights):
             owner, _, leaf = keys[name].rpartition(".")
             found[Operand("weight", index)] = getattr(self.get_submodule(owner), leaf)
-        if program is self._programs.first:
+        if program is self._specializations.first:
             for name, tensor in self._constants.named_buffers(remove_duplicate=False):
                 found[Operand("constant", int(name[1:]))] = tensor
         return found
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self._programs.change(fn)
+        self._specializations.change(fn)
         return super()._apply(fn, recurse)  # pyright: ignore[reportPrivateUsage]
 
     def forward(self, *inputs: Value) -> Value | tuple[Value, ...]:
@@ -160,8 +160,8 @@ class OnnxModule(nn.Module):
         self._check_kinds(inputs)
         shapes = self._shapes(inputs)
         check_run(self._declared, shapes)
-        program = self._programs.fitting(shapes, is_traced=any(map(is_fake, inputs)))
-        placed = self._programs.placement.placed
+        program = self._specializations.fitting(shapes, is_traced=any(map(is_fake, inputs)))
+        placed = self._specializations.placement.placed
         frame = Frame(self._tensors(program), program.statics, self.training, self._enter, placed)
         frame.fill(range(len(inputs)), inputs)
         del inputs
@@ -196,7 +196,9 @@ class OnnxModule(nn.Module):
             UnsupportedError: As `from_onnx`, for these sizes.
             UsageError: As `from_onnx`.
         """
-        return self._programs.output_shapes(tuple(shape for _, shape, _ in bound(self.input_specs, sizes)))
+        return self._specializations.output_shapes(
+            tuple(shape for _, shape, _ in bound(self.input_specs, sizes))
+        )
 
     def _enter(self, node_name: str) -> None:
         self.current_node = node_name
@@ -206,7 +208,7 @@ class OnnxModule(nn.Module):
         inputs = ", ".join(
             f"{name}{'' if shape is None else describe(shape)}" for name, shape, _ in self.input_specs
         )
-        return f"{inputs} -> {', '.join(self.output_names)}; {len(self._programs.first.steps)} nodes"
+        return f"{inputs} -> {', '.join(self.output_names)}; {len(self._specializations.first.steps)} nodes"
 
 
 def example_inputs(

@@ -27,12 +27,13 @@ from .blocks import Block
 from .bounds import MOST_BYTES, Account, Bounded, nbytes, stored_bytes, too_large
 from .coverage import domain_of, version_of
 from .graphs import node_name, wanted
+from .initializers import Initializer, Initializers
 from .lowerings import RANDOM, Attribute, Call, Lowering, NodeInfo, NotConstant, Value, find
 from .nodes import check_kinds
 from .program import NodeStep, Operand, Output, Step
 from .quantized import Held
+from .roles import Role
 from .tensors import Static, onnx_tensor, torch_dtype, torch_tensor
-from .weights import Leaf, Leaves, Role
 
 __all__ = ["PartialValue", "Tracer"]
 
@@ -95,10 +96,10 @@ class Tracer:
     """
 
     model: ir.Model
-    initializers: Leaves = field(default_factory=Leaves)
+    initializers: Initializers = field(default_factory=Initializers)
     names: Mapping[ir.Value, str] | None = None
-    weights: dict[str, Leaf] = field(default_factory=dict[str, Leaf])
-    read: dict[ir.Value, Leaf] = field(default_factory=dict[ir.Value, Leaf])
+    weights: dict[str, Initializer] = field(default_factory=dict[str, Initializer])
+    read: dict[ir.Value, Initializer] = field(default_factory=dict[ir.Value, Initializer])
     constants: list[Tensor] = field(default_factory=list[Tensor])
     as_tensors: set[int] = field(default_factory=set[int])
     steps: list[Step] = field(default_factory=list[Step])
@@ -172,14 +173,14 @@ class Tracer:
         items = self._lists.get(value)
         if items is not None:
             return self._as_list(value, items)
-        leaf = self.initializers.of(value)
-        if leaf is None:
+        initializer = self.initializers.of(value)
+        if initializer is None:
             raise UsageError(
                 "IRC311",
                 f"nothing computes {value.name!r}",
                 help="`onnx.checker.check_model` says more about the file",
             )
-        return self._leaf(leaf)
+        return self._initializer(initializer)
 
     def _as_list(self, value: ir.Value, items: Sequence[ir.Value]) -> PartialValue:
         made = find("", "SequenceConstruct", 11)
@@ -191,43 +192,44 @@ class Tracer:
         self.steps.append(NodeStep(info, made, operands, (known.operand.index,), decided_late=True))
         return known
 
-    def _leaf(self, leaf: Leaf) -> PartialValue:
-        self.read[leaf.value] = leaf
-        if leaf.role is Role.CONSTANT:
-            tensor = torch_tensor(leaf.tensor)
-            tensor = self._held.widened(leaf.value, leaf.tensor) if tensor is None else tensor
+    def _initializer(self, initializer: Initializer) -> PartialValue:
+        self.read[initializer.value] = initializer
+        if initializer.role is Role.CONSTANT:
+            tensor = torch_tensor(initializer.tensor)
+            tensor = self._held.widened(initializer.value, initializer.tensor) if tensor is None else tensor
             if tensor is None:
                 raise UnsupportedError(
                     "IRC304",
-                    f"the constant {leaf.value.name!r} is of {leaf.tensor.dtype.name}, which torch has not",
+                    f"the constant {initializer.value.name!r} is of {initializer.tensor.dtype.name}, "
+                    "which torch does not have",
                     help="export the model with another element type",
                 )
             return PartialValue(tensor)
-        if leaf.tensor.size != math.prod(leaf.shape):
-            size = math.prod(leaf.shape) * leaf.tensor.dtype.bitwidth // 8
-            self.account.check(f"the weight {leaf.name!r}", leaf.shape, size)
-        index, dtype = len(self.weights), torch_dtype(leaf.tensor.dtype)
+        if initializer.tensor.size != math.prod(initializer.shape):
+            size = math.prod(initializer.shape) * initializer.tensor.dtype.bitwidth // 8
+            self.account.check(f"the weight {initializer.name!r}", initializer.shape, size)
+        index, dtype = len(self.weights), torch_dtype(initializer.tensor.dtype)
         assert dtype is not None
-        self.weights[self._name(leaf)] = leaf
-        return PartialValue(self.fake_empty(leaf.shape, dtype), Operand("weight", index))
+        self.weights[self._name(initializer)] = initializer
+        return PartialValue(self.fake_empty(initializer.shape, dtype), Operand("weight", index))
 
-    def _name(self, leaf: Leaf) -> str:
+    def _name(self, initializer: Initializer) -> str:
         if self.names is not None:
-            return self._old_name(leaf, self.names)
-        name = leaf.value.name or f"weight_{len(self.weights)}"
+            return self._old_name(initializer, self.names)
+        name = initializer.value.name or f"weight_{len(self.weights)}"
         while name in self.weights:  # a branch may name its own weight like one outside
             name += "_"
         return name
 
-    def _old_name(self, leaf: Leaf, names: Mapping[ir.Value, str]) -> str:
-        if leaf.value not in names:
+    def _old_name(self, initializer: Initializer, names: Mapping[ir.Value, str]) -> str:
+        if initializer.value not in names:
             raise UnsupportedError(
                 "IRC324",
-                f"for these sizes of the inputs the graph reads the weight {leaf.name!r}, which it did not"
-                " for those of the import",
+                f"for these sizes of the inputs the graph reads the weight {initializer.name!r}, "
+                "which it did not read for the sizes of the import",
                 help="import the file without shapes: then every weight that any sizes need is read",
             )
-        return names[leaf.value]
+        return names[initializer.value]
 
     def operand(self, value: ir.Value | None) -> Operand:
         """Where a step reads the value; gives a constant its place among the module's constants."""
@@ -401,7 +403,7 @@ class Tracer:
                 weight = (
                     self.initializers.unpacked(value, onnx_tensor(result)) if info.op in _UNPACK else None
                 )
-                self.bind(value, PartialValue(result) if weight is None else self._leaf(weight))
+                self.bind(value, PartialValue(result) if weight is None else self._initializer(weight))
 
     def _trace(self, node: _Applied) -> None:
         info, lowering = node.info, node.lowering

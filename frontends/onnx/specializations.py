@@ -15,7 +15,7 @@ from ...ir.errors import IrcError, UnsupportedError
 from .program import Program, Shapes
 from .tensors import Static
 
-__all__ = ["Placement", "Programs"]
+__all__ = ["Placement", "Specializations"]
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -101,7 +101,7 @@ def _content(static: Static) -> tuple[Any, ...]:
     return static.dtype, static.array.dtype, static.array.shape, static.array.tobytes()
 
 
-class Programs:
+class Specializations:
     """The programs of a graph, made when a run needs them.
 
     Where data are at hand, sizes that the import did not know are settled by each run anew, in one program
@@ -132,9 +132,9 @@ class Programs:
         self.first, self.placement, self._make = state["first"], state["placement"], state["make"]
         self._others, self._lock = {}, threading.Lock()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Programs:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Specializations:
         """A copy with the same graph, which never changes."""
-        twin = Programs.__new__(Programs)
+        twin = Specializations.__new__(Specializations)
         twin.__setstate__({"first": self.first, "placement": Placement(), "make": self._make})
         twin.placement.__dict__.update(self.placement.__dict__)
         twin._others = dict(self._others)

@@ -1,6 +1,6 @@
-"""Captures an `nn.Module` as a functional joint forward and backward graph, through AOTAutograd."""
+"""Captures an `nn.Module` as a functional graph of forward and backward, by AOTAutograd."""
 
-# AOTAutograd and the autograd engine have no public door.
+# AOTAutograd and the autograd engine do not have a public interface.
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from ...torch_support.pytree import flatten_arguments
 from .annotation_scopes import Scopes
 from .branches import Branches
 from .fixups.autocast_cache import share_casts
-from .fixups.composite_ops import whole_operations
-from .fixups.fake_kernels import own_rules
+from .fixups.composite_ops import composite_operations
+from .fixups.fake_kernels import fake_kernels_of_eager
 from .fixups.recurrent import StepwiseRNN
 from .fixups.tensor_hooks import tensor_hooks
 from .fixups.tied_parameters import TiedParameters
@@ -97,12 +97,12 @@ class _Flat(nn.Module):
         self.result_leaves: list[Any] = []
         self.places: list[int] = []
         self.result_tree: pytree.TreeSpec | None = None
-        self.losses = (loss,)  # in a tuple: a loss that is a module is no part of this one
+        self.losses = (loss,)  # in a tuple: a loss that is a module must not become a submodule
         self.unused: frozenset[int] | None = frozenset() if loss is None else None
         self.branches: Branches | None = None
 
     def call(self, *tensors: Tensor) -> Any:
-        """The module's result; its own hooks run around the planned forward."""
+        """Returns the result of the module's forward; its hooks run around the planned forward."""
         given = iter(tensors)
         leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.tree)
@@ -128,7 +128,7 @@ class _Flat(nn.Module):
         return (*results, *read)
 
     def with_detached(self, deliveries: Sequence[Delivery]) -> list[Delivery]:
-        """The deliveries of the result's tensors, with the views marked that the module has detached."""
+        """Marks the views that the module has detached among the deliveries of the result's tensors."""
         found = (leaf for leaf in self.result_leaves if isinstance(leaf, Tensor))
         return [
             replace(d, is_detached=d.view is not None and not leaf.requires_grad)
@@ -136,14 +136,14 @@ class _Flat(nn.Module):
         ]
 
     def ask_loss(self) -> None:
-        """Finds out which tensors of the result, known from a first run, have no part in the loss."""
+        """Finds the tensors of the result, known from a first run, on which the loss does not depend."""
         (loss,) = self.losses
         assert loss is not None
         self.unused = unused_outputs(loss, self.result_leaves, self.result_tree)
 
 
 class _ResultKnown(BaseException):
-    """Ends a trace after the first run of the forward, which has shown what the result is made of."""
+    """Ends a trace after the first run of the forward, which has shown the structure of the result."""
 
 
 def capture(
@@ -152,36 +152,35 @@ def capture(
     kwargs: Mapping[str, Any] | None = None,
     *,
     loss: Loss | None = None,
-    same_branches: bool = False,
+    specialize_branches: bool = False,
 ) -> Captured:
-    """The training graph of one call `module(*args, **kwargs)`, followed by a loss and its backward.
+    """Captures the training graph of one call `module(*args, **kwargs)`, a loss and its backward.
 
-    The module is traced on tensors without data, again where a loss is given or the way it runs has no graph:
-    nothing is computed, no buffer changes and no random number is drawn. Python control flow is followed as
-    these arguments take it.
+    The module is traced on tensors without data, a second time if a loss is given, and again in another mode
+    if the first one yields no graph. Nothing is computed, no buffer changes and no random number is drawn.
+    Python control flow is followed as these arguments take it.
 
     Args:
         module: The model, in the modes (train, eval) that it will be trained in.
         args: Example arguments; tensors may be nested in lists, tuples and dicts.
         kwargs: Example keyword arguments; they are taken in the order of their names.
-        loss: What the caller will do with the result, a function from it to a scalar; its memory is
-            counted, and outputs that it does not use have no gradient in the graph. Without it, what
-            `loss_bytes` says is counted.
-        same_branches: Whether the Python code of the module that looks at the values of its tensors may be
-            taken to see in each step what it sees in a run on the example arguments: that run is made, and
-            the signature tells what was seen.
+        loss: The caller's function from the result to a scalar. Its memory is counted, and outputs that it
+            does not use have no gradient in the graph. Without it, `loss_bytes` estimates the memory.
+        specialize_branches: Whether to assume that Python code that looks at the values of tensors sees in
+            each step what it sees in a run on the example arguments. That run is made, and the signature
+            says what was seen.
 
     Raises:
-        UnsupportedError: IRC332 to IRC339, IRC342, IRC343, IRC348, IRC536, IRC554 and IRC556, when something
-            in the module has no place in the graph.
-        UsageError: IRC340, when nothing in the result depends on anything that asks for a gradient.
+        UnsupportedError: IRC332 to IRC339, IRC342, IRC343, IRC348, IRC536, IRC554 and IRC556, when the graph
+            cannot express something in the module.
+        UsageError: IRC340, when nothing in the result depends on anything that requires a gradient.
     """
     leaves, tree = flatten_arguments((tuple(args), dict(sorted((kwargs or {}).items()))))
     refuse_hidden_tensors(leaves)
     flat = _Flat(module, tree, leaves, loss)
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
     translation = _traced(
-        flat, module, tensors, TRACE_MODES + (TRACE_MODES_OF_EXAMPLE if same_branches else ())
+        flat, module, tensors, TRACE_MODES + (TRACE_MODES_OF_EXAMPLE if specialize_branches else ())
     )
     graph = translation.graph
     if not any(o.value is not None and o.role is OutputRole.GRADIENT for o in graph.outputs):
@@ -218,7 +217,7 @@ def capture(
 
 
 def _aliased_bytes(graph: Graph, deliveries: Iterable[Delivery]) -> int:
-    """What the gradients of outputs that are views of others take before they become one gradient."""
+    """Returns the bytes of the gradients of outputs that are views of others, before they are added up."""
     outputs = [o.value for o in graph.outputs if o.role is OutputRole.OUTPUT]
     bases = [outputs[d.index] for d in deliveries if d.origin is Origin.OUTPUT and not d.is_detached]
     return sum(base.storage.nbytes for base in bases if base is not None)
@@ -235,33 +234,33 @@ def _nothing_to_train() -> UsageError:
 _UNWRITTEN = re.compile(r"argument of type: <class '(?:\w+\.)*(\w+)'>")
 """The error of torch's tracer, before torch 2.13, for an object that it cannot write down, as a generator."""
 
-_ANOTHER_WAY = ("IRC332", "IRC333", "IRC335")
-"""Data that decides, a failure, or an unknown operation: another way to trace may go round them."""
+_OTHER_MODE_MAY_SUCCEED = ("IRC332", "IRC333", "IRC335")
+"""Codes of failures that another mode may avoid: data that decides, an exception, an unknown operation."""
 
 
 def _traced(
-    flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...], ways: Sequence[TraceMode]
+    flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...], modes: Sequence[TraceMode]
 ) -> Translation:
-    """The module's training graph, traced in the first of `ways` that has one.
+    """Traces the module's training graph in the first of `modes` that succeeds.
 
-    Where none has, the reason is that of the first: the others run code that the module's training does not.
-    With the example's branches it is that of the last, which is the module as it runs.
+    If none does, the error of the first mode is raised: the others run code that training does not run. With
+    the example's branches it is the error of the last mode, in which the module runs as it is.
     """
     errors: list[UnsupportedError] = []
-    for way in ways:
-        with way.announced():
+    for mode in modes:
+        with mode.announced():
             try:
-                return _traced_so(flat, module, tensors, way)
+                return _traced_in(flat, module, tensors, mode)
             except UnsupportedError as error:
-                if error.code not in _ANOTHER_WAY:
+                if error.code not in _OTHER_MODE_MAY_SUCCEED:
                     raise
                 errors.append(error)
-    raise errors[-1 if ways[-1].same_branches else 0]
+    raise errors[-1 if modes[-1].specialize_branches else 0]
 
 
-def _traced_so(flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...], way: TraceMode) -> Translation:
-    """The module's training graph, traced in one way; a loss is asked first for what it does not use."""
-    flat.branches = Branches(module) if way.same_branches else None
+def _traced_in(flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...], mode: TraceMode) -> Translation:
+    """Traces the module's training graph in one mode, after asking a loss which outputs it does not use."""
+    flat.branches = Branches(module) if mode.specialize_branches else None
     if flat.branches is not None:
         try:
             flat.branches.record(flat.call, tensors)
@@ -284,7 +283,7 @@ def _traced_so(flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...], way:
 def _trace(
     stack: contextlib.ExitStack, flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...]
 ) -> tuple[JointWithDescriptors, Scopes]:
-    """The joint graph of AOTAutograd and what annotations are about, or the reason why there is none."""
+    """Returns the joint graph of AOTAutograd, and the scopes of annotations; raises why there is none."""
     stack.enter_context(torch.random.fork_rng(devices=[]))
     stack.enter_context(torch.enable_grad())
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -292,8 +291,8 @@ def _trace(
     scopes = stack.enter_context(recording(module))
     stack.enter_context(StepwiseRNN())
     stack.enter_context(tensor_hooks())
-    stack.enter_context(own_rules())
-    stack.enter_context(whole_operations())
+    stack.enter_context(fake_kernels_of_eager())
+    stack.enter_context(composite_operations())
     stack.enter_context(flat.state.restored())
     stack.enter_context(quiet_tracer())
     stack.enter_context(unread_draws_stay())
@@ -326,7 +325,7 @@ def _trace(
 def _writes_constant() -> UnsupportedError:
     return UnsupportedError(
         "IRC336",
-        "the module writes into a tensor that is no parameter, buffer or input of it",
+        "the module writes into a tensor that is not a parameter, buffer or input of it",
         help="register the tensor as a buffer",
     )
 
@@ -339,7 +338,7 @@ def _depends_on_data(error: Exception) -> UnsupportedError:
         + (f" in `{code}`" if code else ""),
         at=raised_at(error),
         help="set the option that leads there (as layerdrop=0), replace the branch, or move it out of the "
-        "module; where it goes the same way in every step, as a check does, pass same_branches=True",
+        "module; if it takes the same branch in every step, as a check does, pass specialize_branches=True",
     )
 
 

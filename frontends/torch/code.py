@@ -107,16 +107,16 @@ class _Code:
         """
         waiting = deque((value, level, 0) for value in values)
         while waiting:
-            value, at, offloaded = waiting.popleft()
+            value, at, file = waiting.popleft()
             kind = cast("type[Any]", type(value))
             if kind is types.FunctionType:
-                waiting += self._of_function(value, at + (offloaded not in (0, id(value.__globals__))))
+                waiting += self._of_function(value, at + (file not in (0, id(value.__globals__))))
             elif kind in _WRAPPERS:
-                waiting += [(getattr(value, name), at, offloaded) for name in _WRAPPERS[kind]]
+                waiting += [(getattr(value, name), at, file) for name in _WRAPPERS[kind]]
             elif issubclass(kind, type) or is_inspectable(kind):
-                waiting += self._of_class(value if issubclass(kind, type) else kind, at, offloaded)
+                waiting += self._of_class(value if issubclass(kind, type) else kind, at, file)
 
-    def _of_class(self, kind: type, level: int, offloaded: int) -> Iterator[tuple[Any, int, int]]:
+    def _of_class(self, kind: type, level: int, file: int) -> Iterator[tuple[Any, int, int]]:
         if self._seen.get(id(kind), 2) <= level:
             return
         self._seen[id(kind)] = level
@@ -124,9 +124,9 @@ class _Code:
             for name, value in () if is_closed(each) else list(vars(each).items()):
                 if type(value) is types.FunctionType or type(value) in _WRAPPERS:
                     if name in self._named or name.startswith("__"):
-                        yield value, level, offloaded
+                        yield value, level, file
                     else:
-                        self._unnamed.setdefault(name, []).append((value, level, offloaded))
+                        self._unnamed.setdefault(name, []).append((value, level, file))
 
     def _of_function(self, function: types.FunctionType, level: int) -> Iterator[tuple[Any, int, int]]:
         table = function.__globals__

@@ -278,11 +278,11 @@ def _are_alike(old: Any, new: Any) -> bool:
 
 def _is_torchs(hook: Any) -> bool:
     """Whether a hook is one of torch's, as of weight norm, or of a class made from one of torch's."""
-    offloaded_parameters = [
+    modules = [
         getattr(hook, "__module__", None),
         *(kind.__module__ for kind in type(hook).__mro__),
     ]
-    return any(str(offloaded).startswith("torch.") for offloaded in offloaded_parameters)
+    return any(str(name).startswith("torch.") for name in modules)
 
 
 def _hooks(module: nn.Module) -> Iterator[tuple[str, dict[int, Any]]]:

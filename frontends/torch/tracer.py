@@ -1,6 +1,6 @@
-"""How torch's tracer is set while a module is captured."""
+"""Sets torch's tracer while a module is captured."""
 
-# The tracer has no public door.
+# The tracer does not have a public interface.
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class TraceMode:
-    """One way to trace a module.
+    """Describes a mode in which a module is traced.
 
     Args:
-        compiling: What `torch.compiler.is_compiling()` says meanwhile to the model's code.
-        exporting: What `torch.compiler.is_exporting()` says.
-        same_branches: Whether Python code sees what it sees in a run on the example arguments.
+        compiling: The answer of `torch.compiler.is_compiling()` to the model's code.
+        exporting: The answer of `torch.compiler.is_exporting()`.
+        specialize_branches: Whether Python code sees the values of a run on the example arguments.
     """
 
     compiling: bool = False
     exporting: bool = False
-    same_branches: bool = False
+    specialize_branches: bool = False
 
     @contextlib.contextmanager
     def announced(self) -> Generator[None]:
-        """Meanwhile, torch says so."""
+        """Lets torch give these answers meanwhile."""
         before = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
         torch.compiler._is_compiling_flag = self.compiling
         torch.compiler._is_exporting_flag = self.exporting
@@ -55,15 +55,18 @@ class TraceMode:
 
 
 TRACE_MODES = (TraceMode(), TraceMode(compiling=True, exporting=True), TraceMode(compiling=True))
-"""How a module is traced, in this order until one succeeds.
+"""The modes in which a module is traced, in this order until one succeeds.
 
-First as it runs. Libraries look at data to save work (a mask that masks nothing is left out), unless they
-are told that they are traced; then they take the way that holds for all data. Told that the whole is exported
-they keep to plain operations; told only that it is compiled, some take another algorithm (a scan in another
-order), whose numbers differ from eager's by rounding.
+The first runs the module as it is. Libraries look at data to save work (a mask that masks nothing is left
+out), unless they are told that they are traced; then they take the branch that holds for all data. If they
+are told that the module is exported, they use plain operations. If they are told only that it is compiled,
+some use another algorithm (a scan in another order), whose numbers differ from eager's by rounding.
 """
-TRACE_MODES_OF_EXAMPLE = (TraceMode(compiling=True, same_branches=True), TraceMode(same_branches=True))
-"""How it is traced after these where its branches may be those of the example."""
+TRACE_MODES_OF_EXAMPLE = (
+    TraceMode(compiling=True, specialize_branches=True),
+    TraceMode(specialize_branches=True),
+)
+"""The modes that are tried after these if the branches may be those of the example."""
 
 
 def _dropout_backward(gradient: Tensor, mask: Tensor, scale: float) -> Any:

@@ -242,7 +242,7 @@ def test_roles_that_the_user_gives(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("roles", "why"),
     [
-        ({"w": "trainable"}, "'trainable' is no role for 'w'"),
+        ({"w": "trainable"}, "'trainable' is not a role for 'w'"),
         ({"no*": "buffer"}, "no weight or constant that the model reads is named 'no*'"),
         ({"shape": "parameter"}, "'shape' is of type int64, which cannot be trained"),
     ],

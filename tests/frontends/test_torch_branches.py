@@ -84,7 +84,7 @@ def test_the_refusal_of_a_branch_shows_its_line(x: Tensor) -> None:
     with pytest.raises(UnsupportedError) as raised:
         capture(linear(forward), (x,))
     assert raised.value.code == "IRC332" and "`return m.lin(x) if x.sum() > 0 else x`" in raised.value.message
-    assert "layerdrop=0" in str(raised.value.help) and "same_branches" in str(raised.value.help)
+    assert "layerdrop=0" in str(raised.value.help) and "specialize_branches" in str(raised.value.help)
 
 
 # ---------------------------------------------------------------------- as it branches on the example
@@ -149,9 +149,9 @@ def test_code_that_reads_otherwise_while_it_is_traced_is_refused(x: Tensor) -> N
         return m.lin(x) if all(x.sum() < 1e9 for _ in range(calls[0])) else x
 
     with pytest.raises(UnsupportedError, match=r"IRC332.*reads other tensors while it is traced"):
-        capture(linear(forward), (x,), same_branches=True)
+        capture(linear(forward), (x,), specialize_branches=True)
 
 
 def test_a_shape_that_depends_on_data_is_refused_all_the_same(x: Tensor) -> None:
     with pytest.raises(UnsupportedError, match=r"IRC332.*nonzero"):
-        capture(linear(lambda m, x: m.lin(x[x[:, 0] > 0])), (x,), same_branches=True)
+        capture(linear(lambda m, x: m.lin(x[x[:, 0] > 0])), (x,), specialize_branches=True)

@@ -296,7 +296,7 @@ _GENERATOR = torch.Generator()
         (_wrong, "IRC333", "RuntimeError", True),
         (_attribute, "IRC338", "attribute last", False),
         (_writes_parameter, "IRC336", "parameter lin.weight", False),
-        (_writes_constant, "IRC336", "no parameter, buffer or input", False),
+        (_writes_constant, "IRC336", "not a parameter, buffer or input", False),
         (_outside, "IRC334", "tensor of shape [4] that requires a gradient", True),
         (_generator, "IRC334", "Generator", True),
     ],
@@ -368,4 +368,4 @@ def test_where_no_way_to_trace_succeeds_the_reason_is_that_of_the_model_as_it_ru
 
     with pytest.raises(UnsupportedError, match="IRC332") as caught:
         captured(Model(forward), x)
-    assert "same_branches" in str(caught.value.help)
+    assert "specialize_branches" in str(caught.value.help)

@@ -291,7 +291,7 @@ def test_a_branch_is_looked_for_without_drawing_from_an_iterator(x: Tensor) -> N
 
     module = model(forward, part=itertools.count(1))
     with pytest.raises(UnsupportedError, match=r"IRC338.*iterator part"):
-        capture(module, (x,), same_branches=True)
+        capture(module, (x,), specialize_branches=True)
     assert next(module.part) == 1
 
 

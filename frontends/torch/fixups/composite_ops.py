@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch._C import DispatchKey
 
-__all__ = ["whole_operations"]
+__all__ = ["composite_operations"]
 
 _LEVELS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 _FAMILIES = ("linear1d", "bilinear2d", "trilinear3d", "bicubic2d", "nearest1d", "nearest2d", "nearest3d")
@@ -28,7 +28,7 @@ def _overloads() -> list[Any]:
 
 
 @contextlib.contextmanager
-def whole_operations() -> Generator[None]:
+def composite_operations() -> Generator[None]:
     """Meanwhile, interpolation and a few others are traced as eager runs them.
 
     Taken apart into indexing and sums they would take several times the memory, and round in another order.

@@ -20,7 +20,7 @@ from torch._subclasses import FakeTensorMode, fake_impls
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["own_rules"]
+__all__ = ["fake_kernels_of_eager"]
 
 
 def _ctc_loss(
@@ -215,7 +215,7 @@ class _LengthsAsTensors(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def own_rules() -> Generator[None]:
+def fake_kernels_of_eager() -> Generator[None]:
     """Meanwhile, these rules stand before torch's."""
     _read_by_torch()
     _forget()

@@ -11,7 +11,7 @@ __all__ = ["quiet", "quiet_tracer"]
 
 @contextlib.contextmanager
 def quiet(*names: str) -> Generator[None]:
-    """Meanwhile, these loggers are silent: what they would say stands in the error that follows."""
+    """Silences these loggers meanwhile: the error that follows says the same."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -24,5 +24,5 @@ def quiet(*names: str) -> Generator[None]:
 
 
 def quiet_tracer() -> contextlib.AbstractContextManager[None]:
-    """Meanwhile, torch's tracer does not log a model's error."""
+    """Keeps torch's tracer from logging a model's error."""
     return quiet("torch._subclasses.fake_tensor")

@@ -1,4 +1,4 @@
-"""What the user asks of the results of an operation: kept for backward, or made again there."""
+"""Annotates the results of an operation: to be kept for backward, or to be made again there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SHOWN = 3
 
 
 class Policy(Enum):
-    """What is asked for the results of a forward operation."""
+    """Names what is asked of the results of a forward operation."""
 
     KEEP = "keep"
     """The operation runs once: what backward needs of it stays."""

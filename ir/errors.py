@@ -21,7 +21,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a node came from, as far as it is known.
+    """Locates a node in the user's model, as far as its origin is known.
 
     Args:
         module: Dotted path of the `nn.Module` that ran, such as `layer1.0.conv2`.
@@ -128,7 +128,7 @@ class UnsupportedError(IrcError):
 
 
 class BackwardError(UnsupportedError, RuntimeError):
-    """What only backward can tell, and autograd might let through: a RuntimeError, as autograd's own are."""
+    """Reports a fault that only backward shows; a RuntimeError, as autograd's own errors are."""
 
 
 class TimeLimitError(IrcError):

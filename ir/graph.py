@@ -63,7 +63,7 @@ class Region(Enum):
 
 
 class Trait(Enum):
-    """What a pass must know of a node beyond its operands."""
+    """Marks the properties of a node that a pass must know beyond its operands."""
 
     VIEW = "view"
     """Allocates nothing: its results alias an operand. Derived again at each use, for free."""
@@ -84,7 +84,7 @@ RUN_ONCE = frozenset({Trait.RANDOM, Trait.EFFECT, Trait.PINNED, Trait.NONDETERMI
 
 
 class Gradients(Enum):
-    """What becomes of the gradients of parameters."""
+    """Names how the gradients of parameters are released."""
 
     RETURNED = "returned"
     """They are delivered together when backward ends."""
@@ -180,7 +180,7 @@ class Node:
 
     @property
     def releases(self) -> Gradients | None:
-        """What the node does with the gradient of a parameter, its second operand; None for the others."""
+        """How the node releases the gradient of a parameter, its second operand; None for other nodes."""
         return _RELEASES.get(self.op)
 
     def __repr__(self) -> str:
@@ -188,7 +188,7 @@ class Node:
 
 
 class InputRole(Enum):
-    """What a graph input is to the user."""
+    """Names the user's view of a graph input."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -198,7 +198,7 @@ class InputRole(Enum):
 
 
 class OutputRole(Enum):
-    """What a graph output is to the user."""
+    """Names the user's view of a graph output."""
 
     OUTPUT = "output"
     GRADIENT = "gradient"
@@ -259,12 +259,12 @@ class OffloadedParameter:
 
     @property
     def storage(self) -> Storage:
-        """What comes and goes."""
+        """The storage that is copied."""
         return self.value.storage
 
     @property
     def name(self) -> str:
-        """What it is, in words."""
+        """A name for messages."""
         return f"optimizer state of {self.parameter}" if self.is_state else f"parameter {self.parameter}"
 
 
@@ -304,12 +304,12 @@ class Graph:
 
     @cached_property
     def offloaded_of(self) -> dict[Storage, OffloadedParameter]:
-        """The home of each storage that has one."""
+        """The offloaded parameter or state that each offloaded storage belongs to."""
         return {offloaded.storage: offloaded for offloaded in self.offloaded_parameters}
 
     @cached_property
     def state_of(self) -> dict[Storage, OffloadedParameter]:
-        """For each parameter whose optimizer's state has a home, by the parameter's storage, that home."""
+        """The offloaded state of each parameter's optimizer, by the parameter's storage."""
         storages = {i.target: i.value.storage for i in self.inputs if i.role is InputRole.PARAMETER}
         return {
             storages[offloaded.parameter]: offloaded
@@ -363,7 +363,7 @@ class Graph:
 
     @cached_property
     def tied(self) -> dict[Value, Value]:
-        """For each parameter the first one of the same storage and type: both name one tensor."""
+        """The first parameter of the same storage and type, for each parameter: both name one tensor."""
         first: dict[tuple[Storage, TensorType], Value] = {}
         parameters = (i.value for i in self.inputs if i.role is InputRole.PARAMETER)
         return {value: first.setdefault((value.storage, value.type), value) for value in parameters}
@@ -375,7 +375,7 @@ class Graph:
 
     @property
     def gradients(self) -> Gradients:
-        """What becomes of the gradients of parameters; all are treated alike."""
+        """The way in which the gradients of parameters are released; it is the same for all."""
         kinds = (node.releases for node in self.releases)
         return next(filter(None, kinds), Gradients.RETURNED)
 

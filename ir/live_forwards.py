@@ -1,4 +1,4 @@
-"""What other forwards in flight hold while one step runs.
+"""Counts the bytes that other forwards in flight hold while one step runs.
 
 A forward is in flight from its start until its backward has run. Let n of them be: all n forwards run, and
 then their backwards, one by one in any order, or all in one `backward()`. While one of the n calls runs, each
@@ -39,7 +39,7 @@ __all__ = ["Others", "gradient_bytes", "loss_waiting_bytes", "others_after", "ot
 
 @dataclass(frozen=True, slots=True)
 class Others:
-    """What other calls hold in one of the cases that may be the worst.
+    """Holds the bytes of other calls in one of the cases that may be the worst.
 
     Args:
         waiting: How many of them wait.
@@ -89,7 +89,7 @@ def _worst(cases: Iterable[Others]) -> tuple[Others, ...]:
 
 
 def loss_waiting_bytes(graph: Graph) -> int:
-    """What the loss of a waiting call holds, at the most: after its own forward, or after its backward."""
+    """Returns the most that the loss of a waiting call holds: after its forward, or after its backward."""
     return max(graph.loss_saved_bytes, _sum(graph.tangent_storages) + graph.loss_held_bytes)
 
 

@@ -111,7 +111,7 @@ def _demand(
 
 
 def stored_bytes(schedule: Schedule) -> dict[str, tuple[int, ...]]:
-    """For each tier that a schedule uses, the bytes that it holds after each instruction.
+    """Returns the bytes that each tier of a schedule holds after each instruction.
 
     A storage lies in its tier from the `Offload` on, until the `Wait` for the last copy of it; what has a
     home lies there all the time.

@@ -32,7 +32,7 @@ _RESERVED = {
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What happens to one forward storage, or to what lives in a tier between steps, and why.
+    """Holds the decision for one forward storage, or for an offloaded tensor, and its reason.
 
     Args:
         storage: Name of the storage in the program.
@@ -59,7 +59,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class TierUse:
-    """What a step copies to one tier and back.
+    """Counts what a step copies to one tier and back.
 
     Args:
         tier: Its name.
@@ -82,7 +82,7 @@ class TierUse:
 
 @dataclass(frozen=True, slots=True)
 class AnnotationEffect:
-    """What an annotation of the user did to the schedule.
+    """Says what an annotation of the user did to the schedule.
 
     Args:
         by: Who annotations, such as `irc.keep(layer3)`.
@@ -162,7 +162,7 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """How far the plan's time may be above the best, as a fraction of the best."""
+        """The most by which the plan's time exceeds the optimum, as a fraction of the optimum."""
         return max(self.overhead - self.lower_bound_overhead, 0.0) / (1 + self.lower_bound_overhead)
 
     def summary(self) -> str:
@@ -210,7 +210,7 @@ class Plan:
         return f"{self.forwards_in_flight} forwards, then their backwards in any order"
 
     def _gradient_rows(self) -> Iterator[tuple[str, str]]:
-        """How gradients are released, or what a step takes that finds `.grad` there."""
+        """Describes how gradients are released, or the memory of a step that finds `.grad` set."""
         released, there_bytes = _RELEASED[Gradients(self.gradients)], self.peak_with_gradients_bytes
         if released is not None:
             yield "gradients", released
@@ -222,7 +222,7 @@ class Plan:
 
     @property
     def _copies(self) -> Iterator[str]:
-        """What is copied to each tier, in one line."""
+        """Describes in one line what is copied to each tier."""
         planned_seconds = self.step_seconds * (1 + self.overhead)
         if self.offloaded_bytes:
             amount = format_bytes(self.offloaded_bytes)

@@ -113,7 +113,7 @@ def with_frees(graph: Graph, forward: Sequence[Node], backward: Sequence[Node]) 
 
 
 def _wanted_after(graph: Graph, order: Sequence[Node]) -> list[set[Storage]]:
-    """For each step, which of the storages it touches are read later, before they are allocated again."""
+    """Returns for each step the storages it touches that are read before they are allocated again."""
     wanted: set[Storage] = set()
     result: list[set[Storage]] = []
     for node in reversed(order):

@@ -1,4 +1,4 @@
-"""How a graph is called: from the user's nested arguments to the graph's inputs, and back out."""
+"""Maps the user's nested arguments to a graph's inputs, and its outputs to the user's result."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Autocast = tuple[tuple[str, str, bool], ...]
 
 
 class Origin(Enum):
-    """Where one output of the user's module comes from."""
+    """Names the origin of one output of the user's module."""
 
     COMPUTED = "computed"
     """The forward delivers it."""
@@ -27,7 +27,7 @@ class Origin(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """How one leaf of the user's result is made.
+    """Says how one leaf of the user's result is made.
 
     Args:
         origin: Where it comes from.

@@ -74,7 +74,7 @@ _TOKEN = re.compile(
 )
 _MAX_DEPTH = 64
 _OPTIONAL = {"loss_held_bytes": 0, "loss_saved_bytes": 0, "reserved_bytes": 0, "forwards_in_flight": 1}
-"""What a graph's first line says where it is not this."""
+"""The fields that a graph's first line states unless they have these values."""
 _LOCATION_FIELDS = (("module", "module"), ("onnx", "onnx_node"), ("source", "source"))
 
 

@@ -9,10 +9,10 @@ __all__ = ["Direction", "Tier"]
 
 
 class Direction(Enum):
-    """Which way a copy goes."""
+    """Names the direction of a copy."""
 
     OUT = "out"
-    """From the device to a tier."""
+    """Copies from the device to a tier."""
     IN = "in"
     """Back."""
 
@@ -46,5 +46,5 @@ class Tier:
         )
 
     def channel(self, direction: Direction) -> tuple[str, Direction | None]:
-        """What carries copies in a direction: equal for both where the tier has one channel."""
+        """The channel that carries copies in a direction; a tier with one channel has the same for both."""
         return self.name, direction if self.is_duplex else None

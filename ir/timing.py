@@ -1,4 +1,4 @@
-"""When everything in a schedule happens: the one place that knows what time a schedule takes."""
+"""Computes when each instruction of a schedule runs; no other module computes its time."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class StepTimes:
 
 
 def step_times(schedule: Schedule, seconds: Mapping[Node, float], tiers: Sequence[Tier] = ()) -> StepTimes:
-    """When each instruction of `schedule` runs, and each copy.
+    """Computes when each instruction of `schedule` runs, and each copy.
 
     Computations run one after the other. A copy is begun where its instruction stands, runs beside the
     computations once the channel is free, and delays them where a `Wait` comes before its end.

@@ -88,7 +88,7 @@ class TensorType:
 
 
 def allocation_bytes(payload_bytes: int, device: str) -> int:
-    """What the allocator of `device` takes for a storage of `payload_bytes`.
+    """Returns the bytes that the allocator of `device` takes for a storage of `payload_bytes`.
 
     The CPU allocator reports what was asked for; the CUDA caching allocator rounds up to 512 bytes.
     """

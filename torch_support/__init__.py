@@ -1,1 +1,1 @@
-"""What frontends, backends and the compiler share about torch."""
+"""Holds what frontends, backends and the compiler share about torch."""

@@ -1,4 +1,4 @@
-"""What automatic casting is on: part of what a graph is captured for, and of every call of its plan."""
+"""Reads the state of autocast, for which a graph is captured and which every call of its plan must have."""
 
 from __future__ import annotations
 

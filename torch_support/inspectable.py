@@ -1,4 +1,4 @@
-"""Which objects of a model are looked into for what they hold: those of its own code and its libraries."""
+"""Decides which objects of a model are opened: those of its own code and of the libraries that it uses."""
 
 from __future__ import annotations
 

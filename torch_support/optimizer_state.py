@@ -1,4 +1,4 @@
-"""What of an optimizer's state can live in a tier: plans count it, and modules move it."""
+"""Selects the part of an optimizer's state that can live in a tier: plans count it, and modules move it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How arguments and results nest: torch's trees, and dataclasses that torch's pytree does not know.
+"""Flattens arguments and results: torch's trees, and dataclasses that torch's pytree does not know.
 
 Such a dataclass is opened where tensors are somewhere within its object: into all that the object holds,
 fields and other attributes. It is made anew from that without `__init__` and `__post_init__`. An attribute
@@ -94,7 +94,7 @@ def flatten(
 
 
 def flatten_arguments(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """As `flatten`, with more leaves: what is in dataclasses without tensors, after the object itself.
+    """Flattens as `flatten` does, and adds the contents of dataclasses without tensors after each object.
 
     The leaves tell whether a call is the planned one: by the objects, as a forward may compare them, and by
     what they hold, as scripts change it. `pytree.tree_unflatten` gives the very objects.
@@ -160,7 +160,7 @@ def _holders(objects: _Objects, kinds: type | tuple[type, ...]) -> set[int]:
 
 
 def _within(value: Any, objects: _Objects, seen: set[int]) -> Iterator[dict[str, Any]]:
-    """What an object holds, and the dataclasses within it, without those that were seen."""
+    """Yields what an object and the dataclasses within it hold, without those that were seen."""
     waiting = deque([value])
     while waiting:
         each = waiting.popleft()
@@ -186,7 +186,7 @@ def is_openable(leaf: Any) -> bool:
 
 
 def _held(leaf: Any) -> dict[str, Any]:
-    """What an object holds: its slots that are set, and its `__dict__`."""
+    """Returns what an object holds: its slots that are set, and its `__dict__`."""
     slots = _slots(type(leaf))
     held = {name: slot.__get__(leaf) for name, slot in slots.items() if hasattr(leaf, name)}
     return held | getattr(leaf, "__dict__", {})

@@ -207,7 +207,7 @@ class Map:
 
 @dataclass(frozen=True)
 class Scanned:
-    """How a scan reads or stacks along an axis.
+    """Says how a scan reads or stacks along an axis.
 
     Args:
         axis: Of the whole.

@@ -1,4 +1,4 @@
-"""How large a file can make what irc computes from it at import.
+"""Bounds the size of what irc computes from a file at import.
 
 A few bytes can declare a constant of 10^18 elements. What a file stores is as large as the file; what follows
 from it is bounded here: one constant by 1 GiB or by 16 times what the file stores, whichever is more (packed
@@ -72,7 +72,7 @@ def stored_bytes(model: ir.Model) -> int:
 
 
 class Account:
-    """What has been computed from a file so far.
+    """Adds up what has been computed from a file so far.
 
     Args:
         stored: Bytes that the file stores.
@@ -197,7 +197,7 @@ class Bounded(TorchDispatchMode):
 
 
 def _parts(x: Tensor, *rest: Any) -> int:
-    """How many tensors `unbind` (one argument: the axis) or `split` (size, axis) makes of one."""
+    """Returns the number of tensors that `unbind` (one argument: the axis) or `split` (size, axis) makes."""
     if not x.ndim:
         return 1
     axis = rest[-1] if rest else 0

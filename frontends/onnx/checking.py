@@ -1,4 +1,4 @@
-"""What a file says of itself, held against what it holds, before anything of the declared size is made."""
+"""Checks what a file declares against its content, before anything of the declared size is made."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def _check_tensor(tensor: onnx.TensorProto, what: str, folder: str) -> None:
 
 
 def _typed(tensor: onnx.TensorProto, dtype: ir.DataType, count: int) -> tuple[int, int]:
-    """How many numbers the typed field must have, and how many it has."""
+    """Returns the number of elements that the typed field must have, and the number that it has."""
     if dtype in _IN_FLOATS:
         return count * _IN_FLOATS[dtype], len(tensor.float_data)
     if dtype in _IN_DOUBLES:

@@ -403,7 +403,7 @@ def _never_ends(body: ir.Graph) -> bool:
 
 
 def _empty(value: ir.Value) -> Static | None:
-    """What stacking no value gives, as far as the file says what one would be."""
+    """Returns the result of stacking zero values, as far as the file says what one would be."""
     dtype = torch_dtype(value.dtype)
     if dtype is None or value.shape is None or any(not isinstance(n, int) for n in value.shape):
         return None

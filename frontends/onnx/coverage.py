@@ -1,4 +1,4 @@
-"""Which operators of a model have a meaning here, and how messages call a node."""
+"""Finds the operators of a model that are covered, and names nodes for messages."""
 
 from __future__ import annotations
 

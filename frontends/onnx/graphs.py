@@ -26,5 +26,5 @@ def subgraphs(node: ir.Node) -> Iterator[ir.Graph]:
 
 
 def wanted(node: ir.Node) -> tuple[bool, ...]:
-    """Which outputs of a node are read."""
+    """Returns which outputs of a node are read."""
     return tuple(bool(o.name) and (bool(o.uses()) or o.is_graph_output()) for o in node.outputs)

@@ -1,4 +1,4 @@
-"""From a graph to a module."""
+"""Turns a graph into a module."""
 
 from __future__ import annotations
 
@@ -85,13 +85,13 @@ def from_model(
 
 
 class _Importer:
-    """A graph, from which programs for any sizes of its inputs are made.
+    """Imports a graph: traces programs for any sizes of its inputs.
 
     Args:
         model: The model, normalised.
         specs: Its inputs, but for those in `given`.
-        given: The inputs whose values are settled.
-        leaves: What becomes of its weights and constants.
+        given: The inputs whose values are bound at import.
+        initializers: The roles of its weights and constants.
     """
 
     def __init__(

@@ -78,7 +78,7 @@ class OnnxModule(nn.Module):
         onnx_names: The ONNX name of each parameter and buffer.
         stored: What becomes of each weight and constant of the file.
         path: The file; `None` for a model that came from memory.
-        settled: The inputs whose values were settled at import, with the values.
+        bound_at_import: The inputs whose values were bound at import, with the values.
         roles: What the user said at import about the roles of weights and constants.
         current_node: While running, the name of the ONNX node that runs; else `None`.
     """

@@ -104,7 +104,7 @@ def _is_list(wanted: onnx.defs.OpSchema.Attribute) -> bool:
 
 
 def _body_problem(node: ir.Node) -> str | None:
-    """How the graphs that a node carries differ in operands or results from the node, if they do."""
+    """Says how the subgraphs of a node differ from it in operands or results, if they do."""
     given, made = len(node.inputs), len(node.outputs)
     bodies = list(subgraphs(node))
     counts = [(len(body.inputs), len(body.outputs)) for body in bodies]
@@ -132,7 +132,7 @@ def _body_problem(node: ir.Node) -> str | None:
 
 @functools.cache
 def _kinds(op: str, version: int) -> tuple[str | None, ...]:
-    """For each operand, `integers` or `booleans` where it takes nothing else."""
+    """Returns `integers` or `booleans` for each operand that takes nothing else."""
     schema = _schema(op, version)
     if schema is None:
         return ()

@@ -1,4 +1,4 @@
-"""What is known of each value of a graph, and the steps that compute the rest.
+"""Evaluates a graph as far as it is known at import, and traces the steps that compute the rest.
 
 Nodes run once on fake tensors. What is constant folds; what has a known type becomes a step whose sizes are
 settled; and where a size or a type depends on data, the step settles it in each run.
@@ -47,7 +47,7 @@ _OF_SHAPES = ("Shape", "Size", "EyeLike")
 
 @dataclass(frozen=True, slots=True)
 class PartialValue:
-    """What is known of a value at import.
+    """Holds what is known of a value at import.
 
     Args:
         tensor: Its elements where it is constant, else a fake of its type; `None` where only a run tells.
@@ -91,7 +91,7 @@ class Tracer:
 
     Args:
         model: The model that is imported.
-        leaves: What becomes of its weights and constants.
+        initializers: The roles of its weights and constants.
         names: The names that weights have already, from an import of the same graph for other sizes.
     """
 
@@ -158,7 +158,7 @@ class Tracer:
         return self._lists.get(value)
 
     def known(self, value: ir.Value) -> PartialValue:
-        """What is known of a value; a list of known length gets a slot.
+        """Returns what is known of a value; a sequence of known length gets a slot.
 
         Raises:
             UsageError: IRC311 when nothing computes it.
@@ -232,7 +232,7 @@ class Tracer:
         return names[initializer.value]
 
     def operand(self, value: ir.Value | None) -> Operand:
-        """Where a step reads the value; gives a constant its place among the module's constants."""
+        """Returns the operand that reads the value; adds a constant to the module's constants."""
         if value is None:
             return Operand("absent")
         known = self.known(value)
@@ -243,14 +243,14 @@ class Tracer:
         return known.operand
 
     def tensor_operand(self, value: ir.Value | None) -> Operand:
-        """Where a step reads the value as a tensor, be it a constant."""
+        """Returns the operand that reads the value as a tensor, even if it is a constant."""
         operand = self.operand(value)
         if operand.kind == "constant":
             self.as_tensors.add(operand.index)
         return operand
 
     def output(self, value: ir.Value) -> Output:
-        """Where the value is read at the end; a list of known length is read element by element."""
+        """Returns the operands of an output; a sequence of known length is read element by element."""
         items = self._lists.get(value)
         if items is not None:
             return tuple(self.tensor_operand(item) for item in items)
@@ -284,7 +284,7 @@ class Tracer:
     def block(
         self, inputs: Sequence[tuple[ir.Value, PartialValue]], body: Callable[[], Sequence[ir.Value]]
     ) -> Block:
-        """What `body` traces, as a block.
+        """Traces `body` into a block.
 
         Args:
             inputs: The block's inputs, each in a slot of its own.

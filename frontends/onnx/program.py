@@ -1,4 +1,4 @@
-"""What an imported graph runs: its nodes in order."""
+"""Runs an imported graph: its nodes in order."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """Where a step reads a value: a slot that an earlier step filled, a weight, a constant, or nowhere."""
+    """Locates a value that a step reads: a slot that an earlier step filled, a weight or a constant."""
 
     kind: Literal["slot", "weight", "constant", "absent"]
     index: int = 0
@@ -105,7 +105,7 @@ class Step(Protocol):
 
     @property
     def title(self) -> str:
-        """What messages call it, such as `ai.onnx::Conv (opset 17)`."""
+        """The name for messages, such as `ai.onnx::Conv (opset 17)`."""
         ...
 
     @property
@@ -199,7 +199,7 @@ class NodeStep:
 
 
 def device_of(values: Iterable[Value]) -> torch.device:
-    """Where the first tensor is."""
+    """Returns the device of the first tensor."""
     return next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
 
 
@@ -209,17 +209,17 @@ def slots_of(operands: Iterable[Operand]) -> set[int]:
 
 
 def flat(outputs: Iterable[Output]) -> Iterator[Operand]:
-    """Where the outputs are read, those of lists one by one."""
+    """Yields the operands of the outputs, those of sequences one by one."""
     for output in outputs:
         yield from (output,) if isinstance(output, Operand) else output
 
 
 @dataclass(frozen=True)
 class Program:
-    """What a graph runs for some sizes of its inputs.
+    """Holds the steps that a graph runs for some sizes of its inputs.
 
     Args:
-        shapes: The shapes of the inputs that it is settled for; `None` where only a run tells.
+        shapes: The shapes of the inputs for which it is specialized; `None` if only a run knows.
         steps: In order.
         outputs: Where each output is, by name.
         output_shapes: As far as they are known.
@@ -238,7 +238,7 @@ class Program:
 
 
 class RunError(UsageError, RuntimeError):
-    """What only a run can tell of a graph and its inputs: a RuntimeError, as torch's own are."""
+    """Reports a fault of a graph and its inputs that only a run shows; a RuntimeError, as torch's own are."""
 
 
 # What a tracer raises where a step needs to see data.
@@ -267,7 +267,7 @@ def run(steps: Iterable[Step], frame: Frame) -> None:
 
 
 def _explained(step: Step, error: BaseException) -> IrcError:
-    """What to tell the user of a step that did not go."""
+    """Returns the error for a step that failed."""
     at = Location(onnx_node=step.name)
     if isinstance(error, _UNKNOWN):
         return UnsupportedError(

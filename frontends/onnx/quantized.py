@@ -70,7 +70,7 @@ _FLOATS = {ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.Data
 
 
 class Held:
-    """Which quantised values of a graph can stay in floats.
+    """Finds the quantised values of a graph that can stay in floats.
 
     A value can where all that its elements arrive at reads floats just as well, and gives floats, or gives
     quantised values of which the same holds.
@@ -91,7 +91,7 @@ class Held:
                 self._holds(node.outputs[0])
 
     def attributes(self, node: ir.Node) -> dict[str, int]:
-        """What a node that quantises gets beside its own attributes: whether it stays in floats."""
+        """Returns the attributes added to a node that quantises: whether it stays in floats."""
         if node.op_type not in _QUANTISE or not self._holds(node.outputs[0]):
             return {}
         if node.op_type != "QuantizeLinear":

@@ -1,4 +1,4 @@
-"""From a file to an ONNX graph that is whole, inlined and in order, or one clear error."""
+"""Reads a file into a complete, inlined and ordered ONNX graph, or raises one clear error."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _not_whole(path: str, error: Exception) -> UsageError:
 
 
 def _check(model: ir.Model, path: str) -> None:
-    """What random bytes and cut-off files lack."""
+    """Refuses files that lack what every ONNX model has: random bytes, and truncated files."""
     graph = model.graph
     if not model.ir_version or not (model.opset_imports or graph.opset_imports):
         raise UsageError(_BROKEN, f"{path} is not an ONNX model: it names no operator set", help=_BROKEN_HELP)

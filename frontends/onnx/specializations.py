@@ -1,4 +1,4 @@
-"""The programs of one graph: for the sizes of its import, for those that a tracer asks for, and for any."""
+"""Specializes one graph: for the sizes of its import, for those that a tracer asks for, and for any."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ _DTYPES = (
 
 
 class Placement:
-    """Where a module's constants are, and of which types: what `module.to(...)` has made of each type."""
+    """Records the devices and types that `module.to(...)` has given to a module's constants."""
 
     def __init__(self) -> None:
         self._samples = {dtype: torch.empty(0, dtype=dtype) for dtype in _DTYPES}
 
     def change(self, function: Callable[[Tensor], Tensor]) -> bool:
-        """Do to the samples what is done to the module's tensors; whether that changes anything."""
+        """Applies to the samples what is applied to the module's tensors; returns whether that changes them."""
         before = {dtype: (sample.device, sample.dtype) for dtype, sample in self._samples.items()}
         self._samples = {dtype: function(sample) for dtype, sample in self._samples.items()}
         return before != {dtype: (sample.device, sample.dtype) for dtype, sample in self._samples.items()}
@@ -57,12 +57,12 @@ class Placement:
 
 @dataclass(frozen=True)
 class _WithoutGraph:
-    """Stands in for what makes programs where there is no graph: the one for any sizes does for all.
+    """Stands in for a graph that is gone: it returns the program for any sizes, whatever is asked for.
 
     Args:
-        shapes: Those of the import.
-        program: The program for any sizes, without its tensors; else why there is none.
-        read: The constants that it reads as tensors, by their place.
+        shapes: The shapes of the import.
+        program: The program for any sizes, without its tensors; otherwise the reason why there is none.
+        read: The indices of the constants that it reads as tensors.
     """
 
     shapes: Shapes
@@ -71,7 +71,7 @@ class _WithoutGraph:
 
     @classmethod
     def of(cls, first: Program, make: Callable[[Shapes], Program]) -> _WithoutGraph:
-        """What is left of a graph; constants that equal those of the first program are the very same."""
+        """Keeps what remains without a graph; constants that equal those of the first program are shared."""
         try:
             program = make(tuple(None for _ in first.shapes))
         except IrcError as error:
@@ -81,7 +81,7 @@ class _WithoutGraph:
         return cls(first.shapes, replace(program, statics=statics, tensors={}), tuple(program.tensors))
 
     def __call__(self, shapes: Shapes) -> Program:
-        """The program for any sizes, whatever the shapes.
+        """Returns the program for any sizes, whatever the shapes.
 
         Raises:
             UnsupportedError: IRC324 when there is none.
@@ -102,10 +102,10 @@ def _content(static: Static) -> tuple[Any, ...]:
 
 
 class Specializations:
-    """The programs of a graph, made when a run needs them.
+    """Holds the programs of a graph, each made when a run needs it.
 
-    Where data are at hand, sizes that the import did not know are settled by each run anew, in one program
-    for any sizes. A tracer sees no data: it gets a program that is settled for the shapes it brings.
+    A run with data computes the sizes that the import did not know, in one program for any sizes. A tracer
+    does not see data: it gets a program that is specialized for the shapes of its inputs.
 
     Args:
         first: The program of the import; the module keeps its constants.
@@ -121,14 +121,14 @@ class Specializations:
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled: without the graph, the first program and the one for any sizes."""
+        """Pickles the first program and the one for any sizes, without the graph."""
         make = self._make
         if not isinstance(make, _WithoutGraph) and make is not None:
             make = None if self._is_open else _aside(_WithoutGraph.of, self.first, make)
         return {"first": self.first, "placement": self.placement, "make": make}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """What was pickled, or is copied."""
+        """Restores a pickled or copied object."""
         self.first, self.placement, self._make = state["first"], state["placement"], state["make"]
         self._others, self._lock = {}, threading.Lock()
 
@@ -146,7 +146,7 @@ class Specializations:
         return all(shape is None for shape in self.first.shapes)
 
     def change(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Make the constants of other programs as those of the first become: on a device, of a type."""
+        """Moves the constants of all programs as those of the first one: to a device, to a type."""
         if self.placement.change(function):
             self._others.clear()
 
@@ -208,7 +208,7 @@ class Specializations:
 
 
 def _aside(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """What a function returns where no mode of a tracer that runs the module is active."""
+    """Calls a function in another thread, in which no tracing mode is active."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(function, *args, **kwargs).result()
 

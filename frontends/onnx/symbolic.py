@@ -110,7 +110,7 @@ class _Prober:
     symbols: Mapping[str, bool]
     started: float = field(default_factory=time.monotonic)
     seconds: float = 0.0
-    """What the last look took."""
+    """The time that the last inference took."""
 
     @property
     def is_late(self) -> bool:
@@ -275,7 +275,7 @@ class _Expression:
 
 
 def _inferred(module: OnnxModule, symbols: Sequence[str]) -> dict[str, list[str]]:
-    """What onnxruntime says of each output's axes; nothing where it cannot tell."""
+    """Returns the axes that onnxruntime infers for each output; nothing if it cannot."""
     from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
 
     if module.path is None:

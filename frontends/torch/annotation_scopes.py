@@ -71,7 +71,7 @@ class Scopes:
         self.asked: dict[Annotation, None] = {}
         self._open: list[Scope] = []
         self._opened: list[int] = [0]
-        """How many stretches each call has opened."""
+        """The number of scopes that each call has opened."""
         self._nodes: list[tuple[str, Scope]] = []
         for name, module in root.named_modules():
             for path, value in module.__dict__.get(MARKS, ()):
@@ -84,7 +84,7 @@ class Scopes:
 
     @staticmethod
     def current() -> Scopes | None:
-        """Those of the capture that is under way in this thread."""
+        """The scopes of the capture that runs in this thread."""
         return getattr(Scopes._of_thread, "scopes", None)
 
     @contextlib.contextmanager
@@ -113,7 +113,7 @@ class Scopes:
         self._opened.append(len(scopes))
 
     def leave(self) -> None:
-        """What was entered last is left."""
+        """Leaves the scope that was entered last."""
         if len(self._opened) > 1 and (count := self._opened.pop()):
             del self._open[-count:]
 
@@ -162,7 +162,7 @@ _lock = threading.Lock()
 _users = 0
 _reentrant: Any = None
 _generator: Any = None
-"""What torch has, while captures are under way."""
+"""The attributes of torch that captures replace meanwhile."""
 
 
 class _Reentrant:

@@ -1,4 +1,4 @@
-"""What a model's Python code reads from its tensors: recorded in one run, and the same while it is traced."""
+"""Records what a model's Python code reads from its tensors in one run, and replays it while tracing."""
 
 from __future__ import annotations
 

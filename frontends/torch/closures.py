@@ -1,4 +1,4 @@
-"""What a function closes over."""
+"""Reads the values over which a function closes."""
 
 from __future__ import annotations
 

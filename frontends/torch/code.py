@@ -32,11 +32,11 @@ _WRAPPERS: dict[type, tuple[str, ...]] = {
     functools.cached_property: ("func",),
     type(functools.lru_cache(lambda: None)): ("__wrapped__",),
 }
-"""What stands for a function, with the attributes that hold it."""
+"""The classes of objects that wrap a function, with the attributes that hold it."""
 
 
 def code_reach(module: nn.Module, own: Iterable[HeldObject]) -> list[HeldObject]:
-    """What the code of a module leads to: its classes, and globals and closures of its functions.
+    """Lists what the code of a module leads to: its classes, and globals and closures of its functions.
 
     Of globals, those count that a function names which the forward reaches; others are other code's. Code of
     torch, numpy and Python counts for nothing. Functions of other files count where the code of the module's
@@ -84,7 +84,7 @@ class _Code:
 
     @property
     def size(self) -> int:
-        """How much was found."""
+        """The number of cells and globals that were found."""
         return len(self._cells) + sum(len(names & table.keys()) for table, names in self._tables.values())
 
     def holders(self) -> list[HeldObject]:

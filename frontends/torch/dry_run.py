@@ -37,7 +37,7 @@ def dry_run(function: Callable[..., Any]) -> Generator[None]:
 
 
 def _held_by(function: Any) -> Iterator[Any]:
-    """What a function can write to without naming a global."""
+    """Yields the objects to which a function can write without naming a global."""
     seen: set[int] = set()
     waiting: list[Any] = [function]
     while waiting:

@@ -39,7 +39,7 @@ _TENSOR = re.compile(r"\._(?:parameters|buffers)\['[^']+'\]$")
 
 
 def lifted_names(graph: fx.GraphModule) -> tuple[str | None, ...]:
-    """For each argument of a graph, the dotted name of the parameter or buffer that it is; None for others.
+    """Returns the dotted name of the parameter or buffer that each argument is; None for other arguments.
 
     Dynamo passes parameters and buffers as arguments. Names start at the object that its frame calls
     `self` (or whatever holds the model there).
@@ -62,7 +62,7 @@ def tensors_of_frame() -> list[Tensor]:
 
 
 def graph_name(graph: fx.GraphModule) -> str:
-    """Where in the user's code a graph begins, such as `model.py:12 in forward`."""
+    """Returns the place in the user's code at which a graph begins, such as `model.py:12 in forward`."""
     for node in graph.graph.nodes:
         where = _location(node)
         if node.op.startswith("call") and where is not None and where.source is not None:

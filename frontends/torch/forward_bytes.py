@@ -1,4 +1,4 @@
-"""What a forward takes that has no backward, found without computing anything."""
+"""Measures the memory of a forward without backward, without computing anything."""
 
 from __future__ import annotations
 

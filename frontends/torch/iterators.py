@@ -51,7 +51,7 @@ class _Untouched:
 
 @contextlib.contextmanager
 def untouched_iterators(places: Iterable[tuple[str, Any, Any]]) -> Generator[None]:
-    """Meanwhile, what a forward draws from the iterators of Python at these places is refused (IRC338).
+    """Refuses (IRC338) what a forward draws from the iterators of Python at these places.
 
     Args:
         places: The path of each item, the dict or list that holds it, and its key there.

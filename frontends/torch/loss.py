@@ -60,7 +60,7 @@ class AliveBytes(TorchDispatchMode):
 
 
 def loss_bytes(loss: Loss | None, result_leaves: list[Any], result_tree: Any) -> tuple[int, int, int]:
-    """What a loss takes beyond outputs and gradients: the most at once, after it, and before its backward.
+    """Returns the bytes of a loss beyond outputs and gradients: its peak, after it, and before its backward.
 
     Args:
         loss: A function from the module's result to a scalar. None stands for a loss that takes twice the
@@ -143,7 +143,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _times(output: Tensor) -> int:
-    """How often an output's bytes are counted for a loss that is not known."""
+    """Returns how often an output's bytes are counted for an unknown loss."""
     is_cast = output.dtype in (torch.bfloat16, torch.float16)
     return 6 if is_cast and torch.is_autocast_enabled(output.device.type) else 2
 

@@ -1,4 +1,4 @@
-"""What a module's attributes and its code reach in Python: looked at before and after a forward, put back."""
+"""Lists the objects that a module's attributes and code lead to, compares and restores them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _OF_ALL = (vars(random)["_inst"], vars(np.random)["mtrand"]._rand)
 
 
 Path = str | tuple["Path", Any, bool]
-"""How something is reached: in words, or a path, a key there, and whether it is one of a container."""
+"""The way to an object: in words, or a path, a key there, and whether it is a key of a container."""
 
 
 @dataclass(eq=False, frozen=True, slots=True)
@@ -104,12 +104,12 @@ class HeldObject:
 
     @property
     def path(self) -> str:
-        """How it is reached, such as `block.schedule` or `Model.cache`."""
+        """The path to it, such as `block.schedule` or `Model.cache`."""
         return _shown(self.where)
 
     @property
     def items(self) -> dict[Any, Any]:
-        """What it held, by name, key or position."""
+        """The content that it had, by name, key or position."""
         return self.held if isinstance(self.held, dict) else dict(enumerate(self.held))
 
     @property
@@ -134,7 +134,7 @@ class HeldObject:
         return store_of(self.value)
 
     def now(self) -> dict[Any, Any] | list[Any]:
-        """What it holds now."""
+        """Returns the content that it has now."""
         if self.names is not None:
             return _named(self.value, self.names)
         if issubclass(type(self.value), nn.Module):
@@ -144,7 +144,7 @@ class HeldObject:
         return _items(self.value) or {}
 
     def step_to(self, key: Any) -> Path:
-        """How one of its items is reached."""
+        """Returns the path to one of its items."""
         if issubclass(type(self.value), (types.CellType, np.ndarray)) or is_generator(self.value):
             return self.where
         return self.where, key, self.is_container
@@ -198,7 +198,7 @@ class HeldObject:
             _remember(value, key, old)
 
     def _put_back_elements(self) -> None:
-        """Of a set, takes out what is traced, and adds what is missing."""
+        """Takes traced elements out of a set, and adds those that are missing."""
         now = self.now()
         for item in now:
             if item not in self.items and holds_traced(item):
@@ -207,7 +207,7 @@ class HeldObject:
             set.add(self.value, item)
 
     def _put_back_positions(self) -> None:
-        """Of a list or deque, takes out what is traced, and puts numbers back where none came or went."""
+        """Takes traced elements out of a list or deque, and restores numbers if none came or went."""
         base, old, now = (
             base_of(type(self.value)),
             list(self.items.values()),
@@ -247,7 +247,7 @@ def own_reach(module: nn.Module, excused: Callable[[nn.Module], frozenset[str] |
 
 
 def reach_of(values: Iterable[Any]) -> list[HeldObject]:
-    """What some values are and lead to; not what is in tensors."""
+    """Lists what some values are and lead to, except what is in tensors."""
     return _walk([("", value) for value in values], is_own=True)
 
 
@@ -278,7 +278,7 @@ def holds_traced(value: Any) -> bool:
 
 
 def digest(value: Any, depth: int = 4) -> Any:
-    """What something holds as nested tuples; of what is neither plain nor looked into, the class."""
+    """Returns the content of an object as nested tuples; the class, if it is neither plain nor opened."""
     if is_plain(value):
         return value
     parts = _parts(value) if depth else None
@@ -327,7 +327,7 @@ def _by_key(held: dict[Any, Any] | list[Any]) -> dict[Any, Any]:
 
 
 def walk_from(holders: list[HeldObject]) -> list[HeldObject]:
-    """What some holders lead to, which are all the module's own or none is; nearest first."""
+    """Lists what some objects lead to, nearest first; all of them are the module's own, or none is."""
     roots = [
         (each.step_to(key), value)
         for each in holders
@@ -338,7 +338,7 @@ def walk_from(holders: list[HeldObject]) -> list[HeldObject]:
 
 
 def _walk(roots: list[tuple[Path, Any]], *, is_own: bool) -> list[HeldObject]:
-    """What these values are and lead to, nearest first."""
+    """Lists what these values are and lead to, nearest first."""
     waiting = deque((path, value, 0) for path, value in roots)
     seen: set[int] = set()
     found: list[HeldObject] = []
@@ -369,7 +369,7 @@ def _walk(roots: list[tuple[Path, Any]], *, is_own: bool) -> list[HeldObject]:
 
 
 def _parts(value: Any) -> tuple[dict[Any, Any] | list[Any], bool] | None:
-    """What something leads to, and whether it can change itself; None for what is not looked into."""
+    """Returns what an object leads to, and whether it can change itself; None if it is not opened."""
     kind = type(value)
     if kind is functools.partial:
         return partial_items(value), False
@@ -385,7 +385,7 @@ def _parts(value: Any) -> tuple[dict[Any, Any] | list[Any], bool] | None:
 
 
 def _items(value: Any) -> dict[Any, Any] | list[Any] | None:
-    """What something that can change holds; None for what is not looked into."""
+    """Returns the content of an object that can change; None if it is not opened."""
     kind = type(value)
     if issubclass(kind, CONTAINERS):
         return copied(value)
@@ -419,7 +419,7 @@ def _named(table: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def class_items(kind: type) -> dict[str, Any]:
-    """What is written down in a class, besides its methods."""
+    """Returns the attributes of a class except its methods."""
     return {
         name: value
         for name, value in dict(vars(kind)).items()

@@ -21,12 +21,12 @@ _POLICIES = {
     "PREFER_RECOMPUTE": Policy.PREFER_RECOMPUTE,
     "PREFER_CPU_OFFLOAD": Policy.PREFER_KEEP,
 }
-"""What torch's `CheckpointPolicy` means here."""
+"""The policies that correspond to torch's `CheckpointPolicy`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What is known of a traced operation.
+    """Notes what is known of a traced operation.
 
     Args:
         scopes: The stretches that it is in, outermost first.
@@ -113,7 +113,7 @@ def place_annotations(graph: Graph, notes: Mapping[str, Note], asked: Iterable[A
 
 
 def _annotation_in(scope: Scope, tag: str | None) -> Annotation | None:
-    """What is asked for in a stretch; torch's policy names it for the operation."""
+    """Returns the policy of a scope; torch's own policies decide for each operation."""
     if scope.annotation is not None or tag is None:
         return scope.annotation
     return Annotation(_POLICIES[tag], f"CheckpointPolicy.{tag}{scope.where}")

@@ -1,4 +1,4 @@
-"""Which line of the model's own code is running."""
+"""Finds the line of the model's own code that is running."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a forward does to its module besides computing a result: attributes, buffers, generators."""
+"""Watches what a forward does to its module besides computing a result: attributes, buffers, generators."""
 
 # Where torch keeps buffers, parameters and hooks has no public name.
 # pyright: reportPrivateUsage=false
@@ -294,7 +294,7 @@ def _hooks(module: nn.Module) -> Iterator[tuple[str, dict[int, Any]]]:
 
 
 def _tables(module: nn.Module) -> Iterator[Any]:
-    """What torch keeps of each module, and the lists and dicts of torch's own modules."""
+    """Returns the attributes that torch keeps of each module, and the lists and dicts of its own modules."""
     for child in module.modules():
         is_excused = _excused(child) is None
         for key, value in vars(child).items():
@@ -303,7 +303,7 @@ def _tables(module: nn.Module) -> Iterator[Any]:
 
 
 def _places(holders: list[HeldObject]) -> Iterator[tuple[str, Any, Any]]:
-    """Where iterators among the items of holders are, for those that can be replaced for a while."""
+    """Yields the places of iterators among the items of objects, if they can be replaced for a while."""
     for holder in holders:
         found = [key for key, value in holder.items.items() if is_iterator(value)]
         held = holder.store if found else None

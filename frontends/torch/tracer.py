@@ -81,7 +81,7 @@ DECOMPOSITIONS: dict[Any, Any] = {
     torch.ops.aten._neg_view.default: torch.ops.aten.neg.default,
     torch.ops.aten.native_dropout_backward.default: _dropout_backward,
 }
-"""What is traced as other operations than torch's tracer would write down.
+"""The operations that are traced as others than torch's tracer would choose.
 
 The first two are views that are a flag of the tensor, which a type does not tell: each is made, as its
 reader would.
@@ -90,7 +90,7 @@ reader would.
 
 @contextlib.contextmanager
 def unread_draws_stay() -> Generator[None]:
-    """Meanwhile, the tracer does not drop draws that nothing reads: they move the generator."""
+    """Keeps the tracer from dropping draws that nothing reads: they move the generator."""
     eliminate = fx.Graph.eliminate_dead_code
 
     def keeping(graph: fx.Graph, is_impure_node: Callable[[fx.Node], bool] | None = None) -> bool:

@@ -69,7 +69,7 @@ _SEEDED = torch.Tag.nondeterministic_seeded
 
 @dataclass(frozen=True)
 class Translation:
-    """What a traced joint graph becomes.
+    """Holds the translation of a traced joint graph.
 
     Args:
         graph: The training graph.
@@ -440,7 +440,7 @@ class _Translator:
         return value
 
     def _deliveries(self, results: _Results) -> tuple[Delivery, ...]:
-        """How the flat result is put together: AOTAutograd's view of which outputs alias what."""
+        """Returns the deliveries of the flat result: AOTAutograd says which outputs alias what."""
         info = self.joint._aot_state.fw_metadata.output_info
         delivered = [described for _, described in results.delivered(self.joint)]
         bases = [described for _, described in results.bases]
@@ -503,7 +503,7 @@ class _Results:
         return [*self.mutations, *self.plain, *self.bases]
 
     def delivered(self, joint: JointWithDescriptors) -> list[tuple[fx.Node, Any]]:
-        """What the forward itself hands over: outputs that alias nothing the caller has, and view bases."""
+        """Returns the outputs of the forward itself: those that alias nothing of the caller's, and view bases."""
         computed = (OutputType.non_alias, OutputType.unsafe_view_alias, OutputType.custom_function_view)
         info = joint._aot_state.fw_metadata.output_info
         kept = [pair for pair, alias in zip(self.plain, info, strict=True) if alias.output_type in computed]

@@ -1,4 +1,4 @@
-"""What the devices of a pipeline exchange: when they post receives, and wait for what they sent."""
+"""Plans what the devices of a pipeline exchange: when they post receives, and wait for sends."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _line(schedule: PipelineSchedule, line: Sequence[Action]) -> list[Action | E
 
 
 def receives_of(schedule: PipelineSchedule, action: Action) -> Expect | None:
-    """What an action needs to have received from another device."""
+    """Returns the receive that an action waits for; None if it needs nothing from another device."""
     source = _source(schedule, action)
     if source is None or schedule.device_of[source] == schedule.device_of[action.stage]:
         return None
@@ -151,12 +151,12 @@ def _runs(schedule: PipelineSchedule, lag: int) -> bool:
 
 
 def sent_values(graph: Graph, region: Region) -> tuple[Value, ...]:
-    """What a stage sends in forward or backward, in this order."""
+    """Returns the values that a stage sends in forward or backward, in order."""
     return tuple(n.operands[0] for n in graph.operations if n.op == SEND and n.region is region)
 
 
 def received_values(graph: Graph, region: Region) -> tuple[Value, ...]:
-    """What a stage receives in forward or backward, in the order in which it is sent."""
+    """Returns the values that a stage receives in forward or backward, in the order of their sends."""
     return tuple(n.values[0] for n in graph.operations if n.op == RECEIVE and n.region is region)
 
 

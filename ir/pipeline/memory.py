@@ -1,4 +1,4 @@
-"""How many bytes each device of a pipeline holds at the most during a step."""
+"""Bounds the bytes that each device of a pipeline holds during a step."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class StageMemory:
         return self.rest_bytes > 0
 
     def after(self, work: Work) -> int:
-        """What a micro-batch holds once some work has ended."""
+        """Returns the bytes that a micro-batch holds once some work has ended."""
         match work:
             case Work.FORWARD:
                 return self.held_bytes
@@ -130,7 +130,7 @@ def stage_memory(
 
 
 def borrowed_storages(lender: Schedule, schedule: Schedule) -> frozenset[Storage]:
-    """What a stage receives in forward and the stage that sends it holds until its own backward.
+    """Returns the storages received in forward that the sending stage holds until its own backward.
 
     Args:
         lender: Of the stage that sends.
@@ -161,7 +161,7 @@ def _without(
 
 
 def _let_go_bytes(schedule: Schedule, place: int, storages: Collection[Storage]) -> int:
-    """What a pipeline has let go of, though the caller of a whole graph would have it still.
+    """Returns the bytes that a pipeline has freed, though the caller of the graph would still hold them.
 
     A micro-batch's results are there until their gradients are made, and these until backward returns, at its
     pause too. What backward reads of either stays where it is counted.
@@ -223,7 +223,7 @@ def _first_send(schedule: Schedule, begin: int, end: int) -> int:
 
 
 def _passing_bytes(schedule: Schedule, begin: int, end: int) -> int:
-    """What is sent within some instructions and freed within them too."""
+    """Returns the bytes that are both sent and freed within some instructions."""
     steps = schedule.instructions[begin:end]
     sent: set[Storage] = set()
     for step in steps:
@@ -262,7 +262,7 @@ def device_peak_bytes(
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
-    """What each action takes."""
+    """Holds the memory of each action."""
 
     first: Sequence[StageMemory]
     last: Sequence[StageMemory]
@@ -279,9 +279,9 @@ def _device_peak(schedule: PipelineSchedule, memory: _Memory, device: int, lag: 
     there = sum(memory.first[stage].static_bytes for stage in stages)
     peak = there + max(memory.first[stage].update_bytes for stage in stages)
     held: dict[tuple[int, int], Action] = {}
-    """What each micro-batch in flight has done last in each stage."""
+    """The last work of each micro-batch in flight in each stage."""
     handed: dict[Action, int] = {}
-    """What a stage has sent to another one of this device, by the action that will receive it."""
+    """The bytes sent from a stage to another one of this device, by the action that will receive them."""
     for place, action in enumerate(line):
         key = action.stage, action.micro_batch
         held.pop(key, None)
@@ -315,7 +315,7 @@ def _device_peak(schedule: PipelineSchedule, memory: _Memory, device: int, lag: 
 
 
 def _counted(memory: _Memory, held: Mapping[tuple[int, int], Action], action: Action) -> StageMemory:
-    """What an action takes, without what it has from a stage that holds it, too."""
+    """Returns the memory of an action, without the values that a stage on this device holds already."""
     its = memory.of(action)
     lender = held.get((action.stage - 1, action.micro_batch))
     if its.borrowing is None or lender is None or lender.work is not Work.FORWARD:
@@ -326,7 +326,7 @@ def _counted(memory: _Memory, held: Mapping[tuple[int, int], Action], action: Ac
 def _leaving_bytes(
     schedule: PipelineSchedule, memory: _Memory, recent: Sequence[Action]
 ) -> dict[tuple[int, bool], int]:
-    """What the last actions sent to other devices and their stages do not keep: the last of each boundary.
+    """Returns the bytes that the last actions sent to other devices and do not keep, for each boundary.
 
     Args:
         schedule: In which order devices work.

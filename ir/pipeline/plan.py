@@ -14,7 +14,7 @@ _FORMAT = "irc-pipeline-2"
 
 @dataclass(frozen=True, slots=True)
 class StageSummary:
-    """What one stage does for a micro-batch.
+    """Describes the work of one stage for a micro-batch.
 
     Args:
         stage: Its place.
@@ -49,7 +49,7 @@ class StageSummary:
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """What was asked, what was chosen, what it takes and the proof of how good that is.
+    """Describes a pipeline: the request, the choice, its cost, and the proof of how good it is.
 
     Args:
         schedule: The name of the order of work.
@@ -87,21 +87,21 @@ class PipelinePlan:
 
     @property
     def devices(self) -> int:
-        """How many devices there are."""
+        """The number of devices."""
         return len(self.budget_bytes)
 
     @property
     def gap(self) -> float:
-        """How much longer than the bound a step is at the most, as a fraction of the bound."""
+        """The most by which a step is longer than the bound, as a fraction of the bound."""
         return self.step_seconds / self.bound_seconds - 1 if self.bound_seconds else 0.0
 
     @property
     def speedup(self) -> float:
-        """Of a step, over one device that computes nothing twice and has memory enough."""
+        """The speed-up of a step over one device with enough memory, which computes nothing twice."""
         return self.single_seconds / self.step_seconds if self.step_seconds else 1.0
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON; `from_json` reads it."""
+        """Writes the plan as JSON, which `from_json` reads."""
         return {"format": _FORMAT, **asdict(self), "gap": self.gap, "speedup": self.speedup}
 
     @staticmethod
@@ -133,7 +133,7 @@ class PipelinePlan:
         )
 
     def summary(self) -> str:
-        """For a person: the step, then a line for each stage and each device."""
+        """Describes the plan in text: the step, then a line for each stage and each device."""
         lines = [
             f"{'schedule':>16}  {self.schedule}: {len(self.stages)} stages on {self.devices} devices, "
             f"{self.micro_batches} micro-batches",

@@ -15,7 +15,7 @@ __all__ = ["Action", "InFlight", "PipelineSchedule", "Work", "in_flight", "in_fl
 
 
 class Work(Enum):
-    """What a stage does with a micro-batch."""
+    """Names the work of a stage on a micro-batch."""
 
     FORWARD = "F"
     """Its outputs."""
@@ -102,12 +102,12 @@ class PipelineSchedule:
 
     @property
     def stages(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         return len(self.device_of)
 
     @property
     def devices(self) -> int:
-        """How many devices there are."""
+        """The number of devices."""
         return len(self.lines)
 
     @property
@@ -235,7 +235,7 @@ _Result = tuple[int, Work, int]
 
 
 def result_of(action: Action) -> _Result:
-    """What others wait for: of a whole backward it is the gradients of the inputs, as of that part."""
+    """Returns the work that others wait for: a whole backward counts as its part for the inputs."""
     return action.stage, Work.INPUT_GRADIENT if action.hands_back else action.work, action.micro_batch
 
 

@@ -1,4 +1,4 @@
-"""What a pipeline schedule takes: when each action and each transfer runs, and the bytes on each device."""
+"""Simulates a pipeline schedule: when each action and each transfer runs, and the bytes on each device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """What a stage takes on its device, for one micro-batch unless it says otherwise.
+    """Holds the cost of a stage on its device, for one micro-batch unless a field says otherwise.
 
     Args:
         forward_seconds: Time of its forward.
@@ -73,7 +73,7 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """What one stage sends another for each micro-batch.
+    """Describes a transfer from one stage to another for each micro-batch.
 
     To a later stage it is activations, sent after forward; to an earlier one gradients, sent after the
     gradients of the inputs. Between stages of one device it takes no time.
@@ -98,7 +98,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class TimedAction:
-    """When a device does something."""
+    """Says when a device runs an action."""
 
     action: Action
     start_seconds: float
@@ -107,7 +107,7 @@ class TimedAction:
 
 @dataclass(frozen=True, slots=True)
 class TimedTransfer:
-    """When something goes from one device to another."""
+    """Says when a transfer between two devices runs."""
 
     transfer: Transfer
     micro_batch: int
@@ -119,7 +119,7 @@ class TimedTransfer:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPoint:
-    """The bytes of a device from a moment until the next one."""
+    """Holds the bytes of a device from one time until the next change."""
 
     seconds: float
     nbytes: int
@@ -315,7 +315,7 @@ def _times(schedule: PipelineSchedule, costs: _Costs, transfers: Sequence[Transf
 
 
 _BEFORE, _AFTER = -1, 1 << 60
-"""Where what a link does is put among a device's actions that begin or end at the same moment."""
+"""The order of a link's work before and after a device's actions that begin or end at the same time."""
 
 
 def _memory(
@@ -348,11 +348,11 @@ def _memory(
 
 
 _Change = tuple[float, int, int]
-"""When, where among what happens at that moment, and how many bytes come or go."""
+"""A time, the order among events of that time, and the bytes that are allocated or freed."""
 
 
 def _own_changes(costs: _Costs, line: Sequence[TimedAction]) -> list[_Change]:
-    """What a device's own actions take and give back."""
+    """Returns the bytes that a device's own actions allocate and free."""
     changes: list[_Change] = []
     for place, timed in enumerate(line):
         cost, work = costs.of(timed.action), timed.action.work
@@ -382,7 +382,7 @@ def _reader(sent: TimedTransfer, of: Mapping[Action, TimedAction]) -> TimedActio
 def _sent_changes(
     sent: TimedTransfer, of: Mapping[Action, TimedAction], ends: Mapping[Action, int], keeps_sent: bool
 ) -> list[_Change]:
-    """What the sender holds of a tensor once the stage that made it has let go of it."""
+    """Returns the bytes that a sender holds of a tensor once the stage that made it has freed it."""
     stage, nbytes = sent.transfer.source_stage, sent.transfer.nbytes
     if sent.transfer.is_forward and not keeps_sent:
         return []

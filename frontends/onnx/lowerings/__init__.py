@@ -1,4 +1,4 @@
-"""What each ONNX operator means in torch: one table, versioned by operator set."""
+"""Defines each ONNX operator in torch: one table, versioned by operator set."""
 
 from . import (
     activation,

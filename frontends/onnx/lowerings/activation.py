@@ -153,7 +153,7 @@ def dropout(c: Call) -> Result:
 
 @lowering("Dropout", since=12)
 def dropout_by_operand(c: Call) -> Result:
-    """As before; the ratio is an operand."""
+    """Lowers Dropout of later versions, of which the ratio is an operand."""
     return _dropout(c, float(c.number(1, "ratio")) if c.has(1) else 0.5)
 
 

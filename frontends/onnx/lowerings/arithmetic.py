@@ -71,7 +71,7 @@ def _of_unsigned(c: Call) -> bool:
 
 
 def _unsigned(c: Call, function: Callable[..., Tensor]) -> Tensor:
-    """What `function` gives for unsigned numbers, computed in int64."""
+    """Computes `function` for unsigned numbers in int64."""
     operands, op = c.all(), c.node.op
     dtype = operands[0].dtype
     if dtype is not torch.uint64:
@@ -288,7 +288,7 @@ def gemm(c: Call) -> Result:
 
 @lowering("Det", since=11)
 def determinant(c: Call) -> Result:
-    """Of each matrix of the last two axes."""
+    """Computes the determinant of each matrix of the last two axes."""
     x = c[0]
     return torch.linalg.det(x if x.dtype in (torch.float32, torch.float64) else x.float()).to(x.dtype)
 

@@ -28,7 +28,7 @@ def _heads(c: Call, index: int, count: str) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Bias:
-    """Which keys each query sees, and what is added to its scores.
+    """Holds the keys that each query sees, and what is added to its scores.
 
     Args:
         allowed: True where the query may look; `None` where it may look everywhere.

@@ -1,4 +1,4 @@
-"""From one element type to another, by value or by bits."""
+"""Casts from one element type to another, by value or by bits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def element_type(c: Call, code: int) -> torch.dtype:
 
 
 def cast_to(c: Call, x: Tensor, dtype: torch.dtype, saturate: bool = True) -> Tensor:
-    """To an element type; to one of eight bits through float32, and with `saturate` within its range."""
+    """Casts to an element type; to eight bits through float32, and with `saturate` within its range."""
     if x.dtype is dtype:
         return x
     if x.dtype in _NARROW:
@@ -49,7 +49,7 @@ def to_float8(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _to_power_of_two(c: Call, x: Tensor, saturate: bool, mode: str) -> Tensor:
-    """To float8_e8m0fnu, which holds an exponent only: 0 to 254 for 2**-127 to 2**127, and 255 for NaN."""
+    """Casts to float8_e8m0fnu, which holds only an exponent: 0 to 254 for 2**-127 to 2**127, 255 for NaN."""
     if mode not in ("up", "down", "nearest"):
         c.refuse(f"with round_mode={mode}")
     fraction, exponent = torch.frexp(x)  # x = fraction * 2**exponent, with a fraction from 1/2 to below 1
@@ -66,13 +66,13 @@ def _to_power_of_two(c: Call, x: Tensor, saturate: bool, mode: str) -> Tensor:
 
 @lowering("Cast", since=6)
 def cast(c: Call) -> Result:
-    """To another element type."""
+    """Casts to another element type."""
     return cast_to(c, c[0], element_type(c, c.int_("to", 0)), bool(c.int_("saturate", 1)))
 
 
 @lowering("CastLike", since=15)
 def cast_like(c: Call) -> Result:
-    """To the element type of the other operand."""
+    """Casts to the element type of the other operand."""
     return cast_to(c, c[0], c[1].dtype, bool(c.int_("saturate", 1)))
 
 

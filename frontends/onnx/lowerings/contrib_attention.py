@@ -19,7 +19,7 @@ def _heads(x: Tensor, count: int) -> Tensor:
 
 
 def _padding_bias(c: Call, index: int, batch: int, queries: int, keys: int, like: Tensor) -> Tensor | None:
-    """What is added to the scores for a mask: zero where it allows and `mask_filter_value` elsewhere."""
+    """Returns the bias of a mask for the scores: zero if it allows a key, else `mask_filter_value`."""
     filled = c.float_("mask_filter_value", -10000.0)
     if not c.has(index):
         return None

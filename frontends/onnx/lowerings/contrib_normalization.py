@@ -35,7 +35,7 @@ def _no_statistics(c: Call) -> None:
 
 @lowering("SkipLayerNormalization", domain=_DOMAIN)
 def skip_layer_normalization(c: Call) -> Result:
-    """Of a sum over the features; the sum is an output too."""
+    """Normalizes a sum over the features; the sum is an output too."""
     _no_statistics(c)
     total = c[0] + c[1] + c[4] if c.has(4) else c[0] + c[1]
     y = F.layer_norm(total, total.shape[-1:], c[2], c.optional(3), c.float_("epsilon", 1e-12))
@@ -44,7 +44,7 @@ def skip_layer_normalization(c: Call) -> Result:
 
 @lowering("SkipSimplifiedLayerNormalization", domain=_DOMAIN)
 def skip_simplified_layer_normalization(c: Call) -> Result:
-    """As before, without the mean."""
+    """Normalizes a sum over the features without subtracting the mean."""
     _no_statistics(c)
     total = c[0] + c[1] + c[3] if c.has(3) else c[0] + c[1]
     return F.rms_norm(total, total.shape[-1:], c[2], c.float_("epsilon", 1e-12)), None, None, total

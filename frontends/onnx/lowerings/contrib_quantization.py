@@ -79,7 +79,7 @@ def qlinear_average_pool(c: Call) -> Result:
 
 @lowering("QLinearConcat", domain=_DOMAIN)
 def qlinear_concat(c: Call) -> Result:
-    """What the operands stand for, joined and quantised."""
+    """Concatenates the numbers that the operands stand for, and quantises the result."""
     parts = [_real(c, i) for i in range(2, len(c), 3)]
     return _stored(c, torch.cat(parts, c.int_("axis", 0)), 0, c[2].dtype)
 

@@ -68,7 +68,7 @@ def conv(c: Call) -> Result:
 
 @lowering("ConvTranspose")
 def conv_transpose(c: Call) -> Result:
-    """Where torch's own padding cannot say it, the full result is computed and cropped."""
+    """Computes the full result and crops it if torch's own padding cannot express the padding."""
     x, weight, bias = c[0], c[1], c.optional(2)
     rank = x.ndim - 2
     if rank not in _CONV_TRANSPOSE:

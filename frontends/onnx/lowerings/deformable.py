@@ -47,7 +47,7 @@ def deform_conv(c: Call) -> Result:
 def _still(
     out: Sequence[int], kernel: Sequence[int], axis: int, stride: int, dilation: int, pad: int
 ) -> Tensor:
-    """Where along an axis each element of the kernel reads for each result, before it is moved."""
+    """Returns the position along an axis that each element of the kernel reads, without offsets."""
     results = np.indices(out)[axis].reshape(1, -1) * stride
     return torch.from_numpy(results + np.indices(kernel)[axis].reshape(-1, 1) * dilation - pad)
 

@@ -180,7 +180,7 @@ def cumulate(c: Call) -> Result:
 
 @lowering("NonZero", since=9)
 def non_zero(c: Call) -> Result:
-    """Where the elements are that are not zero; how many there are is part of the result's shape."""
+    """Returns the indices of the elements that are not zero; their number is part of the result's shape."""
     static = c.static(0)
     if static is None:
         return torch.nonzero(c[0]).t()

@@ -28,12 +28,12 @@ def _loss(c: Call, log_probabilities: Tensor) -> Tensor:
 
 @lowering("NegativeLogLikelihoodLoss", since=12)
 def negative_log_likelihood(c: Call) -> Result:
-    """Of log-probabilities, with classes on axis one."""
+    """Computes the loss of log-probabilities, with classes on axis one."""
     return _loss(c, c[0])
 
 
 @lowering("SoftmaxCrossEntropyLoss", since=12)
 def softmax_cross_entropy(c: Call) -> Result:
-    """Of scores, with classes on axis one; the log-probabilities are an output too."""
+    """Computes the loss of scores, with classes on axis one; the log-probabilities are an output too."""
     log_probabilities = F.log_softmax(c[0], 1)
     return _loss(c, log_probabilities), log_probabilities

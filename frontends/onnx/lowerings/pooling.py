@@ -155,7 +155,7 @@ def average_pool(c: Call) -> Result:
 
 
 def _window_counts(size: Sequence[int], w: _Windows, include: bool, dtype: torch.dtype) -> Tensor:
-    """How many elements each window averages over."""
+    """Returns the number of elements over which each window averages."""
     ones = torch.ones(1, 1, *size)
     if include:
         ones = pad_spatial(ones, w.before, w.declared, value=1.0)

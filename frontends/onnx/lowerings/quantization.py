@@ -150,7 +150,7 @@ def dequantize_linear(c: Call) -> Result:
 
 @lowering("DynamicQuantizeLinear", since=11)
 def dynamic_quantize_linear(c: Call) -> Result:
-    """To uint8, with the scale and zero point that the extremes ask for; see the module for its gradient."""
+    """Quantises to uint8, by the scale and zero point of the extremes; see the module for its gradient."""
     x, held = c[0], bool(c.int_("_held", 0))
     scale, zero = extremes(x)
     q = through(x / scale, ir.DataType.UINT8) if held else torch.round(x / scale)

@@ -35,7 +35,7 @@ def _drawn(c: Call, normal: bool, size: list[int], dtype: torch.dtype, device: t
 
 @lowering("RandomNormal", "RandomUniform")
 def random(c: Call) -> Result:
-    """Of a shape and a type."""
+    """Draws a tensor of a given shape and type."""
     anchor = c.literal(lambda: torch.empty(0))  # on the device of the module
     dtype = element_type(c, c.int_("dtype", 1))
     return _drawn(c, c.node.op == "RandomNormal", c.ints_("shape") or [], dtype, anchor.device)
@@ -43,7 +43,7 @@ def random(c: Call) -> Result:
 
 @lowering("RandomNormalLike", "RandomUniformLike")
 def random_like(c: Call) -> Result:
-    """Of the operand's shape, and its type where none is given."""
+    """Draws a tensor of the operand's shape, and of its type if none is given."""
     x = c[0]
     dtype = element_type(c, c.int_("dtype", 0)) if c.given("dtype") else x.dtype
     return _drawn(c, c.node.op == "RandomNormalLike", list(x.shape), dtype, x.device)

@@ -207,7 +207,7 @@ def _plain(c: Call, layer: _Layer, *names: str) -> bool:
 
 @lowering("LSTM")
 def lstm(c: Call) -> Result:
-    """As torch has it where it does; peepholes, coupled gates and cut-off activations step by step."""
+    """Runs torch's LSTM if it can; peepholes, coupled gates and clipped activations run step by step."""
     layer = _layer(c, ("Sigmoid", "Tanh", "Tanh"), 2, len(_LSTM_ORDER))
     coupled, static = bool(c.int_("input_forget", 0)), c.static(7)
     peeps = c.has(7) and (static is None or bool(static.array.any()))
@@ -243,7 +243,7 @@ def rnn(c: Call) -> Result:
 
 @lowering("GRU")
 def gru(c: Call) -> Result:
-    """As torch where the reset gate follows the matrix product; step by step where it precedes it."""
+    """Runs torch's GRU if the reset gate follows the matrix product; otherwise step by step."""
     layer = _layer(c, ("Sigmoid", "Tanh"), 1, len(_GRU_ORDER))
     reset_last = bool(c.int_("linear_before_reset", 0))
     if reset_last and _plain(c, layer, "sigmoid", "tanh"):

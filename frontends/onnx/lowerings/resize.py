@@ -52,7 +52,7 @@ class _Axis:
 
 @dataclass(frozen=True, slots=True)
 class _Filter:
-    """How elements around a place are weighed.
+    """Weighs the elements around a position.
 
     Args:
         name: The ONNX mode.
@@ -291,7 +291,7 @@ class _Cubic:
 
 
 def _native(x: Tensor, axes: Sequence[_Axis], transform: str, how: _Filter) -> dict[str, Any] | None:
-    """How torch's `interpolate` computes the same, if it does."""
+    """Returns the arguments with which torch's `interpolate` computes the same, or None."""
     pixels = transform in ("half_pixel", "half_pixel_symmetric") or (
         transform == "pytorch_half_pixel" and all(a.out > 1 for a in axes)
     )
@@ -342,7 +342,7 @@ def _blend(c: Call, x: Tensor, a: _Axis, source: _Numbers, how: _Filter) -> Tens
 
 
 def _taps(a: _Axis, source: _Numbers, how: _Filter) -> tuple[_Numbers, _Numbers]:
-    """For each result the elements that it reads, and their weights."""
+    """Returns the elements that each result reads, and their weights."""
     narrowing = min(a.scale, 1.0) if how.antialias else 1.0
     first = math.floor(-how.reach / narrowing) + 1
     base = np.ceil(source) - 1  # the element before the source

@@ -53,7 +53,7 @@ def sequence_at(c: Call) -> Result:
 
 @lowering("SequenceLength", since=11)
 def sequence_length(c: Call) -> Result:
-    """How many tensors the list holds."""
+    """Returns the number of tensors in the sequence."""
     length = len(c.list_(0))
     return c.literal(lambda: torch.tensor(length))
 

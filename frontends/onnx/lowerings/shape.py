@@ -75,7 +75,7 @@ def reshape(c: Call) -> Result:
 
 @lowering("Reshape")
 def reshape_by_attribute(c: Call) -> Result:
-    """As before; the shape is an attribute."""
+    """Reshapes as later versions do; the shape is an attribute."""
     return _reshape(c, c.ints_("shape") or [])
 
 
@@ -88,7 +88,7 @@ def _reshape(c: Call, target: Sequence[int]) -> Result:
 
 @lowering("Flatten")
 def flatten(c: Call) -> Result:
-    """To two axes, cut at `axis`."""
+    """Reshapes to two axes, split at `axis`."""
     x, axis = c[0], c.int_("axis", 1)
     axis += x.ndim if axis < 0 else 0
     return x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:]))

@@ -15,7 +15,7 @@ def string_concat(c: Call) -> Result:
 
 @lowering("StringNormalizer", since=10)
 def string_normalizer(c: Call) -> Result:
-    """Without the stop words, in upper or lower case; one empty string where nothing is left."""
+    """Removes the stop words and changes the case; returns one empty string if nothing is left."""
     words, action = c.text(0), c.str_("case_change_action", "NONE")
     c.str_("locale", "en_US")
     sensitive, stop = bool(c.int_("is_case_sensitive", 0)), c.strs_("stopwords") or []

@@ -70,7 +70,7 @@ _AXIS_AFTER = ("ConcatFromSequence", "Flatten", "OneHot")
 
 
 SETTLE = "where an input decides it, settle that input at import: from_onnx(path, constants={name: tensor})"
-"""What to do where a plan needs a value that only a run tells."""
+"""The help of errors about values that are known only at run time."""
 
 
 class NotConstant(UnsupportedError):
@@ -87,7 +87,7 @@ newest_opset = 28
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """What is fixed about a node when the graph is imported.
+    """Holds what is fixed about a node when the graph is imported.
 
     Args:
         name: The node's name, or its first output's when it has none.

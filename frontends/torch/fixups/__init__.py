@@ -1,1 +1,1 @@
-"""What torch traces otherwise than eager runs it, mended while a module is captured."""
+"""Corrects, while a module is captured, what torch traces otherwise than eager runs it."""

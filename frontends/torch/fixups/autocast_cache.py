@@ -92,7 +92,7 @@ def _share(graph: fx.Graph, casts: list[fx.Node], gradient: fx.Node) -> None:
 
 
 def _arriving(gradient: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
-    """How autograd has summed a gradient: the sums, and what they are of, each in order of arrival."""
+    """Describes how autograd has summed a gradient: the sums and their terms, each in order of arrival."""
     sums: list[fx.Node] = []
     arriving: list[fx.Node] = []
     node = gradient

@@ -29,7 +29,7 @@ def _overloads() -> list[Any]:
 
 @contextlib.contextmanager
 def composite_operations() -> Generator[None]:
-    """Meanwhile, interpolation and a few others are traced as eager runs them.
+    """Lets interpolation and a few others be traced as eager runs them, as one operation.
 
     Taken apart into indexing and sums they would take several times the memory, and round in another order.
     """

@@ -1,4 +1,4 @@
-"""What operations return where nothing is computed, for those for which torch has no rule, or a wrong one."""
+"""Defines fake kernels, which say what an operation returns without data, if torch's are missing or wrong."""
 
 # The rules for tensors without data have no public door.
 # pyright: reportPrivateUsage=false
@@ -216,7 +216,7 @@ class _LengthsAsTensors(TorchFunctionMode):
 
 @contextlib.contextmanager
 def fake_kernels_of_eager() -> Generator[None]:
-    """Meanwhile, these rules stand before torch's."""
+    """Puts these fake kernels before torch's own."""
     _read_by_torch()
     _forget()
     rules = fake_impls.op_implementations_dict
@@ -245,7 +245,7 @@ def _forget() -> None:
 
 @contextlib.contextmanager
 def _without(table: dict[Any, Any], keys: Iterable[Any]) -> Generator[None]:
-    """Meanwhile, a table has no entries of these keys from before."""
+    """Hides the entries of these keys in a table."""
     before = {key: table.pop(key) for key in keys if key in table}
     try:
         yield

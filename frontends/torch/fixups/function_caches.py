@@ -58,7 +58,7 @@ def forget_traced(caches: Iterable[Any]) -> None:
 
 
 def _held(cache: Any) -> list[Any]:
-    """What a cache refers to: the results, or a dict of them where it has no limit."""
+    """Returns what a cache refers to: the results, or a dict of them if its size is not limited."""
     return [found for found in gc.get_referents(cache) if not isinstance(found, (type, FunctionType))]
 
 

@@ -34,7 +34,7 @@ class StepwiseRNN(TorchFunctionMode):
 
 
 def _layer_by_layer(func: Any, args: tuple[Any, ...]) -> Any:
-    """What `func` returns for a stack of recurrent layers; it is called once for each.
+    """Calls `func` once for each of a stack of recurrent layers, and joins the results.
 
     Args:
         func: `torch.lstm` or another of its kind.

@@ -37,7 +37,7 @@ class TiedParameters:
 
     @contextlib.contextmanager
     def as_one(self) -> Generator[None]:
-        """Meanwhile, all places of a parameter hold the tensor that is at the first of them."""
+        """Lets all names of a parameter hold the tensor of the first name."""
         before: list[tuple[_Place, nn.Parameter | Tensor | None]] = []
         for (held, name), *others in self._groups:
             for place in others:

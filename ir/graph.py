@@ -130,7 +130,7 @@ class Node:
         region: Forward or backward.
         traits: See `Trait`.
         at: Where it came from.
-        annotation: What the user asks of the results; only of a forward operation that is no view.
+        annotation: What the user asks of the results; only of a forward operation that is not a view.
     """
 
     name: str

@@ -278,7 +278,7 @@ class Plan:
         """The plan of `to_json`; what else the data holds is left aside, what may be missing has its default.
 
         Raises:
-            UsageError: IRC402 when the data is no plan.
+            UsageError: IRC402 when the data is not a plan.
         """
         try:
             if data["format"] != _FORMAT:
@@ -297,7 +297,7 @@ class Plan:
             return plan
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(
-                "IRC402", f"this is no plan of irc: {error}", help=f"expected format {_FORMAT}"
+                "IRC402", f"this is not a plan of irc: {error}", help=f"expected format {_FORMAT}"
             ) from error
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -49,9 +49,9 @@ def parse_tiers(swap: str | Sequence[str]) -> tuple[TierRequest, ...]:
     amount; a folder of such a name is written `./200GiB`.
 
     Raises:
-        UsageError: IRC423 for what is no text or list of texts; IRC424 for another kind of tier; IRC425 for a
-            malformed amount; IRC426 for a tier that is named twice; IRC427 for a folder that is missing;
-            IRC428 for one that cannot be written to; IRC429 for a folder of a host.
+        UsageError: IRC423 if it is not a text or a list of texts; IRC424 for another kind of tier; IRC425 for
+            a malformed amount; IRC426 for a tier that is named twice; IRC427 for a missing folder; IRC428 for
+            a folder that cannot be written to; IRC429 for a folder of a host.
     """
     texts = [swap] if isinstance(swap, str) else list(swap) if _is_sequence(swap) else []
     if not texts or not all(_is_text(text) for text in texts):
@@ -75,7 +75,7 @@ def check_scratch(folder: str | Path) -> None:
     if not os.path.isdir(folder):
         raise UsageError(
             "IRC427",
-            f"{folder} is no folder" if os.path.exists(folder) else f"there is no folder {folder}",
+            f"{folder} is not a folder" if os.path.exists(folder) else f"there is not a folder {folder}",
             help="make it, or name another one, as disk:/scratch; an amount is written 200GiB",
         )
     try:
@@ -108,7 +108,7 @@ def _parse_tier(text: str) -> TierRequest:
     if name == "host" and "/" in folder:
         raise UsageError("IRC429", f"{text!r}: the host's memory has no folder", help=_HELP)
     if text.endswith(":") or (name == "host" and folder):
-        what = f"{folder!r} is no amount of memory" if folder else "nothing follows the colon"
+        what = f"{folder!r} is not an amount of memory" if folder else "nothing follows the colon"
         raise UsageError("IRC425", f"{text!r}: {what}", help=_HELP)
     capacity_bytes = _capacity_bytes(text, amount) if amount else None
     if name == "host":

@@ -35,7 +35,7 @@ def parse_budget(budget: int | str, baseline_bytes: int | None = None) -> int:
         baseline_bytes: What `%` refers to; None where only the form is to be checked (a percentage is 0).
 
     Raises:
-        UsageError: IRC401 when it is no positive amount of bytes; bits (`4Gb`) are refused.
+        UsageError: IRC401 when it is not a positive amount of bytes; bits (`4Gb`) are refused.
     """
     if not _is_number_or_text(budget):
         raise UsageError(
@@ -51,7 +51,7 @@ def parse_budget(budget: int | str, baseline_bytes: int | None = None) -> int:
         return int(Fraction(percent[1]) / 100 * (baseline_bytes or 0))
     amount = _AMOUNT.fullmatch(budget)
     if amount is None:
-        raise UsageError("IRC401", f"{budget!r} is no amount of memory", help=_HELP)
+        raise UsageError("IRC401", f"{budget!r} is not an amount of memory", help=_HELP)
     number, unit = amount.groups()
     if unit not in _UNITS:
         reason = " (a small b is for bits)" if unit.endswith("b") else ""

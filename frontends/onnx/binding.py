@@ -68,7 +68,7 @@ def bind_constants(graph: ir.Graph, constants: Mapping[str, Constant]) -> dict[s
             tensor = torch.as_tensor(constant)
         except (TypeError, ValueError, RuntimeError) as error:
             raise UsageError(
-                "IRC315", f"the value of the input {name!r} is no tensor: {error}", help="give numbers"
+                "IRC315", f"the value of the input {name!r} is not a tensor: {error}", help="give numbers"
             ) from error
         if not torch.can_cast(tensor.dtype, dtype):
             raise UsageError(
@@ -121,7 +121,7 @@ def bind_inputs(
 
 
 def declared_inputs(graph: ir.Graph) -> list[InputSpec]:
-    """Name and shape of each input as the graph has them; what is no tensor, or has no rank, has no shape."""
+    """Returns the name of each input and its shape in the graph; None for sequences and optionals."""
     values = [v for v in graph.inputs if not v.is_initializer()]
     kinds = (ir.SequenceType, ir.OptionalType)
     return [(v.name or "", None if isinstance(v.type, kinds) else _declared(v), None) for v in values]

@@ -183,7 +183,7 @@ class Bounded(TorchDispatchMode):
             with fake:
                 results = func(*faked(tuple(args)), **{k: faked(v) for k, v in kwargs.items()})
         except (DataDependentOutputException, DynamicOutputShapeException):
-            return  # what is found in an operand is no larger than a few times the operand
+            return  # what is found in an operand is not larger than a few times the operand
         for result in _tensors(results if isinstance(results, list | tuple) else (results,)):
             if nbytes(result) > self._limit:
                 self._refuse(result)

@@ -237,7 +237,7 @@ def _check_external(tensor: onnx.TensorProto, what: str, folder: str, nbytes: in
     fields = {entry.key: entry.value for entry in tensor.external_data}
     location = fields.get("location", "")
     if not location or "\0" in location:
-        raise refuse("which is no name of a file")
+        raise refuse("which is not the name of a file")
     path = os.path.join(folder, location)
     real, root = os.path.realpath(path), os.path.realpath(folder)
     if os.path.isabs(location) or os.path.commonpath([real, root]) != root:
@@ -246,7 +246,7 @@ def _check_external(tensor: onnx.TensorProto, what: str, folder: str, nbytes: in
         offset = int(fields.get("offset") or 0)
         length = int(fields["length"]) if fields.get("length") else nbytes
     except ValueError:
-        raise refuse("at an offset or of a length that is no number") from None
+        raise refuse("at an offset or of a length that is not a number") from None
     if offset < 0 or length < 0:
         raise refuse(f"at offset {offset:,} with {length:,} B: neither can be negative")
     if length != nbytes:
@@ -254,7 +254,7 @@ def _check_external(tensor: onnx.TensorProto, what: str, folder: str, nbytes: in
     if not os.path.lexists(path):
         raise refuse("which is missing")
     if not os.path.isfile(path):
-        raise refuse("which is no file")
+        raise refuse("which is not a file")
     present = os.path.getsize(path)
     if present < offset + length:
         raise refuse(f"which has {present:,} B of the {offset + length:,} B needed")

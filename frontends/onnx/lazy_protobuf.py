@@ -84,7 +84,7 @@ def parse(path: str) -> tuple[onnx.ModelProto, InPlace]:
         path: The file. What is not of the format is left to the parser, and to its error.
 
     Raises:
-        Exception: What the parser raises for a file that is no model.
+        Exception: What the parser raises for a file that is not a model.
     """
     place = InPlace(os.path.realpath(path))
     with open(path, "rb") as file:

@@ -43,7 +43,7 @@ Output: TypeAlias = "Operand | tuple[Operand, ...]"
 """One value, or the values of a list."""
 
 Shapes: TypeAlias = tuple["tuple[int, ...] | None", ...]
-"""A shape for each input or output; `None` where it is unknown, or the value is no tensor."""
+"""A shape for each input or output; `None` where it is unknown, or the value is not a tensor."""
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Frame:
             raise RunError(
                 "IRC318",
                 f"{kind} stands where the graph reads one tensor",
-                help="lists within lists are no values of ONNX: mend the file",
+                help="lists within lists are not values of ONNX: mend the file",
             )
         return value
 

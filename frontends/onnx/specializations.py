@@ -44,7 +44,7 @@ class Placement:
         self._samples = {dtype: torch.empty(0, dtype=dtype) for dtype in _DTYPES}
 
     def change(self, function: Callable[[Tensor], Tensor]) -> bool:
-        """Applies to the samples what is applied to the module's tensors; returns whether that changes them."""
+        """Applies to the samples what is applied to the module's tensors; tells whether they change."""
         before = {dtype: (sample.device, sample.dtype) for dtype, sample in self._samples.items()}
         self._samples = {dtype: function(sample) for dtype, sample in self._samples.items()}
         return before != {dtype: (sample.device, sample.dtype) for dtype, sample in self._samples.items()}

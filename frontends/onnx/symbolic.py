@@ -48,7 +48,7 @@ def output_shapes(module: OnnxModule) -> dict[str, Shape | None]:
 
     Returns:
         By output: for each axis its size, an expression over the symbols of the inputs such as
-        `floor(width/4) + 1`, or `?`; `None` where the shape depends on data, or the value is no tensor.
+        `floor(width/4) + 1`, or `?`; `None` where the shape depends on data, or the value is not a tensor.
     """
     symbols = _symbols(module)
     if not symbols:

@@ -51,7 +51,7 @@ def keep(module: nn.Module | None = None, /) -> nn.Module | Stretch:
         The module.
 
     Raises:
-        UsageError: IRC553 where it is no module, or one that was planned already.
+        UsageError: IRC553 if it is not a module, or one that was planned already.
     """
     return Stretch(Policy.KEEP) if module is None else mark(module, Policy.KEEP)
 
@@ -74,7 +74,7 @@ def recompute(module: nn.Module | None = None, /) -> nn.Module | Stretch:
         The module.
 
     Raises:
-        UsageError: IRC553 where it is no module, or one that was planned already.
+        UsageError: IRC553 if it is not a module, or one that was planned already.
     """
     return Stretch(Policy.RECOMPUTE) if module is None else mark(module, Policy.RECOMPUTE)
 
@@ -83,7 +83,7 @@ def unmark(module: _M, /) -> _M:
     """Takes back what `keep` or `recompute` asked for a module; annotations for submodules stay.
 
     Raises:
-        UsageError: IRC553 where it is no module, or one that was planned already.
+        UsageError: IRC553 if it is not a module, or one that was planned already.
     """
     _check(module)
     module.__dict__.pop(MARKS, None)

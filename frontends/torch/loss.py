@@ -115,7 +115,7 @@ def unused_outputs(loss: Loss, result_leaves: list[Any], result_tree: Any) -> fr
         Their places among the result's tensors.
 
     Raises:
-        UsageError: IRC341 when the loss fails, or is no scalar that depends on the result.
+        UsageError: IRC341 when the loss fails, or is not a scalar that depends on the result.
     """
     with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
         leaves = _stand_ins(result_leaves)
@@ -152,7 +152,7 @@ def _called(loss: Loss, result: Any) -> Tensor:
     """The loss of a result.
 
     Raises:
-        UsageError: IRC341 when it fails, or is no scalar that depends on the result.
+        UsageError: IRC341 when it fails, or is not a scalar that depends on the result.
     """
     help = "give a function from the module's result to a scalar tensor"
     try:

@@ -29,7 +29,7 @@ def flattened(result: Any) -> tuple[list[Any], pytree.TreeSpec]:
     """The leaves of a forward's result while it is traced, and how they nest; sizes stay what they are.
 
     Raises:
-        UnsupportedError: IRC342 for a tensor within an object that is no tree of torch's: a planned step
+        UnsupportedError: IRC342 for a tensor within an object that is not a tree of torch's: a planned step
             could not put its own tensor there.
     """
     leaves, tree = flatten(result, is_leaf=_is_size, kinds=_TRACED)
@@ -118,7 +118,7 @@ def _is_openable_for(leaf: Any, kinds: tuple[type, ...]) -> bool:
 
 
 def _hidden(leaves: Iterable[Any], kinds: tuple[type, ...]) -> Any:
-    """A leaf that is no tensor, with tensors of some kinds somewhere within; None where there is none."""
+    """A leaf that is not a tensor, with tensors of some kinds somewhere within; None where there is none."""
     seen: set[int] = set()
     return next((leaf for leaf in leaves if not isinstance(leaf, Tensor) and _holds(leaf, kinds, seen)), None)
 

@@ -44,7 +44,7 @@ class State:
         flipped: What the last run left with another number or text than it found.
         assigned: Where runs left a tensor that they computed.
         replaced: Buffers and parameters that the last run put others in the place of, with the reason why
-            that is no write into them.
+            that is not a write into them.
     """
 
     module: nn.Module
@@ -267,7 +267,7 @@ def _is_state(holder: HeldObject, old: Any, new: Any) -> bool:
 
 
 def _is_learned(holder: HeldObject, old: Any, new: Any) -> bool:
-    """Whether an object that is no module fills in what it has not known yet."""
+    """Whether an object that is not a module fills in what it has not known yet."""
     return holder.is_object and (old is None or old is ABSENT) and is_plain(new)
 
 

@@ -74,7 +74,7 @@ class Translation:
     Args:
         graph: The training graph.
         deliveries: How each tensor of the flat result is made.
-        constants: Tensors that the graph refers to and that are no parameter, buffer or input.
+        constants: Tensors that the graph refers to and that are not a parameter, buffer or input.
         notes: By the names of nodes, the stretches that annotations are about.
     """
 
@@ -98,7 +98,7 @@ def translate(joint: JointWithDescriptors) -> Translation:
     """The training graph of a joint graph that AOTAutograd traced from a flat module.
 
     Raises:
-        UnsupportedError: IRC334 for a value that is no tensor, IRC335 for an operation outside the
+        UnsupportedError: IRC334 for a value that is not a tensor, IRC335 for an operation outside the
             operator library, IRC336 for a mutated input that asks for a gradient, IRC337 for an old value
             read through a view, IRC339 for a draw whose order would change, IRC554 for a checkpoint policy
             that moves results to the host.
@@ -503,7 +503,7 @@ class _Results:
         return [*self.mutations, *self.plain, *self.bases]
 
     def delivered(self, joint: JointWithDescriptors) -> list[tuple[fx.Node, Any]]:
-        """Returns the outputs of the forward itself: those that alias nothing of the caller's, and view bases."""
+        """Returns the outputs of the forward itself: those that alias nothing, and the bases of views."""
         computed = (OutputType.non_alias, OutputType.unsafe_view_alias, OutputType.custom_function_view)
         info = joint._aot_state.fw_metadata.output_info
         kept = [pair for pair, alias in zip(self.plain, info, strict=True) if alias.output_type in computed]
@@ -572,7 +572,7 @@ def unknown_object(what: str, at: Location | None) -> UnsupportedError:
     """The error of a module that reads an object which is not a parameter, a buffer or an input of it."""
     return UnsupportedError(
         "IRC334",
-        f"the module reads {what}, which is no parameter, buffer or input of it",
+        f"the module reads {what}, which is not a parameter, buffer or input of it",
         at=at,
         help="register it as a parameter, or pass it as an argument",
     )

@@ -65,7 +65,7 @@ class Action:
         if match is None:
             raise UsageError(
                 "IRC460",
-                f"{text!r} is no action of a pipeline",
+                f"{text!r} is not an action of a pipeline",
                 help="write stage, F, B, I or W, and micro-batch, as 3F5",
             )
         return Action(int(match[1]), Work(match[2]), int(match[3]))
@@ -138,14 +138,14 @@ class PipelineSchedule:
         """The schedule that prints as `text`; it need not be valid.
 
         Raises:
-            UsageError: IRC460 where the text is no schedule.
+            UsageError: IRC460 if the text is not a schedule.
         """
         first, *rest = text.strip().splitlines() or [""]
         header = _HEADER.fullmatch(first.strip())
         if header is None:
             raise UsageError(
                 "IRC460",
-                f"{first!r} is no first line of a pipeline schedule",
+                f"{first!r} is not the first line of a pipeline schedule",
                 help="write: pipeline NAME: 8 micro-batches, stages on devices 0 1 2 3",
             )
         lines = [_LINE.fullmatch(line.strip()) for line in rest]
@@ -222,7 +222,8 @@ def _check_overlaps(schedule: PipelineSchedule) -> None:
         after = followed.get(action)
         if action.work is not Work.FORWARD or after is None or after.work is not Work.BACKWARD:
             raise VerificationError(
-                "IRC464", f"{action} and {after or 'nothing'} are no forward and whole backward that overlap"
+                "IRC464",
+                f"{action} and {after or 'nothing'} are not a forward and a whole backward that overlap",
             )
         if (after.stage, after.micro_batch) == (action.stage, action.micro_batch):
             raise VerificationError("IRC464", f"{action} cannot overlap with its own backward")

@@ -232,7 +232,7 @@ def plan(**changes: Any) -> Callable[[Path], None]:
         (truncate("weights.safetensors"), "weights.safetensors is damaged"),
         (lambda folder: (folder / "plan.json").write_text("[]"), "plan.json is damaged"),
         (lambda folder: (folder / "program.irc").write_bytes(b"\xff\xfe"), "program.irc is damaged"),
-        (plan(format="irc-plan-0"), "this is no plan of irc"),
+        (plan(format="irc-plan-0"), "this is not a plan of irc"),
         (plan(peak_bytes="all"), "peak_bytes is 'all'"),
         (plan(source={"path": "x"}), "plan.json is damaged"),
         (plan(deliveries=[{"origin": "nowhere", "index": 0, "view": None, "constant": None}]), "damaged"),

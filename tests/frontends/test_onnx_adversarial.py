@@ -478,7 +478,7 @@ def external(location: str, offset: str = "0", length: str = "48") -> TensorProt
         (external("w.bin", "0", "8"), "as 8 B, where the shape [3, 4] needs 48 B"),
         (external("w.bin", "0", "-48"), "with -48 B: neither can be negative"),
         (external("w.bin", "first"), "no number"),
-        (external("folder"), "which is no file"),
+        (external("folder"), "which is not a file"),
         (external(""), "no name of a file"),
         (external("a\0b"), "no name of a file"),
         (external("none.bin"), "which is missing"),

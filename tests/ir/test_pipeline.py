@@ -78,8 +78,8 @@ device 1: 1F0 1I0 1F1 1W0 1I1 1W1"""
         (SPLIT.replace("0W0", "0W0 0B0"), "IRC463", "stage 0 on micro-batch 0 is there whole, and in parts"),
         (SPLIT.replace("0I0 0W0", "0W0 0I0"), "IRC464", "0W0 of device 0 waits for 0I0"),
         (TEXT.replace("1F1 1B1", "1B1 1F1"), "IRC464", "1B1 of device 1 waits for 1F1"),
-        (TEXT.replace("0F0 0F1", "0F0+0F1"), "IRC464", "0F0 and 0F1 are no forward and whole backward"),
-        (TEXT.replace("0B0 0F2", "0B0+0F2"), "IRC464", "0B0 and 0F2 are no forward and whole backward"),
+        (TEXT.replace("0F0 0F1", "0F0+0F1"), "IRC464", "0F0 and 0F1 are not a forward and a whole backward"),
+        (TEXT.replace("0B0 0F2", "0B0+0F2"), "IRC464", "0B0 and 0F2 are not a forward and a whole backward"),
         (TEXT.replace("1F0 1B0", "1F0+1B0"), "IRC464", "1F0 cannot overlap with its own backward"),
         (
             TEXT.replace("0F0 0F1 0B0", "0F0 0F1+0B0").replace("1F0 1B0 1F1 1B1", "1F0 1F1 1B0 1B1"),

@@ -161,7 +161,7 @@ def _window(rows: int, columns: int, past: int, left: int, right: int) -> Tensor
 
 
 def _within(ahead: Tensor, left: int, right: int) -> Tensor:
-    """Where a key is not too far behind its query nor too far ahead of it; -1 is no bound."""
+    """Marks keys that are neither too far behind their query nor too far ahead; -1 sets no bound."""
     if left < 0:
         return ahead <= right
     return ahead >= -left if right < 0 else (ahead >= -left) & (ahead <= right)

@@ -102,6 +102,6 @@ def linear_classifier(c: Call) -> Result:
     c.int_("multi_class", 0)
     y = _transform(c)(_scores(c, _float(c)))
     if labels is None or len(labels) < 3 or len(labels) != y.shape[1]:
-        c.refuse("with labels that are no whole numbers, or with less than three classes")
+        c.refuse("with labels that are not whole numbers, or with less than three classes")
     named = c.literal(lambda: torch.tensor(labels, dtype=torch.int64))
     return named[y.argmax(1)], y

@@ -54,8 +54,8 @@ class Activations:
 def activations_of(c: Call, defaults: Sequence[str], directions: int) -> list[Activations]:
     """The activations of each direction; each takes its `alpha` and `beta` from the node's lists in turn.
 
-    `clip` bounds what the gates' activations get. The third of an LSTM, which reads the cell, is no gate's:
-    the standard's text could mean it too, and onnxruntime leaves it as it is.
+    `clip` bounds the operands of the gates' activations. The third one of an LSTM reads the cell and does not
+    belong to a gate: the standard's text could mean it too, but onnxruntime does not bound it.
     """
     names = [name.lower() for name in c.strs_("activations") or list(defaults) * directions]
     if len(names) != len(defaults) * directions:

@@ -125,7 +125,7 @@ class Call:
         weights: Which operands are parameters or buffers.
         training: Whether the module is in train mode.
         make_literal: Turns what follows from shapes alone into a tensor that lives with the module.
-        runs: Whether operands hold their elements, so that an operand that is no constant can be read too.
+        runs: Whether operands hold their elements, so that an operand that is not a constant can be read too.
     """
 
     node: NodeInfo

@@ -75,7 +75,7 @@ def check_scratch(folder: str | Path) -> None:
     if not os.path.isdir(folder):
         raise UsageError(
             "IRC427",
-            f"{folder} is not a folder" if os.path.exists(folder) else f"there is not a folder {folder}",
+            f"{folder} is not a folder" if os.path.exists(folder) else f"there is no folder {folder}",
             help="make it, or name another one, as disk:/scratch; an amount is written 200GiB",
         )
     try:

@@ -39,7 +39,7 @@ def check_export_target(source: str | os.PathLike[str], target: str | os.PathLik
     if goal.is_dir() or goal.suffix != ".onnx":
         raise UsageError("IRC320", f"{goal} is not the name of an ONNX file", help="write -o tuned.onnx")
     if not goal.absolute().parent.is_dir():
-        raise UsageError("IRC320", f"there is not a folder {goal.parent}", help="make it, or choose another")
+        raise UsageError("IRC320", f"there is no folder {goal.parent}", help="make it, or choose another")
     if goal.exists() and Path(source).exists() and goal.samefile(source):
         raise UsageError(
             "IRC320",

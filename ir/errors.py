@@ -102,7 +102,7 @@ class BudgetError(IrcError):
         code: Stable code.
         message: What is wrong.
         minimum_bytes: The smallest budget that is known to fit.
-        at: Where the peak is.
+        at: The operation at the peak.
         help: What to do next.
     """
 

@@ -102,7 +102,7 @@ keywords are what was measured of this step: `state_bytes`, `workspace_bytes`, `
 the part of the state that may live in a tier."""
 
 LOAD = "irc.load"
-"""The operation without operands that stands for a copy from its home while a schedule is searched for."""
+"""The operation without operands that stands for the copy of an offloaded parameter during a search."""
 
 SEND = "irc.send"
 """The operation (value, key) of a pipeline stage that sends a storage: to the next stage in forward, to
@@ -125,7 +125,7 @@ class Node:
         op: Qualified name, such as `aten.convolution.default`.
         arguments: Positional arguments; values may be nested in tuples.
         keywords: Keyword arguments, in order.
-        results: One value per result; None where the operation returns nothing there.
+        results: One value per result; None if the operation returns nothing there.
         is_sequence: The operation returns a tuple or list (even of one), not a single tensor.
         region: Forward or backward.
         traits: See `Trait`.
@@ -226,7 +226,7 @@ class Output:
     """A graph output.
 
     Args:
-        value: The value delivered; None where no gradient flows, or where a node of the graph releases it
+        value: The value delivered; None if no gradient flows, or if a node of the graph releases it
             (see `Graph.releases`).
         role: An output of the forward, or a gradient.
         target: Index of the output; for a gradient the target of the input it belongs to, prefixed by
@@ -248,7 +248,7 @@ class OffloadedParameter:
         value: A parameter's, or one of a storage of its own for the state of its optimizer: all of the state
             that can move, as bytes. It fills its storage.
         tier: Where it lives.
-        parameter: Dotted name of the parameter, the first one where it has several.
+        parameter: Dotted name of the parameter, the first one if it has several.
         is_state: Whether it is the state of the optimizer that applies the parameter's gradient.
     """
 
@@ -282,13 +282,13 @@ class Graph:
         loss_saved_bytes: What of it the loss holds from its forward to its backward, where other forwards run
             in between.
         reserved_bytes: What else exists before the step and after it, outside of the graph: the `.grad` that
-            gradients are accumulated into, or the state of the optimizers that apply them. State with a home
-            is part of it.
+            gradients are accumulated into, or the state of the optimizers that apply them. Offloaded
+            state is part of it.
         annotations: All that the user asks for, those that concern no node too.
         forwards_in_flight: How many forwards may have run whose backward has not (see `in_flight`).
         offloaded_parameters: The parameters, and states of optimizers, that live in a tier between steps.
 
-    All inputs but the tangents and what has a home are static: on the device before the step and after it.
+    All inputs but tangents and offloaded parameters are static: on the device before and after the step.
     """
 
     inputs: tuple[Input, ...]
@@ -352,7 +352,7 @@ class Graph:
     def static_bytes(self) -> int:
         """Bytes of parameters, buffers and constants, of the inputs of each forward in flight, and reserved.
 
-        Each storage counts once, those of inputs once for each forward. What has a home does not count.
+        Each storage counts once, those of inputs once for each forward. Offloaded ones do not count.
         """
         once = sum(storage.nbytes for storage in self.static_storages)
         more = sum(storage.nbytes for storage in self.call_storages) * (self.forwards_in_flight - 1)
@@ -390,12 +390,12 @@ class Graph:
 
     @cached_property
     def operations(self) -> tuple[Node, ...]:
-        """The nodes that a schedule runs: all but views, which are derived where they are used."""
+        """The nodes that a schedule runs: all but views, which are derived at their uses."""
         return tuple(node for node in self.nodes if not node.is_view)
 
     @cached_property
     def producers(self) -> dict[Storage, Node]:
-        """The operation that allocates each storage; inputs have none, and what has a home only a load."""
+        """The operation that allocates each storage; inputs have none, and offloaded ones only a load."""
         found: dict[Storage, Node] = {}
         inputs = self.static_storages | self.tangent_storages | self.offloaded_of.keys()
         for node in self.operations:
@@ -408,7 +408,7 @@ class Graph:
     def copyable_storages(self) -> frozenset[Storage]:
         """Storages that can go to a tier and back: made as one tensor that fills them, not the caller's.
 
-        What has a home goes there and back too; it is not among these.
+        Offloaded parameters are copied too; they are not among these.
         """
         found: set[Storage] = set()
         for storage, node in self.producers.items():

@@ -113,8 +113,8 @@ def _demand(
 def stored_bytes(schedule: Schedule) -> dict[str, tuple[int, ...]]:
     """Returns the bytes that each tier of a schedule holds after each instruction.
 
-    A storage lies in its tier from the `Offload` on, until the `Wait` for the last copy of it; what has a
-    home lies there all the time.
+    A storage lies in its tier from the `Offload` on, until the `Wait` for the last copy of it; an offloaded
+    parameter lies there all the time.
     """
     offloaded_parameters = schedule.graph.offloaded_of
     last: dict[Storage, int] = {}

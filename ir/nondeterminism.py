@@ -129,7 +129,7 @@ _LIBRARIES = ("aten", "prims", "irc")
 
 
 def nondeterminism(node: Node) -> str | None:
-    """Why running a node again on the same operands may give other numbers; None where it does not.
+    """Why running a node again on the same operands may give other numbers; None if it does not.
 
     Settings that make torch's kernels deterministic are left aside: they may change within a step.
 

@@ -42,7 +42,7 @@ class Decision:
         runs_again: How many times its operation runs again.
         seconds: Time of these runs.
         reason: Why, in words.
-        location: Where the operation comes from, or "".
+        location: The origin of the operation, or "".
         annotation: The annotation of the user that decided, or "".
     """
 
@@ -85,9 +85,9 @@ class AnnotationEffect:
     """Says what an annotation of the user did to the schedule.
 
     Args:
-        by: Who annotations, such as `irc.keep(layer3)`.
+        by: The annotation, such as `irc.keep(layer3)`.
         policy: What is asked for: the name of one of `Policy`.
-        effect: In words; it says so where there is none.
+        effect: The effect in words, also when there is none.
     """
 
     by: str
@@ -121,8 +121,8 @@ class Plan:
         decisions: One for each forward storage.
         seconds_to_plan: How long planning took.
         gradients: What becomes of the gradients of parameters: the name of one of `Gradients`.
-        reserved_bytes: What that takes from step to step: `.grad` where they are accumulated, the optimizers'
-            state where they are applied.
+        reserved_bytes: What that takes from step to step: `.grad` if they are accumulated, the optimizers'
+            state if they are applied.
         annotations: What each annotation of the user did. Overhead, bound, smallest budget and floor are
             those of schedules that honour them.
         forwards_in_flight: How many forwards may have run whose backward has not: all n run, then their
@@ -130,7 +130,7 @@ class Plan:
             too. A backward that retains its graph counts as one more.
         peak_with_gradients_bytes: Predicted peak where the `.grad` of all trained parameters is there from
             the start, so that the gradients are added to it when backward ends; forwards and backwards may
-            then follow each other in any order. None where the plan was written by an earlier version.
+            then follow each other in any order. None if the plan was written by an earlier version.
         tiers: What is copied to each tier that is used.
         exposed_seconds: Predicted time of a step in which copies are waited for; part of the overhead.
         offloaded_bytes: Parameters and optimizer state that live in a tier between steps; not part of
@@ -244,7 +244,7 @@ class Plan:
 
     @property
     def _annotations_in_force(self) -> list[str]:
-        """The annotations that the schedule must honour, in one line; none where there are none."""
+        """The annotations that the schedule must honour, in one line; none if there are none."""
         who = named_annotations(annotation.by for annotation in self.annotations if not annotation.is_hint)
         return [f"{who}; bound and smallest budget are of schedules that honour them"] if who else []
 

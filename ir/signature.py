@@ -75,7 +75,7 @@ class Signature:
     Args:
         in_tree: The framework's description of how `(args, kwargs)` nest (opaque here).
         out_tree: The same for the result.
-        leaves: For each leaf of the arguments: a `Slot` where it is a tensor, or else the constant that
+        leaves: For each leaf of the arguments: a `Slot` if it is a tensor, or else the constant that
             the graph was specialised to.
         deliveries: How each leaf of the result is made.
         modes: The `training` flag of every submodule at capture, by dotted path ("" is the root).

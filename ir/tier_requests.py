@@ -28,8 +28,8 @@ class TierRequest:
 
     Args:
         name: `host` or `disk`.
-        folder: Of a disk, where its scratch file goes, as an absolute path; empty for the host.
-        capacity_bytes: The most that the plan may hold there; None where the user does not say.
+        folder: The folder of a disk's scratch file, as an absolute path; empty for the host.
+        capacity_bytes: The most that the plan may hold there; None if the user does not say.
     """
 
     name: str

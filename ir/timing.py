@@ -69,7 +69,7 @@ class StepTimes:
 def step_times(schedule: Schedule, seconds: Mapping[Node, float], tiers: Sequence[Tier] = ()) -> StepTimes:
     """Computes when each instruction of `schedule` runs, and each copy.
 
-    Computations run one after the other. A copy is begun where its instruction stands, runs beside the
+    Computations run one after the other. A copy begins at its instruction, runs beside the
     computations once the channel is free, and delays them where a `Wait` comes before its end.
 
     Args:

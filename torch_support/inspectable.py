@@ -44,7 +44,7 @@ def slots_of(kind: type) -> tuple[str, ...]:
 
 
 def store_of(value: Any) -> dict[str, Any]:
-    """The `__dict__` of an object; an empty one where it has none."""
+    """The `__dict__` of an object; an empty one if it has none."""
     try:
         return object.__getattribute__(value, "__dict__")
     except AttributeError:

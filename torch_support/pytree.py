@@ -2,7 +2,7 @@
 
 Such a dataclass is opened where tensors are somewhere within its object: into all that the object holds,
 fields and other attributes. It is made anew from that without `__init__` and `__post_init__`. An attribute
-that is neither opened nor a tensor is then one object for all calls, also where each run of a forward makes
+that is neither opened nor a tensor is then one object for all calls, even if each run of a forward makes
 its own (`self.id = object()` in `__post_init__`).
 
 An object without tensors stays the very object. Nothing is registered for the user's class: for everybody
@@ -44,7 +44,7 @@ def _made(values: Any, context: Any) -> Any:
     kind, names = context
     made: Any = object.__new__(kind)
     for name, value in zip(names, values, strict=True):
-        object.__setattr__(made, name, value)  # also where it is frozen
+        object.__setattr__(made, name, value)  # even if it is frozen
     return made
 
 
@@ -173,7 +173,7 @@ def _within(value: Any, objects: _Objects, seen: set[int]) -> Iterator[dict[str,
 def is_openable(leaf: Any) -> bool:
     """Whether a leaf is an object of a dataclass that holds attributes and nothing else.
 
-    Not so where it is a module, a list, an exception and the like too, or where code stands between a name
+    Not so if it is a module, a list, an exception and the like too, or if code stands between a name
     and what is held under it.
     """
     kind = type(leaf)

@@ -178,7 +178,7 @@ def _declared(value: ir.Value) -> Shape | None:
 
 
 def _size(dim: int | ir.SymbolicDim) -> int | None:
-    """The size of an axis; `None` where it is open, which some exporters write as -1."""
+    """The size of an axis; `None` if it is open, which some exporters write as -1."""
     return dim if isinstance(dim, int) and dim >= 0 else None
 
 

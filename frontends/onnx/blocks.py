@@ -23,7 +23,7 @@ class Block:
     Args:
         inputs: The slots of its own inputs.
         steps: What it runs.
-        outputs: Where its outputs are.
+        outputs: The operands that it returns.
     """
 
     inputs: tuple[int, ...]

@@ -118,7 +118,7 @@ class Bounded(TorchDispatchMode):
         what: The node, for messages.
         at: Its name.
         limit: Bytes that the result of one operation may take.
-        fake: The mode on which a size is worked out first; `None` where results are fake already.
+        fake: The mode on which a size is worked out first; `None` if results are fake already.
     """
 
     def __init__(self, what: str, at: str, limit: int, fake: FakeTensorMode | None) -> None:

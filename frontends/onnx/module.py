@@ -185,7 +185,7 @@ class OnnxModule(nn.Module):
         )
 
     def shapes_for(self, sizes: Mapping[str, int]) -> Shapes:
-        """The shapes of the outputs for these sizes of the open axes; `None` where data decide.
+        """The shapes of the outputs for these sizes of the open axes; `None` if data decide.
 
         A module that was pickled has no graph to tell them from for other sizes than those of its import.
 

@@ -50,7 +50,7 @@ class PartialValue:
     """Holds what is known of a value at import.
 
     Args:
-        tensor: Its elements where it is constant, else a fake of its type; `None` where only a run tells.
+        tensor: Its elements if it is constant, else a fake of its type; `None` if only a run tells.
         operand: Where steps read it; `None` for a constant that no step has read yet.
     """
 

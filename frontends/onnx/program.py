@@ -43,7 +43,7 @@ Output: TypeAlias = "Operand | tuple[Operand, ...]"
 """One value, or the values of a list."""
 
 Shapes: TypeAlias = tuple["tuple[int, ...] | None", ...]
-"""A shape for each input or output; `None` where it is unknown, or the value is not a tensor."""
+"""A shape for each input or output; `None` if it is unknown, or the value is not a tensor."""
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Frame:
     """One run of a module.
 
     Args:
-        values: What is known now, by where it is read; slots come and go.
+        values: The known values, by operand; slots come and go.
         statics: The module's constants as plain data.
         training: Whether the module is in train mode.
         enter: Told the name of each node before it runs.
@@ -110,7 +110,7 @@ class Step(Protocol):
 
     @property
     def results(self) -> tuple[int | None, ...]:
-        """The slot of each result; `None` where nothing reads it."""
+        """The slot of each result; `None` if nothing reads it."""
         ...
 
     @property
@@ -138,7 +138,7 @@ class NodeStep:
     Args:
         node: What is fixed about it.
         lowering: What it means in torch.
-        operands: Where its operands come from.
+        operands: The operands that it reads.
         results: See `Step`.
         literals: Constants that the lowering worked out at import, in order.
         decided_late: Whether sizes or values that only a run tells decide what it does.

@@ -72,7 +72,7 @@ _FLOATS = {ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.Data
 class Held:
     """Finds the quantised values of a graph that can stay in floats.
 
-    A value can where all that its elements arrive at reads floats just as well, and gives floats, or gives
+    A value can if every operator at which its elements arrive reads floats as well, and gives floats, or
     quantised values of which the same holds.
 
     Args:
@@ -100,7 +100,7 @@ class Held:
         return {} if dtype is None else {"_held": 1, "output_dtype": int(dtype)}
 
     def widened(self, value: ir.Value, tensor: ir.TensorProtocol) -> torch.Tensor | None:
-        """A constant of two or four bits in a wider type, where it is only dequantised; else `None`."""
+        """A constant of two or four bits in a wider type, if it is only dequantised; else `None`."""
         dtype = _WIDER.get(tensor.dtype)
         if dtype is None or not self._arrives_only_where(value, self._dequantises):
             return None

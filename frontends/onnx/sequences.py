@@ -48,7 +48,7 @@ def import_sequence(tracer: Tracer, node: ir.Node) -> None:
 
 
 def _pick(tracer: Tracer, node: ir.Node, values: list[ir.Value], items: list[ir.Value]) -> None:
-    """Operators that take a position, which may be left out where it is the end."""
+    """Operators that take a position, which may be left out if it is the end."""
     at = {"SequenceAt": 1, "SequenceErase": 1, "SequenceInsert": 2}[node.op_type]
     inserts = node.op_type == "SequenceInsert"
     position = len(items) if inserts else -1

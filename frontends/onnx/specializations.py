@@ -116,7 +116,7 @@ class Specializations:
         self.first = replace(first, tensors={})
         self.placement = Placement()
         self._make: Callable[[Shapes], Program] | None = make
-        """None where there is only the first, which is the one for any sizes."""
+        """None if there is only the first, which is the one for any sizes."""
         self._others: dict[Shapes, Program | UnsupportedError] = {}
         self._lock = threading.Lock()
 

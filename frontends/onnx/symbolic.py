@@ -48,7 +48,7 @@ def output_shapes(module: OnnxModule) -> dict[str, Shape | None]:
 
     Returns:
         By output: for each axis its size, an expression over the symbols of the inputs such as
-        `floor(width/4) + 1`, or `?`; `None` where the shape depends on data, or the value is not a tensor.
+        `floor(width/4) + 1`, or `?`; `None` if the shape depends on data, or the value is not a tensor.
     """
     symbols = _symbols(module)
     if not symbols:
@@ -80,7 +80,7 @@ def output_shapes(module: OnnxModule) -> dict[str, Shape | None]:
 
 
 def some_sizes(module: OnnxModule) -> dict[str, int] | None:
-    """Sizes of the open axes that the graph takes, by symbol; `None` where none was found."""
+    """Sizes of the open axes that the graph takes, by symbol; `None` if none was found."""
     return next((sizes for sizes, _ in _probe(module, _symbols(module))), None)
 
 
@@ -122,7 +122,7 @@ class _Prober:
         return {symbol: leading if leads else other for symbol, leads in self.symbols.items()}
 
     def shapes(self, sizes: _Sizes) -> list[Any] | None:
-        """The shapes of the outputs; `None` where the graph does not take the sizes."""
+        """The shapes of the outputs; `None` if the graph does not take the sizes."""
         started = time.monotonic()
         try:
             return list(self.module.shapes_for(sizes))

@@ -50,7 +50,7 @@ FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 def torch_dtype(dtype: ir.DataType | int | None) -> torch.dtype | None:
-    """The torch element type of an ONNX one; `None` where torch has no ordinary equal, as for strings."""
+    """The torch element type of an ONNX one; `None` if torch has no ordinary equal, as for strings."""
     return None if dtype is None else _DTYPES.get(ir.DataType(dtype))
 
 
@@ -70,7 +70,7 @@ def onnx_tensor(tensor: torch.Tensor, name: str | None = None) -> ir.Tensor[Any]
 
 
 def torch_tensor(tensor: ir.TensorProtocol) -> torch.Tensor | None:
-    """A copy of an ONNX tensor in torch's own memory; `None` where torch lacks the element type."""
+    """A copy of an ONNX tensor in torch's own memory; `None` if torch lacks the element type."""
     dtype = torch_dtype(tensor.dtype)
     if dtype is None:
         return None

@@ -38,7 +38,7 @@ class Scope:
 
     Args:
         number: Distinguishes the calls of one capture.
-        annotation: What is asked for there; None where torch's policy says it for each operation.
+        annotation: What is asked for there; None if torch's policy says it for each operation.
         where: Where torch's checkpoint is called, as ` at model.py:12 in forward`, or "".
     """
 
@@ -105,7 +105,7 @@ class Scopes:
         return (*self._open, *(scope for path, scope in self._nodes if is_inside(onnx_node, path)))
 
     def enter(self, module: nn.Module, name: str | None) -> None:
-        """A submodule is called; `name` is its path, or None where the model has none for it."""
+        """A submodule is called; `name` is its path, or None if the model has none for it."""
         marks = module.__dict__.get(MARKS, ())
         what = name or type(module).__name__
         scopes = [self._scope(Policy(value), what) for path, value in marks if not path]

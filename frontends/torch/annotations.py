@@ -100,7 +100,7 @@ def mark(module: _M, policy: Policy, path: str = "") -> _M:
             nodes begin with up to a slash or a dot.
 
     Raises:
-        UsageError: IRC553 where nothing has this path, or the module is none or was planned already.
+        UsageError: IRC553 if nothing has this path, or the module is none or was planned already.
     """
     _check(module)
     names: tuple[str, ...] | None = getattr(module, "onnx_node_names", None)

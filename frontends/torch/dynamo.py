@@ -73,7 +73,7 @@ def graph_name(graph: fx.GraphModule) -> str:
 def capture_graph(
     graph: fx.GraphModule, args: Sequence[Any], names: Sequence[str | None]
 ) -> CapturedGraph | None:
-    """The training graph of `graph(*args)`; None where there is nothing to differentiate.
+    """The training graph of `graph(*args)`; None if there is nothing to differentiate.
 
     Args:
         graph: What Dynamo traced.

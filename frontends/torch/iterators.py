@@ -83,7 +83,7 @@ def _is_of_iterators(kind: type) -> bool:
 
 
 def _get(held: Any, key: Any) -> Any:
-    """An item of a dict or list; None where it is gone."""
+    """An item of a dict or list; None if it is gone."""
     try:
         return base_of(type(held)).__getitem__(held, key)
     except LookupError:

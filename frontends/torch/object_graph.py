@@ -125,7 +125,7 @@ class HeldObject:
 
     @property
     def store(self) -> Any:
-        """The dict or list in which its items are; None where they are elsewhere, or cannot be replaced."""
+        """The dict or list in which its items are; None if they are elsewhere, or cannot be replaced."""
         kind = cast("type[Any]", type(self.value))
         if issubclass(kind, (dict, list)):
             return self.value

@@ -118,7 +118,7 @@ def _is_openable_for(leaf: Any, kinds: tuple[type, ...]) -> bool:
 
 
 def _hidden(leaves: Iterable[Any], kinds: tuple[type, ...]) -> Any:
-    """A leaf that is not a tensor, with tensors of some kinds somewhere within; None where there is none."""
+    """A leaf that is not a tensor, with tensors of some kinds somewhere within; None if there is none."""
     seen: set[int] = set()
     return next((leaf for leaf in leaves if not isinstance(leaf, Tensor) and _holds(leaf, kinds, seen)), None)
 

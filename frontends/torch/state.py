@@ -173,7 +173,7 @@ class State:
                 "IRC338",
                 f"the forward assigns a tensor to the attribute {assigned[0]} "
                 f"({len(assigned)} such attributes)",
-                help="return the tensor, or register a buffer and write into it with copy_(); where it is a "
+                help="return the tensor, or register a buffer and write into it with copy_(); if it is a "
                 "cache, call the module once before, so that it is full",
             )
         if self.replaced:

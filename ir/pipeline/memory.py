@@ -25,9 +25,9 @@ class StageMemory:
         forward_bytes: The most during forward, with the loss, where what is sent stays until it has ended.
         held_bytes: Between forward and backward.
         backward_bytes: The same during backward, or during its part up to the pause.
-        paused_bytes: Between the two parts of backward; 0 where it has one.
+        paused_bytes: Between the two parts of backward; 0 if it has one.
         rest_bytes: The most during the second part, where what was sent in the first and kept stays until the
-            second has ended; 0 where there is none.
+            second has ended; 0 if there is none.
         arriving: Bytes received for forward and for backward.
         passing: Bytes sent in forward and in backward that the stage itself does not keep then: they are
             there until they have arrived.
@@ -35,7 +35,7 @@ class StageMemory:
             same boundary before may still be there.
         update_bytes: The most that an optimizer's step for a parameter takes, after all micro-batches.
         borrowing: The same without what the stage before it, on the same device, has handed over and holds
-            itself from the end of its forward to its backward; None where there is nothing of the kind.
+            itself from the end of its forward to its backward; None if there is nothing of the kind.
     """
 
     static_bytes: int
@@ -164,7 +164,7 @@ def _let_go_bytes(schedule: Schedule, place: int, storages: Collection[Storage])
     """Returns the bytes that a pipeline has freed, though the caller of the graph would still hold them.
 
     A micro-batch's results are there until their gradients are made, and these until backward returns, at its
-    pause too. What backward reads of either stays where it is counted.
+    pause too. What backward reads of either stays counted.
 
     Args:
         schedule: Of a stage.
@@ -216,7 +216,7 @@ def _arriving_bytes(schedule: Schedule, region: Region) -> int:
 
 
 def _first_send(schedule: Schedule, begin: int, end: int) -> int:
-    """The first of some instructions that sends; the end where none does."""
+    """The first of some instructions that sends; the end if none does."""
     steps = enumerate(schedule.instructions[begin:end], begin)
     sending = (place for place, step in steps if isinstance(step, Compute) and step.node.op == SEND)
     return next(sending, end)

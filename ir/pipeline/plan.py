@@ -19,7 +19,7 @@ class StageSummary:
     Args:
         stage: Its place.
         device: Where it runs.
-        first: Where its first operation comes from, in words.
+        first: The origin of its first operation, in words.
         operations: How many operations of the model it runs forward.
         parameter_bytes: Of its parameters.
         forward_seconds: Predicted time of its forward.
@@ -57,7 +57,7 @@ class PipelinePlan:
         budget_bytes: Of each device.
         speeds: Of each device, beside the one that costs are for.
         device_names: What each device was called; empty texts where that was left open.
-        optimizer: Whose state and steps are counted; None where none is.
+        optimizer: Whose state and steps are counted; None if none is.
         peak_bytes: Predicted, of each device.
         step_seconds: Predicted time of a step.
         bound_seconds: No partition takes less on these devices.

@@ -29,12 +29,12 @@ class StageCost:
         forward_seconds: Time of its forward.
         input_gradient_seconds: Time of the part of its backward for its inputs.
         weight_gradient_seconds: Time of the part for its parameters.
-        backward_seconds: Time of its backward in one; None where it is the sum of both parts.
+        backward_seconds: Time of its backward in one; None if it is the sum of both parts.
         static_bytes: What is there for the whole step: parameters, gradients, optimizer state.
         held_bytes: What a micro-batch holds from the start of its forward until the end of its backward, or
             of the part for the inputs. With its outputs, without buffers for what it receives.
         held_after_input_bytes: What it holds from there until the end of the part for the parameters.
-        working_bytes: What each kind of work takes more, while it runs; none where it is not named.
+        working_bytes: What each kind of work takes more, while it runs; none if it is not named.
     """
 
     forward_seconds: float
@@ -133,7 +133,7 @@ class PipelineTimeline:
         lines: What each device does, in order.
         transfers: Those between devices; of each link in the order in which they go.
         memory: The bytes of each device, from the start of the step; the last number holds until its end.
-            What happens at one moment is one point after the other.
+            Changes at one time are one point after the other.
     """
 
     lines: tuple[tuple[TimedAction, ...], ...]
@@ -193,13 +193,13 @@ def simulate_pipeline(
         transfers: What stages send each other, at most one for each pair and direction.
         last_costs: Of the last micro-batch, where they differ; their static bytes do not count.
         keeps_received: Whether there is a buffer for each micro-batch of each transfer during the whole step,
-            as torch.distributed.pipelining has them, also where both stages are on one device; else there is
+            as torch.distributed.pipelining has them, even if both stages are on one device; else there is
             one from the start of a transfer until the work that reads it has ended.
         keeps_sent: Whether what was sent stays until the step ends, as under all schedules of torch but
             Schedule1F1B; else gradients stay until their transfer has ended, activations while they are held.
 
     Returns:
-        Times in seconds from the start of the step. Where a transfer begins or ends at the very moment of
+        Times in seconds from the start of the step. If a transfer begins or ends at the very time of
         something else, the larger number of bytes is counted.
 
     Raises:

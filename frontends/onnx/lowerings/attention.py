@@ -31,7 +31,7 @@ class _Bias:
     """Holds the keys that each query sees, and what is added to its scores.
 
     Args:
-        allowed: True where the query may look; `None` where it may look everywhere.
+        allowed: True where the query may look; `None` if it may look at every key.
         added: A float mask; `None` without one.
         empty_rows: Whether a query may be left with no key at all.
     """

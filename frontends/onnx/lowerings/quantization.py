@@ -1,6 +1,6 @@
 """Quantisation: to and from whole numbers, and products of them.
 
-QuantizeLinear gives whole numbers, which have no gradient. Where its result is only turned back into floats,
+QuantizeLinear gives whole numbers, which have no gradient. If its result is only turned back into floats,
 directly or through operators that move data, the importer keeps it in a float tensor (the attribute `_held`),
 and then it has the **straight-through** gradient: rounding counts as the identity. So with `q = x / scale`,
 whose nearest whole number the range of the type cuts to `[low - zero, high - zero]`, a pair of QuantizeLinear
@@ -13,7 +13,7 @@ and DequantizeLinear gives
 - to a zero point none, for it is whole.
 
 DynamicQuantizeLinear and the QLinear operators have it too; the scale and zero point of the first count as
-given. A MatMulInteger or ConvInteger hands it on where its result is cast to floats. Whole numbers that are
+given. A MatMulInteger or ConvInteger hands it on if its result is cast to floats. Whole numbers that are
 outputs of the graph, or that anything else reads, have no gradient.
 """
 

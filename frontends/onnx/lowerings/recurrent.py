@@ -39,9 +39,9 @@ class _Layer:
         reverse: For each direction, whether it runs backwards.
         batch_first: Whether the node keeps the batch before time.
         activations: For each direction.
-        lengths: How long each sample is; `None` where all are as long as the input.
+        lengths: How long each sample is; `None` if all are as long as the input.
         steps: The steps of time, as a column; `None` like the lengths.
-        valid: Which samples still run in each step; `None` where all do.
+        valid: Which samples still run in each step; `None` if all do.
     """
 
     x: Tensor

@@ -31,7 +31,7 @@ class _Axis:
         size: Its size in the operand.
         out: Its size in the result.
         scale: How many results there are for each element.
-        start: Where the part to resample begins, as a share of the axis.
+        start: The start of the part to resample, as a share of the axis.
         end: Where it ends.
     """
 
@@ -350,7 +350,7 @@ def _taps(a: _Axis, source: _Numbers, how: _Filter) -> tuple[_Numbers, _Numbers]
     weights = how.weight(np.abs(taps - source[:, None]) * narrowing)
     if how.exclude:
         inside = (taps >= 0) & (taps < a.size)
-        # Where nothing is inside, the outermost element is left.
+        # If nothing is inside, the outermost element is left.
         weights = np.where(inside | ~inside.any(1, keepdims=True), weights, 0.0)
     if how.exclude or how.antialias:
         weights = weights / weights.sum(1, keepdims=True)

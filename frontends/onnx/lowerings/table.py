@@ -37,7 +37,7 @@ Result: TypeAlias = "Tensor | list[Tensor] | tuple[Value, ...]"
 Scalar: TypeAlias = "int | float | bool"
 
 # Attributes that no lowering needs: they repeat what shapes say, or they are about execution, or they matter
-# only beside another attribute, which is read where it is.
+# only beside another attribute, which is read with it.
 _HARMLESS = frozenset(
     {
         "consumed_inputs",
@@ -120,8 +120,8 @@ class Call:
 
     Args:
         node: The node.
-        tensors: Operands as tensors or lists of them; `None` where an optional one is absent.
-        statics: The same operands as plain data, where they are constants.
+        tensors: Operands as tensors or lists of them; `None` if an optional one is absent.
+        statics: The same operands as plain data, if they are constants.
         weights: Which operands are parameters or buffers.
         training: Whether the module is in train mode.
         make_literal: Turns what follows from shapes alone into a tensor that lives with the module.

@@ -22,7 +22,7 @@ def share_casts(graph: fx.Graph) -> None:
     """Makes one of the casts of a parameter, or of another leaf with a gradient, that autocast would keep.
 
     A tracer casts anew for each use, and casts the gradient of each use back before it sums them. Eager
-    keeps what it has cast until autocast ends: it sums in half precision and casts the sum. Where a layer is
+    keeps what it has cast until autocast ends: it sums in half precision and casts the sum. If a layer is
     used several times that is another rounding, more memory and more work.
 
     Args:

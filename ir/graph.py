@@ -180,7 +180,7 @@ class Node:
 
     @property
     def releases(self) -> Gradients | None:
-        """How the node releases the gradient of a parameter, its second operand; None for other nodes."""
+        """The way in which the node releases a gradient, its second operand; None for other nodes."""
         return _RELEASES.get(self.op)
 
     def __repr__(self) -> str:
@@ -356,10 +356,8 @@ class Graph:
         """
         once = sum(storage.nbytes for storage in self.static_storages)
         more = sum(storage.nbytes for storage in self.call_storages) * (self.forwards_in_flight - 1)
-        offloaded_names = sum(
-            offloaded.storage.nbytes for offloaded in self.offloaded_parameters if offloaded.is_state
-        )
-        return once + more + self.reserved_bytes - offloaded_names
+        offloaded_bytes = sum(each.storage.nbytes for each in self.offloaded_parameters if each.is_state)
+        return once + more + self.reserved_bytes - offloaded_bytes
 
     @cached_property
     def tied(self) -> dict[Value, Value]:

@@ -1,4 +1,4 @@
-"""The package is the five folders at the root, and importing it costs nothing."""
+"""The package is the folders of the product at the root, and importing it costs nothing."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ __all__ = ["output_shapes", "some_sizes"]
 _BASES = ((2, 64), (2, 16), (2, 224), (2, 7), (1, 512), (2, 3), (1, 1))
 """Sizes to begin with: of leading axes, and of others."""
 _SMALL = (2, 7)
-"""Where this is slow, as it is for loops over an axis, it is what to begin with."""
+"""The sizes to begin with if inference is slow, as for loops over an axis."""
 _SLOW_SECONDS = 0.5
 _MOST_SECONDS = 10.0
 """After these no further size is looked at."""

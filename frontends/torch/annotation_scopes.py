@@ -4,7 +4,7 @@ A stretch is one call of a marked module, one `with` block, or one call of `torc
 module is traced, torch's checkpoints run their function once, as it stands: its values are free for a plan.
 """
 
-# torch's checkpoints have no public door.
+# torch's checkpoints have no public interface.
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations

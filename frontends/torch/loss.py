@@ -1,6 +1,6 @@
 """The memory that a caller's loss takes between forward and backward."""
 
-# AOTAutograd and the autograd engine have no public door.
+# AOTAutograd and the autograd engine have no public interface.
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations

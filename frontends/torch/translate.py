@@ -1,6 +1,6 @@
 """Translates a traced joint graph (torch.fx) into the IR: storages, regions, effects, gradients."""
 
-# AOTAutograd and the autograd engine have no public door.
+# AOTAutograd and the autograd engine have no public interface.
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations

@@ -217,7 +217,7 @@ def simulate_pipeline(
 
 @dataclass(frozen=True, slots=True)
 class _Costs:
-    """What each action takes."""
+    """Holds the cost of each action."""
 
     first: Sequence[StageCost]
     last: Sequence[StageCost]

@@ -41,7 +41,7 @@ def cast_to(c: Call, x: Tensor, dtype: torch.dtype, saturate: bool = True) -> Te
 
 
 def to_float8(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """To the nearest float of eight bits; what rounds to more than the greatest is infinite or no number."""
+    """Rounds to the nearest float of eight bits; a result above the greatest is infinite or NaN."""
     if dtype is torch.float8_e4m3fn:
         # torch gives the greatest, 448, instead. 464 is half-way to the next, and rounds to the even 448.
         x = torch.where(x.abs() > 464, torch.nan, x)

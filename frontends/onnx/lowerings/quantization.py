@@ -55,7 +55,7 @@ class _Through(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """As though nothing had been rounded."""
+        """Passes the gradient on as if nothing had been rounded."""
         return grads[0], None
 
 

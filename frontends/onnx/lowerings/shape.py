@@ -248,7 +248,7 @@ def _pad_by_copy(c: Call, x: Tensor, both: Sequence[tuple[int, int]], mode: str)
 
 
 def _source_indices(c: Call, n: int, counts: tuple[int, int], mode: str) -> npt.NDArray[np.int64]:
-    """Where each element of a padded axis comes from; negative counts cut before the rest is copied."""
+    """Returns the source of each element of a padded axis; negative counts cut before the rest is copied."""
     start, end = max(-counts[0], 0), n - max(-counts[1], 0)
     n, before, after = end - start, max(counts[0], 0), max(counts[1], 0)
     if n < 1:

@@ -1,6 +1,6 @@
 """Defines fake kernels, which say what an operation returns without data, if torch's are missing or wrong."""
 
-# The rules for tensors without data have no public door.
+# The rules for tensors without data have no public interface.
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations

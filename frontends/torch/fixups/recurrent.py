@@ -1,6 +1,6 @@
 """Traces recurrent modules as operations that a plan can hold."""
 
-# The switch for oneDNN has no public door without side effects.
+# The switch for oneDNN has no public interface without side effects.
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations

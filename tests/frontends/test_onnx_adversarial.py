@@ -477,10 +477,10 @@ def external(location: str, offset: str = "0", length: str = "48") -> TensorProt
         (external("w.bin", str(2**63)), "has 100 B of the 9,223,372,036,854,775,856 B needed"),
         (external("w.bin", "0", "8"), "as 8 B, where the shape [3, 4] needs 48 B"),
         (external("w.bin", "0", "-48"), "with -48 B: neither can be negative"),
-        (external("w.bin", "first"), "no number"),
+        (external("w.bin", "first"), "not a number"),
         (external("folder"), "which is not a file"),
-        (external(""), "no name of a file"),
-        (external("a\0b"), "no name of a file"),
+        (external(""), "not the name of a file"),
+        (external("a\0b"), "not the name of a file"),
         (external("none.bin"), "which is missing"),
     ],
 )

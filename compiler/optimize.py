@@ -109,7 +109,7 @@ def optimize(
             at once (clipping by their norm, a gradient scaler) is refused. A parameter that requires a
             gradient only later gets its optimizer then.
         specialize_branches: For a model whose Python code looks at the values of its tensors (a check, an
-            assert, a branch) and sees the same in every step: it is run once on the example arguments, without
+            assert, a branch) and sees the same in every step: it runs once on the example arguments, without
             gradients, and planned as it goes there. Each step checks what it sees and raises IRC347 where it
             is something else; what the forward writes into buffers is written by then.
         forwards_in_flight: How many forwards run before their backwards, as where a model is called twice for

@@ -98,8 +98,8 @@ class PassManager:
                 observer.before(step, program)
             started = time.perf_counter()
             try:
-                program = step.run(program)
-                _verify(program)
+                before, program = program, step.run(program)
+                _verify(program, before)
             except IrcError as error:
                 error.add_note(f"in pass {_print_pass(step)}")
                 raise
@@ -111,9 +111,11 @@ class PassManager:
         return ",".join(_print_pass(step) for step in self.passes)
 
 
-def _verify(program: Program) -> None:
-    verify_graph(program.graph)
-    if program.schedule is not None:
+def _verify(program: Program, before: Program | None = None) -> None:
+    """Verifies the graph and the schedule of a program, each only if it is another one than before."""
+    if before is None or program.graph is not before.graph:
+        verify_graph(program.graph)
+    if program.schedule is not None and (before is None or program.schedule is not before.schedule):
         assert program.costs is not None and program.plan is not None, (
             "a schedule comes with costs and a plan"
         )

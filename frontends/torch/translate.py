@@ -572,7 +572,7 @@ def unknown_object(what: str, at: Location | None) -> UnsupportedError:
     """The error of a module that reads an object which is not a parameter, a buffer or an input of it."""
     return UnsupportedError(
         "IRC334",
-        f"the module reads {what}, which is no parameter, buffer or input of it",
+        f"the module reads {what}, which is not a parameter, buffer or input of it",
         at=at,
         help="register it as a parameter, or pass it as an argument",
     )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from ...ir import BudgetError, UsageError, format_bytes, parse_budget, verify_schedule
+from ...ir import BudgetError, UsageError, format_bytes, parse_budget
 from ..program import Program
 from ..remat.certificate import certify
 from ..remat.planner import Planner
@@ -164,15 +164,7 @@ class PlanMemory(SelectCheckpoints):
             floor_bytes=floor_bytes,
             tiers=work.tiers,
         )
-        schedule = incumbent.best.schedule
-        verify_schedule(
-            schedule,
-            program.costs.workspace_bytes,
-            budget_bytes=work.budget_bytes,
-            peak_bytes=plan.peak_bytes,
-            tiers=work.tiers,
-        )
-        return replace(program, schedule=schedule, plan=plan)
+        return replace(program, schedule=incumbent.best.schedule, plan=plan)
 
     def _without_copies(self, planner: Planner) -> Program:
         strategy = "auto" if self.strategy == "recompute" else self.strategy

@@ -1,11 +1,15 @@
-# `make demo` runs the main job on a real model; `make test` runs the tests. Each needs Python >= 3.11 alone.
+# `make demo` runs the main job on a real model. `make fast` runs the tests for each edit, `make test` all but the slow
+# ones, `make slow` these. Each needs Python >= 3.11 alone.
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
 DEMO := build/demo
 
-.PHONY: demo test lint clean
+# Two processes; each collects for itself, and faster if the rewritten assertions of the tests may be kept as bytecode.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(PYTHON) -m pytest --numprocesses 2 --dist worksteal
+
+.PHONY: demo fast test slow lint clean
 
 $(READY): pyproject.toml constraints.txt
 	python3 -m venv $(VENV)
@@ -19,8 +23,14 @@ demo: $(READY)
 	$(VENV)/bin/irc optimize "$$model" --batch 8 --draw-weights 0 --budget 60% -o $(DEMO) && \
 	$(VENV)/bin/irc run $(DEMO) --steps 3 --check
 
+fast: $(READY)
+	$(PYTEST) -m fast
+
 test: $(READY)
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+	$(PYTEST) -m 'not slow'
+
+slow: $(READY)
+	$(PYTEST) -m slow
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

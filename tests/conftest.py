@@ -1,13 +1,18 @@
-"""Steadies hypothesis, and keeps collecting garbage quick."""
+"""Steadies hypothesis, and keeps collecting tests and garbage quick."""
 
 import gc
 from collections.abc import Generator
 from pathlib import Path
 
 import pytest
-import torch
-from hypothesis import HealthCheck, settings
-from support.model_files import MODELS
+
+gc.disable()  # until all tests are collected: what is imported until then stays
+
+import torch  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
+from support.model_files import MODELS  # noqa: E402
+
+pytest_plugins = ["pytester", "support.speed"]
 
 torch.set_num_threads(1)
 
@@ -16,12 +21,25 @@ settings.register_profile("irc", deadline=None, suppress_health_check=[HealthChe
 settings.load_profile("irc")
 
 
+def pytest_collection_finish() -> None:
+    gc.enable()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Generator[None]:  # pyright: ignore[reportUnusedFunction]
     """Measurements of these runs stay among themselves."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("IRC_CACHE_DIR", str(tmp_path_factory.mktemp("irc-cache")))
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _warm(_own_cache: None) -> None:  # pyright: ignore[reportUnusedFunction]
+    """Plans and trains something small, so that no test is charged for what is imported and built once."""
+    import irc
+
+    x = torch.ones(2, 2)
+    irc.optimize(torch.nn.Linear(2, 2), x, "100%")(x).sum().backward()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -123,6 +123,7 @@ def test_where_costs_come_from(net: Net, profile: bool | str | None, costs: str)
     assert optimize(net, budget="100%", profile=profile).plan.costs.startswith(costs)
 
 
+@pytest.mark.slow
 def test_kinds_of_budgets(net: Net) -> None:
     plan = optimize(net, budget="100%").plan
     for budget, nbytes in {

@@ -36,6 +36,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.slow
 def test_save_pretrained_writes_what_the_original_writes(tmp_path: Path) -> None:
     transformers: Any = pytest.importorskip("transformers")
     config = transformers.GPT2Config(

@@ -538,6 +538,7 @@ def test_a_hook_that_does_more_is_refused_with_the_way_out(hook: Any) -> None:
     assert raised.value.help is not None and "gradient_checkpointing_disable()" in raised.value.help
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
 @pytest.mark.parametrize("is_before", [True, False])
 def test_gradient_checkpointing_of_transformers_adds_nothing(is_before: bool) -> None:

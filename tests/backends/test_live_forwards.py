@@ -355,6 +355,7 @@ def prepared(name: str, accumulate: bool) -> Prepared:
     return Prepared(module, args, captured, PassManager(passes).run(Program(captured.graph)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "count", "accumulate"),
     [(name, count, count == 3 and name != "convolutions") for name in MODELS for count in (2, 3)],

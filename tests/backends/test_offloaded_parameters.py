@@ -190,6 +190,7 @@ def test_an_optimizer_may_replace_parameters_and_its_state() -> None:
             assert_same(after_a_step(ours, (x,), {}, None), wanted)
 
 
+@pytest.mark.slow
 def test_a_wait_that_is_missing_is_refused_and_gives_wrong_numbers() -> None:
     original, x = perceptron()
     args = (x,)

@@ -103,6 +103,7 @@ def peaks(ours: Any) -> list[int]:
 # ---------------------------------------------------------------------- shapes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "draw", "sizes"),
     [(net, images, (4, 3, 1, 4, 3)), (Sequence, tokens, (5, 8, 3, 5))],
@@ -120,6 +121,7 @@ def test_other_shapes_are_planned_and_give_the_original_s_numbers(
     assert {plan.budget_bytes for _, plan in ours.irc_plans} == {1 << 30}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "draw", "sizes", "budget"),
     [(chain, wide_rows, (64, 20, 70), "100%"), (Sequence, tokens, (24, 16), "75%")],
@@ -145,6 +147,7 @@ def test_the_measured_peak_of_each_shape_is_within_the_first_budget(
     assert any(any(recomputed(plan).values()) for _, plan in ours.irc_plans)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused_before_anything_ran() -> None:
     torch.manual_seed(0)
     ours, original = pair(net(), images(4))
@@ -188,6 +191,7 @@ def test_the_least_recently_used_plan_is_given_up_and_each_new_one_is_logged(
     assert len(logged(2)) == 2 and ours.plan is ours.irc_plan and len(ours.irc_plans) == 2
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.too_slow])
 @given(sizes=st.lists(st.integers(0, 5), min_size=1, max_size=8), limit=st.integers(2, 4))
 def test_any_sequence_of_batches_trains_as_the_original(sizes: list[int], limit: int) -> None:
@@ -678,6 +682,7 @@ def test_constants_that_differ_are_counted_by_the_plans_beside_them() -> None:
 # ---------------------------------------------------------------------- the largest batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "draw"), [(chain, wide_rows), (net, images)], ids=["chain", "net"])
 def test_smaller_batches_take_over_the_schedule_of_the_largest(
     make: Callable[[], nn.Module], draw: Callable[[int], tuple[Tensor]]

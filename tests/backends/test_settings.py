@@ -277,6 +277,7 @@ def test_what_code_writes_down_is_not_shared_with_an_attribute(x: Tensor) -> Non
 # ---------------------------------------------------------------------- libraries
 
 
+@pytest.mark.slow
 def test_a_configuration_of_transformers_is_looked_into() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 

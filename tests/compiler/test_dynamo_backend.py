@@ -168,6 +168,7 @@ def assert_same_gradients(ours: nn.Module, theirs: nn.Module) -> None:
         assert a.grad is None or b.grad is None or torch.equal(a.grad, b.grad), name
 
 
+@pytest.mark.slow
 def test_the_peak_stays_within_the_budget_and_the_numbers_are_those_of_eager() -> None:
     torch.manual_seed(0)
     model, x = Net(1, 2), torch.randn(BATCH, WIDTH)
@@ -192,6 +193,7 @@ def test_the_peak_stays_within_the_budget_and_the_numbers_are_those_of_eager() -
     assert any(plan.overhead > 0 for plan in backend.plans)
 
 
+@pytest.mark.slow
 def test_a_branch_that_comes_late_makes_what_waits_give_way(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     model, x = Branch(), torch.randn(BATCH, WIDTH)
@@ -226,6 +228,7 @@ class Outside(Net):
         return self.blocks[1](between(self.blocks[0](x))).sum()
 
 
+@pytest.mark.slow
 def test_what_is_computed_outside_of_graphs_is_refused_or_its_results_are_counted() -> None:
     torch.manual_seed(0)
     model, x = Outside(), torch.randn(BATCH, WIDTH)
@@ -282,6 +285,7 @@ def test_gradients_that_are_there_already_and_two_forwards_before_a_backward() -
     assert len(backend.plans) == 2
 
 
+@pytest.mark.slow
 def test_a_tensor_with_uses_in_several_graphs_has_the_true_gradient() -> None:
     torch.manual_seed(0)
     model, x = Forks(1), torch.randn(BATCH, WIDTH)
@@ -297,6 +301,7 @@ def test_a_tensor_with_uses_in_several_graphs_has_the_true_gradient() -> None:
     assert sum(p.grad is not None for p in model.parameters()) == 18
 
 
+@pytest.mark.slow
 def test_other_sizes_are_planned_in_the_same_budget(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -368,6 +373,7 @@ def test_parameters_count_before_their_graph_has_run() -> None:
     assert raised.value.minimum_bytes > static_bytes(model, x)
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_too_small_names_the_graphs() -> None:
     torch.manual_seed(0)
     model, x = Two(), torch.randn(BATCH, WIDTH)
@@ -388,6 +394,7 @@ def test_a_budget_that_is_too_small_names_the_graphs() -> None:
     assert 2 <= raised < 10 and "graph 1" in last and "until its backward" in last
 
 
+@pytest.mark.slow
 def test_a_loop_over_blocks_with_breaks_reuses_the_graph_of_a_block() -> None:
     class Breaks(Block):
         def forward(self, x: Tensor) -> Tensor:

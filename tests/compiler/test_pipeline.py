@@ -63,6 +63,7 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_train_as_one_device(ranks: int, tmp_path: Path) -> None:
     """All in one test: the ranks are started once."""
@@ -83,6 +84,7 @@ def test_ranks_train_as_one_device(ranks: int, tmp_path: Path) -> None:
         check(name, report, ranks)
 
 
+@pytest.mark.slow
 def test_ranks_agree_and_fail_together(tmp_path: Path) -> None:
     """Two pipelines side by side, from a program that seeds no rank as another."""
     results = tmp_path / "result"
@@ -229,6 +231,7 @@ def test_gradients_that_are_on_their_way_are_not_added_to() -> None:
     assert sent
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_takes_the_others_down(tmp_path: Path) -> None:
     folder = written(tmp_path / "out", "tied", planned("tied", 2, "1f1b", 4))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]

@@ -70,6 +70,7 @@ def trained_alone(
     return model.state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tied", "skips"])
 def test_a_checkpoint_of_some_stages_loads_into_others(name: str, tmp_path: Path) -> None:
     """Three stages in one process, then two ranks, then two stages of another schedule."""
@@ -154,6 +155,7 @@ def test_a_damaged_checkpoint_is_refused_and_changes_nothing(tmp_path: Path) -> 
     assert "Traceback" not in str(refused.value)
 
 
+@pytest.mark.slow
 def test_ranks_refuse_a_checkpoint_or_a_batch_together(tmp_path: Path) -> None:
     """The last rank alone has another layer; nobody waits for it."""
     model, args = pipeline_models.wide()

@@ -51,6 +51,7 @@ def tight(schedule: str, part: float) -> int:
     return round(max(planned(pipeline_models.wide()[0], schedule, "1GiB", None).plan.peak_bytes) * part)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 def test_stages_that_copy_have_the_same_numbers(schedule: str, tmp_path: Path) -> None:
     budget = tight(schedule, 0.9)
@@ -73,6 +74,7 @@ def test_stages_that_copy_have_the_same_numbers(schedule: str, tmp_path: Path) -
     assert list(tmp_path.iterdir()) == [], "scratch files have no names"
 
 
+@pytest.mark.slow
 def test_ranks_that_copy_hold_what_is_predicted(tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()

@@ -185,6 +185,7 @@ def test_an_optimizer_may_put_parameters_into_groups(tmp_path: Path) -> None:
         torch.testing.assert_close(mine, its)
 
 
+@pytest.mark.slow
 def test_a_rank_that_trains_nothing_has_an_optimizer(tmp_path: Path) -> None:
     """The first of two stages is frozen: on two ranks each has an optimizer, which saves, loads and steps."""
     model, args = pipeline_models.half_frozen()

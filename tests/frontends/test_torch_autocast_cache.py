@@ -90,6 +90,7 @@ def test_a_parameter_is_cast_once_and_its_gradient_too() -> None:
         assert casts(module, x) == 1 + 4 * (2 + 2)
 
 
+@pytest.mark.slow
 def test_a_step_that_keeps_no_casts_has_another_plan() -> None:
     original, x = model(loop), torch.randn(8, 8)
     with torch.autocast("cpu", torch.bfloat16):

@@ -228,6 +228,7 @@ def test_the_gradient_of_dropout_is_rounded_as_eager_does(dtype: torch.dtype) ->
     assert_trains_the_same(module, torch.randn(8, 64, dtype=dtype))
 
 
+@pytest.mark.slow
 def test_a_transform_inside_a_model_finds_torchs_rules() -> None:
     """In a process of its own: torch reads its table of rules once, when the first transform needs it."""
     script = (

@@ -76,6 +76,7 @@ def test_an_overlapped_forward_leaves_with_its_backward() -> None:
     assert (start(three), start(replace(three, overlapped=frozenset()))) == (15, 6)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(pipelines())
 def test_times_are_those_of_the_slow_simulator(sample: Sample) -> None:

@@ -74,6 +74,7 @@ PLAN = Plan(
 )
 
 
+@pytest.mark.slow
 @given(plans)
 def test_a_plan_reads_back_what_it_writes(tmp_path_factory: pytest.TempPathFactory, plan: Plan) -> None:
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan

@@ -130,14 +130,14 @@ def test_a_hang_and_a_death_cost_one_case_each(cases: list[Case]) -> None:
     def load(model: ModelProto) -> Run:
         operator = model.graph.node[0].op_type
         if operator == "Max":
-            time.sleep(60)
+            time.sleep(600)
         if operator == "Min":
             os.kill(os.getpid(), signal.SIGKILL)
         if operator == "Exp":
             os._exit(3)
         return REFERENCE.load(model)
 
-    results = list(run_cases(Importer("fragile", load), named(cases, OPERATORS), 1))
+    results = list(run_cases(Importer("fragile", load), named(cases, OPERATORS), 10))
     assert {result.name.removeprefix("test_operator_"): result.outcome.value for result in results} == {
         "exp": "crash",
         "max": "timeout",
@@ -148,7 +148,7 @@ def test_a_hang_and_a_death_cost_one_case_each(cases: list[Case]) -> None:
     whys = [result.why for result in results if result.why]
     assert whys == [
         "the process ended with status 3",
-        "not done after 1 s",
+        "not done after 10 s",
         "the process ended with signal 9",
     ]
 

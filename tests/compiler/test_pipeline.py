@@ -244,9 +244,9 @@ def test_a_rank_that_dies_takes_the_others_down(tmp_path: Path) -> None:
     )
     try:
         ranks = _children(running.pid, 2)
-        time.sleep(5)  # they train by then
+        time.sleep(5)  # on a quiet machine they train by then; on any, the others must end
         os.kill(ranks[-1], signal.SIGKILL)
-        _, said = running.communicate(timeout=30)
+        _, said = running.communicate(timeout=300)
     finally:
         running.kill()
     assert running.returncode != 0
@@ -255,7 +255,7 @@ def test_a_rank_that_dies_takes_the_others_down(tmp_path: Path) -> None:
 
 def _children(parent: int, count: int) -> list[int]:
     """The processes that a process started, once there are so many."""
-    for _ in range(300):
+    for _ in range(3000):
         found = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
         if len(found) >= count:
             return [int(child) for child in found]

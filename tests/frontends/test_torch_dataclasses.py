@@ -248,14 +248,14 @@ def test_dataclasses_that_refer_to_each_other_are_looked_into_once() -> None:
     for node in nodes:
         node.parts = nodes
     x = torch.randn(8, 4)
-    started = time.perf_counter()
+    started = time.process_time()
     model = layer(lambda m, x, given: m.lin(x) * given.parts[7].count)
     ours = irc.optimize(model, (x, nodes[0]), "100%", profile=False, time_limit=1)
     for nodes[7].count in (7, 8):
         assert torch.equal(ours(x, nodes[0]), ours.lin(x) * nodes[7].count)
     with pytest.raises(irc.UsageError, match=r"IRC501.*object of class Plain"):
         ours(x, nodes[1])
-    assert time.perf_counter() - started < 30
+    assert time.process_time() - started < 30
 
 
 def test_what_a_forward_writes_into_a_dataclass_without_tensors_is_taken_back() -> None:

@@ -431,13 +431,13 @@ def test_globals_count_where_the_forward_reaches_the_function_that_names_them(x:
 
 def test_large_data_is_no_burden(x: Tensor) -> None:
     ROWS.extend(list(range(200)) for _ in range(5000))
-    start = time.perf_counter()
+    start = time.process_time()
     capture(model(lambda m, x: m.lin(x)), (x,))
-    small = time.perf_counter() - start
+    small = time.process_time() - start
     for module in (model(lambda m, x: m.lin(x) * len(ROWS)), model(lambda m, x: m.lin(x), data=[*ROWS] * 3)):
-        start = time.perf_counter()
+        start = time.process_time()
         capture(module, (x,))
-        assert time.perf_counter() - start < small + 2.0
+        assert time.process_time() - start < small + 2.0
     ROWS.clear()
 
 

@@ -43,9 +43,10 @@ SLOW = (
 )
 """Folders and files that are slow as a whole."""
 
-_TURNS = 400_000
-_QUIET_SECONDS = 0.012
-"""Seconds of the processor for `_TURNS` turns of a loop on a quiet machine; on a busy one, up to 0.022."""
+_TRIES = 10
+_ITEMS = 40_000
+_QUIET_SECONDS = 0.018
+"""Seconds of the processor to make a dict of `_ITEMS` on a quiet machine; on a busy one, up to 0.038."""
 
 
 def is_in(path: Path, places: tuple[str, ...]) -> bool:
@@ -54,17 +55,23 @@ def is_in(path: Path, places: tuple[str, ...]) -> bool:
 
 
 def cpu_seconds() -> float:
-    """Seconds of the processor that this process and its ended children have taken: no load changes them."""
+    """Seconds of the processor that this process and its ended children have taken, without waiting."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 
 
 def slowness() -> float:
-    """How much longer than a quiet core this one takes for the same work at present; 1 at the least."""
-    started = time.process_time()
-    for _ in range(_TURNS):
-        pass
-    return max(1.0, (time.process_time() - started) / _QUIET_SECONDS)
+    """How much longer the same work takes here at present than on a quiet machine; 1 at the least.
+
+    Beside others a core computes more slowly, and has less of the caches: seconds of the processor grow, too.
+    """
+    longest = 0.0
+    for _ in range(_TRIES):
+        started = time.process_time()
+        made = {str(number): [number] for number in range(_ITEMS)}
+        longest = max(longest, time.process_time() - started)
+        del made
+    return max(1.0, longest / _QUIET_SECONDS)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

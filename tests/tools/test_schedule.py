@@ -126,6 +126,7 @@ def test_a_trace_says_all_of_the_step(sample: Sample) -> None:
 # ---------------------------------------------------------------------- picture
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("suffix", "begin"), [("svg", b"<?xml"), ("png", b"\x89PNG"), ("pdf", b"%PDF")])
 def test_pictures_are_written(
     suffix: str, begin: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -276,7 +276,7 @@ class StepBudget:
         if not self._fits(now, part.choice.footprint):
             self._give_way(now, part.choice.footprint)
         others = self._others.get(part, [])
-        for choice in (part.choice, *sorted(others, key=lambda choice: choice.simulated.seconds)):
+        for choice in (part.choice, *sorted(others, key=lambda choice: choice.solution.seconds)):
             if self._fits(now, choice.footprint):
                 return choice
         choice = self._planned_or_refused(part, now)
@@ -349,14 +349,14 @@ class StepBudget:
         costs = pending_run.choice.problem.costs
         problem = CheckpointProblem(graph, costs, pending_run.choice.problem.sequence)
         held = saved_by(pending_run.choice.schedule)
-        for simulated in save_less(problem, held, own_bytes + graph.static_bytes):
-            taken = footprint(simulated.schedule, costs.workspace_bytes)
+        for solution in save_less(problem, held, own_bytes + graph.static_bytes):
+            taken = footprint(solution.schedule, costs.workspace_bytes)
             smaller = taken.saved_bytes < before.saved_bytes or taken.backward_bytes < before.backward_bytes
             fits = taken.saved_bytes <= before.saved_bytes and taken.backward_bytes <= own_bytes
             if not smaller or not fits:
                 continue
-            if pending_run.goes_on_by(Choice(problem, simulated, taken, pending_run.choice.plan)):
-                pending_run.part.pool.add_solution(problem, simulated)
+            if pending_run.goes_on_by(Choice(problem, solution, taken, pending_run.choice.plan)):
+                pending_run.part.pool.add_solution(problem, solution)
                 _LOG.info(
                     "%s gives way: it holds %s instead of %s until its backward",
                     pending_run.part.name,

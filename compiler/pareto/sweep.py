@@ -364,6 +364,6 @@ def _known(work: SwapProblem) -> tuple[Known, ...]:
     problem = work.problem
     copying = ((f"lms-{ahead}", lms_all(work, ahead)) for ahead in LOOK_AHEADS if work.tiers)
     return tuple(
-        Known(name, simulated.peak_bytes, simulated.seconds / problem.step_seconds - 1)
-        for name, simulated in (*known_strategies(problem), *copying)
+        Known(name, solution.peak_bytes, solution.seconds / problem.step_seconds - 1)
+        for name, solution in (*known_strategies(problem), *copying)
     )

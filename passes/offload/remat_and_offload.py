@@ -46,22 +46,22 @@ class SwapProblem:
         return problem.floor_bytes - (problem.graph.forwards_in_flight - 1) * problem.forced_bytes
 
     def with_copies(
-        self, simulated: Solution, storages: Collection[Storage] | None = None, *, effort: int = EFFORT
+        self, solution: Solution, storages: Collection[Storage] | None = None, *, effort: int = EFFORT
     ) -> Solution | None:
         """A schedule with copies where they are needed; None where they do not make it fit.
 
         Args:
-            simulated: What runs.
+            solution: What runs.
             storages: What may be copied; None for all that a tier can take.
             effort: As of `schedule_copies`.
         """
-        if simulated.peak_bytes <= self.budget_bytes:
-            return simulated
-        return self.fitted(self.order(simulated), storages=storages, effort=effort)
+        if solution.peak_bytes <= self.budget_bytes:
+            return solution
+        return self.fitted(self.order(solution), storages=storages, effort=effort)
 
-    def order(self, simulated: Solution) -> Order:
+    def order(self, solution: Solution) -> Order:
         """What a schedule runs, as an order to which copies are added."""
-        return self._order(*simulated.schedule.halves)
+        return self._order(*solution.schedule.halves)
 
     def _order(self, forward: Sequence[Node], backward: Sequence[Node]) -> Order:
         costs = self.problem.costs
@@ -173,11 +173,11 @@ def search_with_copies(
     known: list[tuple[str, Solution]] = []
     now = time.monotonic()
     latest = now + (deadline - now) * _KNOWN_PART
-    for name, simulated in itertools.chain(_candidates(work, candidates, deadline=latest), seeds):
-        if simulated.peak_bytes <= work.budget_bytes:
-            known.append((name, simulated))
-            found = Incumbent(name, simulated) if found is None else found
-            found.update(name, simulated, work.budget_bytes)
+    for name, solution in itertools.chain(_candidates(work, candidates, deadline=latest), seeds):
+        if solution.peak_bytes <= work.budget_bytes:
+            known.append((name, solution))
+            found = Incumbent(name, solution) if found is None else found
+            found.update(name, solution, work.budget_bytes)
         if found is not None and (found.is_proved(problem, _PROOF_GAP) or time.monotonic() >= latest):
             break
     if found is not None:
@@ -188,9 +188,9 @@ def search_with_copies(
         latest = time.monotonic() + min((deadline - time.monotonic()) / 2, _EXACT_SECONDS)
         exact = best_with_swaps(problem, work.tiers, work.budget_bytes, deadline=latest)
         if exact.schedule is not None:
-            simulated = work.simulate(exact.schedule)
-            found = Incumbent("exact", simulated) if found is None else found
-            found.update("exact", simulated, work.budget_bytes)
+            solution = work.simulate(exact.schedule)
+            found = Incumbent("exact", solution) if found is None else found
+            found.update("exact", solution, work.budget_bytes)
     left = deadline - time.monotonic()
     if left > 0 and candidates.fitting(work.budget_bytes):
         latest = time.monotonic() + left * _RECOMPUTE_PART
@@ -221,10 +221,10 @@ def _time_anew(
     effort: int = EFFORT,
 ) -> None:
     """Offers the fastest schedules once more, with copies chosen with an effort."""
-    for name, simulated in sorted(known, key=lambda pair: pair[1].seconds)[:_TIMED_ANEW]:
+    for name, solution in sorted(known, key=lambda pair: pair[1].seconds)[:_TIMED_ANEW]:
         if time.monotonic() >= deadline:
             return
-        timed = work.fitted(work.order(simulated), effort=effort)
+        timed = work.fitted(work.order(solution), effort=effort)
         if timed is not None:
             found.update(name, timed, work.budget_bytes)
 
@@ -278,7 +278,7 @@ def least_budget(work: SwapProblem, candidates: Candidates, *, deadline: float =
     """
     problem = work.problem
     lowest = sorted((s for _, s in candidates.candidates), key=lambda s: (s.peak_bytes, s.seconds))
-    orders = [work.order(simulated) for simulated in (problem.keep_all, *lowest[:_LOW])]
+    orders = [work.order(solution) for solution in (problem.keep_all, *lowest[:_LOW])]
     low, high = work.floor_bytes - 1, lowest[0].peak_bytes
     while high - low > max(problem.keep_all.peak_bytes >> _LOW_BITS, 1) and time.monotonic() < deadline:
         middle = (low + high) // 2
@@ -318,20 +318,20 @@ def _candidates(
     problem = work.problem
     known: set[tuple[float, int]] = set()
 
-    def offered(name: str, simulated: Solution) -> Iterator[tuple[str, Solution]]:
-        key = simulated.seconds, simulated.peak_bytes
+    def offered(name: str, solution: Solution) -> Iterator[tuple[str, Solution]]:
+        key = solution.seconds, solution.peak_bytes
         if key not in known and (len(known) <= _LOW or time.monotonic() < deadline):
             known.add(key)
-            fitted = work.with_copies(simulated, effort=0)
+            fitted = work.with_copies(solution, effort=0)
             if fitted is not None:
-                yield (name if fitted is simulated else f"{name}+swap"), fitted
+                yield (name if fitted is solution else f"{name}+swap"), fitted
 
     yield from offered("keep-all", problem.keep_all)
     pairs = candidates.candidates
-    for name, simulated in sorted(pairs, key=lambda pair: (pair[1].peak_bytes, pair[1].seconds))[:_LOW]:
-        yield from offered(name, simulated)
-    for name, simulated in sorted(pairs, key=lambda pair: pair[1].seconds):
-        yield from offered(name, simulated)
+    for name, solution in sorted(pairs, key=lambda pair: (pair[1].peak_bytes, pair[1].seconds))[:_LOW]:
+        yield from offered(name, solution)
+    for name, solution in sorted(pairs, key=lambda pair: pair[1].seconds):
+        yield from offered(name, solution)
     top = problem.keep_all.peak_bytes
     for rung in range(1, _RUNGS):
         if time.monotonic() >= deadline:
@@ -369,9 +369,9 @@ def improve(work: SwapProblem, found: Incumbent, *, deadline: float) -> None:
             changed = _changed(problem, recomputations, change)
             best = found.best.seconds * (1 - _BETTER)
             is_new = changed != recomputations and _makes_transient(problem, changed)
-            simulated = work.run(changed, below_seconds=best) if is_new else None
-            if simulated is not None and simulated.seconds < best:
-                found.update("joint", simulated, work.budget_bytes)
+            solution = work.run(changed, below_seconds=best) if is_new else None
+            if solution is not None and solution.seconds < best:
+                found.update("joint", solution, work.budget_bytes)
                 recomputations = changed
         if found.best.seconds >= before * (1 - _PROGRESS):
             return

@@ -98,13 +98,13 @@ def ome(work: SwapProblem, deadline: float = math.inf) -> Iterator[Solution]:
         work: The problem.
         deadline: `time.monotonic()` after which nothing more is tried.
     """
-    for simulated in _checkpointings(work.problem):
+    for solution in _checkpointings(work.problem):
         if time.monotonic() >= deadline:
             return
-        if simulated.peak_bytes <= work.budget_bytes:
-            yield simulated
+        if solution.peak_bytes <= work.budget_bytes:
+            yield solution
             continue
-        order = work.order(simulated)
+        order = work.order(solution)
         chosen = _fastest(work, order, _crossing(work.problem, order), deadline)
         if chosen is not None:
             yield chosen
@@ -229,9 +229,9 @@ def _fastest(work: SwapProblem, order: Order, gaps: Sequence[Gap], deadline: flo
         if fewest.step_seconds <= computed * (1 + 1e-9):
             break  # nothing is waited for
     for _, _, swaps in sorted(found, key=lambda entry: entry[:2]):
-        simulated = work.simulate(order.schedule(swaps))
-        if simulated.peak_bytes <= work.budget_bytes:
-            return simulated
+        solution = work.simulate(order.schedule(swaps))
+        if solution.peak_bytes <= work.budget_bytes:
+            return solution
     return None
 
 
@@ -273,4 +273,4 @@ def known_swaps(work: SwapProblem, *, deadline: float = math.inf) -> Iterator[tu
         deadline: `time.monotonic()` after which nothing more is tried.
     """
     for name, strategy in SWAP_STRATEGIES.items():
-        yield from ((name, simulated) for simulated in strategy(work, deadline))
+        yield from ((name, solution) for solution in strategy(work, deadline))

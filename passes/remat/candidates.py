@@ -31,7 +31,7 @@ class Candidates:
     @property
     def minimum_bytes(self) -> int:
         """The smallest peak that a schedule was found for."""
-        return min(simulated.peak_bytes for _, simulated in self.candidates)
+        return min(solution.peak_bytes for _, solution in self.candidates)
 
     def fitting(self, budget_bytes: int) -> list[tuple[str, Solution]]:
         """The candidates within the budget, fastest first, and of equally fast ones the smallest peak."""
@@ -68,9 +68,9 @@ def frontier(
             return Candidates(tuple(found), is_complete=False)
         budget = floor + (top - floor) * rung // _RUNGS
         latest = min(deadline, time.monotonic() + _RUN_SECONDS)
-        simulated = evict_greedily(problem, budget, deadline=latest)
-        if simulated is not None:
-            found.append(("eviction", simulated))
+        solution = evict_greedily(problem, budget, deadline=latest)
+        if solution is not None:
+            found.append(("eviction", solution))
     lowest = min((s for _, s in found), key=lambda s: (s.peak_bytes, s.seconds))
     if is_small(problem):
         latest = time.monotonic() + min((deadline - time.monotonic()) / 2, _LEAST_PEAK_SECONDS)
@@ -143,9 +143,9 @@ def _lowest(problem: CheckpointProblem, seeds: list[Solution], *, deadline: floa
     return work.best
 
 
-def _around_peak(problem: CheckpointProblem, simulated: Solution) -> list[int]:
+def _around_peak(problem: CheckpointProblem, solution: Solution) -> list[int]:
     """The steps of the base order around the largest memory."""
-    peaks = problem.peaks(simulated)
+    peaks = problem.peaks(solution)
     time_step = max(range(len(peaks)), key=peaks.__getitem__)
     base = time_step if time_step < len(problem.forward) else time_step - 1
     return list(range(max(base - _HALF_WINDOW, 0), min(base + _HALF_WINDOW, len(problem.base))))

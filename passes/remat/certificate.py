@@ -123,10 +123,10 @@ def _uses(schedule: Schedule, times: StepTimes, tiers: Sequence[Tier]) -> Iterat
             )
 
 
-def _decisions(problem: CheckpointProblem, simulated: Solution, times: StepTimes) -> dict[Storage, Decision]:
+def _decisions(problem: CheckpointProblem, solution: Solution, times: StepTimes) -> dict[Storage, Decision]:
     """The decision for each storage that forward makes and that is no output."""
-    runs = Counter(simulated.order)
-    kept = _alive_at_loss(simulated)
+    runs = Counter(solution.order)
+    kept = _alive_at_loss(solution)
     wanted = set(problem.wanted)
     copied: dict[Storage, list[Copy]] = {}
     for copy in times.copies:
@@ -136,7 +136,7 @@ def _decisions(problem: CheckpointProblem, simulated: Solution, times: StepTimes
         again = runs[node] - 1
         seconds = problem.costs.seconds[node] * again
         if storage in copied:
-            action, reason = "swap", _why_swapped(simulated.schedule, times, copied[storage], again)
+            action, reason = "swap", _why_swapped(solution.schedule, times, copied[storage], again)
         elif storage in kept:
             action, reason = "keep", _why_kept(problem, storage, node)
         elif storage in problem.read_positions or (again and storage in wanted):
@@ -196,9 +196,9 @@ def _deciding(node: Node, action: str) -> str:
     return node.annotation.by if action == decided else ""
 
 
-def _alive_at_loss(simulated: Solution) -> set[Storage]:
+def _alive_at_loss(solution: Solution) -> set[Storage]:
     alive: set[Storage] = set()
-    for instruction in simulated.schedule.instructions:
+    for instruction in solution.schedule.instructions:
         if isinstance(instruction, Loss):
             break
         match instruction:

@@ -149,11 +149,11 @@ class _Alive:
 
 
 def _alive(problem: CheckpointProblem, *, is_kept: bool) -> _Alive:
-    simulated = problem.simulate_order(problem.forward, problem.backward if is_kept else ())
-    timeline = liveness(simulated.schedule, problem.costs.workspace_bytes)
+    solution = problem.simulate_order(problem.forward, problem.backward if is_kept else ())
+    timeline = liveness(solution.schedule, problem.costs.workspace_bytes)
     during: list[int] = []
     after: list[int] = []
-    for index, instruction in enumerate(simulated.schedule.instructions):
+    for index, instruction in enumerate(solution.schedule.instructions):
         if isinstance(instruction, Compute):
             if len(during) == len(problem.forward):
                 break

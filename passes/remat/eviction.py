@@ -45,11 +45,11 @@ def evict_greedily(
     for kept_bytes in _limits(problem, budget_bytes):
         try:
             run = _Run(problem, budget_bytes, distance_weight, deadline, kept_bytes)
-            simulated = problem.simulate_order(*run.step())
+            solution = problem.simulate_order(*run.step())
         except _OverBudgetError:
             continue
-        if simulated.peak_bytes <= budget_bytes:
-            found.append(simulated)
+        if solution.peak_bytes <= budget_bytes:
+            found.append(solution)
         if len(found) == _ENOUGH:
             break
     return min(found, key=lambda s: (s.seconds, s.peak_bytes), default=None)

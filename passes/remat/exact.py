@@ -53,12 +53,12 @@ def best_of_class(problem: CheckpointProblem, budget_bytes: int, *, deadline: fl
         chosen = programme.solve(seconds=left, gap=0.0)
         if chosen.is_infeasible:
             return Exact(best, True)
-        simulated = chosen.simulated
-        if simulated is None or not chosen.is_best:
+        solution = chosen.solution
+        if solution is None or not chosen.is_best:
             return Exact(best, False)
-        if best is not None and simulated.seconds > best.seconds:
+        if best is not None and solution.seconds > best.seconds:
             return Exact(best, True)
-        best, limit_bytes = simulated, simulated.peak_bytes - 1
+        best, limit_bytes = solution, solution.peak_bytes - 1
     return Exact(best, False)
 
 

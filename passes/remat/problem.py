@@ -398,11 +398,11 @@ class CheckpointProblem:
         """
         return self.simulate_recomputations(self.repeats_between({len(self.forward): frozenset(kept)}))
 
-    def recomputations(self, simulated: Solution) -> list[list[Node]]:
+    def recomputations(self, solution: Solution) -> list[list[Node]]:
         """What a schedule runs again before each step of the base order."""
         found: list[list[Node]] = []
         pending: list[Node] = []
-        for node in simulated.order:
+        for node in solution.order:
             if len(found) < len(self.base) and node is self.base[len(found)]:
                 found.append(pending)
                 pending = []
@@ -432,11 +432,11 @@ class CheckpointProblem:
             order=order,
         )
 
-    def peaks(self, simulated: Solution) -> list[int]:
+    def peaks(self, solution: Solution) -> list[int]:
         """The most that is alive at each moment of a schedule, or while anything runs again before it."""
         found = [0] * self.time_steps
         time_step = 0
-        for node, nbytes in zip(simulated.order, simulated.during_bytes, strict=True):
+        for node, nbytes in zip(solution.order, solution.during_bytes, strict=True):
             if time_step == len(self.forward):
                 time_step += 1  # what runs again before the first backward operation runs after the loss
             found[time_step] = max(found[time_step], nbytes)

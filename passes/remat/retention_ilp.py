@@ -37,12 +37,12 @@ class Chosen:
     """What the programme chose.
 
     Args:
-        simulated: The schedule, or None where there is none within the rows.
+        solution: The schedule, or None where there is none within the rows.
         is_best: It fits, and no choice from the master sequence is faster (or lower).
         is_infeasible: No choice from the master sequence fits.
     """
 
-    simulated: Solution | None
+    solution: Solution | None
     is_best: bool
     is_infeasible: bool
 
@@ -270,25 +270,25 @@ class RetentionProgramme:
                 return Chosen(best, False, outcome.is_infeasible)
             chosen = {t for t, runs in self.runs.items() if outcome.values[runs] > 0.5}
             kept = [t for t, step in enumerate(self.steps) if not step.is_repeat or t in chosen]
-            simulated = self._simulate(kept)
+            solution = self._simulate(kept)
             limit = self.budget_bytes
             if limit is None:
                 assert self.cap is not None
                 limit = int(outcome.values[self.cap] * _CAP_UNIT_BYTES) + 1
-                if best is None or simulated.peak_bytes < best.peak_bytes:
-                    best = simulated
+                if best is None or solution.peak_bytes < best.peak_bytes:
+                    best = solution
             else:
-                best = simulated
-            if simulated.peak_bytes <= limit:
+                best = solution
+            if solution.peak_bytes <= limit:
                 return Chosen(best, outcome.is_optimal, False)
-            if not self._add_rows_over(limit, simulated, kept):
+            if not self._add_rows_over(limit, solution, kept):
                 return Chosen(best, False, False)
         return Chosen(best, False, False)
 
-    def _add_rows_over(self, limit_bytes: int, simulated: Solution, kept: Sequence[int]) -> int:
+    def _add_rows_over(self, limit_bytes: int, solution: Solution, kept: Sequence[int]) -> int:
         over = [
             (-nbytes, t)
-            for nbytes, t in zip(simulated.during_bytes, kept, strict=True)
+            for nbytes, t in zip(solution.during_bytes, kept, strict=True)
             if nbytes > limit_bytes
         ]
         added = 0

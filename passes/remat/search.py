@@ -40,12 +40,12 @@ class Incumbent:
     best: Solution
     bound_seconds: float = 0.0
 
-    def update(self, name: str, simulated: Solution, budget_bytes: int) -> None:
+    def update(self, name: str, solution: Solution, budget_bytes: int) -> None:
         """Takes a schedule that fits and is faster, or as fast with a smaller peak."""
-        if simulated.peak_bytes > budget_bytes:
+        if solution.peak_bytes > budget_bytes:
             return
-        if (simulated.seconds, simulated.peak_bytes) < (self.best.seconds, self.best.peak_bytes):
-            self.name, self.best = name, simulated
+        if (solution.seconds, solution.peak_bytes) < (self.best.seconds, self.best.peak_bytes):
+            self.name, self.best = name, solution
 
     def is_proved(self, problem: CheckpointProblem, gap: float) -> bool:
         """Whether no schedule is faster by more than `gap` of the step's time."""
@@ -227,16 +227,16 @@ class _Large:
             {},
             below_seconds=best.seconds - self.problem.step_seconds,
         )
-        chosen = programme.solve(seconds=min(left, _RUN_SECONDS), gap=_PROOF_GAP).simulated
+        chosen = programme.solve(seconds=min(left, _RUN_SECONDS), gap=_PROOF_GAP).solution
         if chosen is not None:
             self.found.update(self.found.name, chosen, self.budget_bytes)
 
 
 def _violated(
-    problem: CheckpointProblem, budget_bytes: int, simulated: Solution, time_steps: list[int]
+    problem: CheckpointProblem, budget_bytes: int, solution: Solution, time_steps: list[int]
 ) -> list[int]:
     """Moments without a stage where a choice goes furthest over the budget, spread out."""
-    peaks = problem.peaks(simulated)
+    peaks = problem.peaks(solution)
     over = sorted((-nbytes, time_step) for time_step, nbytes in enumerate(peaks) if nbytes > budget_bytes)
     return _apart(problem, (time_step for _, time_step in over if time_step not in time_steps))[:_NEW_STAGES]
 

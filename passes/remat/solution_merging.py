@@ -62,7 +62,7 @@ class SolutionMerger:
         programme = RetentionProgramme(self.problem, recomputations, self.budget_bytes, self.rows)
         chosen = programme.solve(
             seconds=min(left, _LONGEST_SECONDS), gap=_GAP, node_limit=_NODE_LIMIT
-        ).simulated
+        ).solution
         if chosen is None or (self.budget_bytes is not None and chosen.peak_bytes > self.budget_bytes):
             return False
         if self.best is not None and self._rank(chosen) >= self._rank(self.best):
@@ -70,8 +70,8 @@ class SolutionMerger:
         self.best = chosen
         return True
 
-    def _rank(self, simulated: Solution) -> tuple[float, float]:
-        pair = simulated.seconds, simulated.peak_bytes
+    def _rank(self, solution: Solution) -> tuple[float, float]:
+        pair = solution.seconds, solution.peak_bytes
         return pair if self.budget_bytes is not None else (pair[1], pair[0])
 
 

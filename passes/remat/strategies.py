@@ -45,12 +45,12 @@ def known_strategies(problem: CheckpointProblem) -> Iterator[tuple[str, Solution
     yield "sqrt-n", sqrt_n(problem)
     for exponent in range(1, max(len(problem.forward) - 1, 0).bit_length()):
         yield f"every-{2**exponent}", every_k(problem, 2**exponent)
-    yield from (("per-block", simulated) for simulated in per_block(problem))
-    yield from (("min-cut", simulated) for simulated in min_cut_candidates(problem))
-    yield from (("priced-cut", simulated) for simulated in priced_cuts(problem))
+    yield from (("per-block", solution) for solution in per_block(problem))
+    yield from (("min-cut", solution) for solution in min_cut_candidates(problem))
+    yield from (("priced-cut", solution) for solution in priced_cuts(problem))
     for borders in islice(block_borders(problem), 1):
         inside = priced_cuts(problem, kept=borders, limit=_CUTS_IN_BLOCKS)
-        yield from (("cut-in-blocks", simulated) for simulated in inside)
+        yield from (("cut-in-blocks", solution) for solution in inside)
 
 
 def keep_all(problem: CheckpointProblem) -> Solution:

@@ -76,20 +76,20 @@ class Choice:
 
     Args:
         problem: What the schedule was chosen for.
-        simulated: The schedule.
+        solution: The schedule.
         footprint: What it takes.
         plan: Its certificate, within the part's share of the budget.
     """
 
     problem: CheckpointProblem
-    simulated: Solution
+    solution: Solution
     footprint: Footprint
     plan: Plan
 
     @property
     def schedule(self) -> Schedule:
         """The straight line of instructions."""
-        return self.simulated.schedule
+        return self.solution.schedule
 
 
 @dataclass(eq=False)
@@ -179,10 +179,10 @@ class SubgraphSolutions:
             self._planner = Planner(self.program)
         return self._planner
 
-    def add_solution(self, problem: CheckpointProblem, simulated: Solution) -> None:
+    def add_solution(self, problem: CheckpointProblem, solution: Solution) -> None:
         """Makes a schedule one of those known."""
-        if all(simulated is not known for _, known in self._learned):
-            self._learned.append((problem, simulated))
+        if all(solution is not known for _, known in self._learned):
+            self._learned.append((problem, solution))
 
     def schedules(self, deadline: float) -> list[tuple[CheckpointProblem, Solution, Footprint]]:
         """Those of which no other is better in time and in all bytes.
@@ -191,7 +191,7 @@ class SubgraphSolutions:
             deadline: `time.monotonic()` after which nothing more is tried.
         """
         planner = self._known
-        found = [(planner.problem, simulated) for _, simulated in planner.candidates(deadline).candidates]
+        found = [(planner.problem, solution) for _, solution in planner.candidates(deadline).candidates]
         taken = [(p, s, footprint(s.schedule, p.costs.workspace_bytes)) for p, s in (*found, *self._learned)]
         taken.sort(key=lambda entry: _numbers(entry[1], entry[2]))
         best: list[tuple[CheckpointProblem, Solution, Footprint]] = []
@@ -203,8 +203,8 @@ class SubgraphSolutions:
         return best
 
 
-def _numbers(simulated: Solution, taken: Footprint) -> tuple[float, int, int, int]:
-    return simulated.seconds, taken.saved_bytes, taken.backward_bytes, taken.forward_bytes
+def _numbers(solution: Solution, taken: Footprint) -> tuple[float, int, int, int]:
+    return solution.seconds, taken.saved_bytes, taken.backward_bytes, taken.forward_bytes
 
 
 # ---------------------------------------------------------------------- one part within its share
@@ -282,8 +282,8 @@ def plan_part(
     split = next(k for k, i in enumerate(done.schedule.instructions) if isinstance(i, Loss))
     before = [i.node for i in done.schedule.instructions[:split] if isinstance(i, Compute)]
     after = [i.node for i in done.schedule.instructions[split:] if isinstance(i, Compute)]
-    simulated = problem.simulate_order(before, after)
-    return Choice(problem, simulated, footprint(simulated.schedule, problem.costs.workspace_bytes), done.plan)
+    solution = problem.simulate_order(before, after)
+    return Choice(problem, solution, footprint(solution.schedule, problem.costs.workspace_bytes), done.plan)
 
 
 def minimum_bytes(
@@ -300,15 +300,15 @@ def certified(
     budget_bytes: int,
     chosen: Mapping[Subgraph, Footprint],
     problem: CheckpointProblem,
-    simulated: Solution,
+    solution: Solution,
     *,
     name: str,
 ) -> Choice:
     """A known schedule as the choice for a part, in its share; its bound is the step's time."""
     share = _share(part, budget_bytes, chosen)
     shared = CheckpointProblem(share.of(problem.graph), problem.costs, problem.sequence)
-    split = sum(1 for _ in _before_loss(simulated.schedule))
-    again = shared.simulate_order(simulated.order[:split], simulated.order[split:])
+    split = sum(1 for _ in _before_loss(solution.schedule))
+    again = shared.simulate_order(solution.order[:split], solution.order[split:])
     plan = certify(
         shared,
         share.budget_bytes,
@@ -379,14 +379,14 @@ def choose_together(root: Subgraph, budget_bytes: int, *, time_limit: float) -> 
     chosen = {part: taken for part, (_, _, taken) in picked.items()}
     choices: dict[Subgraph, Choice] = {}
     for index, part in enumerate(parts):
-        problem, simulated, _ = picked[part]
+        problem, solution, _ = picked[part]
         better: Choice | None = None
         left = (deadline - time.monotonic()) / (len(parts) - index)
         if left > 0:
             with contextlib.suppress(BudgetError, TimeLimitError):
                 better = plan_part(part, budget_bytes, chosen, time_limit=left)
-        if better is None or better.simulated.seconds > simulated.seconds:
-            better = certified(part, budget_bytes, chosen, problem, simulated, name="shared")
+        if better is None or better.solution.seconds > solution.seconds:
+            better = certified(part, budget_bytes, chosen, problem, solution, name="shared")
         choices[part] = better
         chosen[part] = better.footprint
     return choices
@@ -440,9 +440,9 @@ def _solve(
         ):
             add_memory_row(model, [*below, *terms], room_bytes - around)
     seconds = [
-        simulated.seconds * variable
+        solution.seconds * variable
         for part in parts
-        for (_, simulated, _), variable in zip(schedules[part.pool], takes[part], strict=True)
+        for (_, solution, _), variable in zip(schedules[part.pool], takes[part], strict=True)
     ]
     model.minimize(mathopt.LinearSum(seconds))
     least = math.fsum(min(s.seconds for _, s, _ in schedules[part.pool]) for part in parts)

@@ -34,13 +34,13 @@ def later() -> float:
     return time.monotonic() + 60.0
 
 
-def honoured(problem: CheckpointProblem, simulated: Solution, budget_bytes: int | None = None) -> None:
+def honoured(problem: CheckpointProblem, solution: Solution, budget_bytes: int | None = None) -> None:
     """The verifier, which keeps its own books, finds nothing against an annotation."""
     verify_schedule(
-        simulated.schedule,
+        solution.schedule,
         problem.costs.workspace_bytes,
         budget_bytes=budget_bytes,
-        peak_bytes=simulated.peak_bytes,
+        peak_bytes=solution.peak_bytes,
     )
 
 
@@ -57,8 +57,8 @@ def budgets(problem: CheckpointProblem) -> Iterator[int]:
 def test_every_known_strategy_honours_every_annotation(sample: Sample) -> None:
     verify_graph(sample.graph)
     problem = problem_of(sample)
-    for _, simulated in known_strategies(problem):
-        honoured(problem, simulated)
+    for _, solution in known_strategies(problem):
+        honoured(problem, solution)
 
 
 @given(samples, st.sampled_from((0.0, 0.5, 1.0)))
@@ -155,8 +155,8 @@ def test_the_way_of_large_graphs_honours_every_annotation(sample: Sample, percen
     with patch.object(exact, "_SMALL_CHOICES", -1):
         candidates = frontier(problem, is_thorough=True)
         found = search(problem, budget, candidates, deadline=later())
-    for _, simulated in candidates.candidates:
-        honoured(problem, simulated)
+    for _, solution in candidates.candidates:
+        honoured(problem, solution)
     if found is None:
         assert not candidates.fitting(budget)
         return

@@ -23,15 +23,15 @@ def test_what_it_returns_is_valid_and_within_the_budget(sample: Sample, weight: 
     problem = problem_of(sample)
     floor, top = problem.floor_bytes, problem.keep_all.peak_bytes
     budget = floor + (top - floor) * percent // 100
-    simulated = evict_greedily(problem, budget, distance_weight=weight)
-    if simulated is None:
+    solution = evict_greedily(problem, budget, distance_weight=weight)
+    if solution is None:
         assert budget < top
         return
     verify_schedule(
-        simulated.schedule, sample.workspace_bytes, budget_bytes=budget, peak_bytes=simulated.peak_bytes
+        solution.schedule, sample.workspace_bytes, budget_bytes=budget, peak_bytes=solution.peak_bytes
     )
-    assert simulated.seconds >= problem.step_seconds
-    assert simulated.seconds == pytest.approx(sum(sample.seconds[n] for n in simulated.order))
+    assert solution.seconds >= problem.step_seconds
+    assert solution.seconds == pytest.approx(sum(sample.seconds[n] for n in solution.order))
 
 
 @given(samples, weights, st.integers(0, 100))
@@ -44,10 +44,10 @@ def test_it_is_valid_where_victims_are_so_many_that_several_go_at_once(
     budget = floor + (top - floor) * percent // 100
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("irc.passes.remat.eviction._MANY", 1)
-        simulated = evict_greedily(problem, budget, distance_weight=weight)
-    if simulated is not None:
+        solution = evict_greedily(problem, budget, distance_weight=weight)
+    if solution is not None:
         verify_schedule(
-            simulated.schedule, sample.workspace_bytes, budget_bytes=budget, peak_bytes=simulated.peak_bytes
+            solution.schedule, sample.workspace_bytes, budget_bytes=budget, peak_bytes=solution.peak_bytes
         )
 
 
@@ -55,10 +55,10 @@ def test_it_is_valid_where_victims_are_so_many_that_several_go_at_once(
 @SOME
 def test_nothing_is_evicted_where_all_fits(sample: Sample, weight: float) -> None:
     problem = problem_of(sample)
-    simulated = evict_greedily(problem, problem.keep_all.peak_bytes, distance_weight=weight)
-    assert simulated is not None
-    assert simulated.order == sample.graph.operations
-    verify_schedule(simulated.schedule, sample.workspace_bytes, peak_bytes=simulated.peak_bytes)
+    solution = evict_greedily(problem, problem.keep_all.peak_bytes, distance_weight=weight)
+    assert solution is not None
+    assert solution.order == sample.graph.operations
+    verify_schedule(solution.schedule, sample.workspace_bytes, peak_bytes=solution.peak_bytes)
 
 
 @given(samples)
@@ -75,9 +75,9 @@ def test_it_is_never_better_than_the_best(sample: Sample, percent: int) -> None:
     assume(len(problem.producer) <= 6)
     floor, top = problem.floor_bytes, problem.keep_all.peak_bytes
     budget = floor + (top - floor) * percent // 100
-    simulated = evict_greedily(problem, budget)
+    solution = evict_greedily(problem, budget)
     best = cheapest_of_all(problem, budget)
-    assert (math.inf if simulated is None else simulated.seconds) >= best * (1 - 1e-9)
+    assert (math.inf if solution is None else solution.seconds) >= best * (1 - 1e-9)
 
 
 @given(samples, st.integers(0, 100))
@@ -104,6 +104,6 @@ backward:
 }
 """)
     costs = Costs(dict.fromkeys(graph.operations, 1.0), dict.fromkeys(graph.operations, 0), "analytic:test")
-    simulated = evict_greedily(CheckpointProblem(graph, costs), 24)
-    assert simulated is not None
-    verify_schedule(simulated.schedule, costs.workspace_bytes, peak_bytes=24)
+    solution = evict_greedily(CheckpointProblem(graph, costs), 24)
+    assert solution is not None
+    verify_schedule(solution.schedule, costs.workspace_bytes, peak_bytes=24)

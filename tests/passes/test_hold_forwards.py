@@ -56,9 +56,9 @@ def test_the_reference_promises_what_its_schedules_do(sample: Sample) -> None:
     assert (front[0].seconds, front[0].peak_bytes) == (problem.step_seconds, problem.keep_all.peak_bytes)
     for choice in front:
         again = [*([] for _ in problem.forward), *map(list, choice.again)]
-        simulated = problem.simulate_recomputations(again)
-        assert (simulated.seconds, simulated.peak_bytes) <= (choice.seconds, choice.peak_bytes)
-        verify_schedule(simulated.schedule, sample.workspace_bytes, peak_bytes=simulated.peak_bytes)
+        solution = problem.simulate_recomputations(again)
+        assert (solution.seconds, solution.peak_bytes) <= (choice.seconds, choice.peak_bytes)
+        verify_schedule(solution.schedule, sample.workspace_bytes, peak_bytes=solution.peak_bytes)
 
 
 @given(samples)
@@ -84,7 +84,7 @@ def test_the_least_peak_is_that_of_exhaustive_search(sample: Sample) -> None:
     problem = small(sample, 6)
     least = cheapest_in_class(problem)[-1].peak_bytes
     chosen = RetentionProgramme(problem, complete(problem), None, {}).solve(seconds=MANY_SECONDS, gap=0.0)
-    assert chosen.simulated is not None and chosen.simulated.peak_bytes >= least >= problem.floor_bytes
+    assert chosen.solution is not None and chosen.solution.peak_bytes >= least >= problem.floor_bytes
 
 
 @given(samples)

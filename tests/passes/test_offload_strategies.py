@@ -41,18 +41,18 @@ from irc.passes.remat.search import Incumbent
 SMALL = settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 
 
-def verified(work: SwapProblem, simulated: Solution, budget_bytes: int | None = None) -> None:
+def verified(work: SwapProblem, solution: Solution, budget_bytes: int | None = None) -> None:
     verify_schedule(
-        simulated.schedule,
+        solution.schedule,
         work.problem.costs.workspace_bytes,
         budget_bytes=budget_bytes,
-        peak_bytes=simulated.peak_bytes,
+        peak_bytes=solution.peak_bytes,
         tiers=work.tiers,
     )
-    times = step_times(simulated.schedule, work.problem.costs.seconds, work.tiers)
-    assert simulated.seconds == pytest.approx(times.step_seconds)
+    times = step_times(solution.schedule, work.problem.costs.seconds, work.tiers)
+    assert solution.seconds == pytest.approx(times.step_seconds)
     capacities = {tier.name: tier.capacity_bytes for tier in work.tiers}
-    for name, held in stored_bytes(simulated.schedule).items():
+    for name, held in stored_bytes(solution.schedule).items():
         assert max(held) <= capacities[name]
 
 
@@ -62,16 +62,16 @@ def verified(work: SwapProblem, simulated: Solution, budget_bytes: int | None = 
 @SMALL
 @given(works() | works(with_annotations(samples)))
 def test_every_schedule_verifies(work: SwapProblem) -> None:
-    for name, simulated in known_swaps(work):
-        verified(work, simulated, None if name == "lms" else work.budget_bytes)
+    for name, solution in known_swaps(work):
+        verified(work, solution, None if name == "lms" else work.budget_bytes)
 
 
 @SMALL
 @given(works())
 def test_lms_and_swap_compute_nothing_twice(work: SwapProblem) -> None:
-    for name, simulated in known_swaps(work):
+    for name, solution in known_swaps(work):
         if name in ("lms", "swap"):
-            assert simulated.order == work.problem.keep_all.order
+            assert solution.order == work.problem.keep_all.order
 
 
 @SMALL
@@ -106,10 +106,10 @@ def planned(planner: Planner, budget: int, strategy: str) -> float | None:
 @SMALL
 @given(works(), st.sampled_from(LOOK_AHEADS))
 def test_lms_fetches_as_far_ahead_as_it_says(work: SwapProblem, look_ahead: int) -> None:
-    simulated = lms_all(work, look_ahead)
-    instructions = simulated.schedule.instructions
+    solution = lms_all(work, look_ahead)
+    instructions = solution.schedule.instructions
     events = list(itertools.accumulate(isinstance(i, Compute | Loss) for i in instructions))
-    reads = reading_events(work.problem, simulated.schedule)
+    reads = reading_events(work.problem, solution.schedule)
     for step, instruction in enumerate(instructions):
         if isinstance(instruction, Fetch):
             following = next(event for event in reads[instruction.storage] if event > events[step])
@@ -130,14 +130,14 @@ def reading_events(problem: CheckpointProblem, schedule: Schedule) -> dict[Stora
 
 
 def test_lms_swaps_all_that_backward_reads(chain_work: SwapProblem) -> None:
-    simulated = lms_all(chain_work, 1)
-    out = [i.storage for i in simulated.schedule.instructions if isinstance(i, Offload)]
+    solution = lms_all(chain_work, 1)
+    out = [i.storage for i in solution.schedule.instructions if isinstance(i, Offload)]
     problem = chain_work.problem
     assert out == [s for s in problem.producer if s in problem.read_positions] and len(out) == 7
-    assert simulated.peak_bytes < problem.keep_all.peak_bytes
-    assert simulated.seconds > problem.step_seconds
-    assert lms_all(chain_work, 0).seconds > simulated.seconds
-    assert lms_all(chain_work, 1, threshold_bytes=599).seconds == simulated.seconds
+    assert solution.peak_bytes < problem.keep_all.peak_bytes
+    assert solution.seconds > problem.step_seconds
+    assert lms_all(chain_work, 0).seconds > solution.seconds
+    assert lms_all(chain_work, 1, threshold_bytes=599).seconds == solution.seconds
     assert lms_all(chain_work, 1, threshold_bytes=600).schedule.instructions == (
         problem.keep_all.schedule.instructions
     )

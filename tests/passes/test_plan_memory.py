@@ -351,7 +351,7 @@ def test_the_smallest_budget_of_any_deadline_is_found(work: SwapProblem, ticks: 
         least_bytes = least_budget(work, candidates, deadline=ticks)
     assert least_budget(work, candidates) <= least_bytes <= candidates.minimum_bytes
     there = replace(work, budget_bytes=least_bytes)
-    found = [there.with_copies(simulated) for _, simulated in candidates.candidates]
+    found = [there.with_copies(solution) for _, solution in candidates.candidates]
     assert any(fitted is not None and fitted.peak_bytes <= least_bytes for fitted in found)
 
 

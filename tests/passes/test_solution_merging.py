@@ -22,12 +22,12 @@ FEW = settings(max_examples=40, deadline=None)
 samples = chains() | graphs()
 
 
-def verified(problem: CheckpointProblem, simulated: Solution, budget_bytes: int | None = None) -> None:
+def verified(problem: CheckpointProblem, solution: Solution, budget_bytes: int | None = None) -> None:
     verify_schedule(
-        simulated.schedule,
+        solution.schedule,
         problem.costs.workspace_bytes,
         budget_bytes=budget_bytes,
-        peak_bytes=simulated.peak_bytes,
+        peak_bytes=solution.peak_bytes,
     )
 
 
@@ -35,11 +35,11 @@ def verified(problem: CheckpointProblem, simulated: Solution, budget_bytes: int 
 @FEW
 def test_what_runs_again_says_all_of_a_schedule(sample: Sample, seed: int) -> None:
     problem = problem_of(sample)
-    simulated = at_random(problem, Random(seed))
-    again = problem.simulate_recomputations(problem.recomputations(simulated))
-    assert again.order == simulated.order and again.peak_bytes == simulated.peak_bytes
-    peaks = problem.peaks(simulated)
-    assert max(peaks, default=0) == max(simulated.during_bytes, default=0)
+    solution = at_random(problem, Random(seed))
+    again = problem.simulate_recomputations(problem.recomputations(solution))
+    assert again.order == solution.order and again.peak_bytes == solution.peak_bytes
+    peaks = problem.peaks(solution)
+    assert max(peaks, default=0) == max(solution.during_bytes, default=0)
     assert len(peaks) == problem.time_steps and peaks[len(problem.forward)] == 0
 
 

@@ -69,14 +69,14 @@ def test_the_reference_promises_what_its_schedules_do(sample: Sample) -> None:
     front = cheapest_in_class(problem)
     assert (front[0].seconds, front[0].peak_bytes) == (problem.step_seconds, problem.keep_all.peak_bytes)
     for choice in front:
-        simulated = run(problem, choice.again)
+        solution = run(problem, choice.again)
         verify_schedule(
-            simulated.schedule,
+            solution.schedule,
             sample.workspace_bytes,
             budget_bytes=choice.peak_bytes,
-            peak_bytes=simulated.peak_bytes,
+            peak_bytes=solution.peak_bytes,
         )
-        assert simulated.seconds == choice.seconds
+        assert solution.seconds == choice.seconds
 
 
 @given(chains(max_forward=4))
@@ -90,8 +90,8 @@ def test_the_reference_is_the_best_of_all_ways_to_run_forward_operations_again(s
     front = cheapest_in_class(problem)
     fastest: dict[int, float] = {}
     for again in product(runs, repeat=places):
-        simulated = run(problem, ((), *again))
-        fastest[simulated.peak_bytes] = min(fastest.get(simulated.peak_bytes, math.inf), simulated.seconds)
+        solution = run(problem, ((), *again))
+        fastest[solution.peak_bytes] = min(fastest.get(solution.peak_bytes, math.inf), solution.seconds)
     for budget in budgets(front):
         best = min((seconds for peak, seconds in fastest.items() if peak <= budget), default=None)
         chosen = within(front, budget)
@@ -165,10 +165,10 @@ def test_the_bound_is_below_every_schedule(sample: Sample) -> None:
 @SMALL
 def test_the_bound_is_below_random_schedules(sample: Sample, seed: int) -> None:
     problem = problem_of(sample)
-    simulated = at_random(problem, Random(seed))
-    verify_schedule(simulated.schedule, sample.workspace_bytes)
-    bound = lower_bound(problem, simulated.peak_bytes, deadline=later())
-    assert problem.step_seconds + bound <= simulated.seconds * (1 + 1e-6)
+    solution = at_random(problem, Random(seed))
+    verify_schedule(solution.schedule, sample.workspace_bytes)
+    bound = lower_bound(problem, solution.peak_bytes, deadline=later())
+    assert problem.step_seconds + bound <= solution.seconds * (1 + 1e-6)
 
 
 @given(samples)
@@ -204,8 +204,8 @@ def test_few_stages_still_bound_and_still_fit(sample: Sample) -> None:
         assert problem.step_seconds + solved.bound_seconds <= choice.seconds * (1 + 1e-6)
         assert solved.resident is not None
         for eager in (True, False):
-            simulated = problem.simulate_recomputations(problem.repeats_between(solved.resident, eager=eager))
-            verify_schedule(simulated.schedule, sample.workspace_bytes, peak_bytes=simulated.peak_bytes)
+            solution = problem.simulate_recomputations(problem.repeats_between(solved.resident, eager=eager))
+            verify_schedule(solution.schedule, sample.workspace_bytes, peak_bytes=solution.peak_bytes)
 
 
 @given(samples)
@@ -216,8 +216,8 @@ def test_every_staging_is_a_schedule(sample: Sample) -> None:
     once = {s for s in problem.wanted if not problem.producer[s].is_recomputable}
     for kept in subsets(problem.wanted):
         if once <= kept:
-            simulated = problem.keeping(kept)
-            verify_schedule(simulated.schedule, sample.workspace_bytes, peak_bytes=simulated.peak_bytes)
+            solution = problem.keeping(kept)
+            verify_schedule(solution.schedule, sample.workspace_bytes, peak_bytes=solution.peak_bytes)
 
 
 @given(chains())

@@ -29,34 +29,34 @@ SOME = settings(max_examples=80)
 samples = chains() | graphs()
 
 
-def check(problem: CheckpointProblem, simulated: Solution) -> None:
+def check(problem: CheckpointProblem, solution: Solution) -> None:
     """The schedule is valid, and takes the time and the memory that are claimed."""
-    verify_schedule(simulated.schedule, problem.costs.workspace_bytes, peak_bytes=simulated.peak_bytes)
-    assert simulated.schedule.computed == simulated.order
-    assert simulated.seconds == pytest.approx(sum(problem.costs.seconds[n] for n in simulated.order))
-    assert max(simulated.during_bytes, default=0) <= simulated.peak_bytes
-    assert len(simulated.during_bytes) == len(simulated.order)
-    assert simulated.peak_bytes >= problem.floor_bytes
+    verify_schedule(solution.schedule, problem.costs.workspace_bytes, peak_bytes=solution.peak_bytes)
+    assert solution.schedule.computed == solution.order
+    assert solution.seconds == pytest.approx(sum(problem.costs.seconds[n] for n in solution.order))
+    assert max(solution.during_bytes, default=0) <= solution.peak_bytes
+    assert len(solution.during_bytes) == len(solution.order)
+    assert solution.peak_bytes >= problem.floor_bytes
 
 
 @given(samples)
 @SOME
 def test_keeping_all_computes_nothing_twice(sample: Sample) -> None:
     problem = problem_of(sample)
-    simulated = keep_all(problem)
-    check(problem, simulated)
-    assert simulated.order == sample.graph.operations
-    assert simulated.seconds == problem.step_seconds
+    solution = keep_all(problem)
+    check(problem, solution)
+    assert solution.order == sample.graph.operations
+    assert solution.seconds == problem.step_seconds
 
 
 @given(samples, st.integers(1, 12))
 @SOME
 def test_every_k_is_valid_and_computes_nothing_more_than_twice(sample: Sample, k: int) -> None:
     problem = problem_of(sample)
-    simulated = every_k(problem, k)
-    check(problem, simulated)
-    assert all(simulated.order.count(node) <= 2 for node in problem.forward)
-    assert all(simulated.order.count(node) == 1 for node in problem.backward)
+    solution = every_k(problem, k)
+    check(problem, solution)
+    assert all(solution.order.count(node) <= 2 for node in problem.forward)
+    assert all(solution.order.count(node) == 1 for node in problem.backward)
 
 
 @given(samples)
@@ -112,12 +112,12 @@ def test_blocks_are_valid_and_compute_nothing_more_than_twice(sample: Sample, da
         for node, place in zip(problem.graph.nodes, places, strict=True)
         if node in problem.forward
     )
-    for simulated in found:
-        check(problem, simulated)
-        assert all(simulated.order.count(node) <= 2 for node in problem.forward)
+    for solution in found:
+        check(problem, solution)
+        assert all(solution.order.count(node) <= 2 for node in problem.forward)
     for borders in block_borders(problem):
-        for simulated in priced_cuts(problem, kept=borders, limit=4):
-            check(problem, simulated)
+        for solution in priced_cuts(problem, kept=borders, limit=4):
+            check(problem, solution)
 
 
 @given(samples, st.floats(0, 1))
@@ -129,19 +129,19 @@ def test_known_strategies_are_valid_and_compute_nothing_more_than_twice(
     problem = placed(problem_of(sample), [PLACES[3 + 3 * i // count] for i in range(count)])
     check(problem, min_cut(problem, fraction))
     names: set[str] = set()
-    for name, simulated in known_strategies(problem):
+    for name, solution in known_strategies(problem):
         names.add(re.sub(r"-\d+", "-k", name))
-        check(problem, simulated)
-        assert all(simulated.order.count(node) <= 2 for node in problem.forward)
+        check(problem, solution)
+        assert all(solution.order.count(node) <= 2 for node in problem.forward)
     always = {"keep-all", "sqrt-n", "per-block", "min-cut", "priced-cut", "cut-in-blocks"}
     assert "keep-all" in names and names - {"every-k"} <= always
     assert ("every-k" in names) == (len(problem.forward) > 2)
 
 
-def saved_bytes(problem: CheckpointProblem, simulated: Solution) -> int:
+def saved_bytes(problem: CheckpointProblem, solution: Solution) -> int:
     """What lies between forward and backward, without what the first operation of backward reads."""
     alive: set[Storage] = set()
-    for instruction in simulated.schedule.instructions:
+    for instruction in solution.schedule.instructions:
         match instruction:
             case Compute(_, retained):
                 alive |= retained
@@ -275,7 +275,7 @@ def test_blocks_in_words() -> None:
     problem = chain(6, modules=modules)
     # s1 is made outside of blocks; s3 and s5 cross; f2 and f4 are each the inside of a block.
     found = list(per_block(problem))
-    assert [words(simulated.schedule) for simulated in found] == [
+    assert [words(solution.schedule) for solution in found] == [
         "f0 f1 f2 -s2 f3 f4 -s4 f5 | b5 f3 b4 -d5 -s5 b3 -d4 -s4 f1 b2 -d3 -s3 b1 -d2 -s2 b0 -d1 -s1"
     ]
 
@@ -316,7 +316,7 @@ def test_minimum_cuts_in_words() -> None:
 
 def test_prices_save_what_is_slowest_for_its_bytes() -> None:
     problem = chain(6, seconds=(5.0, 1.0, 4.0, 2.0, 3.0, 1.0))
-    found = {simulated.seconds - problem.step_seconds for simulated in priced_cuts(problem)}
+    found = {solution.seconds - problem.step_seconds for solution in priced_cuts(problem)}
     # Saved in turn: all, all but s2, without s4 too, without s3, nothing; s5 costs nothing.
     assert found == {0.0, 1.0, 3.0, 7.0, 12.0}
     assert len(list(priced_cuts(problem, limit=2))) == 2

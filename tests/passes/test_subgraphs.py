@@ -80,7 +80,7 @@ def test_the_choice_for_two_parts_fits_and_is_no_worse_than_the_best_pair(
     peaks = sorted(peak(pair) for pair in pairs)
     budget = peaks[0] + (peaks[-1] - peaks[0]) * percent // 100
     best = min(
-        math.fsum(simulated.seconds for _, simulated, _ in pair.values())
+        math.fsum(solution.seconds for _, solution, _ in pair.values())
         for pair in pairs
         if peak(pair) <= budget
     )
@@ -89,7 +89,7 @@ def test_the_choice_for_two_parts_fits_and_is_no_worse_than_the_best_pair(
     taken = {part: choice.footprint for part, choice in choices.items()}
     assert max(part.peak_bytes(taken) for part in parts) <= budget
     least = math.fsum(sum(sample.seconds[n] for n in sample.graph.operations) for sample in (lower, upper))
-    assert math.fsum(c.simulated.seconds for c in choices.values()) <= best + 1e-3 * least + 1e-12
+    assert math.fsum(c.solution.seconds for c in choices.values()) <= best + 1e-3 * least + 1e-12
     for part, choice in choices.items():
         workspaces = part.pool.program.costs
         assert workspaces is not None
@@ -124,6 +124,6 @@ def test_what_waits_can_go_on_with_less_of_what_it_has_saved(sample: Sample, see
     assert found
     peaks = [footprint(s.schedule, sample.workspace_bytes).backward_bytes for s in found[:-1]]
     assert all(peak <= top for peak in peaks)
-    for simulated in found:
-        verify_schedule(simulated.schedule, sample.workspace_bytes, peak_bytes=simulated.peak_bytes)
-        assert saved_by(simulated.schedule) <= saved
+    for solution in found:
+        verify_schedule(solution.schedule, sample.workspace_bytes, peak_bytes=solution.peak_bytes)
+        assert saved_by(solution.schedule) <= saved

@@ -47,11 +47,11 @@ class OffloadChoice:
 
     Args:
         problem: The recomputation problem of the graph with these homes.
-        found: The schedule, with its time.
+        incumbent: The schedule, with its time.
     """
 
     problem: CheckpointProblem
-    found: Incumbent
+    incumbent: Incumbent
 
 
 @dataclass
@@ -63,7 +63,7 @@ class OffloadSearch:
         which: Of `OFFLOADABLE`.
         budget_bytes: Of the device.
         names: Of the homes that there are to be; None where that is to be chosen.
-        least_home_bytes: Smaller parameters stay on the device.
+        least_offloaded_bytes: Smaller parameters stay on the device.
     """
 
     planner: Planner
@@ -99,8 +99,8 @@ class OffloadSearch:
         tried: dict[tuple[OffloadedParameter, ...], OffloadChoice | None] = {}
 
         def seconds(offloaded_parameters: tuple[OffloadedParameter, ...]) -> float:
-            offloaded_names = tried.get(offloaded_parameters)
-            return math.inf if offloaded_names is None else offloaded_names.found.best.seconds
+            choice = tried.get(offloaded_parameters)
+            return math.inf if choice is None else choice.incumbent.best.seconds
 
         def best_of(parts: Sequence[float]) -> float:
             """The part that gives the fastest schedule."""
@@ -113,15 +113,15 @@ class OffloadSearch:
 
         def is_good_enough() -> bool:
             """Whether a schedule is as fast as computing nothing twice, and waiting for nothing."""
-            found = [offloaded_names for offloaded_names in tried.values() if offloaded_names is not None]
-            return any(h.found.best.seconds <= h.problem.step_seconds * (1 + _PROOF_GAP) for h in found)
+            choices = [choice for choice in tried.values() if choice is not None]
+            return any(c.incumbent.best.seconds <= c.problem.step_seconds * (1 + _PROOF_GAP) for c in choices)
 
         best = best_of((1.0,) if self.names is not None else _PARTS)
         for step in _STEPS if self.names is None else ():
             best = best_of((best, max(best - step, 0.0), min(best + step, 1.0)))
         offloaded_parameters = self._part(best)
-        offloaded_names = tried.get(offloaded_parameters)
-        if offloaded_names is None:
+        choice = tried.get(offloaded_parameters)
+        if choice is None:
             return next(
                 self._with(self.offloaded_parameters, (0.0,), time.monotonic() + _GRACE_SECONDS), None
             )
@@ -130,12 +130,12 @@ class OffloadSearch:
         while margins and time.monotonic() < deadline and not is_good_enough():
             latest = time.monotonic() + (deadline - time.monotonic()) / len(margins)
             for other in self._with(offloaded_parameters, margins[:1], latest):
-                if other.found.best.seconds < offloaded_names.found.best.seconds:
-                    offloaded_names = other
+                if other.incumbent.best.seconds < choice.incumbent.best.seconds:
+                    choice = other
             margins = margins[1:]
-        step_seconds = offloaded_names.problem.step_seconds
-        offloaded_names.found.bound_seconds = max(bound_seconds - step_seconds, 0.0)
-        return offloaded_names
+        step_seconds = choice.problem.step_seconds
+        choice.incumbent.bound_seconds = max(bound_seconds - step_seconds, 0.0)
+        return choice
 
     def least_bytes(self, deadline: float = math.inf) -> int:
         """The smallest budget that a schedule is found for where everything lives in the tier that can.
@@ -197,20 +197,20 @@ class OffloadSearch:
                 continue
             candidates = planner.candidates((time.monotonic() + deadline) / 2)
             seeds = known_swaps(work, deadline=(time.monotonic() + deadline) / 2)
-            found = search_with_copies(work, candidates, deadline=deadline, seeds=seeds)
-            if found is not None:
-                yield self._offloaded(loaded, planner.problem, found)
+            incumbent = search_with_copies(work, candidates, deadline=deadline, seeds=seeds)
+            if incumbent is not None:
+                yield self._offloaded(loaded, planner.problem, incumbent)
 
-    def _offloaded(self, loaded: LoadedProgram, seen: CheckpointProblem, found: Incumbent) -> OffloadChoice:
+    def _offloaded(self, loaded: LoadedProgram, seen: CheckpointProblem, incumbent: Incumbent) -> OffloadChoice:
         """What was found, with the copies of homes beside computations."""
         problem = loaded.problem(seen)
         tiers = self.planner.program.tiers
-        schedule = loaded.schedule(problem.graph, found.best.schedule)
+        schedule = loaded.schedule(problem.graph, incumbent.best.schedule)
         costs = problem.costs
         if loaded.offloaded_parameters:
             schedule = prefetch(schedule, costs.seconds, costs.workspace_bytes, tiers, self.budget_bytes)
         best = SwapProblem(problem, tiers, self.budget_bytes).simulate(schedule)
-        return OffloadChoice(problem, Incumbent(found.name, best))
+        return OffloadChoice(problem, Incumbent(incumbent.name, best))
 
     def _loaded(
         self, offloaded_parameters: tuple[OffloadedParameter, ...], weight: float = _WEIGHT

@@ -99,11 +99,11 @@ class PlanMemory(SelectCheckpoints):
         if self.strategy == "auto" and work.problem.keep_all.peak_bytes > work.budget_bytes >= kept_bytes:
             return self._without_copies(planner)  # the captured graph fits as it is
         if self.strategy == "auto":
-            found, minimum_bytes = self._searched(planner, work, deadline)
+            incumbent, minimum_bytes = self._searched(planner, work, deadline)
         else:
-            found = self._known(planner, work, deadline)
-            minimum_bytes = found.best.peak_bytes
-        return self._certified(planner, work, found, minimum_bytes, work.floor_bytes, started)
+            incumbent = self._known(planner, work, deadline)
+            minimum_bytes = incumbent.best.peak_bytes
+        return self._certified(planner, work, incumbent, minimum_bytes, work.floor_bytes, started)
 
     def _with_offloaded(self, planner: Planner) -> Program:
         """The choice where parameters or optimizer state may live in a tier.
@@ -140,13 +140,13 @@ class PlanMemory(SelectCheckpoints):
             error = over_budget(planner, budget_bytes, least_bytes, tiers=tiers, offloaded_bytes=lives_bytes)
             raise _with_largest_step(error, search)
         work = SwapProblem(chosen.problem, planner.program.tiers, budget_bytes)
-        return self._certified(planner, work, chosen.found, least_bytes, search.floor_bytes, started)
+        return self._certified(planner, work, chosen.incumbent, least_bytes, search.floor_bytes, started)
 
     def _certified(
         self,
         planner: Planner,
         work: SwapProblem,
-        found: Incumbent,
+        incumbent: Incumbent,
         minimum_bytes: int,
         floor_bytes: int,
         started: float,
@@ -157,14 +157,14 @@ class PlanMemory(SelectCheckpoints):
         plan = certify(
             work.problem,
             work.budget_bytes,
-            found,
+            incumbent,
             baseline_bytes=planner.baseline_bytes,
             minimum_bytes=minimum_bytes,
             seconds=time.monotonic() - started,
             floor_bytes=floor_bytes,
             tiers=work.tiers,
         )
-        schedule = found.best.schedule
+        schedule = incumbent.best.schedule
         verify_schedule(
             schedule,
             program.costs.workspace_bytes,
@@ -184,12 +184,12 @@ class PlanMemory(SelectCheckpoints):
         least_bytes = least_budget(work, candidates, deadline=_within(deadline, _LEAST_PART))
         may_fit = work.budget_bytes >= work.floor_bytes
         seeds = known_swaps(work, deadline=deadline)
-        found = search_with_copies(work, candidates, deadline=deadline, seeds=seeds) if may_fit else None
-        if found is None and may_fit and time.monotonic() < deadline:
+        incumbent = search_with_copies(work, candidates, deadline=deadline, seeds=seeds) if may_fit else None
+        if incumbent is None and may_fit and time.monotonic() < deadline:
             candidates = planner.candidates(deadline, is_thorough=True)
-            found = search_with_copies(work, candidates, deadline=deadline)
-        if found is not None:
-            return found, min(least_bytes, found.best.peak_bytes)
+            incumbent = search_with_copies(work, candidates, deadline=deadline)
+        if incumbent is not None:
+            return incumbent, min(least_bytes, incumbent.best.peak_bytes)
         least_bytes = min(least_bytes, least_budget(work, candidates, deadline=deadline))
         is_late = time.monotonic() >= deadline
         if may_fit and (is_late or not candidates.is_complete):

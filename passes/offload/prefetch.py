@@ -77,17 +77,17 @@ def prefetch(
         tiers: Those that it names.
         budget_bytes: The most that may be alive at once.
     """
-    line = _Line(schedule, seconds, workspace_bytes, tiers, budget_bytes)
+    copies = _Prefetch(schedule, seconds, workspace_bytes, tiers, budget_bytes)
     best, best_seconds = schedule, step_times(schedule, seconds, tiers).step_seconds
     for slack, outs_first in itertools.product(_SLACKS, (True, False)):
-        found = line.apart(slack, outs_first=outs_first)
+        found = copies.moved(slack, outs_first=outs_first)
         taken = step_times(found, seconds, tiers).step_seconds
         if taken < best_seconds and liveness(found, workspace_bytes).peak_bytes <= budget_bytes:
             best, best_seconds = found, taken
     return best
 
 
-class _Line:
+class _Prefetch:
     """The instructions of a schedule that are not about homes, and what comes and goes beside them."""
 
     def __init__(
@@ -133,7 +133,7 @@ class _Line:
         self.start_seconds = step_times(alone, seconds, tiers).start_seconds
         self.own_bytes = np.array(liveness(alone, workspace_bytes).during_bytes, dtype=np.int64)
 
-    def apart(self, slack: float, *, outs_first: bool) -> Schedule:
+    def moved(self, slack: float, *, outs_first: bool) -> Schedule:
         """The schedule with these copies at some distance from where they are needed."""
         self.alive = self.own_bytes.copy()
         for stay in self.stays:

@@ -169,42 +169,42 @@ def search_with_copies(
         seeds: More schedules, which may have copies; those that fit are candidates as they are.
     """
     problem = work.problem
-    found: Incumbent | None = None
+    incumbent: Incumbent | None = None
     known: list[tuple[str, Solution]] = []
     now = time.monotonic()
     latest = now + (deadline - now) * _KNOWN_PART
     for name, solution in itertools.chain(_candidates(work, candidates, deadline=latest), seeds):
         if solution.peak_bytes <= work.budget_bytes:
             known.append((name, solution))
-            found = Incumbent(name, solution) if found is None else found
-            found.update(name, solution, work.budget_bytes)
-        if found is not None and (found.is_proved(problem, _PROOF_GAP) or time.monotonic() >= latest):
+            incumbent = Incumbent(name, solution) if incumbent is None else incumbent
+            incumbent.update(name, solution, work.budget_bytes)
+        if incumbent is not None and (incumbent.is_proved(problem, _PROOF_GAP) or time.monotonic() >= latest):
             break
-    if found is not None:
-        _time_anew(work, known, found, deadline=deadline)
-        if found.is_proved(problem, _PROOF_GAP) or time.monotonic() >= deadline:
-            return found
+    if incumbent is not None:
+        _time_anew(work, known, incumbent, deadline=deadline)
+        if incumbent.is_proved(problem, _PROOF_GAP) or time.monotonic() >= deadline:
+            return incumbent
     if is_tiny(problem):
         latest = time.monotonic() + min((deadline - time.monotonic()) / 2, _EXACT_SECONDS)
         exact = best_with_swaps(problem, work.tiers, work.budget_bytes, deadline=latest)
         if exact.schedule is not None:
             solution = work.simulate(exact.schedule)
-            found = Incumbent("exact", solution) if found is None else found
-            found.update("exact", solution, work.budget_bytes)
+            incumbent = Incumbent("exact", solution) if incumbent is None else incumbent
+            incumbent.update("exact", solution, work.budget_bytes)
     left = deadline - time.monotonic()
     if left > 0 and candidates.fitting(work.budget_bytes):
         latest = time.monotonic() + left * _RECOMPUTE_PART
         alone = search(problem, work.budget_bytes, candidates, deadline=latest)
         if alone is not None:
-            found = Incumbent(alone.name, alone.best) if found is None else found
-            found.update(alone.name, alone.best, work.budget_bytes)
-    if found is None:
+            incumbent = Incumbent(alone.name, alone.best) if incumbent is None else incumbent
+            incumbent.update(alone.name, alone.best, work.budget_bytes)
+    if incumbent is None:
         return None
     time_steps = [len(problem.forward)]
-    _bound(work, found, time_steps, deadline)
-    improve(work, found, deadline=deadline)
-    _time_anew(work, [(found.name, found.best)], found, deadline=deadline, effort=_LAST_EFFORT)
-    return found
+    _bound(work, incumbent, time_steps, deadline)
+    improve(work, incumbent, deadline=deadline)
+    _time_anew(work, [(incumbent.name, incumbent.best)], incumbent, deadline=deadline, effort=_LAST_EFFORT)
+    return incumbent
 
 
 def is_tiny(problem: CheckpointProblem) -> bool:
@@ -215,7 +215,7 @@ def is_tiny(problem: CheckpointProblem) -> bool:
 def _time_anew(
     work: SwapProblem,
     known: list[tuple[str, Solution]],
-    found: Incumbent,
+    incumbent: Incumbent,
     *,
     deadline: float,
     effort: int = EFFORT,
@@ -226,23 +226,23 @@ def _time_anew(
             return
         timed = work.fitted(work.order(solution), effort=effort)
         if timed is not None:
-            found.update(name, timed, work.budget_bytes)
+            incumbent.update(name, timed, work.budget_bytes)
 
 
-def _bound(work: SwapProblem, found: Incumbent, time_steps: list[int], deadline: float) -> None:
+def _bound(work: SwapProblem, incumbent: Incumbent, time_steps: list[int], deadline: float) -> None:
     """Raises the bound by the staged programme with copies; its choice is offered."""
     problem = work.problem
     left = deadline - time.monotonic()
-    if left <= 0 or found.is_proved(problem, _PROOF_GAP):
+    if left <= 0 or incumbent.is_proved(problem, _PROOF_GAP):
         return
     solved = _relaxed(work, time_steps, min(left / 2, _STAGED_SECONDS))
     if not solved.is_infeasible:
-        found.bound_seconds = max(found.bound_seconds, solved.bound_seconds)
+        incumbent.bound_seconds = max(incumbent.bound_seconds, solved.bound_seconds)
     if solved.resident is not None:
         with contextlib.suppress(ValueError):
             idea = work.run(problem.repeats_between(solved.resident))
             if idea is not None:
-                found.update("joint", idea, work.budget_bytes)
+                incumbent.update("joint", idea, work.budget_bytes)
 
 
 def bound_with_copies(work: SwapProblem, *, deadline: float) -> float:
@@ -351,29 +351,29 @@ _PROGRESS = 1e-4
 _BETTER = 1e-9
 
 
-def improve(work: SwapProblem, found: Incumbent, *, deadline: float) -> None:
+def improve(work: SwapProblem, incumbent: Incumbent, *, deadline: float) -> None:
     """Runs less again, or more, where that makes a schedule faster; copies are chosen anew each time.
 
     Args:
         work: The problem.
-        found: What is improved.
+        incumbent: What is improved.
         deadline: `time.monotonic()` at which to stop.
     """
     problem = work.problem
-    recomputations = problem.recomputations(found.best)
+    recomputations = problem.recomputations(incumbent.best)
     while True:
-        before = found.best.seconds
+        before = incumbent.best.seconds
         for change in (*_removals(problem, recomputations), *_additions(problem, recomputations)):
-            if time.monotonic() >= deadline or found.is_proved(problem, _PROOF_GAP):
+            if time.monotonic() >= deadline or incumbent.is_proved(problem, _PROOF_GAP):
                 return
             changed = _changed(problem, recomputations, change)
-            best = found.best.seconds * (1 - _BETTER)
+            best = incumbent.best.seconds * (1 - _BETTER)
             is_new = changed != recomputations and _makes_transient(problem, changed)
             solution = work.run(changed, below_seconds=best) if is_new else None
             if solution is not None and solution.seconds < best:
-                found.update("joint", solution, work.budget_bytes)
+                incumbent.update("joint", solution, work.budget_bytes)
                 recomputations = changed
-        if found.best.seconds >= before * (1 - _PROGRESS):
+        if incumbent.best.seconds >= before * (1 - _PROGRESS):
             return
 
 

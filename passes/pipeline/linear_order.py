@@ -106,7 +106,7 @@ class Line:
             if node.region is Region.BACKWARD and found:
                 found[place] += self.costs.seconds[node]
         for storage, seconds in self.release_seconds.items():
-            found[max(self.placement.offloaded_parameters.get(storage, (0,)))] += seconds
+            found[max(self.placement.reader_stages.get(storage, (0,)))] += seconds
         return found
 
     @cached_property
@@ -147,7 +147,7 @@ class Line:
         }
         return [
             (storage, storage in trained, places)
-            for storage, places in self.placement.offloaded_parameters.items()
+            for storage, places in self.placement.reader_stages.items()
         ]
 
     def seconds(self, begin: int, end: int) -> float:

@@ -134,9 +134,9 @@ class LinePartition:
         places = self.line.places
         count = len(places)
         static = numpy.zeros((count, count))
-        for storage, is_trained, offloaded_parameters in self.line.statics:
+        for storage, is_trained, positions in self.line.statics:
             nbytes = self.updates.kept_bytes(storage) if is_trained else storage.nbytes
-            self._add_static(static, offloaded_parameters, nbytes)
+            self._add_static(static, positions, nbytes)
         largest = numpy.zeros((count, count))
         for begin in range(count):
             most = 0
@@ -145,12 +145,12 @@ class LinePartition:
                 largest[begin, end] = most
         return static, self._between(self.line.saved_prefix), largest
 
-    def _add_static(self, table: _Table, offloaded_parameters: Sequence[int], nbytes: int) -> None:
+    def _add_static(self, table: _Table, positions: Sequence[int], nbytes: int) -> None:
         places = numpy.array(self.line.places)
-        following = numpy.searchsorted(offloaded_parameters, places)
+        following = numpy.searchsorted(positions, places)
         for begin, index in enumerate(following):
-            if index < len(offloaded_parameters):
-                table[begin, places > offloaded_parameters[index]] += nbytes
+            if index < len(positions):
+                table[begin, places > positions[index]] += nbytes
 
     def _arriving(self) -> _Table:
         crossing = self.line.crossing_bytes

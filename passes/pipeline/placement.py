@@ -150,14 +150,14 @@ class Placement:
 
     Args:
         stages: By operation; those that each stage repeats are not among them.
-        offloaded_parameters: For the storage of each static input, the stages whose forward reads it.
+        reader_stages: For the storage of each static input, the stages whose forward reads it.
         parts: The gradients that are taken apart, as several stages have the parameter, with what they are
             sums of.
         dropped: The operations that would add the parts up.
     """
 
     stages: Mapping[Node, int]
-    offloaded_parameters: Mapping[Storage, tuple[int, ...]]
+    reader_stages: Mapping[Storage, tuple[int, ...]]
     parts: Mapping[Value, tuple[Value, ...]] = field(default_factory=dict[Value, tuple[Value, ...]])
     dropped: frozenset[Node] = field(default_factory=frozenset[Node])
 
@@ -182,8 +182,8 @@ def place_backward(flow: Dataflow, forward: Mapping[Node, int], count: int) -> P
     """
     graph = flow.graph
     found = dict(forward)
-    offloaded_parameters = _offloaded_parameters(flow, forward)
-    parts, dropped = _split_sums(flow, offloaded_parameters)
+    reader_stages = _reader_stages(flow, forward)
+    parts, dropped = _split_sums(flow, reader_stages)
     makers = graph.producers
     least: dict[Node, int] = {}
 
@@ -197,7 +197,7 @@ def place_backward(flow: Dataflow, forward: Mapping[Node, int], count: int) -> P
         if output.role is OutputRole.GRADIENT and output.value is not None:
             owner = flow.owners[output.target]
             for part in parts.get(output.value, (output.value,)):
-                ask(part, min(offloaded_parameters.get(owner.value.storage, (0,))))
+                ask(part, min(reader_stages.get(owner.value.storage, (0,))))
     backward = [n for n in graph.operations if n.region is Region.BACKWARD]
     for node in reversed(backward):
         if node in flow.repeated or node in dropped:
@@ -207,14 +207,14 @@ def place_backward(flow: Dataflow, forward: Mapping[Node, int], count: int) -> P
             maker = makers.get(storage)
             if maker is not None and maker.region is Region.FORWARD and maker not in flow.repeated:
                 stage = max(stage, found[maker])
-        stage = _at_parameters(flow, node, offloaded_parameters, stage, count)
+        stage = _at_parameters(flow, node, reader_stages, stage, count)
         found[node] = stage
         for value in node.operands:
             ask(value, stage)
     for node in backward:
         if node in found:
             found[node] = _joined_at(flow, node, found, count)
-    return Placement(found, offloaded_parameters, parts, dropped)
+    return Placement(found, reader_stages, parts, dropped)
 
 
 def _joined_at(flow: Dataflow, node: Node, stages: Mapping[Node, int], count: int) -> int:
@@ -235,24 +235,24 @@ def _joined_at(flow: Dataflow, node: Node, stages: Mapping[Node, int], count: in
     return latest if latest > stages[node] and made_bytes < saved_bytes else stages[node]
 
 
-def _offloaded_parameters(flow: Dataflow, forward: Mapping[Node, int]) -> dict[Storage, tuple[int, ...]]:
-    offloaded_parameters: dict[Storage, set[int]] = {}
+def _reader_stages(flow: Dataflow, forward: Mapping[Node, int]) -> dict[Storage, tuple[int, ...]]:
+    reader_stages: dict[Storage, set[int]] = {}
     for node, stage in forward.items():
         for storage in flow.graph.reads(node):
             if storage in flow.static:
-                offloaded_parameters.setdefault(storage, set()).add(stage)
-    return {storage: tuple(sorted(stages)) for storage, stages in offloaded_parameters.items()}
+                reader_stages.setdefault(storage, set()).add(stage)
+    return {storage: tuple(sorted(stages)) for storage, stages in reader_stages.items()}
 
 
 def _split_sums(
-    flow: Dataflow, offloaded_parameters: Mapping[Storage, tuple[int, ...]]
+    flow: Dataflow, reader_stages: Mapping[Storage, tuple[int, ...]]
 ) -> tuple[dict[Value, tuple[Value, ...]], frozenset[Node]]:
     """The gradients of parameters that several stages have, with their parts; and what would add these up."""
     split: dict[Value, tuple[Value, ...]] = {}
     for output in flow.graph.outputs:
         if output.role is not OutputRole.GRADIENT or output.value not in flow.sums:
             continue
-        if len(offloaded_parameters.get(flow.owners[output.target].value.storage, ())) > 1:
+        if len(reader_stages.get(flow.owners[output.target].value.storage, ())) > 1:
             split[output.value] = flow.sums[output.value]
     dropped: set[Node] = set()
     pending = list(split)
@@ -268,7 +268,7 @@ def _split_sums(
 def _at_parameters(
     flow: Dataflow,
     node: Node,
-    offloaded_parameters: Mapping[Storage, tuple[int, ...]],
+    reader_stages: Mapping[Storage, tuple[int, ...]],
     stage: int,
     count: int,
 ) -> int:
@@ -278,12 +278,12 @@ def _at_parameters(
     """
     read = [s for s in flow.graph.reads(node) if s in flow.parameters or s in flow.written]
     having = {
-        offloaded
+        reader
         for storage in read
-        for offloaded in offloaded_parameters.get(storage, ())
-        if stage < offloaded < count
+        for reader in reader_stages.get(storage, ())
+        if stage < reader < count
     }
     for candidate in (stage, *sorted(having)):
-        if all(candidate in offloaded_parameters.get(storage, (candidate,)) for storage in read):
+        if all(candidate in reader_stages.get(storage, (candidate,)) for storage in read):
             return candidate
     return stage

@@ -209,24 +209,24 @@ def _reads(flow: Dataflow, placement: Placement, count: int) -> Iterable[tuple[V
         if output.role is OutputRole.OUTPUT:
             yield from ((value, count - 1) for value in flow.bases(output.value))
             continue
-        offloaded_parameters = _offloaded_of(flow, placement, output)
+        reader_stages = _reader_stages(flow, placement, output)
         for part in placement.parts_of(output.value):
             for value in flow.bases(part):
                 maker = flow.makers.get(value)
                 stage = count - 1 if maker is None else placement.stages.get(maker, count - 1)
-                yield value, _delivered_at(offloaded_parameters, stage)
+                yield value, _delivered_at(reader_stages, stage)
 
 
-def _offloaded_of(flow: Dataflow, placement: Placement, output: Output) -> tuple[int, ...]:
+def _reader_stages(flow: Dataflow, placement: Placement, output: Output) -> tuple[int, ...]:
     """The stages that keep the input that a gradient belongs to."""
-    return placement.offloaded_parameters.get(flow.owners[output.target].value.storage, (0,))
+    return placement.reader_stages.get(flow.owners[output.target].value.storage, (0,))
 
 
-def _delivered_at(offloaded_parameters: Sequence[int], stage: int) -> int:
-    """Where a part of a gradient that was made in `stage` stays: the last home up to there."""
+def _delivered_at(reader_stages: Sequence[int], stage: int) -> int:
+    """Where a part of a gradient that was made in `stage` stays: the last of `reader_stages` up to there."""
     return max(
-        (offloaded for offloaded in offloaded_parameters if offloaded <= stage),
-        default=offloaded_parameters[0],
+        (reader for reader in reader_stages if reader <= stage),
+        default=reader_stages[0],
     )
 
 
@@ -330,20 +330,20 @@ class _Stage:
                 if self.index == self.count - 1:
                     yield output
                 continue
-            offloaded_parameters = _offloaded_of(self.flow, self.placement, output)
-            if self.index not in offloaded_parameters:
+            reader_stages = _reader_stages(self.flow, self.placement, output)
+            if self.index not in reader_stages:
                 continue
             value = output.value
-            if value is not None and len(offloaded_parameters) > 1:
-                value = self.own_part(value, offloaded_parameters)  # the others have the rest
+            if value is not None and len(reader_stages) > 1:
+                value = self.own_part(value, reader_stages)  # the others have the rest
             yield replace(output, value=value)
 
-    def own_part(self, gradient: Value, offloaded_parameters: Sequence[int]) -> Value | None:
+    def own_part(self, gradient: Value, reader_stages: Sequence[int]) -> Value | None:
         """The sum of the parts of a gradient that stay in this stage."""
         mine = [
             part
             for part in self.placement.parts_of(gradient)
-            if self.stage_of(part, offloaded_parameters) == self.index
+            if self.stage_of(part, reader_stages) == self.index
         ]
         if not mine:
             return None
@@ -373,12 +373,12 @@ class _Stage:
         self.sums.append(Node(name, op, operands, (made,), keywords=keywords, region=Region.BACKWARD))
         return made
 
-    def stage_of(self, part: Value, offloaded_parameters: Sequence[int]) -> int:
+    def stage_of(self, part: Value, reader_stages: Sequence[int]) -> int:
         base = next(iter(self.flow.bases(part)))
         maker = self.flow.makers.get(base)
         last = self.count - 1
         stage = last if maker is None else self.placement.stages.get(maker, last)
-        return _delivered_at(offloaded_parameters, stage)
+        return _delivered_at(reader_stages, stage)
 
 
 def _received(values: Sequence[Value], region: Region) -> list[Node]:

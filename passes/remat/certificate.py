@@ -43,7 +43,7 @@ _PROOF_GAP = 1e-4
 def certify(
     problem: CheckpointProblem,
     budget_bytes: int,
-    found: Incumbent,
+    incumbent: Incumbent,
     *,
     baseline_bytes: int,
     minimum_bytes: int,
@@ -56,7 +56,7 @@ def certify(
     Args:
         problem: What was searched.
         budget_bytes: What was asked for.
-        found: The schedule, and the bound.
+        incumbent: The schedule, and the bound.
         baseline_bytes: Peak of the graph as it was captured, where nothing runs twice.
         minimum_bytes: The smallest peak that a schedule is known for.
         seconds: How long planning took.
@@ -64,24 +64,24 @@ def certify(
         tiers: Where the schedule may copy storages.
     """
     step = problem.step_seconds
-    overhead = max(found.best.seconds / step - 1, 0.0) if step else 0.0
-    bound = min(found.bound_seconds / step, overhead) if step else 0.0
-    times = step_times(found.best.schedule, problem.costs.seconds, tiers)
-    made = _decisions(problem, found.best, times)
-    decisions = made | _offloaded_parameters(problem, found.best.schedule, times)
-    there = liveness(found.best.schedule, problem.costs.workspace_bytes, with_gradients=True)
+    overhead = max(incumbent.best.seconds / step - 1, 0.0) if step else 0.0
+    bound = min(incumbent.bound_seconds / step, overhead) if step else 0.0
+    times = step_times(incumbent.best.schedule, problem.costs.seconds, tiers)
+    made = _decisions(problem, incumbent.best, times)
+    decisions = made | _offloaded_parameters(problem, incumbent.best.schedule, times)
+    there = liveness(incumbent.best.schedule, problem.costs.workspace_bytes, with_gradients=True)
     return Plan(
         budget_bytes=budget_bytes,
-        peak_bytes=found.best.peak_bytes,
+        peak_bytes=incumbent.best.peak_bytes,
         baseline_peak_bytes=baseline_bytes,
         static_bytes=problem.graph.static_bytes,
-        minimum_budget_bytes=min(minimum_bytes, found.best.peak_bytes),
+        minimum_budget_bytes=min(minimum_bytes, incumbent.best.peak_bytes),
         floor_bytes=problem.floor_bytes if floor_bytes is None else floor_bytes,
         step_seconds=step,
         overhead=overhead,
         lower_bound_overhead=bound,
         proven_optimal=overhead - bound <= _PROOF_GAP,
-        strategy=found.name,
+        strategy=incumbent.name,
         costs=problem.costs.source,
         decisions=tuple(decisions.values()),
         seconds_to_plan=seconds,
@@ -91,8 +91,8 @@ def certify(
         ),
         forwards_in_flight=problem.graph.forwards_in_flight,
         peak_with_gradients_bytes=there.peak_bytes,
-        tiers=tuple(_uses(found.best.schedule, times, tiers)),
-        exposed_seconds=_exposed_seconds(found.best, times),
+        tiers=tuple(_uses(incumbent.best.schedule, times, tiers)),
+        exposed_seconds=_exposed_seconds(incumbent.best, times),
         offloaded_bytes=sum(offloaded.storage.nbytes for offloaded in problem.graph.offloaded_parameters),
     )
 

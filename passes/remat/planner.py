@@ -80,10 +80,10 @@ class Planner:
         found = self.candidates(deadline, is_thorough=is_thorough).minimum_bytes
         return min(found, self.original.keep_all.peak_bytes)
 
-    def add_solution(self, budget_bytes: int, found: Incumbent) -> None:
+    def add_solution(self, budget_bytes: int, incumbent: Incumbent) -> None:
         """Makes a schedule a candidate, and its bound one, for other budgets."""
-        self._learned.append((found.name, found.best))
-        self._bounds.append((budget_bytes, found.bound_seconds))
+        self._learned.append((incumbent.name, incumbent.best))
+        self._bounds.append((budget_bytes, incumbent.bound_seconds))
 
     def bound_seconds(self, budget_bytes: int) -> float:
         """What was proved at this budget or at a larger one."""

@@ -87,14 +87,14 @@ def search(
     """
     fitting = candidates.fitting(budget_bytes)
     if is_small(problem):
-        found = Incumbent(*(fitting[0] if fitting else ("", replace(problem.keep_all, seconds=math.inf))))
+        incumbent = Incumbent(*(fitting[0] if fitting else ("", replace(problem.keep_all, seconds=math.inf))))
         if problem.backward:
             latest = time.monotonic() + (deadline - time.monotonic()) / 3
-            found.bound_seconds = lower_bound(problem, budget_bytes, deadline=latest)
+            incumbent.bound_seconds = lower_bound(problem, budget_bytes, deadline=latest)
             exact = best_of_class(problem, budget_bytes, deadline=deadline)
             if exact.best is not None:
-                found.update("ilp", exact.best, budget_bytes)
-        return found if found.name else None
+                incumbent.update("ilp", exact.best, budget_bytes)
+        return incumbent if incumbent.name else None
     work = _Large(problem, budget_bytes, candidates, deadline)
     return work.run()
 
@@ -105,7 +105,7 @@ class _Large:
     budget_bytes: int
     candidates: Candidates
     deadline: float
-    found: Incumbent | None = field(default=None, init=False)
+    incumbent: Incumbent | None = field(default=None, init=False)
     tightest: Relaxation | None = field(default=None, init=False)
     """What gave the best bound, where more time could raise it."""
 
@@ -113,21 +113,21 @@ class _Large:
         seeds = self._seeds()
         if not seeds:
             return None
-        self.found = found = Incumbent(*seeds[0])
-        work = SolutionMerger(self.problem, self.budget_bytes, found.best, self.deadline)
-        if found.best.seconds <= self.problem.step_seconds * (1 + 1e-12):
-            return found
+        self.incumbent = incumbent = Incumbent(*seeds[0])
+        work = SolutionMerger(self.problem, self.budget_bytes, incumbent.best, self.deadline)
+        if incumbent.best.seconds <= self.problem.step_seconds * (1 + 1e-12):
+            return incumbent
         work.add()
         self._take(work)
         self._by_stages(work, [seed for _, seed in seeds[1:_SEEDS]])
         self._by_windows(work)
         self._lower(work)
         self._tighten()
-        return found
+        return incumbent
 
     def _take(self, work: SolutionMerger) -> None:
-        assert self.found is not None and work.best is not None
-        self.found.update("ilp", work.best, self.budget_bytes)
+        assert self.incumbent is not None and work.best is not None
+        self.incumbent.update("ilp", work.best, self.budget_bytes)
 
     def _seeds(self) -> list[tuple[str, Solution]]:
         found = self.candidates.fitting(self.budget_bytes)
@@ -141,7 +141,7 @@ class _Large:
 
     def _by_stages(self, work: SolutionMerger, seeds: list[Solution]) -> None:
         """In turns, a bound and a first choice from ever more stages, and recombinations with that."""
-        assert self.found is not None
+        assert self.incumbent is not None
         time_steps = [len(self.problem.forward)]
         gap, idle = math.inf, 0
         for _ in range(_STAGINGS):
@@ -151,7 +151,7 @@ class _Large:
                 return
             gap = self._gap_seconds
             left = self.deadline - time.monotonic()
-            if left <= 0 or self.found.is_proved(self.problem, _PROOF_GAP):
+            if left <= 0 or self.incumbent.is_proved(self.problem, _PROOF_GAP):
                 return
             free_bytes = int(self.problem.keep_all.peak_bytes * _NEGLIGIBLE)
             relaxation = Relaxation(self.problem, self.budget_bytes, time_steps, small_bytes=free_bytes)
@@ -160,14 +160,14 @@ class _Large:
             )
             if solved.is_infeasible:
                 return  # within the solver's tolerance: a schedule that fits is at hand
-            if solved.bound_seconds > self.found.bound_seconds:
-                self.found.bound_seconds = solved.bound_seconds
+            if solved.bound_seconds > self.incumbent.bound_seconds:
+                self.incumbent.bound_seconds = solved.bound_seconds
                 self.tightest = None if solved.is_optimal else relaxation
             if solved.resident is None:
                 return
             ideas = list(self._ideas(solved.resident))
             for idea in (*ideas, *seeds[:1]):
-                if not self.found.is_proved(self.problem, _PROOF_GAP):
+                if not self.incumbent.is_proved(self.problem, _PROOF_GAP):
                     work.add(idea)
                     self._take(work)
             seeds = seeds[1:]
@@ -190,36 +190,36 @@ class _Large:
 
     @property
     def _gap_seconds(self) -> float:
-        assert self.found is not None
-        return self.found.best.seconds - self.problem.step_seconds - self.found.bound_seconds
+        assert self.incumbent is not None
+        return self.incumbent.best.seconds - self.problem.step_seconds - self.incumbent.bound_seconds
 
     def _by_windows(self, work: SolutionMerger) -> None:
-        assert self.found is not None
+        assert self.incumbent is not None
         split, end = len(self.problem.forward), len(self.problem.base)
         latest = min(self.deadline, time.monotonic() + _WINDOWS_SECONDS)
         for start in range(split, end, _WINDOW // 2):
-            if time.monotonic() >= latest or self.found.is_proved(self.problem, _WINDOW_GAP):
+            if time.monotonic() >= latest or self.incumbent.is_proved(self.problem, _WINDOW_GAP):
                 return
             work.look_around(range(start, min(start + _WINDOW, end)))
             self._take(work)
 
     def _tighten(self) -> None:
         """Spends more time on the bound, where the proof is poor."""
-        assert self.found is not None
+        assert self.incumbent is not None
         left = self.deadline - time.monotonic()
-        if self.tightest is None or left <= 0 or self.found.is_proved(self.problem, _POOR_GAP):
+        if self.tightest is None or left <= 0 or self.incumbent.is_proved(self.problem, _POOR_GAP):
             return
         solved = self.tightest.solve(seconds=min(left, _LONGEST_PROOF_SECONDS), gap=_PROOF_GAP)
         if not solved.is_infeasible:
-            self.found.bound_seconds = max(self.found.bound_seconds, solved.bound_seconds)
+            self.incumbent.bound_seconds = max(self.incumbent.bound_seconds, solved.bound_seconds)
 
     def _lower(self, work: SolutionMerger) -> None:
         """Of schedules as fast as the best, put together from the same, that with the smallest peak."""
-        assert self.found is not None
+        assert self.incumbent is not None
         left = self.deadline - time.monotonic()
         if left <= 0:
             return
-        best = self.found.best
+        best = self.incumbent.best
         programme = RetentionProgramme(
             self.problem,
             self.problem.recomputations(best),
@@ -229,7 +229,7 @@ class _Large:
         )
         chosen = programme.solve(seconds=min(left, _RUN_SECONDS), gap=_PROOF_GAP).solution
         if chosen is not None:
-            self.found.update(self.found.name, chosen, self.budget_bytes)
+            self.incumbent.update(self.incumbent.name, chosen, self.budget_bytes)
 
 
 def _violated(

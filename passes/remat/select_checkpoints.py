@@ -115,21 +115,21 @@ class SelectCheckpoints:
         kept_bytes = planner.original.keep_all.peak_bytes
         if everything_kept and problem.keep_all.peak_bytes > budget_bytes >= kept_bytes:
             problem = planner.original  # the captured graph fits as it is, the rewritten one does not
-            found = Incumbent("keep-all", problem.keep_all)
+            incumbent = Incumbent("keep-all", problem.keep_all)
         else:
-            found = self._search(planner, budget_bytes, deadline)
-            planner.add_solution(budget_bytes, found)
+            incumbent = self._search(planner, budget_bytes, deadline)
+            planner.add_solution(budget_bytes, incumbent)
         program = planner.program_of(problem)
         assert program.costs is not None
         plan = certify(
             problem,
             budget_bytes,
-            found,
+            incumbent,
             baseline_bytes=planner.baseline_bytes,
             minimum_bytes=planner.minimum_bytes(deadline),
             seconds=time.monotonic() - started,
         )
-        schedule = found.best.schedule
+        schedule = incumbent.best.schedule
         verify_schedule(
             schedule, program.costs.workspace_bytes, budget_bytes=budget_bytes, peak_bytes=plan.peak_bytes
         )
@@ -140,13 +140,13 @@ class SelectCheckpoints:
         candidates = planner.candidates(deadline)
         if self.strategy not in ("auto", "ilp"):
             return self._named(planner, budget_bytes, candidates)
-        found = search(problem, budget_bytes, candidates, deadline=deadline)
-        if found is None and budget_bytes >= problem.floor_bytes:
+        incumbent = search(problem, budget_bytes, candidates, deadline=deadline)
+        if incumbent is None and budget_bytes >= problem.floor_bytes:
             candidates = planner.candidates(deadline, is_thorough=True)
-            found = search(problem, budget_bytes, candidates, deadline=deadline)
-        if found is not None:
-            found.bound_seconds = max(found.bound_seconds, planner.bound_seconds(budget_bytes))
-            return found
+            incumbent = search(problem, budget_bytes, candidates, deadline=deadline)
+        if incumbent is not None:
+            incumbent.bound_seconds = max(incumbent.bound_seconds, planner.bound_seconds(budget_bytes))
+            return incumbent
         minimum_bytes = min(candidates.minimum_bytes, planner.original.keep_all.peak_bytes)
         if budget_bytes >= problem.floor_bytes and not candidates.is_complete:
             raise out_of_time(self.time_limit, budget_bytes, minimum_bytes)

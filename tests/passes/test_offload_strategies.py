@@ -364,7 +364,7 @@ def test_improving_keeps_what_is_requested() -> None:
         graph, {made[n]: s for n, s in sample.seconds.items()}, dict.fromkeys(made.values(), 0)
     )
     work = SwapProblem(problem_of(requested), (Tier("host", 1 << 20, 1e6, 1e6),), 1 << 30)
-    found = Incumbent("keep-all", work.problem.keep_all)
-    improve(work, found, deadline=time.monotonic() + 5)
-    verified(work, found.best)
-    assert found.best.seconds == work.problem.keep_all.seconds > work.problem.step_seconds
+    incumbent = Incumbent("keep-all", work.problem.keep_all)
+    improve(work, incumbent, deadline=time.monotonic() + 5)
+    verified(work, incumbent.best)
+    assert incumbent.best.seconds == work.problem.keep_all.seconds > work.problem.step_seconds

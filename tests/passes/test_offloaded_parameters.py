@@ -113,7 +113,7 @@ def test_what_is_chosen_fits_and_no_schedule_found_is_below_the_bound(
     if chosen is None:
         assert search.least_bytes() > search.budget_bytes
         return
-    best = chosen.found.best
+    best = chosen.incumbent.best
     workspace_bytes = chosen.problem.costs.workspace_bytes
     verify_schedule(
         best.schedule,
@@ -123,7 +123,7 @@ def test_what_is_chosen_fits_and_no_schedule_found_is_below_the_bound(
         peak_bytes=best.peak_bytes,
     )
     step_seconds = chosen.problem.step_seconds
-    assert best.seconds >= (step_seconds + chosen.found.bound_seconds) * (1 - 1e-9)
+    assert best.seconds >= (step_seconds + chosen.incumbent.bound_seconds) * (1 - 1e-9)
     assert search.least_bytes() <= high
     for seed in range(4):  # other schedules that fit are not below the bound either
         loaded = offloaded_names(sample.graph, seed, tier)
@@ -134,7 +134,7 @@ def test_what_is_chosen_fits_and_no_schedule_found_is_below_the_bound(
         if liveness(at_once, workspace_bytes).peak_bytes <= search.budget_bytes:
             ahead = prefetch(at_once, costs.seconds, workspace_bytes, [tier], search.budget_bytes)
             taken = step_times(ahead, costs.seconds, [tier]).step_seconds
-            assert taken >= (step_seconds + chosen.found.bound_seconds) * (1 - 1e-9)
+            assert taken >= (step_seconds + chosen.incumbent.bound_seconds) * (1 - 1e-9)
 
 
 # ---------------------------------------------------------------------------- what can live in a tier
@@ -192,8 +192,8 @@ def test_a_parameter_that_nothing_reads_lives_in_the_tier_and_never_comes() -> N
     search = OffloadSearch(Planner(slow), ["params"], search.least_bytes())
     chosen = search.run(time.monotonic() + 5.0)
     assert chosen is not None and search.offloaded_parameters[0] in chosen.problem.graph.offloaded_parameters
-    best = chosen.found.best
-    assert best.seconds >= chosen.problem.step_seconds + chosen.found.bound_seconds
+    best = chosen.incumbent.best
+    assert best.seconds >= chosen.problem.step_seconds + chosen.incumbent.bound_seconds
     table = copy_table(best.schedule)
     assert "idle" in [copied.offloaded.parameter for copied in table.tensors if copied.offloaded is not None]
     fetched = {i.storage for i in best.schedule.instructions if isinstance(i, Fetch)}
@@ -330,4 +330,4 @@ def test_what_no_operation_reads_raises_no_bound() -> None:
     search = OffloadSearch(Planner(slow), ["params"], slow.graph.static_bytes - (1 << 19))
     chosen = search.run(time.monotonic() + 2.0)
     assert chosen is not None
-    assert chosen.found.best.seconds >= chosen.problem.step_seconds + chosen.found.bound_seconds
+    assert chosen.incumbent.best.seconds >= chosen.problem.step_seconds + chosen.found.bound_seconds

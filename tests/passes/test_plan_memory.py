@@ -180,11 +180,11 @@ def test_improving_makes_nothing_slower_and_keeps_the_budget(work: SwapProblem) 
     fitted = work.with_copies(problem.keep_all)
     assume(fitted is not None)
     assert fitted is not None
-    found = Incumbent("swap", fitted)
-    improve(work, found, deadline=later(2.0))
-    assert found.best.seconds <= fitted.seconds
+    incumbent = Incumbent("swap", fitted)
+    improve(work, incumbent, deadline=later(2.0))
+    assert incumbent.best.seconds <= fitted.seconds
     verify_schedule(
-        found.best.schedule,
+        incumbent.best.schedule,
         problem.costs.workspace_bytes,
         budget_bytes=work.budget_bytes,
         tiers=work.tiers,
@@ -195,9 +195,9 @@ def test_improving_ends_where_a_step_takes_no_time() -> None:
     work = find(works(), lambda work: not work.problem.step_seconds)
     fitted = work.with_copies(work.problem.keep_all)
     assert fitted is not None
-    found = Incumbent("swap", fitted)
-    improve(work, found, deadline=later(2.0))
-    assert found.best is fitted
+    incumbent = Incumbent("swap", fitted)
+    improve(work, incumbent, deadline=later(2.0))
+    assert incumbent.best is fitted
 
 
 # ------------------------------------------------------------------------------------------------ the passes

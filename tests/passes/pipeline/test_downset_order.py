@@ -53,7 +53,7 @@ def planned(model: nn.Module, x: Tensor, partition: str = "best") -> Pipeline:
     )
 
 
-def offloaded_parameters(pipe: Pipeline) -> list[set[str]]:
+def stage_parameters(pipe: Pipeline) -> list[set[str]]:
     """For each stage the towers that it has weights of."""
     return [
         {entry.target.split(".")[0] for entry in schedule.graph.inputs if "weight" in entry.target}
@@ -66,7 +66,7 @@ def test_a_slow_link_parts_towers_that_run_in_turns() -> None:
     model, x = Towers(), torch.randn(64, 64)
     twin = copy.deepcopy(model)
     pipe = planned(model, x)
-    assert offloaded_parameters(pipe) in ([{"left"}, {"right"}], [{"right"}, {"left"}])
+    assert stage_parameters(pipe) in ([{"left"}, {"right"}], [{"right"}, {"left"}])
     crossing = pipe.plan.stages[0].forward_bytes
     assert crossing <= 16 * 64 * 4
     trainer = pipe.start()

@@ -35,7 +35,7 @@ from ..passes import (
 )
 from ..passes.costs.optimizer_costs import optimizer_of
 from ..passes.costs.table import StepCost
-from ..passes.remat.reuse_schedule import carry_over
+from ..passes.remat.reuse_schedule import reuse_schedule
 
 __all__ = ["Choice", "Replanner", "choose"]
 
@@ -234,7 +234,7 @@ def choose(
         kept_bytes = sum(nbytes for name, nbytes in kept.items() if name not in released)
         beside_bytes = kept_bytes + constants_bytes
         later = [_with_less(step, beside_bytes) for step in passes[at:]]
-        taken = None if carried is None else _carry_over(carried, program, later)
+        taken = None if carried is None else _reuse_schedule(carried, program, later)
         try:
             program = taken or PassManager(later, observers).run(program)
         except BudgetError as error:
@@ -298,12 +298,12 @@ def _with_less(step: Pass, nbytes: int) -> Pass:
     return replace(step, budget=max(step.budget - nbytes, 1))
 
 
-def _carry_over(carried: Program, program: Program, passes: Sequence[Pass]) -> Program | None:
+def _reuse_schedule(carried: Program, program: Program, passes: Sequence[Pass]) -> Program | None:
     budgets = [step.budget for step in passes if isinstance(step, SelectCheckpoints)]
     assert len(passes) == 1 and isinstance(budgets[0], int)
     if carried.graph.offloaded_parameters:
         return None
-    return carry_over(carried, program, budgets[0])
+    return reuse_schedule(carried, program, budgets[0])
 
 
 def _beside(error: BudgetError, nbytes: int) -> BudgetError:

@@ -11,7 +11,7 @@ from .pass_manager import Observer, Pass, PassManager, Timing, parse_passes
 from .program import Program
 from .remat.planner import Planner, recomputation_problem
 from .remat.problem import CheckpointProblem, Recomputations, Solution
-from .remat.reuse_schedule import carry_over
+from .remat.reuse_schedule import reuse_schedule
 from .remat.select_checkpoints import STRATEGIES, SelectCheckpoints, minimum_budget
 from .rewrites.hold_forwards import HoldForwards
 from .rewrites.release_gradients import ReleaseGradients
@@ -43,11 +43,11 @@ __all__ = [
     "SplitDropout",
     "Timing",
     "analytic_costs",
-    "carry_over",
     "machine_named",
     "minimum_budget",
     "offloadable_in",
     "parse_passes",
     "recomputation_problem",
+    "reuse_schedule",
     "smallest_budget",
 ]

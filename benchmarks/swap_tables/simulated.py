@@ -12,7 +12,7 @@ from typing import Any
 from irc.frontends.torch import capture
 from irc.ir import BudgetError, Graph, Plan, TimeLimitError, UsageError, stored_bytes
 from irc.passes import Costs, Machine, PlanMemory, Planner, Program, Solution, analytic_costs
-from irc.passes.offload.remat_and_offload import SwapProblem
+from irc.passes.offload.remat_and_offload import OffloadProblem
 from irc.passes.offload.strategies import LOOK_AHEADS, lms_all
 
 from ..journal import Journal
@@ -175,7 +175,7 @@ _ANY = Machine("any", 1e12, 1e11, 0.0)
 def lowest_lms(planner: Planner) -> Entry:
     """Large Model Support with all that can be swapped, at the look-ahead that takes the least memory."""
     started = time.monotonic()
-    work = SwapProblem(planner.problem, planner.program.tiers, 0)
+    work = OffloadProblem(planner.problem, planner.program.tiers, 0)
     made = [(lms_all(work, look_ahead), look_ahead) for look_ahead in LOOK_AHEADS]
     simulated, look_ahead = min(made, key=lambda pair: (pair[0].peak_bytes, pair[0].seconds))
     return Entry(

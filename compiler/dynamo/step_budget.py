@@ -14,7 +14,7 @@ from ...backends.torch import AliveTensors, held_by_history
 from ...ir import BudgetError, TimeLimitError, UnsupportedError, format_bytes
 from ...passes import CheckpointProblem
 from ...passes.subgraphs.footprint import Footprint, footprint, outputs_bytes, tangents_bytes
-from ...passes.subgraphs.leaner_backward import save_less
+from ...passes.subgraphs.leaner_backward import leaner_backwards
 from ...passes.subgraphs.subgraph import (
     AmbientMemory,
     Choice,
@@ -349,7 +349,7 @@ class StepBudget:
         costs = pending_run.choice.problem.costs
         problem = CheckpointProblem(graph, costs, pending_run.choice.problem.sequence)
         held = saved_by(pending_run.choice.schedule)
-        for solution in save_less(problem, held, own_bytes + graph.static_bytes):
+        for solution in leaner_backwards(problem, held, own_bytes + graph.static_bytes):
             taken = footprint(solution.schedule, costs.workspace_bytes)
             smaller = taken.saved_bytes < before.saved_bytes or taken.backward_bytes < before.backward_bytes
             fits = taken.saved_bytes <= before.saved_bytes and taken.backward_bytes <= own_bytes

@@ -23,8 +23,8 @@ from ...passes import (
     SelectCheckpoints,
     smallest_budget,
 )
-from ...passes.offload.remat_and_offload import SwapProblem
-from ...passes.offload.strategies import LOOK_AHEADS, SWAP_STRATEGIES, lms_all
+from ...passes.offload.remat_and_offload import OffloadProblem
+from ...passes.offload.strategies import LOOK_AHEADS, OFFLOAD_STRATEGIES, lms_all
 from ...passes.remat.strategies import known_strategies
 from ...torch_support.pytree import flatten
 from ..optimize import check_options, cost_passes
@@ -83,7 +83,7 @@ class Sweep:
     @property
     def copies(self) -> bool:
         """Whether plans copy to tiers, and bounds hold for schedules that do."""
-        return self.offered is not None and self.strategy in ("auto", *SWAP_STRATEGIES)
+        return self.offered is not None and self.strategy in ("auto", *OFFLOAD_STRATEGIES)
 
     @property
     def swap(self) -> tuple[str, ...]:
@@ -326,7 +326,7 @@ def _survey(planner: Planner, sweep: Sweep) -> Survey:
         BudgetError: IRC443 when all budgets are below the smallest feasible one.
     """
     baseline = _plan(planner, SelectCheckpoints(_EVERY_SCHEDULE, "keep-all", time_limit=0))
-    work = SwapProblem(planner.problem, planner.program.tiers, baseline.baseline_peak_bytes)
+    work = OffloadProblem(planner.problem, planner.program.tiers, baseline.baseline_peak_bytes)
     minimum_bytes = planner.minimum_bytes(is_thorough=True)
     if sweep.copies:
         minimum_bytes = min(minimum_bytes, smallest_budget(planner))
@@ -359,7 +359,7 @@ def _with_copies(planner: Planner, sweep: Sweep) -> str:
     return f" with copies to {' and '.join(t.name for t in planner.program.tiers)}" if sweep.copies else ""
 
 
-def _known(work: SwapProblem) -> tuple[Known, ...]:
+def _known(work: OffloadProblem) -> tuple[Known, ...]:
     """Where the strategies stand that need no search; with tiers Large Model Support is one."""
     problem = work.problem
     copying = ((f"lms-{ahead}", lms_all(work, ahead)) for ahead in LOOK_AHEADS if work.tiers)

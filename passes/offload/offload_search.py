@@ -14,8 +14,8 @@ from ..remat.problem import CheckpointProblem
 from ..remat.search import Incumbent
 from .offloaded_parameters import LEAST_BYTES, LoadedProgram, offloadable_in
 from .prefetch import prefetch
-from .remat_and_offload import SwapProblem, bound_with_copies, least_budget, search_with_copies
-from .strategies import known_swaps
+from .remat_and_offload import OffloadProblem, bound_with_copies, least_budget, search_with_copies
+from .strategies import known_offload_solutions
 
 __all__ = ["OffloadSearch"]
 
@@ -146,7 +146,7 @@ class OffloadSearch:
             deadline: `time.monotonic()` at which to stop; what was found by then counts.
         """
         loaded, planner = self._loaded(self.offloaded_parameters)
-        work = SwapProblem(
+        work = OffloadProblem(
             planner.problem, self._tiers_beside(loaded.offloaded_parameters), self.budget_bytes
         )
         candidates = planner.candidates((time.monotonic() + deadline) / 2, is_thorough=True)
@@ -169,7 +169,7 @@ class OffloadSearch:
     def floor_bytes(self) -> int:
         """What no schedule can go below, whatever lives in the tier."""
         _, planner = self._loaded(self.offloaded_parameters)
-        return SwapProblem(planner.problem, (), self.budget_bytes).floor_bytes
+        return OffloadProblem(planner.problem, (), self.budget_bytes).floor_bytes
 
     def _part(self, part: float) -> tuple[OffloadedParameter, ...]:
         """The first of the homes, of at least so much of their bytes."""
@@ -192,16 +192,18 @@ class OffloadSearch:
         largest = max((offloaded.storage.nbytes for offloaded in offloaded_parameters), default=0)
         for margin in margins:
             budget_bytes = self.budget_bytes - int(margin * largest)
-            work = SwapProblem(planner.problem, tiers, budget_bytes)
+            work = OffloadProblem(planner.problem, tiers, budget_bytes)
             if budget_bytes < work.floor_bytes:
                 continue
             candidates = planner.candidates((time.monotonic() + deadline) / 2)
-            seeds = known_swaps(work, deadline=(time.monotonic() + deadline) / 2)
+            seeds = known_offload_solutions(work, deadline=(time.monotonic() + deadline) / 2)
             incumbent = search_with_copies(work, candidates, deadline=deadline, seeds=seeds)
             if incumbent is not None:
                 yield self._offloaded(loaded, planner.problem, incumbent)
 
-    def _offloaded(self, loaded: LoadedProgram, seen: CheckpointProblem, incumbent: Incumbent) -> OffloadChoice:
+    def _offloaded(
+        self, loaded: LoadedProgram, seen: CheckpointProblem, incumbent: Incumbent
+    ) -> OffloadChoice:
         """What was found, with the copies of homes beside computations."""
         problem = loaded.problem(seen)
         tiers = self.planner.program.tiers
@@ -209,7 +211,7 @@ class OffloadSearch:
         costs = problem.costs
         if loaded.offloaded_parameters:
             schedule = prefetch(schedule, costs.seconds, costs.workspace_bytes, tiers, self.budget_bytes)
-        best = SwapProblem(problem, tiers, self.budget_bytes).simulate(schedule)
+        best = OffloadProblem(problem, tiers, self.budget_bytes).simulate(schedule)
         return OffloadChoice(problem, Incumbent(incumbent.name, best))
 
     def _loaded(
@@ -232,7 +234,7 @@ class OffloadSearch:
         does not hold beside what cannot live there, has to come.
         """
         loaded, planner = self._loaded(self.offloaded_parameters, weight=0.0)
-        work = SwapProblem(planner.problem, self._tiers_beside(()), self.budget_bytes)
+        work = OffloadProblem(planner.problem, self._tiers_beside(()), self.budget_bytes)
         computed = planner.problem.step_seconds + bound_with_copies(work, deadline=deadline)
         missing_bytes = self.planner.program.graph.static_bytes - self.budget_bytes - loaded.unread_bytes
         return max(computed, missing_bytes / self.tier.in_bytes_per_second)

@@ -15,8 +15,8 @@ from ..remat.search import Incumbent
 from ..remat.select_checkpoints import STRATEGIES, SelectCheckpoints, out_of_time, over_budget
 from .offload_search import OffloadSearch
 from .offloaded_parameters import OFFLOADABLE
-from .remat_and_offload import SwapProblem, least_budget, search_with_copies
-from .strategies import SWAP_STRATEGIES, known_swaps
+from .remat_and_offload import OffloadProblem, least_budget, search_with_copies
+from .strategies import OFFLOAD_STRATEGIES, known_offload_solutions
 
 __all__ = ["PlanMemory", "smallest_budget"]
 
@@ -40,7 +40,7 @@ class PlanMemory(SelectCheckpoints):
     """
 
     name: ClassVar[str] = "plan-memory"
-    strategies: ClassVar[tuple[str, ...]] = (*STRATEGIES, *SWAP_STRATEGIES, "recompute")
+    strategies: ClassVar[tuple[str, ...]] = (*STRATEGIES, *OFFLOAD_STRATEGIES, "recompute")
 
     offload: str = "none"
     offloaded_names: tuple[str, ...] | None = field(default=None, metadata={"in_text": False})
@@ -82,7 +82,7 @@ class PlanMemory(SelectCheckpoints):
         """
         self.check()
         tiers = planner.program.tiers
-        if self.strategy in SWAP_STRATEGIES and not tiers:
+        if self.strategy in OFFLOAD_STRATEGIES and not tiers:
             raise UsageError(
                 "IRC403",
                 f"strategy {self.strategy} copies, and there is no tier to copy to",
@@ -90,11 +90,11 @@ class PlanMemory(SelectCheckpoints):
             )
         if self.which:
             return self._with_offloaded(planner)
-        if not tiers or self.strategy not in ("auto", *SWAP_STRATEGIES):
+        if not tiers or self.strategy not in ("auto", *OFFLOAD_STRATEGIES):
             return self._without_copies(planner)
         started = time.monotonic()
         deadline = started + self.time_limit
-        work = SwapProblem(planner.problem, tiers, parse_budget(self.budget, planner.baseline_bytes))
+        work = OffloadProblem(planner.problem, tiers, parse_budget(self.budget, planner.baseline_bytes))
         kept_bytes = planner.original.keep_all.peak_bytes
         if self.strategy == "auto" and work.problem.keep_all.peak_bytes > work.budget_bytes >= kept_bytes:
             return self._without_copies(planner)  # the captured graph fits as it is
@@ -139,13 +139,13 @@ class PlanMemory(SelectCheckpoints):
             tiers = planner.program.tiers
             error = over_budget(planner, budget_bytes, least_bytes, tiers=tiers, offloaded_bytes=lives_bytes)
             raise _with_largest_step(error, search)
-        work = SwapProblem(chosen.problem, planner.program.tiers, budget_bytes)
+        work = OffloadProblem(chosen.problem, planner.program.tiers, budget_bytes)
         return self._certified(planner, work, chosen.incumbent, least_bytes, search.floor_bytes, started)
 
     def _certified(
         self,
         planner: Planner,
-        work: SwapProblem,
+        work: OffloadProblem,
         incumbent: Incumbent,
         minimum_bytes: int,
         floor_bytes: int,
@@ -178,12 +178,12 @@ class PlanMemory(SelectCheckpoints):
         strategy = "auto" if self.strategy == "recompute" else self.strategy
         return SelectCheckpoints(self.budget, strategy, self.time_limit).choose(planner)
 
-    def _searched(self, planner: Planner, work: SwapProblem, deadline: float) -> tuple[Incumbent, int]:
+    def _searched(self, planner: Planner, work: OffloadProblem, deadline: float) -> tuple[Incumbent, int]:
         """The best of all, and the smallest budget that is known."""
         candidates = planner.candidates(_within(deadline, _CANDIDATES_PART))
         least_bytes = least_budget(work, candidates, deadline=_within(deadline, _LEAST_PART))
         may_fit = work.budget_bytes >= work.floor_bytes
-        seeds = known_swaps(work, deadline=deadline)
+        seeds = known_offload_solutions(work, deadline=deadline)
         incumbent = search_with_copies(work, candidates, deadline=deadline, seeds=seeds) if may_fit else None
         if incumbent is None and may_fit and time.monotonic() < deadline:
             candidates = planner.candidates(deadline, is_thorough=True)
@@ -196,9 +196,9 @@ class PlanMemory(SelectCheckpoints):
             raise out_of_time(self.time_limit, work.budget_bytes, least_bytes)
         raise over_budget(planner, work.budget_bytes, least_bytes, is_known=not is_late, tiers=work.tiers)
 
-    def _known(self, planner: Planner, work: SwapProblem, deadline: float) -> Incumbent:
+    def _known(self, planner: Planner, work: OffloadProblem, deadline: float) -> Incumbent:
         """The strategy's own schedule: the fastest that fits, of those found in time."""
-        made = [work.problem.keep_all, *SWAP_STRATEGIES[self.strategy](work, deadline)]
+        made = [work.problem.keep_all, *OFFLOAD_STRATEGIES[self.strategy](work, deadline)]
         fitting = [s for s in made if s.peak_bytes <= work.budget_bytes]
         if not fitting:
             least_bytes = min(s.peak_bytes for s in made)
@@ -238,5 +238,5 @@ def _within(deadline: float, part: float) -> float:
 
 def smallest_budget(planner: Planner) -> int:
     """The smallest budget that a schedule with copies to the program's tiers was found for, in bytes."""
-    work = SwapProblem(planner.problem, planner.program.tiers, planner.problem.keep_all.peak_bytes)
+    work = OffloadProblem(planner.problem, planner.program.tiers, planner.problem.keep_all.peak_bytes)
     return least_budget(work, planner.candidates(is_thorough=True))

@@ -13,7 +13,7 @@ from ...ir import Storage, Tier
 from ..remat.chain import Block, blocks_of
 from ..remat.problem import CheckpointProblem, Solution
 from ..remat.strategies import keeping
-from .remat_and_offload import SwapProblem
+from .remat_and_offload import OffloadProblem
 
 __all__ = ["Segment", "pofo", "segments_within"]
 
@@ -40,7 +40,7 @@ _RESERVES = (1.0, 0.9, 0.8)
 """Parts of the budget that choices are made for: the model of a chain is not exact on other graphs."""
 
 
-def pofo(work: SwapProblem, deadline: float = math.inf) -> Iterator[Solution]:
+def pofo(work: OffloadProblem, deadline: float = math.inf) -> Iterator[Solution]:
     """Schedules of POFO's choices, for the budget and for a little less.
 
     The graph is cut into a chain of blocks (see `chain`). A dynamic programme goes over the blocks and

@@ -11,19 +11,19 @@ from dataclasses import dataclass, replace
 
 from ...ir import Compute, Node, Schedule, Storage, Tier, liveness, step_times
 from ..remat.candidates import Candidates
+from ..remat.cut_ilp import Solved
 from ..remat.eviction import evict_greedily
 from ..remat.problem import CheckpointProblem, Recomputations, Solution
 from ..remat.search import Incumbent, search
-from ..remat.staged_ilp import Solved
+from .cut_ilp import OffloadRelaxation
 from .exact.solve import best_with_swaps
 from .schedule_copies import EFFORT, Order, schedule_copies
-from .staged_ilp import SwapRelaxation
 
-__all__ = ["SwapProblem", "bound_with_copies", "improve", "is_tiny", "least_budget", "search_with_copies"]
+__all__ = ["OffloadProblem", "bound_with_copies", "improve", "is_tiny", "least_budget", "search_with_copies"]
 
 
 @dataclass(frozen=True)
-class SwapProblem:
+class OffloadProblem:
     """A recomputation problem in which storages may also go to tiers.
 
     Schedules considered run what a schedule of `CheckpointProblem` runs, and copy out what forward makes
@@ -129,8 +129,8 @@ class SwapProblem:
 _FREE_PART = 2e-5
 """Storages up to this fraction of the peak that keeps all are free in the staged programme."""
 
-_STAGED_SECONDS = 8.0
-_STAGED_NODES = 100
+_CUT_SECONDS = 8.0
+_CUT_NODES = 100
 _EXACT_SECONDS = 10.0
 _TINY = 14
 """Up to so many operations all schedules of the class are in one programme."""
@@ -149,7 +149,7 @@ _RECOMPUTE_PART = 0.3
 
 
 def search_with_copies(
-    work: SwapProblem,
+    work: OffloadProblem,
     candidates: Candidates,
     *,
     deadline: float,
@@ -213,7 +213,7 @@ def is_tiny(problem: CheckpointProblem) -> bool:
 
 
 def _time_anew(
-    work: SwapProblem,
+    work: OffloadProblem,
     known: list[tuple[str, Solution]],
     incumbent: Incumbent,
     *,
@@ -229,13 +229,13 @@ def _time_anew(
             incumbent.update(name, timed, work.budget_bytes)
 
 
-def _bound(work: SwapProblem, incumbent: Incumbent, time_steps: list[int], deadline: float) -> None:
+def _bound(work: OffloadProblem, incumbent: Incumbent, time_steps: list[int], deadline: float) -> None:
     """Raises the bound by the staged programme with copies; its choice is offered."""
     problem = work.problem
     left = deadline - time.monotonic()
     if left <= 0 or incumbent.is_proved(problem, _PROOF_GAP):
         return
-    solved = _relaxed(work, time_steps, min(left / 2, _STAGED_SECONDS))
+    solved = _relaxed(work, time_steps, min(left / 2, _CUT_SECONDS))
     if not solved.is_infeasible:
         incumbent.bound_seconds = max(incumbent.bound_seconds, solved.bound_seconds)
     if solved.resident is not None:
@@ -245,7 +245,7 @@ def _bound(work: SwapProblem, incumbent: Incumbent, time_steps: list[int], deadl
                 incumbent.update("joint", idea, work.budget_bytes)
 
 
-def bound_with_copies(work: SwapProblem, *, deadline: float) -> float:
+def bound_with_copies(work: OffloadProblem, *, deadline: float) -> float:
     """Seconds beyond those of the step's operations that no schedule with copies stays below.
 
     Args:
@@ -259,16 +259,16 @@ def bound_with_copies(work: SwapProblem, *, deadline: float) -> float:
     return 0.0 if solved.is_infeasible else max(solved.bound_seconds, 0.0)
 
 
-def _relaxed(work: SwapProblem, time_steps: list[int], seconds: float) -> Solved:
+def _relaxed(work: OffloadProblem, time_steps: list[int], seconds: float) -> Solved:
     """The staged programme with copies, solved for so long."""
     small_bytes = int(work.problem.keep_all.peak_bytes * _FREE_PART)
-    relaxation = SwapRelaxation(
+    relaxation = OffloadRelaxation(
         work.problem, work.budget_bytes, time_steps, small_bytes=small_bytes, tiers=work.tiers
     )
-    return relaxation.solve(seconds=seconds, gap=_PROOF_GAP, node_limit=_STAGED_NODES)
+    return relaxation.solve(seconds=seconds, gap=_PROOF_GAP, node_limit=_CUT_NODES)
 
 
-def least_budget(work: SwapProblem, candidates: Candidates, *, deadline: float = math.inf) -> int:
+def least_budget(work: OffloadProblem, candidates: Candidates, *, deadline: float = math.inf) -> int:
     """The smallest budget that a schedule with copies is found for, in bytes; that of `work` is ignored.
 
     Args:
@@ -290,7 +290,7 @@ def least_budget(work: SwapProblem, candidates: Candidates, *, deadline: float =
     return high
 
 
-def _reached(work: SwapProblem, orders: list[Order]) -> int | None:
+def _reached(work: OffloadProblem, orders: list[Order]) -> int | None:
     """The peak of the first of some orders that fits with copies; it becomes the first."""
     for index, order in enumerate(orders):
         fitted = work.fitted(order, effort=0)
@@ -309,7 +309,7 @@ _RUN_SECONDS = 1.0
 
 
 def _candidates(
-    work: SwapProblem, candidates: Candidates, *, deadline: float
+    work: OffloadProblem, candidates: Candidates, *, deadline: float
 ) -> Iterator[tuple[str, Solution]]:
     """Schedules that fit: what recomputes at this or at a larger budget, with copies for the rest.
 
@@ -351,7 +351,7 @@ _PROGRESS = 1e-4
 _BETTER = 1e-9
 
 
-def improve(work: SwapProblem, incumbent: Incumbent, *, deadline: float) -> None:
+def improve(work: OffloadProblem, incumbent: Incumbent, *, deadline: float) -> None:
     """Runs less again, or more, where that makes a schedule faster; copies are chosen anew each time.
 
     Args:

@@ -11,7 +11,7 @@ from ..program import Program
 from ..remat.certificate import certify
 from ..remat.problem import CheckpointProblem
 from ..remat.search import Incumbent
-from .remat_and_offload import SwapProblem
+from .remat_and_offload import OffloadProblem
 
 __all__ = ["ScheduleSwaps"]
 
@@ -62,7 +62,7 @@ class ScheduleSwaps:
         problem = CheckpointProblem(program.graph, program.costs, backward)
         baseline_bytes = program.plan.baseline_peak_bytes
         budget_bytes = parse_budget(self.budget, baseline_bytes)
-        work = SwapProblem(problem, program.tiers, budget_bytes)
+        work = OffloadProblem(problem, program.tiers, budget_bytes)
         chosen = work.with_copies(work.simulate(program.schedule))
         if chosen is None:
             raise BudgetError(

@@ -14,11 +14,19 @@ from ..remat.chain import articulations
 from ..remat.problem import CheckpointProblem, Solution
 from ..remat.strategies import every_k, per_block, segments, sqrt_n
 from .pofo import pofo
-from .remat_and_offload import SwapProblem
+from .remat_and_offload import OffloadProblem
 from .schedule_copies import Order
 from .swaps import Gap, Swap
 
-__all__ = ["LOOK_AHEADS", "SWAP_STRATEGIES", "known_swaps", "lms", "lms_all", "ome", "swap_all"]
+__all__ = [
+    "LOOK_AHEADS",
+    "OFFLOAD_STRATEGIES",
+    "known_offload_solutions",
+    "lms",
+    "lms_all",
+    "ome",
+    "swap_all",
+]
 
 LOOK_AHEADS = (1, 2, 5, 10, 20, 50, 100)
 """So many operations before it is read a storage is fetched."""
@@ -27,7 +35,7 @@ _SMALL_PART = 2e-5
 """Storages up to this fraction of the peak that keeps all stay."""
 
 
-def swap_all(work: SwapProblem, deadline: float = math.inf) -> Iterator[Solution]:
+def swap_all(work: OffloadProblem, deadline: float = math.inf) -> Iterator[Solution]:
     """Computes nothing twice; what is over the budget is copied, at the times of `schedule_copies`.
 
     Args:
@@ -44,7 +52,7 @@ def swap_all(work: SwapProblem, deadline: float = math.inf) -> Iterator[Solution
 # ---------------------------------------------------------------------- Large Model Support
 
 
-def lms_all(work: SwapProblem, look_ahead: int, *, threshold_bytes: int | None = None) -> Solution:
+def lms_all(work: OffloadProblem, look_ahead: int, *, threshold_bytes: int | None = None) -> Solution:
     """Large Model Support: all that forward makes and backward reads is copied out and fetched again.
 
     Memory is not looked at; see `_Ahead` for the times.
@@ -63,7 +71,7 @@ def lms_all(work: SwapProblem, look_ahead: int, *, threshold_bytes: int | None =
     return work.simulate(order.schedule(ahead.swaps))
 
 
-def lms(work: SwapProblem, deadline: float = math.inf) -> Iterator[Solution]:
+def lms(work: OffloadProblem, deadline: float = math.inf) -> Iterator[Solution]:
     """Large Model Support at all its settings: all storages, and as few as the budget allows.
 
     Which are the few is a setting too: the largest, or the earliest (`n_tensors` of TFLMS).
@@ -88,7 +96,7 @@ def lms(work: SwapProblem, deadline: float = math.inf) -> Iterator[Solution]:
 # ---------------------------------------------------------------------- checkpoints that are swapped
 
 
-def ome(work: SwapProblem, deadline: float = math.inf) -> Iterator[Solution]:
+def ome(work: OffloadProblem, deadline: float = math.inf) -> Iterator[Solution]:
     """Recomputation between checkpoints, of which the earliest are swapped until the budget holds.
 
     The checkpoints are those of known rules: sqrt(n), every k, blocks, articulations of forward and every
@@ -215,7 +223,7 @@ class _Ahead:
         self.step_seconds = now
 
 
-def _fastest(work: SwapProblem, order: Order, gaps: Sequence[Gap], deadline: float) -> Solution | None:
+def _fastest(work: OffloadProblem, order: Order, gaps: Sequence[Gap], deadline: float) -> Solution | None:
     """Of all look-aheads the fastest schedule within the budget that swaps as few of `gaps` as it can."""
     found: list[tuple[float, int, Sequence[Swap]]] = []
     computed = sum(order.event_seconds)
@@ -235,7 +243,7 @@ def _fastest(work: SwapProblem, order: Order, gaps: Sequence[Gap], deadline: flo
     return None
 
 
-def _fewest(work: SwapProblem, order: Order, gaps: Sequence[Gap], look_ahead: int) -> _Ahead | None:
+def _fewest(work: OffloadProblem, order: Order, gaps: Sequence[Gap], look_ahead: int) -> _Ahead | None:
     """Swaps of the first few gaps that fit, found by halving; None where all of them do not fit."""
     low, high = 0, len(gaps)
     best = _Ahead(order, gaps, work.tiers, look_ahead)
@@ -253,7 +261,7 @@ def _fewest(work: SwapProblem, order: Order, gaps: Sequence[Gap], look_ahead: in
 
 # ---------------------------------------------------------------------- all of them
 
-SWAP_STRATEGIES: Mapping[str, Callable[[SwapProblem, float], Iterator[Solution]]] = {
+OFFLOAD_STRATEGIES: Mapping[str, Callable[[OffloadProblem, float], Iterator[Solution]]] = {
     "lms": lms,
     "ome": ome,
     "pofo": pofo,
@@ -265,12 +273,14 @@ Of the schedules of one the fastest within the budget counts.
 """
 
 
-def known_swaps(work: SwapProblem, *, deadline: float = math.inf) -> Iterator[tuple[str, Solution]]:
+def known_offload_solutions(
+    work: OffloadProblem, *, deadline: float = math.inf
+) -> Iterator[tuple[str, Solution]]:
     """The schedules of all these strategies, each with its name; some may be over the budget.
 
     Args:
         work: The problem.
         deadline: `time.monotonic()` after which nothing more is tried.
     """
-    for name, strategy in SWAP_STRATEGIES.items():
+    for name, strategy in OFFLOAD_STRATEGIES.items():
         yield from ((name, solution) for solution in strategy(work, deadline))

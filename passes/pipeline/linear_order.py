@@ -146,8 +146,7 @@ class Line:
             i.value.storage for i in self.graph.inputs if i.role is InputRole.PARAMETER and i.requires_grad
         }
         return [
-            (storage, storage in trained, places)
-            for storage, places in self.placement.reader_stages.items()
+            (storage, storage in trained, places) for storage, places in self.placement.reader_stages.items()
         ]
 
     def seconds(self, begin: int, end: int) -> float:

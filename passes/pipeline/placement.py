@@ -278,10 +278,7 @@ def _at_parameters(
     """
     read = [s for s in flow.graph.reads(node) if s in flow.parameters or s in flow.written]
     having = {
-        reader
-        for storage in read
-        for reader in reader_stages.get(storage, ())
-        if stage < reader < count
+        reader for storage in read for reader in reader_stages.get(storage, ()) if stage < reader < count
     }
     for candidate in (stage, *sorted(having)):
         if all(candidate in reader_stages.get(storage, (candidate,)) for storage in read):

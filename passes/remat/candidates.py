@@ -13,7 +13,7 @@ from .problem import CheckpointProblem, Solution
 from .solution_merging import SolutionMerger
 from .strategies import known_strategies
 
-__all__ = ["Candidates", "frontier"]
+__all__ = ["Candidates", "find_candidates"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ _LEAST_PEAK_SECONDS = 5.0
 """Time limit for the least peak of a small graph."""
 
 
-def frontier(
+def find_candidates(
     problem: CheckpointProblem, *, deadline: float = math.inf, is_thorough: bool = False
 ) -> Candidates:
     """Known strategies, greedy eviction at a ladder of budgets, and the smallest peaks that are reached.

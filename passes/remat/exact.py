@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from .cut_ilp import Relaxation
 from .problem import CheckpointProblem, Solution
 from .retention_ilp import RetentionProgramme
 from .solution_merging import complete
-from .staged_ilp import Relaxation
 
 __all__ = ["Exact", "best_of_class", "is_small", "lower_bound"]
 

@@ -12,7 +12,7 @@ from ..costs.measure_costs import Cost
 from ..program import Program
 from ..rewrites.backward_order import weight_gradients_last
 from ..rewrites.split_convolutions import rejoined
-from .candidates import Candidates, frontier
+from .candidates import Candidates, find_candidates
 from .problem import CheckpointProblem, Solution
 from .search import Incumbent
 
@@ -68,7 +68,7 @@ class Planner:
             if self._cut_off is not None and time.monotonic() >= deadline:
                 known = self._cut_off
             else:
-                known = frontier(self.problem, deadline=deadline, is_thorough=is_thorough)
+                known = find_candidates(self.problem, deadline=deadline, is_thorough=is_thorough)
             if known.is_complete:
                 self._known[is_thorough] = known
             else:

@@ -11,10 +11,10 @@ from .certificate import certify
 from .problem import CheckpointProblem
 from .search import Incumbent
 
-__all__ = ["carry_over"]
+__all__ = ["reuse_schedule"]
 
 
-def carry_over(chosen: Program, program: Program, budget_bytes: int) -> Program | None:
+def reuse_schedule(chosen: Program, program: Program, budget_bytes: int) -> Program | None:
     """`program` with the schedule that was chosen for another one; nothing is searched.
 
     Args:

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 
 from ...ir import Storage
 from .candidates import Candidates
+from .cut_ilp import Relaxation
 from .eviction import evict_greedily
 from .exact import best_of_class, is_small, lower_bound
 from .problem import CheckpointProblem, Solution
 from .retention_ilp import RetentionProgramme
 from .solution_merging import SolutionMerger
-from .staged_ilp import Relaxation
 
 __all__ = ["Incumbent", "search"]
 
@@ -59,14 +59,14 @@ _NEGLIGIBLE = 2e-5
 """Storages up to this fraction of the peak that keeps all are free in the staged programme."""
 
 _SEEDS = 5
-_NEW_STAGES = 5
-_STAGINGS = 8
+_NEW_CUTS = 5
+_CUT_ROUNDS = 8
 _PROGRESS = 2e-4
 _IDLE_TURNS = 2
 """So many turns that each close less of the gap than that, as a fraction of the step's time, are the last."""
 
-_STAGED_NODES = 100
-_LONGEST_STAGED_SECONDS = 8.0
+_CUT_NODES = 100
+_LONGEST_CUT_SECONDS = 8.0
 _POOR_GAP = 5e-3
 _LONGEST_PROOF_SECONDS = 30.0
 """Where the gap is larger than that, as a fraction of the step's time, the bound is worth that much time."""
@@ -119,7 +119,7 @@ class _Large:
             return incumbent
         work.add()
         self._take(work)
-        self._by_stages(work, [seed for _, seed in seeds[1:_SEEDS]])
+        self._by_cuts(work, [seed for _, seed in seeds[1:_SEEDS]])
         self._by_windows(work)
         self._lower(work)
         self._tighten()
@@ -139,12 +139,12 @@ class _Large:
         distinct = {(s.seconds, s.peak_bytes): (name, s) for name, s in reversed(found)}
         return [distinct[key] for key in sorted(distinct)]
 
-    def _by_stages(self, work: SolutionMerger, seeds: list[Solution]) -> None:
+    def _by_cuts(self, work: SolutionMerger, seeds: list[Solution]) -> None:
         """In turns, a bound and a first choice from ever more stages, and recombinations with that."""
         assert self.incumbent is not None
         time_steps = [len(self.problem.forward)]
         gap, idle = math.inf, 0
-        for _ in range(_STAGINGS):
+        for _ in range(_CUT_ROUNDS):
             closed = gap - self._gap_seconds
             idle = idle + 1 if closed < _PROGRESS * self.problem.step_seconds else 0
             if idle > _IDLE_TURNS:
@@ -156,7 +156,7 @@ class _Large:
             free_bytes = int(self.problem.keep_all.peak_bytes * _NEGLIGIBLE)
             relaxation = Relaxation(self.problem, self.budget_bytes, time_steps, small_bytes=free_bytes)
             solved = relaxation.solve(
-                seconds=min(left / 2, _LONGEST_STAGED_SECONDS), gap=_PROOF_GAP, node_limit=_STAGED_NODES
+                seconds=min(left / 2, _LONGEST_CUT_SECONDS), gap=_PROOF_GAP, node_limit=_CUT_NODES
             )
             if solved.is_infeasible:
                 return  # within the solver's tolerance: a schedule that fits is at hand
@@ -173,7 +173,7 @@ class _Large:
             seeds = seeds[1:]
             more = _violated(self.problem, self.budget_bytes, ideas[0], time_steps) if ideas else []
             if not more:
-                more = [m for m in _tightest(self.problem) if m not in time_steps][:_NEW_STAGES]
+                more = [m for m in _tightest(self.problem) if m not in time_steps][:_NEW_CUTS]
             if not more:
                 return
             time_steps = sorted({*time_steps, *more})
@@ -238,7 +238,7 @@ def _violated(
     """Moments without a stage where a choice goes furthest over the budget, spread out."""
     peaks = problem.peaks(solution)
     over = sorted((-nbytes, time_step) for time_step, nbytes in enumerate(peaks) if nbytes > budget_bytes)
-    return _apart(problem, (time_step for _, time_step in over if time_step not in time_steps))[:_NEW_STAGES]
+    return _apart(problem, (time_step for _, time_step in over if time_step not in time_steps))[:_NEW_CUTS]
 
 
 def _apart(problem: CheckpointProblem, time_steps: Iterable[int]) -> list[int]:

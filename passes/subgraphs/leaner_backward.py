@@ -12,13 +12,15 @@ from ..remat.problem import CheckpointProblem, Solution
 from .footprint import outputs_bytes, tangents_bytes
 from .subgraph import saved_by
 
-__all__ = ["save_less"]
+__all__ = ["leaner_backwards"]
 
 _HALVINGS = 6
 _RUN_SECONDS = 2.0
 
 
-def save_less(problem: CheckpointProblem, saved: frozenset[Storage], budget_bytes: int) -> Iterator[Solution]:
+def leaner_backwards(
+    problem: CheckpointProblem, saved: frozenset[Storage], budget_bytes: int
+) -> Iterator[Solution]:
     """Schedules that hold as little as can be between forward and backward, of what is held now.
 
     A forward that has run by another schedule of the same graph can go on by the backward of one of these:

@@ -27,7 +27,7 @@ from irc.compiler.training import measured_peak_bytes
 from irc.frontends.torch import capture
 from irc.passes import Program, SplitConvolutions
 from irc.passes.pass_manager import PassManager
-from irc.passes.remat.reuse_schedule import carry_over
+from irc.passes.remat.reuse_schedule import reuse_schedule
 
 torch.set_num_threads(1)
 
@@ -733,14 +733,14 @@ def test_a_schedule_is_carried_over_only_where_it_fits() -> None:
     large, small = costed(8), costed(3)
     chosen = irc.passes.SelectCheckpoints("100%", strategy="auto", time_limit=2).run(large)
     assert chosen.plan is not None and chosen.schedule is not None
-    carried = carry_over(chosen, small, chosen.plan.budget_bytes)
+    carried = reuse_schedule(chosen, small, chosen.plan.budget_bytes)
     assert carried is not None and carried.plan is not None and carried.schedule is not None
     assert [n.name for n in carried.schedule.computed] == [n.name for n in chosen.schedule.computed]
     assert carried.plan.peak_bytes < chosen.plan.peak_bytes
-    assert carry_over(chosen, small, carried.plan.peak_bytes) is not None
-    assert carry_over(chosen, small, carried.plan.peak_bytes - 1) is None
+    assert reuse_schedule(chosen, small, carried.plan.peak_bytes) is not None
+    assert reuse_schedule(chosen, small, carried.plan.peak_bytes - 1) is None
     other = capture(tanh(), rows(3)).graph
-    assert carry_over(chosen, irc.passes.Cost(profile="cpu").run(Program(other)), 1 << 40) is None
+    assert reuse_schedule(chosen, irc.passes.Cost(profile="cpu").run(Program(other)), 1 << 40) is None
 
 
 # ---------------------------------------------------------------------- the loss, and what is refused

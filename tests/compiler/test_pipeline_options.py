@@ -25,7 +25,7 @@ from irc.compiler.pipeline.run import run_pipeline
 from irc.passes.costs.allocations import peak_bytes
 from irc.passes.pipeline import Devices, LinePartition
 from irc.passes.pipeline.device_order import device_order
-from irc.passes.remat import candidates as frontier
+from irc.passes.remat import candidates
 from irc.tools.cli import main
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
@@ -68,7 +68,7 @@ def test_a_mode_of_checkpointing_is_not_searched_for(monkeypatch: pytest.MonkeyP
     def search(*_: Any, **__: Any) -> None:
         raise AssertionError("each mode is one schedule")
 
-    monkeypatch.setattr(frontier, "evict_greedily", search)
+    monkeypatch.setattr(candidates, "evict_greedily", search)
     plan = planned("tied", 2, "gpipe", 4, checkpoint="except_last").plan
     assert plan.peak_bytes
 

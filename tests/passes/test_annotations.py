@@ -15,12 +15,12 @@ from irc.ir import BudgetError, Graph, Plan, Storage, parse_graph, verify_graph,
 from irc.passes import CheckpointProblem, Costs, Program, SelectCheckpoints
 from irc.passes.program import without_annotations
 from irc.passes.remat import exact
-from irc.passes.remat.candidates import frontier
+from irc.passes.remat.candidates import find_candidates
+from irc.passes.remat.cut_ilp import Relaxation
 from irc.passes.remat.eviction import evict_greedily
 from irc.passes.remat.exact import best_of_class, lower_bound
 from irc.passes.remat.problem import Solution
 from irc.passes.remat.search import search
-from irc.passes.remat.staged_ilp import Relaxation
 from irc.passes.remat.strategies import known_strategies
 
 SOME = settings(max_examples=60)
@@ -153,7 +153,7 @@ def test_the_way_of_large_graphs_honours_every_annotation(sample: Sample, percen
     assume(problem.backward and len(problem.wanted) <= 5)
     budget = problem.floor_bytes + (problem.keep_all.peak_bytes - problem.floor_bytes) * percent // 100
     with patch.object(exact, "_SMALL_CHOICES", -1):
-        candidates = frontier(problem, is_thorough=True)
+        candidates = find_candidates(problem, is_thorough=True)
         found = search(problem, budget, candidates, deadline=later())
     for _, solution in candidates.candidates:
         honoured(problem, solution)

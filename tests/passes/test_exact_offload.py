@@ -38,8 +38,8 @@ from irc.passes.offload.exact.choice import schedule_of
 from irc.passes.offload.exact.line import ExactProblem, line
 from irc.passes.offload.exact.programme import SwapProgramme
 from irc.passes.offload.exact.solve import Exact, best_with_swaps
-from irc.passes.offload.remat_and_offload import SwapProblem, is_tiny, search_with_copies
-from irc.passes.remat.candidates import frontier
+from irc.passes.offload.remat_and_offload import OffloadProblem, is_tiny, search_with_copies
+from irc.passes.remat.candidates import find_candidates
 from irc.passes.remat.exact import best_of_class
 
 ROUNDING = 1e-4
@@ -336,9 +336,9 @@ def test_the_plan_of_a_tiny_graph_is_the_best_and_its_bound_is_below(
     places = (data.draw(tiers(problem)),)
     budget_bytes = data.draw(budgets(problem))
     reference = searched(problem, places, budget_bytes)
-    work = SwapProblem(problem, places, budget_bytes)
+    work = OffloadProblem(problem, places, budget_bytes)
     deadline = time.monotonic() + MANY_SECONDS
-    found = search_with_copies(work, frontier(problem, deadline=deadline), deadline=deadline)
+    found = search_with_copies(work, find_candidates(problem, deadline=deadline), deadline=deadline)
     if reference is None:
         assert found is None or found.best.peak_bytes <= budget_bytes  # some compute again in forward too
         return

@@ -25,11 +25,11 @@ from irc.passes import (
     minimum_budget,
     parse_passes,
 )
+from irc.passes.remat.cut_ilp import Relaxation
 from irc.passes.remat.eviction import evict_greedily
 from irc.passes.remat.exact import best_of_class, lower_bound
 from irc.passes.remat.retention_ilp import RetentionProgramme
 from irc.passes.remat.solution_merging import complete
-from irc.passes.remat.staged_ilp import Relaxation
 
 SMALL = settings(max_examples=15)
 MANY_SECONDS = 60.0

@@ -33,15 +33,15 @@ from irc.ir import (
 )
 from irc.passes import STRATEGIES, CheckpointProblem, PlanMemory, Planner, SelectCheckpoints, Solution
 from irc.passes.offload.pofo import Segment, segments_within
-from irc.passes.offload.remat_and_offload import SwapProblem, improve
-from irc.passes.offload.strategies import LOOK_AHEADS, SWAP_STRATEGIES, known_swaps, lms_all
+from irc.passes.offload.remat_and_offload import OffloadProblem, improve
+from irc.passes.offload.strategies import LOOK_AHEADS, OFFLOAD_STRATEGIES, known_offload_solutions, lms_all
 from irc.passes.remat.chain import Block, articulations, blocks_of
 from irc.passes.remat.search import Incumbent
 
 SMALL = settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 
 
-def verified(work: SwapProblem, solution: Solution, budget_bytes: int | None = None) -> None:
+def verified(work: OffloadProblem, solution: Solution, budget_bytes: int | None = None) -> None:
     verify_schedule(
         solution.schedule,
         work.problem.costs.workspace_bytes,
@@ -61,15 +61,15 @@ def verified(work: SwapProblem, solution: Solution, budget_bytes: int | None = N
 
 @SMALL
 @given(works() | works(with_annotations(samples)))
-def test_every_schedule_verifies(work: SwapProblem) -> None:
-    for name, solution in known_swaps(work):
+def test_every_schedule_verifies(work: OffloadProblem) -> None:
+    for name, solution in known_offload_solutions(work):
         verified(work, solution, None if name == "lms" else work.budget_bytes)
 
 
 @SMALL
 @given(works())
-def test_lms_and_swap_compute_nothing_twice(work: SwapProblem) -> None:
-    for name, solution in known_swaps(work):
+def test_lms_and_swap_compute_nothing_twice(work: OffloadProblem) -> None:
+    for name, solution in known_offload_solutions(work):
         if name in ("lms", "swap"):
             assert solution.order == work.problem.keep_all.order
 
@@ -82,7 +82,7 @@ def test_the_joint_plan_is_no_slower_than_any_strategy(
     planner = Planner(program_of(sample, offered))
     low, high = planner.problem.floor_bytes, planner.problem.keep_all.peak_bytes
     budget = low + (high - low) * part // 8
-    seconds = {name: planned(planner, budget, name) for name in ("auto", *SWAP_STRATEGIES, "recompute")}
+    seconds = {name: planned(planner, budget, name) for name in ("auto", *OFFLOAD_STRATEGIES, "recompute")}
     best = seconds.pop("auto")
     for name, other in seconds.items():
         assert other is None or (best is not None and best <= other * (1 + 1e-9)), name
@@ -105,7 +105,7 @@ def planned(planner: Planner, budget: int, strategy: str) -> float | None:
 
 @SMALL
 @given(works(), st.sampled_from(LOOK_AHEADS))
-def test_lms_fetches_as_far_ahead_as_it_says(work: SwapProblem, look_ahead: int) -> None:
+def test_lms_fetches_as_far_ahead_as_it_says(work: OffloadProblem, look_ahead: int) -> None:
     solution = lms_all(work, look_ahead)
     instructions = solution.schedule.instructions
     events = list(itertools.accumulate(isinstance(i, Compute | Loss) for i in instructions))
@@ -129,7 +129,7 @@ def reading_events(problem: CheckpointProblem, schedule: Schedule) -> dict[Stora
     return found
 
 
-def test_lms_swaps_all_that_backward_reads(chain_work: SwapProblem) -> None:
+def test_lms_swaps_all_that_backward_reads(chain_work: OffloadProblem) -> None:
     solution = lms_all(chain_work, 1)
     out = [i.storage for i in solution.schedule.instructions if isinstance(i, Offload)]
     problem = chain_work.problem
@@ -154,9 +154,9 @@ def straight(count: int = 8, nbytes: int = 600) -> Sample:
 
 
 @pytest.fixture
-def chain_work() -> SwapProblem:
+def chain_work() -> OffloadProblem:
     problem = problem_of(straight())
-    return SwapProblem(problem, (Tier("host", 1 << 20, 600.0, 600.0),), problem.keep_all.peak_bytes // 2)
+    return OffloadProblem(problem, (Tier("host", 1 << 20, 600.0, 600.0),), problem.keep_all.peak_bytes // 2)
 
 
 @SMALL
@@ -321,10 +321,10 @@ def test_pofo_offloads_where_copies_are_fast_and_recomputes_where_they_are_slow(
 # ------------------------------------------------------------------------------------------------ the pass
 
 
-def test_each_strategy_is_a_strategy_of_the_pass(chain_work: SwapProblem) -> None:
+def test_each_strategy_is_a_strategy_of_the_pass(chain_work: OffloadProblem) -> None:
     program = program_of(straight(), chain_work.tiers)
     found = {}
-    for name in ("auto", "recompute", *SWAP_STRATEGIES):
+    for name in ("auto", "recompute", *OFFLOAD_STRATEGIES):
         made = PlanMemory(strategy=name, budget="60%").run(program)
         assert made.plan is not None and made.plan.peak_bytes <= made.plan.budget_bytes
         found[name] = made.plan.overhead
@@ -334,7 +334,7 @@ def test_each_strategy_is_a_strategy_of_the_pass(chain_work: SwapProblem) -> Non
     assert found["recompute"] > 0
 
 
-def test_what_is_wrong_with_a_strategy_is_said(chain_work: SwapProblem) -> None:
+def test_what_is_wrong_with_a_strategy_is_said(chain_work: OffloadProblem) -> None:
     with pytest.raises(UsageError, match="there is no strategy 'mls'") as caught:
         PlanMemory(strategy="mls").check()
     assert caught.value.code == "IRC403"
@@ -363,7 +363,7 @@ def test_improving_keeps_what_is_requested() -> None:
     requested = Sample(
         graph, {made[n]: s for n, s in sample.seconds.items()}, dict.fromkeys(made.values(), 0)
     )
-    work = SwapProblem(problem_of(requested), (Tier("host", 1 << 20, 1e6, 1e6),), 1 << 30)
+    work = OffloadProblem(problem_of(requested), (Tier("host", 1 << 20, 1e6, 1e6),), 1 << 30)
     incumbent = Incumbent("keep-all", work.problem.keep_all)
     improve(work, incumbent, deadline=time.monotonic() + 5)
     verified(work, incumbent.best)

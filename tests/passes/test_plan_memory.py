@@ -44,13 +44,13 @@ from irc.passes import (
     parse_passes,
 )
 from irc.passes.offload import remat_and_offload as joint
-from irc.passes.offload.remat_and_offload import SwapProblem, improve, least_budget, search_with_copies
+from irc.passes.offload.cut_ilp import OffloadRelaxation
+from irc.passes.offload.remat_and_offload import OffloadProblem, improve, least_budget, search_with_copies
 from irc.passes.offload.schedule_copies import Order, schedule_copies
-from irc.passes.offload.staged_ilp import SwapRelaxation
-from irc.passes.offload.strategies import SWAP_STRATEGIES, known_swaps
-from irc.passes.remat.candidates import Candidates, frontier
+from irc.passes.offload.strategies import OFFLOAD_STRATEGIES, known_offload_solutions
+from irc.passes.remat.candidates import Candidates, find_candidates
+from irc.passes.remat.cut_ilp import Relaxation
 from irc.passes.remat.search import Incumbent, search
-from irc.passes.remat.staged_ilp import Relaxation
 
 SMALL = settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 
@@ -64,7 +64,7 @@ def later(seconds: float = 20.0) -> float:
 
 @SMALL
 @given(works(), st.integers(0, 1 << 20))
-def test_copies_for_a_random_order_keep_what_they_promise(work: SwapProblem, seed: int) -> None:
+def test_copies_for_a_random_order_keep_what_they_promise(work: OffloadProblem, seed: int) -> None:
     problem = work.problem
     order_of = at_random(problem, Random(seed))
     fitted = work.with_copies(order_of)
@@ -88,7 +88,7 @@ def test_copies_for_a_random_order_keep_what_they_promise(work: SwapProblem, see
 
 @SMALL
 @given(works())
-def test_times_that_the_scheduler_claims_are_those_of_its_schedule(work: SwapProblem) -> None:
+def test_times_that_the_scheduler_claims_are_those_of_its_schedule(work: OffloadProblem) -> None:
     problem = work.problem
     costs = problem.costs
     order = Order(problem.graph, problem.forward, problem.backward, costs.seconds, costs.workspace_bytes)
@@ -101,9 +101,9 @@ def test_times_that_the_scheduler_claims_are_those_of_its_schedule(work: SwapPro
 
 @SMALL
 @given(works())
-def test_nothing_is_copied_where_all_can_be_kept(work: SwapProblem) -> None:
+def test_nothing_is_copied_where_all_can_be_kept(work: OffloadProblem) -> None:
     kept = work.problem.keep_all
-    roomy = SwapProblem(work.problem, work.tiers, kept.peak_bytes)
+    roomy = OffloadProblem(work.problem, work.tiers, kept.peak_bytes)
     assert roomy.with_copies(kept) is kept
 
 
@@ -112,11 +112,13 @@ def test_nothing_is_copied_where_all_can_be_kept(work: SwapProblem) -> None:
 
 @SMALL
 @given(works(), st.data())
-def test_the_staged_bound_is_below_every_schedule_with_copies(work: SwapProblem, data: st.DataObject) -> None:
+def test_the_staged_bound_is_below_every_schedule_with_copies(
+    work: OffloadProblem, data: st.DataObject
+) -> None:
     problem = work.problem
     assume(problem.backward)
     time_steps = data.draw(st.sets(st.integers(0, problem.time_steps - 1), min_size=1, max_size=4))
-    relaxation = SwapRelaxation(
+    relaxation = OffloadRelaxation(
         problem, work.budget_bytes, sorted(time_steps | {len(problem.forward)}), tiers=work.tiers
     )
     solved = relaxation.solve(seconds=20.0, gap=1e-9)
@@ -131,17 +133,17 @@ def test_the_staged_bound_is_below_every_schedule_with_copies(work: SwapProblem,
 
 
 def known(problem: CheckpointProblem) -> Candidates:
-    return frontier(problem, deadline=later())
+    return find_candidates(problem, deadline=later())
 
 
 @SMALL
 @given(works())
-def test_without_tiers_the_bound_is_that_of_recomputation(work: SwapProblem) -> None:
+def test_without_tiers_the_bound_is_that_of_recomputation(work: OffloadProblem) -> None:
     problem = work.problem
     assume(problem.backward)
     time_steps = [len(problem.forward)]
     alone = Relaxation(problem, work.budget_bytes, time_steps).solve(seconds=20.0, gap=1e-9)
-    none = SwapRelaxation(problem, work.budget_bytes, time_steps, tiers=()).solve(seconds=20.0, gap=1e-9)
+    none = OffloadRelaxation(problem, work.budget_bytes, time_steps, tiers=()).solve(seconds=20.0, gap=1e-9)
     assert none.is_infeasible == alone.is_infeasible
     if not alone.is_infeasible:
         assert none.bound_seconds == pytest.approx(alone.bound_seconds, abs=1e-6 * problem.step_seconds)
@@ -152,7 +154,7 @@ def test_without_tiers_the_bound_is_that_of_recomputation(work: SwapProblem) -> 
 
 @SMALL
 @given(works())
-def test_the_joint_plan_is_no_slower_than_recomputation_or_copies_alone(work: SwapProblem) -> None:
+def test_the_joint_plan_is_no_slower_than_recomputation_or_copies_alone(work: OffloadProblem) -> None:
     problem = work.problem
     candidates = known(problem)
     joint = search_with_copies(work, candidates, deadline=later())
@@ -175,7 +177,7 @@ def test_the_joint_plan_is_no_slower_than_recomputation_or_copies_alone(work: Sw
 
 @SMALL
 @given(works())
-def test_improving_makes_nothing_slower_and_keeps_the_budget(work: SwapProblem) -> None:
+def test_improving_makes_nothing_slower_and_keeps_the_budget(work: OffloadProblem) -> None:
     problem = work.problem
     fitted = work.with_copies(problem.keep_all)
     assume(fitted is not None)
@@ -212,7 +214,7 @@ def test_the_plan_tells_what_is_copied(sample: Sample) -> None:
     planner = Planner(program)
     problem = planner.problem
     budget = least_budget(
-        SwapProblem(problem, (FAST,), problem.keep_all.peak_bytes), planner.candidates(later())
+        OffloadProblem(problem, (FAST,), problem.keep_all.peak_bytes), planner.candidates(later())
     )
     made = PlanMemory(budget, time_limit=5).choose(planner)
     plan = made.plan
@@ -262,7 +264,7 @@ def test_both_are_mixed_where_the_channel_is_the_limit() -> None:
     offered = OfferTiers(tiers=(Tier("host", 1 << 20, 200.0, 200.0),)).run(program)
     made = PlanMemory("50%").run(offered)
     alone = SelectCheckpoints("50%").run(program)
-    swapped = SwapProblem(
+    swapped = OffloadProblem(
         Planner(offered).problem, offered.tiers, Planner(offered).baseline_bytes // 2
     ).with_copies(Planner(offered).problem.keep_all)
     assert made.plan is not None and alone.plan is not None
@@ -334,7 +336,7 @@ def test_a_search_without_time_still_finds_what_copies_reach() -> None:
 
 def test_a_refusal_without_time_names_a_budget_that_is_found_without_time() -> None:
     program = OfferTiers(tiers=(Tier("host", 1 << 20, 1200.0, 1200.0),)).run(chain())
-    for strategy in ("auto", *SWAP_STRATEGIES):
+    for strategy in ("auto", *OFFLOAD_STRATEGIES):
         with pytest.raises(BudgetError, match="by what was found within the time limit") as caught:
             PlanMemory(100, strategy, time_limit=0).run(program)
         made = PlanMemory(caught.value.minimum_bytes, strategy, time_limit=0).run(program)
@@ -343,7 +345,7 @@ def test_a_refusal_without_time_names_a_budget_that_is_found_without_time() -> N
 
 @SMALL
 @given(works(), st.integers(0, 12))
-def test_the_smallest_budget_of_any_deadline_is_found(work: SwapProblem, ticks: int) -> None:
+def test_the_smallest_budget_of_any_deadline_is_found(work: OffloadProblem, ticks: int) -> None:
     """Each look at the clock takes a second."""
     candidates = known(work.problem)
     with pytest.MonkeyPatch.context() as patched:
@@ -357,8 +359,8 @@ def test_the_smallest_budget_of_any_deadline_is_found(work: SwapProblem, ticks: 
 
 @SMALL
 @given(works())
-def test_known_strategies_end_at_their_deadline(work: SwapProblem) -> None:
-    assert not list(known_swaps(work, deadline=time.monotonic()))
+def test_known_strategies_end_at_their_deadline(work: OffloadProblem) -> None:
+    assert not list(known_offload_solutions(work, deadline=time.monotonic()))
 
 
 def test_what_only_one_run_can_make_may_be_away_while_other_forwards_run() -> None:

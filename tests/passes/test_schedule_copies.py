@@ -15,13 +15,13 @@ from support.swapping import chain, works
 from irc.ir import Region, Tier, Trait, parse_graph, step_times, verify_schedule
 from irc.passes import CheckpointProblem, Costs
 from irc.passes.offload.exact.solve import best_with_swaps
-from irc.passes.offload.remat_and_offload import SwapProblem
+from irc.passes.offload.remat_and_offload import OffloadProblem
 from irc.passes.offload.schedule_copies import Copies, Order, schedule_copies
 
 SMALL = settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 
 
-def checked(work: SwapProblem, order: Order, effort: int) -> Copies | None:
+def checked(work: OffloadProblem, order: Order, effort: int) -> Copies | None:
     """What is found with an effort, and whether it keeps what it promises."""
     problem = work.problem
     found = schedule_copies(order, problem.producer, work.tiers, work.budget_bytes, effort=effort)
@@ -36,7 +36,9 @@ def checked(work: SwapProblem, order: Order, effort: int) -> Copies | None:
 
 @SMALL
 @given(works(), st.integers(0, 1 << 20), st.sampled_from((100, 1000, 10_000)))
-def test_effort_keeps_the_budget_and_makes_nothing_slower(work: SwapProblem, seed: int, effort: int) -> None:
+def test_effort_keeps_the_budget_and_makes_nothing_slower(
+    work: OffloadProblem, seed: int, effort: int
+) -> None:
     order = work.order(at_random(work.problem, Random(seed)))
     plain, improved = checked(work, order, 0), checked(work, order, effort)
     assert (plain is None) == (improved is None)
@@ -68,7 +70,7 @@ def test_no_copies_are_faster_than_the_best_there_are(data: st.DataObject, sampl
     speed = max(sum(s.nbytes for s in problem.producer), 1) / problem.step_seconds
     tier = Tier("host", 1 << 60, speed * data.draw(st.sampled_from((0.5, 2.0))), speed)
     budget = data.draw(st.integers(problem.floor_bytes, problem.keep_all.peak_bytes))
-    work = SwapProblem(problem, (tier,), budget)
+    work = OffloadProblem(problem, (tier,), budget)
     found = checked(work, work.order(problem.keep_all), 1000)
     assume(found is not None)
     assert found is not None
@@ -79,7 +81,7 @@ def test_no_copies_are_faster_than_the_best_there_are(data: st.DataObject, sampl
 # ---------------------------------------------------------------------- by hand
 
 
-def seconds(work: SwapProblem) -> tuple[float, float]:
+def seconds(work: OffloadProblem) -> tuple[float, float]:
     """Time of the step by the rules that are tried first, and of the best."""
     order = work.order(work.problem.keep_all)
     plain, improved = checked(work, order, 0), checked(work, order, 10_000)
@@ -87,12 +89,12 @@ def seconds(work: SwapProblem) -> tuple[float, float]:
     return plain.step_seconds, improved.step_seconds
 
 
-def work_on(sizes: Sequence[int], over_bytes: int, *tiers: Tier) -> SwapProblem:
+def work_on(sizes: Sequence[int], over_bytes: int, *tiers: Tier) -> OffloadProblem:
     """A chain of values of these sizes, with so many bytes less than what keeps all takes."""
     program = chain(len(sizes), sizes)
     assert program.costs is not None
     problem = CheckpointProblem(program.graph, program.costs)
-    return SwapProblem(problem, tiers, problem.keep_all.peak_bytes - over_bytes)
+    return OffloadProblem(problem, tiers, problem.keep_all.peak_bytes - over_bytes)
 
 
 def test_what_would_be_waited_for_stays() -> None:
@@ -151,5 +153,5 @@ def test_memory_given_back_early_lets_another_copy_back_begin() -> None:
     pairs = dict(zip(graph.operations, taken, strict=True))
     costs = Costs({n: float(s) for n, (s, _) in pairs.items()}, {n: b for n, (_, b) in pairs.items()}, "test")
     problem = CheckpointProblem(graph, costs)
-    work = SwapProblem(problem, (Tier("host", 1 << 20, 1.0, 1.0),), problem.floor_bytes)
+    work = OffloadProblem(problem, (Tier("host", 1 << 20, 1.0, 1.0),), problem.floor_bytes)
     assert seconds(work) == (95.0, 92.0)

@@ -8,8 +8,8 @@ import pytest
 from irc.ir import Storage, parse_graph
 from irc.passes import CheckpointProblem, Costs
 from irc.passes.remat import search
-from irc.passes.remat.candidates import frontier
-from irc.passes.remat.staged_ilp import Solved
+from irc.passes.remat.candidates import find_candidates
+from irc.passes.remat.cut_ilp import Solved
 
 MASKED = """\
 graph loss_bytes=0 {
@@ -64,7 +64,7 @@ def test_a_choice_that_runs_something_between_forward_and_the_loss_is_passed_ove
 
     monkeypatch.setattr(search, "Relaxation", Relaxation)
     monkeypatch.setattr(search, "is_small", lambda problem: False)
-    candidates = frontier(problem)
+    candidates = find_candidates(problem)
     budget = problem.keep_all.peak_bytes - 1
     found = search.search(problem, budget, candidates, deadline=time.monotonic() + 20)
     assert found is not None and found.best.peak_bytes <= budget

@@ -12,7 +12,7 @@ from support.strategies import Sample, graphs
 from irc.ir import verify_schedule
 from irc.passes import CheckpointProblem
 from irc.passes.remat import exact
-from irc.passes.remat.candidates import frontier
+from irc.passes.remat.candidates import find_candidates
 from irc.passes.remat.eviction import evict_greedily
 from irc.passes.remat.problem import Solution
 from irc.passes.remat.search import search
@@ -113,7 +113,7 @@ def test_the_way_of_large_graphs_holds_on_small_ones(sample: Sample, percent: in
     assume(problem.backward and len(problem.wanted) <= 7)
     budget = problem.floor_bytes + (problem.keep_all.peak_bytes - problem.floor_bytes) * percent // 100
     with patch.object(exact, "_SMALL_CHOICES", -1):
-        candidates = frontier(problem, is_thorough=True)
+        candidates = find_candidates(problem, is_thorough=True)
         found = search(problem, budget, candidates, deadline=time.monotonic() + 60)
     fitting = candidates.fitting(budget)
     if found is None:

@@ -14,7 +14,7 @@ from support.strategies import Sample, graphs
 from irc.ir import liveness, verify_schedule
 from irc.passes import CheckpointProblem, Costs, Program, Solution
 from irc.passes.subgraphs.footprint import Footprint, footprint, outputs_bytes, tangents_bytes
-from irc.passes.subgraphs.leaner_backward import save_less
+from irc.passes.subgraphs.leaner_backward import leaner_backwards
 from irc.passes.subgraphs.subgraph import (
     AmbientMemory,
     Subgraph,
@@ -120,7 +120,7 @@ def test_what_waits_can_go_on_with_less_of_what_it_has_saved(sample: Sample, see
     ran = at_random(problem, Random(seed))
     saved = saved_by(ran.schedule)
     floor, top = problem.floor_bytes, problem.keep_all.peak_bytes
-    found = list(save_less(problem, saved, floor + (top - floor) * percent // 100))
+    found = list(leaner_backwards(problem, saved, floor + (top - floor) * percent // 100))
     assert found
     peaks = [footprint(s.schedule, sample.workspace_bytes).backward_bytes for s in found[:-1]]
     assert all(peak <= top for peak in peaks)

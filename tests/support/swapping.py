@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from irc.ir import Tier, parse_program
 from irc.passes import Costs, Program
-from irc.passes.offload.remat_and_offload import SwapProblem
+from irc.passes.offload.remat_and_offload import OffloadProblem
 from support.exhaustive import chains, problem_of
 from support.strategies import Sample, graphs
 
@@ -36,7 +36,7 @@ def tiers(draw: st.DrawFn) -> tuple[Tier, ...]:
 
 
 @st.composite
-def works(draw: st.DrawFn, of: st.SearchStrategy[Sample] = samples) -> SwapProblem:
+def works(draw: st.DrawFn, of: st.SearchStrategy[Sample] = samples) -> OffloadProblem:
     """A problem with a budget between its floor and what keeping all takes.
 
     Args:
@@ -46,7 +46,7 @@ def works(draw: st.DrawFn, of: st.SearchStrategy[Sample] = samples) -> SwapProbl
     problem = problem_of(draw(of))
     low, high = problem.floor_bytes, problem.keep_all.peak_bytes
     part = draw(st.integers(0, 16))
-    return SwapProblem(problem, draw(tiers()), low + (high - low) * part // 16)
+    return OffloadProblem(problem, draw(tiers()), low + (high - low) * part // 16)
 
 
 def program_of(sample: Sample, offered: tuple[Tier, ...]) -> Program:

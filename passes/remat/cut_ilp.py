@@ -83,18 +83,18 @@ class Relaxation:
         self.replaced = _replaced(problem, considered, boundary=False)
         self.replaced_at_loss = _replaced(problem, considered, boundary=True)
         self.unit_seconds = max(problem.step_seconds, 1e-12) / 1000
-        for stage in range(len(self.time_steps)):
-            self._add_stage(stage)
+        for cut in range(len(self.time_steps)):
+            self._add_cut(cut)
         waited = self._add_copies()
-        for stage in range(len(self.time_steps)):
-            self._add_memory(stage)
-        again = (self._seconds_again(stage) for stage in range(len(self.time_steps)))
+        for cut in range(len(self.time_steps)):
+            self._add_memory(cut)
+        again = (self._seconds_again(cut) for cut in range(len(self.time_steps)))
         self.model.minimize(mathopt.LinearSum((*again, *waited)))
 
-    def _seconds_again(self, stage: int) -> mathopt.LinearSum:
+    def _seconds_again(self, cut: int) -> mathopt.LinearSum:
         """What runs again between a stage and the next, in units."""
         seconds = self.problem.costs.seconds
-        return mathopt.LinearSum(seconds[o] / self.unit_seconds * x for o, x in self.again[stage].items())
+        return mathopt.LinearSum(seconds[o] / self.unit_seconds * x for o, x in self.again[cut].items())
 
     # ------------------------------------------------------------------ for what adds copies
 
@@ -112,7 +112,7 @@ class Relaxation:
         """Whether keeping what a storage's only user makes of it is never worse than keeping the storage."""
         return True
 
-    def _arrivals(self, stage: int, made: Sequence[Storage]) -> dict[Storage, mathopt.Variable]:
+    def _arrivals(self, cut: int, made: Sequence[Storage]) -> dict[Storage, mathopt.Variable]:
         """Of the storages made before a stage, those that can be copied back before the next, where so."""
         return {}
 
@@ -120,28 +120,28 @@ class Relaxation:
         """Adds the rows of the copies; units of time in which only they run."""
         return ()
 
-    def _copied(self, stage: int) -> Sequence[tuple[int, mathopt.Variable]]:
+    def _copied(self, cut: int) -> Sequence[tuple[int, mathopt.Variable]]:
         """Bytes at a stage that are there for a copy alone."""
         return ()
 
     # ------------------------------------------------------------------ rows
 
-    def _add_stage(self, stage: int) -> None:
+    def _add_cut(self, cut: int) -> None:
         problem, model = self.problem, self.model
-        time_step = self.time_steps[stage]
-        end = self.time_steps[stage + 1] if stage + 1 < len(self.time_steps) else problem.time_steps - 1
+        time_step = self.time_steps[cut]
+        end = self.time_steps[cut + 1] if cut + 1 < len(self.time_steps) else problem.time_steps - 1
         inputs = dict.fromkeys(s for s in problem.read_at(time_step) if s in self.is_large)
         resident = {
             s: model.add_variable(lb=1.0 if s in inputs else 0.0, ub=1.0, is_integer=True)
             for s in self.large
-            if s in inputs or self._may_stay(stage, s)
+            if s in inputs or self._may_stay(cut, s)
         }
         made = [s for s in self.large if problem.index[problem.producer[s]] < time_step]
         makers = dict.fromkeys(
             problem.producer[s] for s in made if s in self.wanted or self._is_read(s, time_step)
         )
         again = {o: model.add_variable(lb=0.0, ub=1.0 if o.is_recomputable else 0.0) for o in makers}
-        arrived = self._arrivals(stage, made)
+        arrived = self._arrivals(cut, made)
         for storage in made:
             maker = problem.producer[storage]
             if maker in again and self._is_read(storage, time_step, end):
@@ -153,10 +153,10 @@ class Relaxation:
                 if maker in again and storage in self.is_large:
                     here = resident.get(storage, 0.0) + arrived.get(storage, 0.0)
                     model.add_linear_constraint(again[maker] + here - runs >= 0.0)
-        if stage:
+        if cut:
             before, between, back = self.resident[-1], self.again[-1], self.arrived[-1]
             for storage, variable in resident.items():
-                if problem.index[problem.producer[storage]] >= self.time_steps[stage - 1]:
+                if problem.index[problem.producer[storage]] >= self.time_steps[cut - 1]:
                     continue  # made since
                 maker = problem.producer[storage]
                 carried = (before.get(storage, 0.0), between.get(maker, 0.0), back.get(storage, 0.0))
@@ -165,14 +165,14 @@ class Relaxation:
         self.again.append(again)
         self.arrived.append(arrived)
 
-    def _add_memory(self, stage: int) -> None:
+    def _add_memory(self, cut: int) -> None:
         """The bytes of a stage; other forwards in flight that wait hold what stays at the loss."""
         problem = self.problem
-        time_step = self.time_steps[stage]
+        time_step = self.time_steps[cut]
         inputs = [s for s in dict.fromkeys(problem.read_at(time_step)) if s in self.is_large]
         fixed = problem.held_in(time_step, self.small_bytes) + sum(s.nbytes for s in inputs)
-        terms = [(s.nbytes, v) for s, v in self.resident[stage].items() if s not in inputs]
-        terms += self._copied(stage)
+        terms = [(s.nbytes, v) for s, v in self.resident[cut].items() if s not in inputs]
+        terms += self._copied(cut)
         loss = len(problem.forward)
         kept = self.resident[self.time_steps.index(loss)] if loss in self.time_steps else {}
         for case in problem.others_at(time_step):
@@ -185,17 +185,17 @@ class Relaxation:
         """Whether the first run of an operation after a moment (up to another) reads a storage."""
         return self.problem.is_read(storage, after + 1, until)
 
-    def _may_stay(self, stage: int, storage: Storage) -> bool:
+    def _may_stay(self, cut: int, storage: Storage) -> bool:
         """Whether keeping a storage at a stage is possible, and of use."""
         problem = self.problem
-        time_step = self.time_steps[stage]
+        time_step = self.time_steps[cut]
         if problem.index[problem.producer[storage]] >= time_step or not problem.is_useful(
             storage, time_step + 1
         ):
             return False
         if time_step == len(problem.forward) and storage in problem.transient:
             return False
-        if stage == 0 and time_step == len(problem.forward):
+        if cut == 0 and time_step == len(problem.forward):
             return storage not in self.replaced_at_loss
         users = problem.users.get(storage, ())
         return storage not in self.replaced or any(problem.index[user] >= time_step for user in users)
@@ -219,12 +219,12 @@ class Relaxation:
         values = outcome.values
         small = frozenset(s for s in self.problem.producer if s not in self.is_large)
         resident = {
-            time_step: small | {s for s, v in stage.items() if values[v] > 0.5}
-            for time_step, stage in zip(self.time_steps, self.resident, strict=True)
+            time_step: small | {s for s, v in cut.items() if values[v] > 0.5}
+            for time_step, cut in zip(self.time_steps, self.resident, strict=True)
         }
         swapped = self._swapped(values)
-        for stage, time_step in enumerate(self.time_steps):
-            resident[time_step] |= swapped.get(stage, frozenset())
+        for cut, time_step in enumerate(self.time_steps):
+            resident[time_step] |= swapped.get(cut, frozenset())
         return Solved(
             resident, bound_seconds, False, outcome.is_optimal, frozenset().union(*swapped.values())
         )

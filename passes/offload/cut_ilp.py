@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from ortools.math_opt.python import mathopt
 
 from ...ir import Direction, Storage, Tier
-from ..remat.staged_ilp import Relaxation
+from ..remat.cut_ilp import Relaxation
 
-__all__ = ["SwapRelaxation"]
+__all__ = ["OffloadRelaxation"]
 
 _Variables = dict[Storage, mathopt.Variable]
 
 
 @dataclass
-class SwapRelaxation(Relaxation):
+class OffloadRelaxation(Relaxation):
     r"""The staged programme in which storages may also be copied to a tier and back.
 
     Stage j stands at moment t_j. Window j lies between the beginnings of the operations at t_{j-1} and t_j:
@@ -50,21 +50,21 @@ class SwapRelaxation(Relaxation):
     going: list[_Variables] = field(default_factory=list[_Variables], init=False)
     coming: list[_Variables] = field(default_factory=list[_Variables], init=False)
 
-    def _arrivals(self, stage: int, made: Sequence[Storage]) -> _Variables:
+    def _arrivals(self, cut: int, made: Sequence[Storage]) -> _Variables:
         copyable = self.problem.graph.copyable_storages
-        time_step = self.time_steps[stage]
+        time_step = self.time_steps[cut]
         useful = (s for s in made if s in copyable and self.problem.is_useful(s, time_step + 1))
         return {s: self.model.add_variable(lb=0.0, ub=1.0) for s in useful}
 
     def _add_copies(self) -> Sequence[mathopt.Variable]:
         problem, model = self.problem, self.model
-        stages = range(len(self.time_steps))
+        cuts = range(len(self.time_steps))
         swapped = list(dict.fromkeys(s for arrived in self.arrived for s in arrived))
         self.waits = [model.add_variable(lb=0.0) for _ in range(len(self.time_steps) + 1)]
         self.out = [self._copies(swapped, window) for window in range(len(self.time_steps) + 1)]
         self.back = [self._copies(swapped, window) for window in range(len(self.time_steps) + 1)]
-        for stage in stages:
-            time_step = self.time_steps[stage]
+        for cut in cuts:
+            time_step = self.time_steps[cut]
             made = [s for s in swapped if problem.index[problem.producer[s]] < time_step]
             self.going.append({s: model.add_variable(lb=0.0, ub=1.0) for s in made})
             self.coming.append({s: model.add_variable(lb=0.0, ub=1.0) for s in made})
@@ -87,27 +87,27 @@ class SwapRelaxation(Relaxation):
         maker = problem.producer[storage]
         parts = [window.get(storage, []) for window in self.out]
         model.add_linear_constraint(mathopt.LinearSum(v for part in parts for v in part) <= 1.0)
-        for stage, time_step in enumerate(self.time_steps):
+        for cut, time_step in enumerate(self.time_steps):
             if problem.index[maker] >= time_step:
                 continue
-            here = self.resident[stage].get(storage, 0.0) + self.going[stage][storage]
-            later = mathopt.LinearSum(v for part in parts[stage + 1 :] for v in part)
-            again = mathopt.LinearSum(x[maker] for x in self.again[stage:] if maker in x)
+            here = self.resident[cut].get(storage, 0.0) + self.going[cut][storage]
+            later = mathopt.LinearSum(v for part in parts[cut + 1 :] for v in part)
+            again = mathopt.LinearSum(x[maker] for x in self.again[cut:] if maker in x)
             model.add_linear_constraint(later - here - again <= 0.0)
-            if stage and problem.index[maker] < self.time_steps[stage - 1]:
-                before = self.resident[stage - 1].get(storage, 0.0) + self.going[stage - 1][storage]
-                between = self.again[stage - 1].get(maker, 0.0)
-                model.add_linear_constraint(self.going[stage][storage] - before - between <= 0.0)
-            arrives = self.arrived[stage].get(storage, 0.0)
-            if storage in self.arrived[stage]:
-                stored = mathopt.LinearSum(v for part in parts[: stage + 2] for v in part)
+            if cut and problem.index[maker] < self.time_steps[cut - 1]:
+                before = self.resident[cut - 1].get(storage, 0.0) + self.going[cut - 1][storage]
+                between = self.again[cut - 1].get(maker, 0.0)
+                model.add_linear_constraint(self.going[cut][storage] - before - between <= 0.0)
+            arrives = self.arrived[cut].get(storage, 0.0)
+            if storage in self.arrived[cut]:
+                stored = mathopt.LinearSum(v for part in parts[: cut + 2] for v in part)
                 model.add_linear_constraint(arrives - stored <= 0.0)
-            coming = self.coming[stage][storage] + mathopt.LinearSum(self.back[stage + 1].get(storage, []))
-            following = self.coming[stage + 1][storage] if stage + 1 < len(self.time_steps) else 0.0
+            coming = self.coming[cut][storage] + mathopt.LinearSum(self.back[cut + 1].get(storage, []))
+            following = self.coming[cut + 1][storage] if cut + 1 < len(self.time_steps) else 0.0
             model.add_linear_constraint(following - coming + arrives == 0.0)
-            if not stage or problem.index[maker] >= self.time_steps[stage - 1]:
-                first = mathopt.LinearSum(self.back[stage].get(storage, []))
-                model.add_linear_constraint(self.coming[stage][storage] - first <= 0.0)
+            if not cut or problem.index[maker] >= self.time_steps[cut - 1]:
+                first = mathopt.LinearSum(self.back[cut].get(storage, []))
+                model.add_linear_constraint(self.coming[cut][storage] - first <= 0.0)
 
     def _add_channels(self) -> None:
         problem = self.problem
@@ -138,13 +138,13 @@ class SwapRelaxation(Relaxation):
     def _swapped(self, values: Mapping[mathopt.Variable, float]) -> dict[int, frozenset[Storage]]:
         found: dict[int, frozenset[Storage]] = {}
         later: frozenset[Storage] = frozenset()
-        for stage in reversed(range(len(self.time_steps))):
-            later |= {s for s, v in self.arrived[stage].items() if values[v] > 0.5}
-            made = (s for s in later if self.problem.index[self.problem.producer[s]] < self.time_steps[stage])
-            found[stage] = frozenset(made)
+        for cut in reversed(range(len(self.time_steps))):
+            later |= {s for s, v in self.arrived[cut].items() if values[v] > 0.5}
+            made = (s for s in later if self.problem.index[self.problem.producer[s]] < self.time_steps[cut])
+            found[cut] = frozenset(made)
         return found
 
-    def _copied(self, stage: int) -> Sequence[tuple[int, mathopt.Variable]]:
-        inputs = set(self.problem.read_at(self.time_steps[stage]))
-        parts = (*self.going[stage].items(), *self.coming[stage].items())
+    def _copied(self, cut: int) -> Sequence[tuple[int, mathopt.Variable]]:
+        inputs = set(self.problem.read_at(self.time_steps[cut]))
+        parts = (*self.going[cut].items(), *self.coming[cut].items())
         return [(s.nbytes, part) for s, part in parts if s not in inputs]

@@ -21,10 +21,10 @@ from support.strategies import Sample, graphs
 
 from irc.ir import Node, parse_graph, verify_schedule
 from irc.passes import CheckpointProblem, Costs
+from irc.passes.remat.cut_ilp import Relaxation
 from irc.passes.remat.eviction import evict_greedily
 from irc.passes.remat.exact import best_of_class, lower_bound
 from irc.passes.remat.problem import Solution
-from irc.passes.remat.staged_ilp import Relaxation
 
 SMALL = settings(max_examples=40)
 MANY_SECONDS = 60.0

@@ -163,7 +163,7 @@ class _Planner:
             plan = self.simulation.planned(
                 budgets,
                 self.setting.micro_batches,
-                updates=self.simulation.rmsprop(),
+                optimizer_steps=self.simulation.rmsprop(),
                 time_limit=self.time_limit,
             )
         except BudgetError as error:

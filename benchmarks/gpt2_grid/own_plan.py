@@ -8,7 +8,7 @@ from irc.compiler.model_source import Source
 from irc.compiler.optimizers import parse_optimizer
 from irc.compiler.pipeline.api import Pipeline
 from irc.compiler.pipeline.micro_batches import micro_batches_of
-from irc.compiler.pipeline.plan import captured_micro_batch, plan_stages, updates_of
+from irc.compiler.pipeline.plan import captured_micro_batch, optimizer_steps_of, plan_stages
 from irc.compiler.pipeline.request import CHECKPOINT_MODES, PipelineRequest
 from irc.compiler.pipeline.summary import plan_of
 from irc.frontends.torch import Captured
@@ -126,7 +126,7 @@ class Planning:
             PipelineOptions(
                 Devices((_FREE_BYTES,) * self.devices, (1.0,) * self.devices, 10e9, 20e-6),
                 checkpoint=CHECKPOINT_MODES[mode],
-                updates=updates_of(program.graph, parse_optimizer(_OPTIMIZER)),
+                optimizer_steps=optimizer_steps_of(program.graph, parse_optimizer(_OPTIMIZER)),
                 cuts=self._even_cuts(),
             ),
             cost.run,

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from irc.passes.pipeline.coarsen import Coarse
+from irc.passes.pipeline.coarsen import CoarsenedProblem
 from irc.passes.pipeline.order_ideals import Floats
 from irc.passes.pipeline.partition_problem import DeviceClass
 
@@ -23,23 +23,23 @@ class Speeds:
     """Work is measured in seconds on the class that is fastest for an item; bounds of what devices do of it.
 
     Args:
-        coarse: The items.
+        coarsened: The items.
         classes: The devices.
     """
 
-    coarse: Coarse
+    coarsened: CoarsenedProblem
     classes: Sequence[DeviceClass]
 
     @cached_property
     def least_seconds(self) -> Floats:
         """The work of each item."""
-        return np.array([min(seconds) for seconds in self.coarse.seconds])
+        return np.array([min(seconds) for seconds in self.coarsened.seconds])
 
     @cached_property
     def _by_speed(self) -> list[tuple[Floats, Floats]]:
         """For each class, seconds and work of its items, summed up from those on that it is fastest at."""
         found: list[tuple[Floats, Floats]] = []
-        for column in np.array(self.coarse.seconds).T:
+        for column in np.array(self.coarsened.seconds).T:
             runs = np.isfinite(column) & (column > 0)
             seconds, work = column[runs], self.least_seconds[runs]
             fastest = np.argsort(-work / seconds, kind="stable")
@@ -82,9 +82,9 @@ def _summed(each: Floats) -> Floats:
     return np.concatenate([np.zeros(1), np.cumsum(each)])
 
 
-def least_load(coarse: Coarse, classes: Sequence[DeviceClass]) -> float:
+def least_load(coarsened: CoarsenedProblem, classes: Sequence[DeviceClass]) -> float:
     """A lower bound of the largest load: of all work divided freely, and of the longest item."""
-    speeds = Speeds(coarse, classes)
+    speeds = Speeds(coarsened, classes)
     total = np.array([speeds.least_seconds.sum()])
     counts = [device.count for device in classes]
     low, high = 0.0, float(total[0])

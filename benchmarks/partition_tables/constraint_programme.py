@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from ortools.sat.python import cp_model
 
-from irc.passes.pipeline.coarsen import Coarse
+from irc.passes.pipeline.coarsen import CoarsenedProblem
 from irc.passes.pipeline.partition_problem import PartitionProblem, evaluate
 
 from .bounds import least_load
@@ -45,7 +45,7 @@ class Solved:
 
 def solve(
     problem: PartitionProblem,
-    coarse: Coarse,
+    coarsened: CoarsenedProblem,
     *,
     is_contiguous: bool,
     start: Sequence[int] | None,
@@ -56,13 +56,13 @@ def solve(
 
     Args:
         problem: The devices.
-        coarse: The items.
+        coarsened: The items.
         is_contiguous: Whether devices are stages, in their order; they have to be of one class then.
         start: The device of each item in a partition to begin with; None begins with nothing.
         seconds: Time limit.
         workers: Threads of the solver.
     """
-    programme = _Programme(problem, coarse, is_contiguous=is_contiguous)
+    programme = _Programme(problem, coarsened, is_contiguous=is_contiguous)
     if start is not None:
         programme.hint(start)
     solver = cp_model.CpSolver()
@@ -77,7 +77,7 @@ def solve(
         return Solved(None if start is None else list(start), programme.least_seconds, False)
     bound_seconds = max(solver.best_objective_bound * programme.unit_seconds, programme.least_seconds)
     found = (programme.chosen(solver), *([] if start is None else [list(start)]))
-    loads = [evaluate(problem, coarse.spread(each, len(problem.nodes))).max_load_seconds for each in found]
+    loads = [evaluate(problem, coarsened.spread(each, len(problem.nodes))).max_load_seconds for each in found]
     return Solved(found[loads.index(min(loads))], bound_seconds, False)
 
 
@@ -91,18 +91,20 @@ class _Programme:
 
     Args:
         problem: The devices.
-        coarse: The items.
+        coarsened: The items.
         is_contiguous: Whether stages have to follow the edges.
     """
 
-    def __init__(self, problem: PartitionProblem, coarse: Coarse, *, is_contiguous: bool) -> None:
+    def __init__(
+        self, problem: PartitionProblem, coarsened: CoarsenedProblem, *, is_contiguous: bool
+    ) -> None:
         self.problem = problem
-        self.coarse = coarse
+        self.coarsened = coarsened
         self.is_contiguous = is_contiguous
-        self.least_seconds = least_load(coarse, problem.classes)
-        self.unit_seconds = _unit(coarse) or (self.least_seconds or 1.0) / _UNITS
+        self.least_seconds = least_load(coarsened, problem.classes)
+        self.unit_seconds = _unit(coarsened) or (self.least_seconds or 1.0) / _UNITS
         self.model = cp_model.CpModel()
-        self.on = [[self.model.new_bool_var("") for _ in problem.devices] for _ in coarse.members]
+        self.on = [[self.model.new_bool_var("") for _ in problem.devices] for _ in coarsened.members]
         for places in self.on:
             self.model.add_exactly_one(places)
         for device, kind in enumerate(problem.devices):
@@ -118,7 +120,7 @@ class _Programme:
     @cached_property
     def _order(self) -> list[int]:
         """The items, those that take longest first."""
-        return sorted(range(len(self.on)), key=lambda item: -min(self.coarse.seconds[item]))
+        return sorted(range(len(self.on)), key=lambda item: -min(self.coarsened.seconds[item]))
 
     @cached_property
     def _number(self) -> list[int]:
@@ -129,13 +131,13 @@ class _Programme:
     def _bar(self, device: int, kind: int) -> None:
         for rank, item in enumerate(self._order):
             is_spare = not self.is_contiguous and rank < self._number[device]
-            if self.coarse.seconds[item][kind] == math.inf or is_spare:
+            if self.coarsened.seconds[item][kind] == math.inf or is_spare:
                 self.model.add(self.on[item][device] == 0)
 
     def _fit(self, device: int, kind: int) -> None:
         capacity_bytes = self.problem.classes[kind].capacity_bytes
-        if sum(self.coarse.memory_bytes) > capacity_bytes:
-            sizes = zip(self.coarse.memory_bytes, self.on, strict=True)
+        if sum(self.coarsened.memory_bytes) > capacity_bytes:
+            sizes = zip(self.coarsened.memory_bytes, self.on, strict=True)
             self.model.add(sum(size * on[device] for size, on in sizes) <= math.floor(capacity_bytes))
 
     def _follow_edges(self) -> None:
@@ -146,14 +148,14 @@ class _Programme:
                 self.model.add_implication(place, before.negated())
             for by, place in zip(by_stage, places, strict=True):
                 self.model.add_implication(place, by)
-        for tail, head in self.coarse.edges:
+        for tail, head in self.coarsened.edges:
             for before, after in zip(done[tail], done[head], strict=True):
                 self.model.add_implication(after, before)
 
     def _pay(self) -> list[list[cp_model.LinearExpr]]:
         """What each device that pays transfers pays: for nets that it has some items of, but not all."""
         paid: list[list[cp_model.LinearExpr]] = [[] for _ in self.problem.devices]
-        for net, seconds in self.coarse.nets.items():
+        for net, seconds in self.coarsened.nets.items():
             first, *others = sorted(net)
             pays = [self.model.new_bool_var("") for _ in self.problem.devices]
             is_cut = self.model.new_bool_var("")
@@ -169,14 +171,14 @@ class _Programme:
         return paid
 
     def _minimise(self) -> None:
-        most = sum(max(filter(math.isfinite, each)) for each in self.coarse.seconds)
-        ceiling = self._units(most + sum(self.coarse.nets.values())) + 1
+        most = sum(max(filter(math.isfinite, each)) for each in self.coarsened.seconds)
+        ceiling = self._units(most + sum(self.coarsened.nets.values())) + 1
         largest = self.model.new_int_var(self._units(self.least_seconds), ceiling, "")
         for device, paid in enumerate(self._pay()):
             kind = self.problem.devices[device]
             taken = (
                 self._units(seconds[kind]) * on[device]
-                for seconds, on in zip(self.coarse.seconds, self.on, strict=True)
+                for seconds, on in zip(self.coarsened.seconds, self.on, strict=True)
                 if seconds[kind] < math.inf
             )
             self.model.add(sum(taken) + sum(paid) <= largest)
@@ -203,8 +205,8 @@ class _Programme:
         return [next(d for d, place in enumerate(on) if solver.boolean_value(place)) for on in self.on]
 
 
-def _unit(coarse: Coarse) -> float | None:
+def _unit(coarsened: CoarsenedProblem) -> float | None:
     """A microsecond, if all times are whole ones, as in profiles: then there are few loads to tell apart."""
-    times = [time for seconds in coarse.seconds for time in seconds if time < math.inf]
-    whole = (time / _MICROSECOND for time in (*times, *coarse.nets.values()))
+    times = [time for seconds in coarsened.seconds for time in seconds if time < math.inf]
+    whole = (time / _MICROSECOND for time in (*times, *coarsened.nets.values()))
     return _MICROSECOND if all(abs(time - round(time)) < _ROUNDING for time in whole) else None

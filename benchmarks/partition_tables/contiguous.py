@@ -1,4 +1,4 @@
-"""The best contiguous partition, proved: dynamic programming over downsets, within limits that grow."""
+"""The best contiguous partition, proved: dynamic programming over order ideals, within limits that grow."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from irc.ir import TimeLimitError
-from irc.passes.pipeline.coarsen import Coarse, coarsen, contract
-from irc.passes.pipeline.order_ideals import Between, downsets, prefixes
+from irc.passes.pipeline.coarsen import CoarsenedProblem, coarsen, contract
+from irc.passes.pipeline.order_ideals import Between, order_ideals, prefixes
 from irc.passes.pipeline.partition_problem import Partition, PartitionProblem, no_room
 
 from .bounds import Speeds, least_load
@@ -23,7 +23,7 @@ from .constraint_programme import Solved, solve
 
 __all__ = ["best_along", "best_contiguous"]
 
-_MOST_DOWNSETS = 100_000
+_MOST_IDEALS = 100_000
 _ORDERS = 8
 _FIRST_STEP = 0.01
 """By what part of the lower bound the first limit is above it; each further step is twice as long."""
@@ -31,7 +31,7 @@ _FIRST_STEP = 0.01
 
 @dataclass(frozen=True)
 class _Chain:
-    """Downsets from the empty one to the whole, and the class of device of each stage between two."""
+    """Order ideals from the empty one to the whole, and the class of device of each stage between two."""
 
     sets: tuple[int, ...]
     kinds: tuple[int, ...]
@@ -42,12 +42,12 @@ def best_contiguous(problem: PartitionProblem, *, seconds: float = 60.0, workers
     """The contiguous partition with the smallest largest load.
 
     The stages of a contiguous partition have an order that no edge between blocks goes against, so that the
-    first of them, for any number, are a downset. The search goes through all downsets, smaller ones first,
-    and keeps for each number of used devices of each class the smallest largest load. It is given a limit:
-    stages with a load from the limit on are not made, and neither are downsets that the devices used cannot
-    have done, or the others cannot complete, below it. If a partition is found, it is the best; if not, the
-    limit is a lower bound, and the next one is larger. Graphs with too many downsets to hold go to a
-    constraint programme, if their devices are of one class.
+    first of them, for any number, are an order ideal. The search goes through all order ideals, smaller ones
+    first, and keeps for each number of used devices of each class the smallest largest load. It is given a
+    limit: stages with a load from the limit on are not made, and neither are order ideals that the devices
+    used cannot have done, or the others cannot complete, below it. If a partition is found, it is the best;
+    if not, the limit is a lower bound, and the next one is larger. Graphs with too many order ideals to hold
+    go to a constraint programme, if their devices are of one class.
 
     Args:
         problem: The graph and the devices.
@@ -61,11 +61,11 @@ def best_contiguous(problem: PartitionProblem, *, seconds: float = 60.0, workers
     """
     started = time.monotonic()
     blocks = problem.blocks
-    coarse = coarsen(problem, blocks.members, blocks.edges)
-    coarse = contract(coarse, is_contiguous=True, is_memory_free=problem.is_memory_free)
-    if not coarse.can_run:
+    coarsened = coarsen(problem, blocks.members, blocks.edges)
+    coarsened = contract(coarsened, is_contiguous=True, is_memory_free=problem.is_memory_free)
+    if not coarsened.can_run:
         raise no_room(problem)
-    found = _found(problem, coarse, started + seconds, workers)
+    found = _found(problem, coarsened, started + seconds, workers)
     if found.is_infeasible:
         raise no_room(problem)
     if found.devices is None:
@@ -74,20 +74,20 @@ def best_contiguous(problem: PartitionProblem, *, seconds: float = 60.0, workers
             f"no contiguous partition of {problem.name} was found in {seconds:g} s",
             help="give more time, or devices with more memory",
         )
-    assignment = coarse.spread(found.devices, len(problem.nodes))
+    assignment = coarsened.spread(found.devices, len(problem.nodes))
     return Partition.of(problem, assignment, found.bound_seconds, started)
 
 
-def _found(problem: PartitionProblem, coarse: Coarse, deadline: float, workers: int) -> Solved:
-    bound = least_load(coarse, problem.classes)
-    best = _along_orders(problem, coarse)
-    sets = downsets(coarse, _MOST_DOWNSETS)
+def _found(problem: PartitionProblem, coarsened: CoarsenedProblem, deadline: float, workers: int) -> Solved:
+    bound = least_load(coarsened, problem.classes)
+    best = _along_orders(problem, coarsened)
+    sets = order_ideals(coarsened, _MOST_IDEALS)
     if sets is not None:
-        best, bound = _proved(_Search(problem, coarse, sets, deadline), best, bound)
-    devices = None if best is None else _devices(problem, coarse, best)
+        best, bound = _proved(_Search(problem, coarsened, sets, deadline), best, bound)
+    devices = None if best is None else _devices(problem, coarsened, best)
     if sets is None and len(problem.classes) == 1:
         seconds = deadline - time.monotonic()
-        return solve(problem, coarse, is_contiguous=True, start=devices, seconds=seconds, workers=workers)
+        return solve(problem, coarsened, is_contiguous=True, start=devices, seconds=seconds, workers=workers)
     return Solved(devices, bound, bound == math.inf)
 
 
@@ -103,12 +103,14 @@ def best_along(problem: PartitionProblem, order: Sequence[int]) -> Partition:
     """
     started = time.monotonic()
     blocks = problem.blocks
-    coarse = coarsen(problem, blocks.members, blocks.edges)
-    search = _Search(problem, coarse, prefixes(list(dict.fromkeys(blocks.block_of[node] for node in order))))
-    found = search.below(search.ceiling_seconds) if coarse.can_run else None
+    coarsened = coarsen(problem, blocks.members, blocks.edges)
+    search = _Search(
+        problem, coarsened, prefixes(list(dict.fromkeys(blocks.block_of[node] for node in order)))
+    )
+    found = search.below(search.ceiling_seconds) if coarsened.can_run else None
     if found is None:
         raise no_room(problem)
-    assignment = coarse.spread(_devices(problem, coarse, found), len(problem.nodes))
+    assignment = coarsened.spread(_devices(problem, coarsened, found), len(problem.nodes))
     return Partition.of(problem, assignment, found.max_load_seconds, started)
 
 
@@ -128,30 +130,30 @@ def _proved(search: _Search, best: _Chain | None, bound: float) -> tuple[_Chain 
     return best, bound if best else math.inf
 
 
-def _along_orders(problem: PartitionProblem, coarse: Coarse) -> _Chain | None:
-    """The best chain whose downsets are all beginnings of one of a few orders."""
+def _along_orders(problem: PartitionProblem, coarsened: CoarsenedProblem) -> _Chain | None:
+    """The best chain whose order ideals are all beginnings of one of a few orders."""
     best: _Chain | None = None
-    for order in _orders(coarse):
-        search = _Search(problem, coarse, prefixes(order))
+    for order in _orders(coarsened):
+        search = _Search(problem, coarsened, prefixes(order))
         best = search.below(best.max_load_seconds if best else search.ceiling_seconds) or best
     return best
 
 
-def _orders(coarse: Coarse) -> Iterator[list[int]]:
+def _orders(coarsened: CoarsenedProblem) -> Iterator[list[int]]:
     """A few orders of the items: that of their nodes, and some that follow one path as far as it goes."""
     graph: nx.DiGraph[int] = nx.DiGraph()
-    graph.add_nodes_from(range(len(coarse.members)))
-    graph.add_edges_from(coarse.edges)
-    yield list(nx.lexicographical_topological_sort(graph, key=lambda item: min(coarse.members[item])))
+    graph.add_nodes_from(range(len(coarsened.members)))
+    graph.add_edges_from(coarsened.edges)
+    yield list(nx.lexicographical_topological_sort(graph, key=lambda item: min(coarsened.members[item])))
     for seed in range(_ORDERS):
         chance = random.Random(seed)
-        waiting = [len(before) for before in coarse.predecessors]
+        waiting = [len(before) for before in coarsened.predecessors]
         ready = [item for item, count in enumerate(waiting) if not count]
         order: list[int] = []
         while ready:
             item = ready.pop()
             order.append(item)
-            after = sorted(coarse.successors[item])
+            after = sorted(coarsened.successors[item])
             chance.shuffle(after)
             for each in after:
                 waiting[each] -= 1
@@ -160,10 +162,10 @@ def _orders(coarse: Coarse) -> Iterator[list[int]]:
         yield order
 
 
-def _devices(problem: PartitionProblem, coarse: Coarse, chain: _Chain) -> list[int]:
+def _devices(problem: PartitionProblem, coarsened: CoarsenedProblem, chain: _Chain) -> list[int]:
     """The device of each item; the devices of a class in the order of the stages."""
     free = [[d for d, kind in enumerate(problem.devices) if kind == k] for k in range(len(problem.classes))]
-    found = [0] * len(coarse.members)
+    found = [0] * len(coarsened.members)
     for kind, (before, after) in zip(chain.kinds, itertools.pairwise(chain.sets), strict=True):
         device = free[kind].pop(0)
         for item in range(len(found)):
@@ -173,23 +175,27 @@ def _devices(problem: PartitionProblem, coarse: Coarse, chain: _Chain) -> list[i
 
 
 class _Search:
-    """Dynamic programming over some downsets, among them the empty one and the whole.
+    """Dynamic programming over some order ideals, among them the empty one and the whole.
 
     Args:
         problem: For its devices.
-        coarse: The items.
-        sets: The downsets, smaller ones first.
+        coarsened: The items.
+        sets: The order ideals, smaller ones first.
         deadline: `time.monotonic()` at which to stop.
     """
 
     def __init__(
-        self, problem: PartitionProblem, coarse: Coarse, sets: Sequence[int], deadline: float = math.inf
+        self,
+        problem: PartitionProblem,
+        coarsened: CoarsenedProblem,
+        sets: Sequence[int],
+        deadline: float = math.inf,
     ) -> None:
-        self.coarse = coarse
+        self.coarsened = coarsened
         self.classes = problem.classes
         self.deadline = deadline
-        self.whole = Between(coarse, problem.classes, sets)
-        self.speeds = Speeds(coarse, problem.classes)
+        self.whole = Between(coarsened, problem.classes, sets)
+        self.speeds = Speeds(coarsened, problem.classes)
         counts = tuple(device.count for device in problem.classes)
         self.states = list(itertools.product(*(range(count + 1) for count in counts)))
         """How many devices of each class are used."""
@@ -205,8 +211,8 @@ class _Search:
     @property
     def ceiling_seconds(self) -> float:
         """More than any load."""
-        longest = (max(filter(math.isfinite, seconds)) for seconds in self.coarse.seconds)
-        return 1.0 + sum(longest) + sum(self.coarse.nets.values())
+        longest = (max(filter(math.isfinite, seconds)) for seconds in self.coarsened.seconds)
+        return 1.0 + sum(longest) + sum(self.coarsened.nets.values())
 
     def below(self, limit_seconds: float) -> _Chain | None:
         """The best chain with a largest load below a limit; None if there is none.
@@ -220,20 +226,20 @@ class _Search:
             kept = np.nonzero(may_be.any(axis=0))[0]
             if not may_be[:, 0].any() or not may_be[:, -1].any():
                 return None
-            between = Between(self.coarse, self.classes, [between.sets[each] for each in kept.tolist()])
+            between = Between(self.coarsened, self.classes, [between.sets[each] for each in kept.tolist()])
             may_be = may_be[:, kept]
         return self._sweep(between, may_be, limit_seconds)
 
     def _may_be(self, between: Between, limit_seconds: float, has_transfers: bool) -> NDArray[np.bool_]:
-        """Whether some devices can have done a downset below the limit, and the others the rest.
+        """Whether some devices can have done an order ideal below the limit, and the others the rest.
 
         Args:
-            between: The downsets.
+            between: The order ideals.
             limit_seconds: What each load is below.
-            has_transfers: Whether to count those that are open at the downset.
+            has_transfers: Whether to count those that are open at the order ideal.
 
         Returns:
-            For each state and each downset, `[state, downset]`.
+            For each state and each order ideal, `[state, ideal]`.
         """
         done = between.has @ self.speeds.least_seconds
         left = done[-1] - done

@@ -36,12 +36,12 @@ def best_non_contiguous(
     by_colour: dict[int, list[int]] = {}
     for position, node in enumerate(problem.nodes):
         by_colour.setdefault(node.colour, []).append(position)
-    coarse = coarsen(problem, list(by_colour.values()), ())
-    coarse = contract(coarse, is_contiguous=False, is_memory_free=problem.is_memory_free)
-    if not coarse.can_run:
+    coarsened = coarsen(problem, list(by_colour.values()), ())
+    coarsened = contract(coarsened, is_contiguous=False, is_memory_free=problem.is_memory_free)
+    if not coarsened.can_run:
         raise no_room(problem)
-    first = None if start is None else [start[members[0]] for members in coarse.members]
-    solved = solve(problem, coarse, is_contiguous=False, start=first, seconds=seconds, workers=workers)
+    first = None if start is None else [start[members[0]] for members in coarsened.members]
+    solved = solve(problem, coarsened, is_contiguous=False, start=first, seconds=seconds, workers=workers)
     if solved.is_infeasible:
         raise no_room(problem)
     if solved.devices is None:
@@ -50,5 +50,5 @@ def best_non_contiguous(
             f"no partition of {problem.name} was found in {seconds:g} s",
             help="give more time, or begin with a contiguous partition",
         )
-    assignment = coarse.spread(solved.devices, len(problem.nodes))
+    assignment = coarsened.spread(solved.devices, len(problem.nodes))
     return Partition.of(problem, assignment, solved.bound_seconds, started)

@@ -8,20 +8,20 @@ from itertools import product
 import numpy as np
 
 from irc.ir import TimeLimitError
-from irc.passes.pipeline.coarsen import Coarse, coarsen
-from irc.passes.pipeline.order_ideals import downsets
+from irc.passes.pipeline.coarsen import CoarsenedProblem, coarsen
+from irc.passes.pipeline.order_ideals import order_ideals
 from irc.passes.pipeline.partition_problem import PartitionProblem
 
 __all__ = ["plain_max_load"]
 
-_MOST_DOWNSETS = 200_000
+_MOST_IDEALS = 200_000
 
 
 def plain_max_load(problem: PartitionProblem, *, seconds: float) -> float:
     """The smallest largest load of a contiguous partition, in seconds.
 
-    All downsets of the blocks, and for each all those within it, with nothing left out; what is within one
-    is gone through by numpy at once. As in the authors' programme, blocks that take no time and have one
+    All order ideals of the blocks, and for each all those within it, with nothing left out; what is within
+    one is gone through by numpy at once. As in the authors' programme, blocks that take no time and have one
     neighbour join it first, whatever memory they take.
 
     Args:
@@ -29,25 +29,25 @@ def plain_max_load(problem: PartitionProblem, *, seconds: float) -> float:
         seconds: Time limit.
 
     Raises:
-        TimeLimitError: IRC478 when the time ends first, or there are too many downsets to hold.
+        TimeLimitError: IRC478 when the time ends first, or there are too many order ideals to hold.
 
     Source:
         Tarnawski et al., "Efficient algorithms for device placement of DNN graph operators" (2020),
         section 5.1.
     """
     deadline = time.monotonic() + seconds
-    coarse = coarsen(problem, problem.blocks.members, problem.blocks.edges)
-    while pendant := _pendant(coarse):
-        coarse = coarse.joined([pendant])
-    sets = downsets(coarse, _MOST_DOWNSETS) or [0]
-    items = len(coarse.members)
+    coarsened = coarsen(problem, problem.blocks.members, problem.blocks.edges)
+    while pendant := _pendant(coarsened):
+        coarsened = coarsened.joined([pendant])
+    sets = order_ideals(coarsened, _MOST_IDEALS) or [0]
+    items = len(coarsened.members)
     has = np.array([[each >> item & 1 for item in range(items)] for each in sets], np.bool_)
-    times = np.array(coarse.seconds)
-    member = np.array([[item in net for item in range(items)] for net in coarse.nets], np.float32)
-    member = member.reshape(len(coarse.nets), items)
-    sizes, net_seconds = member.sum(axis=1), np.array(list(coarse.nets.values()))
+    times = np.array(coarsened.seconds)
+    member = np.array([[item in net for item in range(items)] for net in coarsened.nets], np.float32)
+    member = member.reshape(len(coarsened.nets), items)
+    sizes, net_seconds = member.sum(axis=1), np.array(list(coarsened.nets.values()))
     held = has.astype(np.float32) @ member.T
-    taken = has @ np.array(coarse.memory_bytes, float)
+    taken = has @ np.array(coarsened.memory_bytes, float)
     states = list(product(*(range(device.count + 1) for device in problem.classes)))
     best = np.full((*(device.count + 1 for device in problem.classes), len(has)), np.inf)
     best[..., 0] = 0.0
@@ -77,10 +77,10 @@ def plain_max_load(problem: PartitionProblem, *, seconds: float) -> float:
     )
 
 
-def _pendant(coarse: Coarse) -> tuple[int, int] | None:
+def _pendant(coarsened: CoarsenedProblem) -> tuple[int, int] | None:
     """A block that takes no time and its only neighbour."""
-    for item, seconds in enumerate(coarse.seconds):
-        neighbours = coarse.predecessors[item] | coarse.successors[item]
+    for item, seconds in enumerate(coarsened.seconds):
+        neighbours = coarsened.predecessors[item] | coarsened.successors[item]
         if not any(seconds) and len(neighbours) == 1:
             return item, min(neighbours)
     return None

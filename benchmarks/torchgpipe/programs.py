@@ -72,7 +72,7 @@ class Simulation:
         *,
         schedule: str = "1f1b",
         checkpoint: tuple[str, str] | None = None,
-        updates: OptimizerSteps | None = None,
+        optimizer_steps: OptimizerSteps | None = None,
         time_limit: float = 60.0,
     ) -> PlannedPipeline:
         """The pipeline of the model on as many equal devices as there are budgets.
@@ -82,7 +82,7 @@ class Simulation:
             micro_batches: How many there are in a step.
             schedule: As on the command line.
             checkpoint: As in `PipelineOptions`.
-            updates: What the steps of an optimizer take; nothing if None.
+            optimizer_steps: What the steps of an optimizer take; nothing if None.
             time_limit: Seconds for planning.
 
         Raises:
@@ -92,7 +92,10 @@ class Simulation:
         order = pipeline_schedule(schedule, count, micro_batches, None)
         devices = Devices(tuple(budget_bytes), (1.0,) * count, _LINK_BYTES_PER_SECOND, _LINK_SECONDS)
         options = PipelineOptions(
-            devices, checkpoint=checkpoint, time_limit=time_limit, updates=updates or OptimizerSteps()
+            devices,
+            checkpoint=checkpoint,
+            time_limit=time_limit,
+            optimizer_steps=optimizer_steps or OptimizerSteps(),
         )
         return plan_pipeline(self.program, order, options, self._cost)
 

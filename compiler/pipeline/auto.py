@@ -10,7 +10,7 @@ from typing import Any
 
 from ...frontends.torch import Captured
 from ...ir import BudgetError, IrcError, TimeLimitError, UnsupportedError, UsageError, format_bytes
-from ...passes.pipeline import SCHEDULES, LinePartition
+from ...passes.pipeline import SCHEDULES, LinearPartition
 from .plan import MicroBatch, devices_of
 from .request import AUTO, PipelineRequest
 from .trainer import Stages
@@ -264,7 +264,7 @@ def _candidates(
             failure = failure or error
             continue
         for way in ways:
-            if (places := len(micro_batch.line.places)) <= way.order().stages:
+            if (places := len(micro_batch.linear_order.cut_points)) <= way.order().stages:
                 refused.append(_considered(way, f"the model has {places - 1} places for stages"))
             else:
                 found.append(_candidate(way, micro_batch))
@@ -276,7 +276,9 @@ def _sorted(candidates: Sequence[_Candidate]) -> list[_Candidate]:
 
 
 def _candidate(request: PipelineRequest, micro_batch: MicroBatch) -> _Candidate:
-    partition = LinePartition(micro_batch.line, request.order(), devices_of(request), micro_batch.updates)
+    partition = LinearPartition(
+        micro_batch.linear_order, request.order(), devices_of(request), micro_batch.optimizer_steps
+    )
     bound_seconds = micro_batch.bound_seconds(request)
     return _Candidate(request, micro_batch, bound_seconds, partition.simulated_seconds())
 

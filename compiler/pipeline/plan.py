@@ -17,10 +17,10 @@ from ...passes import Cost, OfferTiers, Program, SplitConvolutions, SplitDropout
 from ...passes.costs.optimizer_costs import OptimizerFactory, step_costs
 from ...passes.pipeline import (
     Devices,
-    Line,
+    LinearOrder,
     OptimizerSteps,
     PipelineOptions,
-    line_of,
+    linear_order_of,
     lower_bound_seconds,
     plan_pipeline,
 )
@@ -33,7 +33,7 @@ from .results import own_results
 from .summary import plan_of
 from .trainer import PipelineLoss, Stages
 
-__all__ = ["MicroBatch", "captured_micro_batch", "devices_of", "plan_stages", "updates_of"]
+__all__ = ["MicroBatch", "captured_micro_batch", "devices_of", "optimizer_steps_of", "plan_stages"]
 
 _LINK_SECONDS = 20e-6
 """What is assumed that a transfer takes beside its bytes."""
@@ -77,14 +77,14 @@ class MicroBatch:
         captured: Its training graph.
         program: The same with costs.
         cost: What found them, for the graphs of stages.
-        updates: What the steps of an optimizer take.
+        optimizer_steps: What the steps of an optimizer take.
         tiers: Offers the tiers that stages may copy to; None where there are none.
     """
 
     captured: Captured
     program: Program
     cost: Cost
-    updates: OptimizerSteps
+    optimizer_steps: OptimizerSteps
     tiers: OfferTiers | None = None
 
     @staticmethod
@@ -106,18 +106,20 @@ class MicroBatch:
             cost = Cost(profile="cpu") if profile is False else Cost(repeats=8 if profile else 3)
             split = SplitConvolutions()
         program = cost.run(replace(split.run(Program(captured.graph)), original=None))
-        updates = OptimizerSteps() if optimizer is None else updates_of(program.graph, optimizer)
+        optimizer_steps = (
+            OptimizerSteps() if optimizer is None else optimizer_steps_of(program.graph, optimizer)
+        )
         offered = request.offered()
         if offered is not None:
             (tiers,) = measured([offered], _device(program))
             assert isinstance(tiers, OfferTiers)
             offered = tiers
-        return MicroBatch(captured, program, cost, updates, offered)
+        return MicroBatch(captured, program, cost, optimizer_steps, offered)
 
     @cached_property
-    def line(self) -> Line:
+    def linear_order(self) -> LinearOrder:
         """Its operations as they may be cut."""
-        return line_of(self.program, self.cost.run)
+        return linear_order_of(self.program, self.cost.run)
 
     @cached_property
     def with_dropout_apart(self) -> MicroBatch | None:
@@ -156,13 +158,16 @@ class MicroBatch:
     def bound_seconds(self, request: PipelineRequest) -> float:
         """No plan of a request in which nothing is open takes less for a step."""
         return lower_bound_seconds(
-            self.line, request.order(), devices_of(request), self.updates.seconds([self.line.graph])
+            self.linear_order,
+            request.order(),
+            devices_of(request),
+            self.optimizer_steps.seconds([self.linear_order.graph]),
         )
 
     def _single_seconds(self, request: PipelineRequest) -> float:
         """Time of a step's operations on one device, each once for each micro-batch."""
-        once = self.line.seconds(0, len(self.line.order))
-        return once * request.count_of_micro_batches + self.updates.seconds([self.line.graph])
+        once = self.linear_order.seconds(0, len(self.linear_order.operations))
+        return once * request.count_of_micro_batches + self.optimizer_steps.seconds([self.linear_order.graph])
 
     def _planned(self, request: PipelineRequest, time_limit: float) -> Stages:
         options = PipelineOptions(
@@ -171,11 +176,11 @@ class MicroBatch:
             request.partition,
             request.strategies(),
             time_limit,
-            self.updates,
+            self.optimizer_steps,
         )
         order = request.order()
         find = partial(self._costed, parts=order.stages // order.devices)
-        planned = plan_pipeline(self.program, order, options, find, self.line)
+        planned = plan_pipeline(self.program, order, options, find, self.linear_order)
         names = [device.name for device in request.requested_devices()]
         optimizer = request.optimizer
         named = str(optimizer) if isinstance(optimizer, DescribedOptimizer) else "one of the program's own"
@@ -204,7 +209,7 @@ def _device(program: Program) -> torch.device:
     return torch.device(program.graph.storages[0].device)
 
 
-def updates_of(graph: Graph, optimizer: OptimizerFactory) -> OptimizerSteps:
+def optimizer_steps_of(graph: Graph, optimizer: OptimizerFactory) -> OptimizerSteps:
     """What the steps of an optimizer take for the parameters of a graph.
 
     Raises:

@@ -2,11 +2,11 @@
 
 from .baselines import PARTITIONS
 from .devices import Devices
-from .linear_order import Line
-from .linear_partition import LinePartition, lower_bound_seconds
+from .linear_order import LinearOrder
+from .linear_partition import LinearPartition, lower_bound_seconds
 from .optimizer_steps import OptimizerSteps
 from .placement import Dataflow, Placement, place_backward
-from .plan import PipelineOptions, PlannedPipeline, line_of, plan_pipeline
+from .plan import PipelineOptions, PlannedPipeline, linear_order_of, plan_pipeline
 from .schedules import SCHEDULES, pipeline_schedule
 from .stage_graphs import Boundary, StageGraph, boundary_values, cut
 from .stage_plan import PlannedStage, StagePlanner
@@ -17,8 +17,8 @@ __all__ = [
     "Boundary",
     "Dataflow",
     "Devices",
-    "Line",
-    "LinePartition",
+    "LinearOrder",
+    "LinearPartition",
     "OptimizerSteps",
     "PipelineOptions",
     "Placement",
@@ -28,7 +28,7 @@ __all__ = [
     "StagePlanner",
     "boundary_values",
     "cut",
-    "line_of",
+    "linear_order_of",
     "lower_bound_seconds",
     "pipeline_schedule",
     "place_backward",

@@ -1,4 +1,4 @@
-"""Stages whose cost only a planner can tell: the best chain of downsets, found with few questions."""
+"""Stages whose cost only a planner can tell: the best chain of order ideals, found with few questions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class StageCost(Protocol):
 
         Args:
             stage: Its number; it decides how many micro-batches are in flight.
-            items: What it has, as bits of the items of `Coarse`.
+            items: What it has, as bits of the items of `CoarsenedProblem`.
 
         Returns:
             Seconds; infinite where it does not fit its device.
@@ -68,19 +68,20 @@ def best_chain(
 ) -> Chain | None:
     """The stages with the shortest step, `sum + (micro_batches - 1) * largest`, as of GPipe and 1F1B.
 
-    Loads from `between` are lower bounds of what stages cost. From the back, they give for each downset and
-    each number of stages left the least that the sum of these and the largest of them can be. Chains are
+    Loads from `between` are lower bounds of what stages cost. From the back, they give for each order ideal
+    and each number of stages left the least that the sum of these and the largest of them can be. Chains are
     then made from the front, the one with the least bound first (A*), and a stage's cost is asked for only
     when its chain is the first in line; so the first chain that is whole is the best. Of two chains that
-    reach the same downset with as many stages, one that is no better in sum and in the largest is dropped.
+    reach the same order ideal with as many stages, one that is no better in sum and in the largest is
+    dropped.
 
     Args:
-        between: The downsets; for graphs that have too many, those of one order (`prefixes`).
+        between: The order ideals; for graphs that have too many, those of one order (`prefixes`).
         kinds: The class of the device of each stage, in their order.
         cost: Tells what a stage costs; it is asked at most once for each.
         micro_batches: In a step, at least one.
         limit_seconds: Stages with a load from here on are left out. Where a step is known, its seconds over
-            `micro_batches` lose nothing that is better, and save time on many downsets.
+            `micro_batches` lose nothing that is better, and save time on many order ideals.
         seconds: Time limit, after which the best chain so far is the answer.
 
     Returns:
@@ -98,7 +99,7 @@ class _Begun:
     """The first stages of a chain.
 
     Args:
-        at: The position of the downset that they make up.
+        at: The position of the order ideal that they make up.
         items: Of each stage.
         seconds: Of each stage.
     """
@@ -116,7 +117,7 @@ class _Waiting:
         bound: No chain that goes on like this has a shorter step.
         number: Of two with the same bound the later one, which is longer, is first.
         begun: Its stages so far.
-        end: The position of the downset that its next stage ends with; None if that is not chosen.
+        end: The position of the order ideal that its next stage ends with; None if that is not chosen.
         others: The further ends that it may have, with their bounds.
     """
 
@@ -147,10 +148,10 @@ class _Search:
         self.left_sum, self.left_largest = self._left()
 
     def _left(self) -> tuple[Floats, Floats]:
-        """The least sum and the least largest load of the stages from one on, behind each downset.
+        """The least sum and the least largest load of the stages from one on, behind each order ideal.
 
         Returns:
-            Both `[stage, downset]`, infinite where the stages cannot end with the whole.
+            Both `[stage, ideal]`, infinite where the stages cannot end with the whole.
         """
         last = len(self.between.sets) - 1
         sums = np.full((len(self.kinds) + 1, last + 1), np.inf)
@@ -165,31 +166,31 @@ class _Search:
         return sums, largest
 
     def best(self, deadline: float) -> Chain | None:
-        line: list[_Waiting] = []
+        queue: list[_Waiting] = []
         if self.left_sum[0, 0] == np.inf:
             return None
         self._dive(_Begun(), deadline)
-        heapq.heappush(line, self._waiting(_Begun()))
+        heapq.heappush(queue, self._waiting(_Begun()))
         seen: dict[tuple[int, int], list[tuple[float, float]]] = {}
-        while line:
-            first = heapq.heappop(line)
+        while queue:
+            first = heapq.heappop(queue)
             if first.bound >= self._step(self.best_found) * (1 - _ROUNDING) or time.monotonic() > deadline:
                 return self._chain(first.bound)
             if first.end is None:
                 if self._is_new(first.begun, seen):
-                    self._go_on(line, first.begun, self._ends(first.begun))
+                    self._go_on(queue, first.begun, self._ends(first.begun))
                 continue
-            self._go_on(line, first.begun, first.others)
+            self._go_on(queue, first.begun, first.others)
             longer = self._longer(first.begun, first.end)
             if longer is not None:
-                heapq.heappush(line, self._waiting(longer))
+                heapq.heappush(queue, self._waiting(longer))
         return self._chain(math.inf)
 
-    def _go_on(self, line: list[_Waiting], begun: _Begun, ends: Iterator[tuple[float, int]]) -> None:
+    def _go_on(self, queue: list[_Waiting], begun: _Begun, ends: Iterator[tuple[float, int]]) -> None:
         """Puts a chain in line with the next one of the ends of its next stage."""
         bound, end = next(ends, (math.inf, None))
         if bound < self._step(self.best_found):
-            heapq.heappush(line, _Waiting(bound, next(self.numbers), begun, end, ends))
+            heapq.heappush(queue, _Waiting(bound, next(self.numbers), begun, end, ends))
 
     def _waiting(self, begun: _Begun) -> _Waiting:
         stage = len(begun.items)

@@ -11,11 +11,11 @@ import networkx as nx
 
 from .partition_problem import PartitionProblem
 
-__all__ = ["Coarse", "coarsen", "contract"]
+__all__ = ["CoarsenedProblem", "coarsen", "contract"]
 
 
 @dataclass(frozen=True)
-class Coarse:
+class CoarsenedProblem:
     """Items in an order of dependence, what each takes, and the nets that transfers are paid for.
 
     A net is a set of items: those that make or read some outputs. A device pays for the net if it has some
@@ -59,7 +59,7 @@ class Coarse:
                 found[node] = choice
         return tuple(found)
 
-    def joined(self, pairs: Iterable[tuple[int, int]]) -> Coarse:
+    def joined(self, pairs: Iterable[tuple[int, int]]) -> CoarsenedProblem:
         """The same with the items of each pair in one, and whatever is then on a cycle."""
         graph: nx.DiGraph[int] = nx.DiGraph()
         graph.add_nodes_from(range(len(self.members)))
@@ -72,7 +72,7 @@ class Coarse:
         nets: dict[frozenset[int], float] = {}
         for items, seconds in self.nets.items():
             _add(nets, frozenset(into[item] for item in items), seconds)
-        return Coarse(
+        return CoarsenedProblem(
             tuple(tuple(node for item in part for node in self.members[item]) for part in parts),
             tuple(
                 tuple(map(sum, zip(*(self.seconds[item] for item in part), strict=True))) for part in parts
@@ -97,7 +97,7 @@ def _add(nets: dict[frozenset[int], float], items: frozenset[int], seconds: floa
 
 def coarsen(
     problem: PartitionProblem, members: Sequence[Sequence[int]], edges: Iterable[tuple[int, int]]
-) -> Coarse:
+) -> CoarsenedProblem:
     """The problem with given sets of nodes as items.
 
     Args:
@@ -111,7 +111,7 @@ def coarsen(
         touched = {item_of[position]} | {item_of[reader] for reader in problem.readers[position]}
         _add(nets, frozenset(touched), node.transfer_seconds)
     kinds = range(len(problem.classes))
-    return Coarse(
+    return CoarsenedProblem(
         tuple(map(tuple, members)),
         tuple(
             tuple(sum(problem.nodes[node].seconds[kind] for node in part) for kind in kinds)
@@ -123,7 +123,7 @@ def coarsen(
     )
 
 
-def contract(coarse: Coarse, *, is_contiguous: bool, is_memory_free: bool) -> Coarse:
+def contract(coarsened: CoarsenedProblem, *, is_contiguous: bool, is_memory_free: bool) -> CoarsenedProblem:
     """The same problem with fewer items: some optimal partition has each item whole.
 
     An item `z` that takes no time anywhere, and no memory (or memory never matters), joins a neighbour `q`
@@ -138,33 +138,35 @@ def contract(coarse: Coarse, *, is_contiguous: bool, is_memory_free: bool) -> Co
     only successor.
 
     Args:
-        coarse: The items.
+        coarsened: The items.
         is_contiguous: Whether only contiguous partitions are looked for.
         is_memory_free: Whether all items together fit on each device.
     """
-    while pairs := list(_free_riders(coarse, is_contiguous, is_memory_free)):
-        coarse = coarse.joined(pairs)
-    return coarse
+    while pairs := list(_free_riders(coarsened, is_contiguous, is_memory_free)):
+        coarsened = coarsened.joined(pairs)
+    return coarsened
 
 
-def _free_riders(coarse: Coarse, is_contiguous: bool, is_memory_free: bool) -> Iterable[tuple[int, int]]:
+def _free_riders(
+    coarsened: CoarsenedProblem, is_contiguous: bool, is_memory_free: bool
+) -> Iterable[tuple[int, int]]:
     """Pairs of an item that takes nothing and the one that it may join; no item is in two pairs."""
-    nets_of: list[list[frozenset[int]]] = [[] for _ in coarse.members]
-    for net in coarse.nets:
+    nets_of: list[list[frozenset[int]]] = [[] for _ in coarsened.members]
+    for net in coarsened.nets:
         for item in net:
             nets_of[item].append(net)
     taken: set[int] = set()
-    for item, seconds in enumerate(coarse.seconds):
-        if item in taken or any(seconds) or (coarse.memory_bytes[item] and not is_memory_free):
+    for item, seconds in enumerate(coarsened.seconds):
+        if item in taken or any(seconds) or (coarsened.memory_bytes[item] and not is_memory_free):
             continue
-        before, after = coarse.predecessors[item], coarse.successors[item]
+        before, after = coarsened.predecessors[item], coarsened.successors[item]
         if is_contiguous:
             hosts = [next(iter(side)) for side in (before, after) if len(side) == 1]
         else:
             hosts = sorted({other for net in nets_of[item] for other in net} - {item})
         for host in hosts:
-            shared = coarse.nets.get(frozenset((item, host)), 0.0)
-            others = sum(coarse.nets[net] for net in nets_of[item] if host not in net)
+            shared = coarsened.nets.get(frozenset((item, host)), 0.0)
+            others = sum(coarsened.nets[net] for net in nets_of[item] if host not in net)
             if host not in taken and others <= shared:
                 taken |= {item, host}
                 yield item, host

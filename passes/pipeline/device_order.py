@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 
 from .devices import Devices
-from .linear_partition import LinePartition
+from .linear_partition import LinearPartition
 
 __all__ = ["device_order"]
 
@@ -15,7 +15,7 @@ _MOST_DEVICES = 8
 """With more devices their orders are too many to look at, and they stay as they were given."""
 
 
-def device_order(partition: LinePartition, deadline: float) -> tuple[int, ...]:
+def device_order(partition: LinearPartition, deadline: float) -> tuple[int, ...]:
     """The devices in the order in which the estimated step is the shortest.
 
     Args:

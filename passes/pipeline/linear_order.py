@@ -1,4 +1,4 @@
-"""The operations of forward as a line, and what cutting it at each place means."""
+"""The operations of forward as a line, and what cutting it at each position means."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..costs.table import Costs
 from .placement import Dataflow, place_backward
 from .stage_graphs import boundary_bytes
 
-__all__ = ["Line"]
+__all__ = ["LinearOrder"]
 
 
-class Line:
+class LinearOrder:
     """The operations of forward in their order, each with the operations of backward that belong to it.
 
     An operation of backward belongs to the latest operation of forward that it cannot run in an earlier stage
-    than; so whatever places the line is cut at, it is in that one's stage.
+    than; so wherever the order is cut, it is in that one's stage.
 
     Args:
         graph: As it was captured.
@@ -27,8 +27,8 @@ class Line:
         release_seconds: Time of adding the gradient of a parameter to its sum, by the parameter's storage.
         order: The operations of forward in an order in which each comes after what it reads; None for the
             order in which they run.
-        most_places: How many places for a cut are looked at: the ones where least crosses, spread over the
-            line.
+        most_cut_points: The most cut points that are looked at: those that the fewest bytes cross, spread
+            over the order.
     """
 
     def __init__(
@@ -37,54 +37,62 @@ class Line:
         costs: Costs,
         release_seconds: Mapping[Storage, float] | None = None,
         order: Sequence[Node] | None = None,
-        most_places: int = 160,
+        most_cut_points: int = 160,
     ) -> None:
         self.flow = Dataflow(graph)
         self.costs = costs
         self.release_seconds = release_seconds or {}
-        self.order = self.flow.forward if order is None else tuple(order)
+        self.operations = self.flow.forward if order is None else tuple(order)
         self.placement = place_backward(
-            self.flow, {node: place for place, node in enumerate(self.order)}, max(len(self.order), 1)
+            self.flow,
+            {node: position for position, node in enumerate(self.operations)},
+            max(len(self.operations), 1),
         )
-        self.places = self._places(most_places)
+        self.cut_points = self._cut_points(most_cut_points)
 
     @property
     def graph(self) -> Graph:
         """The training graph."""
         return self.flow.graph
 
-    def in_order(self, order: Sequence[Node]) -> Line:
+    def in_order(self, order: Sequence[Node]) -> LinearOrder:
         """The same operations in another order."""
-        return Line(self.graph, self.costs, self.release_seconds, order)
+        return LinearOrder(self.graph, self.costs, self.release_seconds, order)
 
     def stages(self, cuts: Sequence[int]) -> dict[Node, int]:
         """The stage of each operation of forward, where the line is cut before the operations `cuts`."""
-        return {node: bisect.bisect_right(cuts, place) for place, node in enumerate(self.order)}
+        return {node: bisect.bisect_right(cuts, position) for position, node in enumerate(self.operations)}
 
     @cached_property
     def crossing_bytes(self) -> list[tuple[int, int]]:
-        """For each place, the bytes that go forward and that come back where the line is cut before it."""
+        """For each position, the bytes that go forward and that come back where the line is cut before it."""
         nothing = (0, 0)
-        return [nothing, *boundary_bytes(self.flow, self.placement, len(self.order)), nothing]
+        return [nothing, *boundary_bytes(self.flow, self.placement, len(self.operations)), nothing]
 
-    def _places(self, most: int) -> tuple[int, ...]:
-        """The places that are looked at: 0, the end, and those between over which something goes."""
-        count = len(self.order)
-        apart = {place for group in self.flow.together for place in self._within(group)}
-        inner = [place for place in range(1, count) if place not in apart and self.crossing_bytes[place][0]]
+    def _cut_points(self, most: int) -> tuple[int, ...]:
+        """The cut points that are looked at: 0, the end, and those between over which something goes."""
+        count = len(self.operations)
+        apart = {position for group in self.flow.together for position in self._within(group)}
+        inner = [
+            position
+            for position in range(1, count)
+            if position not in apart and self.crossing_bytes[position][0]
+        ]
         if len(inner) <= most:
             return (0, *inner, count)
         seconds = self._prefix([self._seconds[k] for k in range(count)])
         chosen: set[int] = set()
         step = seconds[-1] / most
-        buckets = itertools.groupby(inner, key=lambda place: int(seconds[place] / step) if step else place)
-        for _, places in buckets:
-            chosen.add(min(places, key=lambda place: (sum(self.crossing_bytes[place]), place)))
+        buckets = itertools.groupby(
+            inner, key=lambda position: int(seconds[position] / step) if step else position
+        )
+        for _, bucket in buckets:
+            chosen.add(min(bucket, key=lambda position: (sum(self.crossing_bytes[position]), position)))
         return (0, *sorted(chosen), count)
 
     def _within(self, group: frozenset[Node]) -> range:
-        """The places that would cut a group apart."""
-        at = [place for place, node in enumerate(self.order) if node in group]
+        """The positions at which a cut would part a group."""
+        at = [position for position, node in enumerate(self.operations) if node in group]
         return range(min(at) + 1, max(at) + 1)
 
     @staticmethod
@@ -97,56 +105,57 @@ class Line:
 
     @cached_property
     def _forward_seconds(self) -> list[float]:
-        return [self.costs.seconds[node] for node in self.order]
+        return [self.costs.seconds[node] for node in self.operations]
 
     @cached_property
     def _backward_seconds(self) -> list[float]:
-        found = [0.0] * len(self.order)
-        for node, place in self.placement.stages.items():
+        found = [0.0] * len(self.operations)
+        for node, position in self.placement.stages.items():
             if node.region is Region.BACKWARD and found:
-                found[place] += self.costs.seconds[node]
+                found[position] += self.costs.seconds[node]
         for storage, seconds in self.release_seconds.items():
             found[max(self.placement.reader_stages.get(storage, (0,)))] += seconds
         return found
 
     @cached_property
     def forward_prefix(self) -> list[float]:
-        """Seconds of forward before each place."""
+        """Seconds of forward before each position."""
         return self._prefix(self._forward_seconds)
 
     @cached_property
     def backward_prefix(self) -> list[float]:
-        """Seconds of the backward that belongs to what is before each place."""
+        """Seconds of the backward that belongs to what is before each position."""
         return self._prefix(self._backward_seconds)
 
     @cached_property
     def saved_prefix(self) -> list[float]:
-        """Bytes that forward makes before each place, and backward reads."""
+        """Bytes that forward makes before each position, and backward reads."""
         graph = self.graph
         read = {s for node in graph.operations if node.region is Region.BACKWARD for s in graph.reads(node)}
-        made = [sum(s.nbytes for s in graph.allocates(node) if s in read) for node in self.order]
+        made = [sum(s.nbytes for s in graph.allocates(node) if s in read) for node in self.operations]
         return self._prefix([float(nbytes) for nbytes in made])
 
     @cached_property
     def largest(self) -> list[int]:
-        """The most bytes that an operation at each place reads, makes and works with."""
+        """The most bytes that an operation at each position reads, makes and works with."""
         graph = self.graph
-        found = [0] * len(self.order)
-        for node, place in self.placement.stages.items():
+        found = [0] * len(self.operations)
+        for node, position in self.placement.stages.items():
             if found:
                 touched = {*graph.reads(node), *graph.allocates(node)} - self.flow.static.keys()
                 nbytes = sum(s.nbytes for s in touched) + self.costs.workspace_bytes[node]
-                found[place] = max(found[place], nbytes)
+                found[position] = max(found[position], nbytes)
         return found
 
     @cached_property
     def statics(self) -> list[tuple[Storage, bool, tuple[int, ...]]]:
-        """Static storages, whether each is a trained parameter, and the places that read it."""
+        """Static storages, whether each is a trained parameter, and the positions of their readers."""
         trained = {
             i.value.storage for i in self.graph.inputs if i.role is InputRole.PARAMETER and i.requires_grad
         }
         return [
-            (storage, storage in trained, places) for storage, places in self.placement.reader_stages.items()
+            (storage, storage in trained, positions)
+            for storage, positions in self.placement.reader_stages.items()
         ]
 
     def seconds(self, begin: int, end: int) -> float:

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from ...ir.pipeline.schedule import PipelineSchedule, in_flight
 from ...ir.pipeline.timing import StageCost, simulate_pipeline
 from .devices import Devices
-from .linear_order import Line
+from .linear_order import LinearOrder
 from .optimizer_steps import OptimizerSteps
 
-__all__ = ["LinePartition", "lower_bound_seconds"]
+__all__ = ["LinearPartition", "lower_bound_seconds"]
 
 _Table = NDArray[numpy.float64]
 
@@ -25,44 +25,48 @@ _SLACKS = (1.0, 1.01, 1.03, 1.06, 1.1, 1.2, 1.35, 1.6)
 """How much longer than the least possible the slowest stage may be, for a smaller sum of all."""
 
 
-class LinePartition:
-    """Cuts a line by dynamic programming over its places.
+class LinearPartition:
+    """Cuts a line by dynamic programming over its cut_points.
 
     What a stage takes is estimated: that it keeps all where that fits, and else computes a part of its
     forward again that grows with the part of its saved bytes that has to go. Plans of stages are exact.
 
     Args:
-        line: What is cut.
+        linear_order: What is cut.
         schedule: Says how many stages there are, on which device, and how many micro-batches each holds.
         devices: What they run on.
-        updates: What the steps of an optimizer take.
+        optimizer_steps: What the steps of an optimizer take.
     """
 
     def __init__(
-        self, line: Line, schedule: PipelineSchedule, devices: Devices, updates: OptimizerSteps
+        self,
+        linear_order: LinearOrder,
+        schedule: PipelineSchedule,
+        devices: Devices,
+        optimizer_steps: OptimizerSteps,
     ) -> None:
-        self.line = line
+        self.linear_order = linear_order
         self.schedule = schedule
         self.devices = devices
-        self.updates = updates
+        self.optimizer_steps = optimizer_steps
         self.flights = [flight.until_weight for flight in in_flight(schedule)]
         self._forward, self._backward = self._seconds()
         self._static, self._saved, self._largest = self._bytes()
 
-    def on(self, devices: Devices) -> LinePartition:
+    def on(self, devices: Devices) -> LinearPartition:
         """The same for other devices, or another order of them."""
         other = copy.copy(self)
         other.devices = devices
         return other
 
     def best(self, *, anywhere: bool = False) -> tuple[int, ...] | None:
-        """The cuts, as places of the line's operations; None where no partition seems to fit.
+        """The cuts, as cut_points of the line's operations; None where no partition seems to fit.
 
         Args:
             anywhere: As if every device had memory enough.
         """
         found = self._shortest(anywhere)
-        return None if found is None else tuple(self.line.places[index] for index in found[1])
+        return None if found is None else tuple(self.linear_order.cut_points[index] for index in found[1])
 
     def seconds(self) -> float:
         """The estimated time of a step with the best cuts; infinite where no partition seems to fit."""
@@ -77,7 +81,7 @@ class LinePartition:
         cuts = self.best()
         if cuts is None:
             return math.inf
-        index = {place: k for k, place in enumerate(self.line.places)}
+        index = {point: k for k, point in enumerate(self.linear_order.cut_points)}
         ends = (*(index[cut] for cut in cuts), self._end)
         is_split = self.schedule.splits_backward
         costs: list[StageCost] = []
@@ -94,7 +98,7 @@ class LinePartition:
         return simulate_pipeline(order, costs).step_seconds
 
     def _shortest(self, anywhere: bool) -> tuple[float, list[int]] | None:
-        """The shortest step, and the indices of the places that it is cut at."""
+        """The shortest step, and the indices of the cut_points that it is cut at."""
         tables = [self._stage_seconds(stage, anywhere) for stage in range(self.schedule.stages)]
         least = _smallest_largest(tables)
         if math.isinf(least):
@@ -115,50 +119,53 @@ class LinePartition:
         tables = [self._least_bytes(stage) for stage in range(self.schedule.stages)]
         limit = _smallest_largest(tables)
         cut = _least_sum([numpy.where(table <= limit, table, math.inf) for table in tables])
-        assert cut is not None, "a line has at least as many places as stages"
-        return tuple(self.line.places[index] for index in cut[1])
+        assert cut is not None, "a line has at least as many cut_points as stages"
+        return tuple(self.linear_order.cut_points[index] for index in cut[1])
 
     @property
     def _end(self) -> int:
-        return len(self.line.places) - 1
+        return len(self.linear_order.cut_points) - 1
 
     def _between(self, prefix: Sequence[float]) -> _Table:
-        at = numpy.array([prefix[place] for place in self.line.places])
+        at = numpy.array([prefix[point] for point in self.linear_order.cut_points])
         return at[None, :] - at[:, None]
 
     def _seconds(self) -> tuple[_Table, _Table]:
-        return self._between(self.line.forward_prefix), self._between(self.line.backward_prefix)
+        order = self.linear_order
+        return self._between(order.forward_prefix), self._between(order.backward_prefix)
 
     def _bytes(self) -> tuple[_Table, _Table, _Table]:
-        """Static bytes, saved bytes, and the most at work, of each segment between two places."""
-        places = self.line.places
-        count = len(places)
+        """Static bytes, saved bytes, and the most at work, of each segment between two cut_points."""
+        cut_points = self.linear_order.cut_points
+        count = len(cut_points)
         static = numpy.zeros((count, count))
-        for storage, is_trained, positions in self.line.statics:
-            nbytes = self.updates.kept_bytes(storage) if is_trained else storage.nbytes
+        for storage, is_trained, positions in self.linear_order.statics:
+            nbytes = self.optimizer_steps.kept_bytes(storage) if is_trained else storage.nbytes
             self._add_static(static, positions, nbytes)
         largest = numpy.zeros((count, count))
         for begin in range(count):
             most = 0
             for end in range(begin + 1, count):
-                most = max(most, *self.line.largest[places[end - 1] : places[end]])
+                most = max(most, *self.linear_order.largest[cut_points[end - 1] : cut_points[end]])
                 largest[begin, end] = most
-        return static, self._between(self.line.saved_prefix), largest
+        return static, self._between(self.linear_order.saved_prefix), largest
 
     def _add_static(self, table: _Table, positions: Sequence[int], nbytes: int) -> None:
-        places = numpy.array(self.line.places)
-        following = numpy.searchsorted(positions, places)
+        cut_points = numpy.array(self.linear_order.cut_points)
+        following = numpy.searchsorted(positions, cut_points)
         for begin, index in enumerate(following):
             if index < len(positions):
-                table[begin, places > positions[index]] += nbytes
+                table[begin, cut_points > positions[index]] += nbytes
 
     def _arriving(self) -> _Table:
-        crossing = self.line.crossing_bytes
-        return numpy.array([crossing[place][0] for place in self.line.places], dtype=float)[:, None]
+        crossing = self.linear_order.crossing_bytes
+        there = [crossing[point][0] for point in self.linear_order.cut_points]
+        return numpy.array(there, dtype=float)[:, None]
 
     def _leaving(self) -> _Table:
-        crossing = self.line.crossing_bytes
-        return numpy.array([crossing[place][1] for place in self.line.places], dtype=float)[:, None]
+        crossing = self.linear_order.crossing_bytes
+        there = [crossing[point][1] for point in self.linear_order.cut_points]
+        return numpy.array(there, dtype=float)[:, None]
 
     def _fill_seconds(self) -> _Table:
         """What the first micro-batch waits for links before a segment, and after it on the way back."""
@@ -208,7 +215,7 @@ def _smallest_largest(tables: Sequence[_Table]) -> float:
 
 
 def _least_sum(tables: Sequence[_Table]) -> tuple[float, list[int]] | None:
-    """The path of the smallest sum, and the places it goes through."""
+    """The path of the smallest sum, and the cut_points it goes through."""
     reached = tables[0][0]
     behind: list[NDArray[numpy.intp]] = []
     for table in tables[1:]:
@@ -217,16 +224,16 @@ def _least_sum(tables: Sequence[_Table]) -> tuple[float, list[int]] | None:
         reached = numpy.min(sums, axis=0)
     if math.isinf(reached[-1]):
         return None
-    place = len(reached) - 1
+    point = len(reached) - 1
     cuts: list[int] = []
     for table in reversed(behind):
-        place = int(table[place])
-        cuts.append(place)
+        point = int(table[point])
+        cuts.append(point)
     return float(reached[-1]), cuts[::-1]
 
 
 def lower_bound_seconds(
-    line: Line, schedule: PipelineSchedule, devices: Devices, update_seconds: float = 0.0
+    linear_order: LinearOrder, schedule: PipelineSchedule, devices: Devices, update_seconds: float = 0.0
 ) -> float:
     """No partition takes less time for a step of these devices, and of any order of work on one stage each.
 
@@ -238,7 +245,7 @@ def lower_bound_seconds(
     W / (1 - (1 - 1/m)^p). Where backward is split, the stages before wait for less than all of it, and the
     first bound alone holds.
     """
-    whole = line.seconds(0, len(line.order))
+    whole = linear_order.seconds(0, len(linear_order.operations))
     count = schedule.micro_batches
     bound = (count * whole + update_seconds) / sum(devices.speeds)
     is_equal = schedule.stages == schedule.devices and len(set(devices.speeds)) == 1

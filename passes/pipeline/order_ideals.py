@@ -1,7 +1,7 @@
-"""Downsets of a graph of items, and what the items between two of them take on a device.
+"""Order ideals of a graph of items, and what the items between two of them take on a device.
 
-A downset holds with each item all it depends on. The first stages of a contiguous partition are one, for
-any number of stages; so a contiguous partition is a chain of downsets, and a stage is what lies between
+An order ideal holds with each item all it depends on. The first stages of a contiguous partition are one, for
+any number of stages; so a contiguous partition is a chain of order ideals, and a stage is what lies between
 two of them that are nested.
 """
 
@@ -14,10 +14,10 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from .coarsen import Coarse
+from .coarsen import CoarsenedProblem
 from .partition_problem import DeviceClass
 
-__all__ = ["Between", "Floats", "Indices", "downsets", "prefixes"]
+__all__ = ["Between", "Floats", "Indices", "order_ideals", "prefixes"]
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -26,21 +26,21 @@ _Words = NDArray[np.uint64]
 _WORD = 64
 
 
-def downsets(coarse: Coarse, limit: int) -> list[int] | None:
-    """All downsets as sets of bits, smaller ones first; None if there are more than `limit`."""
-    needed = [_bits(before) for before in coarse.predecessors]
-    ready_by_downset = {0: _bits(item for item, mask in enumerate(needed) if not mask)}
+def order_ideals(coarsened: CoarsenedProblem, limit: int) -> list[int] | None:
+    """All order ideals as sets of bits, smaller ones first; None if there are more than `limit`."""
+    needed = [_bits(before) for before in coarsened.predecessors]
+    ready_by_ideal = {0: _bits(item for item, mask in enumerate(needed) if not mask)}
     found = [0]
-    for downset in found:
-        ready = left = ready_by_downset[downset]
+    for ideal in found:
+        ready = left = ready_by_ideal[ideal]
         while left:
             lowest = left & -left
             left ^= lowest
-            larger = downset | lowest
-            if larger not in ready_by_downset:
-                after = coarse.successors[lowest.bit_length() - 1]
+            larger = ideal | lowest
+            if larger not in ready_by_ideal:
+                after = coarsened.successors[lowest.bit_length() - 1]
                 freed = _bits(item for item in after if not needed[item] & ~larger)
-                ready_by_downset[larger] = (ready ^ lowest) | freed
+                ready_by_ideal[larger] = (ready ^ lowest) | freed
                 found.append(larger)
         if len(found) > limit:
             return None
@@ -48,7 +48,7 @@ def downsets(coarse: Coarse, limit: int) -> list[int] | None:
 
 
 def prefixes(order: Sequence[int]) -> list[int]:
-    """The downsets that are the beginnings of one order of the items."""
+    """The order ideals that are the beginnings of one order of the items."""
     found = [0]
     for item in order:
         found.append(found[-1] | 1 << item)
@@ -61,22 +61,22 @@ def _bits(items: Iterable[int]) -> int:
 
 @dataclass(frozen=True)
 class Between:
-    """What lies between downsets: from one of them to many larger ones at a time.
+    """What lies between order ideals: from one of them to many larger ones at a time.
 
     Args:
-        coarse: The items.
+        coarsened: The items.
         classes: The devices.
-        sets: The downsets, smaller ones first; the first is empty, the last has all items.
+        sets: The order ideals, smaller ones first; the first is empty, the last has all items.
     """
 
-    coarse: Coarse
+    coarsened: CoarsenedProblem
     classes: Sequence[DeviceClass]
     sets: Sequence[int]
 
     @cached_property
     def has(self) -> NDArray[np.bool_]:
-        """Whether a downset has an item, `[downset, item]`."""
-        items = len(self.coarse.members)
+        """Whether an order ideal has an item, `[ideal, item]`."""
+        items = len(self.coarsened.members)
         nbytes = (items + 7) // 8
         packed = np.frombuffer(b"".join(each.to_bytes(nbytes, "little") for each in self.sets), np.uint8)
         bits = np.unpackbits(packed.reshape(len(self.sets), nbytes), axis=1, bitorder="little")
@@ -84,61 +84,61 @@ class Between:
 
     @cached_property
     def _words(self) -> _Words:
-        """The downsets as words, `[word, downset]`."""
-        nbytes = -(-len(self.coarse.members) // _WORD) * _WORD // 8
+        """The order ideals as words, `[word, ideal]`."""
+        nbytes = -(-len(self.coarsened.members) // _WORD) * _WORD // 8
         packed = b"".join(each.to_bytes(nbytes, "little") for each in self.sets)
         return np.ascontiguousarray(np.frombuffer(packed, np.uint64).reshape(len(self.sets), -1).T)
 
     @cached_property
     def _seconds(self) -> Floats:
-        """The time of each downset on a class, without what may not run there, `[class, downset]`."""
-        times = np.array(self.coarse.seconds)
+        """The time of each order ideal on a class, without what may not run there, `[class, ideal]`."""
+        times = np.array(self.coarsened.seconds)
         return np.where(np.isfinite(times), times, 0.0).T @ self.has.T
 
     @cached_property
     def _barred(self) -> NDArray[np.int64]:
-        """How many items of each downset may not run on a class, `[class, downset]`."""
-        return np.isinf(np.array(self.coarse.seconds)).T.astype(np.int64) @ self.has.T
+        """How many items of each order ideal may not run on a class, `[class, ideal]`."""
+        return np.isinf(np.array(self.coarsened.seconds)).T.astype(np.int64) @ self.has.T
 
     @cached_property
     def _memory_bytes(self) -> NDArray[np.int64]:
-        return self.has @ np.array(self.coarse.memory_bytes, np.int64)
+        return self.has @ np.array(self.coarsened.memory_bytes, np.int64)
 
     @cached_property
     def _net_seconds(self) -> Floats:
-        return np.array(list(self.coarse.nets.values()))
+        return np.array(list(self.coarsened.nets.values()))
 
     @cached_property
     def _net_sizes(self) -> NDArray[np.int16]:
-        return np.array([len(net) for net in self.coarse.nets], np.int16)
+        return np.array([len(net) for net in self.coarsened.nets], np.int16)
 
     @cached_property
     def _held(self) -> NDArray[np.int16]:
-        """How many items of each net a downset has, `[net, downset]`."""
-        held = [self.has[:, sorted(net)].sum(axis=1, dtype=np.int16) for net in self.coarse.nets]
+        """How many items of each net an order ideal has, `[net, ideal]`."""
+        held = [self.has[:, sorted(net)].sum(axis=1, dtype=np.int16) for net in self.coarsened.nets]
         return np.array(held, np.int16).reshape(len(held), len(self.sets))
 
     @cached_property
     def open_seconds(self) -> Floats:
-        """For each downset the transfers of nets that it has some items of, but not all."""
+        """For each order ideal the transfers of nets that it has some items of, but not all."""
         is_open = (self._held > 0) & (self._held < self._net_sizes[:, None])
         return self._net_seconds @ is_open
 
     def stages(self, first: int, limit_seconds: float) -> tuple[Indices, Floats]:
-        """The stages that begin after one downset and have a load below a limit on some class.
+        """The stages that begin after one order ideal and have a load below a limit on some class.
 
         A net that `first` has some items of is paid for by the stage unless it has none of the rest of them.
         Of the other nets, those are paid for that its end has some items of but not all. Both together:
         all open nets of the end; of those that are open at `first`, minus what passes by, plus what ends.
 
         Args:
-            first: Position of the downset before the stage.
+            first: Position of the order ideal before the stage.
             limit_seconds: Loads from here on do not matter.
 
         Returns:
-            Positions of the downsets that the stages end with, and their loads, `[class, stage]`; infinite
-            from the limit on, and where a stage may not be on a device of the class, for its memory or for an
-            item.
+            Positions of the order ideals that the stages end with, and their loads, `[class, stage]`;
+            infinite from the limit on, and where a stage may not be on a device of the class, for its memory
+            or for an item.
         """
         larger = np.arange(first + 1, len(self.sets))
         seconds = self._seconds[:, first + 1 :] - self._seconds[:, first, None]

@@ -25,17 +25,17 @@ from ...ir.pipeline.schedule import PipelineSchedule, in_flight
 from ...ir.pipeline.timing import PipelineTimeline, Transfer, simulate_pipeline
 from ..program import Program
 from ..rewrites.release_gradients import ReleaseGradients
-from .baselines import compared_cuts
+from .baselines import baseline_cuts
 from .device_order import device_order
 from .devices import Devices
-from .ideal_order import downset_order
-from .linear_order import Line
-from .linear_partition import LinePartition, lower_bound_seconds
+from .ideal_order import ideal_order
+from .linear_order import LinearOrder
+from .linear_partition import LinearPartition, lower_bound_seconds
 from .optimizer_steps import OptimizerSteps
 from .stage_graphs import StageGraph, cut
 from .stage_plan import PlannedStage, StagePlanner
 
-__all__ = ["PipelineOptions", "PlannedPipeline", "line_of", "plan_pipeline", "transfers_of"]
+__all__ = ["PipelineOptions", "PlannedPipeline", "linear_order_of", "plan_pipeline", "transfers_of"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class PipelineOptions:
         checkpoint: Strategies of all micro-batches but the last, and of the last, that are taken whatever
             memory they need; None for plans within the budgets by `strategy`.
         time_limit: Seconds for all of it.
-        updates: What the steps of an optimizer take.
+        optimizer_steps: What the steps of an optimizer take.
         cuts: Where to cut the line of forward operations, instead of looking for it.
     """
 
@@ -58,7 +58,7 @@ class PipelineOptions:
     partition: str = "best"
     checkpoint: tuple[str, str] | None = None
     time_limit: float = 60.0
-    updates: OptimizerSteps = field(default_factory=OptimizerSteps)
+    optimizer_steps: OptimizerSteps = field(default_factory=OptimizerSteps)
     cuts: tuple[int, ...] | None = None
 
 
@@ -97,7 +97,7 @@ class PlannedPipeline:
     @property
     def step_seconds(self) -> float:
         """Time of a step with the optimizer's."""
-        ends = (line[-1].end_seconds if line else 0.0 for line in self.timeline.lines)
+        ends = (actions[-1].end_seconds if actions else 0.0 for actions in self.timeline.lines)
         return max(end + more for end, more in zip(ends, self.update_seconds, strict=True))
 
     @property
@@ -112,7 +112,7 @@ def plan_pipeline(
     schedule: PipelineSchedule,
     options: PipelineOptions,
     cost: Callable[[Program], Program],
-    line: Line | None = None,
+    linear_order: LinearOrder | None = None,
 ) -> PlannedPipeline:
     """Cuts a training graph into the stages of a schedule, and plans each of them.
 
@@ -121,14 +121,14 @@ def plan_pipeline(
         schedule: Says how many stages and micro-batches there are.
         options: The rest.
         cost: Finds the costs of a stage's operations.
-        line: What `line_of` finds for the program, where that is known.
+        linear_order: What `linear_order_of` finds for the program, where that is known.
 
     Raises:
         BudgetError: IRC486 when no partition was found whose stages fit.
         UsageError: IRC485 for more stages than operations.
     """
     started = time.monotonic()
-    search = _Search(line or line_of(program, cost), schedule, options, cost, started)
+    search = _Search(linear_order or linear_order_of(program, cost), schedule, options, cost, started)
     best = search.run()
     return replace(best, seconds=time.monotonic() - started)
 
@@ -137,7 +137,7 @@ def plan_pipeline(
 class _Cut:
     """Where a line is cut."""
 
-    line: Line
+    linear_order: LinearOrder
     places: tuple[int, ...]
 
 
@@ -154,7 +154,7 @@ class _Search:
 
     def __init__(
         self,
-        line: Line,
+        linear_order: LinearOrder,
         schedule: PipelineSchedule,
         options: PipelineOptions,
         cost: Callable[[Program], Program],
@@ -165,14 +165,14 @@ class _Search:
         self.cost = cost
         self.deadline = started + options.time_limit
         self.stage_seconds = _STAGE_SECONDS
-        self.line = line
-        if len(self.line.places) <= schedule.stages:
+        self.linear_order = linear_order
+        if len(self.linear_order.cut_points) <= schedule.stages:
             raise UsageError(
                 "IRC485",
-                f"{schedule.stages} stages, and the model has {len(self.line.places) - 1} places to put them",
+                f"{schedule.stages} stages, and the model has {len(linear_order.cut_points) - 1} places to put them",
                 help="ask for fewer stages (--stages, --chunks)",
             )
-        given = LinePartition(self.line, schedule, options.devices, options.updates)
+        given = LinearPartition(self.linear_order, schedule, options.devices, options.optimizer_steps)
         self.device_order = device_order(given, started + options.time_limit * _ORDERING)
         self.devices = options.devices.ordered(self.device_order)
         self.budgets = self.devices.budget_bytes
@@ -187,10 +187,15 @@ class _Search:
 
     def run(self) -> PlannedPipeline:
         if self.options.cuts is not None:
-            return self._planned(_Cut(self.line, self.options.cuts))
+            return self._planned(_Cut(self.linear_order, self.options.cuts))
         if self.options.partition != "best":
             stages, devices = self.schedule.stages, self.devices
-            self._try(_Cut(self.line, compared_cuts(self.options.partition, self.line, stages, devices)))
+            self._try(
+                _Cut(
+                    self.linear_order,
+                    baseline_cuts(self.options.partition, self.linear_order, stages, devices),
+                )
+            )
         else:
             partitions = self._partitions()
             for partition in partitions:
@@ -212,23 +217,25 @@ class _Search:
     def _smallest(self) -> list[_Cut]:
         """The cuts that ask for least: as a part of the budgets, and of equal ones."""
         equal = self.partition.on(replace(self.devices, budget_bytes=(1 << 30,) * len(self.budgets)))
-        return [_Cut(self.line, partition.smallest()) for partition in (self.partition, equal)]
+        return [_Cut(self.linear_order, partition.smallest()) for partition in (self.partition, equal)]
 
     @property
     def _is_over(self) -> bool:
         return time.monotonic() >= self.deadline
 
-    def _partitions(self) -> list[LinePartition]:
-        """Of the line, and of the order in which the best chain of downsets has its stages in turn."""
+    def _partitions(self) -> list[LinearPartition]:
+        """Of the line, and of the order in which the best chain of order ideals has its stages in turn."""
         found = [self.partition]
         left = (self.deadline - time.monotonic()) * _ORDERING
-        order = downset_order(self.line, self.schedule, self.devices, left)
+        order = ideal_order(self.linear_order, self.schedule, self.devices, left)
         if order is not None:
-            line = self.line.in_order(order)
-            found.append(LinePartition(line, self.schedule, self.devices, self.options.updates))
+            linear_order = self.linear_order.in_order(order)
+            found.append(
+                LinearPartition(linear_order, self.schedule, self.devices, self.options.optimizer_steps)
+            )
         return found
 
-    def _tighten(self, partition: LinePartition) -> None:
+    def _tighten(self, partition: LinearPartition) -> None:
         """Tries the best cuts by estimates, which learn from each device that does not hold what they say."""
         for _ in range(_TRIES):
             refusal = self._try_best(partition, anywhere=False)
@@ -239,10 +246,10 @@ class _Search:
             budgets[refusal.device] = math.floor(budgets[refusal.device] * min(part, _LEAST_TIGHTENING))
             partition = partition.on(replace(partition.devices, budget_bytes=tuple(budgets)))
 
-    def _try_best(self, partition: LinePartition, *, anywhere: bool) -> _DeviceRefusal | None:
+    def _try_best(self, partition: LinearPartition, *, anywhere: bool) -> _DeviceRefusal | None:
         """Tries the best cuts by estimates; why they do not fit, if they do not."""
         cuts = partition.best(anywhere=anywhere)
-        return None if cuts is None else self._try(_Cut(partition.line, cuts))
+        return None if cuts is None else self._try(_Cut(partition.linear_order, cuts))
 
     def _try(self, cut: _Cut) -> _DeviceRefusal | None:
         """Plans these cuts, unless that was done; why they do not fit, if they do not."""
@@ -288,16 +295,16 @@ class _Search:
 
     def _improved(self, at: _Cut, best: PlannedPipeline) -> PlannedPipeline:
         """Moves single cuts to the next place, as long as the step becomes shorter."""
-        line = at.line
+        linear_order = at.linear_order
         tried = {best.cuts}
         found = True
         while found and time.monotonic() < self.deadline:
             found = False
-            for cuts in _neighbours(best.cuts, line.places):
+            for cuts in _neighbours(best.cuts, linear_order.cut_points):
                 if cuts in tried or time.monotonic() >= self.deadline:
                     continue
                 tried.add(cuts)
-                cut = _Cut(line, cuts)
+                cut = _Cut(linear_order, cuts)
                 if self._least_seconds(cut) >= best.step_seconds:
                     continue
                 try:
@@ -311,9 +318,9 @@ class _Search:
     def _least_seconds(self, cut: _Cut) -> float:
         """What a step takes with these cuts if nothing is computed again: the slowest device's work."""
         busy = [0.0] * self.schedule.devices
-        pairs = _pairs(cut.places, len(cut.line.order))
+        pairs = _pairs(cut.places, len(cut.linear_order.operations))
         for device, pair in zip(self.schedule.device_of, pairs, strict=True):
-            busy[device] += cut.line.seconds(*pair) / self.devices.speeds[device]
+            busy[device] += cut.linear_order.seconds(*pair) / self.devices.speeds[device]
         return max(busy) * self.schedule.micro_batches
 
     def _planned(self, cut: _Cut, deadline: float | None = None) -> PlannedPipeline:
@@ -428,15 +435,15 @@ class _Search:
         storage = entry.value.storage
         match entry.role:
             case InputRole.PARAMETER if entry.requires_grad:
-                return self.options.updates.kept_bytes(storage)
+                return self.options.optimizer_steps.kept_bytes(storage)
             case InputRole.INPUT:
                 return storage.nbytes * self.schedule.micro_batches
             case _:
                 return storage.nbytes
 
     def _stages(self, at: _Cut) -> tuple[StageGraph, ...]:
-        forward = at.line.stages(at.places)
-        return cut(at.line.graph, forward, self.schedule.stages, split_backward=self.split)
+        forward = at.linear_order.stages(at.places)
+        return cut(at.linear_order.graph, forward, self.schedule.stages, split_backward=self.split)
 
     def _planner(self, graph: StageGraph) -> StagePlanner:
         """What plans a stage; what it exchanges depends on the cuts of other stages too."""
@@ -447,7 +454,7 @@ class _Search:
                 self.cost,
                 self.flights[graph.index].until_weight,
                 self.schedule.micro_batches,
-                self.options.updates,
+                self.options.optimizer_steps,
             )
         return self.planners[key]
 
@@ -533,9 +540,9 @@ class _Search:
         timeline = simulate_pipeline(
             order, costs, transfers, last_costs=last_costs or None, keeps_received=False
         )
-        updates = self.options.updates
-        once = self.line.seconds(0, len(self.line.order))
-        update = updates.seconds([self.line.graph])
+        optimizer_steps = self.options.optimizer_steps
+        once = self.linear_order.seconds(0, len(self.linear_order.operations))
+        update = optimizer_steps.seconds([self.linear_order.graph])
         return PlannedPipeline(
             self.schedule,
             devices,
@@ -545,23 +552,24 @@ class _Search:
             cuts,
             timeline,
             peaks,
-            bound_seconds=lower_bound_seconds(self.line, self.schedule, devices, update),
+            bound_seconds=lower_bound_seconds(self.linear_order, self.schedule, devices, update),
             single_seconds=once * self.schedule.micro_batches + update,
             seconds=0.0,
             update_seconds=tuple(
-                updates.seconds(stages[k].stage.graph for k in self.schedule.stages_on(device)) / speed
+                optimizer_steps.seconds(stages[k].stage.graph for k in self.schedule.stages_on(device))
+                / speed
                 for device, speed in enumerate(devices.speeds)
             ),
         )
 
 
-def line_of(program: Program, cost: Callable[[Program], Program]) -> Line:
+def linear_order_of(program: Program, cost: Callable[[Program], Program]) -> LinearOrder:
     """The line of a program with costs, with the time of adding gradients to those of other micro-batches."""
     assert program.costs is not None, "costs come first"
     released = cost(ReleaseGradients("accumulate").run(replace(program, costs=None)))
     assert released.costs is not None
     seconds = {node.operands[0].storage: released.costs.seconds[node] for node in released.graph.releases}
-    return Line(program.graph, program.costs, seconds)
+    return LinearOrder(program.graph, program.costs, seconds)
 
 
 _STEP_BYTES = 64

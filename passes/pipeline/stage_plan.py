@@ -67,7 +67,7 @@ class StagePlanner:
         cost: Finds the costs of a program's operations.
         in_flight: The most micro-batches whose backward has not ended.
         micro_batches: How many there are in a step.
-        updates: What the steps of an optimizer take.
+        optimizer_steps: What the steps of an optimizer take.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class StagePlanner:
         cost: Callable[[Program], Program],
         in_flight: int,
         micro_batches: int,
-        updates: OptimizerSteps,
+        optimizer_steps: OptimizerSteps,
     ) -> None:
         self.stage = stage
         self.micro_batches = micro_batches
@@ -84,8 +84,8 @@ class StagePlanner:
         self.program = cost(HoldForwards(in_flight).run(released))
         self.planner = Planner(self.program)
         graph = self.program.graph
-        self.kept_bytes = _made_elsewhere_bytes(graph) + updates.state_bytes(graph)
-        self.update_bytes = updates.workspace_bytes(graph)
+        self.kept_bytes = _made_elsewhere_bytes(graph) + optimizer_steps.state_bytes(graph)
+        self.update_bytes = optimizer_steps.workspace_bytes(graph)
         self._by_strategy: dict[str, PlannedStage] = {}
 
     def planned(self, budget_bytes: int, strategy: str, time_limit: float) -> PlannedStage:

@@ -79,7 +79,7 @@ def test_a_pipeline_is_planned_without_memory_for_the_model() -> None:
 
 def test_the_model_of_all_devices_takes_twelve_bytes_a_parameter_with_rmsprop() -> None:
     simulation = Simulation.of(lambda: tiny(1))
-    planned = simulation.planned([1 << 30] * 2, 4, updates=simulation.rmsprop(), time_limit=0.5)
+    planned = simulation.planned([1 << 30] * 2, 4, optimizer_steps=simulation.rmsprop(), time_limit=0.5)
     model = model_bytes(planned)
     assert sum(model) == 12 * parameters(tiny(1)[0])
     assert all(peak > model for peak, model in zip(planned.peak_bytes, model, strict=True))

@@ -19,7 +19,7 @@ from irc.compiler.pipeline.auto import Considered, considered_lines
 from irc.compiler.pipeline.plan import MicroBatch, devices_of
 from irc.compiler.pipeline.request import AUTO, PipelineRequest
 from irc.ir import BudgetError
-from irc.passes.pipeline import LinePartition
+from irc.passes.pipeline import LinearPartition
 from irc.tools.cli import main
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
@@ -202,6 +202,8 @@ def test_the_command_says_what_it_looked_at(tmp_path: Path, capsys: pytest.Captu
 def test_what_comes_first_is_estimated_as_it_is_planned(model_name: str, schedule: str) -> None:
     request = PipelineRequest(2, 4, "64MiB", schedule, profile="cpu", time_limit=0.5, link="1000TB")
     micro_batch = MicroBatch.measured(captured_once(model_name, 4), request)
-    partition = LinePartition(micro_batch.line, request.order(), devices_of(request), micro_batch.updates)
+    partition = LinearPartition(
+        micro_batch.linear_order, request.order(), devices_of(request), micro_batch.optimizer_steps
+    )
     planned_seconds = micro_batch.plan(request, 0.5).plan.step_seconds
     assert partition.simulated_seconds() == pytest.approx(planned_seconds, rel=0.1)

@@ -23,7 +23,7 @@ from irc.compiler.pipeline.plan import MicroBatch, captured_micro_batch, devices
 from irc.compiler.pipeline.request import PipelineRequest
 from irc.compiler.pipeline.run import run_pipeline
 from irc.passes.costs.allocations import peak_bytes
-from irc.passes.pipeline import Devices, LinePartition
+from irc.passes.pipeline import Devices, LinearPartition
 from irc.passes.pipeline.device_order import device_order
 from irc.passes.remat import candidates
 from irc.tools.cli import main
@@ -102,14 +102,16 @@ def test_orders_of_devices_are_looked_at_until_a_deadline(monkeypatch: pytest.Mo
     captured = captured_micro_batch(model, micro_batches_of(args, 16)[0], None)
     request = PipelineRequest(8, 16, [f"64MiB@{1 + k / 8}" for k in range(8)], profile="cpu")
     micro_batch = MicroBatch.measured(captured, request)
-    partition = LinePartition(micro_batch.line, request.order(), devices_of(request), micro_batch.updates)
+    partition = LinearPartition(
+        micro_batch.linear_order, request.order(), devices_of(request), micro_batch.optimizer_steps
+    )
     looked_at: list[Devices] = []
 
-    def seconds(self: LinePartition) -> float:
+    def seconds(self: LinearPartition) -> float:
         looked_at.append(self.devices)
         return float(len(looked_at) != 3)
 
-    monkeypatch.setattr(LinePartition, "seconds", seconds)
+    monkeypatch.setattr(LinearPartition, "seconds", seconds)
     assert device_order(partition, deadline=0.0) == tuple(range(8)) and len(looked_at) == 1
     looked_at.clear()
     monkeypatch.setattr(time, "monotonic", lambda: float(len(looked_at)))

@@ -11,28 +11,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from irc.passes.pipeline.chains import best_chain
-from irc.passes.pipeline.coarsen import Coarse
-from irc.passes.pipeline.order_ideals import Between, downsets
+from irc.passes.pipeline.coarsen import CoarsenedProblem
+from irc.passes.pipeline.order_ideals import Between, order_ideals
 from irc.passes.pipeline.partition_problem import DeviceClass
 
 FAST = (DeviceClass("accelerator", 4),)
 
 
 @st.composite
-def coarses(draw: st.DrawFn) -> Coarse:
+def coarsened_problems(draw: st.DrawFn) -> CoarsenedProblem:
     """Up to six items on two classes of devices, the second twice as slow."""
     count = draw(st.integers(1, 6))
     times = [float(draw(st.integers(0, 4))) for _ in range(count)]
     edges = frozenset((i, j) for j in range(count) for i in range(j) if draw(st.booleans()))
     nets = {frozenset(edge): draw(st.sampled_from([0.5, 1.0])) for edge in edges}
     members = tuple((i,) for i in range(count))
-    return Coarse(members, tuple((each, 2 * each) for each in times), (0,) * count, edges, nets)
+    return CoarsenedProblem(members, tuple((each, 2 * each) for each in times), (0,) * count, edges, nets)
 
 
-def between(coarse: Coarse) -> Between:
-    sets = downsets(coarse, 1000)
+def between(coarsened: CoarsenedProblem) -> Between:
+    sets = order_ideals(coarsened, 1000)
     assert sets is not None
-    return Between(coarse, (*FAST, *FAST), sets)
+    return Between(coarsened, (*FAST, *FAST), sets)
 
 
 def chains(sets: list[int], stages: int) -> Iterator[tuple[int, ...]]:
@@ -50,21 +50,23 @@ def chains(sets: list[int], stages: int) -> Iterator[tuple[int, ...]]:
     yield from longer((0,))
 
 
-@given(coarses(), st.integers(1, 3), st.integers(1, 5), st.integers(0, 2**20))
+@given(coarsened_problems(), st.integers(1, 3), st.integers(1, 5), st.integers(0, 2**20))
 @settings(max_examples=100, deadline=None)
-def test_the_chain_is_the_best_of_all(coarse: Coarse, stages: int, micro_batches: int, seed: int) -> None:
-    whole = between(coarse)
+def test_the_chain_is_the_best_of_all(
+    coarsened: CoarsenedProblem, stages: int, micro_batches: int, seed: int
+) -> None:
+    whole = between(coarsened)
     kinds = [seed >> stage & 1 for stage in range(stages)]
     asked: set[tuple[int, int]] = set()
 
     def load(stage: int, items: int) -> float:
         cut = sum(
             seconds
-            for net, seconds in coarse.nets.items()
+            for net, seconds in coarsened.nets.items()
             if 0 < sum(items >> item & 1 for item in net) < len(net)
         )
         return cut + sum(
-            coarse.seconds[i][kinds[stage]] for i in range(len(coarse.members)) if items >> i & 1
+            coarsened.seconds[i][kinds[stage]] for i in range(len(coarsened.members)) if items >> i & 1
         )
 
     def cost(stage: int, items: int) -> float:
@@ -89,10 +91,10 @@ def test_the_chain_is_the_best_of_all(coarse: Coarse, stages: int, micro_batches
     assert found.bound_seconds == pytest.approx(best) and found.questions == len(asked)
 
 
-def line(count: int) -> Coarse:
+def line(count: int) -> CoarsenedProblem:
     edges = frozenset(pairwise(range(count)))
     times = tuple((1.0 + i % 3, 1.0) for i in range(count))
-    return Coarse(
+    return CoarsenedProblem(
         tuple((i,) for i in range(count)),
         times,
         (0,) * count,

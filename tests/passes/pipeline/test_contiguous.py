@@ -54,7 +54,7 @@ def test_a_time_limit_leaves_the_best_of_a_few_orders_and_a_bound() -> None:
 
 @given(problems())
 @settings(max_examples=40, deadline=None)
-def test_graphs_with_too_many_downsets_go_to_the_programme(problem: PartitionProblem) -> None:
+def test_graphs_with_too_many_order_ideals_go_to_the_programme(problem: PartitionProblem) -> None:
     best = best_of_all(problem, is_contiguous=True)
     with mock.patch.object(contiguous, "_MOST_DOWNSETS", 0):
         if best == math.inf:

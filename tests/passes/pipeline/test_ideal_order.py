@@ -16,8 +16,8 @@ from irc.compiler.pipeline.micro_batches import micro_batches_of
 from irc.compiler.pipeline.plan import captured_micro_batch
 from irc.ir import Graph, Region
 from irc.passes import Costs
-from irc.passes.pipeline import PARTITIONS, Devices, Line, pipeline_schedule
-from irc.passes.pipeline.ideal_order import downset_order
+from irc.passes.pipeline import PARTITIONS, Devices, LinearOrder, pipeline_schedule
+from irc.passes.pipeline.ideal_order import ideal_order
 
 
 class Towers(nn.Module):
@@ -95,14 +95,16 @@ def test_random_numbers_keep_their_order(draws: bool) -> None:
     torch.manual_seed(0)
     graph = captured_micro_batch(Towers(draws=draws), (torch.randn(16, 64),), None).graph
     equal = Devices((1 << 40,) * 2, (1.0, 1.0), 1e3)
-    order = downset_order(line_with(graph), pipeline_schedule("1f1b", 2, 4), equal, 30.0)
+    order = ideal_order(line_with(graph), pipeline_schedule("1f1b", 2, 4), equal, 30.0)
     assert (order is None) == draws
 
 
-def line_with(graph: Graph) -> Line:
+def line_with(graph: Graph) -> LinearOrder:
     """With made-up costs."""
     seconds = {node: 1.0 + len(node.name) for node in graph.operations}
-    return Line(graph, Costs(seconds=seconds, workspace_bytes=dict.fromkeys(seconds, 0), source="made up"))
+    return LinearOrder(
+        graph, Costs(seconds=seconds, workspace_bytes=dict.fromkeys(seconds, 0), source="made up")
+    )
 
 
 def devices(count: int) -> Devices:
@@ -112,7 +114,7 @@ def devices(count: int) -> Devices:
 @given(graphs(zero_sizes=False), st.integers(2, 3), st.integers(1, 4))
 def test_orders_of_random_graphs_follow_what_is_read(sample: Sample, count: int, micro_batches: int) -> None:
     graph, line = sample.graph, line_with(sample.graph)
-    order = downset_order(line, pipeline_schedule("1f1b", count, micro_batches), devices(count), 30.0)
+    order = ideal_order(line, pipeline_schedule("1f1b", count, micro_batches), devices(count), 30.0)
     if order is None:
         return
     assert sorted(order, key=line.order.index) == list(line.order) and order != line.order

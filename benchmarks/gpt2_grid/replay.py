@@ -14,7 +14,7 @@ from irc.ir import SEND, Compute, Free, Graph, InputRole, Loss, OutputRole, Regi
 from irc.ir.pipeline.exchange import received_values, sent_values
 from irc.ir.schedule import Instruction
 from irc.passes.pipeline.placement import Dataflow
-from irc.passes.pipeline.stage_graphs import cut
+from irc.passes.pipeline.stage_graphs import cut_graph
 
 from .allocator import Block, CachingAllocator
 from .model import Shape
@@ -178,7 +178,7 @@ def stages_of(
             for node in line
             if node.at is not None and node.at.module
         }
-        found.append([StageMoves(stage.graph) for stage in cut(graph, stages, len(plan))])
+        found.append([StageMoves(stage.graph) for stage in cut_graph(graph, stages, len(plan))])
     return found
 
 

@@ -1,14 +1,16 @@
 """Pipelines: which stage runs what, in which order, and what each stage exchanges with its neighbours."""
 
 from .baselines import PARTITIONS
+from .boundaries import Boundary, boundary_values
 from .devices import Devices
 from .linear_order import LinearOrder
 from .linear_partition import LinearPartition, lower_bound_seconds
 from .optimizer_steps import OptimizerSteps
 from .placement import Dataflow, Placement, place_backward
-from .plan import PipelineOptions, PlannedPipeline, linear_order_of, plan_pipeline
+from .plan import linear_order_of, plan_pipeline
+from .planned_pipeline import PipelineOptions, PlannedPipeline
 from .schedules import SCHEDULES, pipeline_schedule
-from .stage_graphs import Boundary, StageGraph, boundary_values, cut
+from .stage_graphs import StageGraph, cut_graph
 from .stage_plan import PlannedStage, StagePlanner
 
 __all__ = [
@@ -27,7 +29,7 @@ __all__ = [
     "StageGraph",
     "StagePlanner",
     "boundary_values",
-    "cut",
+    "cut_graph",
     "linear_order_of",
     "lower_bound_seconds",
     "pipeline_schedule",

@@ -9,8 +9,8 @@ from functools import cached_property
 
 from ...ir import Graph, InputRole, Node, Region, Storage
 from ..costs.table import Costs
+from .boundaries import boundary_bytes
 from .placement import Dataflow, place_backward
-from .stage_graphs import boundary_bytes
 
 __all__ = ["LinearOrder"]
 

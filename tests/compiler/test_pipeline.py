@@ -29,7 +29,7 @@ from irc.compiler.pipeline.run import run_pipeline
 from irc.ir import ACCUMULATE_GRADIENT, RECEIVE, SEND
 from irc.ir.pipeline.memory import borrowed_storages, device_peak_bytes, stage_memory
 from irc.passes.pipeline.placement import Dataflow
-from irc.passes.pipeline.stage_graphs import cut
+from irc.passes.pipeline.stage_graphs import cut_graph
 from irc.passes.rewrites.release_gradients import release_gradients
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
@@ -218,7 +218,7 @@ def test_gradients_that_are_on_their_way_are_not_added_to() -> None:
     sent = 0
     for place in range(1, len(line)):
         stages = {node: int(k >= place) for k, node in enumerate(line)}
-        for stage in cut(graph, stages, 2):
+        for stage in cut_graph(graph, stages, 2):
             nodes = release_gradients(stage.graph).operations
             exchanged = {
                 v.storage for n in nodes if n.op in (SEND, RECEIVE) for v in (*n.operands, *n.values)

@@ -25,8 +25,9 @@ from irc.ir import (
     verify_schedule,
 )
 from irc.passes import Program
+from irc.passes.pipeline.boundaries import boundary_bytes, boundary_values
 from irc.passes.pipeline.placement import Dataflow, place_backward
-from irc.passes.pipeline.stage_graphs import StageGraph, boundary_bytes, boundary_values, cut
+from irc.passes.pipeline.stage_graphs import StageGraph, cut_graph
 
 _ADD = "aten.add.Tensor"
 
@@ -124,7 +125,7 @@ def delivered(graphs: list[Graph], terms: Terms) -> dict[tuple[str, str], Counte
 @given(cuts(), st.booleans())
 def test_stages_compute_what_the_graph_does(case: tuple[Graph, dict[Node, int], int], split: bool) -> None:
     graph, stages, count = case
-    cut_up = cut(graph, stages, count, split_backward=split)
+    cut_up = cut_graph(graph, stages, count, split_backward=split)
     assert len(cut_up) == count
     terms = Terms()
     assert delivered([stage.graph for stage in cut_up], terms) == delivered([graph], terms)
@@ -135,7 +136,7 @@ def test_stages_are_graphs_that_schedules_carry_out(
     case: tuple[Graph, dict[Node, int], int], split: bool
 ) -> None:
     """Left out are stages whose forward nothing reads, and which make gradients of nothing."""
-    for stage in cut(*case, split_backward=split):
+    for stage in cut_graph(*case, split_backward=split):
         exchanges = any(node.op in (SEND, RECEIVE) for node in stage.graph.nodes)
         if exchanges or any(output.role is OutputRole.OUTPUT for output in stage.graph.outputs):
             verify_graph(stage.graph)
@@ -145,7 +146,7 @@ def test_stages_are_graphs_that_schedules_carry_out(
 @given(cuts())
 def test_every_operation_of_forward_is_in_its_stage(case: tuple[Graph, dict[Node, int], int]) -> None:
     graph, stages, count = case
-    cut_up = cut(graph, stages, count)
+    cut_up = cut_graph(graph, stages, count)
     repeated = Dataflow(graph).repeated
     for index, stage in enumerate(cut_up):
         mine = {n for n in stage.graph.operations if n in graph.operations and n.region is Region.FORWARD}
@@ -158,7 +159,7 @@ def test_neighbours_agree_on_what_they_exchange(case: tuple[Graph, dict[Node, in
         nodes = (n for n in stage.graph.nodes if n.op == op and n.region is region)
         return [str(node.arguments[-1]) for node in nodes]
 
-    stages = cut(*case)
+    stages = cut_graph(*case)
     for left, right in itertools.pairwise(stages):
         assert left.after == right.before
         assert keys(left, SEND, Region.FORWARD) == keys(right, RECEIVE, Region.FORWARD)
@@ -168,7 +169,7 @@ def test_neighbours_agree_on_what_they_exchange(case: tuple[Graph, dict[Node, in
 @given(cuts())
 def test_one_stage_is_the_whole_graph(case: tuple[Graph, dict[Node, int], int]) -> None:
     graph, stages, _ = case
-    (stage,) = cut(graph, dict.fromkeys(stages, 0), 1)
+    (stage,) = cut_graph(graph, dict.fromkeys(stages, 0), 1)
     read = {value for node in graph.nodes for value in node.operands}
     dead = [n for n in graph.operations if n in Dataflow(graph).repeated and read.isdisjoint(n.values)]
     assert set(stage.graph.operations) == set(graph.operations) - set(dead)

@@ -1,4 +1,4 @@
-"""The small door to the solver: OR-Tools MathOpt with HiGHS, one thread, one seed."""
+"""The door to the solver of mixed-integer programmes: OR-Tools MathOpt with HiGHS, one thread, one seed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from datetime import timedelta
 
 from ortools.math_opt.python import mathopt
 
-__all__ = ["Outcome", "add_memory_row", "solve"]
+__all__ = ["LinearSum", "LinearTypes", "Model", "Outcome", "Variable", "add_memory_row", "solve"]
+
+LinearSum = mathopt.LinearSum
+LinearTypes = mathopt.LinearTypes
+Model = mathopt.Model
+Variable = mathopt.Variable
 
 _LONGEST_SECONDS = 1e6
 _LARGEST_COEFFICIENT = 1 << 16
@@ -20,33 +25,33 @@ _LARGEST_COEFFICIENT = 1 << 16
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one solve says.
+    """The outcome of one solve.
 
     Args:
-        values: Of the best solution, or None.
-        objective: Of it; infinite without one.
-        bound: No solution is below; 0 where nothing is known.
-        is_infeasible: There is no solution.
-        is_optimal: The solution is the best up to the gap that was asked for.
+        values: The values of the best solution, or None.
+        objective: The objective of that solution; infinite without one.
+        bound: A lower bound of the objective of every solution; 0 if nothing is known.
+        is_infeasible: Whether there is no solution.
+        is_optimal: Whether the solution is the best up to the gap that was asked for.
     """
 
-    values: dict[mathopt.Variable, float] | None
+    values: dict[Variable, float] | None
     objective: float
     bound: float
     is_infeasible: bool
     is_optimal: bool
 
 
-def solve(model: mathopt.Model, *, seconds: float, gap: float, node_limit: int | None = None) -> Outcome:
+def solve(model: Model, *, seconds: float, gap: float, node_limit: int | None = None) -> Outcome:
     """Minimises a model whose objective is never negative.
 
-    The same model has the same outcome as long as the time limit is not what ends the search.
+    The same model has the same outcome unless the time limit ends the search.
 
     Args:
-        model: What to solve.
-        seconds: Time limit.
-        gap: Absolute gap, in the unit of the objective, at which to stop.
-        node_limit: Branch-and-bound nodes after which to stop.
+        model: The model.
+        seconds: The time limit.
+        gap: The absolute gap, in the unit of the objective, at which to stop.
+        node_limit: The number of branch-and-bound nodes after which to stop.
     """
     parameters = mathopt.SolveParameters(
         time_limit=timedelta(seconds=min(max(seconds, 0.1), _LONGEST_SECONDS)),
@@ -75,7 +80,7 @@ def solve(model: mathopt.Model, *, seconds: float, gap: float, node_limit: int |
 
 @contextlib.contextmanager
 def _output_aside() -> Generator[None]:
-    """Sends what the solver prints of its own accord to stderr: stdout is for results."""
+    """Sends what the solver prints to stderr: stdout is for results."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -86,15 +91,13 @@ def _output_aside() -> Generator[None]:
         os.close(kept)
 
 
-def add_memory_row(
-    model: mathopt.Model, terms: Sequence[tuple[int, mathopt.Variable]], room_bytes: int
-) -> None:
+def add_memory_row(model: Model, terms: Sequence[tuple[int, Variable]], room_bytes: int) -> None:
     """Adds `sum(bytes * variable) <= room`, scaled so that a byte does not vanish in the solver's tolerance.
 
-    Where the sizes have a common divisor that is large enough, the row is one of small whole numbers.
+    If the sizes have a common divisor that is large enough, the row has small whole numbers.
     """
     divisor = math.gcd(*(nbytes for nbytes, _ in terms)) or 1
     largest = max((nbytes for nbytes, _ in terms), default=0)
     scale = max(math.ceil(largest / divisor / _LARGEST_COEFFICIENT), 1)
-    total = mathopt.LinearSum(nbytes // divisor / scale * variable for nbytes, variable in terms)
+    total = LinearSum(nbytes // divisor / scale * variable for nbytes, variable in terms)
     model.add_linear_constraint(total <= room_bytes // divisor / scale)

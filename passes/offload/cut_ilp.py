@@ -6,14 +6,13 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ortools.math_opt.python import mathopt
-
 from ...ir import Direction, Storage, Tier
+from ..milp import LinearSum, LinearTypes, Variable
 from ..remat.cut_ilp import Relaxation
 
 __all__ = ["OffloadRelaxation"]
 
-_Variables = dict[Storage, mathopt.Variable]
+_Variables = dict[Storage, Variable]
 
 
 @dataclass
@@ -56,7 +55,7 @@ class OffloadRelaxation(Relaxation):
         useful = (s for s in made if s in copyable and self.problem.is_useful(s, time_step + 1))
         return {s: self.model.add_variable(lb=0.0, ub=1.0) for s in useful}
 
-    def _add_copies(self) -> Sequence[mathopt.Variable]:
+    def _add_copies(self) -> Sequence[Variable]:
         problem, model = self.problem, self.model
         cuts = range(len(self.time_steps))
         swapped = list(dict.fromkeys(s for arrived in self.arrived for s in arrived))
@@ -73,7 +72,7 @@ class OffloadRelaxation(Relaxation):
         self._add_channels()
         return self.waits
 
-    def _copies(self, swapped: Sequence[Storage], window: int) -> dict[Storage, list[mathopt.Variable]]:
+    def _copies(self, swapped: Sequence[Storage], window: int) -> dict[Storage, list[Variable]]:
         """For each tier, the part of each storage that is copied in a window; it was made before its end."""
         end = self.time_steps[window] if window < len(self.time_steps) else self.problem.time_steps
         return {
@@ -86,13 +85,13 @@ class OffloadRelaxation(Relaxation):
         problem, model = self.problem, self.model
         maker = problem.producer[storage]
         parts = [window.get(storage, []) for window in self.out]
-        model.add_linear_constraint(mathopt.LinearSum(v for part in parts for v in part) <= 1.0)
+        model.add_linear_constraint(LinearSum(v for part in parts for v in part) <= 1.0)
         for cut, time_step in enumerate(self.time_steps):
             if problem.index[maker] >= time_step:
                 continue
             here = self.resident[cut].get(storage, 0.0) + self.going[cut][storage]
-            later = mathopt.LinearSum(v for part in parts[cut + 1 :] for v in part)
-            again = mathopt.LinearSum(x[maker] for x in self.again[cut:] if maker in x)
+            later = LinearSum(v for part in parts[cut + 1 :] for v in part)
+            again = LinearSum(x[maker] for x in self.again[cut:] if maker in x)
             model.add_linear_constraint(later - here - again <= 0.0)
             if cut and problem.index[maker] < self.time_steps[cut - 1]:
                 before = self.resident[cut - 1].get(storage, 0.0) + self.going[cut - 1][storage]
@@ -100,13 +99,13 @@ class OffloadRelaxation(Relaxation):
                 model.add_linear_constraint(self.going[cut][storage] - before - between <= 0.0)
             arrives = self.arrived[cut].get(storage, 0.0)
             if storage in self.arrived[cut]:
-                stored = mathopt.LinearSum(v for part in parts[: cut + 2] for v in part)
+                stored = LinearSum(v for part in parts[: cut + 2] for v in part)
                 model.add_linear_constraint(arrives - stored <= 0.0)
-            coming = self.coming[cut][storage] + mathopt.LinearSum(self.back[cut + 1].get(storage, []))
+            coming = self.coming[cut][storage] + LinearSum(self.back[cut + 1].get(storage, []))
             following = self.coming[cut + 1][storage] if cut + 1 < len(self.time_steps) else 0.0
             model.add_linear_constraint(following - coming + arrives == 0.0)
             if not cut or problem.index[maker] >= self.time_steps[cut - 1]:
-                first = mathopt.LinearSum(self.back[cut].get(storage, []))
+                first = LinearSum(self.back[cut].get(storage, []))
                 model.add_linear_constraint(self.coming[cut][storage] - first <= 0.0)
 
     def _add_channels(self) -> None:
@@ -118,14 +117,14 @@ class OffloadRelaxation(Relaxation):
             elapsed = base / self.unit_seconds + self.waits[window]
             if window:
                 elapsed += self._seconds_again(window - 1)
-            loads: dict[object, list[mathopt.LinearTypes]] = {}
+            loads: dict[object, list[LinearTypes]] = {}
             for direction, copies in ((Direction.OUT, self.out), (Direction.IN, self.back)):
                 for storage, parts in copies[window].items():
                     for tier, part in zip(self.tiers, parts, strict=True):
                         seconds = tier.copy_seconds(storage.nbytes, direction) / self.unit_seconds
                         loads.setdefault(tier.channel(direction), []).append(seconds * part)
             for load in loads.values():
-                self.model.add_linear_constraint(mathopt.LinearSum(load) - elapsed <= 0.0)
+                self.model.add_linear_constraint(LinearSum(load) - elapsed <= 0.0)
 
     @property
     def _forced_bytes(self) -> int:
@@ -135,7 +134,7 @@ class OffloadRelaxation(Relaxation):
     def _dominates(self) -> bool:
         return False  # a storage can be copied out before its user has run
 
-    def _swapped(self, values: Mapping[mathopt.Variable, float]) -> dict[int, frozenset[Storage]]:
+    def _swapped(self, values: Mapping[Variable, float]) -> dict[int, frozenset[Storage]]:
         found: dict[int, frozenset[Storage]] = {}
         later: frozenset[Storage] = frozenset()
         for cut in reversed(range(len(self.time_steps))):
@@ -144,7 +143,7 @@ class OffloadRelaxation(Relaxation):
             found[cut] = frozenset(made)
         return found
 
-    def _copied(self, cut: int) -> Sequence[tuple[int, mathopt.Variable]]:
+    def _copied(self, cut: int) -> Sequence[tuple[int, Variable]]:
         inputs = set(self.problem.read_at(self.time_steps[cut]))
         parts = (*self.going[cut].items(), *self.coming[cut].items())
         return [(s.nbytes, part) for s, part in parts if s not in inputs]

@@ -6,10 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ortools.math_opt.python import mathopt
-
 from ...ir import Node, Storage
-from ..milp import add_memory_row, solve
+from ..milp import LinearSum, Model, Variable, add_memory_row, solve
 from .problem import CheckpointProblem
 
 __all__ = ["Relaxation", "Solved"]
@@ -68,14 +66,14 @@ class Relaxation:
     budget_bytes: int
     time_steps: Sequence[int]
     small_bytes: int = 0
-    model: mathopt.Model = field(init=False)
-    resident: list[dict[Storage, mathopt.Variable]] = field(default_factory=list, init=False)
-    again: list[dict[Node, mathopt.Variable]] = field(default_factory=list, init=False)
-    arrived: list[dict[Storage, mathopt.Variable]] = field(default_factory=list, init=False)
+    model: Model = field(init=False)
+    resident: list[dict[Storage, Variable]] = field(default_factory=list, init=False)
+    again: list[dict[Node, Variable]] = field(default_factory=list, init=False)
+    arrived: list[dict[Storage, Variable]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         problem = self.problem
-        self.model = mathopt.Model(name="select-checkpoints")
+        self.model = Model(name="select-checkpoints")
         self.large = [s for s in problem.producer if s.nbytes > self.small_bytes or s in problem.transient]
         self.is_large = set(self.large)
         self.wanted = set(problem.wanted)
@@ -89,16 +87,16 @@ class Relaxation:
         for cut in range(len(self.time_steps)):
             self._add_memory(cut)
         again = (self._seconds_again(cut) for cut in range(len(self.time_steps)))
-        self.model.minimize(mathopt.LinearSum((*again, *waited)))
+        self.model.minimize(LinearSum((*again, *waited)))
 
-    def _seconds_again(self, cut: int) -> mathopt.LinearSum:
+    def _seconds_again(self, cut: int) -> LinearSum:
         """What runs again between a stage and the next, in units."""
         seconds = self.problem.costs.seconds
-        return mathopt.LinearSum(seconds[o] / self.unit_seconds * x for o, x in self.again[cut].items())
+        return LinearSum(seconds[o] / self.unit_seconds * x for o, x in self.again[cut].items())
 
     # ------------------------------------------------------------------ for what adds copies
 
-    def _swapped(self, values: Mapping[mathopt.Variable, float]) -> dict[int, frozenset[Storage]]:
+    def _swapped(self, values: Mapping[Variable, float]) -> dict[int, frozenset[Storage]]:
         """For each stage what is in a tier, or is on its way back, and comes back behind it."""
         return {}
 
@@ -112,15 +110,15 @@ class Relaxation:
         """Whether keeping what a storage's only user makes of it is never worse than keeping the storage."""
         return True
 
-    def _arrivals(self, cut: int, made: Sequence[Storage]) -> dict[Storage, mathopt.Variable]:
+    def _arrivals(self, cut: int, made: Sequence[Storage]) -> dict[Storage, Variable]:
         """Of the storages made before a stage, those that can be copied back before the next, where so."""
         return {}
 
-    def _add_copies(self) -> Sequence[mathopt.Variable]:
+    def _add_copies(self) -> Sequence[Variable]:
         """Adds the rows of the copies; units of time in which only they run."""
         return ()
 
-    def _copied(self, cut: int) -> Sequence[tuple[int, mathopt.Variable]]:
+    def _copied(self, cut: int) -> Sequence[tuple[int, Variable]]:
         """Bytes at a stage that are there for a copy alone."""
         return ()
 
@@ -160,7 +158,7 @@ class Relaxation:
                     continue  # made since
                 maker = problem.producer[storage]
                 carried = (before.get(storage, 0.0), between.get(maker, 0.0), back.get(storage, 0.0))
-                model.add_linear_constraint(variable - mathopt.LinearSum(carried) <= 0.0)
+                model.add_linear_constraint(variable - LinearSum(carried) <= 0.0)
         self.resident.append(resident)
         self.again.append(again)
         self.arrived.append(arrived)

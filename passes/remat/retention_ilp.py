@@ -8,10 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ortools.math_opt.python import mathopt
-
 from ...ir import Node, Others, Storage
-from ..milp import add_memory_row, solve
+from ..milp import LinearSum, Model, Variable, add_memory_row, solve
 from .problem import CheckpointProblem, Recomputations, Solution
 
 __all__ = ["Chosen", "RetentionProgramme", "Step"]
@@ -51,7 +49,7 @@ _ROUNDS = 12
 _NEW_ROWS = 40
 _CAP_UNIT_BYTES = 1 << 16
 
-_Residency = mathopt.Variable | float
+_Residency = Variable | float
 
 
 @dataclass
@@ -89,11 +87,11 @@ class RetentionProgramme:
     budget_bytes: int | None
     rows: dict[Step, None]
     below_seconds: float | None = None
-    model: mathopt.Model = field(init=False)
+    model: Model = field(init=False)
 
     def __post_init__(self) -> None:
         problem = self.problem
-        self.model = mathopt.Model(name="recombine")
+        self.model = Model(name="recombine")
         self.steps = tuple(_master(problem, self.recomputations))
         self.loss = next(
             (t for t, step in enumerate(self.steps) if step.base >= len(problem.forward)), len(self.steps)
@@ -153,23 +151,23 @@ class RetentionProgramme:
         if t not in self.runs:
             return  # the first run
         runs = self.runs[t]
-        self._at_most(after, mathopt.LinearSum((before, runs)))
-        if isinstance(before, mathopt.Variable):
+        self._at_most(after, LinearSum((before, runs)))
+        if isinstance(before, Variable):
             self.model.add_linear_constraint(before + runs <= 1.0)
 
     def _add_reading(self, t: int, before: _Residency, after: _Residency) -> None:
         self._at_most(self.runs.get(t, 1.0), before)
         self._at_most(after, before)
 
-    def _at_most(self, low: _Residency, high: _Residency | mathopt.LinearSum) -> None:
+    def _at_most(self, low: _Residency, high: _Residency | LinearSum) -> None:
         """Adds `low <= high`, as a bound of a variable where one side is a number."""
-        if isinstance(low, mathopt.Variable):
+        if isinstance(low, Variable):
             if isinstance(high, float):
                 low.upper_bound = min(low.upper_bound, high)
             else:
                 self.model.add_linear_constraint(low - high <= 0.0)
         elif low > 0.0:
-            if isinstance(high, mathopt.Variable):
+            if isinstance(high, Variable):
                 high.lower_bound = low
             elif isinstance(high, float):
                 assert low <= high, "a base step reads what is not there"
@@ -179,7 +177,7 @@ class RetentionProgramme:
     def _add_objective(self) -> None:
         problem = self.problem
         self.unit_seconds = max(problem.step_seconds, 1e-12) / 1000
-        seconds = mathopt.LinearSum(
+        seconds = LinearSum(
             max(problem.costs.seconds[self.steps[t].node] / self.unit_seconds, 1e-7) * runs
             for t, runs in self.runs.items()
         )
@@ -213,27 +211,27 @@ class RetentionProgramme:
         return True
 
     @cached_property
-    def _kept(self) -> tuple[list[tuple[int, mathopt.Variable]], int]:
+    def _kept(self) -> tuple[list[tuple[int, Variable]], int]:
         """What may be and what is there at the loss."""
         return self._resident_at(self.loss)
 
-    def _resident_at(self, t: int) -> tuple[list[tuple[int, mathopt.Variable]], int]:
+    def _resident_at(self, t: int) -> tuple[list[tuple[int, Variable]], int]:
         """What may be and what is there when step t begins."""
-        terms: list[tuple[int, mathopt.Variable]] = []
+        terms: list[tuple[int, Variable]] = []
         fixed = 0
         for storage, touched in self.touched.items():
             stretch = bisect.bisect_left(touched, t) - 1
             if stretch < 0:
                 continue
             there = self.resident[storage][stretch]
-            if isinstance(there, mathopt.Variable):
+            if isinstance(there, Variable):
                 terms.append((storage.nbytes, there))
             elif there:
                 fixed += storage.nbytes
         return terms, fixed
 
     def _add_terms(
-        self, terms: list[tuple[int, mathopt.Variable]], fixed_bytes: int, cases: Sequence[Others]
+        self, terms: list[tuple[int, Variable]], fixed_bytes: int, cases: Sequence[Others]
     ) -> None:
         """Adds the memory of this call, and of the others in flight, which keep the same at the loss."""
         for case in cases:
@@ -241,12 +239,12 @@ class RetentionProgramme:
             waiting = ((case.waiting * nbytes, variable) for nbytes, variable in kept)
             self._add_at_most([*terms, *waiting], fixed_bytes + case.bytes_at(kept_bytes))
 
-    def _add_at_most(self, terms: list[tuple[int, mathopt.Variable]], fixed_bytes: int) -> None:
+    def _add_at_most(self, terms: list[tuple[int, Variable]], fixed_bytes: int) -> None:
         if self.budget_bytes is not None:
             add_memory_row(self.model, terms, self.budget_bytes - fixed_bytes)
             return
         assert self.cap is not None
-        total = mathopt.LinearSum(nbytes / _CAP_UNIT_BYTES * variable for nbytes, variable in terms)
+        total = LinearSum(nbytes / _CAP_UNIT_BYTES * variable for nbytes, variable in terms)
         self.model.add_linear_constraint(total - self.cap <= -fixed_bytes / _CAP_UNIT_BYTES)
 
     # ------------------------------------------------------------------ solving

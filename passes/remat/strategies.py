@@ -11,10 +11,8 @@ from functools import cached_property
 from itertools import count, islice
 from typing import NamedTuple
 
-from ortools.algorithms.python import knapsack_solver
-from ortools.graph.python import max_flow
-
 from ...ir import Location, Node, Storage
+from ..combinatorial import FlowNetwork, knapsack
 from .problem import CheckpointProblem, Solution
 
 __all__ = [
@@ -287,25 +285,25 @@ class _Network:
         """Wider than saving everything: cut only where there is no other way."""
         self.closed = self.wide * (1 + sum(node.is_transient for node in makers))
         """Wider than all of that together: such an arc is never cut."""
-        self.flow = max_flow.SimpleMaxFlow()
+        self.flow = FlowNetwork()
         vertices = count(2)
         self.made = {storage: next(vertices) for storage in self.bytes}
         self.held = {storage: next(vertices) for storage in self.bytes}
         self.feeds = {node: self._connect(node, next(vertices)) for node in makers}
         for storage, nbytes in self.bytes.items():
             width = self.closed if storage in problem.transient else nbytes * _PARTS_OF_BYTE
-            self.flow.add_arc_with_capacity(self.made[storage], self.held[storage], width)
+            self.flow.add_arc(self.made[storage], self.held[storage], width)
             if storage in problem.read_positions:
-                self.flow.add_arc_with_capacity(self.held[storage], 1, self.closed)
+                self.flow.add_arc(self.held[storage], 1, self.closed)
 
     def _connect(self, node: Node, vertex: int) -> int:
         """Adds an operation; gives the arc that feeds it."""
         problem = self.problem
         for storage in self._results(node):
-            self.flow.add_arc_with_capacity(vertex, self.made[storage], self.closed)
+            self.flow.add_arc(vertex, self.made[storage], self.closed)
         for storage in problem.forward_reads[node] if node.is_recomputable else ():
-            self.flow.add_arc_with_capacity(self.held[storage], vertex, self.closed)
-        return self.flow.add_arc_with_capacity(0, vertex, self.closed)
+            self.flow.add_arc(self.held[storage], vertex, self.closed)
+        return self.flow.add_arc(0, vertex, self.closed)
 
     def cut(self, price: Callable[[Node], float]) -> Kept:
         """The storages of a minimum cut; of several that with the fewest operations to run again.
@@ -316,10 +314,8 @@ class _Network:
         for node, arc in self.feeds.items():
             width = price(node) * _PARTS_OF_BYTE if node.is_recomputable else math.inf
             most = self.wide if node.is_transient else self.closed
-            self.flow.set_arc_capacity(arc, round(min(width, most)))
-        status = self.flow.solve(0, 1)
-        assert status == self.flow.OPTIMAL, status
-        again = set(self.flow.get_sink_side_min_cut())
+            self.flow.set_capacity(arc, round(min(width, most)))
+        again = self.flow.sink_side()
         return frozenset(s for s in self.bytes if self.held[s] in again and self.made[s] not in again)
 
     # A fraction of what the slow operations make.
@@ -357,14 +353,9 @@ class _Network:
         if not items:
             return frozenset()
         unit = max(capacity_bytes / _KNAPSACK_UNITS, 1)
-        solver = knapsack_solver.KnapsackSolver(
-            knapsack_solver.SolverType.KNAPSACK_DIVIDE_AND_CONQUER_SOLVER, "slow operations"
-        )
-        seconds = [self.problem.costs.seconds[node] for node in items]
+        nanoseconds = [round(1e9 * self.problem.costs.seconds[node]) for node in items]
         sizes = [math.ceil(nbytes[node] / unit) for node in items]
-        solver.init([round(1e9 * s) for s in seconds], [sizes], [int(capacity_bytes / unit)])
-        solver.solve()
-        return frozenset(node for i, node in enumerate(items) if solver.best_solution_contains(i))
+        return frozenset(items[k] for k in knapsack(nanoseconds, sizes, int(capacity_bytes / unit)))
 
     def _size(self, storages: Iterable[Storage]) -> int:
         return sum(self.bytes[storage] for storage in storages)

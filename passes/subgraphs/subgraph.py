@@ -13,10 +13,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ortools.math_opt.python import mathopt
-
 from ...ir import BudgetError, Compute, Graph, Loss, Plan, Schedule, Storage, TimeLimitError, verify_schedule
-from ..milp import add_memory_row, solve
+from ..milp import LinearSum, Model, add_memory_row, solve
 from ..program import Program
 from ..remat.certificate import certify
 from ..remat.eviction import evict_greedily
@@ -419,7 +417,7 @@ def _solve(
     deadline: float,
 ) -> _Picked | None:
     """The programme: one schedule for each part; forward, loss and backward of each within the room."""
-    model = mathopt.Model()
+    model = Model()
     takes = {part: [model.add_binary_variable() for _ in schedules[part.pool]] for part in parts}
     pairs = {
         part: [
@@ -430,7 +428,7 @@ def _solve(
     }
     for part in parts:
         assert part.around is not None
-        model.add_linear_constraint(mathopt.LinearSum(takes[part]) == 1)
+        model.add_linear_constraint(LinearSum(takes[part]) == 1)
         below = [(t.saved_bytes, v) for other in part.below for t, v in pairs[other]]
         own = pairs[part]
         for around, terms in (
@@ -444,7 +442,7 @@ def _solve(
         for part in parts
         for (_, solution, _), variable in zip(schedules[part.pool], takes[part], strict=True)
     ]
-    model.minimize(mathopt.LinearSum(seconds))
+    model.minimize(LinearSum(seconds))
     least = math.fsum(min(s.seconds for _, s, _ in schedules[part.pool]) for part in parts)
     outcome = solve(model, seconds=max(deadline - time.monotonic(), 1.0), gap=_GAP * least)
     values = outcome.values

@@ -9,9 +9,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from irc.passes.pipeline.coarsen import CoarsenedProblem
+from irc.passes.pipeline.coarsened_problem import CoarsenedProblem, DeviceClass
 from irc.passes.pipeline.order_ideals import Floats
-from irc.passes.pipeline.partition_problem import DeviceClass
 
 __all__ = ["Speeds", "least_load"]
 

@@ -10,10 +10,11 @@ from itertools import pairwise
 
 from ortools.sat.python import cp_model
 
-from irc.passes.pipeline.coarsen import CoarsenedProblem
-from irc.passes.pipeline.partition_problem import PartitionProblem, evaluate
+from irc.passes.pipeline.coarsened_problem import CoarsenedProblem
 
 from .bounds import least_load
+from .partition_problem import PartitionProblem, evaluate
+from .reduction import spread
 
 __all__ = ["Solved", "solve"]
 
@@ -77,7 +78,9 @@ def solve(
         return Solved(None if start is None else list(start), programme.least_seconds, False)
     bound_seconds = max(solver.best_objective_bound * programme.unit_seconds, programme.least_seconds)
     found = (programme.chosen(solver), *([] if start is None else [list(start)]))
-    loads = [evaluate(problem, coarsened.spread(each, len(problem.nodes))).max_load_seconds for each in found]
+    loads = [
+        evaluate(problem, spread(coarsened, each, len(problem.nodes))).max_load_seconds for each in found
+    ]
     return Solved(found[loads.index(min(loads))], bound_seconds, False)
 
 

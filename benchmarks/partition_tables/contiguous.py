@@ -14,12 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from irc.ir import TimeLimitError
-from irc.passes.pipeline.coarsen import CoarsenedProblem, coarsen, contract
-from irc.passes.pipeline.order_ideals import Between, order_ideals, prefixes
-from irc.passes.pipeline.partition_problem import Partition, PartitionProblem, no_room
+from irc.passes.pipeline.coarsened_problem import CoarsenedProblem
+from irc.passes.pipeline.order_ideals import Between, order_ideals
 
 from .bounds import Speeds, least_load
 from .constraint_programme import Solved, solve
+from .partition_problem import Partition, PartitionProblem, no_room
+from .reduction import can_run, coarsen, contract, spread
 
 __all__ = ["best_along", "best_contiguous"]
 
@@ -63,7 +64,7 @@ def best_contiguous(problem: PartitionProblem, *, seconds: float = 60.0, workers
     blocks = problem.blocks
     coarsened = coarsen(problem, blocks.members, blocks.edges)
     coarsened = contract(coarsened, is_contiguous=True, is_memory_free=problem.is_memory_free)
-    if not coarsened.can_run:
+    if not can_run(coarsened):
         raise no_room(problem)
     found = _found(problem, coarsened, started + seconds, workers)
     if found.is_infeasible:
@@ -74,7 +75,7 @@ def best_contiguous(problem: PartitionProblem, *, seconds: float = 60.0, workers
             f"no contiguous partition of {problem.name} was found in {seconds:g} s",
             help="give more time, or devices with more memory",
         )
-    assignment = coarsened.spread(found.devices, len(problem.nodes))
+    assignment = spread(coarsened, found.devices, len(problem.nodes))
     return Partition.of(problem, assignment, found.bound_seconds, started)
 
 
@@ -107,10 +108,10 @@ def best_along(problem: PartitionProblem, order: Sequence[int]) -> Partition:
     search = _Search(
         problem, coarsened, prefixes(list(dict.fromkeys(blocks.block_of[node] for node in order)))
     )
-    found = search.below(search.ceiling_seconds) if coarsened.can_run else None
+    found = search.below(search.ceiling_seconds) if can_run(coarsened) else None
     if found is None:
         raise no_room(problem)
-    assignment = coarsened.spread(_devices(problem, coarsened, found), len(problem.nodes))
+    assignment = spread(coarsened, _devices(problem, coarsened, found), len(problem.nodes))
     return Partition.of(problem, assignment, found.max_load_seconds, started)
 
 
@@ -293,3 +294,11 @@ class _Search:
 
 def _one_more(state: tuple[int, ...], kind: int) -> tuple[int, ...]:
     return (*state[:kind], state[kind] + 1, *state[kind + 1 :])
+
+
+def prefixes(order: Sequence[int]) -> list[int]:
+    """The order ideals that are the beginnings of one order of the items."""
+    found = [0]
+    for item in order:
+        found.append(found[-1] | 1 << item)
+    return found

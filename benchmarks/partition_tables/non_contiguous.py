@@ -6,10 +6,10 @@ import time
 from collections.abc import Sequence
 
 from irc.ir import TimeLimitError
-from irc.passes.pipeline.coarsen import coarsen, contract
-from irc.passes.pipeline.partition_problem import Partition, PartitionProblem, no_room
 
 from .constraint_programme import solve
+from .partition_problem import Partition, PartitionProblem, no_room
+from .reduction import can_run, coarsen, contract, spread
 
 __all__ = ["best_non_contiguous"]
 
@@ -38,7 +38,7 @@ def best_non_contiguous(
         by_colour.setdefault(node.colour, []).append(position)
     coarsened = coarsen(problem, list(by_colour.values()), ())
     coarsened = contract(coarsened, is_contiguous=False, is_memory_free=problem.is_memory_free)
-    if not coarsened.can_run:
+    if not can_run(coarsened):
         raise no_room(problem)
     first = None if start is None else [start[members[0]] for members in coarsened.members]
     solved = solve(problem, coarsened, is_contiguous=False, start=first, seconds=seconds, workers=workers)
@@ -50,5 +50,5 @@ def best_non_contiguous(
             f"no partition of {problem.name} was found in {seconds:g} s",
             help="give more time, or begin with a contiguous partition",
         )
-    assignment = coarsened.spread(solved.devices, len(problem.nodes))
+    assignment = spread(coarsened, solved.devices, len(problem.nodes))
     return Partition.of(problem, assignment, solved.bound_seconds, started)

@@ -8,9 +8,11 @@ from itertools import product
 import numpy as np
 
 from irc.ir import TimeLimitError
-from irc.passes.pipeline.coarsen import CoarsenedProblem, coarsen
+from irc.passes.pipeline.coarsened_problem import CoarsenedProblem
 from irc.passes.pipeline.order_ideals import order_ideals
-from irc.passes.pipeline.partition_problem import PartitionProblem
+
+from .partition_problem import PartitionProblem
+from .reduction import coarsen
 
 __all__ = ["plain_max_load"]
 

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from irc.ir import UsageError
-from irc.passes.pipeline.partition_problem import DeviceClass, PartitionNode, PartitionProblem
+from irc.passes.pipeline.coarsened_problem import DeviceClass
+
+from .partition_problem import PartitionNode, PartitionProblem
 
 __all__ = ["Layer", "Profile", "Solution", "read_graph", "read_piper", "read_profile", "read_solution"]
 

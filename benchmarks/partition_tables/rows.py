@@ -12,10 +12,10 @@ from pathlib import Path
 
 from irc.ir import TimeLimitError, UsageError
 from irc.passes.pipeline.balance import block_partition, pipedream, uniform
-from irc.passes.pipeline.partition_problem import Partition, PartitionProblem, evaluate
 
 from .contiguous import best_along, best_contiguous
 from .non_contiguous import best_non_contiguous
+from .partition_problem import Partition, PartitionProblem, evaluate
 from .plain import plain_max_load
 from .readers import Profile, read_graph, read_piper, read_profile
 

@@ -13,11 +13,10 @@ from collections.abc import Sequence
 from ...ir import Node, Storage, Trait
 from ...ir.pipeline.schedule import PipelineSchedule
 from .chains import Chain, best_chain
-from .coarsen import CoarsenedProblem
+from .coarsened_problem import CoarsenedProblem, DeviceClass
 from .devices import Devices
 from .linear_order import LinearOrder
 from .order_ideals import Between, order_ideals
-from .partition_problem import DeviceClass
 
 __all__ = ["ideal_order"]
 

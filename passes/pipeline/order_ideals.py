@@ -14,10 +14,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from .coarsen import CoarsenedProblem
-from .partition_problem import DeviceClass
+from .coarsened_problem import CoarsenedProblem, DeviceClass
 
-__all__ = ["Between", "Floats", "Indices", "order_ideals", "prefixes"]
+__all__ = ["Between", "Floats", "Indices", "order_ideals"]
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -44,14 +43,6 @@ def order_ideals(coarsened: CoarsenedProblem, limit: int) -> list[int] | None:
                 found.append(larger)
         if len(found) > limit:
             return None
-    return found
-
-
-def prefixes(order: Sequence[int]) -> list[int]:
-    """The order ideals that are the beginnings of one order of the items."""
-    found = [0]
-    for item in order:
-        found.append(found[-1] | 1 << item)
     return found
 
 

@@ -15,11 +15,11 @@ from benchmarks.partition_tables import main
 from benchmarks.partition_tables.contiguous import best_along, best_contiguous
 from benchmarks.partition_tables.non_contiguous import best_non_contiguous
 from benchmarks.partition_tables.page import to_section
+from benchmarks.partition_tables.partition_problem import PartitionProblem, evaluate
 from benchmarks.partition_tables.plain import plain_max_load
 from benchmarks.partition_tables.readers import read_graph, read_piper, read_profile, read_solution
 from benchmarks.partition_tables.rows import Row, known
 from irc.ir import TimeLimitError, UsageError
-from irc.passes.pipeline.partition_problem import PartitionProblem, evaluate
 
 DATA = Path(__file__).parent.parent / "data" / "partition"
 GRAPHS = DATA / "dnn-partitioning" / "throughput-inputs"

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from hypothesis import strategies as st
 
-from irc.passes.pipeline.partition_problem import DeviceClass, PartitionNode, PartitionProblem, evaluate
+from benchmarks.partition_tables.partition_problem import PartitionNode, PartitionProblem, evaluate
+from irc.passes.pipeline.coarsened_problem import DeviceClass
 
 
 @st.composite

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from irc.passes.pipeline.chains import best_chain
-from irc.passes.pipeline.coarsen import CoarsenedProblem
+from irc.passes.pipeline.coarsened_problem import CoarsenedProblem, DeviceClass
 from irc.passes.pipeline.order_ideals import Between, order_ideals
-from irc.passes.pipeline.partition_problem import DeviceClass
 
 FAST = (DeviceClass("accelerator", 4),)
 

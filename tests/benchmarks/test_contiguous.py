@@ -13,9 +13,10 @@ from support.partitions import best_of_all, problems
 
 from benchmarks.partition_tables import contiguous
 from benchmarks.partition_tables.contiguous import best_contiguous
+from benchmarks.partition_tables.partition_problem import PartitionNode, PartitionProblem, evaluate
+from benchmarks.partition_tables.reduction import coarsen, contract, spread
 from irc.ir import TimeLimitError, UsageError
-from irc.passes.pipeline.coarsen import coarsen, contract
-from irc.passes.pipeline.partition_problem import DeviceClass, PartitionNode, PartitionProblem, evaluate
+from irc.passes.pipeline.coarsened_problem import DeviceClass
 
 
 @given(problems())
@@ -104,7 +105,7 @@ def test_contraction_keeps_the_best(problem: PartitionProblem) -> None:
             else coarsen(problem, list(colours.values()), ())
         )
         reduced = contract(whole, is_contiguous=is_contiguous, is_memory_free=is_free)
-        colour_of = reduced.spread(range(len(reduced.members)), len(problem.nodes))
+        colour_of = spread(reduced, range(len(reduced.members)), len(problem.nodes))
         nodes = tuple(
             replace(node, colour=colour) for node, colour in zip(problem.nodes, colour_of, strict=True)
         )

@@ -11,8 +11,9 @@ from support.partitions import best_of_all, problems
 
 from benchmarks.partition_tables.contiguous import best_contiguous
 from benchmarks.partition_tables.non_contiguous import best_non_contiguous
+from benchmarks.partition_tables.partition_problem import PartitionNode, PartitionProblem, evaluate
 from irc.ir import TimeLimitError, UsageError
-from irc.passes.pipeline.partition_problem import DeviceClass, PartitionNode, PartitionProblem, evaluate
+from irc.passes.pipeline.coarsened_problem import DeviceClass
 
 
 @given(problems())

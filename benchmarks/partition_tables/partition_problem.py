@@ -16,11 +16,11 @@ from functools import cached_property
 
 import networkx as nx
 
-from ...ir import UsageError
+from irc.ir import UsageError
+from irc.passes.pipeline.coarsened_problem import DeviceClass
 
 __all__ = [
     "Blocks",
-    "DeviceClass",
     "Evaluation",
     "Partition",
     "PartitionNode",
@@ -31,23 +31,6 @@ __all__ = [
 
 _PROVED = 1e-4
 """What a bound may be off for a partition to count as proved, as for plans."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceClass:
-    """Devices of one kind.
-
-    Args:
-        name: Such as `accelerator`.
-        count: How many there are; a partition may leave some without nodes.
-        capacity_bytes: Of each; infinite where memory does not matter.
-        pays_transfers: Whether transfers count in its load. The host, in whose memory they end, pays none.
-    """
-
-    name: str
-    count: int
-    capacity_bytes: float = math.inf
-    pays_transfers: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,9 @@ import math
 
 import pytest
 
+from benchmarks.partition_tables.partition_problem import PartitionNode, PartitionProblem, evaluate
 from irc.ir import UsageError
-from irc.passes.pipeline.partition_problem import DeviceClass, PartitionNode, PartitionProblem, evaluate
+from irc.passes.pipeline.coarsened_problem import DeviceClass
 
 ACCELERATORS = DeviceClass("accelerator", 2, 100)
 HOST = DeviceClass("host", 1, math.inf, pays_transfers=False)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...backends.torch import PendingBackward, Program, compile_program, saved_values, storage_key
 from ...frontends.torch import CapturedGraph
-from ...ir import Graph, InputRole, OutputRole, Schedule, Value
+from ...ir import Graph, InputRole, OutputRole, Schedule, Value, verify_graph, verify_schedule
 from ...passes.subgraphs.subgraph import Choice, Subgraph, SubgraphSolutions
 
 __all__ = ["Backward", "Gradient", "PendingRun", "Run", "Variant", "gradients_of"]
@@ -42,8 +42,16 @@ class Variant:
         return self.captured.captured.graph
 
     def compiled(self, schedule: Schedule) -> tuple[Program, tuple[Value, ...]]:
-        """The program of a schedule, and what it saves, in order."""
+        """The program of a schedule, which is verified before it is compiled, and what it saves, in order.
+
+        Raises:
+            VerificationError: When the schedule is not valid.
+        """
         if id(schedule) not in self._compiled:
+            costs = self.pool.program.costs
+            assert costs is not None
+            verify_graph(schedule.graph)
+            verify_schedule(schedule, costs.workspace_bytes)
             program = compile_program(schedule, self.captured.captured.constants)
             self._compiled[id(schedule)] = schedule, program, saved_values(schedule)
             for key in list(self._compiled)[:-_PROGRAMS]:

@@ -13,7 +13,15 @@ from torch import Tensor, nn
 
 from ...backends.torch import check_places
 from ...frontends.torch import Loss, capture
-from ...ir import BudgetError, Plan, TimeLimitError, UsageError, format_bytes, parse_budget
+from ...ir import (
+    BudgetError,
+    Plan,
+    TimeLimitError,
+    UsageError,
+    format_bytes,
+    parse_budget,
+    verify_schedule,
+)
 from ...passes import (
     OfferTiers,
     PassManager,
@@ -296,8 +304,21 @@ def _plan_within(
 
 
 def _plan(planner: Planner, select: SelectCheckpoints) -> Plan:
-    plan = select.choose(planner).plan
-    assert plan is not None
+    """Plans for one budget, and verifies the plan.
+
+    Raises:
+        VerificationError: When the schedule is not valid, or over the budget.
+    """
+    program = select.choose(planner)
+    schedule, plan, costs = program.schedule, program.plan, program.costs
+    assert schedule is not None and plan is not None and costs is not None
+    verify_schedule(
+        schedule,
+        costs.workspace_bytes,
+        budget_bytes=plan.budget_bytes,
+        peak_bytes=plan.peak_bytes,
+        tiers=program.tiers,
+    )
     return plan
 
 

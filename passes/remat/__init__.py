@@ -1,1 +1,1 @@
-"""Rematerialisation: which storages are kept for backward, and which are computed again."""
+"""Rematerialisation: the choice of which storages are kept for backward, and which are computed again."""

@@ -34,26 +34,26 @@ class Candidates:
         return min(solution.peak_bytes for _, solution in self.candidates)
 
     def fitting(self, budget_bytes: int) -> list[tuple[str, Solution]]:
-        """The candidates within the budget, fastest first, and of equally fast ones the smallest peak."""
+        """The candidates within the budget, the fastest first; of equally fast ones the least peak first."""
         found = [pair for pair in self.candidates if pair[1].peak_bytes <= budget_bytes]
         return sorted(found, key=lambda pair: (pair[1].seconds, pair[1].peak_bytes))
 
 
 _RUNGS = 10
 _RUN_SECONDS = 3.0
-"""Time limit for eviction at one budget; a tenth of it is usual."""
+"""The time limit for eviction at one budget; a tenth of it is usual."""
 
 _HALVING_SECONDS = 1.0
-"""The same where it shall reach a lower peak than any before."""
+"""The time limit for eviction that shall reach a lower peak than any before."""
 
 _LEAST_PEAK_SECONDS = 5.0
-"""Time limit for the least peak of a small graph."""
+"""The time limit for the least peak of a small graph."""
 
 
 def find_candidates(
     problem: CheckpointProblem, *, deadline: float = math.inf, is_thorough: bool = False
 ) -> Candidates:
-    """Known strategies, greedy eviction at a ladder of budgets, and the smallest peaks that are reached.
+    """Tries known strategies, greedy eviction at a ladder of budgets, and a search for the smallest peaks.
 
     Args:
         problem: The recomputation problem.
@@ -106,13 +106,13 @@ _LOW_SEEDS = 4
 _LOW_ROUNDS = 10
 _HALF_WINDOW = 6
 _LOW_ENOUGH = 2e-3
-"""A round that lowers the peak by less than this fraction is the last."""
+"""Stop after a round that lowers the peak by less than this fraction."""
 
 
 def _halved(
     problem: CheckpointProblem, peak_bytes: int, *, deadline: float
 ) -> Iterator[tuple[str, Solution]]:
-    """Ever lower peaks by eviction, at halvings of what is left between the floor and `peak_bytes`."""
+    """Yields ever lower peaks by eviction, at halvings of what is left between the floor and `peak_bytes`."""
     low, high = problem.floor_bytes - 1, peak_bytes
     while high - low > max(problem.keep_all.peak_bytes >> 8, 1) and time.monotonic() < deadline:
         middle = (low + high) // 2
@@ -127,7 +127,7 @@ def _halved(
 
 
 def _lowest(problem: CheckpointProblem, seeds: list[Solution], *, deadline: float) -> Solution:
-    """The lowest peak from low schedules united, and from more that may run again around the peak."""
+    """Returns the lowest peak from low schedules united, and from more that may run again around the peak."""
     work = SolutionMerger(problem, None, seeds[0], deadline)
     work.add()
     for idea in seeds[1:]:

@@ -1,4 +1,4 @@
-"""The certificate of a choice: what it costs, how far from the best it can be, and why each storage goes."""
+"""The certificate of a choice: its cost, its distance from the best, and the reason for each storage."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ def certify(
     floor_bytes: int | None = None,
     tiers: Sequence[Tier] = (),
 ) -> Plan:
-    """The plan of what a search found.
+    """Makes the plan of what a search found.
 
     Args:
-        problem: What was searched.
-        budget_bytes: What was asked for.
+        problem: The problem that was searched.
+        budget_bytes: The budget that was asked for.
         incumbent: The schedule, and the bound.
-        baseline_bytes: Peak of the graph as it was captured, where nothing runs twice.
+        baseline_bytes: The peak of the graph as it was captured, if nothing runs twice.
         minimum_bytes: The smallest peak that a schedule is known for.
         seconds: How long planning took.
-        floor_bytes: What no schedule can go below; None where that of the problem holds.
-        tiers: Where the schedule may copy storages.
+        floor_bytes: The bytes that no schedule can go below; None for the floor of the problem.
+        tiers: The tiers that the schedule may copy to.
     """
     step = problem.step_seconds
     overhead = max(incumbent.best.seconds / step - 1, 0.0) if step else 0.0
@@ -98,7 +98,7 @@ def certify(
 
 
 def _exposed_seconds(best: Solution, times: StepTimes) -> float:
-    """Time in which copies are waited for, without what is rounding alone."""
+    """The time in which copies are waited for; 0 if it is only rounding."""
     exposed = best.seconds - times.compute_seconds if times.copies else 0.0
     return exposed if exposed > 1e-9 * times.compute_seconds else 0.0
 
@@ -124,7 +124,7 @@ def _uses(schedule: Schedule, times: StepTimes, tiers: Sequence[Tier]) -> Iterat
 
 
 def _decisions(problem: CheckpointProblem, solution: Solution, times: StepTimes) -> dict[Storage, Decision]:
-    """The decision for each storage that forward makes and that is no output."""
+    """The decision for each storage that forward makes and that is not an output."""
     runs = Counter(solution.order)
     kept = _alive_at_loss(solution)
     wanted = set(problem.wanted)
@@ -214,7 +214,7 @@ def _alive_at_loss(solution: Solution) -> set[Storage]:
 
 
 def _why_swapped(schedule: Schedule, times: StepTimes, copies: Sequence[Copy], again: int) -> str:
-    """What the copies of a storage cost, and for how long it is away."""
+    """Says what the copies of a storage cost, and for how long it is away."""
     storage, tier = copies[0].storage, copies[0].tier
     taken = " and ".join(
         f"{_milliseconds(sum(c.end_seconds - c.start_seconds for c in copies if c.direction is way))} {word}"
@@ -282,7 +282,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _effect(problem: CheckpointProblem, annotation: Annotation, decisions: Mapping[Storage, Decision]) -> str:
-    """What an annotation did, in words."""
+    """Says what an annotation did."""
     mine = {s: d for s, d in decisions.items() if problem.producer[s].annotation == annotation}
     operations = [node for node in problem.forward if node.annotation == annotation]
     kept = [d for d in mine.values() if d.action == "keep"]

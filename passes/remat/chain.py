@@ -1,4 +1,4 @@
-"""A training graph as a chain of blocks: where forward hangs on one storage, and what each block takes."""
+"""A training graph as a chain of blocks: the cuts where forward hangs on one storage, and costs of blocks."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ _SMALL_PART = 2e-5
 """Storages up to this fraction of the peak that keeps all may cross a cut beside the one."""
 
 _MOST_BLOCKS = 64
-"""Longer chains have their shortest blocks joined."""
+"""The most blocks of a chain; in a longer one the shortest blocks are joined."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """A block of the chain: what its forward and backward take.
+    """A block of the chain, with what its forward and backward take.
 
     Args:
         first: Its first forward operation.
         end: The forward operation behind its last one.
         source: The storage that it hangs on; None for the first block.
-        saved: What is made in it and read by backward, without the source of the next block.
-        forced_bytes: Bytes of what of that only operations make that run once.
+        saved: The storages that it makes and backward reads, without the source of the next block.
+        forced_bytes: The bytes of `saved` that only operations make that run once.
         is_source_read: Whether backward reads the source.
         forward_seconds: Time of its forward.
         again_seconds: Time to make again what backward reads and the source of the next block.
         again_last_seconds: The same without the source of the next block.
         backward_seconds: Time of its part of backward.
-        base_bytes: What is alive before its forward where nothing is kept: the source, and what is static.
+        base_bytes: Bytes that are alive before its forward if nothing is kept: the source, and what is
+            static.
         forward_bytes: The most that is alive in its forward then.
-        keeping_bytes: The same where what backward reads is kept.
+        keeping_bytes: The same if what backward reads is kept.
         backward_bytes: The most that is alive in its part of backward, without what forward made.
         entry_bytes: The same before that part begins.
     """
@@ -65,12 +66,12 @@ class Block:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of what is saved, and of the source where backward reads it."""
+        """Bytes of what is saved, and of the source if backward reads it."""
         return sum(s.nbytes for s in self.saved) + (self.source_bytes if self.is_source_read else 0)
 
 
 def articulations(problem: CheckpointProblem) -> dict[int, Storage]:
-    """The places before forward operations where the rest of forward reads one storage made before.
+    """The positions in forward from which the rest of forward reads one storage made before.
 
     Storages that are tiny beside the peak, such as masks and positions that all blocks share, do not count.
     """
@@ -90,14 +91,14 @@ def articulations(problem: CheckpointProblem) -> dict[int, Storage]:
 
 
 def blocks_of(problem: CheckpointProblem, most: int = _MOST_BLOCKS) -> list[Block]:
-    """The blocks between articulations; one for the whole graph where there are none.
+    """The blocks between articulations; one for the whole graph if it has none.
 
     Backward of a block begins with the first operation that reads something of it or of an earlier block;
     gradients that are made last, whatever they belong to, count for the first block.
 
     Args:
         problem: The recomputation problem.
-        most: With more, those with the shortest forward are joined to their neighbours.
+        most: The most blocks; beyond that, those with the shortest forward are joined to their neighbours.
     """
     if not problem.forward:
         return []
@@ -112,7 +113,7 @@ def blocks_of(problem: CheckpointProblem, most: int = _MOST_BLOCKS) -> list[Bloc
 
 
 def _thinned(problem: CheckpointProblem, cuts: list[int], most: int) -> list[int]:
-    """The cuts, without those between which the least is computed."""
+    """Drops the cuts between which the least is computed, until `most` blocks are left."""
     seconds = [problem.costs.seconds[node] for node in problem.forward]
     cuts = [cut for cut in cuts if cut]
     while len(cuts) >= most:

@@ -1,4 +1,4 @@
-"""Recomputation as an integer programme over stages of a step: a bound for every schedule, a first choice."""
+"""Recomputation as an integer programme over cuts of a step: a bound for all schedules, a first choice."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__ = ["Relaxation", "Solved"]
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """What one solve says.
+    """The outcome of one solve.
 
     Args:
-        resident: For each stage what stays there, or None where no choice was found. Between the stages a
-            choice may go over the budget.
-        bound_seconds: No schedule computes less than this again.
-        is_infeasible: No schedule fits.
-        is_optimal: The choice is the best within the rows, not only the best found in time.
-        swapped: What goes to a tier; it counts as staying from where it is made until it is copied back.
+        resident: For each cut the storages that stay there, or None if no choice was found. Between the cuts
+            a choice may go over the budget.
+        bound_seconds: A lower bound of the time that every schedule computes again.
+        is_infeasible: Whether no schedule fits.
+        is_optimal: Whether the choice is the best within the rows, and not only the best found in time.
+        swapped: The storages that go to a tier; each counts as staying until it is copied back.
     """
 
     resident: Mapping[int, frozenset[Storage]] | None
@@ -35,31 +35,32 @@ class Solved:
 
 @dataclass
 class Relaxation:
-    r"""The integer programme over some stages.
+    r"""The integer programme over some cuts.
 
-    Stages j stand at moments t_0 < t_1 < ... of the step: forward operations, the loss, backward operations
-    (see `CheckpointProblem.time_steps`). Variables: k[j, s] in {0, 1}, storage s stays resident from before
-    moment t_j until after it; x[j, o] in [0, 1], operation o, which ran before t_j, runs again between t_j
-    and t_{j+1}. Minimise the seconds of all x, subject to, for storages s and u that were made before t_j,
+    Cut j stands at time step t_j, with t_0 < t_1 < ... The time steps are the forward operations, the loss
+    and the backward operations (see `CheckpointProblem.time_steps`). Variables: k[j, s] in {0, 1}, storage s
+    stays resident from before time step t_j until after it; x[j, o] in [0, 1], operation o, which ran before
+    t_j, runs again between t_j and t_{j+1}. Minimise the seconds of all x, subject to, for storages s and u
+    that were made before t_j,
 
     - read: x[j, maker(s)] + k[j, s] >= 1 for s read in (t_j, t_{j+1}];
     - closure: x[j, maker(u)] + k[j, u] >= x[j, o] for u read by o;
     - carry: k[j+1, s] <= k[j, s] + x[j, maker(s)];
     - memory: bytes of k[j, .], of what t_j reads and of what is held besides <= budget; other forwards in
-      flight that wait hold those of k at the loss, where a stage stands there;
-    - annotations: x[j, o] = 0 where o is to be kept, and k[j, s] = 0 at the loss where s is transient.
+      flight that wait hold those of k at the loss, if a cut stands there;
+    - annotations: x[j, o] = 0 if o is to be kept, and k[j, s] = 0 at the loss if s is transient.
 
-    These hold for every schedule with this order of first runs that honours the annotations, however often
-    and wherever it computes something again, so their optimum is a lower bound.
+    Every schedule with this order of first runs that honours the annotations satisfies these rows, however
+    often and at whatever time it computes something again. So the optimum is a lower bound for all of them.
 
     Args:
         problem: The recomputation problem.
         budget_bytes: The most that may be alive at once.
-        time_steps: Where the stages stand, in order.
-        small_bytes: Storages up to this size are always kept, and free, but for transient ones.
+        time_steps: The time steps of the cuts, in order.
+        small_bytes: Storages up to this size are always kept, and free, unless they are transient.
 
     Source:
-        The rows between stages are those of Checkmate (Jain et al., MLSys 2020, eq. 1), at some moments.
+        The rows between cuts are those of Checkmate (Jain et al., MLSys 2020, eq. 1), at some time steps.
     """
 
     problem: CheckpointProblem
@@ -90,19 +91,19 @@ class Relaxation:
         self.model.minimize(LinearSum((*again, *waited)))
 
     def _seconds_again(self, cut: int) -> LinearSum:
-        """What runs again between a stage and the next, in units."""
+        """The time of what runs again between a cut and the next, in units."""
         seconds = self.problem.costs.seconds
         return LinearSum(seconds[o] / self.unit_seconds * x for o, x in self.again[cut].items())
 
     # ------------------------------------------------------------------ for what adds copies
 
     def _swapped(self, values: Mapping[Variable, float]) -> dict[int, frozenset[Storage]]:
-        """For each stage what is in a tier, or is on its way back, and comes back behind it."""
+        """For each cut the storages that are in a tier, or on their way back, and come back behind it."""
         return {}
 
     @property
     def _forced_bytes(self) -> int:
-        """What every schedule keeps at the loss."""
+        """The bytes that every schedule keeps at the loss."""
         return self.problem.forced_bytes
 
     @property
@@ -111,15 +112,15 @@ class Relaxation:
         return True
 
     def _arrivals(self, cut: int, made: Sequence[Storage]) -> dict[Storage, Variable]:
-        """Of the storages made before a stage, those that can be copied back before the next, where so."""
+        """For the storages made before a cut that can be copied back before the next one, a variable each."""
         return {}
 
     def _add_copies(self) -> Sequence[Variable]:
-        """Adds the rows of the copies; units of time in which only they run."""
+        """Adds the rows of the copies; returns the units of time in which only copies run."""
         return ()
 
     def _copied(self, cut: int) -> Sequence[tuple[int, Variable]]:
-        """Bytes at a stage that are there for a copy alone."""
+        """Bytes at a cut that are there for a copy alone."""
         return ()
 
     # ------------------------------------------------------------------ rows
@@ -164,7 +165,7 @@ class Relaxation:
         self.arrived.append(arrived)
 
     def _add_memory(self, cut: int) -> None:
-        """The bytes of a stage; other forwards in flight that wait hold what stays at the loss."""
+        """Adds the bytes of a cut; other forwards in flight that wait hold what stays at the loss."""
         problem = self.problem
         time_step = self.time_steps[cut]
         inputs = [s for s in dict.fromkeys(problem.read_at(time_step)) if s in self.is_large]
@@ -180,11 +181,11 @@ class Relaxation:
             add_memory_row(self.model, [*terms, *waiting], room_bytes)
 
     def _is_read(self, storage: Storage, after: int, until: int | None = None) -> bool:
-        """Whether the first run of an operation after a moment (up to another) reads a storage."""
+        """Whether the first run of an operation after a time step (up to another) reads a storage."""
         return self.problem.is_read(storage, after + 1, until)
 
     def _may_stay(self, cut: int, storage: Storage) -> bool:
-        """Whether keeping a storage at a stage is possible, and of use."""
+        """Whether it is possible and of use to keep a storage at a cut."""
         problem = self.problem
         time_step = self.time_steps[cut]
         if problem.index[problem.producer[storage]] >= time_step or not problem.is_useful(
@@ -201,12 +202,12 @@ class Relaxation:
     # ------------------------------------------------------------------ solving
 
     def solve(self, *, seconds: float, gap: float, node_limit: int | None = None) -> Solved:
-        """The best choice under the rows.
+        """Returns the best choice under the rows.
 
         Args:
-            seconds: Time limit.
-            gap: At which to stop, as a fraction of the step's time.
-            node_limit: Branch-and-bound nodes after which to stop.
+            seconds: The time limit.
+            gap: The gap at which to stop, as a fraction of the step's time.
+            node_limit: The number of branch-and-bound nodes after which to stop.
         """
         outcome = solve(self.model, seconds=seconds, gap=gap * 1000, node_limit=node_limit)
         if outcome.is_infeasible:
@@ -229,11 +230,11 @@ class Relaxation:
 
 
 def _replaced(problem: CheckpointProblem, large: Sequence[Storage], *, boundary: bool) -> set[Storage]:
-    """Storages that need not be considered: keeping what their only user makes of them is never worse.
+    """The storages that need not be considered: it is never worse to keep what their only user makes of them.
 
-    The user's result is no larger, serves every purpose that the storage itself could, and is there at
-    the boundary; at later stages that holds only where the user reads nothing else. A transient result
-    replaces nothing: it is not there at the loss.
+    The user's result is no larger, serves every purpose that the storage itself could, and is there at the
+    boundary. At later cuts that holds only if the user reads nothing else. A transient result replaces
+    nothing: it is not there at the loss.
     """
     found: set[Storage] = set()
     considered = set(large)

@@ -1,4 +1,4 @@
-"""Greedy recomputation under a budget: evict what is cheap, large and far from its next use."""
+"""Greedy recomputation under a budget: evicts what is cheap, large and far from its next use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def evict_greedily(
     distance_weight: float = 1.0,
     deadline: float = math.inf,
 ) -> Solution | None:
-    """A schedule within the budget, found by running the step and evicting when memory is short.
+    """Finds a schedule within the budget by running the step, and evicting when memory is short.
 
     The victim is the resident storage with the least recomputation time for each byte and each
     operation until its next use (to the power `distance_weight`). It is made again when it is read, as
@@ -35,8 +35,8 @@ def evict_greedily(
         deadline: `time.monotonic()` at which to give up.
 
     Returns:
-        The schedule, or None where eviction does not reach the budget, or not without computing the
-        step several times over.
+        The schedule, or None if eviction does not reach the budget, or only by computing the step several
+        times over.
 
     Source:
         Kirisame et al., Dynamic Tensor Rematerialization (2021); the known next use replaces staleness.
@@ -56,10 +56,10 @@ def evict_greedily(
 
 
 def _limits(problem: CheckpointProblem, budget_bytes: int) -> Iterator[int]:
-    """Bytes that may stay at the loss: with several forwards in flight each of them holds as much.
+    """Limits for the bytes that stay at the loss: with several forwards in flight each of them holds as much.
 
-    Alone a step needs no limit. Else the most is what fits at the loss n times; and parts of it, for where
-    more than that is needed while one of the calls runs.
+    A step alone needs no limit. Otherwise the largest limit is what fits at the loss n times. Parts of it
+    follow, in case more than that is needed while one of the calls runs.
     """
     graph, split = problem.graph, len(problem.forward)
     if graph.forwards_in_flight == 1:
@@ -75,23 +75,23 @@ def _limits(problem: CheckpointProblem, budget_bytes: int) -> Iterator[int]:
 
 
 class _OverBudgetError(Exception):
-    """Nothing is left to evict."""
+    """Raised when nothing is left to evict."""
 
 
 _MANY = 300
-"""Resident storages above which eviction looks at all of them less often, and takes several at a time."""
+"""With more resident storages, eviction looks at all of them less often, and takes several at a time."""
 
 _SLACK = 200
-"""It then frees one part in this many of the budget more than it needs."""
+"""The part of the budget, one in this many, that it then frees beyond what it needs."""
 
 _PARTS = (1.0, 0.75, 0.5, 0.25, 0.125, 0.0625, 0.0)
-"""With several forwards in flight, what is tried as a limit for the loss, of what could fit there."""
+"""With several forwards in flight, the fractions of what fits at the loss that are tried as a limit."""
 
 _ENOUGH = 2
-"""So many of these limits that lead to a schedule are enough: larger ones mostly give faster schedules."""
+"""Stop after this many limits that lead to a schedule: larger ones mostly give faster schedules."""
 
 _STEPS_LIMIT = 4.0
-"""Times of a whole step after which eviction is thrashing."""
+"""The times of a whole step after which eviction is thrashing."""
 
 
 @dataclass
@@ -141,7 +141,7 @@ class _Run:
         return self.trace[:split], self.trace[split:]
 
     def _others_bytes(self, time_step: int) -> int:
-        """What other forwards in flight hold, where as much stays at the loss as may."""
+        """The bytes that other forwards in flight hold if as much stays at the loss as may."""
         return max(case.bytes_at(self.kept_bytes) for case in self.problem.others_at(time_step))
 
     def _run(self, node: Node) -> None:
@@ -179,7 +179,7 @@ class _Run:
         return times[index] if index < len(times) else None
 
     def _release(self, storage: Storage) -> None:
-        """Frees what no operation reads any more."""
+        """Frees the storages that no operation reads any more."""
         if storage in self.permanent or storage not in self.resident:
             return
         times = self.reads.get(storage, [])
@@ -191,7 +191,7 @@ class _Run:
         self.alive_bytes -= storage.nbytes
 
     def _make_room(self, nbytes: int) -> None:
-        """Evicts until `nbytes` fit; a little more where very many are resident, to look at fewer."""
+        """Evicts until `nbytes` fit; a little more if very many are resident, to look at fewer."""
         excess = self.alive_bytes + nbytes - self.budget_bytes
         if excess <= 0:
             return
@@ -228,7 +228,7 @@ class _Run:
                     beside.update(problem.graph.allocates(user))
 
     def _seconds_of_all(self) -> dict[Storage, float]:
-        """Seconds to make each storage again; what several missing ones share is counted for each of them."""
+        """Seconds to make each storage again; a missing storage that several need counts for each of them."""
         problem = self.problem
         limit = problem.step_seconds
         found: dict[Storage, float] = {}
@@ -242,7 +242,7 @@ class _Run:
         return maker is not None and maker.is_recomputable and storage.nbytes > 0
 
     def _score(self, storage: Storage) -> float:
-        """Seconds to make it again and all that is missing for that, by byte and operation of distance."""
+        """Seconds to make a storage again with all that it lacks, by byte and operation of distance."""
         return self._seconds(storage) / (storage.nbytes * self._distance(storage) ** self.distance_weight)
 
     def _distance(self, storage: Storage) -> int:
@@ -268,9 +268,9 @@ class _Run:
 
 
 def _sources(problem: CheckpointProblem) -> dict[Storage, int]:
-    """What transient storages are made from again, with the step of the base order that needs it.
+    """The storages that transient ones are made from again, with the step of the base order that needs each.
 
-    These are what their operations read, and what only an operation that runs once can make of that.
+    Their operations read these, or only an operation that runs once makes these of what they read.
     """
     found: dict[Storage, int] = {}
     for storage, node in reversed(problem.producer.items()):

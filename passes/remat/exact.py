@@ -1,4 +1,4 @@
-"""Small graphs: all places where something may run again in one programme, and stages at all moments."""
+"""Solves small graphs: one programme over all that may run again, with a cut at each time step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Exact", "best_of_class", "is_small", "lower_bound"]
 
 _SMALL_BACKWARD = 64
 _SMALL_CHOICES = 600
-"""Up to this many places where something may run again, one programme has them all."""
+"""The most positions at which something may run again that one programme has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Exact:
 
     Args:
         best: The best schedule found, or None.
-        is_proved: There is none better in the class, or none at all.
+        is_proved: Whether it is proved that the class has none better, or none at all.
     """
 
     best: Solution | None
@@ -31,14 +31,14 @@ class Exact:
 
 
 def is_small(problem: CheckpointProblem) -> bool:
-    """Whether every place where something may run again fits into one programme."""
+    """Whether every position at which something may run again fits into one programme."""
     if len(problem.backward) > _SMALL_BACKWARD:
         return False
     return sum(map(len, complete(problem))) <= _SMALL_CHOICES
 
 
 def best_of_class(problem: CheckpointProblem, budget_bytes: int, *, deadline: float) -> Exact:
-    """The best schedule of the class of `CheckpointProblem`, and of the best the one with the smallest peak.
+    """Finds the best schedule of the class of `CheckpointProblem`; of equal ones the one of least peak.
 
     Args:
         problem: The recomputation problem of a small graph.
@@ -63,9 +63,9 @@ def best_of_class(problem: CheckpointProblem, budget_bytes: int, *, deadline: fl
 
 
 def lower_bound(problem: CheckpointProblem, budget_bytes: int, *, deadline: float) -> float:
-    """Seconds of recomputation that every schedule within the budget, with this order of first runs, needs.
+    """A lower bound of the recomputation, in seconds, of schedules with this order of first runs that fit.
 
-    A stage stands at each moment, and no storage counts as free.
+    A cut stands at each time step, and no storage counts as free.
 
     Args:
         problem: The recomputation problem of a small graph.

@@ -1,4 +1,4 @@
-"""What planning a program knows for every budget: the problem to solve, schedules, bounds."""
+"""The knowledge about a program that holds for every budget: its problem, schedules and bounds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .search import Incumbent
 __all__ = ["Planner", "recomputation_problem"]
 
 _RATIOS = (1.0, 4.0, 16.0, 64.0)
-"""How many times as large as what is held for it a gradient must be to be made last."""
+"""A gradient is made last if it is this many times as large as what is held for it."""
 
 
 @dataclass
@@ -30,7 +30,8 @@ class Planner:
         program: A graph; without costs it gets those of the machine `cpu`.
 
     Attributes:
-        problem: What is solved: of the rewritten graphs and orders of backward, the one that takes least.
+        problem: The problem to solve: of the rewritten graphs and orders of backward, the one that takes
+            least.
         original: The graph as it was captured, in its own order.
         baseline_bytes: Peak of the original if nothing runs twice, as in eager. Annotations do not matter.
     """
@@ -61,7 +62,7 @@ class Planner:
 
         Args:
             deadline: `time.monotonic()` after which nothing more is tried.
-            is_thorough: Whether to look for the smallest peak with all means.
+            is_thorough: Whether to look for the smallest peak by all means.
         """
         known = self._known.get(True) or (None if is_thorough else self._known.get(False))
         if known is None:
@@ -81,17 +82,17 @@ class Planner:
         return min(found, self.original.keep_all.peak_bytes)
 
     def add_solution(self, budget_bytes: int, incumbent: Incumbent) -> None:
-        """Makes a schedule a candidate, and its bound one, for other budgets."""
+        """Makes a schedule a candidate for other budgets, and its bound a bound for them."""
         self._learned.append((incumbent.name, incumbent.best))
         self._bounds.append((budget_bytes, incumbent.bound_seconds))
 
     def bound_seconds(self, budget_bytes: int) -> float:
-        """What was proved at this budget or at a larger one."""
+        """The bound that was proved at this budget or at a larger one."""
         return max((seconds for larger, seconds in self._bounds if larger >= budget_bytes), default=0.0)
 
 
 def recomputation_problem(program: Program) -> CheckpointProblem:
-    """The problem that `select-checkpoints` solves.
+    """Chooses the problem that `select-checkpoints` solves.
 
     Candidates are the graph as it was captured, as it was rewritten, and with only those convolutions
     taken apart for which that takes no more memory; each in its own order of backward and with large

@@ -1,4 +1,4 @@
-"""The recomputation problem: what the solvers and strategies look at, and how a choice becomes a schedule."""
+"""The recomputation problem: the view of solvers and strategies, and the step from a choice to a schedule."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Solution:
     """A schedule with its cost.
 
     Args:
-        schedule: What runs.
+        schedule: The schedule.
         peak_bytes: The most memory alive at once, static bytes included.
-        seconds: Time of all computations; the same to the last bit in whatever order they run.
+        seconds: The time of all computations; the same to the last bit in whatever order they run.
         during_bytes: Memory at each computation (frees and the loss left out), in the order of `order`.
         order: The operations that run.
     """
@@ -54,12 +54,12 @@ class Solution:
 
 @dataclass(frozen=True)
 class CheckpointProblem:
-    """Which forward values to keep for backward, and which to compute again.
+    """The problem of which forward values to keep for backward, and which to compute again.
 
-    A schedule of the class considered here runs forward once, in the graph's order; then the backward
-    operations in one fixed order, and before each of them but the first whatever of the forward must
-    be computed again, in forward order; before the first too where annotations keep storages from staying.
-    What is searched beyond small graphs may compute again in forward too, and in any order.
+    A schedule of the class considered here runs forward once, in the graph's order, and then the backward
+    operations in one fixed order. Before each backward operation but the first it runs whatever of forward
+    must be computed again, in forward order; before the first one too if annotations keep storages from
+    staying. Searches beyond small graphs may compute again in forward too, and in any order.
 
     Annotations of the user (`Node.annotation`) are constraints of the problem: what is to be kept does not
     run again, and what is transient does not stay from forward to backward. Bounds and optima hold under
@@ -92,18 +92,18 @@ class CheckpointProblem:
 
     @property
     def time_steps(self) -> int:
-        """Number of moments of a step: each forward operation, the loss, each backward operation."""
+        """The number of time steps: the forward operations, the loss, and the backward operations."""
         return len(self.base) + 1
 
     def base_of(self, time_step: int) -> Node | None:
-        """The operation of the base order that runs at a moment; None at the loss."""
+        """The operation of the base order that runs at a time step; None at the loss."""
         split = len(self.forward)
         if time_step == split:
             return None
         return self.base[time_step if time_step < split else time_step - 1]
 
     def read_at(self, time_step: int) -> tuple[Storage, ...]:
-        """The storages that come and go that are read at a moment."""
+        """The storages that come and go that are read at a time step."""
         node = self.base_of(time_step)
         return () if node is None else self.forward_reads[node]
 
@@ -117,20 +117,20 @@ class CheckpointProblem:
         return found
 
     def is_read(self, storage: Storage, first: int, last: int | None = None) -> bool:
-        """Whether the base order reads a storage between two moments, these included."""
+        """Whether the base order reads a storage between two time steps, these included."""
         time_steps = self._read_time_steps.get(storage, [])
         at = bisect.bisect_left(time_steps, first)
         return at < len(time_steps) and (last is None or time_steps[at] <= last)
 
     def is_useful(self, storage: Storage, time_step: int) -> bool:
-        """Whether a storage is of use at a moment or later, read or to make from it what is."""
+        """Whether a storage is of use at a time step or later: read, or needed to make what is read."""
         return self.is_read(storage, time_step) or self.last_useful[storage] + len(self.forward) + 1 >= max(
             time_step, len(self.forward) + 1
         )
 
     @cached_property
     def index(self) -> dict[Node, int]:
-        """Position of each forward operation."""
+        """The position of each forward operation."""
         return {node: i for i, node in enumerate(self.forward)}
 
     @cached_property
@@ -145,7 +145,7 @@ class CheckpointProblem:
 
     @cached_property
     def transient(self) -> frozenset[Storage]:
-        """Those of them that must not stay from forward to backward."""
+        """The storages of `producer` that must not stay from forward to backward."""
         return self.graph.transient_storages
 
     @cached_property
@@ -227,7 +227,7 @@ class CheckpointProblem:
 
     @property
     def held_after(self) -> tuple[int, ...]:
-        """The same once it has run and what it read last is freed."""
+        """The same once the operation has run and what it read last is freed."""
         return self._held[1]
 
     @cached_property
@@ -252,7 +252,7 @@ class CheckpointProblem:
         return (*forward, *self.held_during)
 
     def held_in(self, time_step: int, small_bytes: int) -> int:
-        """The same at a moment, with what it makes itself of storages larger than `small_bytes`."""
+        """The same at a time step, with the storages larger than `small_bytes` that it makes itself."""
         split = len(self.forward)
         if time_step == split:
             return self.held_before[split] - self.graph.loss_held_bytes + self.graph.loss_bytes
@@ -265,7 +265,7 @@ class CheckpointProblem:
 
     @cached_property
     def _others(self) -> tuple[tuple[Others, ...], tuple[Others, ...]]:
-        """What other forwards in flight hold before the loss, and from it on."""
+        """The bytes that other forwards in flight hold before the loss, and from it on."""
         graph = self.graph
         delivered = sum(s.nbytes for s in graph.output_storages if graph.producers[s] in self.index)
         fixed_bytes = delivered + loss_waiting_bytes(graph)
@@ -276,10 +276,10 @@ class CheckpointProblem:
         return before, after
 
     def others_at(self, time_step: int) -> tuple[Others, ...]:
-        """What other forwards in flight hold at a moment or base step, in each case that may be the worst.
+        """The cases of what other forwards in flight hold at a time step or base step: each may be the worst.
 
-        A waiting one is said to hold the storages of forward that come and go and that the schedule keeps at
-        the loss; the rest of what it holds is among the bytes of the case.
+        A waiting forward is said to hold the storages of forward that come and go and that the schedule keeps
+        at the loss; the rest of what it holds is among the bytes of the case.
         """
         return self._others[time_step >= len(self.forward)]
 
@@ -289,7 +289,7 @@ class CheckpointProblem:
         return sum(s.nbytes for s in self.read_positions if not self.producer[s].is_recomputable)
 
     def least_others_bytes(self, time_step: int) -> int:
-        """What other forwards in flight hold at a moment under every schedule."""
+        """The bytes that other forwards in flight hold at a time step under every schedule."""
         return max(case.bytes_at(self.forced_bytes) for case in self.others_at(time_step))
 
     @cached_property
@@ -299,7 +299,7 @@ class CheckpointProblem:
 
     @cached_property
     def eager(self) -> Solution:
-        """The schedule that computes nothing twice, whatever is asked for."""
+        """The schedule that computes nothing twice, whatever annotations ask for."""
         return self.simulate_order(self.forward, self.backward)
 
     @cached_property
@@ -309,7 +309,7 @@ class CheckpointProblem:
 
     @cached_property
     def demand_bytes(self) -> dict[Node, int]:
-        """For each operation, what no schedule with this order of backward can go below while it runs."""
+        """For each operation, bytes that no schedule with this order of backward goes below at its run."""
         graph = self.graph
         found: dict[Node, int] = {}
         least_bytes = graph.static_bytes + self.least_others_bytes(0)
@@ -323,7 +323,7 @@ class CheckpointProblem:
 
     @cached_property
     def floor_bytes(self) -> int:
-        """What no schedule with this order of backward can go below: one operation, or the loss."""
+        """The bytes that no schedule with this order of backward can go below: one operation, or the loss."""
         graph = self.graph
         delivered = {o.value.storage for o in graph.outputs if o.value and o.role is OutputRole.OUTPUT}
         at_loss = graph.tangent_storages | (delivered - graph.static_storages)
@@ -354,13 +354,14 @@ class CheckpointProblem:
     def repeats_between(
         self, resident: Mapping[int, frozenset[Storage]], *, eager: bool = True
     ) -> list[list[Node]]:
-        """What runs again before each step of the base order, given what is resident at some moments.
+        """Lists what runs again before each base step, given what is resident at some time steps.
 
         Args:
-            resident: For some moments, the storages that stay from before until after them; what a moment
-                reads is there in any case, and goes right after it unless it is named. Between two such
-                moments nothing that was made goes.
-            eager: At such a moment, make everything that is to be resident; else only when it is first read.
+            resident: For some time steps, the storages that stay from before until after them. What a time
+                step reads is there in any case, and goes right after it unless it is named. Between two such
+                time steps nothing that was made goes.
+            eager: Whether to make everything that is to be resident at such a time step; else only when it is
+                first read.
 
         Raises:
             ValueError: when a storage would have to be made by an operation that may run only once.
@@ -386,7 +387,7 @@ class CheckpointProblem:
         return found
 
     def _made(self, storages: Iterable[Storage], time_step: int) -> Iterator[Storage]:
-        """Those that can be made again at a moment: they were made before, and nothing runs at the loss."""
+        """The storages that can be made again at a time step: those made before, and none at the loss."""
         if time_step != len(self.forward):
             yield from (s for s in storages if self.index[self.producer[s]] < time_step)
 
@@ -399,7 +400,7 @@ class CheckpointProblem:
         return self.simulate_recomputations(self.repeats_between({len(self.forward): frozenset(kept)}))
 
     def recomputations(self, solution: Solution) -> list[list[Node]]:
-        """What a schedule runs again before each step of the base order."""
+        """Lists what a schedule runs again before each step of the base order."""
         found: list[list[Node]] = []
         pending: list[Node] = []
         for node in solution.order:
@@ -412,7 +413,7 @@ class CheckpointProblem:
         return found
 
     def simulate_recomputations(self, recomputations: Recomputations) -> Solution:
-        """The schedule that runs these operations again, with its memory and time."""
+        """Simulates the schedule that runs these operations again, with its memory and time."""
         split = len(self.forward)
         pairs = list(zip(self.base, recomputations, strict=True))
         forward = [n for node, before in pairs[:split] for n in (*before, node)]
@@ -420,7 +421,7 @@ class CheckpointProblem:
         return self.simulate_order(forward, backward)
 
     def simulate_order(self, forward: Sequence[Node], backward: Sequence[Node]) -> Solution:
-        """The schedule that runs these operations before and after the loss, with its memory and time."""
+        """Simulates the schedule that runs these operations before and after the loss."""
         schedule = with_frees(self.graph, forward, backward)
         timeline = liveness(schedule, self.costs.workspace_bytes)
         order = (*forward, *backward)
@@ -433,7 +434,7 @@ class CheckpointProblem:
         )
 
     def peaks(self, solution: Solution) -> list[int]:
-        """The most that is alive at each moment of a schedule, or while anything runs again before it."""
+        """The most that is alive at each time step of a schedule, or while anything runs again before it."""
         found = [0] * self.time_steps
         time_step = 0
         for node, nbytes in zip(solution.order, solution.during_bytes, strict=True):

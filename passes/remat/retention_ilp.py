@@ -1,4 +1,4 @@
-"""Chooses among recomputations at given places, with exact memory at every step: an integer programme."""
+"""An integer programme that chooses among recomputations at given positions, with exact memory."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["Chosen", "RetentionProgramme", "Step"]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A place of the master sequence.
+    """A position of the master sequence.
 
     Args:
-        node: What runs there.
+        node: The operation that runs there.
         base: Index of the step of the base order that it is, or before which it runs again.
         is_repeat: Whether it runs again there, if chosen; the base order itself always runs.
     """
@@ -32,12 +32,12 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What the programme chose.
+    """The outcome of the programme.
 
     Args:
-        solution: The schedule, or None where there is none within the rows.
-        is_best: It fits, and no choice from the master sequence is faster (or lower).
-        is_infeasible: No choice from the master sequence fits.
+        solution: The schedule, or None if there is none within the rows.
+        is_best: Whether it fits, and no choice from the master sequence is faster (or lower).
+        is_infeasible: Whether no choice from the master sequence fits.
     """
 
     solution: Solution | None
@@ -56,30 +56,30 @@ _Residency = Variable | float
 class RetentionProgramme:
     r"""The integer programme over one master sequence.
 
-    The master sequence is the base order with, before each of its steps, operations that may run there
-    again. Variables: y[t] in {0, 1}, repeat t runs; r[s, i] in [0, 1], storage s is resident between the i-th
-    and the next place of the sequence that makes or reads it. Minimise the seconds of all y, subject to
+    The master sequence is the base order with, before each of its steps, operations that may run there again.
+    Variables: y[t] in {0, 1}, repeat t runs; r[s, i] in [0, 1], storage s is resident between the i-th and
+    the next position of the sequence that makes or reads it. Minimise the seconds of all y, subject to
 
     - read: y[t] <= r[s, before t] for what step t reads (1 in place of y for the base order);
-    - carry: r[s, after t] <= r[s, before t] (+ y[t] where t makes s, and then r[s, before t] + y[t] <= 1);
+    - carry: r[s, after t] <= r[s, before t] (+ y[t] if t makes s, and then r[s, before t] + y[t] <= 1);
     - memory: at each step, bytes of all r there, of what it makes if it runs, and of the rest <= budget; the
       rest has the r at the loss once for each other forward in flight that waits;
-    - annotations: r[s, i] = 0 across the loss where s is transient.
+    - annotations: r[s, i] = 0 across the loss if s is transient.
 
-    Rows of memory are added where a solution, simulated, goes over the budget. With whole y the least
-    r are whole, so only y are integers. Whatever a schedule does at the places of the master sequence is
-    covered: recomputing several times, in forward, and freeing at any time.
+    Rows of memory are added when a solution, simulated, goes over the budget. With whole y the least r are
+    whole, so only y are integers. The programme covers whatever a schedule does at the positions of the
+    master sequence: recomputing several times, in forward, and freeing at any time.
 
     Args:
         problem: The recomputation problem.
         recomputations: What may run again before each step of the base order.
         budget_bytes: The most that may be alive at once; None asks for the least peak instead.
-        rows: Steps whose memory was a row before; those found here are added.
-        below_seconds: Only schedules that recompute for less than this are asked for.
+        rows: The steps whose memory was a row before; those found here are added.
+        below_seconds: A limit: only schedules that recompute for less are asked for.
 
     Source:
         Retention intervals: MOCCASIN (Bartan et al., ICML 2023); the memory of each step: Checkmate (Jain et
-        al., MLSys 2020). Ours chooses among given places, and adds the memory of a step when it is needed.
+        al., MLSys 2020). Ours chooses among given positions, and adds the memory of a step when it is needed.
     """
 
     problem: CheckpointProblem
@@ -114,7 +114,7 @@ class RetentionProgramme:
     # ------------------------------------------------------------------ formulating
 
     def _add_storages(self) -> None:
-        """A variable for each stretch between two places that touch a storage, where it is not clear."""
+        """Adds a variable for each stretch between two positions that touch a storage, unless it is clear."""
         problem = self.problem
         places: dict[Storage, list[tuple[int, bool]]] = {}
         for t, step in enumerate(self.steps):
@@ -128,7 +128,7 @@ class RetentionProgramme:
             self.resident[storage] = self._stretches(touches, storage in problem.transient)
 
     def _stretches(self, touches: Sequence[tuple[int, bool]], is_transient: bool) -> list[_Residency]:
-        """The residencies after each touch; what is transient is not there at the loss."""
+        """Adds the residencies after each touch; what is transient is not there at the loss."""
         before: _Residency = 0.0
         found: list[_Residency] = []
         for index, (t, makes) in enumerate(touches):
@@ -160,7 +160,7 @@ class RetentionProgramme:
         self._at_most(after, before)
 
     def _at_most(self, low: _Residency, high: _Residency | LinearSum) -> None:
-        """Adds `low <= high`, as a bound of a variable where one side is a number."""
+        """Adds `low <= high`, as a bound of a variable if one side is a number."""
         if isinstance(low, Variable):
             if isinstance(high, float):
                 low.upper_bound = min(low.upper_bound, high)
@@ -193,7 +193,7 @@ class RetentionProgramme:
         self._add_terms(terms, alive + held + self.problem.graph.loss_bytes, cases)
 
     def _add_row(self, t: int) -> bool:
-        """Adds the memory of a step; whether it was not there yet."""
+        """Adds the memory of a step; returns whether it was not there yet."""
         step = self.steps[t]
         if step in self.in_rows:
             return False
@@ -212,11 +212,11 @@ class RetentionProgramme:
 
     @cached_property
     def _kept(self) -> tuple[list[tuple[int, Variable]], int]:
-        """What may be and what is there at the loss."""
+        """The terms and the bytes of what may be and what is there at the loss."""
         return self._resident_at(self.loss)
 
     def _resident_at(self, t: int) -> tuple[list[tuple[int, Variable]], int]:
-        """What may be and what is there when step t begins."""
+        """The terms and the bytes of what may be and what is there when step t begins."""
         terms: list[tuple[int, Variable]] = []
         fixed = 0
         for storage, touched in self.touched.items():
@@ -250,12 +250,12 @@ class RetentionProgramme:
     # ------------------------------------------------------------------ solving
 
     def solve(self, *, seconds: float, gap: float, node_limit: int | None = None) -> Chosen:
-        """Solves, simulates, adds rows where the schedule goes over the budget, and solves again.
+        """Solves, simulates, adds rows for steps that go over the budget, and solves again.
 
         Args:
-            seconds: Time limit of all solves together.
-            gap: At which to stop, as a fraction of the step's time.
-            node_limit: Branch-and-bound nodes of each solve.
+            seconds: The time limit of all solves together.
+            gap: The gap at which to stop, as a fraction of the step's time.
+            node_limit: The number of branch-and-bound nodes after which each solve stops.
         """
         best: Solution | None = None
         deadline = time.monotonic() + seconds

@@ -1,4 +1,4 @@
-"""Carries the schedule of one program over to another that has the same operations on other sizes."""
+"""Reuses the schedule of one program for another that has the same operations on other sizes."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["reuse_schedule"]
 
 
 def reuse_schedule(chosen: Program, program: Program, budget_bytes: int) -> Program | None:
-    """`program` with the schedule that was chosen for another one; nothing is searched.
+    """Gives `program` the schedule that was chosen for another one; nothing is searched.
 
     Args:
         chosen: A program with a schedule and a plan, such as that of a larger batch.
         program: The same model on other sizes, rewritten by the same passes, with costs.
-        budget_bytes: What the peak has to stay within.
+        budget_bytes: The budget.
 
     Returns:
-        The program, verified, with a plan whose bound is that nothing is free; None where the operations do
-        not match one to one by name, kind and traits, and where the schedule does not fit.
+        The program, with a plan whose bound is that nothing is free; None if the operations do not match one
+        to one by name, kind and traits, and if the schedule is not valid on these sizes or does not fit.
     """
     started = time.monotonic()
     assert chosen.schedule is not None and chosen.plan is not None and program.costs is not None
@@ -60,7 +60,7 @@ def reuse_schedule(chosen: Program, program: Program, budget_bytes: int) -> Prog
 
 
 def _counterpart(graph: Graph, program: Program) -> Graph | None:
-    """The graph of a program's operations that are those of `graph`, in its order; None where they are not.
+    """The graph of a program's operations that are those of `graph`, in its order; None if they are not.
 
     A program that was rewritten has operations as they were captured and as they were rewritten; which of
     them `graph` has was its own planner's choice.
@@ -76,14 +76,14 @@ def _counterpart(graph: Graph, program: Program) -> Graph | None:
 
 
 def _key(node: Node) -> tuple[object, ...]:
-    """What the counterparts of a node share: all but sizes."""
+    """The key that the counterparts of a node share: all but sizes."""
     operands = tuple(value.name for value in node.operands)
     results = tuple(None if value is None else value.name for value in node.results)
     return node.name, node.op, node.region, node.traits, operands, results
 
 
 def _orders(schedule: Schedule, graph: Graph) -> tuple[list[Node], list[Node]]:
-    """What a schedule runs before and after the loss, as operations of another graph."""
+    """The operations that a schedule runs before and after the loss, as those of another graph."""
     nodes = {node.name: node for node in graph.nodes}
     forward, backward = ([nodes[node.name] for node in half] for half in schedule.halves)
     return forward, backward

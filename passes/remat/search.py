@@ -20,10 +20,10 @@ from .solution_merging import SolutionMerger
 __all__ = ["Incumbent", "search"]
 
 _WEIGHTS = (1.0, 0.5, 0.25, 0.0)
-"""How much the distance to the next use counts in eviction."""
+"""The weights that the distance to the next use has in eviction."""
 
 _RUN_SECONDS = 3.0
-"""Time limit for one eviction, and for the last look for a smaller peak; a tenth of it is usual."""
+"""The time limit for one eviction, and for the last look for a smaller peak; a tenth of it is usual."""
 
 
 @dataclass
@@ -31,9 +31,9 @@ class Incumbent:
     """The state of a search; `best` only gets better, and so does the bound.
 
     Args:
-        name: What found it.
+        name: The name of what found it.
         best: The best schedule so far.
-        bound_seconds: No schedule recomputes for less.
+        bound_seconds: A lower bound of the time that every schedule recomputes.
     """
 
     name: str
@@ -53,37 +53,37 @@ class Incumbent:
 
 
 _PROOF_GAP = 1e-4
-"""Up to this fraction of the step's time above the bound a schedule counts as proved."""
+"""A schedule counts as proved up to this fraction of the step's time above the bound."""
 
 _NEGLIGIBLE = 2e-5
-"""Storages up to this fraction of the peak that keeps all are free in the staged programme."""
+"""Storages up to this fraction of the peak that keeps all are free in the programme over cuts."""
 
 _SEEDS = 5
 _NEW_CUTS = 5
 _CUT_ROUNDS = 8
 _PROGRESS = 2e-4
 _IDLE_TURNS = 2
-"""So many turns that each close less of the gap than that, as a fraction of the step's time, are the last."""
+"""Stop after this many rounds that each close less of the gap than `_PROGRESS` of the step's time."""
 
 _CUT_NODES = 100
 _LONGEST_CUT_SECONDS = 8.0
 _POOR_GAP = 5e-3
 _LONGEST_PROOF_SECONDS = 30.0
-"""Where the gap is larger than that, as a fraction of the step's time, the bound is worth that much time."""
+"""The time that the bound is worth if the gap is above `_POOR_GAP`, a fraction of the step's time."""
 
 _WINDOW = 12
 _WINDOWS_SECONDS = 15.0
 _WINDOW_GAP = 3e-2
-"""Windows are looked at where the schedule may be this far from the best, of the step's time."""
+"""Windows are looked at if the schedule may be this far from the best, as a fraction of the step's time."""
 
 
 def search(
     problem: CheckpointProblem, budget_bytes: int, candidates: Candidates, *, deadline: float
 ) -> Incumbent | None:
-    """The fastest schedule found within the budget, with a bound for all; None where none was found.
+    """Searches for the fastest schedule within the budget, with a bound for all; None if none was found.
 
-    Candidates and evictions at this budget are recombined; then, in turns, the staged programme gives
-    a bound and a first choice with ever more stages, and that choice is recombined with the best so far.
+    Candidates and evictions at this budget are merged. Then, in rounds, the programme over cuts gives a bound
+    and a first choice with ever more cuts, and that choice is merged with the best so far.
     """
     fitting = candidates.fitting(budget_bytes)
     if is_small(problem):
@@ -107,7 +107,7 @@ class _Large:
     deadline: float
     incumbent: Incumbent | None = field(default=None, init=False)
     tightest: Relaxation | None = field(default=None, init=False)
-    """What gave the best bound, where more time could raise it."""
+    """The programme that gave the best bound, if more time could raise it."""
 
     def run(self) -> Incumbent | None:
         seeds = self._seeds()
@@ -140,7 +140,7 @@ class _Large:
         return [distinct[key] for key in sorted(distinct)]
 
     def _by_cuts(self, work: SolutionMerger, seeds: list[Solution]) -> None:
-        """In turns, a bound and a first choice from ever more stages, and recombinations with that."""
+        """Takes, in rounds, a bound and a first choice from ever more cuts, and merges that choice."""
         assert self.incumbent is not None
         time_steps = [len(self.problem.forward)]
         gap, idle = math.inf, 0
@@ -179,9 +179,10 @@ class _Large:
             time_steps = sorted({*time_steps, *more})
 
     def _ideas(self, resident: Mapping[int, frozenset[Storage]]) -> Iterator[Solution]:
-        """The schedules of a staged choice: all made again at the stages, and all when it is first read."""
-        # What something is made from may be gone that runs only once: at its first read, or where the choice
-        # makes it between the last forward operation and the loss, where no schedule of ours runs anything.
+        """The schedules of a choice at cuts: all made again at the cuts, and all when it is first read."""
+        # An operation that runs once may have made something that is gone by now: at its first read, or if
+        # the choice makes it between the last forward operation and the loss, at which no schedule of ours
+        # runs anything.
         for eager in (True, False):
             with contextlib.suppress(ValueError):
                 yield self.problem.simulate_recomputations(
@@ -204,7 +205,7 @@ class _Large:
             self._take(work)
 
     def _tighten(self) -> None:
-        """Spends more time on the bound, where the proof is poor."""
+        """Spends more time on the bound if the proof is poor."""
         assert self.incumbent is not None
         left = self.deadline - time.monotonic()
         if self.tightest is None or left <= 0 or self.incumbent.is_proved(self.problem, _POOR_GAP):
@@ -214,7 +215,7 @@ class _Large:
             self.incumbent.bound_seconds = max(self.incumbent.bound_seconds, solved.bound_seconds)
 
     def _lower(self, work: SolutionMerger) -> None:
-        """Of schedules as fast as the best, put together from the same, that with the smallest peak."""
+        """Among schedules as fast as the incumbent, takes the one with the lowest peak."""
         assert self.incumbent is not None
         left = self.deadline - time.monotonic()
         if left <= 0:
@@ -235,14 +236,14 @@ class _Large:
 def _violated(
     problem: CheckpointProblem, budget_bytes: int, solution: Solution, time_steps: list[int]
 ) -> list[int]:
-    """Moments without a stage where a choice goes furthest over the budget, spread out."""
+    """The time steps without a cut at which a choice goes furthest over the budget, spread out."""
     peaks = problem.peaks(solution)
     over = sorted((-nbytes, time_step) for time_step, nbytes in enumerate(peaks) if nbytes > budget_bytes)
     return _apart(problem, (time_step for _, time_step in over if time_step not in time_steps))[:_NEW_CUTS]
 
 
 def _apart(problem: CheckpointProblem, time_steps: Iterable[int]) -> list[int]:
-    """The moments in their order, without those that are next to an earlier one."""
+    """The time steps in their order, without those that are next to an earlier one."""
     spacing = max(problem.time_steps // 150, 1)
     found: list[int] = []
     for time_step in time_steps:
@@ -252,6 +253,6 @@ def _apart(problem: CheckpointProblem, time_steps: Iterable[int]) -> list[int]:
 
 
 def _tightest(problem: CheckpointProblem) -> list[int]:
-    """Moments by the memory that keeping everything takes there, spread out."""
+    """The time steps in the order of the memory that keeping everything takes there, spread out."""
     peaks = problem.peaks(problem.keep_all)
     return _apart(problem, sorted(range(len(peaks)), key=lambda m: (-peaks[m], m)))

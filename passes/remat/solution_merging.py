@@ -1,4 +1,4 @@
-"""Schedules made from schedules: what several of them run again, put together and chosen from anew."""
+"""Merges schedules: what several of them run again is put together and chosen from anew."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ _GAP = 2e-4
 _NODE_LIMIT = 80
 _LONGEST_SECONDS = 8.0
 _CHAIN = 10
-"""Operations of a chain that a neighbourhood adds before a step."""
+"""The most operations of a chain that a neighbourhood adds before a step."""
 
 _LONG_AGO = 8
-"""Steps of forward after which a value that was used once more may have been dropped."""
+"""The steps of forward after which a value that was used once more may have been dropped."""
 
 
 @dataclass
 class SolutionMerger:
-    """Improves one schedule with the ideas of others.
+    """Improves one solution with the ideas of others.
 
     What two schedules run again is united into one master sequence, from which the retention programme
-    chooses: with the memory of every step exact, it finds the best schedule that can be put together
-    from both. A schedule that goes over the budget is as good a source of ideas as one that fits.
+    chooses. With the memory of every step exact, it finds the best schedule that can be put together from
+    both. A schedule that goes over the budget is as good a source of ideas as one that fits.
 
     Args:
         problem: The recomputation problem.
         budget_bytes: The most that may be alive at once; None looks for the least peak.
-        best: The schedule to improve; None where none is known yet.
+        best: The solution to improve; None if none is known yet.
         deadline: `time.monotonic()` at which to stop.
     """
 
@@ -45,17 +45,17 @@ class SolutionMerger:
     rows: dict[Step, None] = field(default_factory=dict[Step, None])
 
     def add(self, *ideas: Solution) -> bool:
-        """Unites the best schedule with others and chooses anew; whether that gave a better one."""
+        """Unites the best solution with others and chooses anew; returns whether that gave a better one."""
         sources = [self.problem.recomputations(s) for s in (*([self.best] if self.best else []), *ideas)]
         return self.choose(united(self.problem, sources))
 
     def look_around(self, window: Iterable[int]) -> bool:
-        """Lets more run again before the steps of the base order in `window`; whether that was better."""
+        """Lets more run again before the base steps in `window`; returns whether that was better."""
         assert self.best is not None
         return self.choose(with_neighbours(self.problem, self.problem.recomputations(self.best), window))
 
     def choose(self, recomputations: Recomputations) -> bool:
-        """Chooses among `recomputations`; whether that gave a better schedule."""
+        """Chooses among `recomputations`; returns whether that gave a better solution."""
         left = self.deadline - time.monotonic()
         if left <= 0:
             return False
@@ -76,7 +76,7 @@ class SolutionMerger:
 
 
 def united(problem: CheckpointProblem, sources: Sequence[Recomputations]) -> list[list[Node]]:
-    """What any of the sources runs again, before the same steps; the first one's order is kept."""
+    """Lists what any of the sources runs again, before the same steps; the first one's order is kept."""
     found = [list(before) for before in sources[0]]
     for source in sources[1:]:
         for before, more in zip(found, source, strict=True):
@@ -124,7 +124,7 @@ def _chain(problem: CheckpointProblem, base: int) -> list[Node]:
 
 
 def _insert(problem: CheckpointProblem, before: list[Node], more: Iterable[Node]) -> None:
-    """Adds to `before` what is not there, each before the first operation that reads what it makes."""
+    """Adds to `before` the operations it lacks, each before the first operation that reads what it makes."""
     there = set(before)
     new = sorted((node for node in more if node not in there), key=lambda n: -problem.index[n])
     for node in new:

@@ -34,11 +34,11 @@ Kept = frozenset[Storage]
 """Storages that stay from forward to backward."""
 
 _CUTS_IN_BLOCKS = 8
-"""Priced cuts that keep the borders of blocks; there are fewer trade-offs than without them."""
+"""The number of priced cuts that keep the borders of blocks; there are fewer trade-offs than without them."""
 
 
 def known_strategies(problem: CheckpointProblem) -> Iterator[tuple[str, Solution]]:
-    """Every rule of this file with its name, at all its settings: none of them looks at a budget."""
+    """Yields every rule of this file with its name, at all its settings: none of them looks at a budget."""
     yield "keep-all", keep_all(problem)
     yield "sqrt-n", sqrt_n(problem)
     for exponent in range(1, max(len(problem.forward) - 1, 0).bit_length()):
@@ -59,7 +59,7 @@ def keep_all(problem: CheckpointProblem) -> Solution:
 def keep_none(problem: CheckpointProblem) -> Solution:
     """Keeps forward's inputs, what may not be computed again (masks) and what backward reads first.
 
-    It is what `torch.utils.checkpoint` around the whole model does.
+    `torch.utils.checkpoint` around the whole model does the same.
     """
     return keeping(problem, frozenset())
 
@@ -70,7 +70,7 @@ def keep_none(problem: CheckpointProblem) -> Solution:
 def every_k(problem: CheckpointProblem, k: int) -> Solution:
     """Cuts forward into segments of `k` operations and keeps what crosses from one to the next.
 
-    Inside a segment only what may not be computed again (masks) is kept.
+    Inside a segment it keeps only what may not be computed again (masks).
     """
     return segments(problem, range(k, len(problem.forward), k))
 
@@ -111,7 +111,7 @@ def _crossing(problem: CheckpointProblem, cuts: Sequence[int]) -> Kept:
 
 
 def keeping(problem: CheckpointProblem, kept: Kept) -> Solution:
-    """The schedule that keeps these storages, and what cannot be made from them."""
+    """Makes the schedule that keeps these storages, and what cannot be made from them."""
     return problem.keeping(_with_unrepeatable(problem, kept))
 
 
@@ -140,8 +140,8 @@ def _with_unrepeatable(problem: CheckpointProblem, kept: Kept) -> Kept:
 def per_block(problem: CheckpointProblem) -> Iterator[Solution]:
     """Keeps what crosses the borders of the model's blocks and computes the inside of a block again.
 
-    It is what `torch.utils.checkpoint` around each block does, but that operations run again one by one,
-    when they are read. What runs outside of all blocks is kept.
+    `torch.utils.checkpoint` around each block does the same, but here operations run again one by one, when
+    their results are read. What runs outside of all blocks is kept.
 
     Yields:
         One schedule for each level of blocks, outermost first; see `block_borders`.
@@ -157,7 +157,7 @@ def block_borders(problem: CheckpointProblem) -> Iterator[Kept]:
     and `encoder.layers.3.mlp.experts.0`.
 
     Yields:
-        One set for each level, outermost first; none where no operation has such a path.
+        One set for each level, outermost first; none if no operation has such a path.
     """
     paths = _block_paths(problem)
     seen: set[Kept] = set()
@@ -174,7 +174,7 @@ def block_borders(problem: CheckpointProblem) -> Iterator[Kept]:
 
 
 def _block_paths(problem: CheckpointProblem) -> dict[Node, tuple[str, ...]]:
-    """The blocks that each forward operation is in, outermost first; without a place, the forerunner's."""
+    """The blocks of each forward operation, outermost first; without a location, its predecessor's."""
     found: dict[Node, tuple[str, ...]] = {}
     path: tuple[str, ...] = ()
     for node in problem.forward:
@@ -185,9 +185,9 @@ def _block_paths(problem: CheckpointProblem) -> dict[Node, tuple[str, ...]]:
 
 
 def _blocks_at(place: Location) -> tuple[str, ...]:
-    """The prefixes of a place's path that end in a component with a digit.
+    """The prefixes of a location's path that end in a component with a digit.
 
-    A path is the module's, or what stands before the last slash in the name of an ONNX node.
+    A path is the module's, or the part before the last slash in the name of an ONNX node.
     """
     path = place.module or (place.onnx_node or "").rpartition("/")[0]
     ends = (match.end() for match in re.finditer(r"[^./]+", path) if re.search(r"\d", match.group()))
@@ -207,7 +207,7 @@ def min_cut(problem: CheckpointProblem, fraction: float) -> Solution:
 
     Args:
         problem: The recomputation problem.
-        fraction: From 0 to 1.
+        fraction: A number from 0 to 1.
 
     Source:
         PyTorch's partitioner with `activation_memory_budget` (torch/_functorch/partitioners.py, 2022 to
@@ -228,12 +228,13 @@ def priced_cuts(
 ) -> Iterator[Solution]:
     """Schedules at the best trade-offs of bytes saved between forward and backward against time.
 
-    Each is the minimum of bytes plus seconds times a price. The prices are found between two known
-    trade-offs, where the bytes differ most: in the end that gives the convex hull of all of them.
+    Each is the minimum of bytes plus seconds times a price. The prices are found between the two known
+    trade-offs whose bytes differ most: in the end that gives the convex hull of all of them.
 
     Args:
         problem: The recomputation problem.
-        kept: Saved in any case; with the borders of blocks, little is alive while one runs again.
+        kept: Storages that are saved in any case; with the borders of blocks, little is alive while one runs
+            again.
         limit: The most schedules.
 
     Source:
@@ -249,10 +250,10 @@ def _saving(problem: CheckpointProblem, kept: Kept) -> Solution:
 
 
 _KNAPSACK_UNITS = 10_000
-"""Parts of its capacity that sizes in a knapsack are rounded up to."""
+"""The number of units that the capacity of a knapsack is divided into; sizes are rounded up to them."""
 
 _PARTS_OF_BYTE = 64
-"""Widths of arcs are whole numbers of these, so that prices are nearly exact on small graphs too."""
+"""The parts of a byte that widths of arcs count, so that prices are nearly exact on small graphs too."""
 
 
 class _Trade(NamedTuple):
@@ -264,16 +265,17 @@ class _Trade(NamedTuple):
 
 
 class _Network:
-    """Forward as a flow network in which a cut is what to save, with what then runs again.
+    """Forward as a flow network in which a cut is the set of storages to save.
 
     A storage is an arc as wide as its bytes from `made` to `held`; an operation is a vertex between what it
     reads and what it makes. The source feeds each operation, as widely as running it again costs; the sink
-    draws what backward reads. What is kept anyway costs nothing: what the first operation of backward reads.
-    What annotations keep from staying is never cut, and its operations may run again at any price.
+    draws what backward reads. Storages that are kept anyway cost nothing: the first operation of backward
+    reads them. Storages that annotations keep from staying are never cut, and their operations may run again
+    at any price.
 
     Args:
         problem: The recomputation problem.
-        kept: More that is kept anyway.
+        kept: More storages that are kept anyway.
     """
 
     def __init__(self, problem: CheckpointProblem, kept: Kept = frozenset()) -> None:
@@ -282,7 +284,7 @@ class _Network:
         self.bytes = {storage: 0 if storage in free else storage.nbytes for storage in problem.wanted}
         makers = dict.fromkeys(problem.producer[storage] for storage in self.bytes)
         self.wide = _PARTS_OF_BYTE * (sum(self.bytes.values()) + 1)
-        """Wider than saving everything: cut only where there is no other way."""
+        """Wider than saving everything: cut only if there is no other way."""
         self.closed = self.wide * (1 + sum(node.is_transient for node in makers))
         """Wider than all of that together: such an arc is never cut."""
         self.flow = FlowNetwork()
@@ -297,7 +299,7 @@ class _Network:
                 self.flow.add_arc(self.held[storage], 1, self.closed)
 
     def _connect(self, node: Node, vertex: int) -> int:
-        """Adds an operation; gives the arc that feeds it."""
+        """Adds an operation; returns the arc that feeds it."""
         problem = self.problem
         for storage in self._results(node):
             self.flow.add_arc(vertex, self.made[storage], self.closed)
@@ -306,10 +308,10 @@ class _Network:
         return self.flow.add_arc(0, vertex, self.closed)
 
     def cut(self, price: Callable[[Node], float]) -> Kept:
-        """The storages of a minimum cut; of several that with the fewest operations to run again.
+        """The storages of a minimum cut; among several, that with the fewest operations to run again.
 
         Args:
-            price: Bytes that running an operation again is worth; infinite where it must not.
+            price: The bytes that running an operation again is worth; infinite if it must not run again.
         """
         for node, arc in self.feeds.items():
             width = price(node) * _PARTS_OF_BYTE if node.is_recomputable else math.inf
@@ -334,11 +336,11 @@ class _Network:
 
     @cached_property
     def ends(self) -> tuple[Kept, Kept]:
-        """What is saved where nothing is forbidden to run again, and where the slow operations are."""
+        """The storages to save if nothing is forbidden to run again, and if the slow operations are."""
         return self.cut(lambda node: 0), self.cut(lambda node: math.inf if node in self.slow else 0)
 
     def at(self, fraction: float) -> Kept:
-        """What `min_cut` saves."""
+        """The storages that `min_cut` saves."""
         least, most = self.ends
         if fraction >= 1:
             return most
@@ -363,7 +365,7 @@ class _Network:
     # All trade-offs of bytes against seconds.
 
     def hull(self) -> Iterator[Kept]:
-        """What to save on the convex hull of bytes and seconds: the ends, then where gaps are largest."""
+        """The choices on the convex hull of bytes and seconds: the ends, then between the largest gaps."""
         dear = self._trade(self.cut(lambda node: math.inf))
         cheap = self._trade(self.cut(lambda node: 0))
         yield dear.kept
@@ -380,7 +382,7 @@ class _Network:
                     heapq.heappush(gaps, (less.nbytes - more.nbytes, next(order), more, less))
 
     def _price(self, dear: _Trade, cheap: _Trade) -> Callable[[Node], float]:
-        """What an operation is worth in bytes, where both trades are worth the same."""
+        """The worth of an operation in bytes, at which both trades are worth the same."""
         seconds = max(cheap.seconds - dear.seconds, 1e-12)
         bytes_a_second = (dear.nbytes - cheap.nbytes) / seconds
         return lambda node: bytes_a_second * self.problem.costs.seconds[node]

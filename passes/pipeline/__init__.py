@@ -1,4 +1,4 @@
-"""Pipelines: which stage runs what, in which order, and what each stage exchanges with its neighbours."""
+"""Pipelines: the stages of a model, the order in which they run, and what neighbours exchange."""
 
 from .baselines import PARTITIONS
 from .boundaries import Boundary, boundary_values

@@ -1,4 +1,4 @@
-"""How others cut a sequence of layers into stages, for comparison: each returns the ends of the stages."""
+"""Cuts a sequence of layers into stages as others do, for comparison; returns the ends of the stages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["block_partition", "loads", "pipedream", "uniform"]
 
 
 def uniform(layers: int, stages: int) -> tuple[int, ...]:
-    """As many layers in each stage, the longer stages first.
+    """Gives each stage as many layers, the longer stages first.
 
     Raises:
         UsageError: IRC474 when there are fewer layers than stages.
@@ -23,14 +23,15 @@ def uniform(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def block_partition(sizes: Sequence[float], stages: int) -> tuple[int, ...]:
-    """The balance of torchgpipe, by whatever the sizes are: times (`balance_by_time`) or bytes (`_by_size`).
+    """Balances sizes as torchgpipe does: times (`balance_by_time`) or bytes (`balance_by_size`).
 
-    Sizes are taken from their minimum on. While the largest stage exceeds the smallest by more than the range
-    of sizes, the smallest takes a layer from its neighbour on the side of the largest. The end is no optimum.
+    Sizes count from their minimum on. While the largest stage exceeds the smallest by more than the range of
+    sizes, the smallest takes a layer from its neighbour on the side of the largest. The result is not an
+    optimum.
 
     Args:
         sizes: One number for each layer.
-        stages: How many, each with at least one layer at the beginning.
+        stages: The number of stages, each with at least one layer at the beginning.
 
     Raises:
         UsageError: IRC474 when there are fewer layers than stages.
@@ -69,15 +70,15 @@ def block_partition(sizes: Sequence[float], stages: int) -> tuple[int, ...]:
 
 
 def pipedream(seconds: Sequence[float], transfer_seconds: Sequence[float], stages: int) -> tuple[int, ...]:
-    """The cut of PipeDream's dynamic programme, without replicated stages.
+    """Cuts by PipeDream's dynamic programme, without replicated stages.
 
-    It makes the slowest stage or transfer as fast as possible; a transfer, there and back, is beside the
-    computations, a stage of its own. Without transfers it is the best cut of the sequence.
+    It makes the slowest stage or transfer as fast as possible. A transfer, there and back, runs beside the
+    computations, like a stage of its own. Without transfers it is the best cut of the sequence.
 
     Args:
-        seconds: Forward and backward of each layer.
-        transfer_seconds: Of the output of each layer; its gradient takes as long.
-        stages: How many.
+        seconds: The time of forward and backward of each layer.
+        transfer_seconds: The time to transfer the output of each layer; its gradient takes as long.
+        stages: The number of stages.
 
     Raises:
         UsageError: IRC474 when there are fewer layers than stages.

@@ -1,4 +1,4 @@
-"""Cuts of a line as others would make them, for comparison."""
+"""Cuts of a linear order as others would make them, for comparison."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["PARTITIONS", "baseline_cuts"]
 
 
 def baseline_cuts(name: str, linear_order: LinearOrder, stages: int, devices: Devices) -> tuple[int, ...]:
-    """The cut_points at which a strategy cuts a line; what is between two cut_points is a layer for it.
+    """Cuts a linear order by a strategy, for which a layer lies between two cut points; returns positions.
 
     Args:
-        name: Of `PARTITIONS`, but not `best`.
-        linear_order: What is cut.
-        stages: How many.
-        devices: For the time of transfers; they count as equal.
+        name: One of `PARTITIONS`, but not `best`.
+        linear_order: The order to cut.
+        stages: The number of stages.
+        devices: The devices, for the time of transfers; they count as equal.
     """
     ends = _STRATEGIES[name](linear_order, stages, devices)
     return tuple(linear_order.cut_points[end] for end in ends[:-1])
@@ -62,5 +62,4 @@ _STRATEGIES: dict[str, Callable[[LinearOrder, int, Devices], tuple[int, ...]]] =
 }
 
 PARTITIONS = ("best", *_STRATEGIES)
-"""How a model may be cut: irc's own way; as many cut_points in each stage; torchgpipe's balance by time and
-by size; PipeDream's dynamic programme."""
+"""The ways to cut a model: irc's own; equal numbers of layers; torchgpipe's by time and by size; PipeDream's."""

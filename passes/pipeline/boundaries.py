@@ -14,7 +14,7 @@ __all__ = ["Boundary", "boundary_bytes", "boundary_values", "delivered_at", "rea
 
 @dataclass(frozen=True)
 class Boundary:
-    """What crosses from one stage to the next, for each micro-batch.
+    """The values that cross from one stage to the next, for each micro-batch.
 
     Args:
         activations: Values that go forward, in the order in which they are made.
@@ -40,8 +40,8 @@ class _Crossing:
     """A value that other stages read than the one that makes it.
 
     Args:
-        value: What is sent.
-        boundaries: Those that it crosses.
+        value: The value to send.
+        boundaries: The boundaries that it crosses.
     """
 
     value: Value
@@ -49,7 +49,7 @@ class _Crossing:
 
 
 def _crossings(flow: Dataflow, placement: Placement, count: int) -> tuple[list[_Crossing], list[_Crossing]]:
-    """What goes forward and what comes back, in the order in which stages send it.
+    """The values that go forward and those that come back, in the order in which stages send them.
 
     Raises:
         UnsupportedError: IRC480.
@@ -79,7 +79,7 @@ def _crossings(flow: Dataflow, placement: Placement, count: int) -> tuple[list[_
 
 
 def boundary_values(flow: Dataflow, placement: Placement, count: int) -> tuple[Boundary, ...]:
-    """What crosses each of the boundaries between `count` stages.
+    """The values that cross each of the boundaries between `count` stages.
 
     Raises:
         UnsupportedError: IRC480.
@@ -110,7 +110,7 @@ def boundary_bytes(flow: Dataflow, placement: Placement, count: int) -> list[tup
 
 
 def _made_values(flow: Dataflow) -> Iterable[Value]:
-    """A value of each storage that is made; the first one where there are several."""
+    """A value of each storage that is made; the first one if it has several."""
     for node in reversed(flow.graph.operations):
         yield from reversed(node.values)
     yield from (i.value for i in flow.graph.inputs if i.role is InputRole.TANGENT)
@@ -148,7 +148,7 @@ def delivered_at(readers: Sequence[int], stage: int) -> int:
 
 
 def _crossing(flow: Dataflow, value: Value) -> Value:
-    """The value, where it can be sent."""
+    """The value, if it can be sent."""
     maker = flow.makers.get(value)
     shared = [v for v in maker.values if v.storage is value.storage] if maker is not None else [value]
     if len(shared) > 1:

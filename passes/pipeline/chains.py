@@ -1,4 +1,4 @@
-"""Stages whose cost only a planner can tell: the best chain of order ideals, found with few questions."""
+"""The best chain of order ideals, for stages whose cost only a planner can tell, found with few questions."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ __all__ = ["Chain", "StageCost", "best_chain"]
 _ROUNDING = 1e-12
 
 _DIVE = 100
-"""How many costs may be asked for to have a first chain."""
+"""The most costs that may be asked for to have a first chain."""
 
 
 class StageCost(Protocol):
-    """What a stage costs, such as by a plan of its memory."""
+    """The cost of a stage, such as that of a plan of its memory."""
 
     def __call__(self, stage: int, items: int, /) -> float:
         """Seconds of a stage for one micro-batch, not less than its load in `Between`.
 
         Args:
-            stage: Its number; it decides how many micro-batches are in flight.
-            items: What it has, as bits of the items of `CoarsenedProblem`.
+            stage: The number of the stage; it decides how many micro-batches are in flight.
+            items: The items of the stage, as bits of those of `CoarsenedProblem`.
 
         Returns:
-            Seconds; infinite where it does not fit its device.
+            Seconds; infinite if it does not fit its device.
         """
         ...
 
@@ -43,11 +43,11 @@ class Chain:
     """Stages one behind the other.
 
     Args:
-        items: Of each stage, as bits.
-        seconds: Of each stage, as its cost was told.
-        step_seconds: The sum of them, and the largest once more for each micro-batch but the first.
-        bound_seconds: No chain has a shorter step.
-        questions: How often a cost was asked for.
+        items: The items of each stage, as bits.
+        seconds: The cost of each stage.
+        step_seconds: The sum of `seconds`, and the largest once more for each micro-batch but the first.
+        bound_seconds: A lower bound of the step of every chain.
+        questions: The number of costs that were asked for.
     """
 
     items: tuple[int, ...]
@@ -66,29 +66,29 @@ def best_chain(
     limit_seconds: float = math.inf,
     seconds: float = math.inf,
 ) -> Chain | None:
-    """The stages with the shortest step, `sum + (micro_batches - 1) * largest`, as of GPipe and 1F1B.
+    """Finds the stages with the shortest step, `sum + (micro_batches - 1) * largest`, as of GPipe and 1F1B.
 
-    Loads from `between` are lower bounds of what stages cost. From the back, they give for each order ideal
-    and each number of stages left the least that the sum of these and the largest of them can be. Chains are
-    then made from the front, the one with the least bound first (A*), and a stage's cost is asked for only
-    when its chain is the first in line; so the first chain that is whole is the best. Of two chains that
-    reach the same order ideal with as many stages, one that is no better in sum and in the largest is
+    Loads from `between` are lower bounds of the costs of stages. From the back, they give for each order
+    ideal and each number of stages left the least that the sum of these and the largest of them can be.
+    Chains are then made from the front, the one with the least bound first (A*). A stage's cost is asked for
+    only when its chain is the first in the queue, so the first chain that is whole is the best. Of two chains
+    that reach the same order ideal with as many stages, one that is no better in sum and in the largest is
     dropped.
 
     Args:
-        between: The order ideals; for graphs that have too many, those of one order (`prefixes`).
+        between: The order ideals; for graphs that have too many, those that are beginnings of one order.
         kinds: The class of the device of each stage, in their order.
-        cost: Tells what a stage costs; it is asked at most once for each.
-        micro_batches: In a step, at least one.
-        limit_seconds: Stages with a load from here on are left out. Where a step is known, its seconds over
+        cost: Tells the cost of a stage; it is asked at most once for each.
+        micro_batches: The micro-batches of a step, at least one.
+        limit_seconds: Stages with a load from here on are left out. If a step is known, its seconds over
             `micro_batches` lose nothing that is better, and save time on many order ideals.
-        seconds: Time limit, after which the best chain so far is the answer.
+        seconds: The time limit, after which the best chain so far is the answer.
 
     Returns:
         The best chain; None if none fits.
 
     Raises:
-        TimeoutError: The time ended before any chain was found.
+        TimeoutError: When the time ended before any chain was found.
     """
     search = _Search(between, kinds, cost, micro_batches, limit_seconds)
     return search.best(time.monotonic() + seconds)
@@ -100,8 +100,8 @@ class _Begun:
 
     Args:
         at: The position of the order ideal that they make up.
-        items: Of each stage.
-        seconds: Of each stage.
+        items: The items of each stage.
+        seconds: The cost of each stage.
     """
 
     at: int = 0
@@ -111,11 +111,11 @@ class _Begun:
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Waiting:
-    """A chain in line.
+    """A chain in the queue.
 
     Args:
-        bound: No chain that goes on like this has a shorter step.
-        number: Of two with the same bound the later one, which is longer, is first.
+        bound: A lower bound of the step of every chain that goes on like this.
+        number: Orders chains with the same bound: the later one, which is longer, is first.
         begun: Its stages so far.
         end: The position of the order ideal that its next stage ends with; None if that is not chosen.
         others: The further ends that it may have, with their bounds.
@@ -151,7 +151,7 @@ class _Search:
         """The least sum and the least largest load of the stages from one on, behind each order ideal.
 
         Returns:
-            Both `[stage, ideal]`, infinite where the stages cannot end with the whole.
+            Both `[stage, ideal]`, infinite if the stages cannot end with the whole.
         """
         last = len(self.between.sets) - 1
         sums = np.full((len(self.kinds) + 1, last + 1), np.inf)
@@ -187,7 +187,7 @@ class _Search:
         return self._chain(math.inf)
 
     def _go_on(self, queue: list[_Waiting], begun: _Begun, ends: Iterator[tuple[float, int]]) -> None:
-        """Puts a chain in line with the next one of the ends of its next stage."""
+        """Puts a chain into the queue with the next one of the ends of its next stage."""
         bound, end = next(ends, (math.inf, None))
         if bound < self._step(self.best_found):
             heapq.heappush(queue, _Waiting(bound, next(self.numbers), begun, end, ends))
@@ -207,7 +207,7 @@ class _Search:
         return True
 
     def _ends(self, begun: _Begun) -> Iterator[tuple[float, int]]:
-        """What the next stage may end with, the least bound of the step first."""
+        """Yields the ends that the next stage may have, the one with the least bound of the step first."""
         stage = len(begun.items)
         if stage == len(self.kinds):
             return
@@ -225,7 +225,7 @@ class _Search:
         return sum(begun.seconds) + left_sum + (self.micro_batches - 1) * largest
 
     def _longer(self, begun: _Begun, end: int) -> _Begun | None:
-        """The chain with one more stage; None if it does not fit. Keeps the best of those that are whole."""
+        """Adds a stage to the chain; None if it does not fit. Keeps the best of those that are whole."""
         stage, sets = len(begun.items), self.between.sets
         items = sets[end] & ~sets[begun.at]
         if (stage, items) not in self.told:

@@ -1,4 +1,4 @@
-"""A partition problem reduced: blocks instead of nodes, and what needs no decision decided."""
+"""A partition problem over items: sets of nodes that stay together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class DeviceClass:
     Args:
         name: Such as `accelerator`.
         count: How many there are; a partition may leave some without nodes.
-        capacity_bytes: Of each; infinite where memory does not matter.
+        capacity_bytes: The memory of each; infinite if memory does not matter.
         pays_transfers: Whether transfers count in its load. The host, in whose memory they end, pays none.
     """
 
@@ -31,18 +31,18 @@ class DeviceClass:
 
 @dataclass(frozen=True)
 class CoarsenedProblem:
-    """Items in an order of dependence, what each takes, and the nets that transfers are paid for.
+    """Items in an order of dependence, with what each takes, and the nets that transfers are paid for.
 
     A net is a set of items: those that make or read some outputs. A device pays for the net if it has some
     of its items but not all: as the one that makes, if another reads, or as one that reads, if another
     makes. So outputs between the same items are one net, whichever way they go.
 
     Args:
-        members: For each item the positions of its nodes in the problem.
-        seconds: For each item its time on a device of each class.
-        memory_bytes: For each item.
+        members: For each item, the positions of its nodes in the problem.
+        seconds: For each item, its time on a device of each class.
+        memory_bytes: For each item, the memory that it takes.
         edges: Pairs of items; the first must not be behind the second. They have no cycle.
-        nets: Seconds to move what a net is about, by its items.
+        nets: The seconds to transfer the outputs of each net, by its items.
     """
 
     members: tuple[tuple[int, ...], ...]
@@ -53,16 +53,16 @@ class CoarsenedProblem:
 
     @cached_property
     def predecessors(self) -> tuple[frozenset[int], ...]:
-        """For each item those that edges lead from."""
+        """For each item, the items that edges lead from."""
         return _ends(len(self.members), ((head, tail) for tail, head in self.edges))
 
     @cached_property
     def successors(self) -> tuple[frozenset[int], ...]:
-        """For each item those that edges lead to."""
+        """For each item, the items that edges lead to."""
         return _ends(len(self.members), self.edges)
 
     def joined(self, pairs: Iterable[tuple[int, int]]) -> CoarsenedProblem:
-        """The same with the items of each pair in one, and whatever is then on a cycle."""
+        """Joins the items of each pair, and whatever is then on a cycle."""
         graph: nx.DiGraph[int] = nx.DiGraph()
         graph.add_nodes_from(range(len(self.members)))
         graph.add_edges_from(self.edges)

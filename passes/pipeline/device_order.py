@@ -1,4 +1,4 @@
-"""Which of several different devices takes the first stage, which the second, and so on."""
+"""The order of different devices in a pipeline."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from .linear_partition import LinearPartition
 __all__ = ["device_order"]
 
 _MOST_DEVICES = 8
-"""With more devices their orders are too many to look at, and they stay as they were given."""
+"""The most devices whose orders are looked at; more of them stay as they were given."""
 
 
 def device_order(partition: LinearPartition, deadline: float) -> tuple[int, ...]:
-    """The devices in the order in which the estimated step is the shortest.
+    """Finds the order of the devices with the shortest estimated step.
 
     Args:
-        partition: With the devices as they were given.
-        deadline: When, by `time.monotonic()`, the best order so far is taken.
+        partition: The partition, with the devices as they were given.
+        deadline: `time.monotonic()` at which the best order so far is taken.
 
     Returns:
-        For each place in the pipeline the device that takes it: 0, 1 and so on where all are equal, or there
-        are too many of them, or none of their orders seems to fit.
+        For each place in the pipeline the device that takes it: 0, 1 and so on if all are equal, or if there
+        are too many of them, or if none of their orders seems to fit.
     """
     given = partition.devices
     best, best_seconds = tuple(range(len(given.speeds))), partition.seconds()
@@ -40,7 +40,7 @@ def device_order(partition: LinearPartition, deadline: float) -> tuple[int, ...]
 
 
 def _orders(devices: Devices) -> Iterator[tuple[int, ...]]:
-    """The orders of the devices; of those that only change equal devices with each other, one."""
+    """Yields the orders of the devices; among those that only exchange equal devices, one."""
     kinds = list(zip(devices.budget_bytes, devices.speeds, strict=True))
     seen: set[tuple[tuple[int, float], ...]] = set()
     for order in itertools.permutations(range(len(kinds))):

@@ -10,13 +10,13 @@ __all__ = ["Devices"]
 
 @dataclass(frozen=True)
 class Devices:
-    """What the stages run on.
+    """The devices that the stages run on.
 
     Args:
-        budget_bytes: Of each device.
-        speeds: Of each device, beside the one that costs were found for.
-        link_bytes_per_second: Of the link between two devices, in each direction.
-        link_seconds: What a transfer takes beside its bytes.
+        budget_bytes: The budget of each device.
+        speeds: The speed of each device, relative to the one that costs were found for.
+        link_bytes_per_second: The rate of the link between two devices, in each direction.
+        link_seconds: The time that a transfer takes beside its bytes.
     """
 
     budget_bytes: tuple[int, ...]
@@ -25,7 +25,7 @@ class Devices:
     link_seconds: float = 0.0
 
     def ordered(self, order: Sequence[int]) -> Devices:
-        """The same devices in another order."""
+        """Gives the same devices in another order."""
         return replace(
             self,
             budget_bytes=tuple(self.budget_bytes[device] for device in order),
@@ -33,5 +33,5 @@ class Devices:
         )
 
     def transfer_seconds(self, nbytes: int) -> float:
-        """Time of one transfer."""
+        """The time of one transfer."""
         return self.link_seconds + nbytes / self.link_bytes_per_second

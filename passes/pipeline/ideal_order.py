@@ -1,8 +1,8 @@
-"""An order of forward in which a good contiguous partition is a matter of cutting it.
+"""An order of forward that a good contiguous partition only has to cut.
 
-The line of forward has the order of execution, and branches that are beside each other come one after the
-other there. A contiguous partition may cut them at any order ideal; this looks for the best of all of them by
-transfers and times, and puts its stages one after the other.
+A linear order of forward has the order of execution, in which parallel branches come one after the other. A
+contiguous partition may cut them at any order ideal. This module looks for the best partition by transfers
+and times, and puts its stages one after the other.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from .order_ideals import Between, order_ideals
 __all__ = ["ideal_order"]
 
 _MOST_IDEALS = 4_000
-"""With more of them the smallest items are joined with their neighbours."""
+"""The most order ideals; with more of them the smallest items are joined with their neighbours."""
 
 
 def ideal_order(
     linear_order: LinearOrder, schedule: PipelineSchedule, devices: Devices, seconds: float
 ) -> tuple[Node, ...] | None:
-    """The operations of forward, stage by stage, of the partition with the shortest step.
+    """Lists the operations of forward, stage by stage, of the partition with the shortest step.
 
-    A step is the sum of the loads of all stages and the largest load once more for each further micro-batch.
+    A step is the sum of the loads of all stages, and the largest load once more for each further micro-batch.
     A load is the time of the operations of a stage and of what it exchanges. Memory does not count.
 
     Args:
-        linear_order: In the order of execution.
+        linear_order: The operations in the order of execution.
         schedule: Says how many stages there are, and on which device each is.
         devices: Their speeds and links.
-        seconds: Time limit.
+        seconds: The time limit.
 
     Returns:
-        The order; None where it is the line's, where random numbers would be drawn in another order, or where
-        no time was left.
+        The order; None if it is the given one, if random numbers would be drawn in another order, or if no
+        time was left.
     """
     if any(Trait.RANDOM in node.traits for node in linear_order.operations):
         return None
@@ -105,7 +105,7 @@ def _chain(
 
 
 def _coarsened(linear_order: LinearOrder, devices: Devices, speeds: Sequence[float]) -> CoarsenedProblem:
-    """The operations as items, and what is read of them elsewhere as nets."""
+    """Makes the operations items, and what others read of them nets."""
     position = {node: k for k, node in enumerate(linear_order.operations)}
     maker: dict[Storage, int] = {}
     edges: set[tuple[int, int]] = set()
@@ -138,7 +138,7 @@ def _coarsened(linear_order: LinearOrder, devices: Devices, speeds: Sequence[flo
 
 
 def _without_small_items(coarsened: CoarsenedProblem, threshold: float) -> CoarsenedProblem:
-    """Items below a time join the neighbour that they exchange most with."""
+    """Joins items below a time with the neighbour that they exchange most with."""
     shared: dict[tuple[int, int], float] = {}
     for net, seconds in coarsened.nets.items():
         for item in net:

@@ -1,4 +1,4 @@
-"""The operations of forward as a line, and what cutting it at each position means."""
+"""The operations of forward in a linear order, with the time, the bytes and the transfers of its segments."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ class LinearOrder:
     """The operations of forward in their order, each with the operations of backward that belong to it.
 
     An operation of backward belongs to the latest operation of forward that it cannot run in an earlier stage
-    than; so wherever the order is cut, it is in that one's stage.
+    than. So it is in the stage of that one, wherever the order is cut.
 
     Args:
-        graph: As it was captured.
-        costs: Of its operations.
-        release_seconds: Time of adding the gradient of a parameter to its sum, by the parameter's storage.
+        graph: The training graph as it was captured.
+        costs: The costs of its operations.
+        release_seconds: The time of adding the gradient of a parameter to its sum, by the parameter's
+            storage.
         order: The operations of forward in an order in which each comes after what it reads; None for the
             order in which they run.
         most_cut_points: The most cut points that are looked at: those that the fewest bytes cross, spread
@@ -56,21 +57,21 @@ class LinearOrder:
         return self.flow.graph
 
     def in_order(self, order: Sequence[Node]) -> LinearOrder:
-        """The same operations in another order."""
+        """Gives the same operations in another order."""
         return LinearOrder(self.graph, self.costs, self.release_seconds, order)
 
     def stages(self, cuts: Sequence[int]) -> dict[Node, int]:
-        """The stage of each operation of forward, where the line is cut before the operations `cuts`."""
+        """The stage of each operation of forward if the order is cut before the operations `cuts`."""
         return {node: bisect.bisect_right(cuts, position) for position, node in enumerate(self.operations)}
 
     @cached_property
     def crossing_bytes(self) -> list[tuple[int, int]]:
-        """For each position, the bytes that go forward and that come back where the line is cut before it."""
+        """For each position, the bytes that go forward and that come back if the order is cut before it."""
         nothing = (0, 0)
         return [nothing, *boundary_bytes(self.flow, self.placement, len(self.operations)), nothing]
 
     def _cut_points(self, most: int) -> tuple[int, ...]:
-        """The cut points that are looked at: 0, the end, and those between over which something goes."""
+        """Chooses the cut points to look at: 0, the end, and positions that something crosses."""
         count = len(self.operations)
         apart = {position for group in self.flow.together for position in self._within(group)}
         inner = [

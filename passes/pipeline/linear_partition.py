@@ -1,4 +1,4 @@
-"""Where to cut the line of forward operations into stages, for the shortest step in the devices' memory."""
+"""Cuts the linear order of forward into stages, for the shortest step in the devices' memory."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _Table = NDArray[numpy.float64]
 
 
 _SLACKS = (1.0, 1.01, 1.03, 1.06, 1.1, 1.2, 1.35, 1.6)
-"""How much longer than the least possible the slowest stage may be, for a smaller sum of all."""
+"""The factors of the least possible time that the slowest stage may take, for a smaller sum of all."""
 
 
 class LinearPartition:
-    """Cuts a line by dynamic programming over its cut_points.
+    """Cuts a linear order by dynamic programming over its cut points.
 
-    What a stage takes is estimated: that it keeps all where that fits, and else computes a part of its
-    forward again that grows with the part of its saved bytes that has to go. Plans of stages are exact.
+    The cost of a stage is an estimate: it keeps everything if that fits. Otherwise it computes a part of its
+    forward again, which grows with the part of its saved bytes that has to go. Plans of stages are exact.
 
     Args:
-        linear_order: What is cut.
+        linear_order: The order to cut.
         schedule: Says how many stages there are, on which device, and how many micro-batches each holds.
-        devices: What they run on.
-        optimizer_steps: What the steps of an optimizer take.
+        devices: The devices that the stages run on.
+        optimizer_steps: The memory and time of the steps of an optimizer.
     """
 
     def __init__(
@@ -54,29 +54,29 @@ class LinearPartition:
         self._static, self._saved, self._largest = self._bytes()
 
     def on(self, devices: Devices) -> LinearPartition:
-        """The same for other devices, or another order of them."""
+        """Gives the same partition for other devices, or another order of them."""
         other = copy.copy(self)
         other.devices = devices
         return other
 
     def best(self, *, anywhere: bool = False) -> tuple[int, ...] | None:
-        """The cuts, as cut_points of the line's operations; None where no partition seems to fit.
+        """The best cuts, as cut points of the order; None if no partition seems to fit.
 
         Args:
-            anywhere: As if every device had memory enough.
+            anywhere: Whether to plan as if every device had memory enough.
         """
         found = self._shortest(anywhere)
         return None if found is None else tuple(self.linear_order.cut_points[index] for index in found[1])
 
     def seconds(self) -> float:
-        """The estimated time of a step with the best cuts; infinite where no partition seems to fit."""
+        """The estimated time of a step with the best cuts; infinite if no partition seems to fit."""
         found = self._shortest(anywhere=False)
         return math.inf if found is None else found[0]
 
     def simulated_seconds(self) -> float:
-        """A step with the best cuts by the schedule, without transfers; infinite where none seems to fit.
+        """The simulated time of a step with the best cuts, without transfers; infinite if none seems to fit.
 
-        Where backward comes in two parts, each is taken as half of it.
+        If backward comes in two parts, each is taken as half of it.
         """
         cuts = self.best()
         if cuts is None:
@@ -98,7 +98,7 @@ class LinearPartition:
         return simulate_pipeline(order, costs).step_seconds
 
     def _shortest(self, anywhere: bool) -> tuple[float, list[int]] | None:
-        """The shortest step, and the indices of the cut_points that it is cut at."""
+        """The shortest step, and the indices of the cut points that it is cut at."""
         tables = [self._stage_seconds(stage, anywhere) for stage in range(self.schedule.stages)]
         least = _smallest_largest(tables)
         if math.isinf(least):
@@ -115,7 +115,7 @@ class LinearPartition:
         return min(found)
 
     def smallest(self) -> tuple[int, ...]:
-        """The cuts that ask for least memory, by the least that each stage may hold."""
+        """The cuts that need least memory, by the least that each stage may hold."""
         tables = [self._least_bytes(stage) for stage in range(self.schedule.stages)]
         limit = _smallest_largest(tables)
         cut = _least_sum([numpy.where(table <= limit, table, math.inf) for table in tables])
@@ -135,7 +135,7 @@ class LinearPartition:
         return self._between(order.forward_prefix), self._between(order.backward_prefix)
 
     def _bytes(self) -> tuple[_Table, _Table, _Table]:
-        """Static bytes, saved bytes, and the most at work, of each segment between two cut_points."""
+        """Static bytes, saved bytes, and the most at work, of each segment between two cut points."""
         cut_points = self.linear_order.cut_points
         count = len(cut_points)
         static = numpy.zeros((count, count))
@@ -168,11 +168,11 @@ class LinearPartition:
         return numpy.array(there, dtype=float)[:, None]
 
     def _fill_seconds(self) -> _Table:
-        """What the first micro-batch waits for links before a segment, and after it on the way back."""
+        """The time that the first micro-batch waits for links before a segment, and on the way back."""
         return (self._arriving() + self._leaving()) / self.devices.link_bytes_per_second
 
     def _stage_seconds(self, stage: int, anywhere: bool) -> _Table:
-        """Estimated time of each segment as a stage: that of its computations, or of a slower link."""
+        """The estimated time of each segment as a stage: that of its computations, or of a slower link."""
         device = self.schedule.device_of[stage]
         held = self.flights[stage]
         budget = self.devices.budget_bytes[device] / len(self.schedule.stages_on(device))
@@ -215,7 +215,7 @@ def _smallest_largest(tables: Sequence[_Table]) -> float:
 
 
 def _least_sum(tables: Sequence[_Table]) -> tuple[float, list[int]] | None:
-    """The path of the smallest sum, and the cut_points it goes through."""
+    """The path of the smallest sum, and the cut points it goes through."""
     reached = tables[0][0]
     behind: list[NDArray[numpy.intp]] = []
     for table in tables[1:]:
@@ -235,15 +235,15 @@ def _least_sum(tables: Sequence[_Table]) -> tuple[float, list[int]] | None:
 def lower_bound_seconds(
     linear_order: LinearOrder, schedule: PipelineSchedule, devices: Devices, update_seconds: float = 0.0
 ) -> float:
-    """No partition takes less time for a step of these devices, and of any order of work on one stage each.
+    """A lower bound of the step on these devices, for any partition and any order of work on one stage each.
 
-    All operations run once for each micro-batch, and a device does one thing at a time: (m W + U) / sum of
-    speeds, where W is the time of all operations and U that of the optimizer's steps. Where each device has
-    one stage, and devices are equally fast, the stage k begins only when the first micro-batch has gone
-    through those before it, and when it ends the last one goes back through them, so that the step takes at
-    least t_1 + ... + t_(k-1) + m t_k. The largest of these is the least where all are equal:
-    W / (1 - (1 - 1/m)^p). Where backward is split, the stages before wait for less than all of it, and the
-    first bound alone holds.
+    All operations run once for each micro-batch, and a device does one thing at a time. So the step takes at
+    least (m W + U) / sum of speeds, where W is the time of all operations and U that of the optimizer's
+    steps. If each device has one stage, and devices are equally fast, stage k begins only when the first
+    micro-batch has gone through those before it; when it ends, the last one goes back through them. So the
+    step takes at least t_1 + ... + t_(k-1) + m t_k. The largest of these is the least if all are equal: W /
+    (1 - (1 - 1/m)^p). If backward is split, the stages before wait for less than all of it, and the first
+    bound alone holds.
     """
     whole = linear_order.seconds(0, len(linear_order.operations))
     count = schedule.micro_batches

@@ -1,4 +1,4 @@
-"""What the steps of an optimizer take on the device of a stage."""
+"""The memory and time of the steps of an optimizer on the device of a stage."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ __all__ = ["OptimizerSteps"]
 
 @dataclass(frozen=True)
 class OptimizerSteps:
-    """What an optimizer takes for each parameter by itself; nothing where there is none.
+    """The cost of an optimizer for each parameter by itself; nothing without an optimizer.
 
     It takes its steps parameter by parameter when all micro-batches are done, with nothing of them left.
 
     Args:
-        costs: By the storage of the parameter.
+        costs: The costs by the storage of the parameter.
     """
 
     costs: Mapping[Storage, StepCost] = field(default_factory=dict[Storage, StepCost])
 
     def kept_bytes(self, storage: Storage) -> int:
-        """What is kept for a trained parameter for the whole step: itself, its gradient, and state."""
+        """The bytes kept for a trained parameter for the whole step: itself, its gradient, and state."""
         return 2 * storage.nbytes + self._of(storage).state_bytes
 
     def state_bytes(self, graph: Graph) -> int:
-        """What is kept from step to step for the parameters of a graph."""
+        """The bytes kept from step to step for the parameters of a graph."""
         return sum(self._of(storage).state_bytes for storage in _trained(graph))
 
     def workspace_bytes(self, graph: Graph) -> int:
-        """The most that the step of a parameter of a graph takes beyond that."""
+        """The most bytes that the step of a parameter of a graph takes beyond that."""
         return max((self._of(storage).workspace_bytes for storage in _trained(graph)), default=0)
 
     def seconds(self, graphs: Iterable[Graph]) -> float:
-        """Time of the steps of all parameters of the graphs, each once."""
+        """The time of the steps of all parameters of the graphs, each once."""
         return sum(self._of(storage).seconds for storage in {s for graph in graphs for s in _trained(graph)})
 
     def _of(self, storage: Storage) -> StepCost:

@@ -1,8 +1,8 @@
-"""Order ideals of a graph of items, and what the items between two of them take on a device.
+"""Order ideals of a graph of items, and the load of the items between two of them on a device.
 
-An order ideal holds with each item all it depends on. The first stages of a contiguous partition are one, for
-any number of stages; so a contiguous partition is a chain of order ideals, and a stage is what lies between
-two of them that are nested.
+An order ideal holds with each item everything that the item depends on. The first stages of a contiguous
+partition are an order ideal, for any number of stages. So a contiguous partition is a chain of order ideals,
+and a stage lies between two of them that are nested.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WORD = 64
 
 
 def order_ideals(coarsened: CoarsenedProblem, limit: int) -> list[int] | None:
-    """All order ideals as sets of bits, smaller ones first; None if there are more than `limit`."""
+    """Lists all order ideals as sets of bits, smaller ones first; None if there are more than `limit`."""
     needed = [_bits(before) for before in coarsened.predecessors]
     ready_by_ideal = {0: _bits(item for item, mask in enumerate(needed) if not mask)}
     found = [0]
@@ -52,7 +52,7 @@ def _bits(items: Iterable[int]) -> int:
 
 @dataclass(frozen=True)
 class Between:
-    """What lies between order ideals: from one of them to many larger ones at a time.
+    """The differences of order ideals: from one of them to many larger ones at a time.
 
     Args:
         coarsened: The items.
@@ -88,7 +88,7 @@ class Between:
 
     @cached_property
     def _barred(self) -> NDArray[np.int64]:
-        """How many items of each order ideal may not run on a class, `[class, ideal]`."""
+        """The number of items of each order ideal that may not run on a class, `[class, ideal]`."""
         return np.isinf(np.array(self.coarsened.seconds)).T.astype(np.int64) @ self.has.T
 
     @cached_property
@@ -105,31 +105,31 @@ class Between:
 
     @cached_property
     def _held(self) -> NDArray[np.int16]:
-        """How many items of each net an order ideal has, `[net, ideal]`."""
+        """The number of items of each net that an order ideal has, `[net, ideal]`."""
         held = [self.has[:, sorted(net)].sum(axis=1, dtype=np.int16) for net in self.coarsened.nets]
         return np.array(held, np.int16).reshape(len(held), len(self.sets))
 
     @cached_property
     def open_seconds(self) -> Floats:
-        """For each order ideal the transfers of nets that it has some items of, but not all."""
+        """For each order ideal, the time of the nets that it has some items of, but not all."""
         is_open = (self._held > 0) & (self._held < self._net_sizes[:, None])
         return self._net_seconds @ is_open
 
     def stages(self, first: int, limit_seconds: float) -> tuple[Indices, Floats]:
         """The stages that begin after one order ideal and have a load below a limit on some class.
 
-        A net that `first` has some items of is paid for by the stage unless it has none of the rest of them.
-        Of the other nets, those are paid for that its end has some items of but not all. Both together:
-        all open nets of the end; of those that are open at `first`, minus what passes by, plus what ends.
+        A stage pays for a net that `first` has some items of, unless it has none of the rest of them. It pays
+        for another net if its end has some items of that net but not all. Both together: all open nets of the
+        end; of those that are open at `first`, minus what passes by, plus what ends.
 
         Args:
-            first: Position of the order ideal before the stage.
+            first: The position of the order ideal before the stage.
             limit_seconds: Loads from here on do not matter.
 
         Returns:
-            Positions of the order ideals that the stages end with, and their loads, `[class, stage]`;
-            infinite from the limit on, and where a stage may not be on a device of the class, for its memory
-            or for an item.
+            Positions of the order ideals that the stages end with, and their loads, `[class, stage]`. A load
+            is infinite from the limit on, and if the stage may not be on a device of the class, for its
+            memory or for an item.
         """
         larger = np.arange(first + 1, len(self.sets))
         seconds = self._seconds[:, first + 1 :] - self._seconds[:, first, None]

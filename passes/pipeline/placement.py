@@ -1,4 +1,4 @@
-"""Which stage each operation of backward runs in, given the stages of forward."""
+"""Places the operations of backward in stages, given the stages of forward."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _ADD = "aten.add.Tensor"
 
 @dataclass(frozen=True)
 class Dataflow:
-    """What a training graph says about cutting it, whatever the stages are.
+    """The facts about a training graph that decide how it may be cut, whatever the stages are.
 
     Args:
-        graph: As it was captured: gradients are delivered, nothing is released.
+        graph: The graph as it was captured: gradients are delivered, nothing is released.
     """
 
     graph: Graph
@@ -48,13 +48,13 @@ class Dataflow:
 
     @cached_property
     def parameters(self) -> frozenset[Storage]:
-        """Storages of parameters."""
+        """The storages of parameters."""
         entries = (i for i in self.graph.inputs if i.role is InputRole.PARAMETER)
         return frozenset(entry.value.storage for entry in entries)
 
     @cached_property
     def owners(self) -> dict[str, Input]:
-        """The input that each gradient belongs to, by what outputs call it."""
+        """The input that each gradient belongs to, by the name that outputs give it."""
         return {f"{entry.role.value}:{entry.target}": entry for entry in self.graph.inputs}
 
     @cached_property
@@ -99,8 +99,8 @@ class Dataflow:
     def sums(self) -> dict[Value, tuple[Value, ...]]:
         """For the gradient of each parameter, the values that it is the sum of.
 
-        A sum that nothing else reads is taken apart: where its parts come from several stages, each stage
-        keeps its own, and they are added up once a step.
+        A sum that nothing else reads is taken apart: if its parts come from several stages, each stage keeps
+        its own, and they are added up once a step.
         """
         readers: dict[Value, int] = {}
         for node in self.graph.nodes:
@@ -135,7 +135,7 @@ class Dataflow:
         }
 
     def bases(self, value: Value) -> Iterator[Value]:
-        """What must be there for a value to be read: views are followed to what they are views of."""
+        """The values that must be there for a value to be read: views give way to what they are views of."""
         maker = self.makers.get(value)
         if maker is not None and maker.is_view:
             for operand in maker.operands:
@@ -149,7 +149,7 @@ class Placement:
     """The stage of every operation.
 
     Args:
-        stages: By operation; those that each stage repeats are not among them.
+        stages: The stage by operation; operations that each stage repeats are not among them.
         reader_stages: For the storage of each static input, the stages whose forward reads it.
         parts: The gradients that are taken apart, as several stages have the parameter, with what they are
             sums of.
@@ -167,18 +167,18 @@ class Placement:
 
 
 def place_backward(flow: Dataflow, forward: Mapping[Node, int], count: int) -> Placement:
-    """A stage for each operation of backward: the earliest one that keeps its operands where they are.
+    """Chooses a stage for each operation of backward: the earliest that keeps its operands in their stages.
 
     Gradients go from later stages to earlier ones, and what forward made goes from earlier ones to later
-    ones. So an operation runs no earlier than the stages that made what it reads of forward, than those of
-    the operations that read its results, and, where it makes the gradient of a parameter, than the stage
-    that has the parameter; where it reads a parameter, in a stage that has it. What only joins gradients,
-    such as the sum of those of a skip, does so before they are sent on.
+    ones. So an operation runs no earlier than the stages that made what it reads of forward, and than those
+    of the operations that read its results. If it makes the gradient of a parameter, it runs no earlier than
+    the stage that has the parameter; if it reads a parameter, in a stage that has it. An operation that only
+    joins gradients, such as the sum of those of a skip, does so before they are sent on.
 
     Args:
-        flow: Of the training graph.
+        flow: The dataflow of the training graph.
         forward: The stage of each operation in `flow.forward`.
-        count: How many stages there are.
+        count: The number of stages.
     """
     graph = flow.graph
     found = dict(forward)
@@ -218,7 +218,7 @@ def place_backward(flow: Dataflow, forward: Mapping[Node, int], count: int) -> P
 
 
 def _joined_at(flow: Dataflow, node: Node, stages: Mapping[Node, int], count: int) -> int:
-    """Where gradients that nothing reads further on are joined: in their own stage, if that sends less."""
+    """The stage that joins gradients which nothing reads further on: their own, if that sends less."""
     graph = flow.graph
     made_at = {s: stages.get(graph.producers[s]) for s in graph.reads(node) if s in graph.producers}
     made_at |= {s: count - 1 for s in graph.reads(node) if s in graph.tangent_storages}
@@ -274,7 +274,7 @@ def _at_parameters(
 ) -> int:
     """The first stage from `stage` on that has what is trained or written of an operation's operands.
 
-    Where no stage has all of it, `stage`.
+    If no stage has all of it, `stage`.
     """
     read = [s for s in flow.graph.reads(node) if s in flow.parameters or s in flow.written]
     having = {

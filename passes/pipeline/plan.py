@@ -30,9 +30,9 @@ def plan_pipeline(
     Args:
         program: The graph of one micro-batch, as it was captured or with its convolutions split, with costs.
         schedule: Says how many stages and micro-batches there are.
-        options: The rest.
+        options: The options.
         cost: Finds the costs of a stage's operations.
-        linear_order: What `linear_order_of` finds for the program, where that is known.
+        linear_order: The result of `linear_order_of` for the program, if it is known.
 
     Raises:
         BudgetError: IRC486 when no partition was found whose stages fit.

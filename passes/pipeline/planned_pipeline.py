@@ -18,17 +18,17 @@ __all__ = ["PipelineOptions", "PlannedPipeline", "transfers_of"]
 
 @dataclass(frozen=True)
 class PipelineOptions:
-    """How a pipeline is planned.
+    """The options that a pipeline is planned with.
 
     Args:
-        devices: What the stages run on.
-        strategy: What stages compute again and copy, as `PlanMemory`.
-        partition: Where the model is cut, of `PARTITIONS`: all but `best` are others' ways.
+        devices: The devices that the stages run on.
+        strategy: The strategy of each stage, as of `PlanMemory`.
+        partition: The way to cut the model, one of `PARTITIONS`: all but `best` are others' ways.
         checkpoint: Strategies of all micro-batches but the last, and of the last, that are taken whatever
             memory they need; None for plans within the budgets by `strategy`.
-        time_limit: Seconds for all of it.
-        optimizer_steps: What the steps of an optimizer take.
-        cuts: Where to cut the line of forward operations, instead of looking for it.
+        time_limit: Seconds for the whole plan.
+        optimizer_steps: The memory and time of the steps of an optimizer.
+        cuts: The positions at which to cut forward, instead of a search for them.
     """
 
     devices: Devices
@@ -42,21 +42,22 @@ class PipelineOptions:
 
 @dataclass(frozen=True)
 class PlannedPipeline:
-    """Stages with their schedules, and what a step of all of them takes.
+    """Stages with their schedules, and the time and memory of a step of all of them.
 
     Args:
-        schedule: In which order each device works.
+        schedule: The order in which each device works.
         devices: The devices, in the order in which the pipeline goes through them.
-        device_order: Which of the given devices each of them is.
+        device_order: The number of each of them among the given devices.
         stages: The stages.
-        last_stages: The stages as they treat the last micro-batch, where that differs; else none.
-        cuts: Where the operations of forward are cut, in an order in which stages follow each other.
-        timeline: When everything happens.
+        last_stages: The stages as they treat the last micro-batch, if that differs; else none.
+        cuts: The positions at which the operations of forward are cut, in the order of the stages.
+        timeline: The times of all actions.
         peak_bytes: The most that is alive on each device.
-        bound_seconds: No partition of these devices takes less.
-        single_seconds: Time of a step's operations, each once for each micro-batch, on one device of speed 1.
-        seconds: How long planning took.
-        update_seconds: Time of the optimizer's steps on each device, after its last micro-batch.
+        bound_seconds: A lower bound of the step of every partition over these devices.
+        single_seconds: The time of a step's operations, each once for each micro-batch, on one device of
+            speed 1.
+        seconds: The time that planning took.
+        update_seconds: The time of the optimizer's steps on each device, after its last micro-batch.
     """
 
     schedule: PipelineSchedule
@@ -74,7 +75,7 @@ class PlannedPipeline:
 
     @property
     def step_seconds(self) -> float:
-        """Time of a step with the optimizer's."""
+        """The time of a step, with the optimizer's steps."""
         ends = (actions[-1].end_seconds if actions else 0.0 for actions in self.timeline.lines)
         return max(end + more for end, more in zip(ends, self.update_seconds, strict=True))
 
@@ -86,7 +87,7 @@ class PlannedPipeline:
 
 
 def transfers_of(stages: Sequence[StageGraph], devices: Devices) -> list[Transfer]:
-    """What stages send each other for each micro-batch, with its time on the link."""
+    """The transfers between stages for each micro-batch, with their times on the link."""
     found: list[Transfer] = []
     for stage in stages[:-1]:
         there, back = stage.after.forward_bytes, stage.after.backward_bytes

@@ -1,8 +1,8 @@
 """The known pipeline schedules, by the names of the command line.
 
 Each is a function of the number of devices p, of micro-batches m, and of chunks v: the stages that each
-device has. On every device the micro-batches of a stage come in order, so that a line of actions is said by
-its stages and works alone; which micro-batch each is for follows by counting. The orders are those of
+device has. On every device the micro-batches of a stage come in order. So a device's actions are given by
+stages and works alone, and counting tells which micro-batch each is for. The orders are those of
 torch.distributed.pipelining.
 """
 
@@ -29,11 +29,12 @@ class ScheduleKind:
     """A known schedule.
 
     Args:
-        chunks: How many stages each device has; None where it is up to the user.
-        device_of: The device of a stage, given how many devices there are.
-        steps: What a device does, given it, p, m and v.
-        check: Raises IRC468 where it does not take p and m.
-        overlapped: The forwards that are one with the backward after them, given a line, its device and p.
+        chunks: The number of stages on each device; None if it is up to the user.
+        device_of: The device of a stage, given the number of devices.
+        steps: The steps of a device, given it, p, m and v.
+        check: Raises IRC468 if the schedule does not take p and m.
+        overlapped: The forwards that are one with the backward after them, given a device's actions, the
+            device and p.
     """
 
     chunks: int | None
@@ -46,13 +47,13 @@ class ScheduleKind:
 def pipeline_schedule(
     name: str, devices: int, micro_batches: int, chunks: int | None = None
 ) -> PipelineSchedule:
-    """A known schedule.
+    """Makes a known schedule.
 
     Args:
         name: One of `SCHEDULES`.
-        devices: How many there are.
-        micro_batches: How many there are in a step.
-        chunks: Stages of each device; None for two where it is up to the user, else for the schedule's own.
+        devices: The number of devices.
+        micro_batches: The number of micro-batches in a step.
+        chunks: The stages of each device; None for two if it is up to the user, else for the schedule's own.
 
     Raises:
         UsageError: IRC467 for an unknown name; IRC469 for a number below 1; IRC468 for numbers that the
@@ -88,9 +89,9 @@ def pipeline_schedule(
 
 
 def _numbered(steps: Iterable[tuple[int, Work]], micro_batches: int) -> Iterator[Action]:
-    """The actions of a device: the micro-batches of each stage come in order, forward and backward.
+    """Yields the actions of a device: the micro-batches of each stage come in order, forward and backward.
 
-    What goes beyond the last one is left out.
+    Steps beyond the last micro-batch are left out.
     """
     done: defaultdict[tuple[int, Work], int] = defaultdict(int)
     for stage, work in steps:
@@ -116,7 +117,7 @@ def _there_and_back(stage: int, p: int) -> int:
 
 
 def _gpipe(device: int, p: int, m: int, v: int) -> _Steps:
-    """All forwards, then all backwards. Takes any p and m.
+    """All forwards, then all backwards. It takes any p and m.
 
     Source:
         Huang et al., GPipe (NeurIPS 2019), with the backwards in the order of the forwards.
@@ -127,7 +128,7 @@ def _gpipe(device: int, p: int, m: int, v: int) -> _Steps:
 def _one_forward_one_backward(device: int, p: int, m: int, v: int) -> _Steps:
     """As many forwards ahead as there are stages behind, then one forward and one backward in turn.
 
-    Takes any p and m; torch's Schedule1F1B refuses m < p.
+    It takes any p and m; torch's Schedule1F1B refuses m < p.
 
     Source:
         Narayanan et al., PipeDream (SOSP 2019), flushed after each step.
@@ -139,12 +140,12 @@ def _one_forward_one_backward(device: int, p: int, m: int, v: int) -> _Steps:
 def _zero_bubble_h1(device: int, p: int, m: int, v: int) -> _Steps:
     """1F1B with split backwards; on device r each weight gradient comes r backwards later than it could.
 
-    So no device holds more than p micro-batches, as much as the first one of 1F1B. Takes any p and m.
+    So no device holds more than p micro-batches, as much as the first one of 1F1B. It takes any p and m.
 
     Source:
         Qi et al., Zero Bubble Pipeline Parallelism (ICLR 2024), schedule ZB-H1. In torch it is
-        ScheduleInterleavedZeroBubble with one stage on each device, which refuses an m that is no multiple of
-        m // p; the order is defined there too.
+        ScheduleInterleavedZeroBubble with one stage on each device, which refuses an m that is not a multiple
+        of m // p; the order is defined there too.
     """
     ahead = min(p - 1 - device, m)
     steps = [(device, _F)] * ahead
@@ -158,7 +159,7 @@ def _zero_bubble_h1(device: int, p: int, m: int, v: int) -> _Steps:
 
 
 def _round(p: int, m: int) -> int:
-    """How many micro-batches an interleaved schedule takes through a chunk before it goes on to the next."""
+    """The micro-batches that an interleaved schedule takes through a chunk before the next chunk."""
     return m // max(m // p, 1)
 
 
@@ -175,7 +176,7 @@ def _check_interleaved(p: int, m: int) -> None:
 def _interleaved(device: int, p: int, m: int, v: int) -> _Steps:
     """1F1B over v chunks of each device, q micro-batches through one chunk and then through the next.
 
-    Takes m <= p with q = m, multiples of p with q = p, and what else is a multiple of m // p, with q > p.
+    It takes m <= p with q = m, multiples of p with q = p, and any other multiple of m // p, with q > p.
 
     Source:
         Narayanan et al., Megatron-LM (SC 2021), section 2.2, for multiples of p.
@@ -195,7 +196,7 @@ def _interleaved(device: int, p: int, m: int, v: int) -> _Steps:
 def _zero_bubble_v(device: int, p: int, m: int, v: int) -> _Steps:
     """Zero bubble with the memory of 1F1B: the first device has the last stage too, so backward begins early.
 
-    Takes any p and m; with fewer than 2p - 1 micro-batches it is that of 2p - 1, without what is not there.
+    It takes any p and m; with fewer than 2p - 1 micro-batches it is that of 2p - 1, without the missing ones.
 
     Source:
         Qi et al., Pipeline Parallelism with Controllable Memory (NeurIPS 2024), and section 6 of Zero Bubble
@@ -225,7 +226,7 @@ def _check_dual_pipe_v(p: int, m: int) -> None:
 def _dual_pipe_v(device: int, p: int, m: int, v: int) -> _Steps:
     """A forward of one chunk beside a backward of the other in turn, weight gradients apart at both ends.
 
-    Takes m >= 2p.
+    It takes m >= 2p.
 
     Source:
         DeepSeek-AI, DualPipe (DeepSeek-V3 technical report, 2024), cut in half.

@@ -35,10 +35,11 @@ class StageGraph:
     """One stage of a training graph.
 
     Args:
-        index: Its place.
-        graph: What it runs for one micro-batch; it exchanges values by `irc.send` and `irc.receive`.
-        before: What it exchanges with the stage before it; nothing for the first.
-        after: What it exchanges with the stage after it; nothing for the last.
+        index: The number of the stage.
+        graph: The graph that it runs for one micro-batch; it exchanges values by `irc.send` and
+            `irc.receive`.
+        before: The values that it exchanges with the stage before it; none for the first.
+        after: The values that it exchanges with the stage after it; none for the last.
     """
 
     index: int
@@ -50,18 +51,19 @@ class StageGraph:
 def cut_graph(
     graph: Graph, forward: Mapping[Node, int], count: int, *, split_backward: bool = False
 ) -> tuple[StageGraph, ...]:
-    """The training graphs of the stages; together they compute what the whole graph does.
+    """Makes the training graphs of the stages; together they compute what the whole graph does.
 
-    What several stages read is relayed from stage to stage. What depends on nothing trained is computed in
-    each stage anew. The gradient of a parameter that several stages read is left in parts, one in each of
-    these stages.
+    A value that several stages read is relayed from stage to stage. A value that depends on nothing trained
+    is computed in each stage anew. The gradient of a parameter that several stages read is left in parts, one
+    in each of these stages.
 
     Args:
-        graph: As it was captured: gradients are delivered, nothing lives in a tier.
+        graph: The graph as it was captured: gradients are delivered, nothing lives in a tier.
         forward: The stage of each operation in `Dataflow(graph).forward`, from 0 on; no operation is in an
             earlier stage than what it reads.
-        count: How many stages there are.
-        split_backward: Run first what other stages wait for, then a pause, then the rest of backward.
+        count: The number of stages.
+        split_backward: Whether to run first what other stages wait for, then a pause, then the rest of
+            backward.
 
     Raises:
         UnsupportedError: IRC480 when a tensor that must cross shares its memory with another result, or
@@ -105,7 +107,7 @@ class _StageBuilder:
         flow: The dataflow of the whole graph.
         placement: The stage of every operation.
         index: The number of the stage.
-        count: How many stages there are.
+        count: The number of stages.
 
     Attributes:
         wanted: The nodes of the whole graph that the stage runs: its operations, those it repeats, and views.
@@ -271,7 +273,7 @@ def _received(values: Sequence[Value], region: Region) -> list[Node]:
 def _with_sends(
     nodes: Sequence[Node], values: Sequence[Value], relayed: Sequence[Value], region: Region
 ) -> list[Node]:
-    """The nodes, and each value sent as soon as it is there: those that were received at once."""
+    """Adds the sends to the nodes: each value is sent as soon as it is made, a received one at once."""
     sends = {v: _exchange(f"send_{v.name}", SEND, (v, v.name), (), region) for v in values}
     found = [sends.pop(v) for v in values if v in relayed]
     for node in nodes:
@@ -281,7 +283,7 @@ def _with_sends(
 
 
 def _paused(backward: Sequence[Node]) -> list[Node]:
-    """What the sends need, a pause, and the rest."""
+    """Puts what the sends need before a pause, and the rest behind it."""
     makers = {value: node for node in backward for value in node.values}
     needed: set[Node] = set()
     pending = [node for node in backward if node.op == SEND or node.traits & {Trait.RANDOM, Trait.EFFECT}]

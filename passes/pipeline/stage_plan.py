@@ -1,4 +1,4 @@
-"""What one stage keeps, computes again or copies, within its part of a device's budget."""
+"""Plans what one stage keeps, computes again or copies, within its part of a device's budget."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["PlannedStage", "StagePlanner"]
 
 
 _ENOUGH_BYTES = 1 << 62
-"""A budget that every schedule is within: a strategy's own one is asked for, and nothing is looked for."""
+"""A budget that every schedule is within: a strategy's own schedule is asked for, without a search."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class PlannedStage:
     """A stage with its schedule.
 
     Args:
-        stage: Which part of the model it is.
-        program: Its graph, costs, schedule and certificate.
-        memory: What it takes on its device.
-        cost: What it takes in time.
+        stage: The part of the model.
+        program: The graph, costs, schedule and certificate of the stage.
+        memory: The memory that the stage takes on its device.
+        cost: The time that the stage takes.
     """
 
     stage: StageGraph
@@ -44,7 +44,7 @@ class PlannedStage:
 
     @property
     def schedule(self) -> Schedule:
-        """Its straight line of instructions."""
+        """The schedule of the stage."""
         assert self.program.schedule is not None
         return self.program.schedule
 
@@ -63,11 +63,11 @@ class StagePlanner:
     """Plans one stage for several budgets.
 
     Args:
-        stage: Which part of the model it is.
+        stage: The part of the model.
         cost: Finds the costs of a program's operations.
         in_flight: The most micro-batches whose backward has not ended.
-        micro_batches: How many there are in a step.
-        optimizer_steps: What the steps of an optimizer take.
+        micro_batches: The number of micro-batches in a step.
+        optimizer_steps: The memory and time of the steps of an optimizer.
     """
 
     def __init__(
@@ -89,12 +89,12 @@ class StagePlanner:
         self._by_strategy: dict[str, PlannedStage] = {}
 
     def planned(self, budget_bytes: int, strategy: str, time_limit: float) -> PlannedStage:
-        """The best schedule within a budget that covers all of the stage but what is on its way.
+        """Plans the best schedule within a budget that covers all of the stage but what is on its way.
 
         Args:
-            budget_bytes: Of the stage alone, with its static bytes, optimizer state included.
-            strategy: As `PlanMemory`.
-            time_limit: Seconds.
+            budget_bytes: The budget of the stage alone, with its static bytes, optimizer state included.
+            strategy: A strategy of `PlanMemory`.
+            time_limit: The time limit in seconds.
 
         Raises:
             BudgetError: IRC204.
@@ -109,10 +109,10 @@ class StagePlanner:
         return self._measured(PlanMemory(room_bytes, strategy, time_limit).choose(self.planner))
 
     def by_strategy(self, strategy: str) -> PlannedStage:
-        """The schedule of a strategy that has one, or the fastest of several, whatever memory it needs.
+        """Plans by a strategy that has one schedule, or by the fastest of several, whatever memory it needs.
 
         Args:
-            strategy: As `PlanMemory`.
+            strategy: A strategy of `PlanMemory`.
         """
         if strategy not in self._by_strategy:
             found = PlanMemory(_ENOUGH_BYTES, strategy, time_limit=0.0).choose(self.planner)
@@ -121,7 +121,7 @@ class StagePlanner:
 
     @property
     def beside_bytes(self) -> int:
-        """What is there beside what a plan of the stage counts: optimizer state, and other arguments.
+        """Bytes beside those that a plan of the stage counts: optimizer state, and other arguments.
 
         Gradients of results are never there for micro-batches that wait: plans count them.
         """
@@ -158,7 +158,7 @@ def _made_elsewhere_bytes(graph: Graph) -> int:
 
 
 def _cost(schedule: Schedule, program: Program, memory: StageMemory) -> StageCost:
-    """Seconds of the parts of a schedule, and its bytes in the terms of the simulator."""
+    """The times of the parts of a schedule, and its bytes in the terms of the simulator."""
     assert program.costs is not None
     times = step_times(schedule, program.costs.seconds, program.tiers)
     loss_seconds = pause_seconds = times.step_seconds

@@ -1,1 +1,1 @@
-"""Offloading: which storages, parameters and optimizer states are copied to a tier, and when."""
+"""Offloading: the choice of which storages, parameters and optimizer states go to a tier, and when."""

@@ -1,4 +1,4 @@
-"""The staged programme with copies to tiers: a bound for every schedule with swaps, and a first choice."""
+"""The programme over cuts with copies to tiers: a bound for every schedule with swaps, and a first choice."""
 
 from __future__ import annotations
 
@@ -17,32 +17,33 @@ _Variables = dict[Storage, Variable]
 
 @dataclass
 class OffloadRelaxation(Relaxation):
-    r"""The staged programme in which storages may also be copied to a tier and back.
+    r"""The programme over cuts in which storages may also be copied to a tier and back.
 
-    Stage j stands at moment t_j. Window j lies between the beginnings of the operations at t_{j-1} and t_j:
+    Cut j stands at time step t_j. Window j lies between the beginnings of the operations at t_{j-1} and t_j:
     the first one begins with the step and the last one ends with it. Beside the variables k and x of
     `Relaxation`, for storages that a tier can take:
 
     - out[w, s], in[w, s] in [0, 1]: the part of s that is copied out, or back, in window w, for each tier;
-    - f[j, s] in [0, 1]: a copy back ends in the window behind stage j; it provides s there, as x does;
-    - g[j, s], d[j, s] in [0, 1]: the part of s that is there at stage j for its copy out, or for one back;
+    - f[j, s] in [0, 1]: a copy back ends in the window behind cut j; it provides s there, as x does;
+    - g[j, s], d[j, s] in [0, 1]: the part of s that is there at cut j for its copy out, or for one back;
     - w[w] >= 0: seconds of a window in which nothing of the programme is computed.
 
     Minimise the seconds of all x and w, subject to the rows of `Relaxation` with f beside x, and
 
-    - copy out: what is copied behind stage j is there, or made since: the sum of out over later windows
-      <= k[j, s] + g[j, s] + the sum of later x of its maker; where s was made before stage j-1,
-      g[j, s] <= k[j-1, s] + g[j-1, s] + x[j-1, maker(s)];
-    - once: the sum of out[., s] <= 1, and f[j, s] <= that sum up to the window behind stage j;
+    - copy out: what is copied behind cut j is there, or made since: the sum of out over later windows <= k[j,
+      s] + g[j, s] + the sum of later x of its maker; if s was made before cut j-1, g[j, s] <= k[j-1, s] +
+      g[j-1, s] + x[j-1, maker(s)];
+    - once: the sum of out[., s] <= 1, and f[j, s] <= that sum up to the window behind cut j;
     - copy back: d[j+1, s] = d[j, s] + in[j+1, s] - f[j, s];
     - channel: seconds of the copies of a window, on one channel <= base seconds of the window + its x + w;
     - memory: k + g + d.
 
     A schedule with swaps satisfies these with the part of each copy that lies in a window, so the optimum is
-    a lower bound for all of them. It may give memory back while a copy is under way; schedules cannot.
+    a lower bound for all of them. The programme may give memory back while a copy is under way; schedules
+    cannot.
 
     Args:
-        tiers: Where storages may go.
+        tiers: The tiers.
     """
 
     tiers: Sequence[Tier] = ()

@@ -1,4 +1,4 @@
-"""The choice of what lives in a tier between steps, with the schedule that brings it and takes it back."""
+"""Searches for what lives in a tier between steps, with the schedule that brings it and takes it back."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from .strategies import known_offload_solutions
 __all__ = ["OffloadSearch"]
 
 _PARTS = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""So much of all that can live in a tier is tried, in bytes; then what lies around the best of them."""
+"""The parts, in bytes, of what can live in a tier that are tried; then parts around the best of them."""
 
 _STEPS = (0.125, 0.0625)
 
 _WEIGHT = 0.25
-"""What a copy to the device counts in the search, for each second: most of them run beside computations."""
+"""The weight of a second of a copy to the device in the search: most copies run beside computations."""
 
 _MARGINS = (0.0, 1.0, 3.0)
-"""So many times the largest home is left free by a search, for copies that are under way."""
+"""The memory that a search leaves free for copies under way, as multiples of the largest one offloaded."""
 
 _TRIAL_PART = 0.1
-"""Of the time, for a first look at each part."""
+"""The part of the time for a first look at each part."""
 
 _BOUND_PART = 0.1
 
 _GRACE_SECONDS = 2.0
-"""For a schedule, where none was found in time."""
+"""The time for a schedule if none was found in time."""
 
 _PROOF_GAP = 1e-4
 
@@ -46,7 +46,7 @@ class OffloadChoice:
     """A choice of what lives in a tier.
 
     Args:
-        problem: The recomputation problem of the graph with these homes.
+        problem: The recomputation problem of the graph with these offloaded parameters.
         incumbent: The schedule, with its time.
     """
 
@@ -56,13 +56,13 @@ class OffloadChoice:
 
 @dataclass
 class OffloadSearch:
-    """Looks for the fastest schedule among those in which more or less lives in a tier.
+    """Searches for the fastest schedule among those in which more or less lives in a tier.
 
     Args:
-        planner: Of a program without homes.
-        which: Of `OFFLOADABLE`.
-        budget_bytes: Of the device.
-        names: Of the homes that there are to be; None where that is to be chosen.
+        planner: The planner of a program without offloaded parameters.
+        which: Names of `OFFLOADABLE`.
+        budget_bytes: The budget of the device.
+        names: The names of the parameters to offload; None if the search chooses them.
         least_offloaded_bytes: Smaller parameters stay on the device.
     """
 
@@ -89,7 +89,7 @@ class OffloadSearch:
         self.offloaded_parameters = tuple(offloaded_parameters)
 
     def run(self, deadline: float) -> OffloadChoice | None:
-        """The fastest schedule found; None where none fits.
+        """Returns the fastest schedule found; None if none fits.
 
         Args:
             deadline: `time.monotonic()` at which to stop.
@@ -138,9 +138,9 @@ class OffloadSearch:
         return choice
 
     def least_bytes(self, deadline: float = math.inf) -> int:
-        """The smallest budget that a schedule is found for where everything lives in the tier that can.
+        """The smallest budget that a schedule is found for if everything lives in the tier that can.
 
-        Of models so small that moving takes more than it frees, it is what keeping everything takes.
+        For models so small that moving takes more than it frees, it is the peak of keeping everything.
 
         Args:
             deadline: `time.monotonic()` at which to stop; what was found by then counts.
@@ -155,7 +155,7 @@ class OffloadSearch:
 
     @property
     def largest_step(self) -> tuple[str, int] | None:
-        """The parameter whose gradient takes most to apply, and the bytes; None where none is applied."""
+        """The parameter whose gradient takes most to apply, and the bytes; None if none is applied."""
         _, planner = self._loaded(self.offloaded_parameters)
         problem = planner.problem
         demands = {n: problem.demand_bytes[n] for n in problem.backward if n.releases is Gradients.APPLIED}
@@ -167,12 +167,12 @@ class OffloadSearch:
 
     @property
     def floor_bytes(self) -> int:
-        """What no schedule can go below, whatever lives in the tier."""
+        """The bytes that no schedule can go below, whatever lives in the tier."""
         _, planner = self._loaded(self.offloaded_parameters)
         return OffloadProblem(planner.problem, (), self.budget_bytes).floor_bytes
 
     def _part(self, part: float) -> tuple[OffloadedParameter, ...]:
-        """The first of the homes, of at least so much of their bytes."""
+        """The first of the offloaded parameters, of at least this part of their bytes."""
         least = part * sum(offloaded.storage.nbytes for offloaded in self.offloaded_parameters)
         ends = itertools.accumulate(
             (offloaded.storage.nbytes for offloaded in self.offloaded_parameters),
@@ -186,7 +186,7 @@ class OffloadSearch:
     def _with(
         self, offloaded_parameters: tuple[OffloadedParameter, ...], margins: Sequence[float], deadline: float
     ) -> Iterator[OffloadChoice]:
-        """The schedules found with these homes, with some memory left free for copies under way."""
+        """Yields schedules with these offloaded parameters, with memory left free for copies under way."""
         loaded, planner = self._loaded(offloaded_parameters)
         tiers = self._tiers_beside(offloaded_parameters)
         largest = max((offloaded.storage.nbytes for offloaded in offloaded_parameters), default=0)
@@ -204,7 +204,7 @@ class OffloadSearch:
     def _offloaded(
         self, loaded: LoadedProgram, seen: CheckpointProblem, incumbent: Incumbent
     ) -> OffloadChoice:
-        """What was found, with the copies of homes beside computations."""
+        """Adds the copies of offloaded parameters beside computations to a schedule."""
         problem = loaded.problem(seen)
         tiers = self.planner.program.tiers
         schedule = loaded.schedule(problem.graph, incumbent.best.schedule)
@@ -221,17 +221,17 @@ class OffloadSearch:
         return loaded, Planner(loaded.seen)
 
     def _tiers_beside(self, offloaded_parameters: Sequence[OffloadedParameter]) -> tuple[Tier, ...]:
-        """The tiers, with what is left beside homes for what is copied within a step."""
+        """The tiers, with the capacity left beside offloaded parameters for copies within a step."""
         taken = sum(offloaded.storage.nbytes for offloaded in offloaded_parameters)
         first, *others = self.planner.program.tiers
         return replace(first, capacity_bytes=first.capacity_bytes - taken), *others
 
     def _bound_seconds(self, deadline: float) -> float:
-        """What no step takes less than, whatever lives in the tier, in seconds.
+        """A lower bound of the time of every step, whatever lives in the tier, in seconds.
 
-        A schedule in which less lives there is one of those in which all does, with copies that cost nothing:
-        what is there from the beginning is copied once and stays. And what operations read, and the budget
-        does not hold beside what cannot live there, has to come.
+        A schedule in which less lives in the tier is also one in which everything does, with copies that cost
+        nothing: what is on the device from the beginning is copied once and stays. If the budget does not
+        hold everything that operations read, beside what cannot live in the tier, the rest has to come.
         """
         loaded, planner = self._loaded(self.offloaded_parameters, weight=0.0)
         work = OffloadProblem(planner.problem, self._tiers_beside(()), self.budget_bytes)

@@ -1,7 +1,7 @@
 """Parameters and states of optimizers that live in a tier: which can, and how a search sees them.
 
-A search sees a copy from its home as an operation without operands, a load, that runs as often as need be.
-What it finds becomes a schedule with copies by `LoadedProblem.schedule`; when they run is chosen afterwards.
+A search sees a copy to the device as an operation without operands, a load, that runs as often as need be.
+`LoadedProgram.schedule` turns what it finds into a schedule with copies; when they run is chosen afterwards.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from ..remat.problem import CheckpointProblem
 __all__ = ["LEAST_BYTES", "OFFLOADABLE", "LoadedProgram", "offloadable_in"]
 
 OFFLOADABLE = ("params", "optimizer")
-"""What may live in a tier, as a user names it."""
+"""The names that a user gives to what may live in a tier."""
 
 LEAST_BYTES = 1 << 12
 """Smaller parameters stay on the device: a copy costs more than it frees."""
@@ -50,14 +50,14 @@ LEAST_BYTES = 1 << 12
 def offloadable_in(
     tier: str, graph: Graph, which: Sequence[str], *, least_bytes: int = LEAST_BYTES
 ) -> tuple[OffloadedParameter, ...]:
-    """What of a graph can live in a tier, in the order in which it should: state first, large ones first.
+    """Lists what can live in a tier, in the order in which it should: state first, large ones first.
 
     Parameters are copied at least twice in a step, their optimizer's state once each way.
 
     Args:
         tier: The tier's name.
         graph: A training graph.
-        which: Of `OFFLOADABLE`: `optimizer` needs gradients that are applied.
+        which: Names of `OFFLOADABLE`; `optimizer` needs gradients that are applied.
         least_bytes: Smaller parameters stay on the device.
     """
     found: list[OffloadedParameter] = []
@@ -73,7 +73,7 @@ def _largest_first(offloaded: OffloadedParameter) -> tuple[int, str]:
 
 
 def _parameters(tier: str, graph: Graph, least_bytes: int) -> Iterator[OffloadedParameter]:
-    """Parameters alone in their memory, which only optimizers write and which the caller is not handed."""
+    """Yields parameters alone in their memory, which only optimizers write and which are not outputs."""
     fixed = {o.value.storage for o in graph.outputs if o.value is not None}
     fixed |= {n.operands[0].storage for n in graph.nodes if Trait.EFFECT in n.traits and n.releases is None}
     entries: dict[Storage, list[Input]] = {}
@@ -108,10 +108,10 @@ class LoadedProgram:
     """A program some of whose parameters and states live in a tier, as a search sees it.
 
     Args:
-        program: A program with costs; its graphs have no homes.
-        offloaded_parameters: What lives in a tier.
+        program: A program with costs, whose graphs have no offloaded parameters.
+        offloaded_parameters: The parameters and states that live in a tier.
         tier: The tier.
-        weight: What a load costs, for each second of its copy: copies run beside computations.
+        weight: The cost of a load for each second of its copy: copies run beside computations.
 
     Attributes:
         seen: The program with loads.
@@ -127,7 +127,7 @@ class LoadedProgram:
         program, costs = self.program, self.program.costs
         assert costs is not None, "costs come first"
         self._real: dict[Node, Node] = {}
-        """The operation that stands for each one which reads the state of an optimizer here."""
+        """The original operation of each one that reads the state of an optimizer here."""
         read = {storage for node in program.graph.nodes for storage in program.graph.reads(node)}
         self._loads = {
             offloaded.storage: self._load(offloaded, program.graph)
@@ -163,11 +163,11 @@ class LoadedProgram:
         return CheckpointProblem(graph, self.program.costs, sequence)
 
     def schedule(self, graph: Graph, seen: Schedule) -> Schedule:
-        """A schedule with loads as one with copies that nothing runs beside.
+        """Turns a schedule with loads into one with copies that nothing runs beside.
 
         Args:
-            graph: Of `problem`.
-            seen: What a search found.
+            graph: The graph of `problem`.
+            seen: The schedule that a search found.
         """
         found: list[Instruction] = []
         changed: set[Storage] = set()
@@ -191,7 +191,7 @@ class LoadedProgram:
         return Schedule(graph, tuple(found))
 
     def _changed(self, graph: Graph, node: Node) -> Iterator[Storage]:
-        """What has a home and is changed by an operation."""
+        """Yields the offloaded storages that an operation changes."""
         if node.releases is Gradients.APPLIED:
             parameter = node.operands[0].storage
             if parameter in graph.offloaded_of:
@@ -209,7 +209,7 @@ class LoadedProgram:
         return Node(name, LOAD, (), tuple(values), is_sequence=len(values) > 1)
 
     def _seen(self, graph: Graph) -> Graph:
-        """The graph with each load before its first use in forward, or where forward ends."""
+        """Puts each load before its first use in forward, or at the end of forward."""
         states = replace(graph, offloaded_parameters=self.offloaded_parameters).state_of
         waiting = dict(self._loads)
         nodes: list[Node] = []

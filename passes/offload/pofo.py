@@ -20,14 +20,14 @@ __all__ = ["Segment", "pofo", "segments_within"]
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Blocks that are treated alike.
+    """A stretch of blocks that are treated alike.
 
     Args:
         first: The first block.
         end: The block behind the last.
-        is_recomputed: Only the source of the first block is stored, and the blocks run again before their
-            backward; else what backward reads of the block, which is alone then, is stored.
-        is_offloaded: What is stored goes to the tier.
+        is_recomputed: Whether only the source of the first block is stored, and the blocks run again before
+            their backward; else what backward reads of the block, which is alone then, is stored.
+        is_offloaded: Whether what is stored goes to the tier.
     """
 
     first: int
@@ -37,24 +37,24 @@ class Segment:
 
 
 _RESERVES = (1.0, 0.9, 0.8)
-"""Parts of the budget that choices are made for: the model of a chain is not exact on other graphs."""
+"""The parts of the budget that choices are made for: the model of a chain is not exact on other graphs."""
 
 
 def pofo(work: OffloadProblem, deadline: float = math.inf) -> Iterator[Solution]:
-    """Schedules of POFO's choices, for the budget and for a little less.
+    """Yields the schedules of POFO's choices, for the budget and for a little less.
 
     The graph is cut into a chain of blocks (see `chain`). A dynamic programme goes over the blocks and
-    chooses for each stretch of them what `Segment` says; see `segments_within`. Its choice is carried out on
-    the true graph: what it recomputes runs again when backward reads it, and what it offloads is copied by
+    chooses a `Segment` for each stretch of them; see `segments_within`. Its choice is carried out on the true
+    graph: what it recomputes runs again when backward reads it, and what it offloads is copied by
     `schedule_copies`, which begins copies out as storages are made and copies back in the order of their
     uses, as early as memory allows. So the schedule is within the budget, or there is none.
 
-    As in the paper the memory in use, the copies and the idle time they cause are in one programme; a
-    channel each way carries one copy at a time, in the order of the blocks. Ours differs in three points: a
-    stretch that is recomputed is computed once more as a whole (the paper recomputes within it recursively,
-    by the programme of Rotor); forward and backward are looked at block by block together, where the paper
-    has a bound for the idle time; and labels that hardly differ are taken for one, where the paper rounds
-    memory to whole parts. Only the first tier is used, and its capacity is left to `schedule_copies`.
+    As in the paper, the memory in use, the copies and the idle time they cause are in one programme; a
+    channel each way carries one copy at a time, in the order of the blocks. Ours differs in three points. A
+    stretch that is recomputed is computed once more as a whole; the paper recomputes within it recursively,
+    by the programme of Rotor. Forward and backward are looked at block by block together; the paper has a
+    bound for the idle time. Labels that hardly differ are taken for one; the paper rounds memory to whole
+    parts. Only the first tier is used, and its capacity is left to `schedule_copies`.
 
     Args:
         work: The problem.
@@ -85,7 +85,7 @@ def pofo(work: OffloadProblem, deadline: float = math.inf) -> Iterator[Solution]
 def _storages(
     problem: CheckpointProblem, blocks: Sequence[Block], segments: Sequence[Segment]
 ) -> tuple[set[Storage], set[Storage]]:
-    """What is stored from forward to backward, and what of it goes to the tier."""
+    """The storages kept from forward to backward, and those of them that go to the tier."""
     kept: set[Storage] = set()
     offloaded: set[Storage] = set()
     for segment in segments:
@@ -105,14 +105,14 @@ _LONGEST = 16
 """The most blocks of a stretch that is recomputed."""
 
 _PARTS = 200
-"""Labels that agree in seconds and bytes within such a part of the whole are taken for one."""
+"""Labels that agree in seconds and bytes within this part of the whole are taken for one."""
 
 _LABELS = 200
 """The most labels at a block; with more, those that agree within larger parts are taken for one."""
 
 _COARSER = 1.3
 _LOOKED_AT = 5
-"""So many times as many are compared with each other."""
+"""The multiple of `_MOST_LABELS` up to which labels are compared with each other."""
 
 _MOST_PARTS = 1 << 15
 
@@ -128,27 +128,27 @@ def segments_within(
     *,
     parts: int | None = _PARTS,
 ) -> list[Segment] | None:
-    """The choice for a chain that loses the least time within a budget; None where none fits.
+    """Finds the choice for a chain that loses the least time within a budget; None if none fits.
 
-    Time is lost where blocks run again, and where the device waits for copies. Blocks are looked at from the
-    first to the last, each at its place in forward and at its place in backward. With `k` bytes kept so far:
+    Time is lost when blocks run again, and when the device waits for copies. Blocks are looked at from the
+    first to the last, each with its forward and its backward. With `k` bytes kept so far:
 
-    - Forward of a block needs k + p + what it needs itself, where p bytes are on their way out; what is over
-      the budget is waited for. While it runs p falls by what the channel carries; then what the block
-      stores is added to k or to p.
-    - Backward of a block needs k + q + what is stored of it + what it needs itself, where q bytes of earlier
-      blocks have come back already. Time reversed, copies back are copies out: what is over the budget is
-      waited for, and q falls by what the channel carries while it runs.
+    - Forward of a block needs k + p + its own bytes, where p bytes are on their way out; the device waits for
+      what is over the budget. While it runs, p falls by what the channel carries; then what the block stores
+      is added to k or to p.
+    - Backward of a block needs k + q + the bytes stored of it + its own bytes, where q bytes of earlier
+      blocks have come back already. In reversed time, copies back are copies out: the device waits for what
+      is over the budget, and q falls by what the channel carries while it runs.
 
     At the loss the last copy out ends before the first copy back begins. A label is (seconds, k, p, q); one
     that is no better than another in anything goes.
 
     Args:
         blocks: The chain.
-        tier: Where to.
+        tier: The tier to copy to.
         budget_bytes: The most that may be alive at once.
-        parts: Labels that agree within such a part of time and memory, or a larger one where there are many,
-            are taken for one; None for an exact choice.
+        parts: Labels that agree within this part of time and memory, or a larger one if there are many, are
+            taken for one; None for an exact choice.
     """
     rates = (tier.out_bytes_per_second, tier.in_bytes_per_second)
     whole = sum(block.forward_seconds + block.backward_seconds for block in blocks)
@@ -190,7 +190,7 @@ def _reach(
     rates: tuple[float, float],
     budget_bytes: int,
 ) -> np.ndarray:
-    """The labels behind a segment; of those that do not fit the seconds are infinite."""
+    """The labels behind a segment; those that do not fit have infinite seconds."""
     reached = labels.copy()
     reached[:, _PARENT] = np.arange(len(labels))
     inside = blocks[segment.first : segment.end]
@@ -220,7 +220,7 @@ def _reach(
 def _pass(
     labels: np.ndarray, moving: int, needed_bytes: int, seconds: float, rate: float, budget_bytes: int
 ) -> None:
-    """Runs something beside copies: first waits until there is room, then the copies go on beside it."""
+    """Runs something beside copies: waits until there is room, then lets the copies go on beside it."""
     room = budget_bytes - needed_bytes - labels[:, _KEPT]
     over = np.maximum(labels[:, moving] - room, 0.0)
     labels[:, _SECONDS] += np.where(room >= 0, over / rate, math.inf)
@@ -228,7 +228,7 @@ def _pass(
 
 
 def _backward(inside: Sequence[Block], is_recomputed: bool) -> tuple[int, float]:
-    """What backward of a segment needs beside what is stored of it, and the time that it takes."""
+    """The bytes that backward of a segment needs beside what is stored of it, and its time."""
     seconds = math.fsum(block.backward_seconds for block in inside)
     if not is_recomputed:
         return inside[0].backward_bytes, seconds
@@ -250,8 +250,8 @@ class _Sieve:
     """Keeps the labels that no other one beats in everything, and not too many of them.
 
     Args:
-        unit: Seconds and bytes within which labels are taken for one; it grows where there are too many.
-            None for all labels.
+        unit: Seconds and bytes within which labels are taken for one; it grows if there are too many. None
+            for all labels.
         most: The most labels.
     """
 
@@ -271,7 +271,7 @@ class _Sieve:
 
 
 def _thinned(labels: np.ndarray, unit: np.ndarray) -> np.ndarray:
-    """Of the labels, by their seconds, the first one in each part."""
+    """The first label in each part, by seconds."""
     parts = np.minimum(labels[:, :4] / unit, _MOST_PARTS - 1).astype(np.int64)
     keys = parts @ (_MOST_PARTS ** np.arange(4))
     _, first = np.unique(keys, return_index=True)

@@ -1,8 +1,8 @@
-"""When what lives in a tier comes and goes: copies of a given schedule, moved from where they are needed.
+"""Moves the copies of what lives in a tier, in a given schedule, away from the operations that need them.
 
-What is copied to the device again stays between two uses where memory allows that. Each copy to the device is
-begun as late as it can be and still arrive in time, each copy back is waited for once it has ended; later or
-earlier where memory allows no more. Copies of other storages stay where they are.
+A storage that is copied to the device again stays between two uses if memory allows that. Each copy to the
+device begins as late as it can and still arrive in time. Each copy back is waited for once it has ended. Both
+come later or earlier if memory allows no more. Copies of other storages stay in their places.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ __all__ = ["prefetch"]
 
 @dataclass(frozen=True, slots=True)
 class _Stay:
-    """A stretch of a schedule in which something that has a home is on the device.
+    """A stretch of a schedule in which an offloaded storage is on the device.
 
-    Steps count the instructions that are not about homes.
+    Steps count the instructions that are not about offloaded storages.
 
     Args:
-        offloaded: What is there.
+        offloaded: The storage.
         start: The step before which its copy to the device begins.
         read: The first step that reads it.
         end: The step before which it is freed, in a schedule that waits for its copy back at once.
-        stop: The step before which its copy back is waited for, and it is freed; `end` where there is none.
-        changed: Whether it is copied back: from `end` on.
+        stop: The step before which its copy back is waited for, and it is freed; `end` if there is none.
+        changed: Whether it is copied back, from `end` on.
     """
 
     offloaded: OffloadedParameter
@@ -58,7 +58,7 @@ class _Stay:
 
 
 _SLACKS = (1.0, 1.5, 4.0)
-"""How many times as long as it takes a copy is begun ahead."""
+"""A copy begins this many times its own time ahead."""
 
 
 def prefetch(
@@ -68,13 +68,13 @@ def prefetch(
     tiers: Sequence[Tier],
     budget_bytes: int,
 ) -> Schedule:
-    """The schedule with the copies of what has a home beside computations, the fastest of some that fit.
+    """Moves the copies of offloaded storages beside computations; takes the fastest schedule that fits.
 
     Args:
-        schedule: One that fits, with each of these copies right where it is needed.
-        seconds: Time of each operation.
-        workspace_bytes: Workspace of each operation.
-        tiers: Those that it names.
+        schedule: A schedule that fits, with each of these copies right before its use.
+        seconds: The time of each operation.
+        workspace_bytes: The workspace of each operation.
+        tiers: The tiers that it names.
         budget_bytes: The most that may be alive at once.
     """
     copies = _Prefetch(schedule, seconds, workspace_bytes, tiers, budget_bytes)
@@ -88,7 +88,7 @@ def prefetch(
 
 
 class _Prefetch:
-    """The instructions of a schedule that are not about homes, and what comes and goes beside them."""
+    """The instructions of a schedule that are not about offloaded storages, and the stays beside them."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class _Prefetch:
         self.own_bytes = np.array(liveness(alone, workspace_bytes).during_bytes, dtype=np.int64)
 
     def moved(self, slack: float, *, outs_first: bool) -> Schedule:
-        """The schedule with these copies at some distance from where they are needed."""
+        """Makes the schedule with these copies at some distance from their uses."""
         self.alive = self.own_bytes.copy()
         for stay in self.stays:
             self.alive[stay.start : stay.stop] += stay.offloaded.storage.nbytes
@@ -145,7 +145,7 @@ class _Prefetch:
         return self._schedule(stays)
 
     def _joined(self) -> list[_Stay]:
-        """The stays; two of one storage are one where there is memory in between, the nearest first."""
+        """Joins stays of one storage if there is memory in between, the nearest first."""
         found = _by_storage(self.stays)
         pairs = [pair for mine in found.values() for pair in itertools.pairwise(mine)]
         for before, after in sorted(pairs, key=lambda pair: pair[1].start - pair[0].stop):
@@ -162,10 +162,10 @@ class _Prefetch:
         return [stay for mine in found.values() for stay in mine]
 
     def _come(self, stays: Sequence[_Stay], slack: float) -> list[_Stay]:
-        """Each copy to the device is begun in time, the one that is needed last first."""
+        """Begins each copy to the device in time, the one that is needed last first."""
         due = dict.fromkeys(self.tiers, np.inf)
         gone: dict[tuple[Storage, int], int] = {}
-        """Where each stay's storage was freed before it."""
+        """The step at which each stay's storage was freed before it."""
         for mine in _by_storage(stays).values():
             for before, after in itertools.pairwise(mine):
                 gone[after.offloaded.storage, after.read] = before.stop
@@ -185,10 +185,10 @@ class _Prefetch:
         return found
 
     def _leave(self, stays: Sequence[_Stay], slack: float) -> list[_Stay]:
-        """Each copy back is waited for when it has ended, the first one first."""
+        """Waits for each copy back when it has ended, the first one first."""
         free_at = dict.fromkeys(self.tiers, 0.0)
         starts: dict[tuple[Storage, int], int] = {}
-        """Where each stay's storage comes again after it."""
+        """The step at which each stay's storage comes again after it."""
         for mine in _by_storage(stays).values():
             for before, after in itertools.pairwise(mine):
                 starts[before.offloaded.storage, before.read] = after.start
@@ -250,7 +250,7 @@ def _freed(stays: Sequence[_Stay]) -> Iterator[Instruction]:
 
 
 def _touched(schedule: Schedule, node: Node) -> Iterator[Storage]:
-    """What an operation reads, the state of an optimizer included."""
+    """Yields the storages that an operation reads, the state of an optimizer included."""
     graph = schedule.graph
     yield from graph.reads(node)
     if node.releases is not None and node.operands[0].storage in graph.state_of:

@@ -1,4 +1,4 @@
-"""Recomputation and swaps chosen together: the fastest schedule within a budget, and a bound for all."""
+"""Chooses recomputation and copies together: the fastest schedule within a budget, and a bound for all."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ __all__ = ["OffloadProblem", "bound_with_copies", "improve", "is_tiny", "least_b
 class OffloadProblem:
     """A recomputation problem in which storages may also go to tiers.
 
-    Schedules considered run what a schedule of `CheckpointProblem` runs, and copy out what forward makes
-    and a tier can take, each storage once, as soon as it is made; it may be away in any of its gaps.
+    Schedules considered run what a schedule of `CheckpointProblem` runs. They copy out what forward makes and
+    a tier can take, each storage once, as soon as it is made; it may be away in any of its gaps.
 
     Args:
-        problem: What may run again.
-        tiers: Where storages may go, the fastest first.
+        problem: The recomputation problem.
+        tiers: The tiers, the fastest first.
         budget_bytes: The most that may be alive at once on the device.
     """
 
@@ -41,26 +41,26 @@ class OffloadProblem:
 
     @property
     def floor_bytes(self) -> int:
-        """What no schedule with copies can go below: what waits for its backward may be away."""
+        """The bytes that no schedule with copies can go below: what waits for its backward may be away."""
         problem = self.problem
         return problem.floor_bytes - (problem.graph.forwards_in_flight - 1) * problem.forced_bytes
 
     def with_copies(
         self, solution: Solution, storages: Collection[Storage] | None = None, *, effort: int = EFFORT
     ) -> Solution | None:
-        """A schedule with copies where they are needed; None where they do not make it fit.
+        """Adds copies to a schedule as needed; None if they do not make it fit.
 
         Args:
-            solution: What runs.
-            storages: What may be copied; None for all that a tier can take.
-            effort: As of `schedule_copies`.
+            solution: The schedule.
+            storages: The storages that may be copied; None for all that a tier can take.
+            effort: The effort of `schedule_copies`.
         """
         if solution.peak_bytes <= self.budget_bytes:
             return solution
         return self.fitted(self.order(solution), storages=storages, effort=effort)
 
     def order(self, solution: Solution) -> Order:
-        """What a schedule runs, as an order to which copies are added."""
+        """The order of a schedule's computations, to which copies are added."""
         return self._order(*solution.schedule.halves)
 
     def _order(self, forward: Sequence[Node], backward: Sequence[Node]) -> Order:
@@ -68,7 +68,7 @@ class OffloadProblem:
         return Order(self.problem.graph, forward, backward, costs.seconds, costs.workspace_bytes)
 
     def run(self, recomputations: Recomputations, *, below_seconds: float = math.inf) -> Solution | None:
-        """The schedule that runs these operations again, with copies where needed; None if not that fast."""
+        """Makes the schedule that runs these operations again, with copies if needed; None if too slow."""
         split = len(self.problem.forward)
         pairs = list(zip(self.problem.base, recomputations, strict=True))
         forward = [n for node, before in pairs[:split] for n in (*before, node)]
@@ -83,13 +83,13 @@ class OffloadProblem:
         storages: Collection[Storage] | None = None,
         effort: int = EFFORT,
     ) -> Solution | None:
-        """An order with copies where they are needed; None if it does not fit, or is not that fast.
+        """Adds copies to an order as needed; None if it does not fit, or is not that fast.
 
         Args:
-            order: What runs.
-            below_seconds: Only faster steps are asked for.
-            storages: What may be copied; None for all that a tier can take.
-            effort: As of `schedule_copies`.
+            order: The order.
+            below_seconds: A limit: only faster steps are asked for.
+            storages: The storages that may be copied; None for all that a tier can take.
+            effort: The effort of `schedule_copies`.
         """
         copies = schedule_copies(
             order,
@@ -105,7 +105,7 @@ class OffloadProblem:
         return found if found.peak_bytes <= self.budget_bytes else None
 
     def simulate(self, schedule: Schedule) -> Solution:
-        """A schedule with its memory and time, that of copies which are waited for included."""
+        """Simulates a schedule: its memory, and its time with that of copies which are waited for."""
         costs = self.problem.costs
         timeline = liveness(schedule, costs.workspace_bytes)
         computed = [(i, n) for i, n in zip(schedule.instructions, timeline.during_bytes, strict=True)]
@@ -118,7 +118,7 @@ class OffloadProblem:
         )
 
     def seconds(self, schedule: Schedule) -> float:
-        """Time of a step; without a wait it is that of its computations, to the last bit."""
+        """The time of a step; without a wait it is that of its computations, to the last bit."""
         costs = self.problem.costs
         times = step_times(schedule, costs.seconds, self.tiers)
         computed = math.fsum(costs.seconds[node] for node in schedule.computed)
@@ -127,25 +127,25 @@ class OffloadProblem:
 
 
 _FREE_PART = 2e-5
-"""Storages up to this fraction of the peak that keeps all are free in the staged programme."""
+"""Storages up to this fraction of the peak that keeps all are free in the programme over cuts."""
 
 _CUT_SECONDS = 8.0
 _CUT_NODES = 100
 _EXACT_SECONDS = 10.0
 _TINY = 14
-"""Up to so many operations all schedules of the class are in one programme."""
+"""The most operations for which one programme has all schedules of the class."""
 
 _KNOWN_PART = 0.6
-"""Of the time, for known schedules, if one of them fits."""
+"""The part of the time for known schedules, if one of them fits."""
 
 _TIMED_ANEW = 5
-"""So many of the fastest of these are worth an effort to time their copies better."""
+"""The number of the fastest known schedules whose copies are worth an effort."""
 
 _LAST_EFFORT = 50_000
-"""For the copies of the schedule that the search ends with."""
+"""The effort for the copies of the schedule that the search ends with."""
 
 _RECOMPUTE_PART = 0.3
-"""Of the time, for the best schedule without copies."""
+"""The part of the time for the best schedule without copies."""
 
 
 def search_with_copies(
@@ -155,12 +155,12 @@ def search_with_copies(
     deadline: float,
     seeds: Iterable[tuple[str, Solution]] = (),
 ) -> Incumbent | None:
-    """The fastest schedule found with copies and recomputation, with a bound; None where none was found.
+    """Searches for the fastest schedule with copies and recomputation, with a bound; None if none was found.
 
-    Known schedules, of this and of larger budgets, get copies for what is over the budget. The staged
-    programme with copies gives a bound, and an idea. The best schedule without copies is one more candidate.
-    Then what runs again is changed, operation by operation, as long as that helps. Of tiny graphs the best
-    schedule of a class is found by one programme.
+    Known schedules, of this and of larger budgets, get copies for what is over the budget. The programme over
+    cuts with copies gives a bound, and an idea. The best schedule without copies is one more candidate. Then
+    what runs again is changed, operation by operation, as long as that helps. For tiny graphs one programme
+    finds the best schedule of a class.
 
     Args:
         work: The problem.
@@ -220,7 +220,7 @@ def _time_anew(
     deadline: float,
     effort: int = EFFORT,
 ) -> None:
-    """Offers the fastest schedules once more, with copies chosen with an effort."""
+    """Tries the fastest schedules once more, with copies chosen with an effort."""
     for name, solution in sorted(known, key=lambda pair: pair[1].seconds)[:_TIMED_ANEW]:
         if time.monotonic() >= deadline:
             return
@@ -230,7 +230,7 @@ def _time_anew(
 
 
 def _bound(work: OffloadProblem, incumbent: Incumbent, time_steps: list[int], deadline: float) -> None:
-    """Raises the bound by the staged programme with copies; its choice is offered."""
+    """Raises the bound by the programme over cuts with copies, and tries its choice."""
     problem = work.problem
     left = deadline - time.monotonic()
     if left <= 0 or incumbent.is_proved(problem, _PROOF_GAP):
@@ -246,7 +246,7 @@ def _bound(work: OffloadProblem, incumbent: Incumbent, time_steps: list[int], de
 
 
 def bound_with_copies(work: OffloadProblem, *, deadline: float) -> float:
-    """Seconds beyond those of the step's operations that no schedule with copies stays below.
+    """A lower bound of the seconds that every schedule with copies takes beyond its operations.
 
     Args:
         work: The problem.
@@ -260,7 +260,7 @@ def bound_with_copies(work: OffloadProblem, *, deadline: float) -> float:
 
 
 def _relaxed(work: OffloadProblem, time_steps: list[int], seconds: float) -> Solved:
-    """The staged programme with copies, solved for so long."""
+    """Solves the programme over cuts with copies."""
     small_bytes = int(work.problem.keep_all.peak_bytes * _FREE_PART)
     relaxation = OffloadRelaxation(
         work.problem, work.budget_bytes, time_steps, small_bytes=small_bytes, tiers=work.tiers
@@ -301,7 +301,7 @@ def _reached(work: OffloadProblem, orders: list[Order]) -> int | None:
 
 
 _LOW = 3
-"""So many of the known schedules with the smallest peaks are looked at for a small budget."""
+"""The number of known schedules with the smallest peaks that are looked at for a small budget."""
 
 _LOW_BITS = 10
 _RUNGS = 24
@@ -311,7 +311,7 @@ _RUN_SECONDS = 1.0
 def _candidates(
     work: OffloadProblem, candidates: Candidates, *, deadline: float
 ) -> Iterator[tuple[str, Solution]]:
-    """Schedules that fit: what recomputes at this or at a larger budget, with copies for the rest.
+    """Yields schedules that fit: they recompute for this or a larger budget, and copy the rest.
 
     The first few, which reach the smallest budgets, are tried whatever the time.
     """
@@ -344,7 +344,7 @@ def _candidates(
 
 
 _DEPTHS = (1, 2, 4)
-"""So many operations, one made from the other, that an addition makes again."""
+"""The numbers of operations, one made from the other, that an addition makes again."""
 
 _PROOF_GAP = 1e-4
 _PROGRESS = 1e-4
@@ -352,11 +352,11 @@ _BETTER = 1e-9
 
 
 def improve(work: OffloadProblem, incumbent: Incumbent, *, deadline: float) -> None:
-    """Runs less again, or more, where that makes a schedule faster; copies are chosen anew each time.
+    """Runs less again, or more, if that makes a schedule faster; copies are chosen anew each time.
 
     Args:
         work: The problem.
-        incumbent: What is improved.
+        incumbent: The solution to improve.
         deadline: `time.monotonic()` at which to stop.
     """
     problem = work.problem
@@ -391,7 +391,7 @@ def _makes_transient(problem: CheckpointProblem, recomputations: Recomputations)
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """What no longer runs again before a step of the base order, or does so too."""
+    """A change: operations that no longer run again before a step of the base order, or that now do."""
 
     step: int
     nodes: tuple[Node, ...]
@@ -405,7 +405,7 @@ def _removals(problem: CheckpointProblem, recomputations: Recomputations) -> lis
 
 
 def _additions(problem: CheckpointProblem, recomputations: Recomputations) -> list[_Change]:
-    """What backward reads from forward, made again just before by chains of operations; the largest first."""
+    """Lists what backward reads from forward, made again just before by chains of operations; large first."""
     split = len(problem.forward)
     runs = {node for before in recomputations for node in before}
     found: list[tuple[int, _Change]] = []
@@ -433,7 +433,7 @@ def _chain(problem: CheckpointProblem, node: Node, depth: int) -> tuple[Node, ..
 
 
 def _changed(problem: CheckpointProblem, recomputations: Recomputations, change: _Change) -> list[list[Node]]:
-    """The repeats with a change, without those that nothing reads then."""
+    """Applies a change, and drops the recomputations that nothing reads then."""
     made = [list(before) for before in recomputations]
     here = made[change.step]
     if change.removes:

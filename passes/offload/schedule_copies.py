@@ -1,4 +1,4 @@
-"""When copies run beside a given order of computations: as the memory demands and allows."""
+"""Schedules copies beside a given order of computations, as the memory demands and allows."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["EFFORT", "Copies", "Order", "schedule_copies"]
 
 @dataclass(eq=False)
 class Order:
-    """An order of computations, with its memory where nothing is swapped.
+    """An order of computations, with its memory if nothing is swapped.
 
     Args:
         graph: The training graph.
-        forward: What runs before the loss.
-        backward: What runs after it.
-        seconds: Time of each operation.
-        workspace_bytes: Workspace of each operation.
+        forward: The operations before the loss.
+        backward: The operations after it.
+        seconds: The time of each operation.
+        workspace_bytes: The workspace of each operation.
     """
 
     graph: Graph
@@ -47,7 +47,7 @@ class Order:
         self.event_bytes = np.array([n for i, n in pairs if isinstance(i, Compute | Loss)], dtype=np.int64)
 
     def schedule(self, swaps: Sequence[Swap]) -> Schedule:
-        """The schedule with some swaps."""
+        """Makes the schedule with some swaps."""
         return with_swaps(self.graph, self.forward, self.backward, swaps)
 
 
@@ -56,8 +56,8 @@ class Copies:
     """Swaps with their times.
 
     Args:
-        swaps: In the order of their releases.
-        step_seconds: Time of the step with them.
+        swaps: The swaps in the order of their releases.
+        step_seconds: The time of the step with them.
     """
 
     swaps: tuple[Swap, ...]
@@ -67,7 +67,7 @@ class Copies:
 _ROUNDS = 4
 _HOPELESS = 1.1
 _PROMISING = 1.01
-"""So much slower than what is asked for a step may be, to be timed anew, and to have other rules tried."""
+"""A step may be slower than the limit by this factor to be timed anew, and to have other rules tried."""
 
 _BETTER = 1e-6
 
@@ -84,24 +84,24 @@ def schedule_copies(
     below_seconds: float = math.inf,
     effort: int = EFFORT,
 ) -> Copies | None:
-    """Swaps some of `storages` so that the step fits; None where that is not enough.
+    """Swaps some of `storages` so that the step fits; None if that is not enough.
 
-    Copies out begin when a storage is made. Memory is given back where it is needed: of those whose copy
-    has ended, that of the one that is read last; if none has ended, computing waits for the next. Copies
-    back begin as early as memory allows, in the order in which they are needed. Copies of what never left
-    are left out, and the rest is timed anew.
+    Copies out begin when a storage is made. Memory is given back when it is needed: among the storages whose
+    copy has ended, that of the one that is read last; if none has ended, computing waits for the next. Copies
+    back begin as early as memory allows, in the order in which they are needed. Copies of what never left are
+    left out, and the rest is timed anew.
 
-    Where computing waits, other rules are tried, and kept where they are faster: copies back that fit go
-    before those that do not; what is waited for the longest stays, or goes to another tier; or memory is
+    If computing waits, other rules are tried, and kept if they are faster: copies back that fit go before
+    those that do not; the storage that is waited for the longest stays, or goes to another tier; or memory is
     given back as soon as its copy has ended.
 
     Args:
-        order: What runs, and what that takes.
-        storages: What may be swapped; a storage that does not have to leave stays.
-        tiers: Where to, the fastest first; a full one is passed over.
+        order: The order, with what it takes.
+        storages: The storages that may be swapped; one that does not have to leave stays.
+        tiers: The tiers, the fastest first; a full one is passed over.
         budget_bytes: The most that may be alive at once.
-        below_seconds: Only faster steps are asked for: what is much slower is not timed anew.
-        effort: How much to try, in events times tries; 0 leaves it at what the first paragraph says.
+        below_seconds: A limit: only faster steps are asked for, and what is much slower is not timed anew.
+        effort: The effort in events times tries; 0 keeps to the rules of the first paragraph.
     """
     rules = _Rules({storage: tuple(tiers) for storage in storages})
     search = _Search(order, tiers, budget_bytes, below_seconds, effort)
@@ -113,10 +113,10 @@ def schedule_copies(
 
 @dataclass(frozen=True, slots=True)
 class _Rules:
-    """What a run may do.
+    """The rules of a run.
 
     Args:
-        places: What may be swapped, and where to.
+        places: The storages that may be swapped, with the tiers they may go to.
         early: Gaps whose memory is given back as soon as the copy out has ended.
         overtakes: Whether a copy back that fits may go before one that does not.
     """
@@ -128,10 +128,10 @@ class _Rules:
 
 @dataclass(frozen=True, slots=True)
 class _Timed:
-    """What a run found.
+    """The result of a run.
 
     Args:
-        copies: Its swaps and their time.
+        copies: The swaps and their time.
         waited: For each storage, how long computing waited for its copies, in seconds.
     """
 
@@ -150,7 +150,7 @@ class _Search:
     effort: int
 
     def narrowed(self, rules: _Rules) -> _Timed | None:
-        """The best of some runs, each with only what was away in the one before."""
+        """Returns the best of some runs, each with only what was away in the one before."""
         best: _Timed | None = None
         for _ in range(_ROUNDS):
             found = _Run(self.order, rules, self.tiers, self.budget_bytes).run()
@@ -180,7 +180,7 @@ class _Search:
 
 
 def _changes(found: _Timed, rules: _Rules) -> Iterator[_Rules]:
-    """Rules that differ in one thing, first in what computing waited for the longest."""
+    """Yields rules that differ in one thing, first in what computing waited for the longest."""
     if not rules.overtakes:
         yield replace(rules, overtakes=True)
     swaps = found.copies.swaps
@@ -224,7 +224,7 @@ class _Run:
         self.left_at: dict[Gap, int] = {}
         """The events before which these left."""
         self.arriving: dict[int, list[tuple[float, Storage]]] = {}
-        """What comes back before an event, with the end of its copy."""
+        """The storages that come back before an event, with the ends of their copies."""
         self.swaps: list[Swap] = []
         self.waited: dict[Storage, float] = {}
 

@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 LOOK_AHEADS = (1, 2, 5, 10, 20, 50, 100)
-"""So many operations before it is read a storage is fetched."""
+"""The distances, in operations before the first reader, at which a storage is fetched."""
 
 _SMALL_PART = 2e-5
 """Storages up to this fraction of the peak that keeps all stay."""
@@ -59,8 +59,9 @@ def lms_all(work: OffloadProblem, look_ahead: int, *, threshold_bytes: int | Non
 
     Args:
         work: The problem; its budget does not matter.
-        look_ahead: So many operations before its first reader in backward a storage is fetched.
-        threshold_bytes: Up to that size storages stay; tiny ones where None.
+        look_ahead: The distance, in operations before its first reader in backward, at which a storage is
+            fetched.
+        threshold_bytes: Storages up to this size stay; None for tiny ones.
 
     Source:
         Le et al., TFLMS: Large Model Support in TensorFlow by Graph Rewriting (2018).
@@ -74,7 +75,7 @@ def lms_all(work: OffloadProblem, look_ahead: int, *, threshold_bytes: int | Non
 def lms(work: OffloadProblem, deadline: float = math.inf) -> Iterator[Solution]:
     """Large Model Support at all its settings: all storages, and as few as the budget allows.
 
-    Which are the few is a setting too: the largest, or the earliest (`n_tensors` of TFLMS).
+    A setting tells which these are: the largest, or the earliest (`n_tensors` of TFLMS).
 
     Args:
         work: The problem.
@@ -100,7 +101,8 @@ def ome(work: OffloadProblem, deadline: float = math.inf) -> Iterator[Solution]:
     """Recomputation between checkpoints, of which the earliest are swapped until the budget holds.
 
     The checkpoints are those of known rules: sqrt(n), every k, blocks, articulations of forward and every
-    second, fourth, ... of them. For each rule the fastest schedule within the budget, over all look-aheads.
+    second, fourth, ... of them. For each rule it yields the fastest schedule within the budget, over all
+    look-aheads.
 
     Args:
         work: The problem.
@@ -133,7 +135,7 @@ def _checkpointings(problem: CheckpointProblem) -> Iterator[Solution]:
 
 
 def _crossing(problem: CheckpointProblem, order: Order, threshold_bytes: int | None = None) -> list[Gap]:
-    """The gaps that forward ends in, of what is larger than the threshold; the earliest made first."""
+    """The gaps that forward ends in, of storages larger than the threshold; the earliest made first."""
     loss = len(order.forward)
     threshold = problem.keep_all.peak_bytes * _SMALL_PART if threshold_bytes is None else threshold_bytes
     gaps = (gap for gap in order.gaps if gap.after < loss < gap.before)
@@ -144,14 +146,14 @@ def _crossing(problem: CheckpointProblem, order: Order, threshold_bytes: int | N
 class _Ahead:
     """Swaps at fixed distances, without regard to memory.
 
-    A copy out is begun when the storage is made. Its memory is given back at the first event behind the last
-    reader in forward at which the copy has ended. It is fetched so many operations before its first reader
-    in backward; what has not left by then stays.
+    A copy out begins when the storage is made. Its memory is given back at the first event behind the last
+    reader in forward at which the copy has ended. It is fetched `look_ahead` operations before its first
+    reader in backward; what has not left by then stays.
 
     Args:
-        order: What runs.
-        gaps: What is to be swapped.
-        tiers: Where to, the fastest first; a full one is passed over.
+        order: The order.
+        gaps: The gaps to swap in.
+        tiers: The tiers, the fastest first; a full one is passed over.
         look_ahead: The distance in operations.
     """
 
@@ -224,7 +226,7 @@ class _Ahead:
 
 
 def _fastest(work: OffloadProblem, order: Order, gaps: Sequence[Gap], deadline: float) -> Solution | None:
-    """Of all look-aheads the fastest schedule within the budget that swaps as few of `gaps` as it can."""
+    """Over all look-aheads, the fastest schedule within the budget that swaps as few of `gaps` as it can."""
     found: list[tuple[float, int, Sequence[Swap]]] = []
     computed = sum(order.event_seconds)
     for look_ahead in LOOK_AHEADS:
@@ -244,7 +246,7 @@ def _fastest(work: OffloadProblem, order: Order, gaps: Sequence[Gap], deadline: 
 
 
 def _fewest(work: OffloadProblem, order: Order, gaps: Sequence[Gap], look_ahead: int) -> _Ahead | None:
-    """Swaps of the first few gaps that fit, found by halving; None where all of them do not fit."""
+    """Swaps in the first few gaps that fit, found by halving; None if all of them do not fit."""
     low, high = 0, len(gaps)
     best = _Ahead(order, gaps, work.tiers, look_ahead)
     if best.peak_bytes > work.budget_bytes:
@@ -269,14 +271,14 @@ OFFLOAD_STRATEGIES: Mapping[str, Callable[[OffloadProblem, float], Iterator[Solu
 }
 """The strategies that copy, by name, given the problem and the `time.monotonic()` at which to stop.
 
-Of the schedules of one the fastest within the budget counts.
+Among the schedules of one strategy, the fastest within the budget counts.
 """
 
 
 def known_offload_solutions(
     work: OffloadProblem, *, deadline: float = math.inf
 ) -> Iterator[tuple[str, Solution]]:
-    """The schedules of all these strategies, each with its name; some may be over the budget.
+    """Yields the schedules of all these strategies, each with its name; some may be over the budget.
 
     Args:
         work: The problem.

@@ -1,4 +1,4 @@
-"""Storages that leave the device while nothing reads them: where they can, and the schedule then."""
+"""Storages that leave the device while nothing reads them: the gaps for that, and the schedule with them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Gap:
     Events are the computations of the order, with the loss between forward and backward as one more.
 
     Args:
-        storage: What is kept.
+        storage: The storage.
         made: The event that makes it; it may be made again in a later one.
         after: The last event before the stretch that makes or reads it.
         before: The event behind the stretch that reads it.
@@ -47,8 +47,8 @@ class Swap:
     """A storage that is off the device for the events from `release` to `fetch`, the latter not included.
 
     Args:
-        gap: Where; `gap.after < release < fetch <= gap.before`.
-        tier: Where it goes. All swaps of one storage name the same one.
+        gap: The gap, with `gap.after < release < fetch <= gap.before`.
+        tier: The tier that it goes to. All swaps of one storage name the same one.
         release: The event before which its memory is given back, once the copy has ended.
         fetch: The event before which memory is taken again and the copy back begins.
     """
@@ -60,7 +60,7 @@ class Swap:
 
 
 def gaps(graph: Graph, forward: Sequence[Node], backward: Sequence[Node]) -> list[Gap]:
-    """The gaps of an order of computations, by their beginnings; only of what a tier can take."""
+    """Lists the gaps of an order of computations, by their beginnings; only of what a tier can take."""
     copyable = graph.copyable_storages
     made: dict[Storage, int] = {}
     touched: dict[Storage, int] = {}
@@ -85,7 +85,7 @@ def _events(forward: Sequence[Node], backward: Sequence[Node]) -> Iterator[tuple
 def with_swaps(
     graph: Graph, forward: Sequence[Node], backward: Sequence[Node], swaps: Collection[Swap]
 ) -> Schedule:
-    """The schedule of `with_frees`, with some storages off the device for a part of a gap.
+    """Makes the schedule of `with_frees`, with some storages off the device for a part of a gap.
 
     A copy out is begun as soon as the storage is made, and once for all its swaps.
 
@@ -93,7 +93,7 @@ def with_swaps(
         graph: The graph that the nodes belong to.
         forward: Operations to run before the loss.
         backward: Operations to run after it.
-        swaps: What is copied; those of one storage do not overlap.
+        swaps: The swaps; those of one storage do not overlap.
     """
     begun: dict[int, list[Instruction]] = {}
     leaving: dict[int, list[Instruction]] = {}

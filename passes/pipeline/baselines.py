@@ -62,4 +62,4 @@ _STRATEGIES: dict[str, Callable[[LinearOrder, int, Devices], tuple[int, ...]]] =
 }
 
 PARTITIONS = ("best", *_STRATEGIES)
-"""The ways to cut a model: irc's own; equal numbers of layers; torchgpipe's by time and by size; PipeDream's."""
+"""The ways to cut a model: irc's own; equal numbers of layers; torchgpipe's by time and size; PipeDream's."""

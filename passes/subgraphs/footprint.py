@@ -1,4 +1,4 @@
-"""What one graph's schedule takes in a step that has several graphs."""
+"""The memory of one graph's schedule in a step that has several graphs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Footprint:
 
     Args:
         forward_bytes: The most that is alive while forward runs.
-        saved_bytes: What stays for backward once forward is over, without the graph's outputs.
+        saved_bytes: The bytes that stay for backward once forward is over, without the graph's outputs.
         backward_bytes: The most that is alive while backward runs, with outputs and tangents, without what
             the loss holds.
     """
@@ -27,11 +27,11 @@ class Footprint:
 
 
 def footprint(schedule: Schedule, workspace_bytes: Mapping[Node, int]) -> Footprint:
-    """What a schedule takes while it runs forward, between forward and backward, and while it runs backward.
+    """Measures a schedule while it runs forward, between forward and backward, and while it runs backward.
 
     Args:
         schedule: A schedule of one graph.
-        workspace_bytes: As in `liveness`.
+        workspace_bytes: The workspaces, as of `liveness`.
     """
     bare = replace(schedule.graph, loss_bytes=0, loss_held_bytes=0)
     timeline = liveness(Schedule(bare, schedule.instructions), workspace_bytes)
@@ -46,7 +46,7 @@ def footprint(schedule: Schedule, workspace_bytes: Mapping[Node, int]) -> Footpr
 
 
 def outputs_bytes(graph: Graph) -> int:
-    """Bytes of what forward hands over, each storage once; inputs that are handed back do not count."""
+    """Bytes of the outputs of forward, each storage once; inputs that are handed back do not count."""
     delivered = {
         o.value.storage for o in graph.outputs if o.role is OutputRole.OUTPUT and o.value is not None
     }

@@ -1,4 +1,4 @@
-"""Backwards that get by with less of what a forward has saved already."""
+"""Backwards that get by with less than a forward has saved already."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _RUN_SECONDS = 2.0
 def leaner_backwards(
     problem: CheckpointProblem, saved: frozenset[Storage], budget_bytes: int
 ) -> Iterator[Solution]:
-    """Schedules that hold as little as can be between forward and backward, of what is held now.
+    """Yields schedules that hold as little as can be between forward and backward, of what is held now.
 
     A forward that has run by another schedule of the same graph can go on by the backward of one of these:
     each holds a part of `saved`. The rest can be freed at once; backward computes it again.
 
     Args:
-        problem: Of the schedule that has run; its graph's `loss_held_bytes` count.
-        saved: What that schedule holds, without the outputs.
+        problem: The problem of the schedule that has run; its graph's `loss_held_bytes` count.
+        saved: The storages that this schedule holds, without the outputs.
         budget_bytes: The most that may be alive at once, for this graph alone.
 
     Yields:
@@ -41,7 +41,7 @@ def leaner_backwards(
 
 
 def _least(problem: CheckpointProblem, saved: frozenset[Storage]) -> frozenset[Storage]:
-    """What of `saved` backward cannot do without: results of operations that run only once, and the like."""
+    """The storages of `saved` that backward cannot do without, such as results of operations that run once."""
     kept = {s for s in saved if s in problem.producer and not problem.producer[s].is_recomputable}
     for storage in problem.read_positions:
         try:
@@ -56,7 +56,7 @@ def _least(problem: CheckpointProblem, saved: frozenset[Storage]) -> frozenset[S
 def _within(
     problem: CheckpointProblem, saved: frozenset[Storage], least_bytes: int, budget_bytes: int
 ) -> Iterator[Solution]:
-    """Evictions that hold no more than `least_bytes`, at budgets between the floor and `budget_bytes`."""
+    """Yields evictions that hold at most `least_bytes`, at budgets between the floor and `budget_bytes`."""
     low, high = problem.floor_bytes - 1, budget_bytes
     found: list[Solution] = []
     for _ in range(_HALVINGS):
@@ -75,7 +75,7 @@ def _within(
 
 
 def _evicted(problem: CheckpointProblem, least_bytes: int, budget_bytes: int) -> Solution | None:
-    """A schedule within the budget, whose loss leaves no room for more than `least_bytes` to be saved."""
+    """Finds a schedule within the budget whose loss leaves room for at most `least_bytes` to be saved."""
     graph = problem.graph
     around = graph.static_bytes + outputs_bytes(graph) + tangents_bytes(graph) + least_bytes
     loss_bytes = max(budget_bytes - around, graph.loss_held_bytes)

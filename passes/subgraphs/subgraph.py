@@ -1,8 +1,8 @@
-"""A step of several graphs: each is a part with a schedule of its own, and all share one budget.
+"""A step of several graphs: each subgraph has a schedule of its own, and all share one budget.
 
-The forwards of the parts run one after the other, then their backwards in reverse. What a part saves for its
-backward is alive while the parts above it run. So each part sees the others as memory around it, and the
-parts above it as a loss that takes as much as they do.
+The forwards of the subgraphs run one after the other, then their backwards in reverse. What a subgraph saves
+for its backward is alive while the subgraphs above it run. So each subgraph sees the others as ambient
+memory, and the subgraphs above it as a loss that takes as much as they do.
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class AmbientMemory:
-    """Bytes that are alive around a part whatever is chosen: all static ones, and outputs of other parts.
+    """Bytes that are alive around a subgraph whatever is chosen: all static ones, and outputs of the others.
 
-    What the parts below it save is not among them, and neither is what its own schedule takes.
+    The bytes that subgraphs below it save are not among them, and neither are those of its own schedule.
 
     Args:
-        forward_bytes: While its forward runs.
-        loss_bytes: While the caller computes the loss, if no other part comes between: with the part's
-            outputs, their gradients, and what the loss takes.
-        backward_bytes: While its backward runs: with the outputs and the gradients of the parts above it.
+        forward_bytes: The bytes while its forward runs.
+        loss_bytes: The bytes while the caller computes the loss, if no other subgraph comes between: with the
+            subgraph's outputs, their gradients, and what the loss takes.
+        backward_bytes: The bytes while its backward runs: with the outputs and the gradients of the subgraphs
+            above.
     """
 
     forward_bytes: int
@@ -54,13 +55,13 @@ class AmbientMemory:
     backward_bytes: int
 
     def plus(self, nbytes: int) -> AmbientMemory:
-        """With so much more alive all the time."""
+        """Adds bytes that are alive all the time."""
         return AmbientMemory(
             self.forward_bytes + nbytes, self.loss_bytes + nbytes, self.backward_bytes + nbytes
         )
 
     def __or__(self, other: AmbientMemory) -> AmbientMemory:
-        """The larger of each."""
+        """Takes the larger of each."""
         return AmbientMemory(
             max(self.forward_bytes, other.forward_bytes),
             max(self.loss_bytes, other.loss_bytes),
@@ -70,13 +71,13 @@ class AmbientMemory:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a part runs.
+    """The choice for a subgraph.
 
     Args:
-        problem: What the schedule was chosen for.
+        problem: The problem that the schedule was chosen for.
         solution: The schedule.
-        footprint: What it takes.
-        plan: Its certificate, within the part's share of the budget.
+        footprint: The memory that it takes.
+        plan: Its certificate, within the subgraph's share of the budget.
     """
 
     problem: CheckpointProblem
@@ -86,7 +87,7 @@ class Choice:
 
     @property
     def schedule(self) -> Schedule:
-        """The straight line of instructions."""
+        """The schedule."""
         return self.solution.schedule
 
 
@@ -95,12 +96,12 @@ class Subgraph:
     """A graph that runs above certain others, whose backwards are still to come.
 
     Args:
-        name: Where the graph is in the user's code.
+        name: The name of the graph in the user's code.
         pool: The graph's program, with schedules known for it.
-        parent: The part right below; None where nothing waits for its backward.
-        children: The parts right above.
-        around: What is alive around it, as far as it was seen.
-        choice: What it runs as planned.
+        parent: The subgraph right below; None if nothing waits for its backward.
+        children: The subgraphs right above.
+        around: The memory that is alive around it, as far as it was seen.
+        choice: The choice as planned.
     """
 
     name: str
@@ -112,22 +113,22 @@ class Subgraph:
 
     @property
     def below(self) -> tuple[Subgraph, ...]:
-        """The parts whose backwards are still to come when this one runs, the lowest first."""
+        """The subgraphs whose backwards are still to come when this one runs, the lowest first."""
         return () if self.parent is None else (*self.parent.below, self.parent)
 
     @property
     def tree(self) -> Iterator[Subgraph]:
-        """This part and all above it; each after the one that it stands on."""
+        """Yields this subgraph and all above it; each after the one that it stands on."""
         yield self
         for child in self.children:
             yield from child.tree
 
     def peak_bytes(self, choices: Mapping[Subgraph, Footprint], upto: Subgraph | None = None) -> int:
-        """The most that is alive while this part runs, static bytes included.
+        """The most that is alive while this subgraph runs, static bytes included.
 
         Args:
-            choices: What is chosen for it and for those below.
-            upto: Count only what the parts above this one save, and so what that leaves to be counted.
+            choices: The footprints of the choices for it and for those below.
+            upto: A subgraph; if given, only the bytes that those above it save count below this one.
         """
         assert self.around is not None
         below = sum(choices[part].saved_bytes for part in self.below)
@@ -146,7 +147,7 @@ class SubgraphSolutions:
     """A graph with costs, and the schedules that are found for it once, whatever the budget.
 
     Args:
-        program: The graph with its costs, no schedule.
+        program: The graph with its costs, without a schedule.
     """
 
     program: Program
@@ -162,12 +163,12 @@ class SubgraphSolutions:
 
     @property
     def baseline_bytes(self) -> int:
-        """Peak of the graph alone, as eager runs it."""
+        """The peak of the graph alone, as eager runs it."""
         return self._known.baseline_bytes
 
     @property
     def baseline(self) -> Footprint:
-        """What the graph takes as eager runs it."""
+        """The footprint of the graph as eager runs it."""
         original = self._known.original
         return footprint(original.keep_all.schedule, original.costs.workspace_bytes)
 
@@ -183,7 +184,7 @@ class SubgraphSolutions:
             self._learned.append((problem, solution))
 
     def schedules(self, deadline: float) -> list[tuple[CheckpointProblem, Solution, Footprint]]:
-        """Those of which no other is better in time and in all bytes.
+        """Lists the schedules that no other one beats in time and in all bytes.
 
         Args:
             deadline: `time.monotonic()` after which nothing more is tried.
@@ -210,29 +211,29 @@ def _numbers(solution: Solution, taken: Footprint) -> tuple[float, int, int, int
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What of the budget is a part's own, and what the others take between its forward and its backward."""
+    """The part of the budget for one subgraph, and what the others take between its two runs."""
 
     budget_bytes: int
     loss_bytes: int
     loss_held_bytes: int
 
     def of(self, graph: Graph) -> Graph:
-        """The graph, as if the caller's loss took what the others take."""
+        """Gives the graph a loss that takes what the others take."""
         return replace(graph, loss_bytes=self.loss_bytes, loss_held_bytes=self.loss_held_bytes)
 
     def program(self, program: Program) -> Program:
-        """The same of a program."""
+        """Does the same for a program."""
         original = None if program.original is None else self.of(program.original)
         return replace(program, graph=self.of(program.graph), original=original)
 
 
 def _share(part: Subgraph, budget_bytes: int, chosen: Mapping[Subgraph, Footprint]) -> _Share:
-    """A part's share, with the others as they are chosen; those above it that are not chosen do not count."""
+    """The share of a subgraph, with the others as chosen; those above it that are not chosen do not count."""
     assert part.around is not None
     graph, around = part.pool.graph, part.around
     below = sum(chosen[other].saved_bytes for other in part.below)
     above = [p for p in part.tree if p is not part and all(q in chosen for q in (p, *p.below))]
-    # what there is while this part's saved bytes wait, without these
+    # the bytes there are while this subgraph's saved bytes wait, without these
     waiting = max([around.loss_bytes + below, *(p.peak_bytes(chosen, part) for p in above)])
     held = max(around.backward_bytes - around.forward_bytes, 0)
     handed = outputs_bytes(graph) + tangents_bytes(graph)
@@ -246,13 +247,13 @@ def _share(part: Subgraph, budget_bytes: int, chosen: Mapping[Subgraph, Footprin
 def plan_part(
     part: Subgraph, budget_bytes: int, chosen: Mapping[Subgraph, Footprint], *, time_limit: float
 ) -> Choice:
-    """The best schedule found for a part in what the others leave of the budget.
+    """Plans the best schedule for a subgraph in what the others leave of the budget.
 
     Args:
-        part: The part.
-        budget_bytes: Of the whole step.
-        chosen: What the other parts take; it must have those below, and parts above that are not in it do
-            not count.
+        part: The subgraph.
+        budget_bytes: The budget of the whole step.
+        chosen: The footprints of the other subgraphs; it must have those below, and subgraphs above that are
+            not in it do not count.
         time_limit: Seconds for the search.
 
     Raises:
@@ -287,7 +288,7 @@ def plan_part(
 def minimum_bytes(
     part: Subgraph, budget_bytes: int, chosen: Mapping[Subgraph, Footprint], deadline: float
 ) -> int:
-    """The smallest budget of the step that a schedule of the part is known for, with the others as chosen."""
+    """The smallest budget of the step that the subgraph has a schedule for, with the others as chosen."""
     share = _share(part, budget_bytes, chosen)
     needed = Planner(share.program(part.pool.program)).minimum_bytes(deadline)
     return budget_bytes - share.budget_bytes + needed
@@ -302,7 +303,7 @@ def certified(
     *,
     name: str,
 ) -> Choice:
-    """A known schedule as the choice for a part, in its share; its bound is the step's time."""
+    """Makes a known schedule the choice for a subgraph, in its share; its bound is the step's time."""
     share = _share(part, budget_bytes, chosen)
     shared = CheckpointProblem(share.of(problem.graph), problem.costs, problem.sequence)
     split = sum(1 for _ in _before_loss(solution.schedule))
@@ -327,7 +328,7 @@ def _before_loss(schedule: Schedule) -> Iterator[Compute]:
 
 
 def saved_by(schedule: Schedule) -> frozenset[Storage]:
-    """What a schedule holds between forward and backward, without the outputs."""
+    """The storages that a schedule holds between forward and backward, without the outputs."""
     alive: set[Storage] = set()
     for instruction in schedule.instructions:
         if isinstance(instruction, Loss):
@@ -342,26 +343,26 @@ def saved_by(schedule: Schedule) -> frozenset[Storage]:
 # ---------------------------------------------------------------------- all parts together
 
 _GAP = 1e-3
-"""Absolute gap of the programme, as a fraction of the time of a step that computes nothing twice."""
+"""The absolute gap of the programme, as a fraction of the time of a step that computes nothing twice."""
 
 _TRIES = 4
 _SLACK = 10_000
-"""Where a choice is over the budget, within the solver's tolerance, one part in so many is taken off."""
+"""If a choice is over the budget, within the solver's tolerance, one part in this many is taken off."""
 
 
 def choose_together(root: Subgraph, budget_bytes: int, *, time_limit: float) -> dict[Subgraph, Choice] | None:
-    """Schedules for all known parts of a tree, such that every path through it fits into the budget.
+    """Chooses schedules for all known subgraphs of a tree, such that every path through it fits the budget.
 
-    First one of the known schedules is picked for each part, by an integer programme with the least time in
-    total; then each part is planned anew in what the others leave to it.
+    First an integer programme with the least time in total picks one of the known schedules for each
+    subgraph. Then each subgraph is planned anew in what the others leave to it.
 
     Args:
-        root: The lowest part.
-        budget_bytes: Of the whole step.
-        time_limit: Seconds.
+        root: The lowest subgraph.
+        budget_bytes: The budget of the whole step.
+        time_limit: The time limit in seconds.
 
     Returns:
-        The choices; None where the known schedules do not fit together.
+        The choices; None if the known schedules do not fit together.
     """
     deadline = time.monotonic() + time_limit
     parts = [part for part in root.tree if part.around is not None]
@@ -415,7 +416,7 @@ def _solve(
     room_bytes: int,
     deadline: float,
 ) -> _Picked | None:
-    """The programme: one schedule for each part; forward, loss and backward of each within the room."""
+    """Solves the programme: one schedule for each subgraph; forward, loss and backward fit into the room."""
     model = Model()
     takes = {part: [model.add_binary_variable() for _ in schedules[part.pool]] for part in parts}
     pairs = {

@@ -125,7 +125,7 @@ class Backend:
     def plans(self) -> tuple[Plan, ...]:
         """The plans in force: one for each graph and each set of graphs that wait below it, oldest first."""
         with self._lock:
-            choices = (part.choice for part in self._budget.parts.values())
+            choices = (subgraph.choice for subgraph in self._budget.subgraphs.values())
             return tuple(choice.plan for choice in choices if choice is not None)
 
     @property

@@ -26,12 +26,12 @@ class Variant:
     Args:
         name: Its number, and where it is in the user's code.
         captured: Its training graph.
-        pool: The same with costs, and the schedules known for it.
+        solutions: The same with costs, and the schedules known for it.
     """
 
     name: str
     captured: CapturedGraph
-    pool: SubgraphSolutions
+    solutions: SubgraphSolutions
     _compiled: dict[int, tuple[Schedule, Program, tuple[Value, ...]]] = field(
         default_factory=dict[int, tuple[Schedule, Program, tuple[Value, ...]]]
     )
@@ -48,7 +48,7 @@ class Variant:
             VerificationError: When the schedule is not valid.
         """
         if id(schedule) not in self._compiled:
-            costs = self.pool.program.costs
+            costs = self.solutions.program.costs
             assert costs is not None
             verify_graph(schedule.graph)
             verify_schedule(schedule, costs.workspace_bytes)
@@ -96,13 +96,13 @@ class Run:
     """One call of a graph, before its forward has run.
 
     Args:
-        part: What it is in its step.
+        subgraph: What it is in its step.
         variant: What runs.
         gradients: What its backward will hand on.
         upstream: The runs that its inputs come from: their backwards come after its own.
     """
 
-    part: Subgraph
+    subgraph: Subgraph
     variant: Variant
     gradients: tuple[Gradient, ...]
     upstream: frozenset[Run]
@@ -113,7 +113,7 @@ class PendingRun(Run):
     """A run whose backward is still to come.
 
     Args:
-        part: As of any run.
+        subgraph: As of any run.
         variant: The same.
         gradients: The same.
         upstream: The same.

@@ -21,7 +21,7 @@ from ...passes.subgraphs.subgraph import (
     Subgraph,
     choose_together,
     minimum_bytes,
-    plan_part,
+    plan_subgraph,
     saved_by,
 )
 from .pending_runs import Backward, Gradient, PendingRun, Run, Variant, gradients_of
@@ -71,8 +71,8 @@ class StepBudget:
         self.alive = AliveTensors()
         self.alive.note(known)
         self.pending_runs: list[PendingRun] = []
-        self.parts: OrderedDict[tuple[int, ...], Subgraph] = OrderedDict()
-        self._variants: dict[int, Variant] = {}  # keeps the ids unique that are keys of parts
+        self.subgraphs: OrderedDict[tuple[int, ...], Subgraph] = OrderedDict()
+        self._variants: dict[int, Variant] = {}  # keeps the ids unique that are keys of subgraphs
         self._others: dict[Subgraph, list[Choice]] = {}
         self._unplanned: set[Subgraph] = set()
         self.peak_bytes = 0
@@ -100,18 +100,20 @@ class StepBudget:
         gradients = gradients_of(variant, inputs, self.pending_runs)
         upstream, outside = self._behind(variant, inputs)
         run = Run(self._part(variant), variant, (*gradients, *outside), upstream)
-        part = run.part
+        subgraph = run.subgraph
         now, has_grown = self._look(run)
-        if part.choice is None:
-            part.choice = self._first(part, now)
-            _report(part)
-            if part.parent is not None:
-                self._unplanned.add(_root(part))
-        elif _root(part) in self._unplanned or (has_grown and not self._fits(now, part.choice.footprint)):
-            self._plan_together(_root(part))
-        choice = self._chosen(part, now)
+        if subgraph.choice is None:
+            subgraph.choice = self._first(subgraph, now)
+            _report(subgraph)
+            if subgraph.parent is not None:
+                self._unplanned.add(_root(subgraph))
+        elif _root(subgraph) in self._unplanned or (
+            has_grown and not self._fits(now, subgraph.choice.footprint)
+        ):
+            self._plan_together(_root(subgraph))
+        choice = self._chosen(subgraph, now)
         self._count(self._needed(now, choice.footprint))
-        return PendingRun(part, variant, run.gradients, upstream, choice)
+        return PendingRun(subgraph, variant, run.gradients, upstream, choice)
 
     def pass_by(self, name: str, inputs: Iterable[Tensor], nbytes: int) -> None:
         """Makes sure that a graph without a backward has room.
@@ -140,7 +142,7 @@ class StepBudget:
 
     def forget(self, variant: Variant) -> None:
         """Drops all that is known of a graph that is not used any more."""
-        for key in [key for key in self.parts if id(variant) in key]:
+        for key in [key for key in self.subgraphs if id(variant) in key]:
             self._drop(key)
         self._variants.pop(id(variant), None)
 
@@ -148,30 +150,30 @@ class StepBudget:
 
     def _part(self, variant: Variant) -> Subgraph:
         """What a run is in its step: a graph above those that wait."""
-        waiting = [pending_run.part for pending_run in self.pending_runs]
+        waiting = [pending_run.subgraph for pending_run in self.pending_runs]
         parent = waiting[-1] if waiting else None
         is_chain = parent is None or [*parent.below, parent] == waiting
         marks = (*(id(pending_run.variant) for pending_run in self.pending_runs), id(variant))
         key = marks if is_chain else (0, *marks)
         self._variants[id(variant)] = variant
-        if key in self.parts:
-            self.parts.move_to_end(key)
-            return self.parts[key]
-        part = Subgraph(variant.name, variant.pool, parent if is_chain else None)
-        if part.parent is not None:
-            part.parent.children.append(part)
-        self.parts[key] = part
-        for oldest in list(self.parts)[:-1]:
-            if len(self.parts) > _PARTS and not self.parts[oldest].children:
+        if key in self.subgraphs:
+            self.subgraphs.move_to_end(key)
+            return self.subgraphs[key]
+        subgraph = Subgraph(variant.name, variant.solutions, parent if is_chain else None)
+        if subgraph.parent is not None:
+            subgraph.parent.children.append(subgraph)
+        self.subgraphs[key] = subgraph
+        for oldest in list(self.subgraphs)[:-1]:
+            if len(self.subgraphs) > _PARTS and not self.subgraphs[oldest].children:
                 self._drop(oldest)
-        return part
+        return subgraph
 
     def _drop(self, key: tuple[int, ...]) -> None:
-        part = self.parts.pop(key)
-        self._unplanned.discard(part)
-        self._others.pop(part, None)
-        if part.parent is not None:
-            part.parent.children.remove(part)
+        subgraph = self.subgraphs.pop(key)
+        self._unplanned.discard(subgraph)
+        self._others.pop(subgraph, None)
+        if subgraph.parent is not None:
+            subgraph.parent.children.remove(subgraph)
 
     def _behind(
         self, variant: Variant, inputs: Sequence[Tensor]
@@ -215,24 +217,27 @@ class StepBudget:
         backwards: dict[Run, Backward] = {}
         for other in self.pending_runs:
             outputs = handed_bytes - self.alive.bytes_of(other.outputs)
-            around = alive_bytes + outputs + self._loose_beside(other) + graph.loss_held_bytes
-            backwards[other] = Backward.of(other, runs, around)
+            ambient = alive_bytes + outputs + self._loose_beside(other) + graph.loss_held_bytes
+            backwards[other] = Backward.of(other, runs, ambient)
         beside_bytes = self._loose_beside(run)
         backwards[run] = Backward.of(run, runs, alive_bytes + graph.loss_held_bytes + beside_bytes)
         # the loss takes twice the bytes of the outputs, and makes their gradients
         strangers_bytes = beside_bytes - loose_bytes
         at_loss = alive_bytes + handed_bytes + tangents_bytes(graph) + graph.loss_bytes + 3 * loose_bytes
         now = _Now(run, tuple(self.pending_runs), alive_bytes, 2 * strangers_bytes, at_loss, backwards)
-        part = run.part
-        before = [part.around, *(pending_run.part.around for pending_run in self.pending_runs)]
-        own = now.around
-        if part.parent is None:  # what waits is not planned with it
+        subgraph = run.subgraph
+        before = [subgraph.ambient, *(pending_run.subgraph.ambient for pending_run in self.pending_runs)]
+        own = now.ambient
+        if subgraph.parent is None:  # what waits is not planned with it
             own = own.plus(now.waiting_bytes)
-        part.around = own if part.around is None else part.around | own
+        subgraph.ambient = own if subgraph.ambient is None else subgraph.ambient | own
         for pending_run in self.pending_runs:
-            assert pending_run.part.around is not None
-            pending_run.part.around |= AmbientMemory(0, 0, backwards[pending_run].fixed_bytes)
-        return now, before != [part.around, *(pending_run.part.around for pending_run in self.pending_runs)]
+            assert pending_run.subgraph.ambient is not None
+            pending_run.subgraph.ambient |= AmbientMemory(0, 0, backwards[pending_run].fixed_bytes)
+        return now, before != [
+            subgraph.ambient,
+            *(pending_run.subgraph.ambient for pending_run in self.pending_runs),
+        ]
 
     def _loose_beside(self, run: Run) -> int:
         """What the losses of other runs hold while this one runs backward: the gradients of outputs.
@@ -260,30 +265,30 @@ class StepBudget:
 
     # ------------------------------------------------------------------ planning
 
-    def _first(self, part: Subgraph, now: _Now) -> Choice:
-        """A first choice for a part, in what is left of the budget; those that wait give way if need be."""
+    def _first(self, subgraph: Subgraph, now: _Now) -> Choice:
+        """A first choice for a subgraph, in what is left of the budget; runs that wait give way if needed."""
         if not self.pending_runs:
-            return self._planned_or_refused(part, now)
+            return self._planned_or_refused(subgraph, now)
         try:
-            return self._planned(part, now, self.time_limit / _FIRST_LOOK)
+            return self._planned(subgraph, now, self.time_limit / _FIRST_LOOK)
         except (BudgetError, TimeLimitError):
             self._give_way(now, None)
-            return self._planned_or_refused(part, now)
+            return self._planned_or_refused(subgraph, now)
 
-    def _chosen(self, part: Subgraph, now: _Now) -> Choice:
-        """What a part runs this time: as planned, if that fits beside what waits as it is."""
-        assert part.choice is not None
-        if not self._fits(now, part.choice.footprint):
-            self._give_way(now, part.choice.footprint)
-        others = self._others.get(part, [])
-        for choice in (part.choice, *sorted(others, key=lambda choice: choice.solution.seconds)):
+    def _chosen(self, subgraph: Subgraph, now: _Now) -> Choice:
+        """What a subgraph runs this time: as planned, if that fits beside what waits as it is."""
+        assert subgraph.choice is not None
+        if not self._fits(now, subgraph.choice.footprint):
+            self._give_way(now, subgraph.choice.footprint)
+        others = self._others.get(subgraph, [])
+        for choice in (subgraph.choice, *sorted(others, key=lambda choice: choice.solution.seconds)):
             if self._fits(now, choice.footprint):
                 return choice
-        choice = self._planned_or_refused(part, now)
-        self._others[part] = [*others, choice][-_OTHERS:]
+        choice = self._planned_or_refused(subgraph, now)
+        self._others[subgraph] = [*others, choice][-_OTHERS:]
         return choice
 
-    def _planned_or_refused(self, part: Subgraph, now: _Now) -> Choice:
+    def _planned_or_refused(self, subgraph: Subgraph, now: _Now) -> Choice:
         """The best schedule for this run alone, beside what waits as it is.
 
         Raises:
@@ -291,26 +296,26 @@ class StepBudget:
             TimeLimitError: IRC205.
         """
         try:
-            choice = self._planned(part, now, self.time_limit)
+            choice = self._planned(subgraph, now, self.time_limit)
         except BudgetError as error:
-            raise self._over(part, now) from error
+            raise self._over(subgraph, now) from error
         if not self._fits(now, choice.footprint):
-            raise self._over(part, now)
+            raise self._over(subgraph, now)
         return choice
 
-    def _planned(self, part: Subgraph, now: _Now, time_limit: float) -> Choice:
-        here, chosen = self._here(part, now)
-        return plan_part(here, self.room_bytes, chosen, time_limit=time_limit)
+    def _planned(self, subgraph: Subgraph, now: _Now, time_limit: float) -> Choice:
+        here, chosen = self._here(subgraph, now)
+        return plan_subgraph(here, self.room_bytes, chosen, time_limit=time_limit)
 
-    def _here(self, part: Subgraph, now: _Now) -> tuple[Subgraph, dict[Subgraph, Footprint]]:
-        """A part as it stands in this very run, with what those below it take."""
-        taken = {pending_run.part: pending_run.choice.footprint for pending_run in self.pending_runs}
-        if part.parent is not None:
-            return Subgraph(part.name, part.pool, part.parent, around=now.around), taken
-        return Subgraph(part.name, part.pool, around=now.around.plus(now.waiting_bytes)), {}
+    def _here(self, subgraph: Subgraph, now: _Now) -> tuple[Subgraph, dict[Subgraph, Footprint]]:
+        """A subgraph as it stands in this very run, with what those below it take."""
+        taken = {pending_run.subgraph: pending_run.choice.footprint for pending_run in self.pending_runs}
+        if subgraph.parent is not None:
+            return Subgraph(subgraph.name, subgraph.solutions, subgraph.parent, ambient=now.ambient), taken
+        return Subgraph(subgraph.name, subgraph.solutions, ambient=now.ambient.plus(now.waiting_bytes)), {}
 
     def _plan_together(self, root: Subgraph) -> None:
-        """Plans all parts of a tree; with something to spare where they were planned before."""
+        """Plans all subgraphs of a tree; with something to spare where they were planned before."""
         started = time.monotonic()
         rooms = [self.room_bytes - self.budget_bytes // _SPARE, self.room_bytes]
         choices: dict[Subgraph, Choice] | None = None
@@ -321,9 +326,9 @@ class StepBudget:
         if choices is None:
             _LOG.info("no plans were found that fit together; each graph goes on with its own")
             return
-        for part, choice in choices.items():
-            part.choice = choice
-            _report(part)
+        for subgraph, choice in choices.items():
+            subgraph.choice = choice
+            _report(subgraph)
         if len(choices) > 1:
             seconds = time.monotonic() - started
             _LOG.info("planned %d graphs of a step together in %.1f s", len(choices), seconds)
@@ -339,8 +344,8 @@ class StepBudget:
             if taken is not None and self._fits(now, taken):
                 return
             own_bytes = pending_run.choice.footprint.backward_bytes
-            around = now.backward_bytes(pending_run, new_bytes) - own_bytes
-            self._shrink(pending_run, self.room_bytes - around)
+            ambient = now.backward_bytes(pending_run, new_bytes) - own_bytes
+            self._shrink(pending_run, self.room_bytes - ambient)
 
     def _shrink(self, pending_run: PendingRun, own_bytes: int) -> None:
         """Makes a run that waits hold as little as can be; its backward may take `own_bytes` above static."""
@@ -356,10 +361,10 @@ class StepBudget:
             if not smaller or not fits:
                 continue
             if pending_run.goes_on_by(Choice(problem, solution, taken, pending_run.choice.plan)):
-                pending_run.part.pool.add_solution(problem, solution)
+                pending_run.subgraph.solutions.add_solution(problem, solution)
                 _LOG.info(
                     "%s gives way: it holds %s instead of %s until its backward",
-                    pending_run.part.name,
+                    pending_run.subgraph.name,
                     format_bytes(taken.saved_bytes),
                     format_bytes(before.saved_bytes),
                 )
@@ -376,8 +381,10 @@ class StepBudget:
     @property
     def baseline_bytes(self) -> int:
         """The peak where nothing runs twice."""
-        chosen = {part: part.pool.baseline for part in self.parts.values()}
-        peaks = (part.peak_bytes(chosen) for part in chosen if all(p in chosen for p in part.below))
+        chosen = {subgraph: subgraph.solutions.baseline for subgraph in self.subgraphs.values()}
+        peaks = (
+            subgraph.peak_bytes(chosen) for subgraph in chosen if all(p in chosen for p in subgraph.below)
+        )
         most = max(peaks, default=None)
         return 0 if most is None else most + self.budget_bytes - self.room_bytes
 
@@ -388,23 +395,23 @@ class StepBudget:
             f"{'predicted peak':>16}  {format_bytes(self.peak_bytes)} ({self.peak_bytes:,} bytes)",
             f"{'baseline peak':>16}  {format_bytes(self.baseline_bytes)}",
         ]
-        for part in self.parts.values():
-            if part.choice is not None:
-                lines.append(f"{' ' * 16}  {'  ' * len(part.below)}{_described(part)}")
-        if not self.parts:
+        for subgraph in self.subgraphs.values():
+            if subgraph.choice is not None:
+                lines.append(f"{' ' * 16}  {'  ' * len(subgraph.below)}{_described(subgraph)}")
+        if not self.subgraphs:
             lines.append(f"{' ' * 16}  no graph was compiled: the budget binds nothing")
         return "\n".join(lines)
 
-    def _over(self, part: Subgraph, now: _Now) -> BudgetError:
+    def _over(self, subgraph: Subgraph, now: _Now) -> BudgetError:
         """The refusal of a run, with what each graph of the step holds."""
-        here, chosen = self._here(part, now)
+        here, chosen = self._here(subgraph, now)
         latest = time.monotonic() + self.time_limit
         needed = max(minimum_bytes(here, self.room_bytes, chosen, latest), self._needed(now, None))
-        return self._refusal(part.name, needed, now.alive_bytes)
+        return self._refusal(subgraph.name, needed, now.alive_bytes)
 
     def _refusal(self, name: str, needed: int, alive_bytes: int) -> BudgetError:
         needed += self.budget_bytes - self.room_bytes
-        held = [(f.part.name, format_bytes(f.choice.footprint.saved_bytes)) for f in self.pending_runs]
+        held = [(f.subgraph.name, format_bytes(f.choice.footprint.saved_bytes)) for f in self.pending_runs]
         waiting = "".join(f"; {name} holds {amount} until its backward" for name, amount in held)
         return BudgetError(
             "IRC540",
@@ -444,7 +451,7 @@ class _Now:
         return sum(pending_run.choice.footprint.saved_bytes for pending_run in self.pending_runs)
 
     @property
-    def around(self) -> AmbientMemory:
+    def ambient(self) -> AmbientMemory:
         """The same without what those that wait have saved.
 
         While the run waits, the backwards of those that it does not depend on may run.
@@ -470,20 +477,20 @@ class _Now:
         )
 
 
-def _root(part: Subgraph) -> Subgraph:
-    return part.below[0] if part.parent is not None else part
+def _root(subgraph: Subgraph) -> Subgraph:
+    return subgraph.below[0] if subgraph.parent is not None else subgraph
 
 
-def _report(part: Subgraph) -> None:
-    numbers = ", ".join(other.name.split(" (")[0] for other in part.below)
-    _LOG.info("%s%s", _described(part), f", above {numbers}" if numbers else "")
+def _report(subgraph: Subgraph) -> None:
+    numbers = ", ".join(other.name.split(" (")[0] for other in subgraph.below)
+    _LOG.info("%s%s", _described(subgraph), f", above {numbers}" if numbers else "")
 
 
-def _described(part: Subgraph) -> str:
-    assert part.choice is not None
-    plan, taken = part.choice.plan, part.choice.footprint
+def _described(subgraph: Subgraph) -> str:
+    assert subgraph.choice is not None
+    plan, taken = subgraph.choice.plan, subgraph.choice.footprint
     return (
-        f"{part.name}: {format_bytes(taken.saved_bytes)} held until backward, peak "
+        f"{subgraph.name}: {format_bytes(taken.saved_bytes)} held until backward, peak "
         f"{format_bytes(plan.peak_bytes)} of the {format_bytes(plan.budget_bytes)} left to it, overhead "
         f"{plan.overhead:.2%}"
     )

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from ...ir import BudgetError, Input, InputRole, Storage, TimeLimitError, format_bytes
+from ...ir import BudgetError, Input, InputRole, Storage, TimeLimitError, format_bytes, print_graph
 from ...ir.pipeline.memory import StageMemory, device_peak_bytes
 from ...ir.pipeline.schedule import PipelineSchedule, in_flight
 from ...ir.pipeline.timing import simulate_pipeline
@@ -147,7 +147,7 @@ class CutPlanner:
 
     def _planner(self, graph: StageGraph) -> StagePlanner:
         """The planner of a stage, known by its graph: what it exchanges depends on all cuts."""
-        key = (graph.index, str(graph.graph))
+        key = (graph.index, print_graph(graph.graph))
         if key not in self._planners:
             self._planners[key] = StagePlanner(
                 graph,

@@ -41,7 +41,7 @@ def leaner_backwards(
 
 
 def _least(problem: CheckpointProblem, saved: frozenset[Storage]) -> frozenset[Storage]:
-    """The storages of `saved` that backward cannot do without, such as results of operations that run once."""
+    """The storages of `saved` that backward cannot do without, such as results of run-once operations."""
     kept = {s for s in saved if s in problem.producer and not problem.producer[s].is_recomputable}
     for storage in problem.read_positions:
         try:

@@ -31,7 +31,7 @@ __all__ = [
     "SubgraphSolutions",
     "choose_together",
     "minimum_bytes",
-    "plan_part",
+    "plan_subgraph",
     "saved_by",
 ]
 
@@ -97,18 +97,18 @@ class Subgraph:
 
     Args:
         name: The name of the graph in the user's code.
-        pool: The graph's program, with schedules known for it.
+        solutions: The graph's program, with schedules known for it.
         parent: The subgraph right below; None if nothing waits for its backward.
         children: The subgraphs right above.
-        around: The memory that is alive around it, as far as it was seen.
+        ambient: The memory that is alive around it, as far as it was seen.
         choice: The choice as planned.
     """
 
     name: str
-    pool: SubgraphSolutions
+    solutions: SubgraphSolutions
     parent: Subgraph | None = None
     children: list[Subgraph] = field(default_factory=list["Subgraph"])
-    around: AmbientMemory | None = None
+    ambient: AmbientMemory | None = None
     choice: Choice | None = None
 
     @property
@@ -130,15 +130,15 @@ class Subgraph:
             choices: The footprints of the choices for it and for those below.
             upto: A subgraph; if given, only the bytes that those above it save count below this one.
         """
-        assert self.around is not None
-        below = sum(choices[part].saved_bytes for part in self.below)
+        assert self.ambient is not None
+        below = sum(choices[subgraph].saved_bytes for subgraph in self.below)
         if upto is not None:
             below -= choices[upto].saved_bytes
         own = choices[self]
         return below + max(
-            self.around.forward_bytes + own.forward_bytes,
-            self.around.loss_bytes + own.saved_bytes,
-            self.around.backward_bytes + own.backward_bytes,
+            self.ambient.forward_bytes + own.forward_bytes,
+            self.ambient.loss_bytes + own.saved_bytes,
+            self.ambient.backward_bytes + own.backward_bytes,
         )
 
 
@@ -206,7 +206,7 @@ def _numbers(solution: Solution, taken: Footprint) -> tuple[float, int, int, int
     return solution.seconds, taken.saved_bytes, taken.backward_bytes, taken.forward_bytes
 
 
-# ---------------------------------------------------------------------- one part within its share
+# ---------------------------------------------------------------------- one subgraph within its share
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,30 +227,30 @@ class _Share:
         return replace(program, graph=self.of(program.graph), original=original)
 
 
-def _share(part: Subgraph, budget_bytes: int, chosen: Mapping[Subgraph, Footprint]) -> _Share:
+def _share(subgraph: Subgraph, budget_bytes: int, chosen: Mapping[Subgraph, Footprint]) -> _Share:
     """The share of a subgraph, with the others as chosen; those above it that are not chosen do not count."""
-    assert part.around is not None
-    graph, around = part.pool.graph, part.around
-    below = sum(chosen[other].saved_bytes for other in part.below)
-    above = [p for p in part.tree if p is not part and all(q in chosen for q in (p, *p.below))]
+    assert subgraph.ambient is not None
+    graph, ambient = subgraph.solutions.graph, subgraph.ambient
+    below = sum(chosen[other].saved_bytes for other in subgraph.below)
+    above = [p for p in subgraph.tree if p is not subgraph and all(q in chosen for q in (p, *p.below))]
     # the bytes there are while this subgraph's saved bytes wait, without these
-    waiting = max([around.loss_bytes + below, *(p.peak_bytes(chosen, part) for p in above)])
-    held = max(around.backward_bytes - around.forward_bytes, 0)
+    waiting = max([ambient.loss_bytes + below, *(p.peak_bytes(chosen, subgraph) for p in above)])
+    held = max(ambient.backward_bytes - ambient.forward_bytes, 0)
     handed = outputs_bytes(graph) + tangents_bytes(graph)
     return _Share(
-        budget_bytes=budget_bytes - (around.forward_bytes - graph.static_bytes) - below,
-        loss_bytes=max(waiting - around.forward_bytes - below - handed, held),
+        budget_bytes=budget_bytes - (ambient.forward_bytes - graph.static_bytes) - below,
+        loss_bytes=max(waiting - ambient.forward_bytes - below - handed, held),
         loss_held_bytes=held,
     )
 
 
-def plan_part(
-    part: Subgraph, budget_bytes: int, chosen: Mapping[Subgraph, Footprint], *, time_limit: float
+def plan_subgraph(
+    subgraph: Subgraph, budget_bytes: int, chosen: Mapping[Subgraph, Footprint], *, time_limit: float
 ) -> Choice:
     """Plans the best schedule for a subgraph in what the others leave of the budget.
 
     Args:
-        part: The subgraph.
+        subgraph: The subgraph.
         budget_bytes: The budget of the whole step.
         chosen: The footprints of the other subgraphs; it must have those below, and subgraphs above that are
             not in it do not count.
@@ -260,8 +260,8 @@ def plan_part(
         BudgetError: IRC204 when no schedule was found within what is left.
         TimeLimitError: IRC205 when the time limit ended before one was found, and greedy eviction finds none.
     """
-    share = _share(part, budget_bytes, chosen)
-    planner = Planner(share.program(part.pool.program))
+    share = _share(subgraph, budget_bytes, chosen)
+    planner = Planner(share.program(subgraph.solutions.program))
     if share.budget_bytes < planner.problem.floor_bytes:
         raise BudgetError(
             "IRC204",
@@ -274,7 +274,7 @@ def plan_part(
         evicted = evict_greedily(planner.problem, share.budget_bytes)
         if evicted is None:
             raise
-        return certified(part, budget_bytes, chosen, planner.problem, evicted, name="eviction")
+        return certified(subgraph, budget_bytes, chosen, planner.problem, evicted, name="eviction")
     assert done.schedule is not None and done.plan is not None
     of_planner = planner.problem.graph is done.graph
     problem = planner.problem if of_planner else planner.original
@@ -286,16 +286,16 @@ def plan_part(
 
 
 def minimum_bytes(
-    part: Subgraph, budget_bytes: int, chosen: Mapping[Subgraph, Footprint], deadline: float
+    subgraph: Subgraph, budget_bytes: int, chosen: Mapping[Subgraph, Footprint], deadline: float
 ) -> int:
     """The smallest budget of the step that the subgraph has a schedule for, with the others as chosen."""
-    share = _share(part, budget_bytes, chosen)
-    needed = Planner(share.program(part.pool.program)).minimum_bytes(deadline)
+    share = _share(subgraph, budget_bytes, chosen)
+    needed = Planner(share.program(subgraph.solutions.program)).minimum_bytes(deadline)
     return budget_bytes - share.budget_bytes + needed
 
 
 def certified(
-    part: Subgraph,
+    subgraph: Subgraph,
     budget_bytes: int,
     chosen: Mapping[Subgraph, Footprint],
     problem: CheckpointProblem,
@@ -304,7 +304,7 @@ def certified(
     name: str,
 ) -> Choice:
     """Makes a known schedule the choice for a subgraph, in its share; its bound is the step's time."""
-    share = _share(part, budget_bytes, chosen)
+    share = _share(subgraph, budget_bytes, chosen)
     shared = CheckpointProblem(share.of(problem.graph), problem.costs, problem.sequence)
     split = sum(1 for _ in _before_loss(solution.schedule))
     again = shared.simulate_order(solution.order[:split], solution.order[split:])
@@ -312,7 +312,7 @@ def certified(
         shared,
         share.budget_bytes,
         Incumbent(name, again),
-        baseline_bytes=part.pool.baseline_bytes,
+        baseline_bytes=subgraph.solutions.baseline_bytes,
         minimum_bytes=again.peak_bytes,
         seconds=0.0,
     )
@@ -340,7 +340,7 @@ def saved_by(schedule: Schedule) -> frozenset[Storage]:
     return frozenset(alive) - schedule.graph.output_storages
 
 
-# ---------------------------------------------------------------------- all parts together
+# ---------------------------------------------------------------------- all subgraphs together
 
 _GAP = 1e-3
 """The absolute gap of the programme, as a fraction of the time of a step that computes nothing twice."""
@@ -365,45 +365,45 @@ def choose_together(root: Subgraph, budget_bytes: int, *, time_limit: float) -> 
         The choices; None if the known schedules do not fit together.
     """
     deadline = time.monotonic() + time_limit
-    parts = [part for part in root.tree if part.around is not None]
-    if len(parts) == 1:
+    subgraphs = [subgraph for subgraph in root.tree if subgraph.ambient is not None]
+    if len(subgraphs) == 1:
         try:
-            return {root: plan_part(root, budget_bytes, {}, time_limit=time_limit)}
+            return {root: plan_subgraph(root, budget_bytes, {}, time_limit=time_limit)}
         except (BudgetError, TimeLimitError):
             return None
-    picked = _pick(parts, budget_bytes, deadline)
+    picked = _pick(subgraphs, budget_bytes, deadline)
     if picked is None:
         return None
-    chosen = {part: taken for part, (_, _, taken) in picked.items()}
+    chosen = {subgraph: taken for subgraph, (_, _, taken) in picked.items()}
     choices: dict[Subgraph, Choice] = {}
-    for index, part in enumerate(parts):
-        problem, solution, _ = picked[part]
+    for index, subgraph in enumerate(subgraphs):
+        problem, solution, _ = picked[subgraph]
         better: Choice | None = None
-        left = (deadline - time.monotonic()) / (len(parts) - index)
+        left = (deadline - time.monotonic()) / (len(subgraphs) - index)
         if left > 0:
             with contextlib.suppress(BudgetError, TimeLimitError):
-                better = plan_part(part, budget_bytes, chosen, time_limit=left)
+                better = plan_subgraph(subgraph, budget_bytes, chosen, time_limit=left)
         if better is None or better.solution.seconds > solution.seconds:
-            better = certified(part, budget_bytes, chosen, problem, solution, name="shared")
-        choices[part] = better
-        chosen[part] = better.footprint
+            better = certified(subgraph, budget_bytes, chosen, problem, solution, name="shared")
+        choices[subgraph] = better
+        chosen[subgraph] = better.footprint
     return choices
 
 
 _Picked = dict[Subgraph, tuple[CheckpointProblem, Solution, Footprint]]
 
 
-def _pick(parts: Sequence[Subgraph], budget_bytes: int, deadline: float) -> _Picked | None:
-    pools = list(dict.fromkeys(part.pool for part in parts))
+def _pick(subgraphs: Sequence[Subgraph], budget_bytes: int, deadline: float) -> _Picked | None:
+    pools = list(dict.fromkeys(subgraph.solutions for subgraph in subgraphs))
     each = max(deadline - time.monotonic(), 0.0) / 2 / len(pools)
-    schedules = {pool: pool.schedules(time.monotonic() + each) for pool in pools}
+    schedules = {solutions: solutions.schedules(time.monotonic() + each) for solutions in pools}
     room_bytes = budget_bytes
     for _ in range(_TRIES):
-        picked = _solve(parts, schedules, room_bytes, deadline)
+        picked = _solve(subgraphs, schedules, room_bytes, deadline)
         if picked is None:
             return None
-        chosen = {part: taken for part, (_, _, taken) in picked.items()}
-        over = max(part.peak_bytes(chosen) for part in parts) - budget_bytes
+        chosen = {subgraph: taken for subgraph, (_, _, taken) in picked.items()}
+        over = max(subgraph.peak_bytes(chosen) for subgraph in subgraphs) - budget_bytes
         if over <= 0:
             return picked
         room_bytes -= max(over, budget_bytes // _SLACK)
@@ -411,46 +411,50 @@ def _pick(parts: Sequence[Subgraph], budget_bytes: int, deadline: float) -> _Pic
 
 
 def _solve(
-    parts: Sequence[Subgraph],
+    subgraphs: Sequence[Subgraph],
     schedules: Mapping[SubgraphSolutions, list[tuple[CheckpointProblem, Solution, Footprint]]],
     room_bytes: int,
     deadline: float,
 ) -> _Picked | None:
     """Solves the programme: one schedule for each subgraph; forward, loss and backward fit into the room."""
     model = Model()
-    takes = {part: [model.add_binary_variable() for _ in schedules[part.pool]] for part in parts}
-    pairs = {
-        part: [
-            (taken, variable)
-            for (_, _, taken), variable in zip(schedules[part.pool], takes[part], strict=True)
-        ]
-        for part in parts
+    takes = {
+        subgraph: [model.add_binary_variable() for _ in schedules[subgraph.solutions]]
+        for subgraph in subgraphs
     }
-    for part in parts:
-        assert part.around is not None
-        model.add_linear_constraint(LinearSum(takes[part]) == 1)
-        below = [(t.saved_bytes, v) for other in part.below for t, v in pairs[other]]
-        own = pairs[part]
-        for around, terms in (
-            (part.around.forward_bytes, [(t.forward_bytes, v) for t, v in own]),
-            (part.around.loss_bytes, [(t.saved_bytes, v) for t, v in own]),
-            (part.around.backward_bytes, [(t.backward_bytes, v) for t, v in own]),
+    pairs = {
+        subgraph: [
+            (taken, variable)
+            for (_, _, taken), variable in zip(schedules[subgraph.solutions], takes[subgraph], strict=True)
+        ]
+        for subgraph in subgraphs
+    }
+    for subgraph in subgraphs:
+        assert subgraph.ambient is not None
+        model.add_linear_constraint(LinearSum(takes[subgraph]) == 1)
+        below = [(t.saved_bytes, v) for other in subgraph.below for t, v in pairs[other]]
+        own = pairs[subgraph]
+        for ambient_bytes, terms in (
+            (subgraph.ambient.forward_bytes, [(t.forward_bytes, v) for t, v in own]),
+            (subgraph.ambient.loss_bytes, [(t.saved_bytes, v) for t, v in own]),
+            (subgraph.ambient.backward_bytes, [(t.backward_bytes, v) for t, v in own]),
         ):
-            add_memory_row(model, [*below, *terms], room_bytes - around)
+            add_memory_row(model, [*below, *terms], room_bytes - ambient_bytes)
     seconds = [
         solution.seconds * variable
-        for part in parts
-        for (_, solution, _), variable in zip(schedules[part.pool], takes[part], strict=True)
+        for subgraph in subgraphs
+        for (_, solution, _), variable in zip(schedules[subgraph.solutions], takes[subgraph], strict=True)
     ]
     model.minimize(LinearSum(seconds))
-    least = math.fsum(min(s.seconds for _, s, _ in schedules[part.pool]) for part in parts)
+    least = math.fsum(min(s.seconds for _, s, _ in schedules[subgraph.solutions]) for subgraph in subgraphs)
     outcome = solve(model, seconds=max(deadline - time.monotonic(), 1.0), gap=_GAP * least)
     values = outcome.values
     if values is None:
         return None
     return {
-        part: max(
-            zip(schedules[part.pool], takes[part], strict=True), key=lambda pair, found=values: found[pair[1]]
+        subgraph: max(
+            zip(schedules[subgraph.solutions], takes[subgraph], strict=True),
+            key=lambda pair, found=values: found[pair[1]],
         )[0]
-        for part in parts
+        for subgraph in subgraphs
     }

@@ -20,7 +20,7 @@ from irc.passes.subgraphs.subgraph import (
     Subgraph,
     SubgraphSolutions,
     choose_together,
-    plan_part,
+    plan_subgraph,
     saved_by,
 )
 
@@ -36,15 +36,15 @@ def program_of(sample: Sample) -> Program:
 def part_above(parent: Subgraph | None, sample: Sample, alive_bytes: int) -> Subgraph:
     """A part in a chain: later outputs and gradients add to what is alive around it."""
     graph = sample.graph
-    part = Subgraph(f"part {alive_bytes}", SubgraphSolutions(program_of(sample)), parent)
-    part.around = AmbientMemory(
+    subgraph = Subgraph(f"part {alive_bytes}", SubgraphSolutions(program_of(sample)), parent)
+    subgraph.ambient = AmbientMemory(
         forward_bytes=graph.static_bytes + alive_bytes,
         loss_bytes=graph.static_bytes + alive_bytes + outputs_bytes(graph) + tangents_bytes(graph),
         backward_bytes=graph.static_bytes + alive_bytes + 64,
     )
     if parent is not None:
-        parent.children.append(part)
-    return part
+        parent.children.append(subgraph)
+    return subgraph
 
 
 @given(samples, seeds)
@@ -69,13 +69,13 @@ def test_the_choice_for_two_parts_fits_and_is_no_worse_than_the_best_pair(
     lower: Sample, upper: Sample, percent: int
 ) -> None:
     root = part_above(None, lower, 0)
-    parts = [root, part_above(root, upper, 100)]
-    known = [part.pool.schedules(math.inf) for part in parts]
-    pairs = [dict(zip(parts, pair, strict=True)) for pair in itertools.product(*known)]
+    subgraphs = [root, part_above(root, upper, 100)]
+    known = [subgraph.solutions.schedules(math.inf) for subgraph in subgraphs]
+    pairs = [dict(zip(subgraphs, pair, strict=True)) for pair in itertools.product(*known)]
 
     def peak(pair: Mapping[Subgraph, tuple[CheckpointProblem, Solution, Footprint]]) -> int:
-        taken = {part: entry[2] for part, entry in pair.items()}
-        return max(part.peak_bytes(taken) for part in parts)
+        taken = {subgraph: entry[2] for subgraph, entry in pair.items()}
+        return max(subgraph.peak_bytes(taken) for subgraph in subgraphs)
 
     peaks = sorted(peak(pair) for pair in pairs)
     budget = peaks[0] + (peaks[-1] - peaks[0]) * percent // 100
@@ -86,12 +86,12 @@ def test_the_choice_for_two_parts_fits_and_is_no_worse_than_the_best_pair(
     )
     choices = choose_together(root, budget, time_limit=5)
     assert choices is not None
-    taken = {part: choice.footprint for part, choice in choices.items()}
-    assert max(part.peak_bytes(taken) for part in parts) <= budget
+    taken = {subgraph: choice.footprint for subgraph, choice in choices.items()}
+    assert max(subgraph.peak_bytes(taken) for subgraph in subgraphs) <= budget
     least = math.fsum(sum(sample.seconds[n] for n in sample.graph.operations) for sample in (lower, upper))
     assert math.fsum(c.solution.seconds for c in choices.values()) <= best + 1e-3 * least + 1e-12
-    for part, choice in choices.items():
-        workspaces = part.pool.program.costs
+    for subgraph, choice in choices.items():
+        workspaces = subgraph.solutions.program.costs
         assert workspaces is not None
         verify_schedule(choice.schedule, workspaces.workspace_bytes, peak_bytes=choice.plan.peak_bytes)
         assert choice.plan.peak_bytes <= choice.plan.budget_bytes
@@ -103,11 +103,11 @@ def test_the_choice_for_two_parts_fits_and_is_no_worse_than_the_best_pair(
 def test_a_part_is_planned_in_what_the_others_leave(lower: Sample, upper: Sample) -> None:
     root = part_above(None, lower, 0)
     above = part_above(root, upper, 100)
-    chosen = {part: part.pool.baseline for part in (root, above)}
-    budget = max(part.peak_bytes(chosen) for part in chosen)
-    for part in (root, above):
-        choice = plan_part(part, budget, chosen, time_limit=5)
-        taken = {**chosen, part: choice.footprint}
+    chosen = {subgraph: subgraph.solutions.baseline for subgraph in (root, above)}
+    budget = max(subgraph.peak_bytes(chosen) for subgraph in chosen)
+    for subgraph in (root, above):
+        choice = plan_subgraph(subgraph, budget, chosen, time_limit=5)
+        taken = {**chosen, subgraph: choice.footprint}
         assert max(other.peak_bytes(taken) for other in chosen) <= budget
         assert choice.plan.overhead == 0
 

@@ -16,10 +16,9 @@ from ..remat.eviction import evict_greedily
 from ..remat.problem import CheckpointProblem, Recomputations, Solution
 from ..remat.search import Incumbent, search
 from .cut_ilp import OffloadRelaxation
-from .exact.solve import best_with_swaps
 from .schedule_copies import EFFORT, Order, schedule_copies
 
-__all__ = ["OffloadProblem", "bound_with_copies", "improve", "is_tiny", "least_budget", "search_with_copies"]
+__all__ = ["OffloadProblem", "bound_with_copies", "improve", "least_budget", "search_with_copies"]
 
 
 @dataclass(frozen=True)
@@ -131,9 +130,6 @@ _FREE_PART = 2e-5
 
 _CUT_SECONDS = 8.0
 _CUT_NODES = 100
-_EXACT_SECONDS = 10.0
-_TINY = 14
-"""The most operations for which one programme has all schedules of the class."""
 
 _KNOWN_PART = 0.6
 """The part of the time for known schedules, if one of them fits."""
@@ -159,8 +155,7 @@ def search_with_copies(
 
     Known schedules, of this and of larger budgets, get copies for what is over the budget. The programme over
     cuts with copies gives a bound, and an idea. The best schedule without copies is one more candidate. Then
-    what runs again is changed, operation by operation, as long as that helps. For tiny graphs one programme
-    finds the best schedule of a class.
+    what runs again is changed, operation by operation, as long as that helps.
 
     Args:
         work: The problem.
@@ -184,13 +179,6 @@ def search_with_copies(
         _time_anew(work, known, incumbent, deadline=deadline)
         if incumbent.is_proved(problem, _PROOF_GAP) or time.monotonic() >= deadline:
             return incumbent
-    if is_tiny(problem):
-        latest = time.monotonic() + min((deadline - time.monotonic()) / 2, _EXACT_SECONDS)
-        exact = best_with_swaps(problem, work.tiers, work.budget_bytes, deadline=latest)
-        if exact.schedule is not None:
-            solution = work.simulate(exact.schedule)
-            incumbent = Incumbent("exact", solution) if incumbent is None else incumbent
-            incumbent.update("exact", solution, work.budget_bytes)
     left = deadline - time.monotonic()
     if left > 0 and candidates.fitting(work.budget_bytes):
         latest = time.monotonic() + left * _RECOMPUTE_PART
@@ -205,11 +193,6 @@ def search_with_copies(
     improve(work, incumbent, deadline=deadline)
     _time_anew(work, [(incumbent.name, incumbent.best)], incumbent, deadline=deadline, effort=_LAST_EFFORT)
     return incumbent
-
-
-def is_tiny(problem: CheckpointProblem) -> bool:
-    """Whether one programme finds the best schedule with copies in seconds."""
-    return bool(problem.backward) and len(problem.base) <= _TINY
 
 
 def _time_anew(

@@ -7,6 +7,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from support.exact_offload.choice import schedule_of
+from support.exact_offload.line import ExactProblem, line
+from support.exact_offload.programme import SwapProgramme
+from support.exact_offload.solve import Exact, best_with_swaps
 from support.exhaustive import chains, problem_of
 from support.exhaustive_swaps import Fastest, fastest_with_swaps
 from support.strategies import Sample, graphs, with_annotations
@@ -34,11 +38,8 @@ from irc.ir import (
     verify_schedule,
 )
 from irc.passes import CheckpointProblem
-from irc.passes.offload.exact.choice import schedule_of
-from irc.passes.offload.exact.line import ExactProblem, line
-from irc.passes.offload.exact.programme import SwapProgramme
-from irc.passes.offload.exact.solve import Exact, best_with_swaps
-from irc.passes.offload.remat_and_offload import OffloadProblem, is_tiny, search_with_copies
+from irc.passes.offload.remat_and_offload import OffloadProblem, search_with_copies
+from irc.passes.offload.strategies import known_offload_solutions
 from irc.passes.remat.candidates import find_candidates
 from irc.passes.remat.exact import best_of_class
 
@@ -326,22 +327,31 @@ def test_what_is_known_when_time_is_up_holds() -> None:
     assert not found.is_infeasible
 
 
+MOST_OPERATIONS = 14
+"""Up to so many operations the reference is found in time."""
+
+NEARLY = 0.05
+"""The part of its time by which the plan of a tiny graph may be slower than the best there is."""
+
+
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data(), samples)
-def test_the_plan_of_a_tiny_graph_is_the_best_and_its_bound_is_below(
+def test_the_plan_of_a_tiny_graph_is_nearly_the_best_and_its_bound_is_below(
     data: st.DataObject, sample: Sample
 ) -> None:
     problem = problems(sample)
-    assume(is_tiny(problem))
+    assume(problem.backward and len(problem.base) <= MOST_OPERATIONS)
     places = (data.draw(tiers(problem)),)
     budget_bytes = data.draw(budgets(problem))
     reference = searched(problem, places, budget_bytes)
     work = OffloadProblem(problem, places, budget_bytes)
     deadline = time.monotonic() + MANY_SECONDS
-    found = search_with_copies(work, find_candidates(problem, deadline=deadline), deadline=deadline)
+    candidates = find_candidates(problem, deadline=deadline)
+    seeds = known_offload_solutions(work, deadline=deadline)
+    found = search_with_copies(work, candidates, deadline=deadline, seeds=seeds)
     if reference is None:
         assert found is None or found.best.peak_bytes <= budget_bytes  # some compute again in forward too
         return
     assert found is not None
-    assert found.best.seconds <= reference.seconds + ROUNDING * problem.step_seconds
+    assert found.best.seconds <= reference.seconds * (1 + NEARLY)
     assert problem.step_seconds + found.bound_seconds <= reference.seconds * (1 + 1e-6)

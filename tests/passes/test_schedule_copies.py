@@ -8,13 +8,13 @@ from random import Random
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from support.exact_offload.solve import best_with_swaps
 from support.exhaustive import at_random, chains, problem_of
 from support.strategies import Sample, graphs
 from support.swapping import chain, works
 
 from irc.ir import Region, Tier, Trait, parse_graph, step_times, verify_schedule
 from irc.passes import CheckpointProblem, Costs
-from irc.passes.offload.exact.solve import best_with_swaps
 from irc.passes.offload.remat_and_offload import OffloadProblem
 from irc.passes.offload.schedule_copies import Copies, Order, schedule_copies
 

@@ -7,8 +7,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ....ir import Schedule, Tier, liveness, step_times
-from ...remat.problem import CheckpointProblem
+from irc.ir import Schedule, Tier, liveness, step_times
+from irc.passes.remat.problem import CheckpointProblem
+
 from .choice import schedule_of
 from .line import ExactProblem, Step, line
 from .programme import SwapProgramme

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ....ir import Compute, Fetch, Free, Instruction, Node, Offload, Schedule, Storage, Wait, with_frees
-from ...remat.problem import CheckpointProblem
+from irc.ir import Compute, Fetch, Free, Instruction, Node, Offload, Schedule, Storage, Wait, with_frees
+from irc.passes.remat.problem import CheckpointProblem
+
 from .line import Step
 
 __all__ = ["Begin", "Choice", "schedule_of"]

@@ -9,7 +9,8 @@ from itertools import pairwise
 
 from ortools.sat.python import cp_model
 
-from ....ir import Direction, Fetch, Offload, Storage, Tier
+from irc.ir import Direction, Fetch, Offload, Storage, Tier
+
 from .choice import Begin, Choice
 from .line import ExactProblem, Step
 

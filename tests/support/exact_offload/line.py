@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ....ir import Direction, Node, Storage, Tier
-from ...remat.problem import CheckpointProblem
-from ...remat.solution_merging import complete
+from irc.ir import Direction, Node, Storage, Tier
+from irc.passes.remat.problem import CheckpointProblem
+from irc.passes.remat.solution_merging import complete
 
 __all__ = ["ExactProblem", "Step", "line"]
 

@@ -1,4 +1,4 @@
-"""What the allocator hands out while something runs, from its own events."""
+"""The memory that the allocator hands out while something runs, from its own events."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def allocation_events(run: Callable[[], Any]) -> list[int]:
     gc.collect()
     session = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False)
     with _quiet_stderr(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # older releases warn of cycles, of which there are none
+        warnings.simplefilter("ignore")  # older releases warn of cycles, although there are none
         session.start()
     try:
         run()

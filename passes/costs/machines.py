@@ -1,4 +1,4 @@
-"""Machines: what a device computes and moves in a second, and the memory tiers beside it."""
+"""Machines: the rates at which a device computes and moves bytes, and the memory tiers beside it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...ir import Tier, UsageError
 __all__ = ["FORMAT", "MACHINES", "Machine", "machine_named", "read_machine"]
 
 FORMAT = "irc-machine-1"
-"""What the files of machines say that they are."""
+"""The format that files of machines name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +22,12 @@ class Machine:
     """A device, as the roofline model sees it (Williams, Waterman, Patterson 2009), and the tiers beside it.
 
     Args:
-        name: How it is called on the command line.
-        flops: Sustained floating-point operations a second.
-        bandwidth_bytes: Sustained bytes a second between the device and its memory.
-        launch_seconds: Fixed time of an operation.
-        capacity_bytes: Memory of the device; 0 where it is unknown.
-        tiers: Where storages can be copied to, each under another name.
+        name: The name on the command line.
+        flops: The sustained floating-point operations a second.
+        bandwidth_bytes: The sustained bytes a second between the device and its memory.
+        launch_seconds: The fixed time of an operation.
+        capacity_bytes: The memory of the device; 0 if it is unknown.
+        tiers: The tiers that storages can be copied to, each under another name.
     """
 
     name: str
@@ -38,11 +38,11 @@ class Machine:
     tiers: tuple[Tier, ...] = ()
 
     def seconds(self, flops: float, nbytes: int) -> float:
-        """Time of an operation that computes `flops` and moves `nbytes`."""
+        """The time of an operation that computes `flops` and moves `nbytes`."""
         return self.launch_seconds + max(flops / self.flops, nbytes / self.bandwidth_bytes)
 
     def tier(self, name: str) -> Tier | None:
-        """The tier of that name; None where the machine has none."""
+        """The tier of that name; None if the machine has none."""
         return next((tier for tier in self.tiers if tier.name == name), None)
 
     def to_json(self) -> dict[str, Any]:
@@ -59,20 +59,20 @@ class Machine:
 
     @staticmethod
     def from_json(data: object, source: str = "the machine") -> Machine:
-        """The machine that `to_json` wrote; an entry `measured` may hold anything.
+        """Reads the machine that `to_json` wrote; an entry `measured` may hold anything.
 
         Args:
-            data: What was read.
-            source: What errors call it, such as the path of a file.
+            data: The data that was read.
+            source: The name of the data in errors, such as the path of a file.
 
         Raises:
-            UsageError: IRC415 when it is no description of a machine; IRC416 for an entry that is missing or
-                unknown; IRC417 for a value that cannot be; IRC418 for two tiers of one name.
+            UsageError: IRC415 when it is not a description of a machine; IRC416 for an entry that is missing
+                or unknown; IRC417 for a value that cannot be; IRC418 for two tiers of one name.
         """
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise UsageError(
                 "IRC415",
-                f"{source} is no description of a machine",
+                f"{source} is not a description of a machine",
                 help=f'give a file that irc machine -o FILE wrote; it says "format": "{FORMAT}"',
             )
         entries = cast("dict[str, Any]", data)
@@ -111,7 +111,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """What an entry of a file may be."""
+    """The types and limits of an entry of a file."""
 
     kind: type
     least: float = 0.0
@@ -133,7 +133,7 @@ class _Entry:
             return isinstance(entry, list)
         if not isinstance(entry, int if self.kind is int else int | float):
             return False
-        # an integer of hundreds of digits is no float
+        # an integer of hundreds of digits is not a float
         if isinstance(entry, int) and abs(entry) > 1 << 100:
             return False
         number = float(entry)
@@ -163,7 +163,7 @@ _TIER: Mapping[str, _Entry] = {
 
 
 def _check(given: Mapping[str, object], entries: Mapping[str, _Entry], source: str) -> None:
-    """Refuses what has other entries, or values that cannot be."""
+    """Refuses other entries, and values that cannot be."""
     missing = [key for key in entries if key not in given]
     unknown = [key for key in given if key not in entries]
     if missing or unknown:
@@ -179,10 +179,10 @@ def _check(given: Mapping[str, object], entries: Mapping[str, _Entry], source: s
 
 
 def read_machine(path: Path) -> Machine:
-    """The machine that a file describes.
+    """Reads the machine that a file describes.
 
     Raises:
-        UsageError: IRC414 when the file cannot be read; else as `Machine.from_json`.
+        UsageError: IRC414 when the file cannot be read; else the errors of `Machine.from_json`.
     """
     help = "give the path of a file that irc machine -o FILE wrote"
     try:
@@ -190,7 +190,7 @@ def read_machine(path: Path) -> Machine:
     except OSError as error:
         raise UsageError("IRC414", f"{path} cannot be read: {error.strerror}", help=help) from error
     except (ValueError, RecursionError) as error:
-        raise UsageError("IRC414", f"{path} is no JSON: {error}", help=help) from error
+        raise UsageError("IRC414", f"{path} is not JSON: {error}", help=help) from error
     return Machine.from_json(data, str(path))
 
 
@@ -215,7 +215,7 @@ _DESCRIBED: Sequence[Machine] = (
 )
 
 MACHINES = {machine.name: machine for machine in _DESCRIBED}
-"""Described machines: sustained float32 figures.
+"""Described machines, with sustained float32 figures.
 
 Operations and bytes a second are about 0.8 of the data sheets of the accelerators: 8.87 TFLOP/s and 320 GB/s
 (GTX 1080), 11.76 and 346 (Tesla P40), 15.7 and 900 (V100), 19.5 and 1555 (A100 with 40 GB), 51 and 3350
@@ -233,13 +233,13 @@ device of `cpu` is the host's memory itself, so it has no tier `host`; its disk 
 
 
 def machine_named(name: str) -> Machine:
-    """The described machine of that name, or that of a file.
+    """Finds the described machine of that name, or reads that of a file.
 
     Args:
         name: One of `MACHINES`, or the path of a file: it ends in `.json` or has a folder in it.
 
     Raises:
-        UsageError: IRC410 when there is none; IRC414 to IRC418 for a file that describes none.
+        UsageError: IRC410 when there is none; IRC414 to IRC418 for a file that does not describe one.
     """
     if name in MACHINES:
         return MACHINES[name]

@@ -1,4 +1,4 @@
-"""Measures what a device computes and moves in a second, as a training step finds it."""
+"""Measures the rates at which a device computes and moves bytes in a training step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 def present_device(device: str = "") -> torch.device:
-    """The device of that name; if empty a GPU where there is one, else the CPU.
+    """Finds the device of that name; if empty a GPU if there is one, else the CPU.
 
     Raises:
         UsageError: IRC419 when this machine has no such device.
@@ -52,30 +52,30 @@ def present_device(device: str = "") -> torch.device:
         raise UsageError(
             "IRC419",
             f"this machine has no device {device!r} that can be measured",
-            help="give cpu, or cuda where there is one",
+            help="give cpu, or cuda if there is one",
         )
     return found
 
 
 def product_flops(device: torch.device, seconds: float) -> float:
-    """Floating-point operations a second of float32 matrix products under torch's settings, in the median.
+    """Measures the floating-point operations a second of float32 matrix products, in the median.
 
     Args:
-        device: Where.
-        seconds: How long to measure.
+        device: The device.
+        seconds: The time to measure for.
     """
     product = Product(device)
     return product.flops / median_seconds(product.run, device, seconds)
 
 
 def memory_bandwidth(device: torch.device, seconds: float) -> float:
-    """Bytes a second between the device and its memory, the median of several.
+    """Measures the bytes a second between the device and its memory, in the median.
 
     Two float32 arrays, too large for caches, are added into a third (STREAM's "Add", McCalpin 1995).
 
     Args:
-        device: Where.
-        seconds: How long to measure.
+        device: The device.
+        seconds: The time to measure for.
     """
     free_bytes = device_bytes(device)[1]
     count = max(min(_STREAM_BYTES, free_bytes // 16) // 4, 1 << 16)
@@ -84,11 +84,11 @@ def memory_bandwidth(device: torch.device, seconds: float) -> float:
 
 
 def launch_seconds(device: torch.device, seconds: float) -> float:
-    """Time of an operation on one number: what each costs beyond what it computes, the median of several.
+    """Measures the time of an operation on one number: the cost beside the work, in the median.
 
     Args:
-        device: Where.
-        seconds: How long to measure.
+        device: The device.
+        seconds: The time to measure for.
     """
     x = torch.ones(1, device=device)
 
@@ -106,7 +106,7 @@ def median_seconds(run: Callable[[], object], device: torch.device, seconds: flo
 
 
 def several(measure: Callable[[], float], seconds: float) -> list[float]:
-    """Times of runs: for `seconds`, and three at least unless these take more than three times as long."""
+    """Measures runs for `seconds`, and three at least unless these take more than three times as long."""
     start = time.perf_counter()
     times: list[float] = []
     while True:
@@ -117,7 +117,7 @@ def several(measure: Callable[[], float], seconds: float) -> list[float]:
 
 
 def _timed(run: Callable[[], object], device: torch.device) -> float:
-    """Time of one run by the clock on the wall; on a GPU until it is done."""
+    """Measures one run by the clock on the wall; on a GPU until it is done."""
     _finish(device)
     start = time.perf_counter()
     run()
@@ -126,7 +126,7 @@ def _timed(run: Callable[[], object], device: torch.device) -> float:
 
 
 def _finish(device: torch.device) -> None:
-    """Waits for what the present thread's stream of a GPU has been given."""
+    """Waits for the work that the present thread's stream of a GPU has been given."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
@@ -138,7 +138,7 @@ class Product:
     """A product of two square float32 matrices, large enough to take some time.
 
     Args:
-        device: Where.
+        device: The device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -158,7 +158,7 @@ class Product:
         return torch.mm(a, b, out=c)
 
     def seconds(self) -> float:
-        """Time of one."""
+        """Measures the time of one product."""
         return _timed(self.run, self.device)
 
 
@@ -175,7 +175,7 @@ def busy(product: Product) -> Generator[list[float]]:
             running.set()
             while not (seconds and stop.is_set()):
                 seconds.append(product.seconds())
-        except Exception as error:  # raised where the copies are measured
+        except Exception as error:  # raised again when the copies are measured
             errors.append(error)
             running.set()
 
@@ -195,7 +195,7 @@ def busy(product: Product) -> Generator[list[float]]:
 
 
 def device_bytes(device: torch.device) -> tuple[int, int]:
-    """Memory of a device in bytes: all of it, and what is free now. A CPU's is the host's."""
+    """The memory of a device in bytes: all of it, and what is free now. A CPU's is the host's."""
     if device.type == "cuda":
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
         return total_bytes, free_bytes
@@ -203,14 +203,14 @@ def device_bytes(device: torch.device) -> tuple[int, int]:
 
 
 def total_host_bytes() -> int:
-    """Memory of the host, or of the container that the process is in."""
+    """The memory of the host, or of the container that the process is in."""
     physical_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit_bytes = _container_bytes("memory.max")
     return physical_bytes if limit_bytes is None else min(physical_bytes, limit_bytes)
 
 
 def free_host_bytes() -> int:
-    """Memory that new tensors can have without swapping, page cache that can go included."""
+    """The memory that new tensors can have without swapping, page cache that can go included."""
     free_bytes = _available_bytes()
     limit_bytes, used_bytes = _container_bytes("memory.max"), _container_bytes("memory.current")
     if limit_bytes is not None and used_bytes is not None:
@@ -223,12 +223,12 @@ def _available_bytes() -> int:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
-        # not Linux: half of what there is, as nothing says how much of it is in use
+        # not Linux: half of the memory, as nothing says how much of it is in use
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def _container_bytes(name: str) -> int | None:
-    """A figure of the control group (version 2) that the process is in; None where there is none."""
+    """A figure of the control group (version 2) that the process is in; None if there is none."""
     try:
         text = (_CONTROL_GROUP / name).read_text().strip()
     except OSError:

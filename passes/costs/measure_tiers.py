@@ -3,10 +3,10 @@
 Plans use the figures beside computations, since that is when copies run.
 
 A file is measured as the disk behind it, not as the page cache before it. A write counts until `fdatasync`
-has returned; before a read the cache is told to drop the file (`POSIX_FADV_DONTNEED`), and asked afterwards
-whether it does (`RWF_NOWAIT`). What cannot be passed by without an administrator's rights is the cache within
-a drive, or of a virtual machine's host. The scratch file is rewritten in place, as that of a plan is. The
-latency is that of small copies: a read from the disk or a write handed to the kernel, whichever takes longer.
+has returned. Before a read the cache is told to drop the file (`POSIX_FADV_DONTNEED`), and asked afterwards
+whether it does (`RWF_NOWAIT`). The cache within a drive, or of a virtual machine's host, cannot be passed by
+without an administrator's rights. The scratch file is rewritten in place, as that of a plan is. The latency
+is that of small copies: a read from the disk or a write handed to the kernel, whichever takes longer.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class MeasuredTier:
     """A tier as it was measured.
 
     Args:
-        tier: For plans: rates beside computations.
+        tier: The tier for plans, with rates beside computations.
         out_alone: Bytes a second from the device while it computes nothing.
         in_alone: Bytes a second to the device while it computes nothing.
-        out_slowdown: By which factor computations take longer while copies go out.
-        in_slowdown: By which factor they take longer while copies come in.
-        folder: Where the file was; empty for the host's memory.
-        filesystem: Of the folder, such as `ext4`.
-        notes: What a reader of the figures should know.
+        out_slowdown: The factor by which computations take longer while copies go out.
+        in_slowdown: The factor by which they take longer while copies come in.
+        folder: The folder of the file; empty for the host's memory.
+        filesystem: The file system of the folder, such as `ext4`.
+        notes: Remarks for a reader of the figures.
     """
 
     tier: Tier
@@ -62,7 +62,7 @@ class MeasuredTier:
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """What a description of the machine does not say, as JSON-ready data."""
+        """The facts that a description of the machine does not have, as JSON-ready data."""
         return {
             "out_bytes_per_second_alone": self.out_alone,
             "in_bytes_per_second_alone": self.in_alone,
@@ -75,13 +75,13 @@ class MeasuredTier:
 
 
 def measure_tier(kind: str, folder: str | Path = "", *, device: str = "", seconds: float = 1.0) -> Tier:
-    """One tier of this machine, measured in a second or two.
+    """Measures one tier of this machine in a second or two.
 
     Args:
         kind: `host` or `disk`.
-        folder: Of a disk, where the scratch file goes; the system's folder for temporary files if empty.
-        device: Such as `cpu` or `cuda:0`; if empty a GPU where there is one.
-        seconds: How long to measure, about.
+        folder: The folder of a disk's scratch file; the system's folder for temporary files if empty.
+        device: A device such as `cpu` or `cuda:0`; if empty a GPU if there is one.
+        seconds: The time to measure for, about.
 
     Raises:
         UsageError: IRC419 when the tier cannot be measured here; IRC427 or IRC428 for the folder.
@@ -90,16 +90,16 @@ def measure_tier(kind: str, folder: str | Path = "", *, device: str = "", second
 
 
 def measured_tier(kind: str, folder: str | Path, device: torch.device, seconds: float) -> MeasuredTier:
-    """One tier of this machine, beside computations and alone.
+    """Measures one tier of this machine, beside computations and alone.
 
     Args:
         kind: `host` or `disk`.
-        folder: Of a disk, as for `measure_tier`.
-        device: What computes, and what the host's memory is beside.
-        seconds: How long to measure, about.
+        folder: The folder of a disk, as for `measure_tier`.
+        device: The device that computes, and that the host's memory is beside.
+        seconds: The time to measure for, about.
 
     Raises:
-        UsageError: As `measure_tier`.
+        UsageError: The errors of `measure_tier`.
     """
     if kind not in TIER_KINDS:
         raise UsageError(
@@ -119,12 +119,12 @@ def measured_tier(kind: str, folder: str | Path, device: torch.device, seconds: 
 
 
 def tier_bytes(kind: str, folder: str | Path = "") -> int:
-    """What a tier could hold now: free memory of the host, or free bytes of the folder."""
+    """The bytes that a tier could hold now: free memory of the host, or free bytes of the folder."""
     return free_host_bytes() if kind == "host" else shutil.disk_usage(folder or tempfile.gettempdir()).free
 
 
 class _Copies(Protocol):
-    """Copies of one size, each of which gives its seconds."""
+    """Copies of one size, each of which returns its seconds."""
 
     @property
     def nbytes(self) -> int: ...
@@ -181,8 +181,8 @@ class _ScratchFile:
     """A file without a name, which is written and read block by block past the page cache.
 
     Args:
-        folder: Where it is.
-        block_seconds: How long a block should take, about.
+        folder: The folder that it is in.
+        block_seconds: The time that a block should take, about.
     """
 
     def __init__(self, folder: Path, block_seconds: float) -> None:
@@ -201,7 +201,7 @@ class _ScratchFile:
             free_bytes = shutil.disk_usage(self.folder).free
             limit_bytes = min(_LARGEST_BLOCK_BYTES, free_bytes // 4, free_host_bytes() // 8)
             count = max(min(wanted_bytes, limit_bytes) // _PROBE_BYTES, 1)
-            # bytes that no drive can compress, at least within four MiB
+            # bytes that drives cannot compress, at least within four MiB
             self.content = memoryview(bytes(self.content) * count)
             self.nbytes = len(self.content)
             self.target = memoryview(bytearray(self.nbytes))
@@ -215,7 +215,7 @@ class _ScratchFile:
         self.file.close()
 
     def out(self) -> float:
-        """Writes the block, and waits until the disk has it; the seconds that it took."""
+        """Writes the block, and waits until the disk has it; returns the seconds that it took."""
         start = time.perf_counter()
         written = 0
         while written < self.nbytes:
@@ -224,7 +224,7 @@ class _ScratchFile:
         return time.perf_counter() - start
 
     def back(self) -> float:
-        """Reads the block from the disk; the seconds that it took."""
+        """Reads the block from the disk; returns the seconds that it took."""
         self._forget()
         start = time.perf_counter()
         read = 0
@@ -236,7 +236,7 @@ class _ScratchFile:
         return time.perf_counter() - start
 
     def small_read_seconds(self) -> float:
-        """Median time of reading a few bytes from the disk."""
+        """The median time of reading a few bytes from the disk."""
         self._forget(at_random=True)
         places = iter(self._small_places())
         target = memoryview(bytearray(_SMALL_BYTES))
@@ -250,7 +250,7 @@ class _ScratchFile:
         return statistics.median(read() for _ in range(_SMALL_COPIES))
 
     def small_write_seconds(self) -> float:
-        """Median time of handing a few bytes to the kernel."""
+        """The median time of handing a few bytes to the kernel."""
 
         def write(place: int) -> float:
             start = time.perf_counter()
@@ -260,7 +260,7 @@ class _ScratchFile:
         return statistics.median(write(place) for place in self._small_places())
 
     def notes(self, filesystem: str) -> tuple[str, ...]:
-        """What is known against the figures."""
+        """The known objections to the figures."""
         if filesystem in _IN_MEMORY:
             return (f"{self.folder} is {filesystem}: its bytes are the host's memory, not a disk",)
         self.out()
@@ -282,7 +282,7 @@ class _ScratchFile:
         os.posix_fadvise(self.number, 0, 0, os.POSIX_FADV_RANDOM if at_random else os.POSIX_FADV_SEQUENTIAL)
 
     def _is_cached(self) -> bool | None:
-        """Whether the file is in the page cache, in one of many places; None where nobody says."""
+        """Whether the file is in the page cache, in one of many places; None if nothing says so."""
         flag = getattr(os, "RWF_NOWAIT", None)
         if flag is None:
             return None
@@ -306,7 +306,7 @@ def _synchronize(number: int) -> None:
 
 
 def filesystem_of(folder: str | Path) -> str:
-    """The kind of file system that a folder is on, such as `ext4`; `unknown` where nobody says."""
+    """The kind of file system that a folder is on, such as `ext4`; `unknown` if nothing says so."""
     device = os.stat(folder).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
@@ -350,15 +350,15 @@ class _PinnedCopies:
         torch.cuda.synchronize(device)
 
     def out(self) -> float:
-        """From the device; the seconds that it took."""
+        """Copies from the device; returns the seconds that it took."""
         return self._seconds(0, self.nbytes)
 
     def back(self) -> float:
-        """To the device; the seconds that it took."""
+        """Copies to the device; returns the seconds that it took."""
         return self._seconds(1, self.nbytes)
 
     def small_seconds(self) -> float:
-        """Median time of copying a few bytes: the slower direction's."""
+        """The median time of copying a few bytes, in the slower direction."""
         return max(
             statistics.median(self._seconds(way, _SMALL_BYTES) for _ in range(_SMALL_COPIES))
             for way in (0, 1)
@@ -382,7 +382,7 @@ class _PinnedCopies:
         return start.elapsed_time(end) / 1000
 
     def _copied(self, way: int, nbytes: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        """Begins a copy; the events around it."""
+        """Begins a copy; returns the events around it."""
         stream = self.streams[way]
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         host, device = self.on_host[way][:nbytes], self.on_device[way][:nbytes]

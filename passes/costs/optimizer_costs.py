@@ -1,4 +1,4 @@
-"""What an optimizer's step takes for one parameter, measured on made-up tensors: state, workspace, time."""
+"""Measures an optimizer's step for one parameter on made-up tensors: state, workspace, time."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 _STEPS = 3
 
 _MEMORY_STEPS = 8
-"""So many steps show what memory is taken: RAdam takes more from its sixth one on."""
+"""The number of steps that show what memory is taken: RAdam takes more from its sixth one on."""
 
 
 def optimizer_of(factory: OptimizerFactory, parameters: list[nn.Parameter]) -> Optimizer:
-    """The optimizer of these parameters alone, in whatever groups.
+    """Makes the optimizer of these parameters alone, in whatever groups.
 
     Raises:
         UsageError: IRC508 when the factory fails, or makes something else.
@@ -58,7 +58,7 @@ def optimizer_of(factory: OptimizerFactory, parameters: list[nn.Parameter]) -> O
 
 
 def step_costs(factory: OptimizerFactory, parameters: Sequence[Value]) -> dict[Value, StepCost]:
-    """What a step of the factory's optimizer takes for each parameter by itself.
+    """Measures a step of the factory's optimizer for each parameter by itself.
 
     Each distinct type of parameter is measured once, on a made-up parameter and gradient. No parameter and
     no optimizer of the user is touched; the generators' states are as before.
@@ -80,8 +80,8 @@ def step_costs(factory: OptimizerFactory, parameters: Sequence[Value]) -> dict[V
 def _check_separable(factory: OptimizerFactory, types: Sequence[TensorType]) -> None:
     """Refuses an optimizer that takes another step for two parameters than for each by itself.
 
-    It is tried on two small parameters of each rank, whose gradients differ much in size. An optimizer that
-    looks at all gradients only now and then, or only where they are larger than these, is not found out.
+    It is tried on two small parameters of each rank, whose gradients differ much in size. An optimizer is not
+    found out if it looks at all gradients only now and then, or only if they are larger than these.
     """
     smallest: dict[int, TensorType] = {}
     for type in sorted(types, key=lambda type: type.nbytes):
@@ -140,7 +140,7 @@ def _generator_states(devices: Iterable[str]) -> list[Tensor]:
 
 
 def _measured(factory: OptimizerFactory, types: Sequence[TensorType]) -> list[StepCost]:
-    """The costs of steps for each type of parameter; the first step makes the state."""
+    """Measures the costs of steps for each type of parameter; the first step makes the state."""
     with one_thread():
         timed = [_timed(factory, type) for type in types]
     on_cuda = any(type.device.startswith("cuda") for type in types)
@@ -167,7 +167,7 @@ def _timed(factory: OptimizerFactory, type: TensorType) -> tuple[float, int]:
 
 
 def _runs(factory: OptimizerFactory, types: Iterable[TensorType]) -> Iterator[Callable[[], None]]:
-    """For each type: making an optimizer, which may make its state, and its first steps."""
+    """Makes an optimizer for each type, which may make its state, and takes its first steps."""
     for type in types:
         parameters = [_scratch(type)]
         made: list[Optimizer] = []

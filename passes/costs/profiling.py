@@ -54,8 +54,8 @@ class Measured:
     """One measured operation.
 
     Args:
-        seconds: Best time of several runs.
-        workspace_bytes: Allocator bytes at the operation's own peak, beyond its results.
+        seconds: The best time of several runs.
+        workspace_bytes: The allocator's bytes at the operation's own peak, beyond its results.
     """
 
     seconds: float
@@ -65,16 +65,16 @@ class Measured:
 def profile_costs(
     graph: Graph, *, store: ProfileStore | None = None, repeats: int = 5, progress: Progress | None = None
 ) -> Costs:
-    """Costs measured on the devices that the graph's tensors live on.
+    """Measures costs on the devices that the graph's tensors live on.
 
-    Each distinct operation (name, constants, operand types) runs on made-up tensors: once to warm up and
-    to count its allocations, then up to `repeats` times for the time, of which the best counts.
-    The generator's state is as before. What an optimizer's step costs stands at its node (see `StepCost`).
+    Each distinct operation (name, constants, operand types) runs on made-up tensors: once to warm up and to
+    count its allocations, then up to `repeats` times for the time, of which the best counts. The generator's
+    state is as before. The cost of an optimizer's step stands at its node (see `StepCost`).
 
     Args:
-        graph: Whose operations to measure.
-        store: Where earlier measurements are kept; None measures everything anew.
-        repeats: Timed runs of an operation; long operations get fewer, but two at least.
+        graph: The graph whose operations are measured.
+        store: The store of earlier measurements; None measures everything anew.
+        repeats: The number of timed runs of an operation; long operations get fewer, but two at least.
         progress: Called with (done, total) as distinct operations are measured.
 
     Raises:
@@ -106,7 +106,7 @@ class ProfileStore:
     """Measurements on disk: one JSON file for each device, torch version and number of threads.
 
     Args:
-        folder: Where the files are; None keeps nothing.
+        folder: The folder of the files; None keeps nothing.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -119,7 +119,7 @@ class ProfileStore:
         return ProfileStore(Path(os.environ.get("IRC_CACHE_DIR") or Path(cache) / "irc"))
 
     def load(self, device: str) -> dict[str, Measured]:
-        """What is known for `device`; a file that cannot be read counts as empty."""
+        """The measurements for `device`; a file that cannot be read counts as empty."""
         path = self._path(device)
         if path is None or not path.is_file():
             return {}
@@ -162,7 +162,7 @@ def _device_of(graph: Graph) -> str:
 
 
 def device_name(device: str) -> str:
-    """What a device is: a GPU's name, or the processor and the number of threads."""
+    """The name of a device: a GPU's, or the processor and the number of threads."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)
     return f"{_processor()}-{torch.get_num_threads()}-threads"
@@ -180,9 +180,9 @@ def _processor() -> str:
 
 
 def _measure(nodes: Sequence[Node], repeats: int, progress: Progress | None) -> list[Measured]:
-    """Times and workspaces: one pass for the times, which also warms kernels up, one for the allocations."""
+    """Measures times and workspaces: one pass for times, which warms kernels up, and one for allocations."""
     if not nodes:
-        return []  # and no profiler session, which would end one that is open
+        return []  # and not a profiler session, which would end one that is open
     seconds: list[float] = []
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         with one_thread():
@@ -222,7 +222,7 @@ def _runner(node: Node) -> Callable[[], Any]:
 
 
 def made_up(type: TensorType) -> Tensor:
-    """A tensor of `type`: floats between 0.1 and 1, everything else zero (so that indices are in range)."""
+    """Makes a tensor of `type`: floats between 0.1 and 1, all else zero (so that indices are in range)."""
     dtype: torch.dtype = getattr(torch, type.dtype.value)
     reach = 1 + sum((size - 1) * step for size, step in zip(type.shape, type.strides, strict=True))
     flat = torch.zeros(reach if type.numel else 0, dtype=dtype, device=type.device)
@@ -271,14 +271,14 @@ def _check_sizes(node: Node, results: Any) -> None:
         if nbytes > value.storage.nbytes:
             raise UnsupportedError(
                 "IRC412",
-                f"{node.op} returns {nbytes} bytes where {value.storage.nbytes} bytes were traced",
+                f"{node.op} returns {nbytes} bytes, but {value.storage.nbytes} bytes were traced",
                 at=node.at,
                 help="its memory cannot be promised; use another operation here",
             )
 
 
 def run_seconds(run: Callable[[], Any], *, on_cuda: bool) -> float:
-    """Seconds of one run: of the processor (let one thread compute), or between two events of a GPU."""
+    """Measures one run: of the processor (let one thread compute), or between two events of a GPU."""
     if on_cuda:
         return _cuda_seconds(run)
     start = time.process_time()
@@ -290,7 +290,7 @@ def run_seconds(run: Callable[[], Any], *, on_cuda: bool) -> float:
 
 @contextlib.contextmanager
 def one_thread() -> Generator[None]:
-    """Times on several threads wait for one another where the machine is busy; on one they are steady."""
+    """Times on several threads wait for one another if the machine is busy; on one they are steady."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -333,11 +333,11 @@ def _result_bytes(node: Node) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """What the allocator hands out in one run, above its level before.
+    """The memory that the allocator hands out in one run, above its level before.
 
     Args:
         peak_bytes: The most at once while it runs.
-        left_bytes: What is still held when it ends, its result included.
+        left_bytes: The bytes that are still held when it ends, its result included.
     """
 
     peak_bytes: int
@@ -345,7 +345,7 @@ class Level:
 
 
 def allocation_levels(runs: Iterable[Callable[[], Any]], *, on_cuda: bool) -> list[Level]:
-    """The allocator's levels of each run; what is done to come to the next run is not counted."""
+    """The allocator's levels of each run; the work to come to the next run is not counted."""
     return [_cuda_level(run) for run in runs] if on_cuda else _cpu_levels(runs)
 
 

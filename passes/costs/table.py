@@ -1,4 +1,4 @@
-"""What each operation costs: seconds, and bytes of workspace. Analytic, or taken from a profile."""
+"""Costs of operations: seconds, and bytes of workspace, analytic or taken from a profile."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Costs:
     """Seconds and workspace of every operation of a graph.
 
     Args:
-        seconds: Time of one run.
-        workspace_bytes: What the allocator hands out while the operation runs, beyond its results.
-        source: `analytic:<machine>` or `profile:<device>`.
+        seconds: The time of one run.
+        workspace_bytes: The bytes that the allocator hands out while the operation runs, beyond its results.
+        source: The origin, `analytic:<machine>` or `profile:<device>`.
     """
 
     seconds: Mapping[Node, float]
@@ -28,18 +28,18 @@ class Costs:
     source: str
 
     def step_seconds(self, graph: Graph) -> float:
-        """Time of one training step that runs every operation once."""
+        """The time of one training step that runs every operation once."""
         return sum(self.seconds[node] for node in graph.operations)
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """What an optimizer takes for one parameter; as keywords of a node that applies a gradient.
+    """The cost of an optimizer for one parameter; as keywords of a node that applies a gradient.
 
     Args:
-        state_bytes: What it keeps from step to step, on the parameter's device.
-        workspace_bytes: What a step takes from the allocator beyond that while it runs.
-        seconds: Time of one step.
+        state_bytes: The bytes that it keeps from step to step, on the parameter's device.
+        workspace_bytes: The bytes that a step takes from the allocator beyond that while it runs.
+        seconds: The time of one step.
         moving_bytes: The part of the state in tensors that are large enough to live in a tier.
     """
 
@@ -50,7 +50,7 @@ class StepCost:
 
     @staticmethod
     def of(node: Node) -> StepCost:
-        """The cost that stands at a node; none where a gradient is accumulated."""
+        """The cost that stands at a node; an empty one if a gradient is accumulated."""
         given: dict[str, Any] = dict(node.keywords)
         return StepCost(**given)
 
@@ -61,16 +61,16 @@ class StepCost:
 
 
 def analytic_costs(graph: Graph, machine: Machine) -> Costs:
-    """Costs from FLOPs, bytes and a machine description, with an upper bound for the workspace.
+    """Models costs from FLOPs, bytes and a machine description, with an upper bound for the workspace.
 
     An operation moves its operands and results once. FLOPs are those of torch's own formulas
-    (`torch.utils.flop_counter`); what has no formula there counts one for each element of its results.
-    The workspace bound is one reordered copy of each operand and each result, for the operations whose
-    kernels are known to reorder (convolutions, attention, matrix products); the others need none
-    beyond a small constant. Copies for a convolution have their channels rounded up to whole blocks.
-    What pipeline stages exchange costs nothing here (see `ir.pipeline_timing`). Accumulating a gradient needs
-    none; the step of an optimizer reads and writes its state once, and its
-    workspace is the one that its node was given.
+    (`torch.utils.flop_counter`); an operation without a formula there counts one for each element of its
+    results. The workspace bound is one reordered copy of each operand and each result, for the operations
+    whose kernels are known to reorder (convolutions, attention, matrix products); the others need none beyond
+    a small constant. Copies for a convolution have their channels rounded up to whole blocks. Exchanges of
+    pipeline stages cost nothing here (see `ir.pipeline.timing`). Accumulating a gradient needs no workspace.
+    The step of an optimizer reads and writes its state once, and its workspace is the one that its node was
+    given.
     """
     seconds: dict[Node, float] = {}
     workspace: dict[Node, int] = {}
@@ -156,7 +156,7 @@ def _flops(node: Node) -> float:
 
 
 def signature(node: Node) -> str:
-    """What an operation's cost depends on: its name, its constants, and the types of its operands.
+    """The key of an operation's cost: its name, its constants, and the types of its operands.
 
     Two operands that are the same value are marked as such; names do not matter.
     """

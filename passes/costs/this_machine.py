@@ -32,11 +32,11 @@ class MeasuredMachine:
     """A machine as it was measured.
 
     Args:
-        machine: For plans.
-        device: What its device is.
-        free_bytes: Memory of the device that was free.
-        tiers: How each tier was measured.
-        seconds: How long that took.
+        machine: The machine for plans.
+        device: The name of its device.
+        free_bytes: The memory of the device that was free.
+        tiers: The tiers as they were measured.
+        seconds: The time that this took.
     """
 
     machine: Machine
@@ -57,7 +57,7 @@ class MeasuredMachine:
         return {**self.machine.to_json(), "measured": measured}
 
     def table(self) -> str:
-        """The machine for a person."""
+        """Prints the machine for a person."""
         machine = self.machine
         lines = [
             f"{'machine':>10}  {machine.name}: {self.device}",
@@ -87,10 +87,10 @@ def measure_machine(
     """Measures this machine, in under 30 seconds, or under 5 if quick. It should have nothing else to do.
 
     Args:
-        device: Such as `cpu` or `cuda:0`; if empty a GPU where there is one.
-        scratch: Where the disk's scratch file goes; the system's folder for temporary files if empty.
-        name: What the machine is called; `this-machine` if empty.
-        quick: Measure less.
+        device: A device such as `cpu` or `cuda:0`; if empty a GPU if there is one.
+        scratch: The folder of the disk's scratch file; the system's folder for temporary files if empty.
+        name: The name of the machine; `this-machine` if empty.
+        quick: Whether to measure less.
 
     Raises:
         UsageError: IRC419 when something cannot be measured here; IRC427 or IRC428 for the folder.
@@ -126,7 +126,7 @@ def measure_machine(
 
 
 def store(measured: MeasuredMachine, path: Path | None = None) -> Path:
-    """Writes the description of a machine; where `this_machine` finds it again unless a path is given.
+    """Writes the description of a machine; without a path to the place at which `this_machine` finds it.
 
     Raises:
         UsageError: IRC435 when it cannot be written.
@@ -140,7 +140,7 @@ def store(measured: MeasuredMachine, path: Path | None = None) -> Path:
 
 
 def _stored(device: str) -> Path:
-    """Where the description of this machine with a device of that name is: beside measured operations."""
+    """The path of this machine's description with a device of that name: beside measured operations."""
     plain = "".join(c if c.isalnum() or c in ".-" else "-" for c in device)
     folder = ProfileStore.default().folder
     assert folder is not None, "the user's store has a folder"
@@ -148,14 +148,14 @@ def _stored(device: str) -> Path:
 
 
 def this_machine(device: str, folder: str | Path = "") -> Machine | None:
-    """This machine as `irc machine` last measured it with that device; None where it has not.
+    """Reads this machine as `irc machine` last measured it with that device; None if it has not.
 
-    The tiers' capacities are what is free now. The disk is left out where `folder` is on another file system
+    The tiers' capacities are what is free now. The disk is left out if `folder` is on another file system
     than the one that was measured.
 
     Args:
-        device: Where the model is, such as `cpu` or `cuda:0`.
-        folder: Where scratch files will go; the system's folder for temporary files if empty.
+        device: The device of the model, such as `cpu` or `cuda:0`.
+        folder: The folder of scratch files; the system's folder for temporary files if empty.
 
     Raises:
         UsageError: IRC414 to IRC418 when the stored description cannot be read.

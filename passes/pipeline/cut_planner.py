@@ -196,7 +196,7 @@ class CutPlanner:
         strategy: str,
         last_strategy: str,
     ) -> PlannedPipeline:
-        """Plans the stages of a cut by strategies that ask for no budget.
+        """Plans the stages of a cut by strategies that do not look at a budget.
 
         Raises:
             BudgetError: IRC486.

@@ -1,4 +1,4 @@
-"""The order of backward: gradients that are large beside what they are made from are made last."""
+"""The order of backward: gradients that are larger than what they are made from are made last."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ __all__ = ["weight_gradients_last"]
 
 
 def weight_gradients_last(graph: Graph, costs: Costs, least_ratio: float = 1.0) -> tuple[Node, ...]:
-    """The backward operations of `graph`, with those last that make large gradients of little.
+    """Orders the backward operations of `graph`: those that make large gradients of little come last.
 
-    A gradient that is delivered stays until backward ends. Where it is larger than what its operation
-    reads and nothing else still needs, waiting with the operation takes less memory at every moment
-    in between, and no time. A gradient that is released takes its bytes while nearly all of the step's values
-    are alive; at the end they are gone. Operations that share what they read wait together or not at all;
-    of those that wait, the ones that take and free most besides come first, while few gradients are there.
-    What reads a parameter that something else's release updates does not wait.
+    A gradient that is delivered stays until backward ends. If it is larger than what its operation reads and
+    nothing else still needs, waiting with the operation takes less memory at every time step in between, and
+    no time. A gradient that is released takes its bytes while nearly all of the step's values are alive; at
+    the end they are gone. Operations that share what they read wait together or not at all. Among those that
+    wait, the ones that take and free most besides come first, while few gradients are there. An operation
+    that reads a parameter which something else's release updates does not wait.
 
     Args:
         graph: The training graph.
-        costs: Of its operations.
-        least_ratio: Operations wait where the gradient is larger than so many times what is held for it.
+        costs: The costs of its operations.
+        least_ratio: Operations wait if the gradient is larger than this many times what is held for it.
 
     Source:
         Qi et al., Zero Bubble Pipeline Parallelism (ICLR 2024) delay the gradients of weights to fill a
@@ -51,7 +51,7 @@ def weight_gradients_last(graph: Graph, costs: Costs, least_ratio: float = 1.0) 
 
 @dataclass(frozen=True)
 class _Sink:
-    """An operation that makes gradients alone, delivered or released, and what is held while it waits."""
+    """An operation that makes gradients alone, delivered or released, with the bytes held while it waits."""
 
     node: Node
     releases: tuple[Node, ...]
@@ -66,7 +66,7 @@ def _ratio(graph: Graph, sinks: Sequence[_Sink]) -> float:
 
 
 def _groups(graph: Graph, backward: Sequence[Node]) -> list[list[_Sink]]:
-    """The sinks, those together that share the largest storage that they read."""
+    """Groups the sinks by the largest storage that they read."""
     readers: dict[Storage, list[Node]] = {}
     for node in backward:
         for storage in graph.reads(node):

@@ -13,10 +13,10 @@ __all__ = ["HoldForwards"]
 
 @dataclass(frozen=True, slots=True)
 class HoldForwards:
-    """Plans for several forwards before their backwards: all bytes are then for so many (see `ir.in_flight`).
+    """Plans for several forwards before their backwards: all bytes count that many (see `ir.live_forwards`).
 
     Args:
-        count: How many forwards run before the first backward; the backwards follow in any order.
+        count: The number of forwards before the first backward; the backwards follow in any order.
     """
 
     name: ClassVar[str] = "hold-forwards"
@@ -24,7 +24,7 @@ class HoldForwards:
     count: int = 1
 
     def check(self, *, applies: bool = False) -> None:
-        """Refuses a count that is no positive whole number, or that is wrong beside optimizers in backward.
+        """Refuses a count that is not a positive whole number, or does not go with optimizers in backward.
 
         Args:
             applies: Whether gradients are applied within backward.
@@ -42,17 +42,17 @@ class HoldForwards:
         if given > 1 and applies:
             raise UsageError(
                 "IRC565",
-                f"{given} forwards cannot be in flight where optimizers run within backward: the first "
+                f"{given} forwards cannot be in flight when optimizers run within backward: the first "
                 "backward updates the parameters that the others read",
                 help="plan for one forward in flight, or without optimizer_in_backward",
             )
 
     def run(self, program: Program, /) -> Program:
-        """The program whose graphs, the original too, count so many forwards in flight.
+        """Gives the program's graphs, the original too, this many forwards in flight.
 
         Raises:
-            UsageError: IRC565 for a wrong count, more than one where gradients are applied within backward,
-                or after a schedule was chosen.
+            UsageError: IRC565 for a wrong count, more than one if gradients are applied within backward, or
+                after a schedule was chosen.
         """
         self.check(applies=program.graph.gradients is Gradients.APPLIED)
         if program.schedule is not None:

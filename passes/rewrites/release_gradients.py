@@ -50,9 +50,9 @@ class ReleaseGradients:
         mode: `accumulate` adds each gradient to `.grad` right after it is made. `apply` takes the step of
             an optimizer, after the last operation that reads the parameter and the last point of backward
             at which an operation that reads it could be worth running again.
-        optimizer: For `apply`: the optimizer of a list of parameters. Not part of the text form.
-        known: What its step is known to take for parameters of some types; the others are measured. Not part
-            of the text form.
+        optimizer: For `apply`: makes the optimizer of a list of parameters. Not part of the text form.
+        known: The known costs of its step for parameters of some types; the others are measured. Not part of
+            the text form.
     """
 
     name: ClassVar[str] = "release-gradients"
@@ -83,7 +83,7 @@ class ReleaseGradients:
             )
 
     def run(self, program: Program, /) -> Program:
-        """The program whose backward releases the gradients; the same program where none is delivered.
+        """Makes backward release the gradients; returns the same program if none is delivered.
 
         Raises:
             UsageError: IRC413 for wrong options, or after a pass that looked at the operations; IRC508 when
@@ -124,7 +124,7 @@ def release_gradients(graph: Graph, costs: Mapping[Value, StepCost] | None = Non
 
     Args:
         graph: A training graph.
-        costs: What the optimizer's step takes for each parameter. Without it gradients are accumulated.
+        costs: The costs of the optimizer's step for each parameter. Without it gradients are accumulated.
     """
     done = {output for _, parts in _delivered(graph) for output in parts}
     held = _held(graph, done)
@@ -152,11 +152,11 @@ def release_gradients(graph: Graph, costs: Mapping[Value, StepCost] | None = Non
 def _own_gradient(
     graph: Graph, parameter: Input, gradients: Sequence[Value], held: set[Storage]
 ) -> tuple[Value, list[Node]]:
-    """The gradient of a parameter in a storage that nobody else holds, and the nodes that make it so.
+    """Puts the gradient of a parameter into a storage that nobody else holds; returns the nodes for that too.
 
     Args:
         graph: The graph.
-        parameter: Whose gradient it is.
+        parameter: The parameter.
         gradients: The gradients of the parameter under each of its names, in the order in which they are
             made; they are summed up as the autograd engine does.
         held: Storages that are held by others.
@@ -176,10 +176,10 @@ def _own_gradient(
 
 
 def _held(graph: Graph, done: set[Output]) -> set[Storage]:
-    """Storages that a gradient may not give away.
+    """The storages that a gradient may not give away.
 
-    Those of inputs, of other results, what forward makes, and what pipeline stages exchange: a neighbour may
-    still read it when the next micro-batch is added to `.grad`.
+    They are those of inputs, of other results, of what forward makes, and of what pipeline stages exchange: a
+    neighbour may still read it when the next micro-batch is added to `.grad`.
     """
     others = (o.value for o in graph.outputs if o not in done and o.value is not None)
     forward = (s for s, node in graph.producers.items() if node.region is Region.FORWARD)
@@ -189,7 +189,7 @@ def _held(graph: Graph, done: set[Output]) -> set[Storage]:
 
 
 def _woven(nodes: Sequence[Node], *insertions: Mapping[int, list[Node]]) -> Iterator[Node]:
-    """The nodes, and after each index what is inserted there."""
+    """Inserts nodes after given indices."""
     for index in range(-1, len(nodes)):
         if index >= 0:
             yield nodes[index]
@@ -198,7 +198,7 @@ def _woven(nodes: Sequence[Node], *insertions: Mapping[int, list[Node]]) -> Iter
 
 
 def _release(names: set[str], parameter: Input, gradient: Value, cost: StepCost | None) -> Node:
-    """The node that applies a gradient at some cost, or accumulates it; its name is none of `names`."""
+    """Makes the node that applies a gradient at some cost, or accumulates it; its name is none of `names`."""
     verb, op = ("accumulate", ACCUMULATE_GRADIENT) if cost is None else ("apply", APPLY_GRADIENT)
     return Node(
         name=_unused(f"{verb}_{parameter.target}", names),
@@ -223,7 +223,7 @@ def _value(graph: Graph, name: str, like: TensorType) -> Value:
 def _node(
     graph: Graph, made: Value, op: str, operands: tuple[Value, ...], *keywords: tuple[str, Argument]
 ) -> Node:
-    """The backward operation that makes a new value."""
+    """Makes the backward operation of a new value."""
     return Node(
         name=_unused(made.name, {node.name for node in graph.nodes}),
         op=op,
@@ -260,7 +260,7 @@ class _Places:
                 self.useful[node] = max(map(self.last_needed, passing), default=-1)
 
     def made(self, gradient: Value) -> int:
-        """The node that makes a gradient, or the last one of forward where backward does not make it."""
+        """The node that makes a gradient, or the last one of forward if backward does not make it."""
         maker = self.makers.get(gradient)
         return self.boundary if maker is None else max(self.index[maker], self.boundary)
 

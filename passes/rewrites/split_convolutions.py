@@ -18,14 +18,14 @@ _MASK = 10
 
 @dataclass(frozen=True, slots=True)
 class SplitConvolutions:
-    """Makes of each convolution's backward one operation for the weight's gradient and one for the input's.
+    """Splits each convolution's backward into an operation for the weight's gradient and one for the input's.
 
-    Kernels, numbers and time are the same; but the weight's gradient may wait until memory is plenty.
-    Where a transposed convolution gives the input's gradient bit for bit, it stands for the second half:
-    it does not read the convolution's input, which is then free before its gradient is made.
+    Kernels, numbers and time are the same; but the weight's gradient may wait until memory is plenty. If a
+    transposed convolution gives the input's gradient bit for bit, it replaces the second half: it does not
+    read the convolution's input, which is then free before its gradient is made.
 
     Args:
-        transpose: Whether to look for those, which runs each here, on tensors of its real sizes.
+        transpose: Whether to look for such convolutions, which runs each here, on tensors of its real sizes.
 
     Source:
         Qi et al., Zero Bubble Pipeline Parallelism (ICLR 2024) split for time; here it is for memory.
@@ -36,7 +36,7 @@ class SplitConvolutions:
     transpose: bool = True
 
     def run(self, program: Program, /) -> Program:
-        """The program with a rewritten graph; `original` is the graph as it was."""
+        """Rewrites the program's graph; `original` is the graph as it was."""
         graph = program.graph
         nodes = tuple(part for node in graph.nodes for part in _parts(node, transpose=self.transpose))
         if len(nodes) == len(graph.nodes):
@@ -45,7 +45,7 @@ class SplitConvolutions:
 
 
 def _parts(node: Node, *, transpose: bool) -> Iterator[Node]:
-    """The node itself, or the two that it falls into."""
+    """The node itself, or the two that it is split into."""
     if node.op != _JOINT or len(node.arguments) != _MASK + 1:
         yield node
         return
@@ -73,12 +73,12 @@ def _parts(node: Node, *, transpose: bool) -> Iterator[Node]:
 
 
 def rejoined(original: Graph, split: Graph, costs: Costs) -> Graph:
-    """The graph with only those convolutions taken apart for which that can save memory.
+    """Takes only those convolutions apart for which that can save memory.
 
     Args:
         original: The graph before.
-        split: What `SplitConvolutions` made of it.
-        costs: Of the operations of both.
+        split: The graph that `SplitConvolutions` made of it.
+        costs: The costs of the operations of both.
     """
     parts = {node.name: node for node in split.nodes}
 
@@ -123,7 +123,7 @@ def _is_transposable(node: Node) -> bool:
 
 
 _compared: dict[tuple[str, int, bool], bool] = {}
-"""What was seen, by the operation with its types, the number of threads, and whether oneDNN is in use."""
+"""The results by the operation with its types, the number of threads, and whether oneDNN is in use."""
 
 
 def _is_equal(node: Node) -> bool:

@@ -1,4 +1,4 @@
-"""The pass that takes dropout apart: what is drawn must be kept, the product with it need not be."""
+"""The pass that takes dropout apart: the random mask must be kept, the product with it need not be."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _DROPOUT = "aten.native_dropout.default"
 
 @dataclass(frozen=True, slots=True)
 class SplitDropout:
-    """Makes of each dropout an operation that draws its mask, and two products that make its output of it.
+    """Splits each dropout into an operation that draws its mask, and two products that make its output of it.
 
-    An operation that draws random numbers runs once, so that all of its results that backward reads are
-    kept. Of a dropout taken apart that is the mask alone, a byte an element: the products can be computed
-    again. In single and double precision on a CPU the numbers are the same: torch makes the output by these
-    products. Other dropouts stay whole. Drawing makes an output too, which is dropped at once: forward takes
-    longer by the products.
+    An operation that draws random numbers runs once, so all of its results that backward reads are kept. Of a
+    dropout taken apart that is the mask alone, a byte an element: the products can be computed again. In
+    single and double precision on a CPU the numbers are the same: torch makes the output by these products.
+    Other dropouts stay whole. Drawing makes an output too, which is dropped at once: forward takes longer by
+    the products.
     """
 
     name: ClassVar[str] = "split-dropout"
 
     def run(self, program: Program, /) -> Program:
-        """The program with a rewritten graph; `original` is the graph as it was."""
+        """Rewrites the program's graph; `original` is the graph as it was."""
         graph = program.graph
         read = {value for node in graph.nodes for value in node.operands}
         read |= {output.value for output in graph.outputs if output.value is not None}
@@ -39,7 +39,7 @@ class SplitDropout:
 
 
 def _parts(node: Node, read: Collection[Value]) -> Iterator[Node]:
-    """The node itself, or the three that it falls into."""
+    """The node itself, or the three that it is split into."""
     if node.op != _DROPOUT or not _is_split_well(node) or node.results[0] not in read:
         yield node
         return

@@ -90,9 +90,9 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="Is a directory") as raised:
         machine_named(str(tmp_path))
     assert raised.value.code == "IRC414"
-    assert "is no JSON" in refused("IRC414", "{", tmp_path / "half.json")
+    assert "is not JSON" in refused("IRC414", "{", tmp_path / "half.json")
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UsageError, match="is no JSON") as raised:
+    with pytest.raises(UsageError, match="is not JSON") as raised:
         machine_named(str(tmp_path / "binary.json"))
     assert raised.value.code == "IRC414"
 

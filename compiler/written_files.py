@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from ..ir import UsageError
+from ..ir.files import check_folder, write_whole
 
 __all__ = ["check_folder", "replace_section", "to_markdown", "write_whole"]
 
@@ -46,32 +45,3 @@ def replace_section(path: Path, name: str, section: str) -> str:
     if not found_begin or not found_end:
         raise UsageError("IRC435", f"{path} has no section {name}", help=help)
     return f"{before}{begin}\n\n{section}\n\n{end}{after}"
-
-
-def check_folder(path: Path) -> None:
-    """Refuses a file that cannot be written later, because its folder is missing.
-
-    Raises:
-        UsageError: IRC435.
-    """
-    if not path.absolute().parent.is_dir():
-        raise UsageError("IRC435", f"there is no folder {path.parent}", help="make it, or name another file")
-
-
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes a file; it is there as a whole or not at all.
-
-    Raises:
-        UsageError: IRC435 when it cannot be written.
-    """
-    staging = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        staging.write_bytes(content if isinstance(content, bytes) else content.encode())
-        os.replace(staging, path)
-    except OSError as error:
-        raise UsageError(
-            "IRC435", f"{path} cannot be written: {error}", help="choose another file"
-        ) from error
-    finally:
-        with contextlib.suppress(OSError):  # where there is no such folder
-            staging.unlink(missing_ok=True)

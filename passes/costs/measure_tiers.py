@@ -238,13 +238,13 @@ class _ScratchFile:
     def small_read_seconds(self) -> float:
         """The median time of reading a few bytes from the disk."""
         self._forget(at_random=True)
-        places = iter(self._small_places())
+        offsets = iter(self._small_offsets())
         target = memoryview(bytearray(_SMALL_BYTES))
 
         def read() -> float:
-            place = next(places)
+            offset = next(offsets)
             start = time.perf_counter()
-            os.preadv(self.number, [target], place)
+            os.preadv(self.number, [target], offset)
             return time.perf_counter() - start
 
         return statistics.median(read() for _ in range(_SMALL_COPIES))
@@ -252,12 +252,12 @@ class _ScratchFile:
     def small_write_seconds(self) -> float:
         """The median time of handing a few bytes to the kernel."""
 
-        def write(place: int) -> float:
+        def write(offset: int) -> float:
             start = time.perf_counter()
-            os.pwrite(self.number, self.content[:_SMALL_BYTES], place)
+            os.pwrite(self.number, self.content[:_SMALL_BYTES], offset)
             return time.perf_counter() - start
 
-        return statistics.median(write(place) for place in self._small_places())
+        return statistics.median(write(offset) for offset in self._small_offsets())
 
     def notes(self, filesystem: str) -> tuple[str, ...]:
         """The known objections to the figures."""
@@ -270,7 +270,7 @@ class _ScratchFile:
             return ("whether the page cache was passed by cannot be told here; reads may be too fast",)
         return ("the page cache kept the file: reads are from memory, in part",) if cached else ()
 
-    def _small_places(self) -> list[int]:
+    def _small_offsets(self) -> list[int]:
         draw = random.Random(1)
         return [draw.randrange(self.nbytes // _SMALL_BYTES) * _SMALL_BYTES for _ in range(_SMALL_COPIES)]
 
@@ -282,14 +282,14 @@ class _ScratchFile:
         os.posix_fadvise(self.number, 0, 0, os.POSIX_FADV_RANDOM if at_random else os.POSIX_FADV_SEQUENTIAL)
 
     def _is_cached(self) -> bool | None:
-        """Whether the file is in the page cache, in one of many places; None if nothing says so."""
+        """Whether the file is in the page cache, at one of many offsets; None if nothing says so."""
         flag = getattr(os, "RWF_NOWAIT", None)
         if flag is None:
             return None
         target = memoryview(bytearray(1))
-        for place in self._small_places():
+        for offset in self._small_offsets():
             try:
-                os.preadv(self.number, [target], place, flag)
+                os.preadv(self.number, [target], offset, flag)
             except BlockingIOError:
                 continue
             except OSError:

@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from ...compiler.written_files import write_whole
 from ...ir import UsageError, check_scratch, first_line, format_bytes
-from .. import Machine
-from .machines import read_machine
+from ...ir.files import write_whole
+from .machines import Machine, read_machine
 from .measure_device import device_bytes, launch_seconds, memory_bandwidth, present_device, product_flops
 from .measure_tiers import MeasuredTier, measured_tier, tier_bytes
 from .profiling import ProfileStore, device_name
@@ -97,22 +96,24 @@ def measure_machine(
     """
     folder = Path(scratch or tempfile.gettempdir()).absolute()
     check_scratch(folder)
-    place = present_device(device)
+    torch_device = present_device(device)
     started = time.perf_counter()
     seconds = _QUICK_SECONDS if quick else _FULL_SECONDS
     share = _DEVICE_SHARE * seconds
     try:
         with torch.no_grad():
-            flops = product_flops(place, share)
-            bandwidth_bytes = memory_bandwidth(place, share)
-            launching = launch_seconds(place, share)
-            total_bytes, free_bytes = device_bytes(place)
+            flops = product_flops(torch_device, share)
+            bandwidth_bytes = memory_bandwidth(torch_device, share)
+            launching = launch_seconds(torch_device, share)
+            total_bytes, free_bytes = device_bytes(torch_device)
     except RuntimeError as error:
         raise UsageError(
-            "IRC419", f"{place} cannot be measured: {first_line(error)}", help="free some of its memory"
+            "IRC419",
+            f"{torch_device} cannot be measured: {first_line(error)}",
+            help="free some of its memory",
         ) from error
-    kinds = ("host", "disk") if place.type == "cuda" else ("disk",)
-    tiers = tuple(measured_tier(kind, folder, place, _TIER_SHARE * seconds) for kind in kinds)
+    kinds = ("host", "disk") if torch_device.type == "cuda" else ("disk",)
+    tiers = tuple(measured_tier(kind, folder, torch_device, _TIER_SHARE * seconds) for kind in kinds)
     machine = Machine(
         name=name or DEFAULT_NAME,
         flops=flops,
@@ -122,11 +123,11 @@ def measure_machine(
         tiers=tuple(found.tier for found in tiers),
     )
     took = time.perf_counter() - started
-    return MeasuredMachine(machine, device_name(str(place)), free_bytes, tiers, took)
+    return MeasuredMachine(machine, device_name(str(torch_device)), free_bytes, tiers, took)
 
 
 def store(measured: MeasuredMachine, path: Path | None = None) -> Path:
-    """Writes the description of a machine; without a path to the place at which `this_machine` finds it.
+    """Writes the description of a machine; without a path to where `this_machine` finds it.
 
     Raises:
         UsageError: IRC435 when it cannot be written.

@@ -116,12 +116,12 @@ class _Rules:
     """The rules of a run.
 
     Args:
-        places: The storages that may be swapped, with the tiers they may go to.
+        tiers_of: The storages that may be swapped, with the tiers they may go to.
         early: Gaps whose memory is given back as soon as the copy out has ended.
         overtakes: Whether a copy back that fits may go before one that does not.
     """
 
-    places: Mapping[Storage, tuple[Tier, ...]]
+    tiers_of: Mapping[Storage, tuple[Tier, ...]]
     early: frozenset[Gap] = frozenset()
     overtakes: bool = False
 
@@ -158,10 +158,10 @@ class _Search:
                 break
             if best is None or found.copies.step_seconds < best.copies.step_seconds:
                 best = found
-            used = {swap.gap.storage: rules.places[swap.gap.storage] for swap in found.copies.swaps}
-            if len(used) == len(rules.places):
+            used = {swap.gap.storage: rules.tiers_of[swap.gap.storage] for swap in found.copies.swaps}
+            if len(used) == len(rules.tiers_of):
                 break
-            rules = replace(rules, places=used)
+            rules = replace(rules, tiers_of=used)
         return best
 
     def improved(self, best: _Timed, rules: _Rules) -> _Timed:
@@ -186,10 +186,10 @@ def _changes(found: _Timed, rules: _Rules) -> Iterator[_Rules]:
     swaps = found.copies.swaps
     tiers = {swap.gap.storage: swap.tier for swap in swaps}
     for storage in sorted(tiers, key=lambda storage: -found.waited.get(storage, 0.0)):
-        elsewhere = tuple(tier for tier in rules.places[storage] if tier.name != tiers[storage])
+        elsewhere = tuple(tier for tier in rules.tiers_of[storage] if tier.name != tiers[storage])
         if elsewhere:
-            yield replace(rules, places={**rules.places, storage: elsewhere})
-        yield replace(rules, places={s: where for s, where in rules.places.items() if s is not storage})
+            yield replace(rules, tiers_of={**rules.tiers_of, storage: elsewhere})
+        yield replace(rules, tiers_of={s: where for s, where in rules.tiers_of.items() if s is not storage})
     for swap in sorted(swaps, key=lambda swap: -swap.gap.before):
         if swap.gap not in rules.early:
             yield replace(rules, early=rules.early | {swap.gap})
@@ -207,7 +207,7 @@ class _Run:
         self.by_made: dict[int, list[Gap]] = {}
         self.by_after: dict[int, list[Gap]] = {}
         for gap in order.gaps:
-            if gap.storage in rules.places:
+            if gap.storage in rules.tiers_of:
                 self.by_made.setdefault(gap.made, []).append(gap)
                 self.by_after.setdefault(gap.after, []).append(gap)
         self.now = 0.0
@@ -255,7 +255,7 @@ class _Run:
         if storage in self.tier_of:
             return
         best: tuple[float, Tier] | None = None
-        for tier in self.rules.places[storage]:
+        for tier in self.rules.tiers_of[storage]:
             start = max(self.now, self.free_at.get(tier.channel(Direction.OUT), 0.0))
             end = start + tier.copy_seconds(storage.nbytes, Direction.OUT)
             if self.left_bytes[tier.name] >= storage.nbytes and (best is None or end < best[0]):

@@ -106,24 +106,24 @@ class RetentionProgramme:
         self._add_objective()
         self.in_rows: set[Step] = set()
         self._add_loss_row()
-        places = {step: t for t, step in enumerate(self.steps)}
+        position_of = {step: t for t, step in enumerate(self.steps)}
         for step in self.rows:
-            if step in places:
-                self._add_row(places[step])
+            if step in position_of:
+                self._add_row(position_of[step])
 
     # ------------------------------------------------------------------ formulating
 
     def _add_storages(self) -> None:
         """Adds a variable for each stretch between two positions that touch a storage, unless it is clear."""
         problem = self.problem
-        places: dict[Storage, list[tuple[int, bool]]] = {}
+        touches_of: dict[Storage, list[tuple[int, bool]]] = {}
         for t, step in enumerate(self.steps):
             for storage in problem.forward_reads[step.node]:
-                places.setdefault(storage, []).append((t, False))
+                touches_of.setdefault(storage, []).append((t, False))
             for storage in problem.graph.allocates(step.node):
                 if storage in problem.producer:
-                    places.setdefault(storage, []).append((t, True))
-        for storage, touches in places.items():
+                    touches_of.setdefault(storage, []).append((t, True))
+        for storage, touches in touches_of.items():
             self.touched[storage] = [t for t, _ in touches]
             self.resident[storage] = self._stretches(touches, storage in problem.transient)
 

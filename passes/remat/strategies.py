@@ -184,12 +184,12 @@ def _block_paths(problem: CheckpointProblem) -> dict[Node, tuple[str, ...]]:
     return found
 
 
-def _blocks_at(place: Location) -> tuple[str, ...]:
+def _blocks_at(location: Location) -> tuple[str, ...]:
     """The prefixes of a location's path that end in a component with a digit.
 
     A path is the module's, or the part before the last slash in the name of an ONNX node.
     """
-    path = place.module or (place.onnx_node or "").rpartition("/")[0]
+    path = location.module or (location.onnx_node or "").rpartition("/")[0]
     ends = (match.end() for match in re.finditer(r"[^./]+", path) if re.search(r"\d", match.group()))
     return tuple(path[:end] for end in ends)
 

@@ -128,20 +128,22 @@ def release_gradients(graph: Graph, costs: Mapping[Value, StepCost] | None = Non
     """
     done = {output for _, parts in _delivered(graph) for output in parts}
     held = _held(graph, done)
-    places = _Places(graph)
+    positions = _Positions(graph)
     made: defaultdict[int, list[Node]] = defaultdict(list)
     releases: defaultdict[int, list[Node]] = defaultdict(list)
     reserved_bytes = graph.reserved_bytes
     names = {node.name for node in graph.nodes}
     for parameter, parts in _delivered(graph):
-        gradients = sorted((o.value for o in parts if o.value is not None), key=places.made)
-        at = places.made(gradients[-1])
+        gradients = sorted((o.value for o in parts if o.value is not None), key=positions.made)
+        at = positions.made(gradients[-1])
         gradient, nodes = _own_gradient(graph, parameter, gradients, held)
         made[at].extend(nodes)
         held.add(gradient.storage)
         cost = None if costs is None else costs[parameter.value]
         if cost is not None:
-            at = max(at, places.last_read(gradient.storage), places.last_needed(parameter.value.storage))
+            at = max(
+                at, positions.last_read(gradient.storage), positions.last_needed(parameter.value.storage)
+            )
         releases[at].append(_release(names, parameter, gradient, cost))
         reserved_bytes += gradient.storage.nbytes if cost is None else cost.state_bytes
     nodes = tuple(_woven(graph.nodes, made, releases))
@@ -240,7 +242,7 @@ def _unused(name: str, taken: set[str]) -> str:
     return name
 
 
-class _Places:
+class _Positions:
     """Positions among the nodes of a graph after which a gradient may be released; -1 is before the first."""
 
     def __init__(self, graph: Graph) -> None:

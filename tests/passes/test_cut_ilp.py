@@ -185,8 +185,8 @@ def test_what_is_refused_is_impossible(sample: Sample) -> None:
 
 @given(chains())
 @SMALL
-def test_few_stages_still_bound_and_still_fit(sample: Sample) -> None:
-    """What large graphs rely on: stages at a few positions, small storages kept."""
+def test_few_cuts_still_bound_and_still_fit(sample: Sample) -> None:
+    """What large graphs rely on: cuts at a few positions, small storages kept."""
     problem = problems(sample)
     assume(problem.backward)
     front = cheapest_in_class(problem)
@@ -211,7 +211,7 @@ def test_few_stages_still_bound_and_still_fit(sample: Sample) -> None:
 @given(samples)
 @SMALL
 def test_every_staging_is_a_schedule(sample: Sample) -> None:
-    """At a stage what is named is resident, and nothing else that backward did not just read."""
+    """At a cut what is named is resident, and nothing else that backward did not just read."""
     problem = problems(sample, most_kept=4)
     once = {s for s in problem.wanted if not problem.producer[s].is_recomputable}
     for kept in subsets(problem.wanted):

@@ -105,7 +105,7 @@ def test_the_bound_is_below_every_schedule(sample: Sample) -> None:
 
 @given(several(chains()))
 @SMALL
-def test_few_stages_bound_too_and_none_needs_to_stand_at_the_loss(sample: Sample) -> None:
+def test_few_cuts_bound_too_and_none_needs_to_stand_at_the_loss(sample: Sample) -> None:
     problem = small(sample, 7)
     loss = len(problem.forward)
     for choice in cheapest_in_class(problem):

@@ -112,7 +112,7 @@ def test_nothing_is_copied_where_all_can_be_kept(work: OffloadProblem) -> None:
 
 @SMALL
 @given(works(), st.data())
-def test_the_staged_bound_is_below_every_schedule_with_copies(
+def test_the_bound_over_cuts_is_below_every_schedule_with_copies(
     work: OffloadProblem, data: st.DataObject
 ) -> None:
     problem = work.problem

@@ -1,4 +1,4 @@
-"""The search goes on where the staged programme chooses what no schedule can do."""
+"""The search goes on where the programme over cuts chooses what no schedule can do."""
 
 import time
 from collections.abc import Mapping
@@ -68,4 +68,4 @@ def test_a_choice_that_runs_something_between_forward_and_the_loss_is_passed_ove
     budget = problem.keep_all.peak_bytes - 1
     found = search.search(problem, budget, candidates, deadline=time.monotonic() + 20)
     assert found is not None and found.best.peak_bytes <= budget
-    assert asked[0] == [5] and len(asked) > 1, "more stages are asked for"
+    assert asked[0] == [5] and len(asked) > 1, "more cuts are asked for"

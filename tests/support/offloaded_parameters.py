@@ -64,7 +64,7 @@ def offload_schedule(graph: Graph, seed: int, tier: Tier = FAR, *, at_once: bool
 
 
 def moved(schedule: Schedule, seed: int) -> Schedule:
-    """The schedule with the copies of homes begun earlier, and waited for later, at random."""
+    """The schedule with the copies of offloaded storages begun earlier, and waited for later, at random."""
     draw = random.Random(seed)
     offloaded_parameters = schedule.graph.offloaded_of
     placed: list[tuple[float, Instruction]] = []
@@ -86,7 +86,7 @@ def moved(schedule: Schedule, seed: int) -> Schedule:
 def _spread(
     schedule: Schedule, storage: Storage, steps: list[tuple[int, Instruction]], draw: random.Random
 ) -> Iterator[tuple[float, Instruction]]:
-    """The copies of one home: for each stay a fetch and a wait, perhaps a copy back and a wait, a free."""
+    """The copies of one storage: for each stay a fetch and a wait, perhaps a copy back and a wait, a free."""
     end = float(len(schedule.instructions))
     gone = 0.0
     while steps:

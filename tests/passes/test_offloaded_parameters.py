@@ -330,4 +330,4 @@ def test_what_no_operation_reads_raises_no_bound() -> None:
     search = OffloadSearch(Planner(slow), ["params"], slow.graph.static_bytes - (1 << 19))
     chosen = search.run(time.monotonic() + 2.0)
     assert chosen is not None
-    assert chosen.incumbent.best.seconds >= chosen.problem.step_seconds + chosen.found.bound_seconds
+    assert chosen.incumbent.best.seconds >= chosen.problem.step_seconds + chosen.incumbent.bound_seconds

@@ -117,7 +117,7 @@ def test_orders_of_random_graphs_follow_what_is_read(sample: Sample, count: int,
     order = ideal_order(line, pipeline_schedule("1f1b", count, micro_batches), devices(count), 30.0)
     if order is None:
         return
-    assert sorted(order, key=line.order.index) == list(line.order) and order != line.order
+    assert sorted(order, key=line.operations.index) == list(line.operations) and order != line.operations
     place = {node: k for k, node in enumerate(order)}
     for node in order:
         assert node.region is Region.FORWARD

@@ -20,11 +20,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..backends.torch import (
-    DiskPlace,
-    HostPlace,
+    DiskTierConfig,
+    HostTierConfig,
     Program,
     StandaloneModule,
-    TierPlace,
+    TierConfig,
     compile_program,
     emit_source,
 )
@@ -110,7 +110,7 @@ class Written:
     deliveries: tuple[Delivery, ...]
     workspace_bytes: dict[str, int]
     not_saved: frozenset[str]
-    places: tuple[TierPlace, ...] = ()
+    places: tuple[TierConfig, ...] = ()
     optimizer: DescribedOptimizer | None = None
 
     def module(self) -> StandaloneModule:
@@ -363,15 +363,15 @@ def undamaged(file: Path) -> Generator[None]:
         ) from error
 
 
-_PLACES: dict[str, type[DiskPlace | HostPlace]] = {"disk": DiskPlace, "host": HostPlace}
+_PLACES: dict[str, type[DiskTierConfig | HostTierConfig]] = {"disk": DiskTierConfig, "host": HostTierConfig}
 
 
-def place_to_json(place: TierPlace) -> dict[str, Any]:
+def place_to_json(place: TierConfig) -> dict[str, Any]:
     """As JSON; `place_from_json` reads it."""
     return {"kind": place.kind, **asdict(place)}
 
 
-def place_from_json(row: dict[str, Any]) -> TierPlace:
+def place_from_json(row: dict[str, Any]) -> TierConfig:
     """The place that `place_to_json` wrote."""
     known = dict(row)
     return _PLACES[known.pop("kind")](**known)

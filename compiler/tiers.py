@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from ..backends.torch import DiskPlace, HostPlace, TierPlace
+from ..backends.torch import DiskTierConfig, HostTierConfig, TierConfig
 from ..ir import Tier, UsageError, parse_tiers
 from ..passes import OFFLOADABLE, OfferTiers, Pass
 from ..passes.costs.measure_tiers import measure_tier, tier_bytes
@@ -133,13 +133,13 @@ def _speedup(device: torch.device) -> float:
     return max(seconds(1) / seconds(threads), 1.0)
 
 
-def places(passes: Sequence[Pass], device: torch.device) -> tuple[TierPlace, ...]:
+def places(passes: Sequence[Pass], device: torch.device) -> tuple[TierConfig, ...]:
     """Where the tiers of a pipeline are for a module on `device`.
 
     A plan for another machine may name the host of a GPU; where the module is on the CPU, what goes there
     is written to a scratch file: the numbers and the memory beside it are the same.
     """
-    found: dict[str, TierPlace] = {}
+    found: dict[str, TierConfig] = {}
     for step in passes:
         if isinstance(step, OfferTiers):
             known = {tier.name: tier for tier in (step.offered() if step.machine else step.tiers)}
@@ -149,10 +149,10 @@ def places(passes: Sequence[Pass], device: torch.device) -> tuple[TierPlace, ...
                 is_duplex = tier is None or tier.is_duplex
                 elsewhere = bool(step.machine) and device.type == "cpu"
                 if request.name == "host" and not elsewhere:
-                    found[request.name] = HostPlace(request.name, nbytes)
+                    found[request.name] = HostTierConfig(request.name, nbytes)
                 else:
                     folder = request.folder or None
-                    found[request.name] = DiskPlace(request.name, nbytes, folder, is_duplex=is_duplex)
+                    found[request.name] = DiskTierConfig(request.name, nbytes, folder, is_duplex=is_duplex)
     return tuple(found.values())
 
 

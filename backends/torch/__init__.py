@@ -9,7 +9,16 @@ from .guards.attribute_reads import reading
 from .history import held_by_history
 from .hooks import refuse_hooks
 from .module import fit, fit_planned
-from .offload import DiskPlace, FakePlace, HostPlace, TierPlace, Tiers, check_places
+from .offload import (
+    DiskTierConfig,
+    FakeTierConfig,
+    HostTierConfig,
+    TierConfig,
+    TierPlace,
+    Tiers,
+    check_places,
+    check_tier_configs,
+)
 from .original import Original, unfitted
 from .pending_backward import PendingBackward
 from .plan_cache import PlannedCall
@@ -22,9 +31,9 @@ from .wrappers import refuse_unplannable
 __all__ = [
     "AliveTensors",
     "CompiledPlan",
-    "DiskPlace",
-    "FakePlace",
-    "HostPlace",
+    "DiskTierConfig",
+    "FakeTierConfig",
+    "HostTierConfig",
     "Original",
     "PendingBackward",
     "PlannedCall",
@@ -33,10 +42,12 @@ __all__ = [
     "Replanned",
     "ReservedMemory",
     "StandaloneModule",
+    "TierConfig",
     "TierPlace",
     "Tiers",
     "check_places",
     "check_tensor",
+    "check_tier_configs",
     "compile_program",
     "deliver",
     "emit_source",

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from ...ir import Delivery, Gradients, InputRole, IrcError, Plan, UsageError
 from .deliver import deliver
 from .live_forwards import InFlight
-from .offload import TierPlace, Tiers
+from .offload import TierConfig, Tiers
 from .optimizer_hooks import guard_optimizer_calls
 from .optimizer_in_backward import OptimizersInBackward, check_deliveries
 from .program import Program
@@ -51,7 +51,7 @@ class StandaloneModule(nn.Module):
         state: Mapping[str, Tensor],
         deliveries: tuple[Delivery, ...],
         plan: Plan,
-        tiers: Sequence[TierPlace] = (),
+        tiers: Sequence[TierConfig] = (),
         optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
     ) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 
-from ...backends.torch import check_places
+from ...backends.torch import check_tier_configs
 from ...frontends.torch import Loss, capture
 from ...ir import BudgetError, Plan, TimeLimitError, UsageError, format_bytes, parse_budget
 from ...passes import (
@@ -110,7 +110,7 @@ class Sweep:
         if self.offered is None:
             return self
         device = device_of(model, leaves)
-        check_places(places([self.offered], device), {str(device)})
+        check_tier_configs(places([self.offered], device), {str(device)})
         (offered,) = measured([self.offered], device)
         assert isinstance(offered, OfferTiers)
         return replace(self, offered=offered)

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ...backends.torch import TierPlace, emit_source
+from ...backends.torch import TierConfig, emit_source
 from ...ir import (
     InputRole,
     Schedule,
@@ -185,7 +185,7 @@ def unread_state(folder: Path, written: WrittenPipeline) -> dict[str, Tensor]:
         return {name: opened.get_tensor(first) for name, first in firsts if first not in read}
 
 
-def _schedule(folder: Path, name: str, places: Sequence[TierPlace]) -> Schedule:
+def _schedule(folder: Path, name: str, places: Sequence[TierConfig]) -> Schedule:
     file = folder / f"{name}.irc"
     if not file.is_file():
         raise UsageError(

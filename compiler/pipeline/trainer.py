@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...backends.distributed import PipelineAlone, PipelineRank
-from ...backends.torch import TierPlace, Tiers, compile_program
+from ...backends.torch import TierConfig, Tiers, compile_program
 from ...ir import Delivery, InputRole, Schedule, UsageError, print_program
 from ...ir.pipeline.plan import PipelinePlan
 from ...ir.pipeline.schedule import PipelineSchedule
@@ -55,7 +55,7 @@ class Stages:
     constants: Mapping[str, Tensor]
     plan: PipelinePlan
     optimizer: OptimizerFactory | None = None
-    places: tuple[TierPlace, ...] = ()
+    places: tuple[TierConfig, ...] = ()
 
     def texts(self) -> list[str]:
         """Plan, order and schedules as texts."""

@@ -34,7 +34,14 @@ from support.swap_cases import (
 )
 from support.torch_cases import keep_all, recompute_some
 
-from irc.backends.torch import DiskPlace, FakePlace, HostPlace, check_places, compile_program, fit
+from irc.backends.torch import (
+    DiskTierConfig,
+    FakeTierConfig,
+    HostTierConfig,
+    check_tier_configs,
+    compile_program,
+    fit,
+)
 from irc.backends.torch.offload import Session, Tiers, copy_table
 from irc.backends.torch.offload.extents import PAGE_BYTES, Extents
 from irc.backends.torch.offload.lanes import Job
@@ -245,8 +252,8 @@ def test_a_folder_that_no_file_can_be_made_in(tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
     assert_next_step_is_right(ours, copy.deepcopy(module), args)
     with pytest.raises(TierError, match="IRC571"):
-        check_places([DiskPlace("disk", 1, str(tmp_path / "other"))], ["cpu"])
-    check_places([DiskPlace("disk", 1, str(tmp_path)), DiskPlace("temporary", 1)], ["cpu"])
+        check_tier_configs([DiskTierConfig("disk", 1, str(tmp_path / "other"))], ["cpu"])
+    check_tier_configs([DiskTierConfig("disk", 1, str(tmp_path)), DiskTierConfig("temporary", 1)], ["cpu"])
 
 
 def test_a_file_that_ends_too_early(tmp_path: Path) -> None:
@@ -355,30 +362,32 @@ def test_tiers_that_cannot_hold_the_tensors_are_refused() -> None:
     with pytest.raises(
         TierError, match=r"IRC575.*tier host \(host\) cannot hold tensors on cpu.*host's memory"
     ):
-        check_places([HostPlace("host", 1)], ["cpu"])
-    for place in (DiskPlace("disk", 1), FakePlace("disk", 1)):
+        check_tier_configs([HostTierConfig("host", 1)], ["cpu"])
+    for config in (DiskTierConfig("disk", 1), FakeTierConfig("disk", 1)):
         with pytest.raises(TierError, match=r"IRC575.*cannot hold tensors on cuda:0"):
-            check_places([place], ["cuda:0"])
+            check_tier_configs([config], ["cuda:0"])
     with pytest.raises(TierError, match=r"IRC575.*for models on CUDA"):
-        check_places([HostPlace("host", 1)], ["mps"])
-    check_places([HostPlace("host", 1)], ["cuda:0"])
+        check_tier_configs([HostTierConfig("host", 1)], ["mps"])
+    check_tier_configs([HostTierConfig("host", 1)], ["cuda:0"])
     program = compile_program(away(captured().graph), {})
     with pytest.raises(TierError, match="IRC575"):
-        fit(deep()[0], program, captured().signature, tiers=[HostPlace("disk", 1 << 30)])
+        fit(deep()[0], program, captured().signature, tiers=[HostTierConfig("disk", 1 << 30)])
 
 
-def test_a_tier_without_a_place_and_two_places_for_one_tier() -> None:
+def test_a_tier_without_a_config_and_two_configs_for_one_tier() -> None:
     program = compile_program(away(captured().graph), {})
     with pytest.raises(TierError, match=r"IRC576.*copies to tier disk, .*\(known: fast\)"):
-        fit(deep()[0], program, captured().signature, tiers=[DiskPlace("fast", 1)])
+        fit(deep()[0], program, captured().signature, tiers=[DiskTierConfig("fast", 1)])
     with pytest.raises(TierError, match=r"IRC576.*\(known: none\)"):
         Tiers().session(program.copies)
     with pytest.raises(TierError, match=r"IRC576.*the same name: disk, disk"):
-        Tiers([DiskPlace("disk", 1), FakePlace("disk", 1)])
+        Tiers([DiskTierConfig("disk", 1), FakeTierConfig("disk", 1)])
 
 
 def test_a_tensor_that_is_not_one_block_of_memory(tmp_path: Path) -> None:
-    session = Tiers([DiskPlace("disk", 1 << 30, str(tmp_path))]).session(copy_table(away(captured().graph)))
+    session = Tiers([DiskTierConfig("disk", 1 << 30, str(tmp_path))]).session(
+        copy_table(away(captured().graph))
+    )
     shape = 256, 48
     with pytest.raises(TierError, match=r"IRC578.*has shape \[256, 48\] and strides \[96, 1\], planned were"):
         session.offload(0, torch.randn(shape[0], shape[1] * 2)[:, : shape[1]])
@@ -393,7 +402,7 @@ def test_a_tensor_that_is_not_one_block_of_memory(tmp_path: Path) -> None:
 def test_a_system_that_cannot_read_at_an_offset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "preadv")
     with pytest.raises(TierError, match=r"IRC579.*no preadv"):
-        check_places([DiskPlace("disk", 1, str(tmp_path))], ["cpu"])
+        check_tier_configs([DiskTierConfig("disk", 1, str(tmp_path))], ["cpu"])
 
 
 # ---------------------------------------------------------------------- room
@@ -418,7 +427,7 @@ def test_extents_are_taken_whole_where_they_can_be_and_in_parts_else() -> None:
 
 
 def test_a_session_that_is_closed_lets_go_of_all(tmp_path: Path) -> None:
-    tiers = Tiers([DiskPlace("disk", 1 << 30, str(tmp_path))])
+    tiers = Tiers([DiskTierConfig("disk", 1 << 30, str(tmp_path))])
     table = copy_table(away(captured().graph))
     session: Session = tiers.session(table)
     for key, copied in enumerate(table.tensors):

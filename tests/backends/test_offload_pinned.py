@@ -16,7 +16,7 @@ from support.swap_cases import captured, deep, held_bytes, left_by, step, tiers_
 from support.torch_cases import keep_all, recompute_some
 from torch import Tensor
 
-from irc.backends.torch import HostPlace, compile_program, fit
+from irc.backends.torch import HostTierConfig, compile_program, fit
 from irc.backends.torch.offload import pinned, tiers
 from irc.backends.torch.offload.memory import bytes_of
 from irc.frontends.torch import capture
@@ -24,7 +24,7 @@ from irc.ir import TierError
 
 torch.set_num_threads(1)
 
-HOSTS = [HostPlace(tier.name, 1 << 30, checks=True) for tier in TIERS]
+HOSTS = [HostTierConfig(tier.name, 1 << 30, checks=True) for tier in TIERS]
 
 
 class Event:
@@ -156,8 +156,8 @@ def test_the_streams_of_these_tests_do_lag_behind(monkeypatch: pytest.MonkeyPatc
     step(original, args)
     for seed in range(4):
         schedule = with_random_copies(keep_all(captured().graph), seed, rate=1.0)
-        places = [HostPlace(tier.name, 1 << 30) for tier in TIERS]
-        ours = fit(copy.deepcopy(module), compile_program(schedule, {}), captured().signature, tiers=places)
+        configs = [HostTierConfig(tier.name, 1 << 30) for tier in TIERS]
+        ours = fit(copy.deepcopy(module), compile_program(schedule, {}), captured().signature, tiers=configs)
         step(ours, args)
         assert not all(map(torch.equal, left_by(ours), left_by(original)))
 
@@ -165,7 +165,7 @@ def test_the_streams_of_these_tests_do_lag_behind(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.usefixtures("lagging")
 def test_pinned_memory_that_is_still_read_is_written_after_that() -> None:
     """A call of another thread, on a stream of its own, has given its slot up."""
-    tier = pinned.HostTier(HostPlace("host", 1 << 30))
+    tier = pinned.HostTier(HostTierConfig("host", 1 << 30))
     slot, kept, back = tier.room.take(40), torch.arange(10.0), torch.zeros(10)
     tier.begin_out(kept, slot).wait()
     reading = tier.begin_in(slot, back)

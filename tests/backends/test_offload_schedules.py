@@ -16,7 +16,7 @@ from support.random_copies import TIERS, waited_for, waits_that_matter, with_ran
 from support.torch_cases import CASES, assert_same, keep_all, outcome, recompute_some
 from torch import nn
 
-from irc.backends.torch import FakePlace, compile_program, emit_source, fit
+from irc.backends.torch import FakeTierConfig, compile_program, emit_source, fit
 from irc.frontends.torch import Captured, capture
 from irc.ir import (
     Compute,
@@ -89,13 +89,13 @@ def swapping(graph: Graph, seed: int) -> Schedule:
     return with_random_copies(recomputing(graph, seed), seed)
 
 
-def fakes(**options: Any) -> tuple[FakePlace, ...]:
-    return tuple(FakePlace(tier.name, ROOM, **options) for tier in TIERS)
+def fakes(**options: Any) -> tuple[FakeTierConfig, ...]:
+    return tuple(FakeTierConfig(tier.name, ROOM, **options) for tier in TIERS)
 
 
-def after_a_step(known: Original, schedule: Schedule, places: tuple[FakePlace, ...]) -> dict[str, Any]:
+def after_a_step(known: Original, schedule: Schedule, configs: tuple[FakeTierConfig, ...]) -> dict[str, Any]:
     program = compile_program(schedule, known.captured.constants)
-    ours = fit(copy.deepcopy(known.module), program, known.captured.signature, tiers=places)
+    ours = fit(copy.deepcopy(known.module), program, known.captured.signature, tiers=configs)
     return outcome(ours, known.args, known.kwargs)
 
 
@@ -107,8 +107,8 @@ def test_500_random_schedules_give_the_original_s_bits(name: str) -> None:
         schedule = swapping(known.captured.graph, seed)
         verify_schedule(schedule, {}, tiers=TIERS)
         copies += sum(isinstance(i, Offload) for i in schedule.instructions)
-        places = fakes(seed=seed, is_late=seed % 5 == 0, checks=seed % 3 == 0)
-        assert_same(after_a_step(known, schedule, places), known.wanted)
+        configs = fakes(seed=seed, is_late=seed % 5 == 0, checks=seed % 3 == 0)
+        assert_same(after_a_step(known, schedule, configs), known.wanted)
     assert copies > EACH
 
 

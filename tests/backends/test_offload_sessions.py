@@ -32,11 +32,11 @@ from support.torch_cases import Model, keep_all, recompute_some
 from torch import Tensor, nn
 
 from irc.backends.torch import (
-    DiskPlace,
-    FakePlace,
+    DiskTierConfig,
+    FakeTierConfig,
     PendingBackward,
     StandaloneModule,
-    TierPlace,
+    TierConfig,
     Tiers,
     compile_program,
     fit,
@@ -55,8 +55,8 @@ def late(module: nn.Module, schedule: Callable[[Any], Schedule] = away, **option
     """As `swapping`, over a tier in which every copy is late and poison is everywhere else."""
     chosen = schedule(captured().graph)
     verify_schedule(chosen, {}, tiers=[DISK])
-    place = FakePlace("disk", 1 << 30, is_late=True, **options)
-    return fit(module, compile_program(chosen, {}), captured().signature, tiers=[place])
+    config = FakeTierConfig("disk", 1 << 30, is_late=True, **options)
+    return fit(module, compile_program(chosen, {}), captured().signature, tiers=[config])
 
 
 @pytest.fixture(params=["disk", "fake"])
@@ -134,7 +134,7 @@ def test_a_forward_without_a_backward_holds_nothing_once_it_is_let_go_of(make: A
             loss = ours(*args)
             assert held_bytes(ours) > 0
             del loss
-            if isinstance(tiers_of(ours).places[0], FakePlace):
+            if isinstance(tiers_of(ours).configs[0], FakeTierConfig):
                 assert held_bytes(ours) == 0
     finally:
         gc.enable()
@@ -144,20 +144,20 @@ def test_a_forward_without_a_backward_holds_nothing_once_it_is_let_go_of(make: A
 
 def drain(ours: nn.Module) -> None:
     """Until the copies that had begun when nobody wanted them any more have ended."""
-    if isinstance(tiers_of(ours).places[0], FakePlace):
+    if isinstance(tiers_of(ours).configs[0], FakeTierConfig):
         return
     lanes: Any = vars(tiers_of(ours))["_running"]["disk"]
     for lane in (vars(lanes)["_out"], vars(lanes)["_in"]):
         lane.close()
 
 
-@pytest.mark.parametrize("place", [FakePlace("disk", 1 << 30, seed=3), DiskPlace("disk", 1 << 30)])
-def test_threads_train_copies_and_the_same_module_at_once(place: TierPlace) -> None:
+@pytest.mark.parametrize("config", [FakeTierConfig("disk", 1 << 30, seed=3), DiskTierConfig("disk", 1 << 30)])
+def test_threads_train_copies_and_the_same_module_at_once(config: TierConfig) -> None:
     module, args = deep()
     module.eval()  # the statistics of batch norm are of the order of calls else
     own = capture(module, args, loss=lambda result: result)
     chosen = away_at_the_loss(keep_all(own.graph), "disk")
-    ours = fit(module, compile_program(chosen, own.constants), own.signature, tiers=[place])
+    ours = fit(module, compile_program(chosen, own.constants), own.signature, tiers=[config])
     wanted = torch.autograd.grad(module(*args), list(module.parameters()))
     found: list[Any] = []
 
@@ -223,7 +223,7 @@ def test_an_operation_that_fails_in_forward_or_in_backward(seed: int, tmp_path: 
         module,
         compile_program(chosen, found.constants),
         found.signature,
-        tiers=[FakePlace("disk", 1 << 30, seed=seed)],
+        tiers=[FakeTierConfig("disk", 1 << 30, seed=seed)],
     )
     bad = torch.full_like(x, torch.nan)
     for _ in range(2):
@@ -263,8 +263,8 @@ def test_an_optimizer_that_fails_within_backward() -> None:
     chosen = away_at_the_loss(keep_all(graph), "disk")
     program = compile_program(chosen, {})
     optimizers = {name: Fails([module.get_parameter(name)]) for name in program.released}
-    places = [FakePlace("disk", 1 << 30, is_late=True)]
-    ours = fit(module, program, captured().signature, None, optimizers, places)
+    configs = [FakeTierConfig("disk", 1 << 30, is_late=True)]
+    ours = fit(module, program, captured().signature, None, optimizers, configs)
     loss = ours(*args)
     assert held_bytes(ours) > 0
     list(optimizers.values())[3].fails = True
@@ -310,7 +310,7 @@ def test_copies_of_a_module_open_tiers_of_their_own(way: str, tmp_path: Path) ->
         torch.save(ours, written := io.BytesIO())
         written.seek(0)
         copied = torch.load(written, weights_only=False)
-    assert tiers_of(copied).places == tiers_of(ours).places
+    assert tiers_of(copied).configs == tiers_of(ours).configs
     assert tiers_of(copied).held_bytes == {}, "nothing is opened yet"
     assert_next_step_is_right(copied, copy.deepcopy(original), args)
     assert scratch_of(copied).number != scratch_of(ours).number
@@ -353,7 +353,7 @@ def test_a_module_of_its_program_alone_swaps_too(tmp_path: Path) -> None:
     program = compile_program(away(captured().graph), {})
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     plan: Any = None
-    tiers = [FakePlace("disk", 1 << 30, is_late=True)]
+    tiers = [FakeTierConfig("disk", 1 << 30, is_late=True)]
     alone = StandaloneModule(program, state, captured().signature.deliveries, plan, tiers)
     copied = pickle.loads(pickle.dumps(alone))
     for each in (alone, copied, original):
@@ -376,10 +376,10 @@ def test_gradients_are_released_within_a_swapped_backward() -> None:
     for seed in range(4):
         chosen = with_random_copies(recompute_some(graph, seed), seed)
         verify_schedule(chosen, {}, tiers=TIERS)
-        places = [FakePlace(tier.name, 1 << 30, seed=seed, is_late=bool(seed % 2)) for tier in TIERS]
+        configs = [FakeTierConfig(tier.name, 1 << 30, seed=seed, is_late=bool(seed % 2)) for tier in TIERS]
         program = compile_program(chosen, {})
         assert "def backward(inputs, saved, tangents, release, copies):" in program.source
-        ours = fit(copy.deepcopy(module), program, captured().signature, tiers=places)
+        ours = fit(copy.deepcopy(module), program, captured().signature, tiers=configs)
         assert_next_step_is_right(ours, copy.deepcopy(original), args)
 
 
@@ -392,7 +392,7 @@ def test_a_waiting_step_that_swaps_keeps_its_program() -> None:
         {**dict(module.named_parameters()), **dict(module.named_buffers())}.get(static.target, args[0])
         for static in program.statics
     ]
-    tiers = Tiers([FakePlace("disk", 1 << 30)])
+    tiers = Tiers([FakeTierConfig("disk", 1 << 30)])
     outputs = run_step(program, inputs, tiers=tiers)
     waiting = PendingBackward(program, inputs, outputs)
     assert waiting.is_waiting and not waiting.change(plain, [])

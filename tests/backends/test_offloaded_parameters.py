@@ -20,7 +20,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import irc
-from irc.backends.torch import DiskPlace, FakePlace, HostPlace, TierPlace, compile_program, emit_source, fit
+from irc.backends.torch import (
+    DiskTierConfig,
+    FakeTierConfig,
+    HostTierConfig,
+    TierConfig,
+    compile_program,
+    emit_source,
+    fit,
+)
 from irc.backends.torch.offload.scratch import ScratchFile
 from irc.backends.torch.original import FITTED
 from irc.frontends.torch import capture
@@ -51,7 +59,7 @@ def living_elsewhere(
     *args: Any,
     seed: int,
     factory: OptimizerFactory | None,
-    place: TierPlace,
+    place: TierConfig,
     broken: Callable[[Schedule], Schedule] | None = None,
     accumulates: bool = False,
     **kwargs: Any,
@@ -113,7 +121,7 @@ def test_random_schedules_train_as_the_ordinary_loop_does(name: str, factory: Op
         torch.manual_seed(seed)
         module, args, kwargs = case.module(), case.arguments(), case.keywords()
         original = copy.deepcopy(module)
-        place = FakePlace("far", ROOM, seed=seed, is_late=seed % 3 == 0, checks=seed % 2 == 0)
+        place = FakeTierConfig("far", ROOM, seed=seed, is_late=seed % 3 == 0, checks=seed % 2 == 0)
         ours = living_elsewhere(module, *args, seed=seed, factory=factory, place=place, **kwargs)
         trained = {n: p for n, p in original.named_parameters(remove_duplicate=False) if p.requires_grad}
         ordinary = factory(list(dict.fromkeys(trained.values())))
@@ -135,7 +143,7 @@ def test_parameters_alone_may_be_trained_by_an_optimizer_outside(name: str) -> N
         torch.manual_seed(seed)
         module, args, kwargs = case.module(), case.arguments(), case.keywords()
         original = copy.deepcopy(module)
-        place = FakePlace("far", ROOM, seed=seed, is_late=seed % 2 == 0)
+        place = FakeTierConfig("far", ROOM, seed=seed, is_late=seed % 2 == 0)
         ours = living_elsewhere(module, *args, seed=seed, factory=None, place=place, **kwargs)
         loops = [momentum([p for p in m.parameters() if p.requires_grad]) for m in (ours, original)]
         for _ in range(2):
@@ -150,7 +158,7 @@ def test_gradients_of_parameters_that_live_elsewhere_are_accumulated(name: str) 
         torch.manual_seed(seed)
         module, args, kwargs = case.module(), case.arguments(), case.keywords()
         original = copy.deepcopy(module)
-        place = FakePlace("far", ROOM, seed=seed)
+        place = FakeTierConfig("far", ROOM, seed=seed)
         ours = living_elsewhere(
             module, *args, seed=seed, factory=None, place=place, accumulates=True, **kwargs
         )
@@ -182,7 +190,7 @@ def test_an_optimizer_may_replace_parameters_and_its_state() -> None:
     original, x = perceptron()
     for seed in range(4):
         ours, theirs = copy.deepcopy(original), copy.deepcopy(original)
-        place = FakePlace("far", ROOM, seed=seed)
+        place = FakeTierConfig("far", ROOM, seed=seed)
         ours = living_elsewhere(ours, x, seed=seed, factory=Rebinding, place=place)
         ordinary = Rebinding(list(theirs.parameters()))
         for _ in range(5):
@@ -204,7 +212,7 @@ def test_a_wait_that_is_missing_is_refused_and_gives_wrong_numbers() -> None:
             known.append(schedule)
             return schedule
 
-        place = FakePlace("far", ROOM, seed=seed, is_late=True)
+        place = FakeTierConfig("far", ROOM, seed=seed, is_late=True)
         living_elsewhere(copy.deepcopy(start), *args, seed=seed, factory=adamw, place=place, broken=noted)
         for step in [k for k, i in enumerate(known[0].instructions) if isinstance(i, Wait)]:
 
@@ -238,7 +246,7 @@ def on_disk(folder: Path, *, seed: int = 1) -> tuple[Any, nn.Module, Tensor]:
     """A module whose parameters and states live on a disk, its original, and an input."""
     module, x = perceptron()
     original = copy.deepcopy(module)
-    place = DiskPlace("far", 1 << 30, str(folder), checks=True)
+    place = DiskTierConfig("far", 1 << 30, str(folder), checks=True)
     return living_elsewhere(module, x, seed=seed, factory=adamw, place=place), original, x
 
 
@@ -387,7 +395,7 @@ def test_what_is_written_between_forward_and_backward_counts(tmp_path: Path) -> 
     """It may be on the device already; backward itself does not read the first layer's weights."""
     for seed in range(8):
         original, x = perceptron()
-        place = DiskPlace("far", 1 << 30, str(tmp_path))
+        place = DiskTierConfig("far", 1 << 30, str(tmp_path))
         module = copy.deepcopy(original)
         ours = living_elsewhere(
             module, x, seed=seed, factory=adamw, place=place, broken=lambda schedule: schedule
@@ -479,7 +487,7 @@ def test_an_optimizer_that_fails_leaves_numbers_of_before(tmp_path: Path) -> Non
 def test_a_tier_without_room_is_refused_before_the_first_step(tmp_path: Path) -> None:
     module, x = perceptron()
     with pytest.raises(TierError, match="IRC577"):
-        place = DiskPlace("far", 1000, str(tmp_path))
+        place = DiskTierConfig("far", 1000, str(tmp_path))
         living_elsewhere(module, x, seed=1, factory=adamw, place=place)
     same(module, perceptron()[0])
 
@@ -491,7 +499,7 @@ def test_pinned_memory_is_refused_for_parameters() -> None:
     program = compile_program(offload_schedule(graph, 1), captured.constants)
     optimizers = {name: adamw([module.get_parameter(name)]) for name in program.released}
     with pytest.raises(TierError, match="IRC575"):
-        fit(module, program, captured.signature, None, optimizers, [HostPlace("far", ROOM)])
+        fit(module, program, captured.signature, None, optimizers, [HostTierConfig("far", ROOM)])
 
 
 def test_a_module_that_torch_shards_is_refused(tmp_path: Path) -> None:

@@ -4,20 +4,22 @@ from .offloaded_parameters import State
 from .session import Session
 from .table import CopiedTensor, CopyTable, copy_table
 from .tier import Traffic
-from .tier_config import DiskPlace, FakePlace, HostPlace, TierPlace
-from .tiers import Tiers, check_places
+from .tier_config import DiskTierConfig, FakeTierConfig, HostTierConfig, TierConfig, TierPlace
+from .tiers import Tiers, check_places, check_tier_configs
 
 __all__ = [
     "CopiedTensor",
     "CopyTable",
-    "DiskPlace",
-    "FakePlace",
-    "HostPlace",
+    "DiskTierConfig",
+    "FakeTierConfig",
+    "HostTierConfig",
     "Session",
     "State",
+    "TierConfig",
     "TierPlace",
     "Tiers",
     "Traffic",
     "check_places",
+    "check_tier_configs",
     "copy_table",
 ]

@@ -20,7 +20,7 @@ from .memory import bytes_at
 from .scratch import ScratchFile, ScratchRoom
 from .slots import Slot
 from .tier import ResidentTier, Ticket
-from .tier_config import DiskPlace
+from .tier_config import DiskTierConfig
 
 __all__ = ["DiskTier"]
 
@@ -29,17 +29,17 @@ class DiskTier(ResidentTier):
     """A tier on a disk, for tensors in the host's memory.
 
     Args:
-        place: Where.
+        config: The folder, the capacity and how copies are made.
 
     Raises:
         TierError: IRC571 when no file can be made there; IRC579 as `ScratchFile`.
     """
 
-    def __init__(self, place: DiskPlace) -> None:
-        self._file = ScratchFile(place.folder, uses_page_cache=place.uses_page_cache)
-        super().__init__(ScratchRoom(place.name, place.capacity_bytes, self._file))
-        self._out = Lane(f"irc {place.name} out")
-        self._in = Lane(f"irc {place.name} in") if place.is_duplex else self._out
+    def __init__(self, config: DiskTierConfig) -> None:
+        self._file = ScratchFile(config.folder, uses_page_cache=config.uses_page_cache)
+        super().__init__(ScratchRoom(config.name, config.capacity_bytes, self._file))
+        self._out = Lane(f"irc {config.name} out")
+        self._in = Lane(f"irc {config.name} in") if config.is_duplex else self._out
         weakref.finalize(self, _close, (self._out, self._in))
 
     def begin_out(self, tensor: Tensor, slot: Slot[tuple[Range, ...]]) -> Ticket:
@@ -56,8 +56,8 @@ class DiskTier(ResidentTier):
 
     def tensor_at(self, slot: Slot[tuple[Range, ...]]) -> Tensor:
         """The same: a mapping of the file."""
-        (place,) = slot.place
-        return self._file.mapped(place.start, slot.nbytes, slot)
+        (extent,) = slot.allocation
+        return self._file.mapped(extent.start, slot.nbytes, slot)
 
 
 def _close(lanes: Iterable[Lane]) -> None:
@@ -82,7 +82,7 @@ class _Transfer(Job):
     def transfer(self, slot: Slot[tuple[Range, ...]]) -> TierError | None:
         data = bytes_at(self.address, self.nbytes)
         try:
-            for start, stop in slot.place:
+            for start, stop in slot.allocation:
                 self.move(data[: stop - start], start)
                 data = data[stop - start :]
         except OSError as error:

@@ -18,7 +18,7 @@ from torch import Tensor, UntypedStorage
 
 from .slots import Room, Slot
 from .tier import ResidentTier, Ticket
-from .tier_config import FakePlace
+from .tier_config import FakeTierConfig
 
 __all__ = ["POISON", "FakeTier"]
 
@@ -35,7 +35,7 @@ class _FakeRoom(Room[_Memory]):
         ctypes.memset(memory, POISON, nbytes)
         return memory
 
-    def _give_back(self, place: _Memory) -> None:
+    def _give_back(self, allocation: _Memory) -> None:
         pass
 
 
@@ -43,13 +43,13 @@ class FakeTier(ResidentTier):
     """A tier in memory whose copies are late.
 
     Args:
-        place: When they are made.
+        config: The capacity, and when copies are made.
     """
 
-    def __init__(self, place: FakePlace) -> None:
-        super().__init__(_FakeRoom(place.name, place.capacity_bytes))
-        self.is_late = place.is_late
-        self._draw = random.Random(place.seed)
+    def __init__(self, config: FakeTierConfig) -> None:
+        super().__init__(_FakeRoom(config.name, config.capacity_bytes))
+        self.is_late = config.is_late
+        self._draw = random.Random(config.seed)
         self._lock = threading.Lock()
         self._queues: tuple[deque[_FakeCopy], deque[_FakeCopy]] = (deque(), deque())
         """For each direction, what was begun and not made."""
@@ -71,7 +71,7 @@ class FakeTier(ResidentTier):
 
     def tensor_at(self, slot: Slot[_Memory]) -> Tensor:
         """The same."""
-        return torch.frombuffer(slot.place, dtype=torch.uint8)
+        return torch.frombuffer(slot.allocation, dtype=torch.uint8)
 
     def _begin(self, copy: _FakeCopy) -> Ticket:
         if not self.is_late:
@@ -114,7 +114,7 @@ class _FakeCopy(Ticket):
     def make(self) -> None:
         if self._holds:
             _, slot = self._holds[0]
-            ends = (slot.place, self.address) if self.is_out else (self.address, slot.place)
+            ends = (slot.allocation, self.address) if self.is_out else (self.address, slot.allocation)
             ctypes.memmove(*ends, slot.nbytes)
             self._holds.clear()
         self.is_made = True

@@ -25,7 +25,7 @@ from .extents import Extents, Range, in_pages
 from .memory import bytes_of
 from .slots import Room, Slot
 from .tier import RunningTier, Ticket
-from .tier_config import HostPlace
+from .tier_config import HostTierConfig
 
 __all__ = ["HostTier"]
 
@@ -55,13 +55,13 @@ class HostTier(RunningTier):
     """A tier in the host's memory, for tensors on CUDA.
 
     Args:
-        place: How much.
+        config: The name and the capacity.
     """
 
     room: PinnedRoom
 
-    def __init__(self, place: HostPlace) -> None:
-        super().__init__(PinnedRoom(place.name, place.capacity_bytes))
+    def __init__(self, config: HostTierConfig) -> None:
+        super().__init__(PinnedRoom(config.name, config.capacity_bytes))
         self._lock = threading.Lock()
         self._streams: dict[torch.device, _Streams] = {}
 
@@ -85,8 +85,8 @@ class HostTier(RunningTier):
             data = bytes_of(tensor)
             for pinned, start, stop in self.room.pieces(slot):
                 _copy(pinned, data[start:stop])
-        slot.place.last_read = streams.back.record_event()
-        return _Crossing(tensor, compute, slot.place.last_read)
+        slot.allocation.last_read = streams.back.record_event()
+        return _Crossing(tensor, compute, slot.allocation.last_read)
 
     def _streams_of(self, device: torch.device) -> _Streams:
         with self._lock:
@@ -141,7 +141,7 @@ class PinnedRoom(Room[_Pinned]):
         """The parts of a slot in pinned memory, each with the bytes of the tensor that go there."""
         found: list[tuple[Tensor, int, int]] = []
         done = 0
-        for start, stop in slot.place.ranges:
+        for start, stop in slot.allocation.ranges:
             nbytes = min(stop - start, slot.nbytes - done)
             chunk, first = divmod(start, _CHUNK_BYTES)
             found.append((self.chunks[chunk][first : first + nbytes], done, done + nbytes))
@@ -168,10 +168,10 @@ class PinnedRoom(Room[_Pinned]):
                 ) from error
             self.extents.grow(_CHUNK_BYTES)
 
-    def _give_back(self, place: _Pinned) -> None:
-        if place.last_read is not None:
-            self._readers.append(place.last_read)
-        self.extents.give_back(place.ranges)
+    def _give_back(self, allocation: _Pinned) -> None:
+        if allocation.last_read is not None:
+            self._readers.append(allocation.last_read)
+        self.extents.give_back(allocation.ranges)
 
 
 def _within_chunks(whole: Range) -> Iterator[Range]:

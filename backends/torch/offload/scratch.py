@@ -44,7 +44,7 @@ class ScratchFile:
 
     Args:
         folder: Where its bytes lie; None is the system's folder for temporary files.
-        uses_page_cache: As of `DiskPlace`.
+        uses_page_cache: As of `DiskTierConfig`.
 
     Raises:
         TierError: IRC571 when no file can be made there; IRC579 where the system cannot read and write at an
@@ -202,5 +202,5 @@ class ScratchRoom(Room[tuple[Range, ...]]):
         self.file.reserve(self.extents.size_bytes, nbytes)
         self.extents.grow(nbytes)
 
-    def _give_back(self, place: tuple[Range, ...]) -> None:
-        self.extents.give_back(place)
+    def _give_back(self, allocation: tuple[Range, ...]) -> None:
+        self.extents.give_back(allocation)

@@ -11,10 +11,10 @@ from ....ir import TierError, format_bytes
 
 __all__ = ["AnyRoom", "AnySlot", "Room", "Slot"]
 
-Place = TypeVar("Place")
+Allocation = TypeVar("Allocation")
 
 
-class Slot(Generic[Place]):
+class Slot(Generic[Allocation]):
     """Room for one copy.
 
     Whoever writes or reads it holds it: a call, and a copy under way. It is given back when the last of them
@@ -22,23 +22,23 @@ class Slot(Generic[Place]):
     queue, which takes no lock.
 
     Args:
-        place: Where in the tier.
+        allocation: The memory or the bytes of a file that the room has set aside.
         nbytes: Of the copy.
         returned: The queue.
     """
 
-    __slots__ = ("_returned", "nbytes", "place")
+    __slots__ = ("_returned", "allocation", "nbytes")
 
-    def __init__(self, place: Place, nbytes: int, returned: deque[tuple[Place, int]]) -> None:
-        self.place = place
+    def __init__(self, allocation: Allocation, nbytes: int, returned: deque[tuple[Allocation, int]]) -> None:
+        self.allocation = allocation
         self.nbytes = nbytes
         self._returned = returned
 
     def __del__(self) -> None:
-        self._returned.append((self.place, self.nbytes))
+        self._returned.append((self.allocation, self.nbytes))
 
 
-class Room(ABC, Generic[Place]):
+class Room(ABC, Generic[Allocation]):
     """The slots of a tier.
 
     Args:
@@ -51,7 +51,7 @@ class Room(ABC, Generic[Place]):
         self.capacity_bytes = capacity_bytes
         self._lock = threading.Lock()
         self._held_bytes = 0
-        self._returned: deque[tuple[Place, int]] = deque()
+        self._returned: deque[tuple[Allocation, int]] = deque()
 
     @property
     def held_bytes(self) -> int:
@@ -74,7 +74,7 @@ class Room(ABC, Generic[Place]):
             self._collect()
             self._prepare(nbytes, count)
 
-    def take(self, nbytes: int, *, whole: bool = False) -> Slot[Place]:
+    def take(self, nbytes: int, *, whole: bool = False) -> Slot[Allocation]:
         """A slot.
 
         Args:
@@ -94,30 +94,30 @@ class Room(ABC, Generic[Place]):
                     help="let go of outputs that need no backward, or give the tier room for all forwards "
                     "that are in flight",
                 )
-            place = self._take_whole(nbytes) if whole else self._take(nbytes)
+            allocation = self._take_whole(nbytes) if whole else self._take(nbytes)
             self._held_bytes += nbytes
-        return Slot(place, nbytes, self._returned)
+        return Slot(allocation, nbytes, self._returned)
 
     def _collect(self) -> None:
         while self._returned:
-            place, nbytes = self._returned.popleft()
+            allocation, nbytes = self._returned.popleft()
             self._held_bytes -= nbytes
-            self._give_back(place)
+            self._give_back(allocation)
 
     def _prepare(self, nbytes: int, count: int) -> None:
         """As `prepare`, with the lock."""
 
     @abstractmethod
-    def _take(self, nbytes: int) -> Place:
+    def _take(self, nbytes: int) -> Allocation:
         """As `take`, with the lock."""
 
-    def _take_whole(self, nbytes: int) -> Place:
+    def _take_whole(self, nbytes: int) -> Allocation:
         """The same in one piece."""
         return self._take(nbytes)
 
     @abstractmethod
-    def _give_back(self, place: Place) -> None:
-        """A place is free again; with the lock."""
+    def _give_back(self, allocation: Allocation) -> None:
+        """Makes an allocation free again; the lock is held."""
 
 
 AnySlot = Slot[Any]

@@ -101,13 +101,13 @@ def copy_table(schedule: Schedule) -> CopyTable:
     """The copies of a schedule."""
     graph = schedule.graph
     statics = [entry for entry in graph.inputs if entry.role is not InputRole.TANGENT]
-    places = {e.target: k for k, e in enumerate(statics) if e.role is InputRole.PARAMETER}
+    positions = {e.target: k for k, e in enumerate(statics) if e.role is InputRole.PARAMETER}
     tensors: list[CopiedTensor] = []
     for storage, tier in copy_keys(schedule):
         value, offloaded = copied_value(schedule, storage), graph.offloaded_of.get(storage)
         of = None
         if offloaded is not None:
-            index = places[offloaded.parameter]
+            index = positions[offloaded.parameter]
             mine = statics[index].value.storage
             tied = (k for k, e in enumerate(statics) if e.value.storage is mine and k != index)
             of = OffloadedRole(offloaded.parameter, index, tuple(tied), offloaded.is_state)

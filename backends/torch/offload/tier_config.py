@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-__all__ = ["DiskPlace", "FakePlace", "HostPlace", "TierPlace"]
+__all__ = ["DiskTierConfig", "FakeTierConfig", "HostTierConfig", "TierConfig", "TierPlace"]
 
 
 @dataclass(frozen=True, slots=True)
-class DiskPlace:
+class DiskTierConfig:
     """A scratch file, for models on the CPU.
 
     Args:
@@ -35,8 +35,8 @@ class DiskPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class HostPlace:
-    """Pinned memory of the host, for models on CUDA; the arguments are those of `DiskPlace`."""
+class HostTierConfig:
+    """Pinned memory of the host, for models on CUDA; the arguments are those of `DiskTierConfig`."""
 
     kind: ClassVar[str] = "host"
 
@@ -46,11 +46,11 @@ class HostPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class FakePlace:
+class FakeTierConfig:
     """A tier for tests: copies are made late, and what must not be read meanwhile is poisoned.
 
     Args:
-        name: As of `DiskPlace`.
+        name: As of `DiskTierConfig`.
         capacity_bytes: The same.
         checks: The same.
         seed: Of when copies are made.
@@ -66,4 +66,6 @@ class FakePlace:
     is_late: bool = False
 
 
-TierPlace = DiskPlace | HostPlace | FakePlace
+TierConfig = DiskTierConfig | HostTierConfig | FakeTierConfig
+
+TierPlace = TierConfig

@@ -18,26 +18,26 @@ from .pinned import HostTier
 from .session import Session
 from .table import CopyTable
 from .tier import RunningTier, Traffic
-from .tier_config import DiskPlace, FakePlace, HostPlace, TierPlace
+from .tier_config import DiskTierConfig, FakeTierConfig, HostTierConfig, TierConfig
 
-__all__ = ["Tiers", "check_places"]
+__all__ = ["Tiers", "check_places", "check_tier_configs"]
 
 
 class Tiers:
     """Where the copies of a module's steps go.
 
     Args:
-        places: One for each tier that its schedules name.
+        configs: One for each tier that its schedules name.
 
     Raises:
         TierError: IRC576 when two have one name.
     """
 
-    def __init__(self, places: Sequence[TierPlace] = ()) -> None:
-        self.places = tuple(places)
-        self._by_name = {place.name: place for place in places}
-        if len(self._by_name) < len(self.places):
-            names = ", ".join(place.name for place in self.places)
+    def __init__(self, configs: Sequence[TierConfig] = ()) -> None:
+        self.configs = tuple(configs)
+        self._by_name = {config.name: config for config in configs}
+        if len(self._by_name) < len(self.configs):
+            names = ", ".join(config.name for config in self.configs)
             raise TierError("IRC576", f"two tiers have the same name: {names}", help="give each its own name")
         self._lock = threading.Lock()
         self._running: dict[str, RunningTier] = {}
@@ -45,7 +45,12 @@ class Tiers:
         self._offloaded_parameters = OffloadedParameters()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Tiers, (self.places,)
+        return Tiers, (self.configs,)
+
+    @property
+    def places(self) -> tuple[TierConfig, ...]:
+        """The configs."""
+        return self.configs
 
     def check(self, table: CopyTable) -> None:
         """Refuses copies that cannot be made.
@@ -54,15 +59,15 @@ class Tiers:
             table: Of a program.
 
         Raises:
-            TierError: IRC575 for tensors that a tier is not made for; IRC576 for a tier that has no place.
+            TierError: IRC575 for tensors that a tier is not made for; IRC576 for a tier without a config.
         """
         for copied in table.tensors:
-            place = self._by_name.get(copied.tier)
-            if place is None:
+            config = self._by_name.get(copied.tier)
+            if config is None:
                 self._refuse_unknown(copied.tier)
-            _refuse_device(place, copied.type.device)
+            _refuse_device(config, copied.type.device)
             if copied.offloaded is not None:
-                _refuse_offloaded(place)
+                _refuse_offloaded(config)
 
     def residents(
         self, table: CopyTable, parameter: Callable[[int], Any], optimizers: Mapping[str, Optimizer]
@@ -86,7 +91,7 @@ class Tiers:
             offloaded_parameters: What `residents` gave.
 
         Raises:
-            TierError: IRC576 for a tier that has no place; IRC570 to IRC572 and IRC579 when it cannot be
+            TierError: IRC576 for a tier without a config; IRC570 to IRC572 and IRC579 when it cannot be
                 opened, or has no room for the call.
         """
         running = {name: self._opened(name) for name in table.peak_bytes}
@@ -124,28 +129,28 @@ class Tiers:
         known = ", ".join(self._by_name) or "none"
         raise TierError(
             "IRC576",
-            f"the schedule copies to tier {name}, and it is not said where that is (known: {known})",
-            help="give the place of each tier: tiers=(DiskPlace('disk', capacity_bytes, folder), ...)",
+            f"the schedule copies to tier {name}, which has no config (known: {known})",
+            help="give a config for each tier: tiers=(DiskTierConfig('disk', capacity_bytes, folder), ...)",
         )
 
 
-def _open(place: TierPlace) -> RunningTier:
-    match place:
-        case DiskPlace():
-            return DiskTier(place)
-        case HostPlace():
-            return HostTier(place)
-        case FakePlace():
-            return FakeTier(place)
+def _open(config: TierConfig) -> RunningTier:
+    match config:
+        case DiskTierConfig():
+            return DiskTier(config)
+        case HostTierConfig():
+            return HostTier(config)
+        case FakeTierConfig():
+            return FakeTier(config)
 
 
-def check_places(
-    places: Iterable[TierPlace], devices: Iterable[str], *, have_offloaded: bool = False
+def check_tier_configs(
+    configs: Iterable[TierConfig], devices: Iterable[str], *, have_offloaded: bool = False
 ) -> None:
-    """Refuses places that cannot serve a model, before anything is planned; a disk's folder is tried.
+    """Refuses tiers that cannot serve a model, before anything is planned; a file is made in a disk's folder.
 
     Args:
-        places: What the user gave, the one first that parameters would live in.
+        configs: The user's tiers, first the one that parameters would live in.
         devices: Where the model's tensors are, such as `cpu`.
         have_offloaded: Whether parameters or optimizer state may live in a tier between steps.
 
@@ -155,41 +160,44 @@ def check_places(
             `ScratchFile`.
     """
     known = tuple(devices)
-    tiers = Tiers(tuple(places)).places
+    tiers = Tiers(tuple(configs)).configs
     if have_offloaded and tiers:
         _refuse_offloaded(tiers[0])
-    for place in tiers:
+    for config in tiers:
         for device in known:
-            _refuse_device(place, device)
-        if isinstance(place, DiskPlace):
-            _open(place)
+            _refuse_device(config, device)
+        if isinstance(config, DiskTierConfig):
+            _open(config)
 
 
-def _refuse_offloaded(place: TierPlace) -> None:
-    if isinstance(place, HostPlace):
+check_places = check_tier_configs
+
+
+def _refuse_offloaded(config: TierConfig) -> None:
+    if isinstance(config, HostTierConfig):
         raise TierError(
             "IRC575",
-            f"parameters and optimizer state cannot live in tier {place.name} ({place.kind}) between steps: "
-            "that is for models on the CPU, with a disk",
+            f"parameters and optimizer state cannot live in tier {config.name} ({config.kind}) between "
+            "steps: that is for models on the CPU, with a disk",
             help="leave params and optimizer out of what is swapped; other tensors can go to the host",
         )
 
 
-def _refuse_device(place: TierPlace, device: str) -> None:
+def _refuse_device(config: TierConfig, device: str) -> None:
     kind = device.partition(":")[0]
-    match place:
-        case HostPlace() if kind == "cpu":
+    match config:
+        case HostTierConfig() if kind == "cpu":
             why = (
                 "the memory of a model on the CPU is the host's memory: nothing is gained by copies within it"
             )
             help = "use a disk tier: disk:FOLDER:BYTES"
-        case HostPlace() if kind != "cuda":
+        case HostTierConfig() if kind != "cuda":
             why, help = "pinned memory is for models on CUDA", "plan without swap"
-        case DiskPlace() | FakePlace() if kind != "cpu":
-            why = f"{place.kind} tiers copy tensors in the host's memory alone"
+        case DiskTierConfig() | FakeTierConfig() if kind != "cpu":
+            why = f"{config.kind} tiers copy tensors in the host's memory alone"
             help = "use a host tier: host:BYTES"
         case _:
             return
     raise TierError(
-        "IRC575", f"tier {place.name} ({place.kind}) cannot hold tensors on {device}: {why}", help=help
+        "IRC575", f"tier {config.name} ({config.kind}) cannot hold tensors on {device}: {why}", help=help
     )

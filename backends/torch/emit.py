@@ -6,7 +6,7 @@ import keyword
 import math
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ...ir import (
     PAUSE,
@@ -58,29 +58,34 @@ _COPIES = """
 
 
 def emit_source(schedule: Schedule) -> str:
-    """Python source with `forward` and `backward`, which run `schedule` exactly.
+    """Writes Python source with `forward` and `backward`, which run `schedule` exactly.
 
     `forward(inputs)` takes the static inputs in graph order and returns `(outputs, saved)`.
-    `backward(inputs, saved, tangents)` empties `saved` and returns the gradients in graph order, with
-    None where there is none. Views are derived where they are used. Both must run without gradients.
-    Where parts of backward come from some outputs alone, `backward` takes `given`, with bit k where output k
-    has a gradient: the others' parts are zeros, as the product of a zero and an infinite derivative is none.
-    Where gradients are released, `backward` takes one more argument, which it calls for each of them as
-    `release(name, parameter, gradient)`.
-    Where the graph is a pipeline stage that exchanges values with others, both take `exchange`; where it has
-    a pause, backward is a generator that yields once, there.
-    Where the schedule copies to tiers, both take `copies` as their last argument, such as `swap.Session`.
+    `backward(inputs, saved, tangents)` empties `saved` and returns the gradients in graph order; a missing
+    gradient is None. Views are derived where they are used. Both functions must run without gradients.
+    Further arguments follow if the schedule needs them, in this order:
+
+    - `given` of backward, with bit k set if output k has a gradient, if parts of backward come only from some
+      outputs. The parts of the other outputs are zeros: the product of a zero and an infinite derivative is
+      not.
+    - `release` of backward, called as `release(name, parameter, gradient)`, if gradients are released.
+    - `exchange` of both, if the graph is a pipeline stage that exchanges values with others. If it has a
+      pause, backward is a generator that yields once, at the pause.
+    - `copies` of both, such as a `Session`, if the schedule copies to tiers.
     """
     return _Emitter(schedule).source()
 
 
 def is_partial(graph: Graph) -> bool:
-    """Whether some operation of backward comes from the gradients of some outputs alone."""
+    """Whether an operation of backward comes only from the gradients of some outputs."""
     return bool(_partial(graph))
 
 
 def _partial(graph: Graph) -> dict[Node, int]:
-    """Such operations, each with the outputs as bits; what has an effect or gives nothing new always runs."""
+    """Returns such operations, each with its outputs as bits.
+
+    Operations with an effect, and those that do not fill new memory, always run and are left out.
+    """
     zero = zero_without(graph)
     every = frozenset(int(i.target) for i in graph.inputs if i.role is InputRole.TANGENT)
     found: dict[Node, int] = {}
@@ -95,104 +100,34 @@ def _partial(graph: Graph) -> dict[Node, int]:
 
 
 def saved_values(schedule: Schedule) -> tuple[Value, ...]:
-    """What the emitted `forward` returns as `saved`, in that order."""
-    split = next(k for k, instruction in enumerate(schedule.instructions) if isinstance(instruction, Loss))
-    before, after = schedule.instructions[:split], schedule.instructions[split + 1 :]
-    return tuple(_Emitter(schedule).saved(before, after))
+    """Returns the values that the emitted `forward` returns as `saved`, in that order."""
+    return _Halves.of(schedule).saved()
 
 
-@dataclass
-class _Emitter:
+@dataclass(frozen=True)
+class _Halves:
+    """The instructions of a schedule before the loss and after it."""
+
     schedule: Schedule
-    names: dict[Value, str] = field(default_factory=dict)
-    taken: set[str] = field(
-        default_factory=lambda: {"inputs", "saved", "tangents", "given", "release", "exchange", "torch", "_"}
-    )
-    operations: dict[str, str] = field(default_factory=dict)
+    before: tuple[Instruction, ...]
+    after: tuple[Instruction, ...]
 
-    def __post_init__(self) -> None:
-        self.makers = {value: node for node in self.graph.nodes for value in node.values}
-        self.partial = _partial(self.graph)
-        self.keys = copy_keys(self.schedule)
-        self.last_fetches = last_fetches(self.schedule)
-        self.copying: dict[Storage, int] = {}
-        """The key of the copy that a `Wait` is for."""
-        if self.keys:
-            self.taken.add("copies")
+    @staticmethod
+    def of(schedule: Schedule) -> _Halves:
+        instructions = schedule.instructions
+        split = next(k for k, instruction in enumerate(instructions) if isinstance(instruction, Loss))
+        return _Halves(schedule, instructions[:split], instructions[split + 1 :])
 
-    @property
-    def graph(self) -> Graph:
-        return self.schedule.graph
-
-    def source(self) -> str:
-        statics = [i for i in self.graph.inputs if i.role is not InputRole.TANGENT]
-        tangents = [i.value for i in self.graph.inputs if i.role is InputRole.TANGENT]
-        split = next(i for i, ins in enumerate(self.schedule.instructions) if isinstance(ins, Loss))
-        before, after = self.schedule.instructions[:split], self.schedule.instructions[split + 1 :]
-        outputs = [o.value for o in self.graph.outputs if o.role is OutputRole.OUTPUT]
-        gradients = [o.value for o in self.graph.outputs if o.role is OutputRole.GRADIENT]
-        saved = self.saved(before, after)
-        forward = [
-            *self._unpack([i.value for i in statics], "inputs", before, outputs),
-            *self._body(before, 0),
-            f"return [{self._list(outputs)}], [{self._saved_list(saved, outputs)}]",
-        ]
-        backward = [
-            *([f"{self._targets(saved)} = saved"] if saved else []),
-            "saved.clear()",
-            *self._unpack([i.value for i in statics], "inputs", after, gradients),
-            *self._unpack(tangents, "tangents", after, gradients),
-            *self._body(after, split + 1),
-            f"return [{self._list(gradients)}]",
-        ]
-        releases = bool(self.graph.releases)
-        used = {node.op for node in self.graph.operations}
-        exchanges = bool(used & {SEND, RECEIVE})
-        others = f"{', exchange' if exchanges else ''}{', copies' if self.keys else ''}"
-        more = f"{', given' if self.partial else ''}{', release' if releases else ''}{others}"
-        first = f"forward(inputs{others})"
-        signature = f"backward(inputs, saved, tangents{more})"
-        operations = [f"{name} = torch.ops.{op}" for op, name in self.operations.items()]
-        table = [f"#   {self._name(i.value)}: {i.role.value} {i.target}" for i in statics]
-        copied = ((key, copied_value(self.schedule, storage), to) for (storage, to), key in self.keys.items())
-        carried = [
-            f"#   {key}: {self._name(value)} to {to}, {value.type.nbytes} B" for key, value, to in copied
-        ]
-        return "\n".join(
-            [
-                _HEADER.format(
-                    forward=first,
-                    backward=signature,
-                    partial=_PARTIAL if self.partial else "",
-                    releases=_RELEASES if releases else "",
-                    exchanges=(_EXCHANGES if exchanges else "") + (_PAUSES if PAUSE in used else ""),
-                    copies=_COPIES if self.keys else "",
-                ),
-                "import torch",
-                "",
-                *operations,
-                "",
-                "# inputs:",
-                *table,
-                *(["", "# copies:", *carried] if carried else []),
-                "",
-                "",
-                f"def {first}:",
-                *(f"    {line}" for line in forward),
-                "",
-                "",
-                f"def {signature}:",
-                *(f"    {line}" for line in backward),
-                "",
-            ]
+    def saved(self) -> tuple[Value, ...]:
+        """Returns the values that are alive at the loss, and read after it before they are made again."""
+        read = self._read_after()
+        return tuple(
+            v for storage, values in self._alive_at_loss().items() if storage in read for v in values
         )
 
-    # ------------------------------------------------------------------ what is alive where
-
-    def saved(self, before: Iterable[Instruction], after: Iterable[Instruction]) -> list[Value]:
-        """What forward hands to backward: alive at the loss, and used after it before it is made again."""
+    def _alive_at_loss(self) -> dict[Storage, list[Value]]:
         alive: dict[Storage, list[Value]] = {}
-        for instruction in before:
+        for instruction in self.before:
             if isinstance(instruction, Compute):
                 for value in instruction.node.values:
                     if value.storage in instruction.retained:
@@ -201,12 +136,17 @@ class _Emitter:
                 alive[instruction.storage] = [copied_value(self.schedule, instruction.storage)]
             elif isinstance(instruction, Free):
                 alive.pop(instruction.storage, None)
+        return alive
+
+    def _read_after(self) -> set[Storage]:
+        """Returns the storages that backward reads or frees before it makes them."""
+        graph = self.schedule.graph
         read: set[Storage] = set()
         made: set[Storage] = set()
-        for instruction in after:
+        for instruction in self.after:
             match instruction:
                 case Compute(node, retained):
-                    read |= set(self.graph.reads(node)) - made
+                    read |= set(graph.reads(node)) - made
                     made |= retained
                 case Free(storage) | Offload(storage):
                     read |= {storage} - made
@@ -214,15 +154,119 @@ class _Emitter:
                     made.add(storage)
                 case Loss() | Wait():
                     pass
-        read |= {
-            o.value.storage for o in self.graph.outputs if o.value and o.role is OutputRole.GRADIENT
-        } - made
-        return [value for storage, values in alive.items() if storage in read for value in values]
+        gradients = (o.value for o in graph.outputs if o.role is OutputRole.GRADIENT)
+        return read | {value.storage for value in gradients if value is not None} - made
+
+
+class _Emitter:
+    """Writes the source of one schedule. Names are given out in the order in which they are first used."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        graph = schedule.graph
+        self.schedule, self.graph = schedule, graph
+        self.halves = _Halves.of(schedule)
+        self.statics = [i for i in graph.inputs if i.role is not InputRole.TANGENT]
+        self.tangents = [i.value for i in graph.inputs if i.role is InputRole.TANGENT]
+        self.outputs = [o.value for o in graph.outputs if o.role is OutputRole.OUTPUT]
+        self.gradients = [o.value for o in graph.outputs if o.role is OutputRole.GRADIENT]
+        self.saved = self.halves.saved()
+        self.producers = {value: node for node in graph.nodes for value in node.values}
+        self.partial = _partial(graph)
+        used = {node.op for node in graph.operations}
+        self.exchanges, self.pauses = bool(used & {SEND, RECEIVE}), PAUSE in used
+        self.keys = copy_keys(schedule)
+        self.last_fetches = last_fetches(schedule)
+        self.copying: dict[Storage, int] = {}
+        """The key of the copy that a `Wait` is for."""
+        self.names: dict[Value, str] = {}
+        self.operations: dict[str, str] = {}
+        self.taken = {"inputs", "saved", "tangents", "given", "release", "exchange", "torch", "_"}
+        if self.keys:
+            self.taken.add("copies")
+
+    def source(self) -> str:
+        """Writes the module: docstring, imports, tables, forward and backward."""
+        forward, backward = list(self._forward()), list(self._backward())
+        return "\n".join(
+            [
+                self._docstring(),
+                "import torch",
+                "",
+                *(f"{name} = torch.ops.{op}" for op, name in self.operations.items()),
+                "",
+                *self._input_table(),
+                *self._copy_table(),
+                "",
+                "",
+                f"def {self._forward_signature}:",
+                *(f"    {line}" for line in forward),
+                "",
+                "",
+                f"def {self._backward_signature}:",
+                *(f"    {line}" for line in backward),
+                "",
+            ]
+        )
+
+    # ------------------------------------------------------------------ head
+
+    def _docstring(self) -> str:
+        return _HEADER.format(
+            forward=self._forward_signature,
+            backward=self._backward_signature,
+            partial=_PARTIAL if self.partial else "",
+            releases=_RELEASES if self.graph.releases else "",
+            exchanges=(_EXCHANGES if self.exchanges else "") + (_PAUSES if self.pauses else ""),
+            copies=_COPIES if self.keys else "",
+        )
+
+    @property
+    def _forward_signature(self) -> str:
+        return f"forward(inputs{self._common_arguments})"
+
+    @property
+    def _backward_signature(self) -> str:
+        given = ", given" if self.partial else ""
+        release = ", release" if self.graph.releases else ""
+        return f"backward(inputs, saved, tangents{given}{release}{self._common_arguments})"
+
+    @property
+    def _common_arguments(self) -> str:
+        return f"{', exchange' if self.exchanges else ''}{', copies' if self.keys else ''}"
+
+    def _input_table(self) -> list[str]:
+        rows = [f"#   {self._name(i.value)}: {i.role.value} {i.target}" for i in self.statics]
+        return ["# inputs:", *rows]
+
+    def _copy_table(self) -> list[str]:
+        rows: list[str] = []
+        for (storage, tier), key in self.keys.items():
+            value = copied_value(self.schedule, storage)
+            rows.append(f"#   {key}: {self._name(value)} to {tier}, {value.type.nbytes} B")
+        return ["", "# copies:", *rows] if rows else []
+
+    # ------------------------------------------------------------------ functions
+
+    def _forward(self) -> Iterator[str]:
+        statics = [i.value for i in self.statics]
+        yield from self._unpack(statics, "inputs", self.halves.before, self.outputs)
+        yield from self._body(self.halves.before, 0)
+        yield f"return [{self._list(self.outputs)}], [{self._saved_list()}]"
+
+    def _backward(self) -> Iterator[str]:
+        if self.saved:
+            yield f"{self._targets(self.saved)} = saved"
+        yield "saved.clear()"
+        statics = [i.value for i in self.statics]
+        yield from self._unpack(statics, "inputs", self.halves.after, self.gradients)
+        yield from self._unpack(self.tangents, "tangents", self.halves.after, self.gradients)
+        yield from self._body(self.halves.after, len(self.halves.before) + 1)
+        yield f"return [{self._list(self.gradients)}]"
 
     def _unpack(
         self, values: list[Value], source: str, body: Iterable[Instruction], results: Iterable[Value | None]
     ) -> Iterator[str]:
-        """Names the inputs that a body reads; the others are not touched."""
+        """Assigns names to the inputs that a body reads; the others are not touched."""
         read = {v for i in body if isinstance(i, Compute) for v in self._bases(i.node.operands)}
         read |= set(self._bases(value for value in results if value is not None))
         for index, value in enumerate(values):
@@ -230,35 +274,35 @@ class _Emitter:
                 yield f"{self._name(value)} = {source}[{index}]"
 
     def _bases(self, values: Iterable[Value]) -> Iterator[Value]:
-        """The values that the variables hold: views are followed to what they are views of."""
+        """Yields the values that are variables: views are followed to their bases."""
         for value in values:
-            maker = self.makers.get(value)
-            if maker is not None and maker.is_view:
-                yield from self._bases(maker.operands)
+            producer = self.producers.get(value)
+            if producer is not None and producer.is_view:
+                yield from self._bases(producer.operands)
             else:
                 yield value
 
     # ------------------------------------------------------------------ statements
 
     def _body(self, instructions: Iterable[Instruction], first: int) -> Iterator[str]:
-        where = None
+        location = None
         for step, instruction in enumerate(instructions, first):
             match instruction:
                 case Compute(node, retained):
-                    if node.at is not None and node.at != where:
-                        where = node.at
-                        yield f"# {where}"
+                    if node.at is not None and node.at != location:
+                        location = node.at
+                        yield f"# {location}"
                     yield from self._compute(node, retained)
                 case Free(storage):
-                    made = dict.fromkeys(self._made(storage))
-                    yield f"del {', '.join(self._name(value) for value in made)}"
+                    values = dict.fromkeys(self._filling(storage))
+                    yield f"del {', '.join(self._name(value) for value in values)}"
                 case Offload() | Fetch() | Wait():
                     yield from self._copy(instruction, step)
                 case Loss():
                     raise AssertionError("the loss stands between the two bodies")
 
-    def _made(self, storage: Storage) -> Iterator[Value]:
-        """The values that fill what is freed."""
+    def _filling(self, storage: Storage) -> Iterator[Value]:
+        """Yields the values that fill a storage that is freed."""
         offloaded = self.graph.offloaded_of.get(storage)
         if offloaded is not None:
             yield offloaded.value
@@ -266,7 +310,7 @@ class _Emitter:
             yield from (v for v in self.graph.producers[storage].values if v.storage is storage)
 
     def _copy(self, instruction: Offload | Fetch | Wait, step: int) -> Iterator[str]:
-        """Copies; the copy in the tier is given up where the last copy of it is waited for."""
+        """Writes a copy; the slot in the tier is dropped when the last copy from it has ended."""
         storage = instruction.storage
         if isinstance(instruction, Wait):
             key = self.copying[storage]
@@ -327,11 +371,11 @@ class _Emitter:
         return self.operations[op]
 
     def _expression(self, value: Value) -> str:
-        maker = self.makers.get(value)
-        if maker is None or not maker.is_view:
+        producer = self.producers.get(value)
+        if producer is None or not producer.is_view:
             return self._name(value)
-        call = self._call(maker)
-        return f"{call}[{maker.results.index(value)}]" if maker.is_sequence else call
+        call = self._call(producer)
+        return f"{call}[{producer.results.index(value)}]" if producer.is_sequence else call
 
     def _call(self, node: Node) -> str:
         if node.releases is not None:
@@ -375,13 +419,13 @@ class _Emitter:
 
     def _zero(self, value: Value) -> str:
         kind = value.type
-        where = f"dtype=torch.{kind.dtype.value}, device={kind.device!r}"
-        return f"torch.empty_strided({kind.shape!r}, {kind.strides!r}, {where}).zero_()"
+        options = f"dtype=torch.{kind.dtype.value}, device={kind.device!r}"
+        return f"torch.empty_strided({kind.shape!r}, {kind.strides!r}, {options}).zero_()"
 
     def _list(self, values: Iterable[Value | None]) -> str:
         return ", ".join("None" if value is None else self._expression(value) for value in values)
 
-    def _saved_list(self, saved: Iterable[Value], outputs: Iterable[Value | None]) -> str:
-        """The saved values; what is also an output goes in as an alias, or it would refer to itself."""
-        given = {base for value in outputs if value is not None for base in self._bases([value])}
-        return ", ".join(f"{self._name(v)}.detach()" if v in given else self._name(v) for v in saved)
+    def _saved_list(self) -> str:
+        """Lists the saved values; an output goes in as an alias, or it would refer to itself."""
+        outputs = {base for value in self.outputs if value is not None for base in self._bases([value])}
+        return ", ".join(f"{self._name(v)}.detach()" if v in outputs else self._name(v) for v in self.saved)

@@ -1,16 +1,16 @@
-"""Which values of backward come from the gradients of which outputs, and which are zero without them."""
+"""Finds the outputs whose gradients a value of backward is computed from, or is zero without."""
 
 from __future__ import annotations
 
 from ...ir import Argument, Graph, InputRole, Node, Value, values_in
 
-__all__ = ["reached_by", "zero_without"]
+__all__ = ["output_dependencies", "zero_without"]
 
 _Outputs = frozenset[int]
 
 
-def reached_by(graph: Graph) -> dict[Value, frozenset[int]]:
-    """The values that tangents reach, each with the indices of their outputs."""
+def output_dependencies(graph: Graph) -> dict[Value, frozenset[int]]:
+    """Returns the values that are computed from tangents, each with the indices of their outputs."""
     reached = _tangents(graph)
     nothing = frozenset[int]()
     for node in graph.nodes:
@@ -21,10 +21,10 @@ def reached_by(graph: Graph) -> dict[Value, frozenset[int]]:
 
 
 def zero_without(graph: Graph) -> dict[Value, frozenset[int]]:
-    """The values that are zero where none of these outputs has a gradient, as far as that is known.
+    """Returns the values that are known to be zero if none of their outputs has a gradient.
 
-    An operation that is linear in gradients makes zeros of zeros. A backward that a user wrote need not be:
-    what it adds to a gradient is there without one.
+    An operation that is linear in gradients makes zeros of zeros. A user's own backward may not be linear: a
+    term that it adds to a gradient is there without one.
     """
     zero = _tangents(graph)
     for node in graph.nodes:
@@ -84,9 +84,9 @@ _OF_FIRST = frozenset(
         "view_as_real",
     }
 )
-"""Linear in the first argument, whatever the others are. So are torch's backwards in the gradient."""
+"""Operations that are linear in the first argument. torch's backwards are linear in the gradient too."""
 _OF_EITHER = frozenset({"bmm", "convolution", "dot", "mm", "mul", "mv"})
-"""Zero where one of the first two arguments is."""
+"""Operations whose result is zero if one of the first two arguments is."""
 _OF_ALL = {
     "add.Tensor": (0, 1),
     "cat.default": (0,),
@@ -101,33 +101,33 @@ _OF_ALL = {
     "sub.Tensor": (0, 1),
     "where.self": (1, 2),
 }
-"""Zero where the arguments at these places are."""
+"""Operations whose result is zero if the arguments at these positions are."""
 _ZEROS = frozenset({"new_zeros", "zeros", "zeros_like"})
 _BACKWARDS = ("_backward", "_backward_data")
 
 
 def _zero(node: Node, zero: dict[Value, _Outputs]) -> _Outputs | None:
-    """Without which outputs the results of an operation are zero; None where they may be anything."""
-    offloaded, _, overload = node.op.partition(".")
+    """Returns the outputs without which the results of an operation are zero; None if that is not known."""
+    namespace, _, overload = node.op.partition(".")
     name = overload.partition(".")[0]
-    if offloaded != "aten":
+    if namespace != "aten":
         return None
     if name in _ZEROS:
         return frozenset()
     if name in _OF_EITHER:
-        either = [found for place in (0, 1) if (found := _all(node.arguments[place], zero)) is not None]
+        either = [found for k in (0, 1) if (found := _all(node.arguments[k], zero)) is not None]
         return min(either, key=len, default=None)
     is_of_first = name in _OF_FIRST or name.endswith(_BACKWARDS)
-    places = (0,) if is_of_first else _OF_ALL.get(overload)
-    if places is None:
+    positions = (0,) if is_of_first else _OF_ALL.get(overload)
+    if positions is None:
         return None
-    found = [_all(node.arguments[place], zero) for place in places]
+    found = [_all(node.arguments[position], zero) for position in positions]
     known = [each for each in found if each is not None]
     return frozenset[int]().union(*known) if len(known) == len(found) else None
 
 
 def _all(argument: Argument, zero: dict[Value, _Outputs]) -> _Outputs | None:
-    """Without which outputs all tensors in an argument are zero; None where that is not known."""
+    """Returns the outputs without which all tensors in an argument are zero; None if that is not known."""
     values = list(values_in(argument))
     if not values or not all(value in zero for value in values):
         return None

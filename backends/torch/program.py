@@ -1,4 +1,4 @@
-"""A schedule compiled to Python functions, with what is known of its inputs and gradients."""
+"""Compiles a schedule to Python functions, with a description of its inputs and gradients."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ from ...ir import (
     OutputRole,
     Region,
     Schedule,
+    Storage,
     Trait,
     Value,
 )
 from .emit import emit_source, is_partial
-from .gradient_dependencies import reached_by
+from .gradient_dependencies import output_dependencies
 from .offload.table import CopyTable, copy_table
 
 __all__ = ["Program", "Released", "compile_program"]
@@ -42,9 +43,9 @@ class Released:
     """A parameter whose gradient is released within backward.
 
     Args:
-        index: Its place among the static inputs.
-        depends: The forward outputs whose gradients its own is computed from.
-        tied: The places of the same tensor under other names.
+        index: The index of the parameter among the static inputs.
+        depends: The forward outputs whose gradients its own gradient is computed from.
+        tied: The indices of the same tensor under other names.
     """
 
     index: int
@@ -54,32 +55,32 @@ class Released:
 
 @dataclass(frozen=True)
 class Program:
-    """A schedule, compiled; it holds no parameter and can be shared.
+    """A compiled schedule. It holds no parameter, so modules can share it.
 
     Args:
-        statics: The graph's inputs but the tangents, in order.
-        tangents: For each forward output, whether a gradient of it is taken.
-        gradients: For each static input, its place among the gradients, or None.
-        depends: For each gradient, the forward outputs whose gradients it is computed from.
-        differentiable: Indices of the static inputs to which a gradient flows; the others that ask for one
-            are not part of the autograd graph, as in eager.
-        kind: What becomes of the gradients of parameters.
+        statics: The graph's inputs except the tangents, in order.
+        tangents: The tangent of each forward output; None for an output whose gradient is not taken.
+        gradients: The index of each static input's gradient among the gradients; None if it has none.
+        depends: The forward outputs whose gradients each gradient is computed from.
+        differentiable: The indices of the static inputs to which a gradient flows. Others that require a
+            gradient are not part of the autograd graph, as in eager.
+        kind: The way in which gradients of parameters are delivered.
         released: The parameters whose gradients are released within backward, by name.
-        read_by_backward: Indices of the static inputs that backward reads and forward does not write.
-        read_again: Those of them that only what is computed again reads.
-        written: Indices of the static inputs that forward writes.
+        read_by_backward: The indices of the static inputs that backward reads and forward does not write.
+        read_again: The ones of them that only recomputations read.
+        written: The indices of the static inputs that forward writes.
         forward: The emitted function.
-        backward: The emitted function; it takes which outputs have a gradient where that matters, and a
-            `OptimizersInBackward` where gradients are released.
-        is_partial: Whether it matters: parts of backward come from some outputs alone.
-        feeds: For the outputs that other outputs are computed from, which these are.
-        parts: The outputs whose gradients meet in an operation that reads what forward left, for each such.
-        constants: Values of the constant inputs.
+        backward: The emitted function. It also takes the outputs that have a gradient if `is_partial`, and a
+            `GradientSink` if gradients are released.
+        is_partial: Whether parts of backward come only from some outputs.
+        feeds: The outputs that are computed from each output, for outputs that others are computed from.
+        parts: The sets of outputs whose gradients meet in an operation that reads values of forward.
+        constants: The values of the constant inputs.
         source: The emitted source.
-        forwards_in_flight: How many calls the plan counted whose backward has not run.
-        exchanges: Whether it is a pipeline stage that sends or receives: both functions take what does that.
+        forwards_in_flight: The number of live forwards that the plan counted.
+        exchanges: Whether it is a pipeline stage that sends or receives; both functions take a mailbox then.
         pauses: Whether backward is a generator that yields once.
-        copies: What is copied to tiers; where anything is, both functions take a `Session` last.
+        copies: The copies to tiers; both functions take a `Session` last if there are any.
     """
 
     statics: tuple[Input, ...]
@@ -108,8 +109,10 @@ class Program:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        functions = ("forward", "backward")  # compiled from the source again
-        return _again, ({f.name: getattr(self, f.name) for f in fields(self) if f.name not in functions},)
+        functions = ("forward", "backward")  # they are compiled from the source again
+        return _from_source, (
+            {f.name: getattr(self, f.name) for f in fields(self) if f.name not in functions},
+        )
 
 
 def compile_program(schedule: Schedule, constants: Mapping[str, Tensor]) -> Program:
@@ -119,68 +122,48 @@ def compile_program(schedule: Schedule, constants: Mapping[str, Tensor]) -> Prog
         schedule: A verified schedule.
         constants: The tensors of the graph's constant inputs, by target.
     """
+    graph = schedule.graph
     source = emit_source(schedule)
     forward, backward = _functions(source)
-    graph = schedule.graph
     statics = tuple(i for i in graph.inputs if i.role is not InputRole.TANGENT)
-    tangents = {i.target: i for i in graph.inputs if i.role is InputRole.TANGENT}
-    outputs = [o for o in graph.outputs if o.role is OutputRole.OUTPUT]
-    gradients = {o.target: k for k, o in enumerate(o for o in graph.outputs if o.role is OutputRole.GRADIENT)}
-    loss = next(k for k, i in enumerate(schedule.instructions) if isinstance(i, Loss))
-    after = [i.node for i in schedule.instructions[loss:] if isinstance(i, Compute)]
-    after = [node for node in after if node.releases is None]
-    read = {storage for node in after for storage in graph.reads(node)}
-    read_once = {s for node in after if node.region is Region.BACKWARD for s in graph.reads(node)}
-    written = {
-        node.operands[0].storage
-        for node in graph.nodes
-        if Trait.EFFECT in node.traits and node.releases is None
-    }
-    reached = reached_by(graph)
-    released = _released(graph, statics, reached)
-    flows = {o.target for o in graph.outputs if o.role is OutputRole.GRADIENT and o.value is not None}
-    flows |= {f"{InputRole.PARAMETER.value}:{name}" for name in released}
+    tangents = _tangents(graph)
+    dependencies = output_dependencies(graph)
+    released = _released(graph, statics, dependencies)
+    written = _written(graph)
+    read_by_backward, recomputed_from = _read_by_backward(schedule)
     return Program(
         statics=statics,
-        tangents=tuple(tangents.get(str(index)) for index in range(len(outputs))),
-        gradients=tuple(gradients.get(f"{i.role.value}:{i.target}") for i in statics),
-        depends=tuple(
-            reached.get(o.value, frozenset()) if o.value is not None else frozenset()
-            for o in graph.outputs
-            if o.role is OutputRole.GRADIENT
-        ),
-        differentiable=tuple(
-            k for k, i in enumerate(statics) if i.requires_grad and f"{i.role.value}:{i.target}" in flows
-        ),
+        tangents=tangents,
+        gradients=_gradient_indices(graph, statics),
+        depends=_gradient_dependencies(graph, dependencies),
+        differentiable=_differentiable(graph, statics, released),
         kind=graph.gradients,
         released=released,
-        read_by_backward=tuple(k for k, i in enumerate(statics) if i.value.storage in read - written),
-        read_again=frozenset(
-            k for k, i in enumerate(statics) if i.value.storage in read - written - read_once
-        ),
-        written=tuple(k for k, i in enumerate(statics) if i.value.storage in written),
+        read_by_backward=_indices(statics, read_by_backward - written),
+        read_again=frozenset(_indices(statics, recomputed_from - written)),
+        written=_indices(statics, written),
         forward=forward,
         backward=backward,
         constants=constants,
         source=source,
         forwards_in_flight=graph.forwards_in_flight,
         is_partial=is_partial(graph),
-        parts=frozenset(_parts(graph, reached)),
-        feeds=_feeds(graph, outputs, {int(target) for target in tangents}),
+        parts=frozenset(_parts(graph, dependencies)),
+        feeds=_feeds(graph, {index for index, tangent in enumerate(tangents) if tangent is not None}),
         exchanges=any(node.op in (SEND, RECEIVE) for node in graph.operations),
         pauses=any(node.op == PAUSE for node in graph.operations),
         copies=copy_table(schedule),
     )
 
 
-_DETACH = "aten.detach.default"
+# ---------------------------------------------------------------------- the emitted functions
 
 _numbers = count(1)
-"""Of the programs, for the file names that their tracebacks show."""
+"""The numbers of programs, for the file names in their tracebacks."""
 
 
 def _functions(source: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Forward and backward of an emitted source, whose lines stand in tracebacks."""
+    """Compiles an emitted source to forward and backward; tracebacks show its lines."""
     filename = f"<irc program {next(_numbers)}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     namespace: dict[str, Any] = {}
@@ -189,24 +172,111 @@ def _functions(source: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     return namespace["forward"], namespace["backward"]
 
 
-def _again(known: Mapping[str, Any]) -> Program:
-    """A program that was written down."""
+def _from_source(known: Mapping[str, Any]) -> Program:
+    """Makes a program from a pickle: compiles its source."""
     forward, backward = _functions(known["source"])
     return Program(**known, forward=forward, backward=backward)
 
 
-def _parts(graph: Graph, reached: Mapping[Value, frozenset[int]]) -> Iterator[frozenset[int]]:
+# ---------------------------------------------------------------------- inputs and gradients
+
+
+def _indices(statics: Sequence[Input], storages: AbstractSet[Storage]) -> tuple[int, ...]:
+    """Returns the indices of the static inputs in these storages."""
+    return tuple(k for k, static in enumerate(statics) if static.value.storage in storages)
+
+
+def _tangents(graph: Graph) -> tuple[Input | None, ...]:
+    """Returns the tangent of each forward output; None for an output without one."""
+    tangents = {i.target: i for i in graph.inputs if i.role is InputRole.TANGENT}
+    count = sum(o.role is OutputRole.OUTPUT for o in graph.outputs)
+    return tuple(tangents.get(str(index)) for index in range(count))
+
+
+def _gradients(graph: Graph) -> list[Output]:
+    return [output for output in graph.outputs if output.role is OutputRole.GRADIENT]
+
+
+def _gradient_indices(graph: Graph, statics: Sequence[Input]) -> tuple[int | None, ...]:
+    """Returns, for each static input, the index of its gradient; None if it has no gradient."""
+    indices = {gradient.target: index for index, gradient in enumerate(_gradients(graph))}
+    return tuple(indices.get(_gradient_target(static)) for static in statics)
+
+
+def _gradient_target(static: Input) -> str:
+    return f"{static.role.value}:{static.target}"
+
+
+def _gradient_dependencies(
+    graph: Graph, dependencies: Mapping[Value, frozenset[int]]
+) -> tuple[frozenset[int], ...]:
+    """Returns, for each gradient, the forward outputs whose gradients it is computed from."""
+    values = (gradient.value for gradient in _gradients(graph))
+    nothing = frozenset[int]()
+    return tuple(nothing if value is None else dependencies.get(value, nothing) for value in values)
+
+
+def _differentiable(
+    graph: Graph, statics: Sequence[Input], released: Mapping[str, Released]
+) -> tuple[int, ...]:
+    """Returns the indices of the static inputs to which a gradient flows, as a result or released."""
+    flows = {gradient.target for gradient in _gradients(graph) if gradient.value is not None}
+    flows |= {f"{InputRole.PARAMETER.value}:{name}" for name in released}
+    return tuple(k for k, i in enumerate(statics) if i.requires_grad and _gradient_target(i) in flows)
+
+
+def _released(
+    graph: Graph, statics: Sequence[Input], dependencies: Mapping[Value, frozenset[int]]
+) -> dict[str, Released]:
+    """Returns the parameters whose gradients are released within backward, by name."""
+    index = {static.value: k for k, static in enumerate(statics)}
+    names = {static.value: static.target for static in statics}
+    found: dict[str, Released] = {}
+    for node in sorted(graph.releases, key=lambda node: index[node.operands[0]]):
+        parameter, gradient = node.operands
+        tied = (index[v] for v, first in graph.tied.items() if first is parameter and v is not parameter)
+        depends = dependencies.get(gradient, frozenset())
+        found[names[parameter]] = Released(index[parameter], depends, tuple(tied))
+    return found
+
+
+# ---------------------------------------------------------------------- reads and writes
+
+
+def _written(graph: Graph) -> set[Storage]:
+    """Returns the storages that operations write in place."""
+    writes = (node for node in graph.nodes if Trait.EFFECT in node.traits and node.releases is None)
+    return {node.operands[0].storage for node in writes}
+
+
+def _read_by_backward(schedule: Schedule) -> tuple[set[Storage], set[Storage]]:
+    """Returns the storages that backward reads, and those of them that only recomputations read."""
+    graph = schedule.graph
+    loss = next(k for k, i in enumerate(schedule.instructions) if isinstance(i, Loss))
+    nodes = [i.node for i in schedule.instructions[loss:] if isinstance(i, Compute)]
+    nodes = [node for node in nodes if node.releases is None]
+    read = {storage for node in nodes for storage in graph.reads(node)}
+    planned = {s for node in nodes if node.region is Region.BACKWARD for s in graph.reads(node)}
+    return read, read - planned
+
+
+# ---------------------------------------------------------------------- dependencies between outputs
+
+_DETACH = "aten.detach.default"
+
+
+def _parts(graph: Graph, dependencies: Mapping[Value, frozenset[int]]) -> Iterator[frozenset[int]]:
+    """Yields, for each operation that reads gradients and values of forward, the outputs of the gradients."""
     for node in graph.operations:
-        if any(value not in reached for value in node.operands):
-            through = [reached[value] for value in node.operands if value in reached]
+        if any(value not in dependencies for value in node.operands):
+            through = [dependencies[value] for value in node.operands if value in dependencies]
             yield frozenset[int]().union(*through)
 
 
-def _feeds(
-    graph: Graph, outputs: Sequence[Output], differentiable: AbstractSet[int]
-) -> dict[int, frozenset[int]]:
-    """The differentiable outputs that others are computed from, with the indices of these."""
-    values = {index: value for index in differentiable if (value := outputs[index].value) is not None}
+def _feeds(graph: Graph, differentiable: AbstractSet[int]) -> dict[int, frozenset[int]]:
+    """Returns the differentiable outputs that others are computed from, with the indices of the others."""
+    outputs = [o.value for o in graph.outputs if o.role is OutputRole.OUTPUT]
+    values = {index: value for index in differentiable if (value := outputs[index]) is not None}
     made_of: dict[Value, frozenset[int]] = defaultdict(frozenset)
     for index, value in values.items():
         made_of[value] |= {index}
@@ -220,16 +290,3 @@ def _feeds(
         for source in made_of[value] - {index}:
             found[source] |= {index}
     return dict(found)
-
-
-def _released(
-    graph: Graph, statics: Sequence[Input], reached: Mapping[Value, frozenset[int]]
-) -> dict[str, Released]:
-    index = {static.value: k for k, static in enumerate(statics)}
-    names = {static.value: static.target for static in statics}
-    found: dict[str, Released] = {}
-    for node in sorted(graph.releases, key=lambda node: index[node.operands[0]]):
-        parameter, gradient = node.operands
-        tied = (index[v] for v, first in graph.tied.items() if first is parameter and v is not parameter)
-        found[names[parameter]] = Released(index[parameter], reached.get(gradient, frozenset()), tuple(tied))
-    return found

@@ -5,7 +5,7 @@ from .cache_entry import check_tensor
 from .compiled_plan import CompiledPlan, Replan, Replanned, ReservedMemory, pack_signature, unpack_signature
 from .deliver import deliver
 from .emit import emit_source, saved_values
-from .guards.attribute_reads import reading
+from .guards.attribute_reads import recording_attribute_reads
 from .history import held_by_history
 from .hooks import refuse_hooks
 from .module import fit, fit_planned
@@ -56,7 +56,7 @@ __all__ = [
     "held_by_history",
     "pack_signature",
     "planning",
-    "reading",
+    "recording_attribute_reads",
     "refuse_hooks",
     "refuse_unplannable",
     "run_step",

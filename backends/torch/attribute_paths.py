@@ -1,6 +1,6 @@
-"""Where a module holds the tensors that its code reads and that are no parameter, buffer or input of it."""
+"""Finds the attributes through which a module holds tensors that are not parameters, buffers or inputs."""
 
-# torch's modules have no other door to what they hold.
+# torch has no public way to the tables of a module.
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
@@ -13,54 +13,54 @@ from torch import Tensor, nn
 
 from ...ir import is_inspectable, store_of
 
-__all__ = ["Place", "at", "places_of"]
+__all__ = ["AttributePath", "Place", "find_attribute_paths", "places_of", "tensor_at"]
 
-Place = tuple[str, tuple[object, ...]]
+AttributePath = tuple[str, tuple[object, ...]]
 """The name of a submodule, and the names and keys that lead from its attributes to a tensor."""
 
 _DEPTH = 4
-"""So many steps away from an attribute a tensor is still found."""
+"""The number of steps from an attribute up to which a tensor is found."""
 _OWN = frozenset(vars(nn.Module()))
 
 
-def places_of(module: nn.Module, tensors: Iterable[Tensor]) -> dict[int, Place]:
-    """Where some tensors are held, by their identity: in attributes, and in their containers and objects.
+def find_attribute_paths(module: nn.Module, tensors: Iterable[Tensor]) -> dict[int, AttributePath]:
+    """Find the paths of some tensors by their identity, through attributes, containers and objects.
 
-    A tensor that is in no such place is one that the module's code wrote down or found elsewhere.
+    A tensor without a path is one that the module's code made, or found outside of the module.
     """
     wanted = {id(tensor) for tensor in tensors}
-    found: dict[int, Place] = {}
+    found: dict[int, AttributePath] = {}
     if not wanted:
         return found
     seen: set[int] = set()
-    waiting: deque[tuple[str, tuple[object, ...], object]] = deque(
+    pending: deque[tuple[str, tuple[object, ...], object]] = deque(
         (name, (key,), value)
         for name, child in module.named_modules()
         for key, value in vars(child).items()
         if key not in _OWN
     )
-    while waiting:
-        name, steps, value = waiting.popleft()
+    while pending:
+        name, steps, value = pending.popleft()
         if issubclass(type(value), Tensor):  # not isinstance(), which asks the object for its class
             if id(value) in wanted:
                 found.setdefault(id(value), (name, steps))
         elif len(steps) <= _DEPTH and id(value) not in seen:
             seen.add(id(value))
-            waiting += [(name, (*steps, key), part) for key, part in _inside(value).items()]
+            pending += [(name, (*steps, key), part) for key, part in _parts(value).items()]
     return found
 
 
-def at(module: nn.Module, place: Place) -> Tensor | None:
-    """The tensor at a place; None where there is none."""
-    name, (first, *steps) = place
+def tensor_at(module: nn.Module, path: AttributePath) -> Tensor | None:
+    """Return the tensor at a path; None if there is none."""
+    name, (first, *steps) = path
     value = vars(module.get_submodule(name)).get(cast(str, first))
     for step in steps:
-        value = _inside(value).get(step)
+        value = _parts(value).get(step)
     return value if isinstance(value, Tensor) else None
 
 
-def _inside(value: Any) -> Mapping[object, object]:
-    """What a container or an object holds, by key, position or name."""
+def _parts(value: Any) -> Mapping[object, object]:
+    """Return the parts of a container or an object, by key, position or name."""
     kind = cast("type[Any]", type(value))
     if issubclass(kind, dict):
         return dict.copy(cast("dict[object, object]", value))
@@ -70,3 +70,6 @@ def _inside(value: Any) -> Mapping[object, object]:
     if issubclass(kind, nn.Module) or not is_inspectable(kind):
         return {}
     return cast("Mapping[object, object]", store_of(value))
+
+
+Place, places_of = AttributePath, find_attribute_paths

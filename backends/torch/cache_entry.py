@@ -1,6 +1,6 @@
-"""A planned step in one module: for which calls it is, and where it finds its tensors."""
+"""An entry of the plan cache: a compiled plan bound to a module, with the guards that tell its calls."""
 
-# torch's modules have no other door to what they hold.
+# torch has no public way to the tables of a module.
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from ...ir import Input, InputRole, Slot
-from .attribute_paths import Place, at
+from .attribute_paths import AttributePath, tensor_at
 from .compiled_plan import CompiledPlan
-from .guards.call_key import (
-    CallKey,
+from .guards.call_key import CallKey
+from .guards.guard_failure import (
     GuardFailure,
-    other_attribute,
-    other_autocast,
-    other_constant,
-    other_nesting,
-    other_sharing,
-    other_state,
-    other_tensor,
+    attribute_failure,
+    autocast_failure,
+    constant_failure,
+    nesting_failure,
+    sharing_failure,
+    state_failure,
+    tensor_failure,
 )
 from .guards.module_state import Reads, attribute, has, is_equal
 from .wrappers import refuse_subclass
@@ -34,7 +34,7 @@ __all__ = ["CacheEntry", "Explain", "check_tensor"]
 
 
 Explain = Callable[[], GuardFailure]
-"""Tells how a call differs; most often nobody asks, because another plan is for it."""
+"""Describes how a call differs. It is rarely called, as another plan is for the call most often."""
 
 _PLAIN = (nn.Parameter, Tensor)
 
@@ -42,74 +42,99 @@ _Type = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]
 
 
 class CacheEntry:
-    """A fitting in a module.
+    """A compiled plan bound to a module.
 
     Args:
-        fitting: What was planned.
-        module: Where it finds its parameters and buffers.
+        compiled: The plan.
+        module: The module whose parameters and buffers it uses.
     """
 
-    def __init__(self, fitting: CompiledPlan, module: nn.Module) -> None:
-        self.fitting = fitting
-        self._reads = Reads({}, fitting.reads)
-        program = fitting.program
-        self._state = fitting.state
-        """The state of the submodules that was last found to be right, too."""
+    def __init__(self, compiled: CompiledPlan, module: nn.Module) -> None:
+        self.compiled = compiled
+        self._reads = Reads({}, compiled.reads)
+        self._state = compiled.state
+        """The state of the submodules that was last found to match."""
         self._inputs: list[Any] = []
-        """The program's inputs, with None for what is looked up in each call."""
-        self._held: list[tuple[int, Mapping[str, Tensor | None], str, _Type]] = []
-        """Place among the inputs, and where the parameter or buffer is found."""
-        self._given: list[tuple[int, int, _Type]] = []
-        """Place among the inputs, and place among the tensors of the arguments."""
-        self._placed: list[tuple[int, Place, _Type]] = []
-        """Place among the inputs, and where the module holds a tensor that is none of its buffers."""
+        """The program's inputs, with None for those that are looked up in each call."""
+        self._module_inputs: list[tuple[int, Mapping[str, Tensor | None], str, _Type]] = []
+        """The index of each parameter and buffer among the inputs, its table in the module, and its name."""
+        self._arguments: list[tuple[int, int, _Type]] = []
+        """The index of each argument among the inputs, and its index among the tensors of the arguments."""
+        self._attributes: list[tuple[int, AttributePath, _Type]] = []
+        """The index among the inputs of each tensor in an attribute of the module, and its path."""
+        for index, static in enumerate(compiled.program.statics):
+            self._inputs.append(self._add_input(index, static, module))
+        self._found = {index: (table, name) for index, table, name, _ in self._module_inputs}
+        self.shared = self._inputs_that_share_memory()
+        self.written = [
+            index
+            for index in compiled.program.written
+            if compiled.program.statics[index].role is InputRole.INPUT
+        ]
+
+    def _add_input(self, index: int, static: Input, module: nn.Module) -> Tensor | None:
+        """Note where a call finds an input; return the tensor if it is the same in all calls."""
+        wanted = _type_of(static)
+        match static.role:
+            case InputRole.PARAMETER | InputRole.BUFFER:
+                path, _, name = static.target.rpartition(".")
+                owner = module.get_submodule(path)
+                is_parameter = static.role is InputRole.PARAMETER
+                table = owner._parameters if is_parameter else owner._buffers
+                self._module_inputs.append((index, table, name, wanted))
+                return None
+            case InputRole.INPUT:
+                self._arguments.append((index, int(static.target), wanted))
+                return None
+            case _:
+                path = (self.compiled.places or {}).get(static.target)
+                if path is None:
+                    return self.compiled.program.constants[static.target]
+                self._attributes.append((index, path, wanted))
+                return None
+
+    def _inputs_that_share_memory(self) -> list[list[int]]:
+        """Group the inputs by storage, without parameters whose gradients are released.
+
+        `check_parameters` looks at those.
+        """
+        program = self.compiled.program
+        indices: defaultdict[object, list[int]] = defaultdict(list)
         for index, static in enumerate(program.statics):
-            wanted = _type_of(static)
-            constant = None
-            match static.role:
-                case InputRole.PARAMETER | InputRole.BUFFER:
-                    path, _, name = static.target.rpartition(".")
-                    owner = module.get_submodule(path)
-                    is_parameter = static.role is InputRole.PARAMETER
-                    held = owner._parameters if is_parameter else owner._buffers
-                    self._held.append((index, held, name, wanted))
-                case InputRole.INPUT:
-                    self._given.append((index, int(static.target), wanted))
-                case _:
-                    constant = program.constants[static.target]
-                    place = (fitting.places or {}).get(static.target)
-                    if place is not None:
-                        constant = None
-                        self._placed.append((index, place, wanted))
-            self._inputs.append(constant)
-        self._found = {place: (held, name) for place, held, name, _ in self._held}
-        storages: defaultdict[object, list[int]] = defaultdict(list)
-        for index, static in enumerate(program.statics):
-            storages[static.value.storage].append(index)
-        # `check_parameters` looks at parameters whose gradients are released
+            indices[static.value.storage].append(index)
         released = {k for at in program.released.values() for k in (at.index, *at.tied)}
-        self.sharing = [k for k in storages.values() if len(k) > 1 and not released.issuperset(k)]
-        self.written = [k for k in program.written if program.statics[k].role is InputRole.INPUT]
+        return [group for group in indices.values() if len(group) > 1 and not released.issuperset(group)]
+
+    @property
+    def fitting(self) -> CompiledPlan:
+        """The plan."""
+        return self.compiled
 
     def held(self, index: int) -> Tensor:
-        """The parameter that the program's input `index` binds."""
-        held, name = self._found[index]
-        found = held[name]
+        """As `parameter`."""
+        return self.parameter(index)
+
+    def parameter(self, index: int) -> Tensor:
+        """Return the parameter or buffer that the program's input `index` binds."""
+        table, name = self._found[index]
+        found = table[name]
         assert found is not None
         return found
 
     def bind(self, call: CallKey) -> list[Tensor] | Explain:
-        """The program's inputs in a call, or what tells why it is not for this call.
+        """Return the program's inputs in a call, or a function that describes how the call differs.
 
         Raises:
             UnsupportedError: IRC531 for a parameter or buffer of a class that takes over operations.
         """
-        return self._other_arguments(call) or self._other_state(call) or self._bind(call)
+        return self._check_arguments(call) or self._check_state(call) or self._bind(call)
 
-    def _other_arguments(self, call: CallKey) -> Explain | None:
-        signature = self.fitting.signature
+    # ------------------------------------------------------------------ guards
+
+    def _check_arguments(self, call: CallKey) -> Explain | None:
+        signature = self.compiled.signature
         if call.tree != signature.in_tree:
-            return partial(other_nesting, call.tree, signature.in_tree)
+            return partial(nesting_failure, call.tree, signature.in_tree)
         for leaf, wanted in zip(call.leaves, signature.leaves, strict=True):
             if isinstance(wanted, Slot):
                 same = isinstance(leaf, Tensor)
@@ -118,45 +143,58 @@ class CacheEntry:
             else:
                 same = leaf is wanted or (type(leaf) is type(wanted) and is_equal(leaf, wanted))
             if not same:
-                return partial(other_constant, leaf, wanted)
-        for place, index, wanted in self._given:
-            if not _is_of(call.tensors[index], wanted):
-                return partial(self._other_tensor, place, call.tensors[index])
+                return partial(constant_failure, leaf, wanted)
+        for index, argument, wanted in self._arguments:
+            if not _is_of(call.tensors[argument], wanted):
+                return partial(self._tensor_failure, index, call.tensors[argument])
         return None
 
-    def _other_tensor(self, place: int, tensor: Tensor | None) -> GuardFailure:
-        static = self.fitting.program.statics[place]
-        return other_tensor(_name(static), tensor, static)
-
-    def _other_state(self, call: CallKey) -> Explain | None:
-        now, planned = call.snapshot.state, self.fitting.state
+    def _check_state(self, call: CallKey) -> Explain | None:
+        now, planned = call.module_state.state, self.compiled.state
         if now is not planned and now is not self._state:
-            if not self.fitting.is_for(now):
-                return partial(other_state, call.snapshot, planned, self.fitting.names)
+            if not self.compiled.is_for(now):
+                return partial(state_failure, call.module_state, planned, self.compiled.names)
             self._state = now
-        if call.autocast != self.fitting.signature.autocast:
-            return partial(other_autocast, call.autocast, self.fitting.signature.autocast)
-        return None if self._reads.holds(vars(call.root)) else self._other_read(call)
+        if call.autocast != self.compiled.signature.autocast:
+            return partial(autocast_failure, call.autocast, self.compiled.signature.autocast)
+        return None if self._reads.holds(vars(call.root)) else self._check_attributes(call)
 
-    def _other_read(self, call: CallKey) -> Explain | None:
+    def _check_attributes(self, call: CallKey) -> Explain | None:
         held = vars(call.root)
-        for name, planned in self.fitting.reads:
+        for name, planned in self.compiled.reads:
             if not has(held, ((name, planned),)):
-                return partial(other_attribute, name, attribute(held, name), planned)
-        self._reads = Reads(held, self.fitting.reads)
+                return partial(attribute_failure, name, attribute(held, name), planned)
+        self._reads = Reads(held, self.compiled.reads)
         return None
+
+    def _check_sharing(self, inputs: Sequence[Tensor]) -> Explain | None:
+        """Check that one storage has not become several, and that nothing shares memory that is written."""
+        for indices in self.shared:
+            first = _address(inputs[indices[0]])
+            for index in indices[1:]:
+                if _address(inputs[index]) != first:
+                    return partial(sharing_failure, self._names(indices[0], index), shares=False)
+        for written in self.written:
+            address = _address(inputs[written])
+            together = next((indices for indices in self.shared if written in indices), [written])
+            for index, other in enumerate(inputs):
+                if index not in together and other.numel() and _address(other) == address:
+                    return partial(sharing_failure, self._names(written, index), shares=True)
+        return None
+
+    # ------------------------------------------------------------------ binding
 
     def _bind(self, call: CallKey) -> list[Tensor] | Explain:
         inputs = self._inputs.copy()
-        for index, place, wanted in self._placed:
-            tensor = at(call.root, place)
+        for index, path, wanted in self._attributes:
+            tensor = tensor_at(call.root, path)
             if tensor is None or not _is_of(tensor, wanted):
-                return partial(self._other_tensor, index, tensor)
+                return partial(self._tensor_failure, index, tensor)
             inputs[index] = tensor
-        for place, held, name, (shape, strides, dtype, device, requires_grad) in self._held:
-            tensor = held.get(name)
+        for index, table, name, (shape, strides, dtype, device, requires_grad) in self._module_inputs:
+            tensor = table.get(name)
             if tensor is not None and type(tensor) not in _PLAIN:
-                static = self.fitting.program.statics[place]
+                static = self.compiled.program.statics[index]
                 refuse_subclass(tensor, static.role.value, static.target)
             if (  # `_is_of`, without a call for each parameter
                 tensor is None
@@ -166,29 +204,18 @@ class CacheEntry:
                 or tensor.requires_grad is not requires_grad
                 or tensor.device != device
             ):
-                return partial(self._other_tensor, place, tensor)
-            inputs[place] = tensor
-        for place, index, _ in self._given:
-            inputs[place] = call.tensors[index]
-        return self._other_sharing(inputs) or inputs
+                return partial(self._tensor_failure, index, tensor)
+            inputs[index] = tensor
+        for index, argument, _ in self._arguments:
+            inputs[index] = call.tensors[argument]
+        return self._check_sharing(inputs) or inputs
 
-    def _other_sharing(self, inputs: Sequence[Tensor]) -> Explain | None:
-        """Whether one storage has become several, or what is written lies in the storage of another input."""
-        for indices in self.sharing:
-            first = _address(inputs[indices[0]])
-            for index in indices[1:]:
-                if _address(inputs[index]) != first:
-                    return partial(other_sharing, self._names(indices[0], index), shares=False)
-        for written in self.written:
-            address = _address(inputs[written])
-            together = next((indices for indices in self.sharing if written in indices), [written])
-            for index, other in enumerate(inputs):
-                if index not in together and other.numel() and _address(other) == address:
-                    return partial(other_sharing, self._names(written, index), shares=True)
-        return None
+    def _tensor_failure(self, index: int, tensor: Tensor | None) -> GuardFailure:
+        static = self.compiled.program.statics[index]
+        return tensor_failure(_name(static), tensor, static)
 
     def _names(self, *indices: int) -> tuple[str, str]:
-        first, second = (_name(self.fitting.program.statics[index]) for index in indices)
+        first, second = (_name(self.compiled.program.statics[index]) for index in indices)
         return first, second
 
 
@@ -210,14 +237,14 @@ def _is_of(tensor: Tensor, wanted: _Type) -> bool:
 
 
 def check_tensor(tensor: Tensor, static: Input) -> None:
-    """Refuses a tensor of another type than the plan was made for.
+    """Refuse a tensor of another type than the plan was made for.
 
     Raises:
-        IrcError: IRC503 where it requires a gradient and the planned one did not, or the other way round;
-            IRC501 for another shape, layout, element type or device.
+        IrcError: IRC503 if only one of the tensor and the planned one requires a gradient; IRC501 for another
+            shape, layout, element type or device.
     """
     if not _is_of(tensor, _type_of(static)):
-        raise other_tensor(_name(static), tensor, static).error()
+        raise tensor_failure(_name(static), tensor, static).error()
 
 
 def _name(static: Input) -> str:

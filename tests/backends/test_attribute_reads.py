@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import irc
-from irc.backends.torch.guards.attribute_reads import reading
+from irc.backends.torch.guards.attribute_reads import recording_attribute_reads
 
 torch.set_num_threads(1)
 
@@ -151,10 +151,10 @@ def test_copies_and_pickles_know_what_counts() -> None:
 
 def test_reads_are_noted_while_it_is_open_and_not_after() -> None:
     model = nn.Sequential(Counting(), Own(), Counting())
-    with reading() as outer:
-        with reading() as inner:
+    with recording_attribute_reads() as outer:
+        with recording_attribute_reads() as inner:
             assert model[0].scale == 1.0
-        with pytest.raises(ValueError, match="stop"), reading():
+        with pytest.raises(ValueError, match="stop"), recording_attribute_reads():
             raise ValueError("stop")
         assert model[0].calls == 0
     _, first, lin, own, *_ = inner.of(model)
@@ -174,7 +174,7 @@ def test_who_stood_in_the_way_of_reads_before_still_does(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(nn.Module, "__getattribute__", noting, raising=False)
     module = nn.Linear(2, 2)
-    with reading() as readings:
+    with recording_attribute_reads() as readings:
         seen.clear()
         _ = module.in_features
         assert seen == ["in_features"]

@@ -1,1 +1,8 @@
-"""Guards: for which calls of a module a plan was made, and how a call differs."""
+"""Guards decide whether a plan is for a call, and say how the call differs if it is not.
+
+- `call_key`: a call with all that decides which plan is for it.
+- `module_state`: the submodules of a module and their settings, recorded to be compared later.
+- `settings`: the values of settings, and quick comparisons of them.
+- `attribute_reads`: which attributes were read during capture, so that the others may change.
+- `guard_failure`: the ways in which a call differs, each with its error.
+"""

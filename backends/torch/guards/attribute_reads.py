@@ -1,6 +1,6 @@
-"""Which attributes of submodules are read while a module is captured; others may change without a new plan.
+"""Records which attributes of submodules are read during capture; the others may change without a new plan.
 
-What is not seen is a read that goes round the module, by `object.__getattribute__(module, name)` or by a
+Reads that bypass the module are not recorded: `object.__getattribute__(module, name)`, and reads of a
 `__dict__` that was taken before.
 """
 
@@ -20,40 +20,47 @@ from torch import nn
 
 from .module_state import Attributes, State
 
-__all__ = ["Names", "Readings", "counting", "differences", "reading", "reads_all"]
+__all__ = [
+    "AttributeReads",
+    "Names",
+    "differences",
+    "differing_modules",
+    "reading",
+    "reads_all",
+    "recording_attribute_reads",
+    "relevant_settings",
+]
 
 Names = tuple[frozenset[str] | None, ...]
-"""For each module of a tree, the root first, what was read of it; None where all counts."""
+"""The names of the attributes that were read of each module of a tree, the root first; None if all count."""
 
 _ALWAYS = frozenset({"training"})
 _COPIES = frozenset({"__getstate__", "__reduce__", "__reduce_ex__"})
 _OWN = "_irc"
-"""The marks of irc begin so, and are read from the `__dict__`."""
-_SEARCHERS = (
-    str(Path(__file__).absolute().parents[3]) + os.sep,
-    nn.modules.module.__file__,
-)
-"""Code that looks at a whole `__dict__` and does not read settings from it: irc's own, and `nn.Module`'s."""
+"""The prefix of irc's own marks, which are read from the `__dict__`."""
+_PACKAGE = Path(__file__).absolute().parents[3]
+_SEARCHERS = (f"{_PACKAGE}{os.sep}", nn.modules.module.__file__)
+"""Code that looks at a whole `__dict__` and reads no settings from it: irc's own, and `nn.Module`'s."""
 
 
-class Readings:
-    """What was read of any module, by any thread: tracing may run code in those of the autograd engine."""
+class AttributeReads:
+    """The attributes that any thread read of any module: tracing may run code in autograd's threads."""
 
     def __init__(self) -> None:
         self._names: dict[int, set[str]] = {}
         self._whole: set[int] = set()
 
     def note(self, module: nn.Module, name: str, reader: FrameType) -> None:
-        """An attribute is read, in this frame."""
+        """Record that code in a frame reads an attribute."""
         if reads_all(name, reader):
             self._whole.add(id(module))
         self._names.setdefault(id(module), set()).add(name)
 
     def of(self, root: nn.Module) -> Names:
-        """What was read of the submodules of a module.
+        """Return the names that were read of each submodule of a module.
 
-        All counts where it cannot be known: where their `__dict__` was read, or where their class has a way
-        of its own to read attributes. Of the root all counts: see `Original.reads`.
+        All names count if it cannot be known which were read: the `__dict__` was read, or the class has its
+        own way to read attributes. All names of the root count: see `Original.reads`.
         """
         known: dict[frozenset[str], frozenset[str]] = {}  # many modules share one set
         found: list[frozenset[str] | None] = [None]
@@ -68,26 +75,26 @@ class Readings:
 
 
 def reads_all(name: str, reader: FrameType) -> bool:
-    """Whether who reads this attribute in this frame may learn all others from it, as copies do."""
+    """Whether code that reads this attribute may learn all other attributes from it, as copies do."""
     return name in _COPIES or (name == "__dict__" and not _is_searcher(reader.f_code.co_filename))
 
 
 @functools.lru_cache(maxsize=1024)
 def _is_searcher(file: str) -> bool:
-    return file.startswith(_SEARCHERS) or os.path.abspath(file).startswith(_SEARCHERS)
+    return file.startswith(_SEARCHERS) or str(Path(file).absolute()).startswith(_SEARCHERS)
 
 
-def differences(now: State, planned: State, names: Names) -> Iterator[int]:
-    """The places of the modules, in a tree, whose class or settings differ in something that was read."""
-    for place, (mine, its) in enumerate(zip(now, planned, strict=True)):
+def differing_modules(now: State, planned: State, names: Names) -> Iterator[int]:
+    """Yield the indices of the modules in a tree whose class differs, or a setting that was read."""
+    for index, (mine, its) in enumerate(zip(now, planned, strict=True)):
         if mine is not its and mine != its:
-            read = names[place] if names else None
-            if mine[0] is not its[0] or counting(mine[1], read) != counting(its[1], read):
-                yield place
+            read = names[index] if names else None
+            if mine[0] is not its[0] or relevant_settings(mine[1], read) != relevant_settings(its[1], read):
+                yield index
 
 
-def counting(settings: Attributes, read: frozenset[str] | None) -> dict[str, object]:
-    """The settings that count, where these are known to be read."""
+def relevant_settings(settings: Attributes, read: frozenset[str] | None) -> dict[str, object]:
+    """Return the settings that count if these names are known to be read; None stands for all names."""
     return {name: value for name, value in settings if read is None or name in read or name.startswith(_OWN)}
 
 
@@ -96,17 +103,17 @@ def _reads_as_any(kind: type) -> bool:
     return not any("__getattribute__" in vars(each) for each in others)
 
 
-_open: tuple[Readings, ...] = ()
+_open: tuple[AttributeReads, ...] = ()
 _before: Any = None
-"""How modules' attributes were read before, where somebody else stands in the way as well."""
+"""The `__getattribute__` that `nn.Module` had before, if somebody else has replaced it too."""
 _lock = threading.Lock()
 
 
 @contextmanager
-def reading() -> Generator[Readings]:
-    """While it is open, reads of modules' attributes are noted."""
+def recording_attribute_reads() -> Generator[AttributeReads]:
+    """Record the reads of modules' attributes while the context is open."""
     global _open, _before
-    readings = Readings()
+    readings = AttributeReads()
     with _lock:
         if not _open:
             _before = vars(nn.Module).get("__getattribute__")
@@ -128,3 +135,6 @@ def _read(self: nn.Module, name: str) -> Any:
     for readings in _open:
         readings.note(self, name, frame)
     return super(nn.Module, self).__getattribute__(name) if _before is None else _before(self, name)
+
+
+reading, differences = recording_attribute_reads, differing_modules

@@ -1,6 +1,6 @@
-"""The submodules of a module and their settings as they are at one time, and whether they still are."""
+"""Records the submodules of a module and their settings, and tells whether they are still the same."""
 
-# torch's modules have no other door to what they hold.
+# torch has no public way to the tables of a module.
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ __all__ = [
     "ABSENT",
     "Attributes",
     "Kind",
+    "ModuleState",
     "Reads",
-    "Snapshot",
     "State",
     "attribute",
     "has",
@@ -30,24 +30,24 @@ __all__ = [
 ]
 
 Attributes = tuple[tuple[str, object], ...]
-"""Names with values; a `Content` or a `Kind` stands for what is not compared as it is."""
+"""Names with values; a `Content` or a `Kind` stands for a value that is not compared directly."""
 
 Known = dict[tuple[int, int], object]
-"""What stands for objects, by identity and depth."""
+"""The stand-ins of objects, by identity and depth."""
 
 
 State = tuple[tuple[type, Attributes], ...]
-"""The type and the settings of each submodule, its mode among them, the root first."""
+"""The type and the settings of each module of a tree, the root first; the mode is one of the settings."""
 
 
 _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
-"""What sharding of the whole module leaves in its parts."""
+"""The marks that sharding of the whole module leaves in its submodules."""
 _NO_SETTINGS = (frozenset(vars(nn.Module())) - {"training"}).union(_MARKS, [RECORDERS_MARK])
-"""What every module holds and what is no setting: parameters, buffers, submodules, hooks."""
+"""The attributes of every module that are not settings: parameters, buffers, submodules, hooks."""
 
 
 def attribute(held: Mapping[str, object], name: str, known: Known | None = None) -> object:
-    """What stands for an attribute in comparisons; for a method, its function: a copy has another method."""
+    """Returns the stand-in of an attribute; for a method its function's, as a copy has another method."""
     value = held.get(name, ABSENT)
     if type(value) is types.MethodType and issubclass(type(value.__self__), nn.Module):
         value = value.__func__
@@ -55,12 +55,12 @@ def attribute(held: Mapping[str, object], name: str, known: Known | None = None)
 
 
 def is_equal(a: object, b: object) -> bool:
-    """Whether two values are equal; those that cannot tell, such as arrays, are not."""
+    """Whether two values are equal; values that cannot tell, such as arrays, count as different."""
     return is_plain(a) and is_plain(b) and bool(a == b)
 
 
 def has(held: Mapping[str, object], attributes: Attributes) -> bool:
-    """Whether these attributes are as they were."""
+    """Whether these attributes still have these values."""
     return all(
         held.get(name, ABSENT) is wanted or _is_same(attribute(held, name), wanted)
         for name, wanted in attributes
@@ -72,11 +72,11 @@ def _is_same(now: object, wanted: object) -> bool:
 
 
 class Reads:
-    """A quick look whether the attributes of a root that its forward reads are the very same.
+    """A quick check that the attributes of a root that its forward reads are still the same objects.
 
     Args:
-        held: What the root holds while they are as planned; nothing where that is not known yet.
-        attributes: Their names, with what stands for them.
+        held: The root's `__dict__` while the attributes are as planned; empty if that is not known yet.
+        attributes: The names of the attributes, with their stand-ins.
     """
 
     def __init__(self, held: Mapping[str, object], attributes: Attributes) -> None:
@@ -91,7 +91,7 @@ class Reads:
         self._watch = Watch(self._values)
 
     def holds(self, held: Mapping[str, object]) -> bool:
-        """Whether they are."""
+        """Whether the attributes in `held` are the same objects."""
         return (
             all(
                 held.get(name, ABSENT) is value for name, value in zip(self._names, self._values, strict=True)
@@ -102,7 +102,7 @@ class Reads:
 
 
 class _Row:
-    """One module of a tree: its submodules, and how many parameters and buffers it has."""
+    """The submodules of one module, and the numbers of its parameters and buffers."""
 
     def __init__(self, module: nn.Module) -> None:
         self.modules, self.parameters, self.buffers = module._modules, module._parameters, module._buffers
@@ -115,12 +115,12 @@ class _Row:
 
 
 class _Settings:
-    """The settings of a submodule; those that are compared by identity first apart from the others."""
+    """The settings of a submodule; those that are compared by identity first stand apart from the others."""
 
     def __init__(self, module: nn.Module, known: Known) -> None:
         self.module, self.kind, self.held = module, type(module), vars(module)
         self.count = len(self.held)
-        # FullyShardedDataParallel sets whole parameters beside their shards, while the module runs
+        # FullyShardedDataParallel sets whole parameters beside their shards while the module runs
         whole = module._parameters if _MARKS[0] in self.held else ()
         names = (name for name in self.held if name not in _NO_SETTINGS and name not in whole)
         self.all = tuple((name, attribute(self.held, name, known)) for name in names)
@@ -132,7 +132,7 @@ class _Settings:
         self.values = [self.held[name] for name in self.names]
 
     def is_equal(self) -> bool:
-        """Whether all are equal to what they were; what is looked into is the very same."""
+        """Whether all settings equal the recorded ones, and those with a `Content` are the same objects."""
         wanted = dict(self.all)
         pairs = zip(self.names, self.values, strict=True)
         others = (name for name, value in pairs if self.held.get(name, ABSENT) is not value)
@@ -140,13 +140,13 @@ class _Settings:
 
 
 def _own_classes(modules: Iterable[nn.Module]) -> list[type]:
-    """The classes that the code of some modules is written in, but those of torch, Python and irc."""
+    """Return the classes of some modules and their bases, except those of torch, Python and irc."""
     kinds = dict.fromkeys(kind for one in dict.fromkeys(map(type, modules)) for kind in one.__mro__)
     return [kind for kind in kinds if not is_of_library(kind.__module__)]
 
 
 def _class_attributes(kind: type) -> list[str]:
-    """What is written down in a class besides methods and other classes."""
+    """Return the names in a class body that are not methods, descriptors or classes."""
     return [
         name
         for name, value in vars(kind).items()
@@ -156,18 +156,18 @@ def _class_attributes(kind: type) -> list[str]:
     ]
 
 
-class Snapshot:
-    """A tree of modules at one time; of its root nothing is held but what the root holds.
+class ModuleState:
+    """The state of a tree of modules at one time. It holds the root's tables, not the root itself.
 
     Args:
-        root: Its root. The root's settings are left aside but for its mode: see `Original.reads` for those
-            that matter.
+        root: The root of the tree. Its only setting here is its mode: `Original.reads` has the others that
+            count.
 
     Attributes:
-        names: Of the modules, the root ("") first.
-        state: For each of them its type and its settings. With the root's mode are torch's default type and
-            what is written down in the classes of the modules.
-        submodules: All but the root.
+        names: The names of the modules, the root ("") first.
+        state: The type and the settings of each module. The root's entry has its mode, torch's default type
+            and the attributes of the modules' classes.
+        submodules: All modules but the root.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -187,16 +187,16 @@ class Snapshot:
             held, names = cast("Mapping[str, object]", vars(kind)), _class_attributes(kind)
             if names:
                 self._watch.add_table(held, names)
-                offloaded = f"{kind.__module__}.{kind.__qualname__}"
-                of_classes += [(f"{offloaded}.{name}", attribute(held, name, known)) for name in names]
+                class_name = f"{kind.__module__}.{kind.__qualname__}"
+                of_classes += [(f"{class_name}.{name}", attribute(held, name, known)) for name in names]
         plain = (("training", root.training), ("torch.get_default_dtype()", self._dtype))
         of_root: tuple[type, Attributes] = (nn.Module, (*plain, *of_classes))
         self.state: State = (of_root, *((each.kind, each.all) for each in self._settings))
 
-    def other_part(self) -> str | None:
-        """The name of a module that holds other modules than it did, or parameters or buffers came or went.
+    def changed_part(self) -> str | None:
+        """Return the name of a module that has other submodules now, or more or fewer parameters or buffers.
 
-        None where there is none.
+        None means that all modules hold what they held.
         """
         for name, row in zip(self.names, self._rows, strict=True):  # in each call, for each module
             if len(row.parameters) != row.parameter_count or len(row.buffers) != row.buffer_count:
@@ -208,10 +208,15 @@ class Snapshot:
                     return name
         return next((name for name, held, key in self._absent if held.get(key) is not None), None)
 
-    def has_same_state(self, root: nn.Module) -> bool:
-        """Whether the modules' modes and settings are still the same.
+    def other_part(self) -> str | None:
+        """As `changed_part`."""
+        return self.changed_part()
 
-        It may say no where something was replaced by its equal: then another snapshot has an equal state.
+    def has_same_state(self, root: nn.Module) -> bool:
+        """Whether the modules' modes and settings are still the same objects.
+
+        The answer may be no if a value was replaced by an equal one: a new `ModuleState` then has an equal
+        `state`.
         """
         if root.training is not self._training or torch.get_default_dtype() is not self._dtype:
             return False
@@ -226,3 +231,6 @@ class Snapshot:
             if each.others and not has(each.held, each.others):
                 return False
         return self._watch.holds()
+
+
+Snapshot = ModuleState

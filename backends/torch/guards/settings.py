@@ -1,7 +1,7 @@
-"""What settings hold: as values to compare, and as a cheap look whether it is still the same.
+"""Compares the values of settings: by stand-ins with equality, and by a quick check of identity.
 
 Settings are numbers, texts and functions, and the lists, dicts, configurations and other objects that hold
-such. Objects of torch, numpy and Python are not looked into, nor are tensors: a plan looks those up.
+them. Objects of torch, numpy and Python are not inspected. Neither are tensors: a plan looks those up.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from ....ir import is_inspectable, slots_of, store_of
 __all__ = ["ABSENT", "Content", "Kind", "Watch", "differing", "is_plain", "kind_of", "stand_in"]
 
 _DEPTH = 4
-"""So many steps away from a setting something is still compared."""
+"""The number of steps from a setting up to which values are compared."""
 _MOST = 1000
-"""Of containers with more items, only the number is compared."""
+"""The number of items up to which containers are compared; of larger ones only the number is."""
 _MOST_EXACT = 4096
-"""So many items of lists and dicts are compared by identity in each step; see `Watch`."""
+"""The number of items of lists and dicts that are compared by identity in each step; see `Watch`."""
 _ARRAY_BYTES = 1 << 12
-"""Of arrays of numpy with more bytes, only the class is compared."""
+"""The size up to which arrays of numpy are compared; of larger ones only the class is."""
 _PLAIN = (
     bool,
     int,
@@ -56,23 +56,23 @@ _PLAIN = (
 _CONTAINERS = (list, tuple, deque, dict, set, frozenset)
 _COMPARED = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _ON_SAVING = frozenset({"architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"})
-"""What transformers writes into a configuration when it is saved."""
+"""The attributes that transformers writes into a configuration when it saves it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Stands for a value of which only the type is looked at, by its name: pickles hold no class for it."""
+    """Stands for a value of which only the class is compared, by its name: pickles hold no class for it."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Stands for a value that is compared by what it holds.
+    """Stands for a value that is compared by its parts.
 
     Args:
-        name: Of its class.
-        items: Attributes with names, elements with keys or positions.
+        name: The name of its class.
+        items: Its attributes with their names, or its elements with their keys or positions.
     """
 
     name: str
@@ -84,11 +84,11 @@ class _Absent(enum.Enum):
 
 
 ABSENT = _Absent.ABSENT
-"""Stands for what is not there."""
+"""Stands for an attribute that is missing."""
 
 
 def is_plain(value: object) -> bool:
-    """Whether a value is compared as it is: numbers, texts, functions, and tuples of such."""
+    """Whether a value is compared directly: a number, a text, a function, or a tuple of such."""
     kind = cast("type[Any]", type(value))  # not isinstance(), which asks the object for its class
     if issubclass(kind, tuple):
         return all(map(is_plain, tuple.__iter__(cast("tuple[object, ...]", value))))
@@ -97,19 +97,19 @@ def is_plain(value: object) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def kind_of(kind: type) -> Kind:
-    """Stands for a value of a class."""
+    """Return the stand-in for any value of a class."""
     return Kind(f"{kind.__module__}.{kind.__qualname__}")
 
 
 def stand_in(
     value: object, known: dict[tuple[int, int], object] | None = None, depth: int = _DEPTH
 ) -> object:
-    """What stands for a value in comparisons.
+    """Return the stand-in of a value for comparisons.
 
     Args:
         value: A setting.
-        known: What was found for objects so far, by identity and depth; each is looked into once.
-        depth: How many steps are gone.
+        known: The stand-ins so far, by identity and depth; each object is inspected once.
+        depth: The number of steps that are left.
     """
     if is_plain(value):
         return math.nan if type(value) is float and value != value else value
@@ -125,7 +125,7 @@ def stand_in(
 
 
 def differing(value: object, other: object) -> str:
-    """A value in words; of what it holds, what is otherwise in another one."""
+    """Print a value; of its parts only those that differ from another value."""
     if isinstance(value, Kind):
         return f"a {value.name}"
     if not isinstance(value, Content):
@@ -142,7 +142,7 @@ def differing(value: object, other: object) -> str:
 
 
 def _parts(value: Any) -> list[tuple[object, object]] | None:
-    """What a value holds, by name, key or position, without modules; None for what is not looked into."""
+    """Return the parts of a value by name, key or position, without modules; None if it is not inspected."""
     parts = _all_parts(value)
     if parts is None:
         return None
@@ -177,12 +177,12 @@ def _all_parts(value: Any) -> list[tuple[object, object]] | None:
 
 @functools.lru_cache(maxsize=4096)
 def _base_of(kind: type) -> Any:
-    """The class of containers that a class is made from, whose methods tell what is held."""
+    """Return the container class that a class inherits from, whose methods tell the items."""
     return next((base for base in _CONTAINERS if issubclass(kind, base)), None)
 
 
 def _name(key: object) -> object:
-    """A key of a dict, or an element of a set, where it can be compared."""
+    """Return a key of a dict or an element of a set, or its stand-in if it is not compared directly."""
     return key if is_plain(key) else kind_of(type(key))
 
 
@@ -203,46 +203,46 @@ def _slot(value: object, name: str) -> object:
 
 
 class Watch:
-    """Tells whether some values still hold the very same; it is asked in each step.
+    """Tells in each step whether some values still hold the same objects.
 
-    What it says differs from what `stand_in` says where something was replaced by its equal. Tensors and
-    others that are not looked into are not held; only their class counts.
+    An object that was replaced by an equal one counts as a change here, but not in `stand_in`. Tensors and
+    other values that are not inspected are not held: only their class counts.
 
-    Beyond so many items, lists and dicts of numbers and texts are compared by value, which takes a tenth of
-    the time: there, a number that is replaced by an equal one of another class (1 by 1.0) is not seen.
+    Beyond `_MOST_EXACT` items, lists and dicts of numbers and texts are compared by value, which takes a
+    tenth of the time: there, the replacement of 1 by 1.0 is not seen.
 
     Args:
-        values: What to look at.
+        values: The values to watch.
     """
 
     def __init__(self, values: Iterable[object]) -> None:
         self._tables: list[tuple[Mapping[Any, Any], int, list[Any], list[Any]]] = []
-        """Tables that are no dicts, as those of classes."""
+        """Tables that are not dicts, such as those of classes."""
         self._dicts: list[dict[Any, Any]] = []
         self._lists: list[list[Any]] = []
         self._counts: tuple[list[int], list[int]] = [], []
-        """How many items each of the dicts has, and each of the lists."""
+        """The number of items of each of the dicts, and of each of the lists."""
         self._entries: tuple[list[dict[Any, Any]], list[Any], list[Any]] = [], [], []
-        """Of all entries of dicts: the dicts, keys and values."""
+        """The dict, the key and the value of each entry of a dict."""
         self._items: list[Any] = []
         """The items of all lists, one list after the other."""
         self._many: tuple[list[Any], list[Any]] = [], []
         """Lists and dicts that are compared by value, and copies of them."""
         self._sets: list[tuple[Any, frozenset[Any]]] = []
         self._kinds: list[tuple[Any, Any, type]] = []
-        """Container, key and class of what is not looked into."""
+        """The container, the key and the class of each value that is not inspected."""
         self._others: list[tuple[Any, object]] = []
-        """What has no quick look, with what stands for it."""
+        """The values without a quick check, with their stand-ins."""
         seen: set[int] = set()
         for value in values:
             self._add(value, _DEPTH, seen)
 
     def add_table(self, table: Mapping[Any, Any], names: Iterable[str]) -> None:
-        """Watches some items of a table, and how many items it has."""
+        """Watch some items of a table, and the number of its items."""
         self._watch(table, [(name, table[name]) for name in names], _DEPTH, set())
 
     def holds(self) -> bool:
-        """Whether all is as it was."""
+        """Whether all values hold the same objects."""
         for table, count, names, values in self._tables:
             if len(table) != count or not all(map(operator.is_, map(table.get, names), values)):
                 return False
@@ -331,7 +331,7 @@ class Watch:
 
 
 def _is_held(value: object) -> bool:
-    """Whether a value may be held on to: what is compared, and no tensor."""
+    """Whether a value may be held: it is compared, and is not a tensor."""
     return is_plain(value) or _parts(value) is not None
 
 

@@ -1,4 +1,4 @@
-"""Which of the tensors that were seen still exist, and what memory they take."""
+"""Counts the memory of tensors that still exist."""
 
 # Storages have no public identity.
 # pyright: reportPrivateUsage=false
@@ -17,12 +17,12 @@ __all__ = ["AliveTensors", "storage_key"]
 
 
 def storage_key(tensor: Tensor) -> int:
-    """What tells storages apart, as long as they exist."""
+    """Returns the identity of a tensor's storage, which is unique as long as the storage exists."""
     return tensor.untyped_storage()._cdata
 
 
 class AliveTensors:
-    """Counts the bytes of tensors that were noted, each storage once, as long as anybody holds them.
+    """Counts the bytes of noted tensors, each storage once, as long as anybody holds them.
 
     The gradients (`.grad`) of noted leaves count too.
     """
@@ -32,7 +32,7 @@ class AliveTensors:
         self._leaves: dict[int, weakref.ref[Tensor]] = {}
 
     def note(self, tensors: Iterable[Tensor]) -> None:
-        """Counts these from now on."""
+        """Counts these tensors from now on."""
         for tensor in tensors:
             self._storage(tensor)
             if tensor.requires_grad and tensor.is_leaf:
@@ -46,7 +46,7 @@ class AliveTensors:
             self._storages[key] = StorageWeakRef(storage), nbytes
 
     def alive_bytes(self) -> int:
-        """Bytes of all noted storages that still exist, rounded as the allocator rounds."""
+        """Returns the bytes of all noted storages that still exist, rounded as the allocator rounds."""
         for key, leaf in list(self._leaves.items()):
             tensor = leaf()
             if tensor is None or not tensor.is_leaf:
@@ -59,5 +59,5 @@ class AliveTensors:
         return sum(nbytes for _, nbytes in self._storages.values())
 
     def bytes_of(self, keys: Iterable[int]) -> int:
-        """What of these storages still exists, as of the last `alive_bytes`."""
+        """Returns the bytes of those of these storages that existed at the last `alive_bytes`."""
         return sum(self._storages[key][1] for key in set(keys) if key in self._storages)

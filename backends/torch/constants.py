@@ -1,4 +1,4 @@
-"""The constants that the plans of one module hold on the device; equal ones are held once."""
+"""Shares the constants that the plans of one module hold on the device: equal ones are held once."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from .program import Program
 __all__ = ["constants_of", "fits_beside", "sharing", "storage_bytes"]
 
 
-def constants_of(fittings: Iterable[CompiledPlan], *, are_held: bool = True) -> list[Tensor]:
-    """The constants that plans hold, each once.
+def constants_of(plans: Iterable[CompiledPlan], *, are_held: bool = True) -> list[Tensor]:
+    """Returns the constants that plans hold, each once.
 
     Args:
-        fittings: The plans.
-        are_held: Whether those count that the module holds too: they may change.
+        plans: The plans.
+        are_held: Whether to include the constants that the module holds too: they may change.
     """
     found = {
         id(constant): constant
-        for fitting in fittings
-        for name, constant in fitting.program.constants.items()
-        if are_held or name not in (fitting.places or ())
+        for compiled in plans
+        for name, constant in compiled.program.constants.items()
+        if are_held or name not in (compiled.places or ())
     }
     return list(found.values())
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages of some tensors, each once."""
+    """Returns the bytes of the storages of some tensors, each counted once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 
 
 def sharing(program: Program, known: Sequence[Tensor], held: Container[str] = ()) -> Program:
-    """The program with constants that are there already, where they are equal.
+    """Replaces the constants of a program by equal ones that other plans hold.
 
     Args:
         program: A program.
-        known: The constants that are there, and do not change.
-        held: Names of the constants that the module holds: those are looked up there.
+        known: The constants of other plans, which do not change.
+        held: The names of the constants that the module holds: those are looked up there.
     """
 
     def same(a: Tensor, b: Tensor) -> bool:
@@ -56,10 +56,11 @@ def sharing(program: Program, known: Sequence[Tensor], held: Container[str] = ()
     return replace(program, constants=constants)
 
 
-def fits_beside(fitting: CompiledPlan, others: Iterable[CompiledPlan]) -> bool:
-    """Whether a plan's peak still fits beside the constants of others, those that it did not count."""
-    if fitting.plan is None:
+def fits_beside(compiled: CompiledPlan, others: Iterable[CompiledPlan]) -> bool:
+    """Whether a plan fits into its budget beside those constants of other plans that it did not count."""
+    if compiled.plan is None:
         return True
-    own = {id(constant) for constant in fitting.program.constants.values()}
-    beside = storage_bytes(constant for constant in constants_of(others) if id(constant) not in own)
-    return fitting.plan.peak_bytes + max(beside - fitting.constants_bytes, 0) <= fitting.plan.budget_bytes
+    own = {id(constant) for constant in compiled.program.constants.values()}
+    reserved = storage_bytes(constant for constant in constants_of(others) if id(constant) not in own)
+    uncounted = max(reserved - compiled.constants_bytes, 0)
+    return compiled.plan.peak_bytes + uncounted <= compiled.plan.budget_bytes

@@ -1,4 +1,4 @@
-"""The user's result, from what a planned step gives."""
+"""Makes the user's result of the outputs of a planned step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Watched:
     """A result that other results are computed from.
 
     Attributes:
-        index: The output that it is, or that it is a view of.
+        index: The index of the output that the result is, or is a view of.
         hooks: The table of its hooks, which the autograd node reads too.
         tensor: The result.
     """
@@ -31,9 +31,9 @@ class Watched:
 
 
 def deliver(deliveries: Sequence[Delivery], inputs: list[Tensor], outputs: tuple[Tensor, ...]) -> list[Any]:
-    """The leaves of the user's result, from the program's static inputs and forward outputs.
+    """Makes the leaves of the user's result of the program's static inputs and forward outputs.
 
-    A hook on one of several is called where the loss uses that one, as in eager. Those that others are
+    A hook on one of several results is called if the loss uses that one, as in eager. Results that others are
     computed from are noted with their autograd node, for `refuse_hooks_on_results`.
     """
     leaves = [deliver_leaf(delivery, inputs, outputs) for delivery in deliveries]
@@ -51,7 +51,7 @@ def deliver(deliveries: Sequence[Delivery], inputs: list[Tensor], outputs: tuple
 
 
 def deliver_leaf(delivery: Delivery, inputs: list[Tensor], outputs: tuple[Tensor, ...]) -> Any:
-    """One leaf of the user's result."""
+    """Makes one leaf of the user's result."""
     match delivery.origin:
         case Origin.CONSTANT:
             return delivery.constant
@@ -65,7 +65,7 @@ def deliver_leaf(delivery: Delivery, inputs: list[Tensor], outputs: tuple[Tensor
 
 
 def _hooks_of(tensor: Tensor) -> Mapping[int, Any]:
-    """The table of a tensor's hooks, as its first hook would make it."""
+    """Returns the table of a tensor's hooks; makes it as the tensor's first hook would."""
     if tensor._backward_hooks is None:
         tensor._backward_hooks = cast("OrderedDict[int, Any]", _Hooks())
         cast("Any", tensor.grad_fn)._register_hook_dict(tensor)
@@ -73,20 +73,20 @@ def _hooks_of(tensor: Tensor) -> Mapping[int, Any]:
 
 
 _COUNTING = "inner_hook"
-"""What `torch.autograd.graph.register_multi_grad_hook` registers; it waits for a call for each result."""
+"""The name of the hook of `torch.autograd.graph.register_multi_grad_hook`, which waits for all results."""
 
 
 class _Hooks(OrderedDict[int, Callable[[Tensor], Any]]):
-    """Hooks of one result of several: their autograd node calls all hooks in each of its backwards."""
+    """The hooks of one result of several. Their autograd node calls all hooks in each of its backwards."""
 
     def __setitem__(self, key: int, hook: Callable[[Tensor], Any]) -> None:
         counts_calls = getattr(hook, "__name__", None) == _COUNTING and hook.__module__.startswith("torch.")
-        super().__setitem__(key, hook if counts_calls else _Given(hook))
+        super().__setitem__(key, hook if counts_calls else _HookOfGradient(hook))
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
-    """A hook that is called where there is a gradient."""
+class _HookOfGradient:
+    """A hook that is called if there is a gradient."""
 
     hook: Callable[[Tensor], Any]
 
@@ -102,12 +102,12 @@ def refuse_hooks_on_results(
 ) -> None:
     """Refuses a backward in which a hook would see less of a gradient than in eager.
 
-    What another result adds to the gradient of a result that it is computed from stays within the planned
-    step.
+    If one result is computed from another, the part of the gradient that flows between them stays within the
+    planned step.
 
     Args:
         watched: The results that others are computed from.
-        feeds: For each such output, the outputs that are computed from it.
+        feeds: The outputs that are computed from each such output.
         given: The outputs that the loss uses.
 
     Raises:
@@ -118,10 +118,10 @@ def refuse_hooks_on_results(
         tensor = each.tensor()
         retains = tensor is not None and tensor.retains_grad
         if others and (each.hooks or retains):
-            what = f"a hook ({next(iter(each.hooks.values()))!r})" if each.hooks else "retain_grad()"
+            hook = f"a hook ({next(iter(each.hooks.values()))!r})" if each.hooks else "retain_grad()"
             raise BackwardError(
                 "IRC526",
-                f"a result of the module (output {each.index}) has {what}, and the loss uses output "
+                f"a result of the module (output {each.index}) has {hook}, and the loss uses output "
                 f"{min(others)}, which the module computes from it: the gradient that comes from there "
                 "stays within the planned step",
                 help="let the module return that result alone, and compute the other from it outside",

@@ -1,4 +1,4 @@
-"""What autograd holds for operations that ran outside of planned steps."""
+"""Finds the tensors that autograd holds for operations outside of planned steps."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["held_by_history"]
 def held_by_history(
     tensors: Iterable[Tensor], is_known: Callable[[Any], bool]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """What the operations that made some tensors hold for their backward.
+    """Finds the tensors that the history of some tensors holds for backward.
 
     Args:
-        tensors: Where to begin.
-        is_known: Whether an autograd node is accounted for: what is behind it is not looked at.
+        tensors: The tensors at which the search begins.
+        is_known: Whether an autograd node is accounted for: the search stops there.
 
     Returns:
         The tensors that the nodes on the way have saved, and the leaves that will get a gradient from them.

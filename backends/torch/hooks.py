@@ -1,4 +1,4 @@
-"""Hooks that a planned step would not call, or would call without need, are refused by name."""
+"""Refuses hooks that a planned step would not call, or would call without a gradient."""
 
 # torch keeps these hooks in private tables.
 # pyright: reportPrivateUsage=false
@@ -32,15 +32,15 @@ _TABLES = (
 )
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _WATCHERS = ("torch.utils.", f"{_PACKAGE}.frontends.")
-"""Global hooks of these modules only note which module runs, such as those of `FlopCounterMode`."""
+"""Global hooks of these modules only record which module runs, such as those of `FlopCounterMode`."""
 
 
-def _asking(module: Any, args: Any, output: Any) -> None:
+def _require_gradient(module: Any, args: Any, output: Any) -> None:
     output.requires_grad_(True)
 
 
 def _is_same_code(function: Any, other: FunctionType) -> bool:
-    """Whether a function does what another does, whatever its arguments are called."""
+    """Whether two functions have the same code, apart from the names of their arguments."""
     if type(function) is not FunctionType or function.__closure__ or function.__defaults__:
         return False
     mine, its = function.__code__, other.__code__
@@ -53,22 +53,22 @@ def _is_same_code(function: Any, other: FunctionType) -> bool:
     )
 
 
-def _offloaded(hook: Any) -> str:
-    """The module that a hook comes from."""
+def _module_of(hook: Any) -> str:
+    """Returns the name of the Python module that a hook comes from."""
     return str(getattr(hook, "__module__", None) or type(hook).__module__)
 
 
-def _offloaded_parameters(hook: Any) -> list[str]:
-    """The same for the classes that a hook inherits from, as a user's pruning method does from torch's."""
-    return [_offloaded(hook), *(kind.__module__ for kind in type(hook).__mro__)]
+def _modules_of(hook: Any) -> list[str]:
+    """Adds the modules of the hook's base classes: a user's pruning method inherits from torch's."""
+    return [_module_of(hook), *(kind.__module__ for kind in type(hook).__mro__)]
 
 
 def refuse_hooks(root: nn.Module) -> None:
     """Refuses hooks and wrappers of submodules: a planned step does not call them, so they would be lost.
 
     torch's own hooks, such as those of weight and spectral norm, compute tensors and are part of the graph.
-    So are those that only record what submodules return (`ir/recorders`), unless a module around this one
-    records, and those of gradient checkpointing, which ask for the gradient of an embedding.
+    So are hooks that only record what submodules return (`ir/recorders`), unless a module around this one
+    records, and the hooks of gradient checkpointing, which let the output of an embedding require a gradient.
 
     Raises:
         UnsupportedError: IRC505; IRC532 for hooks on all modules; IRC534 for wrappers.
@@ -78,7 +78,7 @@ def refuse_hooks(root: nn.Module) -> None:
 
 
 def refuse_hooks_of(root: nn.Module, names: Sequence[str], submodules: Sequence[nn.Module]) -> None:
-    """As `refuse_hooks`, where the submodules and their names are known.
+    """Does what `refuse_hooks` does, for submodules and names that are known already.
 
     Raises:
         UnsupportedError: As `refuse_hooks`.
@@ -110,22 +110,20 @@ def refuse_hooks_of(root: nn.Module, names: Sequence[str], submodules: Sequence[
 
 
 def _is_part_of_graph(hook: Any) -> bool:
-    """Whether what a hook of a submodule does is part of what is traced.
+    """Whether the work of a submodule's hook is part of the traced graph.
 
-    It is where the hook is torch's own and computes tensors, where it records within the forward, and where
-    it asks for the gradient of what the submodule returns and does nothing else.
+    It is if the hook is torch's own and computes tensors, if it records within the forward, and if it lets
+    the submodule's output require a gradient and does nothing else.
     """
     if is_recorder(hook):
         return not is_recording()
-    if _is_same_code(hook, _asking):
+    if _is_same_code(hook, _require_gradient):
         return True
-    return any(
-        h.startswith("torch.") and not h.startswith("torch.distributed.") for h in _offloaded_parameters(hook)
-    )
+    return any(h.startswith("torch.") and not h.startswith("torch.distributed.") for h in _modules_of(hook))
 
 
 def _refuse_global_hooks(root: nn.Module) -> None:
-    """Refuses hooks on all modules where there are submodules, which a planned step does not call.
+    """Refuses hooks on all modules if there are submodules, which a planned step does not call.
 
     Raises:
         UnsupportedError: IRC532.
@@ -137,7 +135,7 @@ def _refuse_global_hooks(root: nn.Module) -> None:
         return
     for table in _TABLES:
         for hook in tables[table].values():
-            if not _offloaded(hook).startswith(_WATCHERS):
+            if not _module_of(hook).startswith(_WATCHERS):
                 kind = table.removeprefix("_global_").replace("_", " ")
                 raise UnsupportedError(
                     "IRC532",
@@ -148,16 +146,16 @@ def _refuse_global_hooks(root: nn.Module) -> None:
 
 
 def _refuse_root_hooks(root: nn.Module) -> None:
-    """Refuses hooks on the root that depend on how its forward is made up.
+    """Refuses hooks on the root that depend on the operations of its forward.
 
     Raises:
-        UnsupportedError: IRC532 for one that computes weights before each forward, as a plan begins after it;
-            and for one on the last operation, as a planned step has one operation.
+        UnsupportedError: IRC532 for a hook that computes weights before each forward, as a plan begins after
+            it; and for a hook on the last operation, as a planned step has one operation.
     """
     if root._backward_hooks and root._is_full_backward_hook is False:
         raise _legacy("the root module")
     for hook in root._forward_pre_hooks.values():
-        if any(offloaded.startswith("torch.nn.utils.") for offloaded in _offloaded_parameters(hook)):
+        if any(module.startswith("torch.nn.utils.") for module in _modules_of(hook)):
             raise UnsupportedError(
                 "IRC532",
                 f"a hook of the root module computes its weights before each forward ({type(hook).__name__})",
@@ -165,10 +163,10 @@ def _refuse_root_hooks(root: nn.Module) -> None:
             )
 
 
-def _legacy(where: str) -> UnsupportedError:
+def _legacy(owner: str) -> UnsupportedError:
     return UnsupportedError(
         "IRC532",
-        f"register_backward_hook() put a hook on {where}; it sees the last operation of the forward alone, "
+        f"register_backward_hook() put a hook on {owner}; it sees only the last operation of the forward, "
         "which in a planned step is the whole forward",
         help="use register_full_backward_hook()",
     )
@@ -179,12 +177,12 @@ def refuse_missing_gradients(
 ) -> None:
     """Refuses a backward that would call a hook of a tensor without a gradient.
 
-    The node of a planned step leads to all parameters. One whose gradient comes only from outputs that the
-    loss does not use gets none, and no call of its hooks in eager.
+    The node of a planned step leads to all parameters. A parameter whose gradient comes only from outputs
+    that the loss does not use gets no gradient, and eager does not call its hooks.
 
     Args:
         node: The autograd node that runs.
-        program: Whose backward it runs.
+        program: The program whose backward it runs.
         inputs: The static inputs of that step.
         given: The outputs that the loss uses.
 
@@ -192,16 +190,16 @@ def refuse_missing_gradients(
         UnsupportedError: IRC537.
     """
     missing = dict[int, int]()
-    for place, index in enumerate(program.differentiable):
+    for position, index in enumerate(program.differentiable):
         gradient = program.gradients[index]
         depends = program.depends[gradient] if gradient is not None else frozenset[int]()
         if depends and not depends & given:
-            missing[index] = place
+            missing[index] = position
     arriving = {id(inputs[index]) for index in program.differentiable if index not in missing}
-    for index, place in missing.items():
+    for index, position in missing.items():
         tensor = inputs[index]
         hooks = [*(tensor._backward_hooks or {}).values(), *_accumulate_hooks(tensor)]
-        if hooks and id(tensor) not in arriving and _is_asked(node.next_functions[place][0]):
+        if hooks and id(tensor) not in arriving and _is_asked(node.next_functions[position][0]):
             static = program.statics[index]
             raise UnsupportedError(
                 "IRC537",
@@ -224,7 +222,7 @@ def _is_asked(node: Any) -> bool:
 
 
 def refuse_saved_tensor_hooks() -> None:
-    """Refuses hooks on saved tensors: what a planned step saves does not pass through autograd.
+    """Refuses hooks on saved tensors: autograd does not see the tensors that a planned step saves.
 
     Raises:
         UnsupportedError: IRC535.
@@ -235,5 +233,5 @@ def refuse_saved_tensor_hooks() -> None:
             "IRC535",
             f"a planned step runs under hooks on saved tensors ({found[0]!r}), which would see nothing of it",
             help="call the fitted module outside of torch.utils.checkpoint, save_on_cpu and "
-            "saved_tensors_hooks; its plan decides what is kept",
+            "saved_tensors_hooks; its plan decides which tensors are kept",
         )

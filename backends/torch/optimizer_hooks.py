@@ -1,7 +1,7 @@
-"""Guards of torch functions that would do nothing, unnoticed, where optimizers run within backward.
+"""Hooks torch functions that silently do nothing when optimizers run within backward.
 
 Clipping reads every gradient after backward, and a gradient scaler divides it by the scale: both come too
-late for a gradient that was applied and freed. The guards raise for the parameters of planned modules, and
+late for a gradient that was applied and freed. The hooks raise for the parameters of planned modules, and
 pass everything else on.
 """
 
@@ -27,12 +27,12 @@ from .optimizer_in_backward import OptimizersInBackward
 __all__ = ["guard_optimizer_calls"]
 
 _owners: Any = WeakIdKeyDictionary()
-"""Parameters whose gradients are applied within backward, each with a weak reference to what applies them."""
+"""Parameters whose gradients are applied within backward, each with a weak reference to its owner."""
 _CLIPPING = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip_grads_with_norm_")
 
 
 def guard_optimizer_calls(parameters: Iterable[Tensor], release: OptimizersInBackward) -> None:
-    """Refuses, from now on, to clip or scale gradients of these parameters, as long as `release` lives."""
+    """Refuses to clip or scale gradients of these parameters from now on, as long as `release` lives."""
     for parameter in parameters:
         _owners[parameter] = weakref.ref(release)
     _install()
@@ -44,7 +44,7 @@ def _install() -> None:
         for name in _CLIPPING:
             if hasattr(module, name):
                 setattr(module, name, _guarded_clipping(getattr(module, name)))
-    # what was imported by name earlier still comes through here
+    # functions that were imported by name earlier still call this one
     clip_grad._clip_grads_with_norm_ = _guarded_clipping(clip_grad._clip_grads_with_norm_)
     torch.amp.GradScaler.scale = _guarded_scale(torch.amp.GradScaler.scale)
 
@@ -94,7 +94,7 @@ def _applies(node: Any) -> bool:
 
 
 def _graph(roots: list[Any]) -> Iterator[Any]:
-    """The autograd nodes below some others, themselves included."""
+    """Yields some autograd nodes and all nodes below them."""
     pending = [node for node in roots if node is not None]
     seen: set[Any] = set()
     while pending:

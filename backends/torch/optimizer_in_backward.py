@@ -1,6 +1,6 @@
-"""Gradients that leave within backward, one by one: added to `.grad`, or applied by an optimizer."""
+"""Takes gradients within backward, one by one: adds them to `.grad`, or lets an optimizer apply them."""
 
-# The autograd engine has no public door.
+# The autograd engine has no public way to its state.
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from ...torch_support.optimizer_state import moving_state
 from .offload import State
 from .program import Program
 
-__all__ = ["OptimizersInBackward", "alone", "check_backward", "check_deliveries", "check_parameters"]
+__all__ = ["OptimizersInBackward", "check_backward", "check_deliveries", "check_parameters", "exclusive"]
 
-Taker = Callable[..., None]
-"""Disposes of a gradient: (name, parameter, gradient), and the `State` of the parameter's optimizer where
-that lives in a tier. The parameter is a copy on the device where it lives in a tier itself."""
+GradientSink = Callable[..., None]
+"""Takes a gradient: (name, parameter, gradient), and the optimizer's state if that is offloaded to a tier.
+
+If the parameter itself is offloaded, `parameter` is a copy of it on the device."""
 
 
 class OptimizersInBackward:
-    """Where the gradients of a program's parameters go.
+    """Takes the gradients of a program's parameters within backward.
 
     Args:
-        optimizers: For gradients that are applied: an optimizer of each parameter alone, by its name.
+        optimizers: For gradients that are applied: one optimizer for each parameter, by its name.
     """
 
     def __init__(self, optimizers: Mapping[str, Optimizer]) -> None:
@@ -44,24 +45,24 @@ class OptimizersInBackward:
     def __reduce__(self) -> tuple[Any, ...]:
         return OptimizersInBackward, (self.optimizers,)
 
-    def taker(
+    def sink(
         self,
         program: Program,
         inputs: Sequence[Tensor],
         given: frozenset[int],
         written: frozenset[int] = frozenset(),
-    ) -> Taker:
-        """What disposes of gradients in one backward.
+    ) -> GradientSink:
+        """Returns the function that takes the gradients of one backward.
 
         Args:
-            program: Whose backward runs.
+            program: The program whose backward runs.
             inputs: Its static inputs, in order.
-            given: The outputs that the loss uses. A gradient that comes only from others is none, as in
+            given: The outputs that the loss uses. A gradient that comes only from others is dropped, as in
                 eager.
-            written: The inputs that somebody wrote since forward; copies of them on the device are older.
+            written: The inputs that were written since forward; their copies on the device are older.
         """
 
-        def taker(name: str, parameter: Tensor, gradient: Tensor, state: State | None = None) -> None:
+        def take(name: str, parameter: Tensor, gradient: Tensor, state: State | None = None) -> None:
             released = program.released[name]
             if released.depends and not released.depends & given:
                 return
@@ -72,10 +73,10 @@ class OptimizersInBackward:
             else:
                 _accumulate(inputs[released.index], gradient)
 
-        return taker
+        return take
 
     def _apply(self, name: str, parameter: Tensor, gradient: Tensor, state: State | None) -> None:
-        """Takes the step. What lives in a tier is then what came of it here, until that is copied back."""
+        """Takes the step. Offloaded tensors then have their new values here, until those are copied back."""
         optimizer = self.optimizers[name]
         held = _held(optimizer)
         if held is not parameter:
@@ -94,8 +95,8 @@ class OptimizersInBackward:
             state.tensors = moving_state(optimizer, held)
 
 
-def alone(release: OptimizersInBackward | None) -> contextlib.AbstractContextManager[Any]:
-    """While active, no other thread reads parameters that are updated within backward, or updates them."""
+def exclusive(release: OptimizersInBackward | None) -> contextlib.AbstractContextManager[Any]:
+    """Keeps other threads from reading or updating parameters that are updated within backward."""
     return release.lock if release is not None and release.optimizers else contextlib.nullcontext()
 
 
@@ -103,7 +104,7 @@ _accumulating = threading.Lock()
 
 
 def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
-    """Does what the autograd engine does with a gradient that nobody else holds."""
+    """Adds a gradient that nobody else holds to `.grad`, as the autograd engine does."""
     with _accumulating:  # two threads may be in backward at once
         if parameter.grad is None:
             parameter.grad = gradient.detach()
@@ -112,18 +113,18 @@ def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
 
 
 def check_parameters(program: Program, bound: Callable[[int], Tensor], release: OptimizersInBackward) -> None:
-    """Refuses parameters for which a gradient that never reaches the autograd engine would be missed.
+    """Refuses parameters for which somebody waits for a gradient that never reaches the autograd engine.
 
     Args:
-        program: What releases the gradients.
-        bound: The tensor that each static input of it binds.
-        release: What takes them.
+        program: The program that releases the gradients.
+        bound: Returns the tensor that a static input of the program binds.
+        release: The object that takes the gradients.
 
     Raises:
         UnsupportedError: IRC509 for a parameter with hooks, one that is computed from others, or a step
             within DistributedDataParallel.
-        UsageError: IRC507 for a parameter that is not the one that its optimizer was made for, or that is no
-            longer one tensor under all the names that it had at planning.
+        UsageError: IRC507 for a parameter that is not the one that its optimizer was made for, or that is not
+            one tensor any more under all the names that it had at planning.
     """
     if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
         raise _unnoticed("DistributedDataParallel would wait for the gradients")
@@ -137,13 +138,13 @@ def check_parameters(program: Program, bound: Callable[[int], Tensor], release: 
         if replaced or any(bound(index) is not parameter for index in released.tied):
             raise UsageError(
                 "IRC507",
-                f"parameter {name} is another than at planning, or shares its memory with another parameter",
+                f"parameter {name} is not the one of planning, or shares its memory with another parameter",
                 help="call irc.optimize again, or write into the parameter with copy_()",
             )
 
 
 def check_deliveries(program: Program, deliveries: Iterable[Delivery]) -> None:
-    """Refuses a module that hands out parameters which are updated within backward.
+    """Refuses a module that returns parameters which are updated within backward.
 
     Raises:
         UnsupportedError: IRC510.
@@ -172,18 +173,18 @@ def _unnoticed(why: str) -> UnsupportedError:
 
 
 def check_backward(node: Any, program: Program, inputs: list[Tensor], *, keeps_graph: bool) -> None:
-    """Refuses a backward that asks for something else than all gradients once, before any is released.
+    """Refuses a backward that asks for anything but all gradients once, before any gradient is released.
 
     Args:
         node: The autograd node that runs.
-        program: Whose backward it runs.
+        program: The program whose backward it runs.
         inputs: The static inputs of that step.
         keeps_graph: Whether the caller retains the graph.
 
     Raises:
-        UnsupportedError: IRC509 as in `check_parameters`; IRC510 for `torch.autograd.grad`, for
-            `backward(inputs=...)` without all parameters, and where gradients are applied for a retained
-            graph or a second step of the same parameters in one backward.
+        UnsupportedError: IRC509 as in `check_parameters`; IRC510 for `torch.autograd.grad` and for
+            `backward(inputs=...)` without all parameters, and, if gradients are applied, for a retained graph
+            and for a second step of the same parameters in one backward.
         IrcError: IRC511 for a parameter that has a gradient already, which its optimizer would not take.
     """
     release: OptimizersInBackward = node.release
@@ -211,10 +212,10 @@ def check_backward(node: Any, program: Program, inputs: list[Tensor], *, keeps_g
 
 
 def _check_asked(node: Any, program: Program) -> None:
-    """Whether the engine would have accumulated a gradient into each of the parameters."""
-    place = {index: k for k, index in enumerate(program.differentiable)}
+    """Refuses a backward in which the engine would not accumulate a gradient into each parameter."""
+    position = {index: k for k, index in enumerate(program.differentiable)}
     for name, released in program.released.items():
-        accumulates = node.next_functions[place[released.index]][0]
+        accumulates = node.next_functions[position[released.index]][0]
         try:
             asked = torch._C._will_engine_execute_node(accumulates)
         except RuntimeError:  # torch.autograd.grad() asks for this very gradient
@@ -224,7 +225,7 @@ def _check_asked(node: Any, program: Program) -> None:
 
 
 def _check_nothing_else(parameters: Mapping[str, Tensor]) -> None:
-    """After backward: a gradient that is there now came from outside of the module."""
+    """Refuses, after backward, a gradient that came from outside of the module."""
     for name, parameter in parameters.items():
         if parameter.grad is not None:
             raise _not_all(

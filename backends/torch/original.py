@@ -1,4 +1,4 @@
-"""The module behind a fitted one: what is traced, and which of the root's attributes its forward reads."""
+"""The module behind a fitted module: it is traced, and records which of its attributes the forward reads."""
 
 # pyright: reportPrivateUsage=false
 
@@ -26,18 +26,18 @@ __all__ = [
 ]
 
 FITTED, ORIGINAL = "_irc", "_irc_original"
-"""Where a fitted module keeps its plans and the module that was planned, in its `__dict__`."""
+"""The keys of the plan cache and of the original module in the `__dict__` of a fitted module."""
 
 MARK = "_irc_made"
-"""What the class of a fitted module has, and no class that is made of it later."""
+"""The mark of the class of a fitted module; classes that are made of it later do not have it themselves."""
 
 _UNREAD = frozenset(vars(nn.Module())) | {"forward", FITTED, ORIGINAL, RECORDERS_MARK}
 
 
 class Original:
-    """A stand-in for a module that runs its original forward and shares all that it holds.
+    """A stand-in for a module that runs the original forward and shares all attributes.
 
-    Attributes set on the stand-in are not set on the module. It remembers which attributes were read.
+    Attributes set on the stand-in are not set on the module. It records which attributes are read.
 
     Args:
         module: Any module, fitted or not.
@@ -60,46 +60,46 @@ class Original:
         self.module: nn.Module = _instance(kind, vars(plain))
 
     def reads(self) -> Attributes:
-        """The root's own attributes that were read so far, parameters and submodules left aside."""
+        """Returns the attributes of the root that were read so far, without parameters and submodules."""
         wanted = (n for n in self._names if n not in _UNREAD and not n.startswith("__"))
         return tuple((name, attribute(self._held, name)) for name in sorted(wanted))
 
 
 class _Unnoticed:
-    """Goes before a class in the bases of another, which the class is then not told of."""
+    """A base class that keeps a subclass from the `__init_subclass__` of the bases after it."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         pass
 
 
 def class_of_same_name(kind: type, bases: tuple[type, ...], members: dict[str, Any]) -> type[Any]:
-    """A subclass that texts cannot tell from the class: transformers has tables by them, and writes them.
+    """Makes a subclass with the name of the class: transformers has tables by names, and writes the names.
 
     Args:
         kind: The class.
-        bases: Of the subclass. The first of them leaves out the class's own `__init_subclass__`: it may need
-            keywords, or keep a list of what a script defines.
-        members: Of the subclass.
+        bases: The bases of the subclass. The first of them skips the class's own `__init_subclass__`, which
+            may need keywords, or keep a list of subclasses.
+        members: The members of the subclass.
 
     Raises:
-        UnsupportedError: IRC555 when the class lets nobody make a subclass in this way.
+        UnsupportedError: IRC555 if the class does not allow such a subclass.
     """
     try:  # under a name of its own: metaclasses may keep lists of classes
         made = type(f"_Irc{kind.__name__}", bases, {"__module__": kind.__module__, **members})
     except Exception as error:  # whatever a metaclass raises
         raise UnsupportedError(
             "IRC555",
-            f"no subclass can be made of the model's class {kind.__qualname__}, as a fitted module needs: "
-            f"{type(error).__name__}: {error}",
-            help="wrap the model in a module of a plain class; what stands in the way is the metaclass "
-            f"{type(kind).__qualname__}",
+            f"a fitted module needs a subclass of the model's class {kind.__qualname__}, which cannot be "
+            f"made: {type(error).__name__}: {error}",
+            help="wrap the model in a module of a plain class; the metaclass "
+            f"{type(kind).__qualname__} stands in the way",
         ) from error
     made.__name__, made.__qualname__ = kind.__name__, kind.__qualname__
     return made
 
 
 def unfitted(module: nn.Module) -> nn.Module:
-    """What a fitted module was made of, sharing all that it holds; another module as it is.
+    """Returns the module that a fitted one was made of, with its attributes; other modules unchanged.
 
     Raises:
         UsageError: IRC530 as in `check_class`.
@@ -108,7 +108,7 @@ def unfitted(module: nn.Module) -> nn.Module:
     if original is None:
         return module
     check_class(module, "planned again", may_be_sharded=True)
-    # a forward that was set on the fitted module since wraps the planned one
+    # a forward that was set on the fitted module later wraps the planned one
     held = {k: value for k, value in vars(module).items() if k not in (FITTED, ORIGINAL, "forward")}
     forward = own_forward(module)
     if forward is not None:
@@ -117,12 +117,12 @@ def unfitted(module: nn.Module) -> nn.Module:
 
 
 def check_class(fitted: nn.Module, verb: str, *, may_be_sharded: bool = False) -> None:
-    """Refuses a fitted module whose class was changed, as by a parametrization of what it holds itself.
+    """Refuses a fitted module whose class was changed, as by a parametrization of its own tensors.
 
     Args:
         fitted: The module.
-        verb: What it cannot be then.
-        may_be_sharded: Whether the class that `fully_shard` makes of it is right too.
+        verb: The action that is refused, such as "planned again".
+        may_be_sharded: Whether the class that `fully_shard` makes is allowed.
 
     Raises:
         UsageError: IRC530.
@@ -138,7 +138,7 @@ def check_class(fitted: nn.Module, verb: str, *, may_be_sharded: bool = False) -
 
 
 def own_forward(fitted: nn.Module) -> Any:
-    """The forward that the original of a fitted module has as an attribute of its own, or None."""
+    """Returns the forward in the `__dict__` of a fitted module's original, or None."""
     return vars(vars(fitted)[ORIGINAL]).get("forward")
 
 

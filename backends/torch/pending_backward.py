@@ -1,4 +1,4 @@
-"""A step whose forward has run and whose backward has not: what it holds, and how to make it hold less."""
+"""A step between its forward and its backward, whose saved values can be made fewer."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class PendingBackward:
     """The autograd node of a step, between its forward and its backward.
 
     Args:
-        program: What ran.
+        program: The program that ran.
         inputs: Its static inputs.
-        outputs: What `run_step` returned.
+        outputs: The outputs that `run_step` returned.
     """
 
     def __init__(self, program: Program, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
@@ -28,8 +28,8 @@ class PendingBackward:
         self._versions = [tensor._version for tensor in inputs]
 
     @property
-    def is_waiting(self) -> bool:
-        """Whether backward can still come: the outputs' history exists, and nothing has gone through it."""
+    def is_pending(self) -> bool:
+        """Whether backward can still run: the outputs' history exists, and no backward has used it."""
         node = self._node()
         return node is not None and node.saved is not None
 
@@ -38,15 +38,15 @@ class PendingBackward:
         return node is not None and node is self._node()
 
     def change(self, program: Program, kept: Sequence[int]) -> bool:
-        """Makes backward run another program, which needs only some of what is saved; frees the rest.
+        """Makes backward run another program that needs fewer saved values; frees the others.
 
         Args:
             program: Another schedule of the same graph.
-            kept: Where among the saved tensors those are that it saves, in its order.
+            kept: The indices, among the saved values, of those that the other program saves, in its order.
 
         Returns:
-            Whether it was done: not where an input was written since forward, from which backward would
-            compute again, and not where either program copies to tiers.
+            Whether backward was changed. It is not if either program copies to tiers, or if an input that
+            backward would recompute from was written since forward.
         """
         node = self._node()
         if node is None or node.saved is None:

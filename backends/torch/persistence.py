@@ -1,8 +1,8 @@
-"""Copies, pickles and files of fitted modules, which carry their plans.
+"""Copies, pickles and saves fitted modules together with their plans.
 
-The class of a fitted module is made at run time and belongs to no file. What is written instead is the
-module that was planned, in the way of its own class, and beside it the program's source and the plan; reading
-makes the class anew and compiles the source.
+The class of a fitted module is made at run time and is in no file. A pickle therefore holds the module that
+was planned, written as its own class writes it, and beside it the program's source and the plan. Reading
+makes the class again and compiles the source.
 """
 
 # pyright: reportPrivateUsage=false
@@ -28,14 +28,14 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Carried:
-    """What a fitted module is made from again.
+    """The content of a pickle of a fitted module.
 
     Args:
-        format: Which version of this class was written.
+        format: The version of this class.
         original: The module that was planned.
-        attributes: The attributes of the fitted module that are others than the original's.
-        removed: Names of attributes that the original has and the fitted module has not.
-        unbound: The plans, without what can be found again in the original.
+        attributes: The attributes of the fitted module that differ from the original's.
+        removed: The names of attributes that only the original has.
+        unbound: The plans, without the tensors that the original holds.
     """
 
     format: int
@@ -46,15 +46,15 @@ class Carried:
 
 
 class Persistent(nn.Module):
-    """A fitted module as far as it can be copied, pickled and saved."""
+    """The part of a fitted module that copies, pickles and saves it."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
-        """Leaves out what the user's class does with subclasses, for those that are made of it here."""
+        """Skips the `__init_subclass__` of the user's class for the subclasses that are made here."""
         if MARK not in vars(cls):
             super().__init_subclass__(**keywords)
 
     def _get_name(self) -> str:
-        """What stands before the parts in the module's text; its class has the original's name."""
+        """Returns the name in the module's `repr`; its class has the original's name."""
         return f"Fitted{super()._get_name()}"
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -80,19 +80,19 @@ class Persistent(nn.Module):
 
 
 def fitted_class(base: type[Persistent], original: nn.Module) -> type[Persistent]:
-    """The class of what is fitted to a module: a subclass of the module's, of the same name.
+    """Makes the class of a fitted module: a subclass of the module's class, with the same name.
 
     Libraries write the name of a class into files, as `save_pretrained` does, and read it again.
 
     Args:
-        base: What the class has beyond the module's own.
+        base: The class with the members that a fitted module has beyond its own.
         original: The module; an attribute `plan` of its own stays.
 
     Raises:
         UnsupportedError: IRC555 as in `class_of_same_name`.
     """
     kind = type(original)
-    forward = functools.wraps(kind.forward)(_signed(base.forward))  # what it takes stays to be seen
+    forward = functools.wraps(kind.forward)(_signed(base.forward))  # the signature stays visible
     members: dict[str, Any] = {MARK: True, "forward": forward}
     if not hasattr(original, "plan"):
         members["plan"] = vars(base)["irc_plan"]
@@ -102,7 +102,7 @@ def fitted_class(base: type[Persistent], original: nn.Module) -> type[Persistent
 
 
 def _signed(function: Any) -> Any:
-    """A function that does the same, to write another signature on."""
+    """Wraps a function, so that the wrapper can get another signature."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return function(self, *args, **kwargs)
@@ -113,7 +113,7 @@ def _signed(function: Any) -> Any:
 def _refuse_recompile(module: nn.Module) -> None:
     raise UsageError(
         "IRC507",
-        "the graph of a fitted GraphModule was edited: its plan is for the graph as it was",
+        "the graph of a fitted GraphModule was edited: its plan is for the graph before the edit",
         help="edit the original, and call irc.optimize again",
     )
 
@@ -123,7 +123,7 @@ def _blank(base: type[Persistent]) -> Persistent:
 
 
 def _base(kind: type[Persistent]) -> type[Persistent]:
-    """The class that all fitted modules have in common."""
+    """Returns the base class of all fitted modules."""
     return next(each for each in kind.__mro__ if Persistent in each.__bases__)
 
 

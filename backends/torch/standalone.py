@@ -1,4 +1,4 @@
-"""A module made from a program and its weights alone, without the code of the original model."""
+"""A module that is made from a program and its weights, without the code of the original model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ...ir import Delivery, Gradients, InputRole, IrcError, Plan, UsageError
 from .deliver import deliver
-from .live_forwards import InFlight
+from .live_forwards import LiveForwards
 from .offload import TierConfig, Tiers
 from .optimizer_hooks import guard_optimizer_calls
 from .optimizer_in_backward import OptimizersInBackward, check_deliveries
@@ -26,23 +26,21 @@ class StandaloneModule(nn.Module):
 
     Args:
         program: The compiled schedule.
-        state: A tensor for each parameter and buffer of the program, by name; names of one and the same
-            tensor stay tied.
-        deliveries: How the flat result is made.
+        state: A tensor for each parameter and buffer of the program, by name; names of one tensor stay tied.
+        deliveries: The recipe for each leaf of the flat result.
         plan: The program's certificate.
-        tiers: Where the tiers are that the program copies to. What lives in one between steps is taken there
-            now.
-        optimizer: Makes the optimizer of a list of parameters, for a program that applies gradients; it is
-            called for each of them by itself.
+        tiers: The configs of the tiers that the program copies to. Offloaded parameters are moved there now.
+        optimizer: Makes the optimizer of a list of parameters, for a program that applies gradients. It is
+            called for each parameter by itself.
 
     Attributes:
         irc_optimizers: The optimizers that take their steps within backward, by the names of the parameters.
 
     Raises:
         TierError: IRC575 or IRC576 for a tier that is not made for the program's tensors, or not given;
-            IRC570 to IRC572 and IRC577 when it has no room for what lives there.
-        UnsupportedError: IRC510 for a module that hands out parameters that are updated within backward.
-        UsageError: IRC508 for a program that applies gradients, and no optimizer.
+            IRC570 to IRC572 and IRC577 when it has no room for the offloaded parameters.
+        UnsupportedError: IRC510 for a module that returns parameters that are updated within backward.
+        UsageError: IRC508 for a program that applies gradients if `optimizer` is missing.
     """
 
     def __init__(
@@ -58,16 +56,27 @@ class StandaloneModule(nn.Module):
         if program.kind is Gradients.APPLIED and optimizer is None:
             raise UsageError(
                 "IRC508",
-                "the program applies gradients by optimizers, and none is given",
+                "the program applies gradients by optimizers, and no optimizer is given",
                 help="give StandaloneModule(..., optimizer=) what irc.optimize had as optimizer_in_backward=",
             )
         self.program = program
         self.deliveries = deliveries
         self.plan = plan
         self.irc_optimizers: dict[str, Optimizer] = {}
-        self.in_flight = InFlight()
+        self.live_forwards = LiveForwards()
         self.tiers = Tiers(tiers)
         self.tiers.check(program.copies)
+        self._register(program, state)
+        if program.kind is Gradients.APPLIED and optimizer is not None:
+            check_deliveries(program, deliveries)
+            self.irc_optimizers = {name: optimizer([self.get_parameter(name)]) for name in program.released}
+        self.release = OptimizersInBackward(self.irc_optimizers) if program.released else None
+        if self.release is not None and self.irc_optimizers:
+            guard_optimizer_calls(map(self.get_parameter, self.irc_optimizers), self.release)
+        self.tiers.residents(program.copies, self._parameter, self.irc_optimizers)
+
+    def _register(self, program: Program, state: Mapping[str, Tensor]) -> None:
+        """Makes the parameters and buffers; names of one tensor get one parameter."""
         parameters: dict[int, nn.Parameter] = {}
         for static in program.statics:
             if static.role in (InputRole.PARAMETER, InputRole.BUFFER):
@@ -80,13 +89,6 @@ class StandaloneModule(nn.Module):
                     owner.register_parameter(name, parameters[id(tensor)])
                 else:
                     owner.register_buffer(name, state[static.target])
-        if program.kind is Gradients.APPLIED and optimizer is not None:
-            check_deliveries(program, deliveries)
-            self.irc_optimizers = {name: optimizer([self.get_parameter(name)]) for name in program.released}
-        self.release = OptimizersInBackward(self.irc_optimizers) if program.released else None
-        if self.release is not None and self.irc_optimizers:
-            guard_optimizer_calls(map(self.get_parameter, self.irc_optimizers), self.release)
-        self.tiers.residents(program.copies, self._parameter, self.irc_optimizers)
 
     def _owner(self, path: str) -> nn.Module:
         owner: nn.Module = self
@@ -99,24 +101,24 @@ class StandaloneModule(nn.Module):
         return owner
 
     def forward(self, *tensors: Tensor) -> Any:
-        """The original's result as a flat tuple, or the only tensor of it.
+        """Returns the original's result as a flat tuple, or its only tensor.
 
         Raises:
-            IrcError: IRC506 outside of training: the folder holds the training step alone.
+            IrcError: IRC506 outside of training: the program is only the training step.
         """
         if not self.training or not torch.is_grad_enabled():
             raise IrcError(
                 "IRC506",
-                "a written program holds the training step alone",
+                "a written program holds only the training step",
                 help="load its weights into the original model for evaluation",
             )
         inputs = [self._input(index, tensors) for index in range(len(self.program.statics))]
-        outputs = run_step(self.program, inputs, self.release, self.in_flight, tiers=self.tiers)
+        outputs = run_step(self.program, inputs, self.release, self.live_forwards, tiers=self.tiers)
         leaves = deliver(self.deliveries, inputs, outputs)
         return leaves[0] if len(leaves) == 1 else tuple(leaves)
 
     def _parameter(self, index: int) -> nn.Parameter:
-        """What a static input of the program binds that is a parameter."""
+        """Returns the parameter that a static input of the program binds."""
         return self.get_parameter(self.program.statics[index].target)
 
     def _input(self, index: int, tensors: tuple[Tensor, ...]) -> Tensor:

@@ -1,6 +1,6 @@
-"""One autograd node for a whole training step."""
+"""Runs a whole training step as one autograd node."""
 
-# AOTAutograd and the autograd engine have no public door.
+# The autograd engine has no public way to its state.
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 from ...ir import BackwardError, Gradients, Input, TierError, UnsupportedError
 from .deliver import Watched, refuse_hooks_on_results
 from .hooks import refuse_missing_gradients, refuse_saved_tensor_hooks
-from .live_forwards import InFlight
+from .live_forwards import LiveForwards
 from .offload import Session, State, Tiers
-from .optimizer_in_backward import OptimizersInBackward, alone, check_backward, check_parameters
+from .optimizer_in_backward import OptimizersInBackward, check_backward, check_parameters, exclusive
 from .program import Program
 from .transforms import refuse_batches, refuse_second_derivatives, refuse_transforms
 
@@ -28,28 +28,28 @@ def run_step(
     program: Program,
     inputs: list[Tensor],
     release: OptimizersInBackward | None = None,
-    in_flight: InFlight | None = None,
+    live_forwards: LiveForwards | None = None,
     unused: frozenset[int] = frozenset(),
     tiers: Tiers | None = None,
 ) -> tuple[Tensor, ...]:
     """Runs forward; the outputs carry one autograd node that runs backward.
 
     Args:
-        program: What runs.
+        program: The program to run.
         inputs: The static inputs, in order.
-        release: What takes the gradients that are released within backward; None where none is.
-        in_flight: Counts the calls whose backward has not run; None where the caller does.
+        release: Takes the gradients that are released within backward; None if none is released.
+        live_forwards: Counts the calls whose backward has not run; None if the caller counts them.
         unused: The forward outputs whose gradients were planned away, as the loss does not use them.
-        tiers: Where copies go; None where the program makes none.
+        tiers: The tiers that the program copies to; None if it copies nothing.
 
     Raises:
         TierError: As `Tiers.session` and the copies themselves; backward too.
-        UnsupportedError: IRC509 when a parameter asks for what a released gradient cannot do; IRC533 within a
-            function transform; IRC535 under hooks on saved tensors.
+        UnsupportedError: IRC509 when somebody waits for a gradient that is released; IRC533 within a function
+            transform; IRC535 under hooks on saved tensors.
 
-    Backward raises a BackwardError, which is a RuntimeError, where autograd might go through: IRC524 when
-    what it computes again reads an input that was written since, IRC525 when it runs again for other outputs,
-    IRC526 when a hook of a result would see less than in eager.
+    Backward raises a BackwardError, which is a RuntimeError, in cases that autograd may accept: IRC524 when a
+    recomputation reads an input that was written since, IRC525 when backward runs again for other outputs,
+    IRC526 when a hook of a result would see less of a gradient than in eager.
     """
     refuse_transforms(inputs)
     refuse_saved_tensor_hooks()
@@ -57,15 +57,15 @@ def run_step(
         check_parameters(program, inputs.__getitem__, release)
     differentiable = (inputs[index] for index in program.differentiable)
     session = _session(tiers or Tiers(), program, inputs, release) if program.copies else None
-    return _Step.apply(program, inputs, release, in_flight, unused, session, *differentiable)
+    return _Step.apply(program, inputs, release, live_forwards, unused, session, *differentiable)
 
 
 def _session(
     tiers: Tiers, program: Program, inputs: list[Tensor], release: OptimizersInBackward | None
 ) -> Session:
-    """What carries out the copies of a step; what lives in a tier is there then."""
+    """Opens the session that carries out the copies of a step; moves offloaded tensors to their tiers."""
     optimizers = release.optimizers if release is not None else {}
-    with alone(release):
+    with exclusive(release):
         offloaded_parameters = tiers.residents(program.copies, inputs.__getitem__, optimizers)
     return tiers.session(program.copies, offloaded_parameters)
 
@@ -83,24 +83,24 @@ class _Step(torch.autograd.Function):
         program: Program,
         inputs: list[Tensor],
         release: OptimizersInBackward | None,
-        in_flight: InFlight | None,
+        live_forwards: LiveForwards | None,
         unused: frozenset[int],
         copies: Session | None,
         *differentiable: Tensor,
     ) -> tuple[Tensor, ...]:
-        if in_flight is not None:
-            in_flight.enter(ctx, program)
-        with alone(release):
+        if live_forwards is not None:
+            live_forwards.enter(ctx, program)
+        with exclusive(release):
             versions = [(k, inputs[k]._version) for k in program.read_by_backward]
             released = [(at.index, inputs[at.index]._version) for at in program.released.values()]
             with torch._C._DisableAutocast(), _given_up_on_error(copies):
                 outputs, saved = program.forward(inputs, *_last(copies))
             if release is not None:
                 release.pending.add(ctx)
-        # autograd would refuse to let the caller write into a view that this function made
+        # autograd does not let the caller write into a view that this function made
         outputs = [output.detach() if output._is_view() else output for output in outputs]
         ctx.program, ctx.inputs, ctx.saved, ctx.release = program, inputs, saved, release
-        ctx.in_flight, ctx.unused, ctx.copies = in_flight, unused, copies
+        ctx.live_forwards, ctx.unused, ctx.copies = live_forwards, unused, copies
         ctx.versions, ctx.released, ctx.went = versions, released, frozenset[int]()
         ctx.watched = list[Watched]()
         ctx.saved_versions = [_version(value) for value in saved]
@@ -119,7 +119,7 @@ class _Step(torch.autograd.Function):
         if ctx.saved is None:
             _refuse_second_backward(ctx.program, ctx.went, given)
         ctx.went |= given
-        with alone(ctx.release):
+        with exclusive(ctx.release):
             results = _run_backward(ctx, gradients, given)
         program: Program = ctx.program
         picked = (_pick(program, results, program.gradients[k], given) for k in program.differentiable)
@@ -130,28 +130,13 @@ def _run_backward(
     ctx: Any, gradients: tuple[Tensor | None, ...], given: frozenset[int]
 ) -> list[Tensor | None]:
     program: Program = ctx.program
-    inputs, saved = ctx.inputs, ctx.saved
-    copies: Session | None = ctx.copies
-    _check_unused(program, ctx.unused, given)
-    _check_unchanged(program, inputs, ctx.versions)
-    _check_outputs_unchanged(saved, ctx.saved_versions)
-    refuse_missing_gradients(ctx, program, inputs, given)
-    refuse_hooks_on_results(ctx.watched, program.feeds, given)
+    inputs: list[Tensor] = ctx.inputs
     release: OptimizersInBackward | None = ctx.release
+    _check_backward(ctx, program, inputs, given)
     if release is not None:
         check_backward(ctx, program, inputs, keeps_graph=_keeps_graph())
         release.pending.discard(ctx)
-    in_flight: InFlight | None = ctx.in_flight
-    if _keeps_graph():
-        saved = list(saved)
-        copies = copies.retained() if copies is not None else None
-        if in_flight is not None:
-            in_flight.retain(program)
-    else:
-        if in_flight is not None:
-            in_flight.leave(ctx)
-        ctx.saved = ctx.inputs = ctx.copies = None
-        ctx.watched = list[Watched]()
+    saved, copies = _take_saved(ctx, program)
     tangents = [
         in_layout(gradient, tangent)
         for gradient, tangent in zip(gradients, program.tangents, strict=True)
@@ -160,7 +145,7 @@ def _run_backward(
     more: list[Any] = [sum(1 << index for index in given)] if program.is_partial else []
     if release is not None:
         written = frozenset(k for k, version in ctx.released if inputs[k]._version != version)
-        more.append(release.taker(program, inputs, given, written))
+        more.append(release.sink(program, inputs, given, written))
     more.extend(_last(copies))
     with torch._C._DisableAutocast(), contextlib.closing(copies) if copies else contextlib.nullcontext():
         try:
@@ -171,8 +156,33 @@ def _run_backward(
             raise
 
 
+def _check_backward(ctx: Any, program: Program, inputs: list[Tensor], given: frozenset[int]) -> None:
+    """Refuses a backward whose gradients would not be those of eager."""
+    _check_unused(program, ctx.unused, given)
+    _check_unchanged(program, inputs, ctx.versions)
+    _check_outputs_unchanged(ctx.saved, ctx.saved_versions)
+    refuse_missing_gradients(ctx, program, inputs, given)
+    refuse_hooks_on_results(ctx.watched, program.feeds, given)
+
+
+def _take_saved(ctx: Any, program: Program) -> tuple[list[Any], Session | None]:
+    """Takes the saved values and the copies from a node, which keeps its own if the graph is retained."""
+    saved: list[Any] = ctx.saved
+    copies: Session | None = ctx.copies
+    live_forwards: LiveForwards | None = ctx.live_forwards
+    if _keeps_graph():
+        if live_forwards is not None:
+            live_forwards.retain(program)
+        return list(saved), copies.retained() if copies is not None else None
+    if live_forwards is not None:
+        live_forwards.leave(ctx)
+    ctx.saved = ctx.inputs = ctx.copies = None
+    ctx.watched = list[Watched]()
+    return saved, copies
+
+
 def _last(copies: Session | None) -> tuple[Session, ...]:
-    """The last argument of the emitted functions, which those without copies do not have."""
+    """Returns the last argument of the emitted functions, which exists only if the program copies."""
     return () if copies is None else (copies,)
 
 
@@ -189,11 +199,11 @@ def _given_up_on_error(copies: Session | None) -> Generator[None]:
 def _pick(
     program: Program, results: list[Tensor | None], index: int | None, given: frozenset[int]
 ) -> Tensor | None:
-    """A gradient; None where it comes only from outputs that the loss does not use, as in eager."""
+    """Returns a gradient; None if it comes only from outputs that the loss does not use, as in eager."""
     if index is None or (program.depends[index] and not program.depends[index] & given):
         return None
     found = results[index]
-    # the engine adds gradients to each other in place, but for views, whose sum would take memory of its own
+    # the engine adds gradients in place, except views: their sum would take memory of its own
     return found.detach() if found is not None and found._is_view() else found
 
 
@@ -204,8 +214,8 @@ def _check_unused(program: Program, unused: frozenset[int], given: frozenset[int
                 "IRC346",
                 f"output {index} of the module has a gradient; the plan was made for a loss that does "
                 "not use it",
-                help="call irc.optimize with loss= the function that the training loop computes from the "
-                "module's result, or without loss=",
+                help="call irc.optimize with loss= the function by which the training loop computes its loss "
+                "from the module's result, or without loss=",
             )
 
 
@@ -214,7 +224,7 @@ def _refuse_second_backward(program: Program, went: frozenset[int], given: froze
         raise BackwardError(
             "IRC525",
             f"backward runs a second time, now from {_outputs(given)} and before from {_outputs(went)}: "
-            "a fitted module has one backward for all outputs, which freed what it had saved",
+            "a fitted module has one backward for all outputs, which freed the saved values",
             help="add the losses and call backward() once (the gradients are the same), or call the first "
             "one with retain_graph=True",
         )
@@ -229,7 +239,7 @@ def _outputs(indices: frozenset[int]) -> str:
 
 
 def _check_unchanged(program: Program, inputs: list[Tensor], versions: list[tuple[int, int]]) -> None:
-    """Autograd's own error where autograd would raise it, before the one for what it would let through."""
+    """Raises autograd's own error if autograd would raise one, before the error for what it would accept."""
     changed = [(index, version) for index, version in versions if inputs[index]._version != version]
     for index, version in sorted(changed, key=lambda pair: pair[0] in program.read_again):
         written = program.statics[index]
@@ -239,8 +249,8 @@ def _check_unchanged(program: Program, inputs: list[Tensor], versions: list[tupl
                 f"{written.role.value} {written.target} was written in place between forward and backward, "
                 f"and backward computes values again from it (version {inputs[index]._version}, {version} in "
                 "forward)",
-                help="write after backward, or keep what is made from it: irc.keep(module) before "
-                "irc.optimize",
+                help="write after backward, or keep the values that are computed from it: irc.keep(module) "
+                "before irc.optimize",
             )
         raise RuntimeError(
             f"one of the variables needed for gradient computation has been modified by an inplace "
@@ -250,12 +260,12 @@ def _check_unchanged(program: Program, inputs: list[Tensor], versions: list[tupl
 
 
 def _version(saved: Tensor | State) -> int:
-    """How often a tensor was written; nobody but the step has the state of an optimizer that it holds."""
+    """Returns how often a tensor was written; 0 for optimizer state, which only the step can write."""
     return saved._version if isinstance(saved, Tensor) else 0
 
 
 def _check_outputs_unchanged(saved: list[Tensor], versions: list[int]) -> None:
-    """What is saved and is also an output shares its version with it; nobody else can write the others."""
+    """Refuses outputs that were written in place: a saved value that is an output shares its version."""
     for tensor, version in zip(saved, versions, strict=True):
         if _version(tensor) != version:
             raise RuntimeError(
@@ -266,7 +276,7 @@ def _check_outputs_unchanged(saved: list[Tensor], versions: list[int]) -> None:
 
 
 def in_layout(gradient: Tensor | None, tangent: Input) -> Tensor:
-    """The gradient of an output in the layout that backward was traced with; zeros where there is none."""
+    """Returns the gradient of an output in the layout that backward was traced with; zeros for None."""
     wanted = tangent.value.type
     if gradient is None:
         dtype: torch.dtype = getattr(torch, wanted.dtype.value)

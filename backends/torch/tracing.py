@@ -1,4 +1,4 @@
-"""One module is planned at a time; while it is traced, nobody may look at its parameters."""
+"""Locks for planning: one module is planned at a time, and nobody reads its parameters while it is traced."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ planning = threading.RLock()
 
 settled = threading.RLock()
 """Held while a planned step looks up its parameters, and while any module is traced: torch's tracer puts
-stand-ins into the module. Who holds it does not wait for `planning`."""
+stand-ins into the module. A thread that holds it does not wait for `planning`."""
 
 _thread = threading.local()
 
 
 @contextmanager
 def tracing() -> Generator[None]:
-    """While it is open, this thread traces a module; planned ones inside of it run their original forward."""
+    """Marks this thread as tracing a module: planned modules inside of it run their original forward."""
     with settled:
         _thread.depth = getattr(_thread, "depth", 0) + 1
         try:

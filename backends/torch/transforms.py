@@ -1,6 +1,6 @@
 """Refuses other ways to differentiate than one ordinary backward: function transforms, duals, tracers."""
 
-# functorch and forward-mode differentiation tell their state through private doors alone.
+# functorch and forward-mode differentiation tell their state only through private functions.
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["UnsupportedTransformError", "refuse_batches", "refuse_second_derivat
 
 
 class UnsupportedTransformError(UnsupportedError, NotImplementedError):
-    """A derivative that a planned step does not have; also a `NotImplementedError`, as torch raises."""
+    """A derivative that a planned step does not have. It is a `NotImplementedError` too, as in torch."""
 
 
 _functorch: Any = vars(torch._C)["_functorch"]
@@ -34,7 +34,7 @@ def refuse_transforms(tensors: Iterable[Tensor]) -> None:
     """Refuses a planned step within a function transform, before anything runs.
 
     Args:
-        tensors: What goes into the step.
+        tensors: The inputs of the step.
 
     Raises:
         UnsupportedTransformError: IRC533 within a transform of `torch.func`, for a tensor with a tangent of
@@ -71,7 +71,7 @@ def refuse_second_derivatives() -> None:
         raise UnsupportedTransformError(
             "IRC504",
             "the backward of a planned module cannot be differentiated again (create_graph=True)",
-            help="use the original module where gradients of gradients are needed",
+            help="use the original module if you need gradients of gradients",
         )
 
 
@@ -79,10 +79,10 @@ def _has_tangent(tensor: Tensor) -> bool:
     return forward_ad.unpack_dual(tensor).tangent is not None
 
 
-def _refused(where: str) -> UnsupportedTransformError:
+def _refused(context: str) -> UnsupportedTransformError:
     return UnsupportedTransformError(
         "IRC533",
-        f"a planned step has one backward with one gradient of each output; it cannot run {where}",
+        f"a planned step has one backward with one gradient of each output; it cannot run {context}",
         help="use the original module there, or call the fitted one in eval() mode or under torch.no_grad(), "
-        "where it runs the original forward",
+        "which runs the original forward",
     )

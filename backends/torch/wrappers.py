@@ -1,4 +1,4 @@
-"""Refuses modules and tensors that do more than the forward that is planned: wrappers, sharded tensors."""
+"""Refuses modules and tensors that do more than the planned forward: wrappers, sharded tensors."""
 
 # pyright: reportPrivateUsage=false
 
@@ -37,13 +37,13 @@ _WRAPPERS = {
 
 @functools.lru_cache(maxsize=1024)
 def wrapper_of(kind: type[nn.Module]) -> str | None:
-    """What of torch made a class that wraps modules, in the user's terms."""
+    """Returns the name, in the user's terms, of the part of torch that made a class that wraps modules."""
     of_torch = (each.__name__ for each in kind.__mro__ if each.__module__.startswith("torch."))
     return next((_WRAPPERS[name] for name in of_torch if name in _WRAPPERS), None)
 
 
 def refuse_unplannable(root: nn.Module, arguments: Iterable[Any]) -> None:
-    """Refuses to plan a module that another mechanism wraps, or whose tensors do more than hold numbers.
+    """Refuses to plan a module that torch wraps, or whose tensors do more than hold numbers.
 
     Args:
         root: The module, before it is captured.
@@ -58,18 +58,17 @@ def refuse_unplannable(root: nn.Module, arguments: Iterable[Any]) -> None:
     if wrapper is not None:
         raise UnsupportedError(
             "IRC534",
-            f"the model is of class {type(root).__name__}, made by {wrapper}: a plan would bypass what that "
-            "does",
+            f"the model is of class {type(root).__name__}, made by {wrapper}: a plan would bypass it",
             help=_help_for(wrapper),
         )
     refuse_subclasses(root, arguments)
 
 
 def refuse_shards(kind: type[nn.Module]) -> None:
-    """Refuses a class of modules whose parameters torch moves about itself.
+    """Refuses a class of modules whose parameters torch moves between devices itself.
 
     Args:
-        kind: Of a module whose parameters live in a tier.
+        kind: The class of a module whose parameters are offloaded.
 
     Raises:
         UnsupportedError: IRC534.
@@ -78,8 +77,8 @@ def refuse_shards(kind: type[nn.Module]) -> None:
     if wrapper in ("fully_shard", "FullyShardedDataParallel"):
         raise UnsupportedError(
             "IRC534",
-            f"the model is of class {kind.__name__}, made by {wrapper}, and its parameters live in a tier: "
-            "both would move them",
+            f"the model is of class {kind.__name__}, made by {wrapper}, and its parameters are offloaded to "
+            "a tier: both would move them",
             help="plan without params and optimizer in swap=, or without " + wrapper,
         )
 
@@ -93,7 +92,7 @@ def _help_for(wrapper: str) -> str:
 def refuse_cached_parametrizations(root: nn.Module) -> None:
     """Refuses a step of a parametrized module within `torch.nn.utils.parametrize.cached()`.
 
-    There, eager computes each parametrized tensor once for all forwards; a planned step computes its own.
+    Within it, eager computes each parametrized tensor once for all forwards; a planned step computes its own.
 
     Raises:
         UnsupportedError: IRC538.
@@ -114,7 +113,7 @@ def refuse_subclasses(root: nn.Module, arguments: Iterable[Any]) -> None:
     """Refuses to plan tensors that do more than hold numbers.
 
     Args:
-        root: Whose parameters and buffers are looked at.
+        root: The module whose parameters and buffers are checked.
         arguments: The leaves of the arguments.
 
     Raises:
@@ -146,17 +145,17 @@ def refuse_wrapped_parts(root: nn.Module, names: Sequence[str], submodules: Sequ
             raise UnsupportedError(
                 "IRC534",
                 f"submodule {name!r} is wrapped by {wrapper}, and a planned step does not call submodules",
-                help=f"call {wrapper} with the whole fitted module, and with no part of it",
+                help=f"call {wrapper} with the whole fitted module, and not with a part of it",
             )
 
 
 def refuse_subclass(tensor: Tensor, role: str, target: str) -> None:
-    """Refuses a tensor whose class takes over the operations, as a planned step would run others.
+    """Refuses a tensor whose class takes over the operations: a planned step would run plain ones.
 
     Args:
-        tensor: What goes into the step.
-        role: What it is, such as `parameter`.
-        target: Its name, or the index of the input.
+        tensor: An input of the step.
+        role: The role of the tensor, such as `parameter`.
+        target: The name of the tensor, or the index of the input.
 
     Raises:
         UnsupportedError: IRC531; IRC557 for a tensor that autograd does not take either.

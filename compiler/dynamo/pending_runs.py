@@ -126,9 +126,9 @@ class PendingRun(Run):
         return self.variant.compiled(self.choice.schedule)[0]
 
     @property
-    def is_waiting(self) -> bool:
+    def is_pending(self) -> bool:
         """Whether forward has run and backward can still come."""
-        return self.step is not None and self.step.is_waiting
+        return self.step is not None and self.step.is_pending
 
     @property
     def loose_bytes(self) -> int:

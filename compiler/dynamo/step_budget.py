@@ -93,7 +93,7 @@ class StepBudget:
             UnsupportedError: IRC542 when it takes what was computed outside of graphs, and nobody said what
                 that takes.
         """
-        self.pending_runs = [pending_run for pending_run in self.pending_runs if pending_run.is_waiting]
+        self.pending_runs = [pending_run for pending_run in self.pending_runs if pending_run.is_pending]
         if not self.pending_runs:
             self.latest_peak_bytes = 0
         self.alive.note(inputs)
@@ -124,7 +124,7 @@ class StepBudget:
         Raises:
             BudgetError: IRC540.
         """
-        self.pending_runs = [pending_run for pending_run in self.pending_runs if pending_run.is_waiting]
+        self.pending_runs = [pending_run for pending_run in self.pending_runs if pending_run.is_pending]
         self.alive.note(inputs)
         alive_bytes = self.alive.alive_bytes()
         needed_bytes = alive_bytes + sum(f.choice.footprint.saved_bytes for f in self.pending_runs) + nbytes

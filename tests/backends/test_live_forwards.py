@@ -267,11 +267,11 @@ def test_a_standalone_module_counts_too(caplog: pytest.LogCaptureFixture) -> Non
     plan = irc.optimize(module, x, "100%", profile=False, time_limit=1).plan
     captured = capture(module, (x,))
     program = compile_program(keep_all(captured.graph), captured.constants)
-    alone = StandaloneModule(program, dict(module.state_dict()), captured.signature.deliveries, plan)
-    kept = [alone(x), copy.deepcopy(alone)(x)]
+    standalone = StandaloneModule(program, dict(module.state_dict()), captured.signature.deliveries, plan)
+    kept = [standalone(x), copy.deepcopy(standalone)(x)]
     assert warnings_of(caplog) == []
-    kept.append(alone(x))
-    assert len(warnings_of(caplog)) == 1 and len(alone.in_flight) == len(kept) - 1
+    kept.append(standalone(x))
+    assert len(warnings_of(caplog)) == 1 and len(standalone.live_forwards) == len(kept) - 1
 
 
 # ---------------------------------------------------------------------- memory

@@ -395,6 +395,6 @@ def test_a_waiting_step_that_swaps_keeps_its_program() -> None:
     tiers = Tiers([FakeTierConfig("disk", 1 << 30)])
     outputs = run_step(program, inputs, tiers=tiers)
     waiting = PendingBackward(program, inputs, outputs)
-    assert waiting.is_waiting and not waiting.change(plain, [])
+    assert waiting.is_pending and not waiting.change(plain, [])
     outputs[0].backward()
     assert tiers.held_bytes == {"disk": 0}

@@ -173,7 +173,7 @@ def test_a_weight_under_three_names_is_updated_once_by_the_sum(factory: Optimize
             ordinary.zero_grad()
         assert_same(dict(module.state_dict()), dict(original.state_dict()))
     module.b.weight = nn.Parameter(module.a.weight.detach().clone())
-    with pytest.raises(irc.UsageError, match=r"IRC507.*parameter a\.weight is another than at planning"):
+    with pytest.raises(irc.UsageError, match=r"IRC507.*parameter a\.weight is not the one of planning"):
         ours(x)
 
 
@@ -451,7 +451,7 @@ def test_a_parameter_that_is_computed_from_others_is_refused(factory: OptimizerF
 def test_a_parameter_that_is_replaced_is_not_the_optimizer_s() -> None:
     module, x, ours, _ = linear(momentum)
     module.weight = nn.Parameter(torch.zeros(4, 4))
-    with pytest.raises(irc.UsageError, match=r"IRC507.*parameter weight is another than at planning"):
+    with pytest.raises(irc.UsageError, match=r"IRC507.*parameter weight is not the one of planning"):
         ours(x)
 
 

@@ -57,10 +57,10 @@ def test_a_step_goes_on_by_a_program_that_needs_less() -> None:
     waiting = PendingBackward(keeps, inputs, [out])
     node: Any = out.grad_fn
     before = sum(tensor.nbytes for tensor in node.saved)
-    assert waiting.is_waiting and waiting.change(program, positions(kept, less))
+    assert waiting.is_pending and waiting.change(program, positions(kept, less))
     assert sum(tensor.nbytes for tensor in node.saved) < before
     out.sum().backward()
-    assert not waiting.is_waiting
+    assert not waiting.is_pending
     found = [parameter.grad for parameter in module.parameters()]
     module.zero_grad()
     module(X).sum().backward()
@@ -96,7 +96,7 @@ def test_what_was_dropped_waits_no_more() -> None:
     assert not waiting.is_behind((out * 2).grad_fn)
     del out
     gc.collect()
-    assert not waiting.is_waiting and not waiting.change(program, positions(schedule, schedule))
+    assert not waiting.is_pending and not waiting.change(program, positions(schedule, schedule))
 
 
 def test_tensors_count_once_and_as_long_as_they_are_alive() -> None:

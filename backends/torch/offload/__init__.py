@@ -1,4 +1,4 @@
-"""Copies to tiers while steps run: where they go, and who carries them out."""
+"""Carries out copies to tiers while steps run."""
 
 from .offloaded_parameters import State
 from .session import Session

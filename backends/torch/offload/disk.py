@@ -1,9 +1,10 @@
 """The disk tier: a scratch file, with a thread for each direction.
 
 Copies go by `pwritev` and `preadv` between the tensor's own memory and the file, and not through a mapping of
-the file (what lives there between steps has one, for whoever looks at it then): the pages of a mapping count
-into the memory of the process, a full or failing disk kills the process by a signal instead of an error, and
-a short read cannot be seen. The calls give up Python's lock, and nothing is allocated for a copy.
+the file: the pages of a mapping count into the memory of the process, a full or failing disk kills the
+process by a signal instead of an error, and a short read cannot be seen. Only offloaded parameters have a
+mapping, through which they are read and written between steps. The calls release Python's lock, and a copy
+allocates nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class DiskTier(ResidentTier):
         config: The folder, the capacity and how copies are made.
 
     Raises:
-        TierError: IRC571 when no file can be made there; IRC579 as `ScratchFile`.
+        TierError: IRC571 if no file can be made in the folder; IRC579 as `ScratchFile`.
     """
 
     def __init__(self, config: DiskTierConfig) -> None:
@@ -43,19 +44,19 @@ class DiskTier(ResidentTier):
         weakref.finalize(self, _close, (self._out, self._in))
 
     def begin_out(self, tensor: Tensor, slot: Slot[tuple[Range, ...]]) -> Ticket:
-        """As of any tier."""
+        """Begins to copy a tensor to a slot."""
         return _begin(_Write, self._out, self._file, tensor, slot)
 
     def begin_in(self, slot: Slot[tuple[Range, ...]], tensor: Tensor) -> Ticket:
-        """As of any tier."""
+        """Begins to copy a slot to a tensor."""
         return _begin(_Read, self._in, self._file, tensor, slot)
 
     def take_resident(self, nbytes: int) -> Slot[tuple[Range, ...]]:
-        """As of any tier that things live in."""
+        """Takes a slot in one piece, which can be mapped."""
         return self.room.take(nbytes, whole=True)
 
     def tensor_at(self, slot: Slot[tuple[Range, ...]]) -> Tensor:
-        """The same: a mapping of the file."""
+        """Maps a slot of the file."""
         (extent,) = slot.allocation
         return self._file.mapped(extent.start, slot.nbytes, slot)
 
@@ -76,7 +77,7 @@ def _begin(
 
 class _Transfer(Job):
     file: ScratchFile
-    """It stays open until the copy has ended, whatever becomes of the tier."""
+    """The file, which stays open until the copy has ended, even if the tier is gone."""
     doing: str
 
     def transfer(self, slot: Slot[tuple[Range, ...]]) -> TierError | None:

@@ -1,4 +1,4 @@
-"""Free ranges of a growing stretch of bytes. What is taken may consist of several, however scattered."""
+"""Free ranges of a growing stretch of bytes. One allocation may consist of several scattered ranges."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Range(NamedTuple):
 
 
 def in_pages(nbytes: int) -> int:
-    """Rounded up to whole pages."""
+    """Rounds up to whole pages."""
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
 class Extents:
-    """What is free, in ascending order; neighbours are one range."""
+    """The free ranges in ascending order; adjacent ranges are merged."""
 
     def __init__(self) -> None:
         self.size_bytes = 0
@@ -32,7 +32,7 @@ class Extents:
 
     @property
     def free_bytes(self) -> int:
-        """All that is free."""
+        """The bytes of all free ranges."""
         return sum(stop - start for start, stop in self.free)
 
     def grow(self, nbytes: int) -> None:
@@ -41,10 +41,10 @@ class Extents:
         self.size_bytes += nbytes
 
     def take(self, nbytes: int) -> tuple[Range, ...]:
-        """Ranges of together so many bytes, in whole pages; one if any is large enough.
+        """Takes ranges for this many bytes, in whole pages; a single range if any is large enough.
 
         Raises:
-            ValueError: There is not so much.
+            ValueError: Too few bytes are free.
         """
         wanted = in_pages(nbytes)
         if wanted > self.free_bytes:

@@ -1,8 +1,8 @@
-"""A tier for tests, in which whoever does not wait for a copy reads wrong numbers.
+"""A tier for tests, in which a program that does not wait for a copy reads wrong numbers.
 
-A copy is made when somebody waits for it, or, by a draw, when something else is begun or waited for before.
-A tensor that is let go of before is overwritten, as the allocator may give its memory to the next one, and so
-are a tensor that is being fetched and a slot that nothing was copied to.
+A copy is made when somebody waits for it, or, at random, when another copy is begun or waited for before. A
+tensor that is dropped before its copy is made is overwritten, as the allocator may give its memory to the
+next tensor. A tensor that is being fetched, and a slot that holds no copy, are overwritten too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["POISON", "FakeTier"]
 
 POISON = 0xFF
 _RATE = 0.4
-"""How likely the next copy of a direction is made now."""
+"""The probability that the next copy of a direction is made now."""
 
 _Memory = ctypes.Array[ctypes.c_char]
 
@@ -52,25 +52,25 @@ class FakeTier(ResidentTier):
         self._draw = random.Random(config.seed)
         self._lock = threading.Lock()
         self._queues: tuple[deque[_FakeCopy], deque[_FakeCopy]] = (deque(), deque())
-        """For each direction, what was begun and not made."""
+        """The copies of each direction that were begun and are not made yet."""
 
     def begin_out(self, tensor: Tensor, slot: Slot[_Memory]) -> Ticket:
-        """As of any tier."""
+        """Begins to copy a tensor to a slot."""
         copy = _FakeCopy(self, tensor.untyped_storage(), tensor.data_ptr(), slot, is_out=True)
         copy.watched = weakref.ref(tensor, copy.poisoner())
         return self._begin(copy)
 
     def begin_in(self, slot: Slot[_Memory], tensor: Tensor) -> Ticket:
-        """As of any tier."""
+        """Begins to copy a slot to a tensor, which is overwritten meanwhile."""
         ctypes.memset(tensor.data_ptr(), POISON, slot.nbytes)
         return self._begin(_FakeCopy(self, tensor.untyped_storage(), tensor.data_ptr(), slot, is_out=False))
 
     def take_resident(self, nbytes: int) -> Slot[_Memory]:
-        """As of any tier that things live in."""
+        """Takes a slot."""
         return self.room.take(nbytes)
 
     def tensor_at(self, slot: Slot[_Memory]) -> Tensor:
-        """The same."""
+        """Returns the bytes of a slot."""
         return torch.frombuffer(slot.allocation, dtype=torch.uint8)
 
     def _begin(self, copy: _FakeCopy) -> Ticket:
@@ -81,7 +81,7 @@ class FakeTier(ResidentTier):
         return copy
 
     def make(self, copy: _FakeCopy) -> None:
-        """Makes a copy now, and, but where all are late, those of its direction that were begun before."""
+        """Makes a copy now, and before it, unless all copies are late, the earlier ones of its direction."""
         if self.is_late:
             copy.make()
             return
@@ -130,7 +130,7 @@ class _FakeCopy(Ticket):
 
 
 class _Poisoner:
-    """Called when a tensor is let go of: overwrites its memory, where it was not copied yet."""
+    """Overwrites the memory of a tensor that is dropped before it was copied."""
 
     def __init__(self, holds: list[tuple[UntypedStorage, Slot[_Memory]]], address: int) -> None:
         self.holds = holds

@@ -1,4 +1,4 @@
-"""Threads that carry out copies, one after the other, while computing goes on."""
+"""Threads that carry out copies one after the other, beside the computation."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from .tier import Ticket
 __all__ = ["Job", "Lane"]
 
 _PATIENCE_SECONDS = 0.5
-"""So long a copy is waited for before the thread is looked at that carries it out."""
+"""The time after which a waiting caller checks that the thread of the copy is alive."""
 
 
 class Job(Ticket):
     """One copy on a thread.
 
-    What it holds (the tensor's memory and the slot) is one item of a list. Whoever takes it out, the thread
-    that begins the copy or the call that gives it up, decides what becomes of it, without a lock. It is let
-    go of before anybody is told that the copy has ended, so that memory is free at the `del` that follows.
+    The tensor's memory and the slot are one item of a list. The thread that begins the copy and the call that
+    cancels it both try to pop that item, and the one that gets it decides, without a lock. The item is
+    dropped before the end of the copy is announced, so that memory is free at the `del` that follows.
 
     Args:
-        storage: The tensor's memory, which the copy begins at `address` of.
-        slot: Where in the tier.
-        address: Of the first byte.
-        nbytes: How many.
+        storage: The tensor's memory.
+        slot: The slot in the tier.
+        address: The address of the first byte.
+        nbytes: The number of bytes.
     """
 
     def __init__(self, storage: UntypedStorage, slot: AnySlot, address: int, nbytes: int) -> None:
         self.address = address
         self.nbytes = nbytes
         self.thread: threading.Thread | None = None
-        """Who carries it out."""
+        """The thread that carries the copy out."""
         self._holds = [(storage, slot)]
         self._ended = threading.Event()
         self._is_given_up = False
@@ -45,10 +45,10 @@ class Job(Ticket):
 
     @abstractmethod
     def transfer(self, slot: AnySlot) -> TierError | None:
-        """Makes the copy; the error where it fails."""
+        """Makes the copy; returns the error if it fails."""
 
     def run(self) -> None:
-        """Carries it out, unless it was given up."""
+        """Carries the copy out, unless it was cancelled."""
         try:
             held = self._holds.pop()
         except IndexError:
@@ -58,10 +58,10 @@ class Job(Ticket):
         self._ended.set()
 
     def wait(self) -> None:
-        """As of any ticket.
+        """Waits until the copy has ended.
 
         Raises:
-            TierError: The copy failed; IRC573 when the thread died that was to carry it out.
+            TierError: The copy failed; IRC573 if its thread has died.
         """
         while not self._ended.wait(_PATIENCE_SECONDS):
             if not self._is_carried():
@@ -72,13 +72,13 @@ class Job(Ticket):
                     help="repeat the step: the next copy starts another thread",
                 )
         if self._error is not None:
-            raise copy.copy(self._error)  # what is raised refers to the frames that it went through
+            raise copy.copy(self._error)  # a raised error refers to the frames that it went through
 
     def _is_carried(self) -> bool:
         return self._ended.is_set() or (self.thread is not None and self.thread.is_alive())
 
     def cancel(self) -> None:
-        """As of any ticket."""
+        """Cancels the copy if it has not started."""
         try:
             self._holds.pop()
         except IndexError:
@@ -86,7 +86,7 @@ class Job(Ticket):
         self._is_given_up = True
 
     def settle(self) -> None:
-        """As of any ticket."""
+        """Waits until a cancelled copy does not touch any memory any more."""
         while not (self._is_given_up or self._ended.wait(_PATIENCE_SECONDS)) and self._is_carried():
             pass
 
@@ -95,7 +95,7 @@ class Lane:
     """Carries out jobs one after the other, on a thread that starts with the first one.
 
     Args:
-        name: Of the thread.
+        name: The name of the thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -105,7 +105,7 @@ class Lane:
         self._thread: threading.Thread | None = None
 
     def submit(self, job: Job) -> None:
-        """Takes a job. Those of a thread that has died are not carried out: who waits for them is told."""
+        """Takes a job. The jobs of a thread that has died are not carried out; `wait` raises for them."""
         with self._lock:
             if self._thread is None or not self._thread.is_alive():
                 self._jobs = SimpleQueue()
@@ -117,7 +117,7 @@ class Lane:
             self._jobs.put(job)
 
     def close(self) -> None:
-        """Ends the thread, once it has carried out what it took."""
+        """Ends the thread after its jobs."""
         self._jobs.put(None)
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
@@ -127,4 +127,4 @@ class Lane:
 def _carry(jobs: SimpleQueue[Job | None]) -> None:
     while (job := jobs.get()) is not None:
         job.run()
-        del job  # while this waits for the next one
+        del job  # it is not held while the thread waits for the next one

@@ -1,4 +1,4 @@
-"""The bytes of a tensor as they lie in memory, and their checksum."""
+"""The bytes of a tensor in memory, and their checksum."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def is_checking() -> bool:
 
 
 def bytes_at(address: int, nbytes: int) -> memoryview:
-    """Memory of this process, as long as somebody holds it."""
+    """Returns a view of this process's memory, which somebody else must hold."""
     return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """A dense tensor's bytes, in the order of memory, as an alias of one dimension."""
+    """Returns a dense tensor's bytes in the order of memory, as an alias of one dimension."""
     first = tensor.storage_offset() * tensor.itemsize
     empty: Any = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return empty.set_(tensor.untyped_storage(), first, (tensor.nbytes,))
 
 
 def checksum(tensor: Tensor) -> int:
-    """The CRC-32 of a dense tensor's bytes."""
+    """Computes the CRC-32 of a dense tensor's bytes."""
     there = bytes_of(tensor).cpu()
     return zlib.crc32(bytes_at(there.data_ptr(), there.nbytes))

@@ -1,9 +1,9 @@
-"""Parameters and states of optimizers that live in a tier between steps.
+"""Parameters and optimizer states that are offloaded to a tier between steps.
 
-There a parameter is still a tensor of the host's memory that anybody may read and write: its bytes are a
-mapping of its place in the tier. While a step has it on the device, the step computes with a copy; where an
-optimizer has changed that copy, it is the parameter until it has been copied back. So nothing is lost when a
-copy fails: what was not copied back stays where it is, and the next step takes it to the tier.
+Between steps such a parameter is still a tensor of the host's memory that anybody may read and write: its
+bytes are a mapping of its slot in the tier. A step computes with a copy on the device. If an optimizer has
+changed that copy, the copy is the parameter until it has been copied back. So a failing copy loses nothing:
+a tensor that was not copied back stays where it is, and the next step moves it to the tier.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ __all__ = ["OffloadedParameters", "Resident", "State"]
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A place in a tier.
+    """A tensor in a tier.
 
     Args:
-        slot: Where.
-        tensor: The same bytes, for whoever wants them between steps.
+        slot: Its slot.
+        tensor: The bytes of the slot as a tensor, for use between steps.
         tier: The tier.
-        address: Where the tensor begins, unless somebody moves its memory, as torch.multiprocessing does.
+        address: The address of the tensor at first; torch.multiprocessing may move it.
     """
 
     slot: AnySlot
@@ -45,12 +45,12 @@ class _Kept:
 
     @staticmethod
     def at(slot: AnySlot, like: Tensor, tier: ResidentTier) -> _Kept:
-        """A place for a tensor of this type and layout."""
+        """Makes the tensor of a slot, with the type and layout of another tensor."""
         there = tier.tensor_at(slot).view(like.dtype).as_strided(like.shape, like.stride())
         return _Kept(slot, there, tier, there.data_ptr())
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether a tensor is the one here."""
+        """Whether a tensor is the one in the tier."""
         is_here = self.address == self.tensor.data_ptr() == tensor.data_ptr()
         return is_here and _is_like(tensor, self.tensor)
 
@@ -60,7 +60,7 @@ def _is_like(a: Tensor, b: Tensor) -> bool:
 
 
 def _keep(tensor: Tensor, tier: ResidentTier) -> _Kept:
-    """A new place, with the bytes of a tensor."""
+    """Copies a tensor to a new slot of a tier."""
     slot = tier.take_resident(tensor.nbytes)
     tier.begin_out(tensor, slot).wait()
     return _Kept.at(slot, tensor, tier)
@@ -71,15 +71,15 @@ class State:
     """The state of an optimizer for one parameter while it is on the device.
 
     Args:
-        tensors: By their keys.
-        sources: What each was fetched from, and the version that this had.
+        tensors: Its tensors, by their keys.
+        sources: The tensor in the tier that each was fetched from, and the version that this had.
     """
 
     tensors: dict[str, Tensor]
     sources: dict[str, tuple[Tensor, int]]
 
     def into(self, held: dict[str, Any]) -> None:
-        """Puts the tensors into the optimizer's own state; what was written there since the fetch counts."""
+        """Puts the tensors into the optimizer's own state; values written there since the fetch win."""
         for key, tensor in self.tensors.items():
             source, version = self.sources[key]
             now = held.get(key)
@@ -89,11 +89,11 @@ class State:
                 held[key] = tensor
             elif isinstance(now, Tensor) and _is_like(now, tensor):
                 held[key] = tensor.copy_(now)
-        self.tensors = {}  # what the optimizer replaces is free at once
+        self.tensors = {}  # so that a tensor that the optimizer replaces is freed at once
 
 
 class _All(Ticket):
-    """Several copies that are one to those who wait."""
+    """Several copies that are waited for together."""
 
     def __init__(self, tickets: Sequence[Ticket]) -> None:
         self._tickets = tickets
@@ -112,11 +112,11 @@ class _All(Ticket):
 
 
 class Resident(ABC):
-    """Something that lives in a tier, for the copies of one step.
+    """A parameter or an optimizer state that is offloaded between steps, for the copies of one step.
 
     Args:
-        copied: What the plan says of it.
-        checks: Whether what was copied is compared.
+        copied: Its entry in the plan's table of copies.
+        checks: Whether checksums are compared after each copy.
     """
 
     def __init__(self, copied: CopiedTensor, *, checks: bool) -> None:
@@ -125,18 +125,18 @@ class Resident(ABC):
 
     @abstractmethod
     def fetch(self) -> tuple[Any, Ticket]:
-        """What comes to the device, and the copy that was begun."""
+        """Begins to copy it to the device; returns the tensors there, and the copy."""
 
     @abstractmethod
     def offload(self, held: Any) -> Ticket:
-        """Begins to copy back what became of it."""
+        """Begins to copy the new values back."""
 
     @abstractmethod
     def arrived(self) -> None:
-        """What was copied back is there."""
+        """Puts the tensors in the tier in place of those on the device, after they were copied back."""
 
     def compare(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Compares what is on the device with what is in the tier, where that is asked for.
+        """Compares the tensors on the device with those in the tier, if checksums are on.
 
         Raises:
             TierError: IRC574.
@@ -155,7 +155,7 @@ class Resident(ABC):
                 )
 
 
-class _Parameter(Resident):
+class _OffloadedParameter(Resident):
     def __init__(
         self, names: Sequence[nn.Parameter], kept: _Kept, copied: CopiedTensor, *, checks: bool
     ) -> None:
@@ -179,7 +179,7 @@ class _Parameter(Resident):
             parameter.data = self.kept.tensor
 
 
-class _OptimizerState(Resident):
+class _OffloadedState(Resident):
     def __init__(
         self,
         optimizer: Optimizer,
@@ -197,7 +197,7 @@ class _OptimizerState(Resident):
         self.tier = tier
 
     def fetch(self) -> tuple[State, Ticket]:
-        """Nothing before the optimizer's first step, which makes the state on the device."""
+        """Begins to copy the state; it is empty before the optimizer's first step, which makes it."""
         sources = {key: kept.tensor for key, kept in self.kept.items()}
         state = State(
             {key: torch.empty_like(source) for key, source in sources.items()},
@@ -206,7 +206,7 @@ class _OptimizerState(Resident):
         return state, self._all(self._begin_in, state)
 
     def offload(self, held: State) -> Ticket:
-        for key in self.kept.keys() - held.tensors.keys():  # it cannot move any more
+        for key in self.kept.keys() - held.tensors.keys():  # the optimizer holds it no longer as a tensor
             del self.kept[key]
         for key, tensor in held.tensors.items():
             if key not in self.kept or not _is_like(tensor, self.kept[key].tensor):
@@ -233,7 +233,7 @@ class _OptimizerState(Resident):
 
 
 class _Compared(Ticket):
-    """A copy after which both ends are compared, where that is asked for."""
+    """A copy after which both ends are compared, if checksums are on."""
 
     def __init__(self, ticket: Ticket, resident: Resident, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         self._ticket = ticket
@@ -254,7 +254,7 @@ class _Compared(Ticket):
 
 
 class OffloadedParameters:
-    """What of a module lives in tiers. It is never part of a copy or a pickle of the module."""
+    """The offloaded parameters and states of a module. They are never part of its copies and pickles."""
 
     def __init__(self) -> None:
         self._parameters: dict[str, _Kept] = {}
@@ -268,17 +268,17 @@ class OffloadedParameters:
         opened: Callable[[str], RunningTier],
         checks: frozenset[str] = frozenset(),
     ) -> dict[int, Resident]:
-        """What lives in a tier under a plan, by its key; what does not yet is taken there now.
+        """Returns the offloaded tensors of a plan by their keys; moves those elsewhere to their tier now.
 
         Args:
-            table: The plan's.
-            parameter: The parameter that a static input of the plan binds.
-            optimizers: That take their steps within backward, by the name of their parameter.
-            opened: The tier of a name.
-            checks: The tiers whose copies are compared.
+            table: The plan's table of copies.
+            parameter: Returns the parameter that a static input of the plan binds.
+            optimizers: The optimizers within backward, by the names of their parameters.
+            opened: Returns the tier of a name.
+            checks: The names of the tiers whose copies are compared.
 
         Raises:
-            TierError: IRC577 when a tier is full; IRC570 or IRC572 when its disk is, or fails.
+            TierError: IRC577 if a tier is full; IRC570 or IRC572 if its disk is full, or fails.
         """
         found: dict[int, Resident] = {}
         for key, copied in enumerate(table.tensors):
@@ -287,31 +287,33 @@ class OffloadedParameters:
                 continue
             tier = opened(copied.tier)
             assert isinstance(tier, ResidentTier), f"nothing can live in tier {copied.tier}"
-            mine, name, is_checked = (
-                parameter(offloaded.index),
-                offloaded.parameter,
-                copied.tier in checks,
-            )
+            checks_copies = copied.tier in checks
+            mine = parameter(offloaded.index)
             if offloaded.is_state:
-                optimizer = optimizers[name]
-                kept = self._states.setdefault(name, {})
+                optimizer = optimizers[offloaded.parameter]
+                kept = self._states.setdefault(offloaded.parameter, {})
                 self._adopt_state(optimizer, mine, kept, tier)
-                found[key] = _OptimizerState(optimizer, mine, kept, tier, copied, checks=is_checked)
+                found[key] = _OffloadedState(optimizer, mine, kept, tier, copied, checks=checks_copies)
             else:
-                known = self._parameters.get(name)
-                if known is None or known.tier is not tier or not known.has(mine.data):
-                    known = None  # its place is free for the new one
-                    self._parameters.pop(name, None)
-                    self._parameters[name] = known = _keep(mine.data, tier)
+                kept = self._adopt_parameter(offloaded.parameter, mine, tier)
                 names = [mine, *map(parameter, offloaded.tied)]
-                found[key] = resident = _Parameter(names, known, copied, checks=is_checked)
+                found[key] = resident = _OffloadedParameter(names, kept, copied, checks=checks_copies)
                 resident.arrived()
         return found
+
+    def _adopt_parameter(self, name: str, parameter: nn.Parameter, tier: ResidentTier) -> _Kept:
+        """Moves a parameter to the tier if it is elsewhere, as after `load_state_dict` or a failure."""
+        known = self._parameters.get(name)
+        if known is None or known.tier is not tier or not known.has(parameter.data):
+            known = None  # its slot is free for the new one
+            self._parameters.pop(name, None)
+            self._parameters[name] = known = _keep(parameter.data, tier)
+        return known
 
     def _adopt_state(
         self, optimizer: Optimizer, parameter: nn.Parameter, kept: dict[str, _Kept], tier: ResidentTier
     ) -> None:
-        """Takes to the tier what the optimizer has elsewhere, as after `load_state_dict` or a failure."""
+        """Moves the optimizer's tensors to the tier if they are elsewhere, as in `_adopt_parameter`."""
         there = moving_state(optimizer, parameter)
         for key in [*kept]:
             if key not in there:
@@ -319,7 +321,7 @@ class OffloadedParameters:
         for key, tensor in there.items():
             known = kept.get(key)
             if known is None or known.tier is not tier or not known.has(tensor):
-                known = None  # its place is free for the new one
+                known = None  # its slot is free for the new one
                 kept.pop(key, None)
                 kept[key] = known = _keep(tensor, tier)
                 optimizer.state[parameter][key] = known.tensor

@@ -1,13 +1,13 @@
 """The host tier for CUDA: pinned memory, and a stream for each direction.
 
-Nothing is told to the allocator by `record_stream`; all is ordered by events, so that memory is free for the
-next operation right where the schedule frees it.
+Copies are ordered by events and not by `record_stream`, so that memory is free for the next operation as soon
+as the schedule frees it.
 
-- A copy waits on its stream for an event of the compute stream, recorded where the copy is begun: then the
-  tensor's numbers are there, or the memory of a fetched tensor (which the allocator gives out in the order of
-  the compute stream) is read by nobody any more.
-- A `Wait` makes the compute stream wait for the copy's event. What is freed after it is used again on the
-  compute stream alone, and so after the copy.
+- A copy waits on its stream for an event of the compute stream, recorded when the copy is begun. By then the
+  tensor is computed, or nobody reads the memory of a fetched tensor any more: the allocator gives memory out
+  in the order of the compute stream.
+- A `Wait` makes the compute stream wait for the copy's event. Memory that is freed after it is used again
+  only on the compute stream, and so after the copy.
 - A slot that is used again waits for the event of the copy that read it last.
 """
 
@@ -30,14 +30,14 @@ from .tier_config import HostTierConfig
 __all__ = ["HostTier"]
 
 _CHUNK_BYTES = 1 << 26
-"""Pinned memory is taken in pieces of this: torch rounds what it pins up to a power of two."""
+"""The size of the pieces in which pinned memory is taken: torch rounds each up to a power of two."""
 
 
 class _Pinned:
-    """Where a slot is.
+    """The ranges of a slot.
 
     Args:
-        ranges: Bytes of the pinned memory, none of them across two chunks.
+        ranges: Ranges of the pinned memory, none of them across two chunks.
     """
 
     def __init__(self, ranges: tuple[Range, ...]) -> None:
@@ -66,7 +66,7 @@ class HostTier(RunningTier):
         self._streams: dict[torch.device, _Streams] = {}
 
     def begin_out(self, tensor: Tensor, slot: Slot[_Pinned]) -> Ticket:
-        """As of any tier."""
+        """Begins to copy a tensor to a slot."""
         compute, streams = torch.cuda.current_stream(tensor.device), self._streams_of(tensor.device)
         streams.out.wait_event(compute.record_event())
         for event in self.room.readers():
@@ -78,7 +78,7 @@ class HostTier(RunningTier):
         return _Crossing(tensor, compute, streams.out.record_event())
 
     def begin_in(self, slot: Slot[_Pinned], tensor: Tensor) -> Ticket:
-        """As of any tier."""
+        """Begins to copy a slot to a tensor."""
         compute, streams = torch.cuda.current_stream(tensor.device), self._streams_of(tensor.device)
         streams.back.wait_event(compute.record_event())
         with torch.cuda.stream(streams.back):
@@ -96,7 +96,7 @@ class HostTier(RunningTier):
 
 
 def _copy(source: Tensor, target: Tensor) -> None:
-    """On the current stream; nobody waits."""
+    """Copies on the current stream, without waiting."""
     target.copy_(source, non_blocking=True)
 
 
@@ -118,7 +118,7 @@ class _Crossing(Ticket):
         self._tensor = None
 
     def settle(self) -> None:
-        """What comes after it on the compute stream is in order already."""
+        """Does nothing: later work on the compute stream is in order already."""
 
 
 class PinnedRoom(Room[_Pinned]):
@@ -129,16 +129,16 @@ class PinnedRoom(Room[_Pinned]):
         self.extents = Extents()
         self.chunks: list[Tensor] = []
         self._readers: list[Any] = []
-        """Events of copies that read what was given back."""
+        """The events of copies that read slots which were given back."""
 
     def readers(self) -> list[Any]:
-        """The copies that still read what was given back; who writes next waits for them."""
+        """Returns the events of copies that still read returned slots; the next write waits for them."""
         with self._lock:
             self._readers = [event for event in self._readers if not event.query()]
             return self._readers.copy()
 
     def pieces(self, slot: Slot[_Pinned]) -> list[tuple[Tensor, int, int]]:
-        """The parts of a slot in pinned memory, each with the bytes of the tensor that go there."""
+        """Returns the parts of a slot in pinned memory, each with the range of the tensor's bytes in it."""
         found: list[tuple[Tensor, int, int]] = []
         done = 0
         for start, stop in slot.allocation.ranges:

@@ -1,4 +1,4 @@
-"""A file without a name: the system takes it back when the process ends, in whatever way."""
+"""A scratch file. It is unlinked at once, so it disappears when the process exits, even after a crash."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 @functools.cache
 def _system() -> ctypes.CDLL:
-    """The system's own mmap: Python's keeps a file open for each mapping, of which a process has few."""
+    """Loads the system's own mmap: Python's keeps one of the process's few open files for each mapping."""
     found = ctypes.CDLL(None, use_errno=True)
     size, number = ctypes.c_size_t, ctypes.c_int
     found.mmap.argtypes = (ctypes.c_void_p, size, number, number, number, ctypes.c_int64)
@@ -40,15 +40,15 @@ def _unmap(address: int, nbytes: int, holder: object) -> None:
 
 
 class ScratchFile:
-    """An open file that no folder lists; it is closed when nobody refers to it any more.
+    """An open, unlinked file, which is closed when nobody refers to it any more.
 
     Args:
-        folder: Where its bytes lie; None is the system's folder for temporary files.
-        uses_page_cache: As of `DiskTierConfig`.
+        folder: The folder of the file; None is the system's folder for temporary files.
+        uses_page_cache: As in `DiskTierConfig`.
 
     Raises:
-        TierError: IRC571 when no file can be made there; IRC579 where the system cannot read and write at an
-            offset.
+        TierError: IRC571 if no file can be made in the folder; IRC579 if the system cannot read and write at
+            an offset.
     """
 
     def __init__(self, folder: str | None, *, uses_page_cache: bool = True) -> None:
@@ -57,7 +57,7 @@ class ScratchFile:
         if not (hasattr(os, "preadv") and hasattr(os, "pwritev")):
             raise TierError(
                 "IRC579",
-                "this system has no preadv and pwritev, which tier copies to a disk are made with",
+                "this system has no preadv and pwritev, by which tensors are copied to a disk",
                 help="plan without a disk tier",
             )
         try:
@@ -65,10 +65,10 @@ class ScratchFile:
             with tempfile.TemporaryFile(dir=folder, prefix="irc-", buffering=0) as made:
                 self.number = os.dup(made.fileno())
         except OSError as error:
-            where = folder if folder is not None else "the folder for temporary files"
+            shown = folder if folder is not None else "the folder for temporary files"
             raise TierError(
                 "IRC571",
-                f"no scratch file can be made in {where}: {error.strerror or error}",
+                f"no scratch file can be made in {shown}: {error.strerror or error}",
                 help="give the disk tier a folder that exists and that you may write to",
             ) from error
 
@@ -77,12 +77,12 @@ class ScratchFile:
             close(self.number)
 
     def reserve(self, start: int, nbytes: int) -> None:
-        """Claims bytes from the file system, so that copies do not find it full.
+        """Reserves bytes on the disk, so that copies do not find it full.
 
-        Where the system cannot reserve, a full disk is seen by the copy that meets it.
+        If the file system cannot reserve, the copy that meets a full disk fails.
 
         Raises:
-            TierError: IRC570 when the disk is full; IRC572 when it fails in another way.
+            TierError: IRC570 if the disk is full; IRC572 if it fails in another way.
         """
         try:
             if hasattr(os, "posix_fallocate"):
@@ -92,20 +92,20 @@ class ScratchFile:
                 raise self.failed(error, "reserving", nbytes) from error
 
     def mapped(self, start: int, nbytes: int, holder: object) -> Tensor:
-        """Bytes of the file as a tensor of the host's memory.
+        """Maps bytes of the file as a tensor of the host's memory.
 
         Args:
             start: The first byte.
-            nbytes: How many.
-            holder: What must stay as long as the tensor does.
+            nbytes: The number of bytes.
+            holder: An object that must exist as long as the tensor does.
 
         Raises:
-            TierError: IRC570 when the disk is full; IRC572 when the file cannot be mapped.
+            TierError: IRC570 if the disk is full; IRC572 if the file cannot be mapped.
         """
         first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         length = start + nbytes - first
         try:
-            if os.fstat(self.number).st_size < start + nbytes:  # where nothing was reserved
+            if os.fstat(self.number).st_size < start + nbytes:  # if nothing was reserved
                 os.pwrite(self.number, b"\0", start + nbytes - 1)
             access = mmap.PROT_READ | mmap.PROT_WRITE
             address = _system().mmap(None, length, access, mmap.MAP_SHARED, self.number, first)
@@ -136,7 +136,7 @@ class ScratchFile:
         """Fills all of `data`.
 
         Raises:
-            OSError: As the system says; EIO where the file ends before.
+            OSError: As the system says; EIO if the file ends too early.
         """
         offset = start
         while data:
@@ -147,33 +147,33 @@ class ScratchFile:
         self._let_go(start, offset - start)
 
     def _let_go(self, start: int, nbytes: int) -> None:
-        """Drops what the disk has from the page cache, and has the disk given what it has not."""
+        """Drops written pages from the page cache, and begins to write the others to the disk."""
         if self._drops:
             os.posix_fadvise(self.number, start, nbytes, os.POSIX_FADV_DONTNEED)
 
     def failed(self, error: OSError, doing: str, nbytes: int) -> TierError:
-        """What the user is told of an error of the system."""
-        what = f"{doing} {format_bytes(nbytes)} in a scratch file in {self.folder} failed"
+        """Makes the user's error of an error of the system."""
+        failure = f"{doing} {format_bytes(nbytes)} in a scratch file in {self.folder} failed"
         if error.errno in _FULL:
             return TierError(
                 "IRC570",
-                f"{what}: {error.strerror}",
+                f"{failure}: {error.strerror}",
                 help="make room there, give the disk tier another folder, or plan with a larger budget",
             )
         return TierError(
             "IRC572",
-            f"{what}: {error.strerror or error}",
+            f"{failure}: {error.strerror or error}",
             help="see that the disk is in order, or give the disk tier another folder, and repeat the step",
         )
 
 
 class ScratchRoom(Room[tuple[Range, ...]]):
-    """Slots in a scratch file, which grows as they are needed and is used again from step to step.
+    """Slots in a scratch file, which grows on demand and is used again from step to step.
 
     Args:
-        name: The tier's.
+        name: The name of the tier.
         capacity_bytes: The most that slots may take, before each is rounded up to whole pages.
-        file: Where they lie.
+        file: The file.
     """
 
     def __init__(self, name: str, capacity_bytes: int, file: ScratchFile) -> None:

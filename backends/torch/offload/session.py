@@ -1,4 +1,4 @@
-"""The copies of one call: what the emitted forward and backward have as `copies`."""
+"""The copies of one call: the argument `copies` of the emitted forward and backward."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __all__ = ["Session"]
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """What lies in a tier.
+    """A tensor in a tier.
 
     Args:
-        slot: Where.
-        strides: As the tensor had them, which may be others than planned.
-        checksum: Of its bytes; None where none is compared.
+        slot: Its slot.
+        strides: The strides of the tensor, which may differ from the planned ones.
+        checksum: The checksum of its bytes; None if checksums are off.
     """
 
     slot: AnySlot
@@ -40,9 +40,9 @@ class _Pending:
     """A copy under way.
 
     Args:
-        ticket: What it is waited for by.
-        fetched: The tensor that it fills, where its checksum will be compared.
-        then: What is called when it has ended.
+        ticket: The copy.
+        fetched: The tensor that it fills, if its checksum will be compared.
+        then: A function to call when the copy has ended.
     """
 
     ticket: Ticket
@@ -53,15 +53,15 @@ class _Pending:
 class Session:
     """The copies of one call of a module.
 
-    What it holds goes back when it is closed, and when nobody refers to it any more.
+    It gives its slots back when it is closed, and when nobody refers to it any more.
 
     Args:
-        tensors: What is copied, by key.
-        tiers: Where, by name.
-        offloaded_parameters: What of it lives in a tier between steps, by key.
+        tensors: The copied tensors, by key.
+        tiers: The tiers, by name.
+        offloaded_parameters: The tensors that are offloaded between steps, by key.
         checks: The names of the tiers whose copies are compared by checksums.
-        parent: The session of the call, for a backward after which another one may come: what the parent
-            holds stays.
+        parent: The session of the call, for a backward after which another one may run: the slots of the
+            parent stay.
     """
 
     def __init__(
@@ -81,16 +81,16 @@ class Session:
         self._parent = parent
 
     def retained(self) -> Session:
-        """A session for one of several backwards of this call."""
+        """Makes a session for one of several backwards of this call."""
         return Session(self._tensors, self._tiers, self._offloaded_parameters, self._checks, self)
 
-    # ------------------------------------------------------------------ what the emitted source calls
+    # ------------------------------------------------------------------ called by the emitted source
 
     def offload(self, key: int, tensor: Any) -> None:
-        """Begins to copy a tensor to its tier, or what `fetch` gave. It must stay as it is until `wait`.
+        """Begins to copy to a tier a tensor, or a `State` from `fetch`. It must not change before `wait`.
 
         Raises:
-            TierError: IRC577 when the tier is full; IRC570 or IRC572 when its disk is, or fails; IRC578 when
+            TierError: IRC577 if the tier is full; IRC570 or IRC572 if its disk is full, or fails; IRC578 if
                 the tensor does not fill its memory.
         """
         if key in self._offloaded_parameters:
@@ -107,9 +107,9 @@ class Session:
         tier.count(out_bytes=copied.nbytes)
 
     def fetch(self, key: int) -> Any:
-        """Begins to copy a tensor back, or what lives in a tier; a `State` is one of several tensors.
+        """Begins to copy a tensor back, or an offloaded parameter or `State`.
 
-        It may be read after `wait`, and not be let go of before.
+        The result may be read after `wait`, and must not be dropped before.
         """
         if key in self._offloaded_parameters:
             there, ticket = self._offloaded_parameters[key].fetch()
@@ -127,11 +127,11 @@ class Session:
         return tensor
 
     def wait(self, key: int) -> None:
-        """Goes on when the copy of a tensor that was begun last has ended.
+        """Waits for the copy of a tensor that was begun last.
 
         Raises:
-            TierError: IRC570 or IRC572 when the copy failed; IRC573 when the thread died that made it; IRC574
-                when what came back is not what went.
+            TierError: IRC570 or IRC572 if the copy failed; IRC573 if its thread has died; IRC574 if other
+                bytes came back.
         """
         copied = self._tensors[key]
         pending = self._pending.pop(key, None)
@@ -147,13 +147,13 @@ class Session:
             pending.then()
 
     def drop(self, key: int) -> None:
-        """Gives up the copy in the tier."""
+        """Frees the slot in the tier."""
         self._stored.pop(key, None)
 
     # ------------------------------------------------------------------
 
     def close(self) -> None:
-        """Gives up everything; returns when no copy touches any memory of this call any more."""
+        """Cancels all copies and frees all slots; returns when no copy touches memory of this call."""
         given_up = [pending.ticket for pending in self._pending.values()]
         self._give_up()
         for ticket in given_up:
@@ -171,7 +171,7 @@ class Session:
     def _held(self, key: int) -> _Stored:
         stored = self._stored.get(key)
         if stored is None:
-            assert self._parent is not None, f"{self._tensors[key].name} is in no tier"
+            assert self._parent is not None, f"{self._tensors[key].name} is not in a tier"
             stored = self._parent._stored[key]
         return stored
 
@@ -188,7 +188,7 @@ class Session:
 
 
 def _refuse_scattered(tensor: Tensor, copied: CopiedTensor) -> None:
-    """Refuses a tensor whose kernel gave it another layout than planned, with gaps."""
+    """Refuses a tensor with gaps, whose kernel gave it another layout than planned."""
     strides = tensor.stride()
     if strides != copied.type.strides or tensor.shape != copied.type.shape:
         there = TensorType(tuple(tensor.shape), copied.type.dtype, strides)

@@ -1,4 +1,4 @@
-"""Room in a tier: each copy has a slot, which comes back by itself when nobody holds it any more."""
+"""Room in a tier: each copy has a slot, which is given back when nobody holds it any more."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Allocation = TypeVar("Allocation")
 class Slot(Generic[Allocation]):
     """Room for one copy.
 
-    Whoever writes or reads it holds it: a call, and a copy under way. It is given back when the last of them
-    is gone. That may happen in any thread and within garbage collection, so giving back only appends to a
+    A call and a copy under way hold it while they write or read it. It is given back when the last of them is
+    gone. That may happen in any thread and within garbage collection, so giving it back only appends to a
     queue, which takes no lock.
 
     Args:
         allocation: The memory or the bytes of a file that the room has set aside.
-        nbytes: Of the copy.
-        returned: The queue.
+        nbytes: The bytes of the copy.
+        returned: The queue of slots that were given back.
     """
 
     __slots__ = ("_returned", "allocation", "nbytes")
@@ -42,7 +42,7 @@ class Room(ABC, Generic[Allocation]):
     """The slots of a tier.
 
     Args:
-        name: The tier's.
+        name: The name of the tier.
         capacity_bytes: The most that all slots may take.
     """
 
@@ -55,34 +55,34 @@ class Room(ABC, Generic[Allocation]):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the copies that lie in the tier."""
+        """The bytes of the copies in the tier."""
         with self._lock:
             self._collect()
             return self._held_bytes
 
     def prepare(self, nbytes: int, count: int) -> None:
-        """Makes sure that there is room, before a step that will need it.
+        """Makes room before a step that will need it.
 
         Args:
-            nbytes: Bytes that its copies take at once.
-            count: How many copies it makes.
+            nbytes: The bytes that the copies of the step take at once.
+            count: The number of its copies.
 
         Raises:
-            TierError: As `take`; the capacity is not looked at, as calls may need theirs one after the other.
+            TierError: As `take`; the capacity is not checked, as calls may need their room one after another.
         """
         with self._lock:
             self._collect()
             self._prepare(nbytes, count)
 
     def take(self, nbytes: int, *, whole: bool = False) -> Slot[Allocation]:
-        """A slot.
+        """Takes a slot.
 
         Args:
-            nbytes: Of the copy.
-            whole: Whether it must be in one piece.
+            nbytes: The bytes of the copy.
+            whole: Whether the slot must be in one piece.
 
         Raises:
-            TierError: IRC577 when the tier is full; IRC570 when what it is made of is.
+            TierError: IRC577 if the tier is full; IRC570 if its disk or the host's memory is.
         """
         with self._lock:
             self._collect()
@@ -91,8 +91,8 @@ class Room(ABC, Generic[Allocation]):
                     "IRC577",
                     f"tier {self.name} holds {format_bytes(self._held_bytes)} of its "
                     f"{format_bytes(self.capacity_bytes)}, and {format_bytes(nbytes)} more are copied to it",
-                    help="let go of outputs that need no backward, or give the tier room for all forwards "
-                    "that are in flight",
+                    help="drop outputs that need no backward, or give the tier room for all forwards in "
+                    "flight",
                 )
             allocation = self._take_whole(nbytes) if whole else self._take(nbytes)
             self._held_bytes += nbytes
@@ -105,14 +105,14 @@ class Room(ABC, Generic[Allocation]):
             self._give_back(allocation)
 
     def _prepare(self, nbytes: int, count: int) -> None:
-        """As `prepare`, with the lock."""
+        """Does the work of `prepare`; the lock is held."""
 
     @abstractmethod
     def _take(self, nbytes: int) -> Allocation:
-        """As `take`, with the lock."""
+        """Does the work of `take`; the lock is held."""
 
     def _take_whole(self, nbytes: int) -> Allocation:
-        """The same in one piece."""
+        """Does the same for a slot in one piece."""
         return self._take(nbytes)
 
     @abstractmethod

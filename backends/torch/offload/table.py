@@ -1,11 +1,11 @@
-"""The copies of a schedule as a table that programs carry: what goes to which tier, and how much is there."""
+"""The copies of a schedule as a table that programs carry: the tensors, their tiers, and the bytes there."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ....ir import Fetch, InputRole, Offload, Schedule, Storage, TensorType, Value, stored_bytes
+from ....ir import Fetch, Graph, InputRole, Offload, Schedule, Storage, TensorType, Value, stored_bytes
 
 __all__ = [
     "CopiedTensor",
@@ -20,13 +20,13 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class OffloadedRole:
-    """Whose home a copied tensor lives in.
+    """The parameter that a copied tensor belongs to, if it is offloaded between steps.
 
     Args:
         parameter: The parameter's name.
-        index: Its place among the static inputs.
-        tied: The places of the same parameter under other names.
-        is_state: Whether it is the state of its optimizer.
+        index: The parameter's index among the static inputs.
+        tied: The indices of the same parameter under other names.
+        is_state: Whether the tensor is the state of the parameter's optimizer.
     """
 
     parameter: str
@@ -37,13 +37,13 @@ class OffloadedRole:
 
 @dataclass(frozen=True, slots=True)
 class CopiedTensor:
-    """A tensor that a schedule copies to a tier. Its place in the table is its key in the emitted source.
+    """A tensor that a schedule copies to a tier. Its index in the table is its key in the emitted source.
 
     Args:
-        name: Of its value in the graph.
-        tier: Where it goes.
-        type: What it is made as; it fills its storage.
-        offloaded: Whose it is, where it lives in the tier between steps.
+        name: The name of its value in the graph.
+        tier: The tier.
+        type: Its type; the tensor fills its storage.
+        offloaded: The parameter that it belongs to, if it is offloaded between steps.
     """
 
     name: str
@@ -53,17 +53,17 @@ class CopiedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one copy."""
+        """The bytes of one copy."""
         return self.type.nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class CopyTable:
-    """All that a schedule copies.
+    """All copies of a schedule.
 
     Args:
-        tensors: By key.
-        peak_bytes: For each tier, the most that one call lays there at once, beside what lives there.
+        tensors: The copied tensors, by key.
+        peak_bytes: The most bytes that one call has in each tier at once, besides offloaded parameters.
     """
 
     tensors: tuple[CopiedTensor, ...] = ()
@@ -74,12 +74,12 @@ class CopyTable:
 
     @property
     def has_offloaded(self) -> bool:
-        """Whether parameters or states of optimizers live in a tier."""
+        """Whether parameters or optimizer states are offloaded between steps."""
         return any(copied.offloaded is not None for copied in self.tensors)
 
 
 def copied_value(schedule: Schedule, storage: Storage) -> Value:
-    """The one value that fills a storage which is copied."""
+    """Returns the one value that fills a copied storage."""
     graph = schedule.graph
     if storage in graph.offloaded_of:
         return graph.offloaded_of[storage].value
@@ -88,9 +88,9 @@ def copied_value(schedule: Schedule, storage: Storage) -> Value:
 
 
 def copy_keys(schedule: Schedule) -> dict[tuple[Storage, str], int]:
-    """A number for each storage and tier that it is copied to, in the order of the schedule.
+    """Numbers the pairs of a storage and a tier that it is copied to, in the order of the schedule.
 
-    What lives in a tier and is never copied, as nothing reads it, comes last.
+    Offloaded tensors that are never copied, as nothing reads them, come last.
     """
     pairs = [(i.storage, i.tier) for i in schedule.instructions if isinstance(i, Offload | Fetch)]
     pairs += [(offloaded.storage, offloaded.tier) for offloaded in schedule.graph.offloaded_parameters]
@@ -98,27 +98,31 @@ def copy_keys(schedule: Schedule) -> dict[tuple[Storage, str], int]:
 
 
 def copy_table(schedule: Schedule) -> CopyTable:
-    """The copies of a schedule."""
+    """Makes the table of the copies of a schedule."""
     graph = schedule.graph
-    statics = [entry for entry in graph.inputs if entry.role is not InputRole.TANGENT]
-    positions = {e.target: k for k, e in enumerate(statics) if e.role is InputRole.PARAMETER}
     tensors: list[CopiedTensor] = []
     for storage, tier in copy_keys(schedule):
-        value, offloaded = copied_value(schedule, storage), graph.offloaded_of.get(storage)
-        of = None
-        if offloaded is not None:
-            index = positions[offloaded.parameter]
-            mine = statics[index].value.storage
-            tied = (k for k, e in enumerate(statics) if e.value.storage is mine and k != index)
-            of = OffloadedRole(offloaded.parameter, index, tuple(tied), offloaded.is_state)
-        tensors.append(CopiedTensor(value.name, tier, value.type, of))
-    lives = {offloaded.tier: 0 for offloaded in graph.offloaded_parameters}
+        value = copied_value(schedule, storage)
+        tensors.append(CopiedTensor(value.name, tier, value.type, _offloaded_role(graph, storage)))
+    resident = {offloaded.tier: 0 for offloaded in graph.offloaded_parameters}
     for offloaded in graph.offloaded_parameters:
-        lives[offloaded.tier] += offloaded.storage.nbytes
-    held = {tier: max(nbytes) - lives.get(tier, 0) for tier, nbytes in stored_bytes(schedule).items()}
-    return CopyTable(tuple(tensors), held)
+        resident[offloaded.tier] += offloaded.storage.nbytes
+    peak = {tier: max(nbytes) - resident.get(tier, 0) for tier, nbytes in stored_bytes(schedule).items()}
+    return CopyTable(tuple(tensors), peak)
+
+
+def _offloaded_role(graph: Graph, storage: Storage) -> OffloadedRole | None:
+    offloaded = graph.offloaded_of.get(storage)
+    if offloaded is None:
+        return None
+    statics = [entry for entry in graph.inputs if entry.role is not InputRole.TANGENT]
+    indices = {e.target: k for k, e in enumerate(statics) if e.role is InputRole.PARAMETER}
+    index = indices[offloaded.parameter]
+    mine = statics[index].value.storage
+    tied = (k for k, e in enumerate(statics) if e.value.storage is mine and k != index)
+    return OffloadedRole(offloaded.parameter, index, tuple(tied), offloaded.is_state)
 
 
 def last_fetches(schedule: Schedule) -> dict[Storage, int]:
-    """For each storage that is fetched, the last instruction that fetches it: then its tier gives it up."""
+    """Returns the last instruction that fetches each storage: then its tier frees the copy."""
     return {i.storage: k for k, i in enumerate(schedule.instructions) if isinstance(i, Fetch)}

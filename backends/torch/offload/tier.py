@@ -1,4 +1,4 @@
-"""What a tier can do while steps run."""
+"""The interface of a tier while steps run."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ class Ticket(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Goes on when the copy has ended; again and again if need be.
+        """Waits until the copy has ended; it may be called again.
 
         Raises:
-            TierError: It failed.
+            TierError: The copy failed.
         """
 
     @abstractmethod
     def cancel(self) -> None:
-        """Nobody needs the copy any more: it is not made, if it has not started. May not block."""
+        """Cancels the copy if it has not started. It must not block."""
 
     @abstractmethod
     def settle(self) -> None:
-        """After `cancel`: returns when neither the tensor nor the slot is touched any more."""
+        """Waits, after `cancel`, until neither the tensor nor the slot is touched any more."""
 
 
 @dataclass(slots=True)
 class Traffic:
-    """What went through a tier so far.
+    """The traffic of a tier so far.
 
     Args:
-        out_bytes: Copied from the device.
-        in_bytes: Copied back.
-        waited_seconds: How long computing stood still, as a copy had not ended. Not known of CUDA, where it
-            is the device that waits.
+        out_bytes: The bytes copied from the device.
+        in_bytes: The bytes copied back.
+        waited_seconds: The time for which the computation waited for copies. It is not known for CUDA, as
+            the device waits there.
     """
 
     out_bytes: int = 0
@@ -50,10 +50,10 @@ class Traffic:
 
 
 class RunningTier(ABC):
-    """A tier that is open, shared by all calls of a module.
+    """An open tier, which all calls of a module share.
 
     Args:
-        room: Its slots.
+        room: The slots of the tier.
     """
 
     def __init__(self, room: AnyRoom) -> None:
@@ -78,16 +78,16 @@ class RunningTier(ABC):
 
 
 class ResidentTier(RunningTier):
-    """A tier whose slots are memory that everybody may read and write between steps."""
+    """A tier whose slots are memory that anybody may read and write between steps."""
 
     @abstractmethod
     def take_resident(self, nbytes: int) -> AnySlot:
-        """A slot that `tensor_at` can show.
+        """Takes a slot that `tensor_at` can show.
 
         Raises:
-            TierError: As of `Room.take`.
+            TierError: As `Room.take`.
         """
 
     @abstractmethod
     def tensor_at(self, slot: AnySlot) -> Tensor:
-        """The bytes of such a slot, which stays as long as they do."""
+        """Returns the bytes of such a slot; the slot is held as long as they are."""

@@ -1,4 +1,4 @@
-"""Where the tiers of a plan are on this machine: what the user says, without anything that is open."""
+"""The configs of tiers: where the tiers of a plan are on this machine. Nothing is open yet."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ class DiskTierConfig:
     """A scratch file, for models on the CPU.
 
     Args:
-        name: How schedules call the tier.
-        capacity_bytes: The most that lies there at once, for all calls of the module.
-        folder: Where the file is made, without a name that anybody could see; None is the system's folder for
-            temporary files.
+        name: The name of the tier in schedules.
+        capacity_bytes: The most bytes in the file at once, for all calls of the module.
+        folder: The folder of the unlinked file; None is the system's folder for temporary files.
         checks: Compare checksums, as IRC_SWAP_CHECK=1 does for all tiers.
-        uses_page_cache: Let the system keep copies in memory that nobody needs, as it does with all files:
-            what comes back soon may never wait for the disk. Else each copy is handed to the disk at once and
-            dropped from that cache, so that it takes no memory of the machine, and the disk's own time.
-        is_duplex: Copy both ways at once, as `ir.Tier` says of the tier; else one copy after the other.
+        uses_page_cache: Let the system keep copies in free memory, as it does with all files: a tensor that
+            comes back soon may never wait for the disk. Otherwise each copy is written to the disk at once
+            and dropped from that cache, so that it takes no memory of the machine, and the disk's own time.
+        is_duplex: Copy both ways at once, as `ir.Tier` says of the tier; otherwise one copy after the other.
     """
 
     kind: ClassVar[str] = "disk"
@@ -47,13 +46,13 @@ class HostTierConfig:
 
 @dataclass(frozen=True, slots=True)
 class FakeTierConfig:
-    """A tier for tests: copies are made late, and what must not be read meanwhile is poisoned.
+    """A tier for tests: copies are made late, and memory that must not be read meanwhile is overwritten.
 
     Args:
-        name: As of `DiskTierConfig`.
-        capacity_bytes: The same.
-        checks: The same.
-        seed: Of when copies are made.
+        name: As in `DiskTierConfig`.
+        capacity_bytes: As in `DiskTierConfig`.
+        checks: As in `DiskTierConfig`.
+        seed: The seed of the times at which copies are made.
         is_late: Make each copy at its own `Wait` and not before it.
     """
 

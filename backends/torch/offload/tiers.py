@@ -1,4 +1,4 @@
-"""The tiers of a module: opened at its first step, and never part of a copy or a pickle of it."""
+"""The tiers of a module: opened at its first step, and never part of its copies and pickles."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ __all__ = ["Tiers", "check_places", "check_tier_configs"]
 
 
 class Tiers:
-    """Where the copies of a module's steps go.
+    """The tiers that the steps of a module copy to.
 
     Args:
         configs: One for each tier that its schedules name.
 
     Raises:
-        TierError: IRC576 when two have one name.
+        TierError: IRC576 if two have one name.
     """
 
     def __init__(self, configs: Sequence[TierConfig] = ()) -> None:
@@ -56,7 +56,7 @@ class Tiers:
         """Refuses copies that cannot be made.
 
         Args:
-            table: Of a program.
+            table: The copies of a program.
 
         Raises:
             TierError: IRC575 for tensors that a tier is not made for; IRC576 for a tier without a config.
@@ -72,10 +72,10 @@ class Tiers:
     def residents(
         self, table: CopyTable, parameter: Callable[[int], Any], optimizers: Mapping[str, Optimizer]
     ) -> dict[int, Resident]:
-        """Moves what lives in a tier under a plan there (see `OffloadedParameters.residents`).
+        """Moves the offloaded tensors of a plan to their tiers (see `OffloadedParameters.residents`).
 
         Raises:
-            TierError: As of `session`; IRC577 when a tier has no room for it.
+            TierError: As `session`; IRC577 if a tier has no room for them.
         """
         return self._offloaded_parameters.residents(
             table, parameter, optimizers, self._opened, self._checked(table)
@@ -84,15 +84,15 @@ class Tiers:
     def session(
         self, table: CopyTable, offloaded_parameters: Mapping[int, Resident] | None = None
     ) -> Session:
-        """What carries out the copies of one call.
+        """Opens the session that carries out the copies of one call.
 
         Args:
-            table: Of its program.
-            offloaded_parameters: What `residents` gave.
+            table: The copies of its program.
+            offloaded_parameters: The result of `residents`.
 
         Raises:
-            TierError: IRC576 for a tier without a config; IRC570 to IRC572 and IRC579 when it cannot be
-                opened, or has no room for the call.
+            TierError: IRC576 for a tier without a config; IRC570 to IRC572 and IRC579 if it cannot be opened,
+                or has no room for the call.
         """
         running = {name: self._opened(name) for name in table.peak_bytes}
         for name, nbytes in table.peak_bytes.items():
@@ -101,23 +101,23 @@ class Tiers:
         return Session(table.tensors, running, offloaded_parameters or {}, self._checked(table))
 
     def _checked(self, table: CopyTable) -> frozenset[str]:
-        """The tiers whose copies are compared."""
+        """Returns the names of the tiers whose copies are compared."""
         every = is_checking()
         return frozenset(name for name in table.peak_bytes if every or self._by_name[name].checks)
 
     @property
     def held_bytes(self) -> dict[str, int]:
-        """For each tier that was used, the bytes that lie there now."""
+        """The bytes in each tier that was used."""
         return {name: tier.room.held_bytes for name, tier in self._running.copy().items()}
 
     @property
     def traffic(self) -> dict[str, Traffic]:
-        """For each tier that was used, what went through it so far."""
+        """The traffic so far of each tier that was used."""
         return {name: tier.traffic for name, tier in self._running.copy().items()}
 
     def _opened(self, name: str) -> RunningTier:
         with self._lock:
-            if self._process != os.getpid():  # a fork: file and threads are the other process's
+            if self._process != os.getpid():  # after a fork, file and threads belong to the other process
                 self._running, self._process = {}, os.getpid()
             if name not in self._running:
                 if name not in self._by_name:
@@ -150,14 +150,14 @@ def check_tier_configs(
     """Refuses tiers that cannot serve a model, before anything is planned; a file is made in a disk's folder.
 
     Args:
-        configs: The user's tiers, first the one that parameters would live in.
-        devices: Where the model's tensors are, such as `cpu`.
-        have_offloaded: Whether parameters or optimizer state may live in a tier between steps.
+        configs: The user's tiers; parameters would be offloaded to the first one.
+        devices: The devices of the model's tensors, such as `cpu`.
+        have_offloaded: Whether parameters or optimizer state may be offloaded between steps.
 
     Raises:
-        TierError: IRC571 for a folder that no file can be made in; IRC575 for a kind of tier that is not made
-            for the device, or in which nothing can live between steps; IRC576 for two of one name; IRC579 as
-            `ScratchFile`.
+        TierError: IRC571 for a folder in which no file can be made; IRC575 for a kind of tier that is not
+            made for the device, or to which no parameters can be offloaded; IRC576 for two of one name;
+            IRC579 as `ScratchFile`.
     """
     known = tuple(devices)
     tiers = Tiers(tuple(configs)).configs
@@ -177,9 +177,9 @@ def _refuse_offloaded(config: TierConfig) -> None:
     if isinstance(config, HostTierConfig):
         raise TierError(
             "IRC575",
-            f"parameters and optimizer state cannot live in tier {config.name} ({config.kind}) between "
-            "steps: that is for models on the CPU, with a disk",
-            help="leave params and optimizer out of what is swapped; other tensors can go to the host",
+            f"parameters and optimizer state cannot be offloaded to tier {config.name} ({config.kind}) "
+            "between steps: only models on the CPU with a disk tier can do that",
+            help="leave params and optimizer out of swap=; other tensors can go to the host",
         )
 
 
@@ -187,14 +187,12 @@ def _refuse_device(config: TierConfig, device: str) -> None:
     kind = device.partition(":")[0]
     match config:
         case HostTierConfig() if kind == "cpu":
-            why = (
-                "the memory of a model on the CPU is the host's memory: nothing is gained by copies within it"
-            )
+            why = "the memory of a model on the CPU is the host's memory: copies within it gain nothing"
             help = "use a disk tier: disk:FOLDER:BYTES"
         case HostTierConfig() if kind != "cuda":
             why, help = "pinned memory is for models on CUDA", "plan without swap"
         case DiskTierConfig() | FakeTierConfig() if kind != "cpu":
-            why = f"{config.kind} tiers copy tensors in the host's memory alone"
+            why = f"{config.kind} tiers only copy tensors in the host's memory"
             help = "use a host tier: host:BYTES"
         case _:
             return

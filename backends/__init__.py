@@ -1,1 +1,1 @@
-"""Backends: schedules out as something that runs."""
+"""Backends compile schedules to programs and run them."""

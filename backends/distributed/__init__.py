@@ -1,26 +1,26 @@
-"""Pipelines on devices: planned stages, driven by the schedules of `torch.distributed.pipelining`."""
+"""Runs planned pipeline stages on devices, by the schedules of `torch.distributed.pipelining`."""
 
-from .mailbox import Inbox, Locker, Mailbox, Outbox
-from .p2p import Channel, ChannelInbox, ChannelOutbox, Departures
+from .mailbox import Inbox, LocalExchange, Mailbox, Outbox
+from .p2p import P2PInbox, P2PLink, P2POutbox, PendingSends
 from .pipeline import PipelineRank
 from .results import Results
-from .single_process import PipelineAlone
-from .stage import Boxes, Stage
+from .single_process import SingleProcessPipeline
+from .stage import Stage, StageMailboxes
 from .worker import StageWorker
 
 __all__ = [
-    "Boxes",
-    "Channel",
-    "ChannelInbox",
-    "ChannelOutbox",
-    "Departures",
     "Inbox",
-    "Locker",
+    "LocalExchange",
     "Mailbox",
     "Outbox",
-    "PipelineAlone",
+    "P2PInbox",
+    "P2PLink",
+    "P2POutbox",
+    "PendingSends",
     "PipelineRank",
     "Results",
+    "SingleProcessPipeline",
     "Stage",
+    "StageMailboxes",
     "StageWorker",
 ]

@@ -1,4 +1,4 @@
-"""What carries tensors between pipeline stages: boxes that one stage fills and its neighbour empties."""
+"""Mailboxes carry tensors between pipeline stages: one stage sends and its neighbour receives."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-__all__ = ["Inbox", "Locker", "Mailbox", "Outbox"]
+__all__ = ["Inbox", "LocalExchange", "Mailbox", "Outbox"]
 
 
 class Outbox(Protocol):
@@ -26,13 +26,13 @@ class Inbox(Protocol):
         ...
 
     def receive(self, micro_batch: int, key: str) -> Tensor:
-        """A value of a micro-batch, once it is there; it is given once."""
+        """Waits for a value of a micro-batch and returns it, once."""
         ...
 
 
 @dataclass
-class Locker:
-    """Both boxes between two stages of one process: values are handed over as they are."""
+class LocalExchange:
+    """The inbox and the outbox between two stages of one process: values are handed over without a copy."""
 
     values: dict[tuple[int, str], Tensor] = field(default_factory=dict[tuple[int, str], Tensor])
 
@@ -41,21 +41,21 @@ class Locker:
         self.values[micro_batch, key] = value
 
     def expect(self, micro_batch: int) -> None:
-        """Does nothing: there is no copy."""
+        """Does nothing: values need no memory of their own."""
 
     def receive(self, micro_batch: int, key: str) -> Tensor:
-        """The value that was sent."""
+        """Returns the value that was sent."""
         return self.values.pop((micro_batch, key))
 
 
 @dataclass(frozen=True)
 class Mailbox:
-    """What a stage's program calls to exchange values, in one forward or backward of a micro-batch.
+    """Exchanges values for a stage's program, in one forward or backward of a micro-batch.
 
     Args:
-        micro_batch: Its number.
-        inbox: Where values come from; None where nothing does.
-        outbox: Where they go; None where nothing does.
+        micro_batch: The number of the micro-batch.
+        inbox: The inbox of received values; None if the stage receives nothing.
+        outbox: The outbox of sent values; None if the stage sends nothing.
     """
 
     micro_batch: int

@@ -1,4 +1,4 @@
-"""The boxes between two stages on different ranks of a process group."""
+"""Point-to-point links between two stages on different ranks of a process group."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from torch import Tensor
 
 from ...ir import IrcError, TensorType, Value, first_line
 
-__all__ = ["Channel", "ChannelInbox", "ChannelOutbox", "Departures"]
+__all__ = ["P2PInbox", "P2PLink", "P2POutbox", "PendingSends"]
 
 
 @dataclass(frozen=True)
-class Channel:
+class P2PLink:
     """One direction across one boundary between two stages.
 
     A value travels as the bytes of its storage, and arrives in the layout that it had.
 
     Args:
-        values: What is sent for each micro-batch, in the order in which it is sent.
+        values: The values that are sent for each micro-batch, in order.
         peer: The other stage's rank in the world.
-        tag: Tells the messages of this channel from others, where the group can.
-        group: What they go through; None for all ranks. Where a group cannot tell messages apart (NCCL), each
-            channel has its own.
+        tag: The tag of the messages of this link, for groups that have tags.
+        group: The process group; None for all ranks. If a group has no tags (NCCL), each link has its own.
     """
 
     values: tuple[Value, ...]
@@ -36,7 +35,7 @@ class Channel:
 
     @contextlib.contextmanager
     def reaching(self) -> Generator[None]:
-        """Says which rank is not there any more, where sending or receiving fails.
+        """Names the rank that is gone if sending or receiving fails.
 
         Raises:
             IrcError: IRC493.
@@ -52,108 +51,108 @@ class Channel:
 
 
 @dataclass(frozen=True)
-class _Departure:
-    """Something that was sent."""
+class _PendingSend:
+    """A value that was sent and may not have arrived."""
 
-    channel: Channel
+    link: P2PLink
     micro_batch: int
     work: dist.Work
     payload: Tensor
 
 
-class Departures:
-    """What a rank has sent that may not have arrived; it is kept until then.
+class PendingSends:
+    """The values that a rank has sent and that may not have arrived; they are held until then.
 
-    Each is waited for once: a second wait for what was sent through gloo would never end.
+    Each is waited for once: a second wait for the same send through gloo would never end.
 
     Args:
-        lag: After so many more actions of the rank it has arrived: the rank waits for it.
+        lag: The number of further actions of the rank after which it waits for a value.
     """
 
     def __init__(self, lag: int) -> None:
         self.lag = lag
         self._actions = 0
-        self._pending: list[tuple[int, _Departure]] = []
+        self._pending: list[tuple[int, _PendingSend]] = []
 
     def end_action(self) -> None:
-        """Waits for what was sent too long ago, before memory is taken for what the next actions receive."""
+        """Waits for old sends, before memory is taken for the values that the next actions receive."""
         self._actions += 1
         oldest = self._actions - self.lag
         self._wait(lambda action, _: action < oldest)
 
-    def begin_send(self, channel: Channel, micro_batch: int) -> None:
-        """Waits for what a channel sent for other micro-batches."""
-        self._wait(lambda _, sent: sent.channel is channel and sent.micro_batch != micro_batch)
+    def begin_send(self, link: P2PLink, micro_batch: int) -> None:
+        """Waits for the values that a link sent for other micro-batches."""
+        self._wait(lambda _, sent: sent.link is link and sent.micro_batch != micro_batch)
 
-    def add(self, departure: _Departure) -> None:
-        """Keeps what is sent in the current action."""
-        self._pending.append((self._actions, departure))
+    def add(self, send: _PendingSend) -> None:
+        """Holds a value that is sent in the current action."""
+        self._pending.append((self._actions, send))
 
     def end(self) -> None:
-        """Waits until all of it has arrived."""
+        """Waits until all values have arrived."""
         self._wait(lambda _, __: True)
 
-    def _wait(self, is_due: Callable[[int, _Departure], bool]) -> None:
+    def _wait(self, is_due: Callable[[int, _PendingSend], bool]) -> None:
         pending, self._pending = self._pending, []
         while pending:
-            action, departure = pending.pop(0)
-            if is_due(action, departure):
-                with departure.channel.reaching():
-                    departure.work.wait()
+            action, send = pending.pop(0)
+            if is_due(action, send):
+                with send.link.reaching():
+                    send.work.wait()
             else:
-                self._pending.append((action, departure))
+                self._pending.append((action, send))
 
 
-class ChannelOutbox:
-    """Sends to another rank; what was sent for one micro-batch has arrived before more is sent.
+class P2POutbox:
+    """Sends to another rank; the values of one micro-batch have arrived before the next is sent.
 
     Args:
-        channel: To where.
-        departures: Keeps what was sent until it has arrived.
+        link: The link to the other rank.
+        pending_sends: Holds sent values until they have arrived.
     """
 
-    def __init__(self, channel: Channel, departures: Departures) -> None:
-        self.channel = channel
-        self.departures = departures
-        self._types = {value.name: value.type for value in channel.values}
+    def __init__(self, link: P2PLink, pending_sends: PendingSends) -> None:
+        self.link = link
+        self.pending_sends = pending_sends
+        self._types = {value.name: value.type for value in link.values}
 
     def send(self, micro_batch: int, key: str, value: Tensor) -> None:
         """Begins to send a value, which must not be written from here on."""
-        self.departures.begin_send(self.channel, micro_batch)
+        self.pending_sends.begin_send(self.link, micro_batch)
         payload = _payload_of(value, self._types[key])
-        with self.channel.reaching():
-            work = dist.isend(payload, self.channel.peer, self.channel.group, self.channel.tag)
+        with self.link.reaching():
+            work = dist.isend(payload, self.link.peer, self.link.group, self.link.tag)
         assert work is not None
-        self.departures.add(_Departure(self.channel, micro_batch, work, payload))
+        self.pending_sends.add(_PendingSend(self.link, micro_batch, work, payload))
 
 
-class ChannelInbox:
+class P2PInbox:
     """Receives from another rank.
 
     Args:
-        channel: From where.
-        device: Where the values go.
+        link: The link from the other rank.
+        device: The device of received values.
     """
 
-    def __init__(self, channel: Channel, device: torch.device) -> None:
-        self.channel = channel
+    def __init__(self, link: P2PLink, device: torch.device) -> None:
+        self.link = link
         self.device = device
-        self._types = {value.name: value.type for value in channel.values}
+        self._types = {value.name: value.type for value in link.values}
         self._arriving: dict[tuple[int, str], tuple[dist.Work, Tensor]] = {}
 
     def expect(self, micro_batch: int) -> None:
         """Allocates memory for the values of a micro-batch, and begins to receive them."""
         for name, type in self._types.items():
             payload = torch.empty(_payload_bytes(type), dtype=torch.uint8, device=self.device)
-            with self.channel.reaching():
-                work = dist.irecv(payload, self.channel.peer, self.channel.group, self.channel.tag)
+            with self.link.reaching():
+                work = dist.irecv(payload, self.link.peer, self.link.group, self.link.tag)
             assert work is not None
             self._arriving[micro_batch, name] = work, payload
 
     def receive(self, micro_batch: int, key: str) -> Tensor:
-        """A value, once it has arrived."""
+        """Waits for a value and returns it."""
         work, payload = self._arriving.pop((micro_batch, key))
-        with self.channel.reaching():
+        with self.link.reaching():
             work.wait()
         type = self._types[key]
         dtype: torch.dtype = getattr(torch, type.dtype.value)
@@ -162,7 +161,7 @@ class ChannelInbox:
 
 
 def _payload_bytes(type: TensorType) -> int:
-    """The bytes from the first element of a tensor to its last."""
+    """Returns the number of bytes from the first element of a tensor to its last."""
     if 0 in type.shape:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(type.shape, type.strides, strict=True))
@@ -170,7 +169,7 @@ def _payload_bytes(type: TensorType) -> int:
 
 
 def _payload_of(tensor: Tensor, type: TensorType) -> Tensor:
-    """The bytes of a tensor in its planned layout: the tensor's own memory where it has that layout."""
+    """Returns the bytes of a tensor in its planned layout; the tensor's own memory if it has that layout."""
     if tuple(tensor.stride()) != type.strides:
         laid = torch.empty_strided(type.shape, type.strides, dtype=tensor.dtype, device=tensor.device)
         tensor = laid.copy_(tensor)

@@ -1,6 +1,6 @@
 """One rank of a pipeline under `torch.distributed`."""
 
-# The schedules' runtime takes an order of actions by a private door alone.
+# The schedules' runtime takes an order of actions only through a private function.
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ...ir.pipeline.exchange import Expect, send_lag, sent_values, with_expectat
 from ...ir.pipeline.schedule import Action, PipelineSchedule
 from ..torch.offload import Tiers
 from ..torch.program import Program
-from .mailbox import Locker
-from .p2p import Channel, ChannelInbox, ChannelOutbox, Departures
+from .mailbox import LocalExchange
+from .p2p import P2PInbox, P2PLink, P2POutbox, PendingSends
 from .results import Results
 from .shared_parameters import SharedParameters, new_group
-from .stage import Boxes, Stage
+from .stage import Stage, StageMailboxes
 from .worker import StageWorker
 
 __all__ = ["PipelineRank"]
@@ -32,16 +32,16 @@ class PipelineRank:
     """The stages of one rank, and the schedule that drives them together with the other ranks.
 
     Args:
-        schedule: Which stage is on which rank, and in which order each rank works.
-        programs: Of all stages.
-        graphs: Of all stages.
-        last_programs: Those of the last micro-batch, of all stages, where it has others; else none.
-        tiers: Where copies go; None where the programs make none.
-        state: The model's parameters and buffers by name, those of this rank's stages at least.
-        deliveries: How the model's result is made of the last stage's outputs.
+        schedule: The rank of each stage, and the order in which each rank works.
+        programs: The programs of all stages.
+        graphs: The graphs of all stages.
+        last_programs: The programs of all stages for the last micro-batch; empty if they are the same.
+        tiers: The tiers that the programs copy to; None if they copy nothing.
+        state: The model's parameters and buffers by name, at least those of this rank's stages.
+        deliveries: The recipe for each leaf of the model's result, from the last stage's outputs.
         rebuild: Nests the leaves of the result as the model does.
         loss: A function from the model's result and the number of a micro-batch to a scalar.
-        device: Of this rank.
+        device: The device of this rank.
         group: The ranks of the pipeline, one for each device of the schedule; None for all.
     """
 
@@ -65,9 +65,9 @@ class PipelineRank:
         self.has_failed = False
         self.rank = dist.get_rank(group)
         self.device = device
-        channels = _Channels(schedule, graphs, group)
-        lockers = _Lockers()
-        self.departures = Departures(send_lag(schedule))
+        links = _P2PLinks(schedule, graphs, group)
+        local_exchanges = _LocalExchanges()
+        self.pending_sends = PendingSends(send_lag(schedule))
         last = schedule.stages - 1
         self.stages: list[Stage] = []
         for index in schedule.stages_on(self.rank):
@@ -77,9 +77,9 @@ class PipelineRank:
             if index == last:
                 scale = 1 / schedule.micro_batches
                 results = Results(programs[index], deliveries, rebuild, loss, scale)
-            mailboxes = _boxes(schedule, index, channels, lockers, device, self.departures)
+            mailboxes = _mailboxes(schedule, index, links, local_exchanges, device, self.pending_sends)
             self.stages.append(
-                Stage(worker, index, last + 1, device, mailboxes, self.departures, results, group)
+                Stage(worker, index, last + 1, device, mailboxes, self.pending_sends, results, group)
             )
         self.shared = SharedParameters(schedule, programs, self.parameters, group)
         self.runtime = _PipelineScheduleRuntime(
@@ -101,16 +101,16 @@ class PipelineRank:
         return {name: b for stage in self.stages for name, b in stage.worker.buffers.items()}
 
     def step(self, arguments: Sequence[Sequence[Tensor]]) -> list[float]:
-        """One step of the pipeline: gradients of the mean of all losses are added to `.grad`.
+        """Runs one step of the pipeline: adds the gradients of the mean of all losses to `.grad`.
 
         Args:
             arguments: The model's tensor arguments of each micro-batch.
 
         Returns:
-            The loss of each micro-batch, on the rank of the last stage; nothing on the others.
+            The loss of each micro-batch on the rank of the last stage; an empty list on the others.
 
         Raises:
-            UsageError: IRC491 where a step has failed before.
+            UsageError: IRC491 if a step has failed before.
         """
         if self.has_failed:
             raise UsageError(
@@ -126,7 +126,7 @@ class PipelineRank:
         try:
             with self.shared.added_up():
                 self.runtime.step(target=numbers, losses=losses, return_outputs=False)
-                self.departures.end()
+                self.pending_sends.end()
         finally:
             for stage in self.stages:
                 stage.arguments = ()
@@ -144,7 +144,7 @@ _ENGINE = {work.value: work for work in _ComputationType}
 
 
 def _engine(item: Action | Expect) -> _Action:
-    """An action as the runtime takes it."""
+    """Converts an action to the runtime's."""
     if isinstance(item, Expect):
         work = _ComputationType.RECV_F if item.is_forward else _ComputationType.RECV_B
         return _Action(item.stage, work, item.micro_batch)
@@ -154,8 +154,8 @@ def _engine(item: Action | Expect) -> _Action:
 # ---------------------------------------------------------------------- neighbours
 
 
-class _Channels:
-    """What connects stages on different ranks; every rank makes all of them, in the same order."""
+class _P2PLinks:
+    """The links between stages on different ranks. Every rank makes all of them, in the same order."""
 
     def __init__(
         self, schedule: PipelineSchedule, graphs: Sequence[Graph], group: dist.ProcessGroup | None
@@ -164,7 +164,7 @@ class _Channels:
         self.graphs = graphs
         self.schedule = schedule
         self.group = group
-        own_groups = dist.get_backend(group) == "nccl"  # which cannot tell messages apart
+        own_groups = dist.get_backend(group) == "nccl"  # which has no tags
         for index in range(schedule.stages - 1):
             ranks = [self.world_rank(index), self.world_rank(index + 1)]
             for is_forward in (True, False):
@@ -176,45 +176,45 @@ class _Channels:
         rank = self.schedule.device_of[stage]
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
-    def between(self, first: int, *, is_forward: bool, sends: bool) -> Channel:
-        """The channel across the boundary after stage `first`, for the end that sends or the other one."""
+    def between(self, first: int, *, is_forward: bool, sends: bool) -> P2PLink:
+        """Makes one end of the link across the boundary after stage `first`."""
         tag, group = self.of[first, is_forward]
         peer = first + 1 if is_forward == sends else first
         source = self.graphs[first if is_forward else first + 1]
         values = sent_values(source, Region.FORWARD if is_forward else Region.BACKWARD)
-        return Channel(values, self.world_rank(peer), tag, group)
+        return P2PLink(values, self.world_rank(peer), tag, group)
 
 
-class _Lockers:
-    """What connects stages on this rank."""
+class _LocalExchanges:
+    """The exchanges between stages on this rank."""
 
     def __init__(self) -> None:
-        self.of: dict[tuple[int, bool], Locker] = {}
+        self.of: dict[tuple[int, bool], LocalExchange] = {}
 
-    def between(self, first: int, *, is_forward: bool) -> Locker:
-        return self.of.setdefault((first, is_forward), Locker())
+    def between(self, first: int, *, is_forward: bool) -> LocalExchange:
+        return self.of.setdefault((first, is_forward), LocalExchange())
 
 
-def _boxes(
+def _mailboxes(
     schedule: PipelineSchedule,
     index: int,
-    channels: _Channels,
-    lockers: _Lockers,
+    links: _P2PLinks,
+    local_exchanges: _LocalExchanges,
     device: torch.device,
-    departures: Departures,
-) -> Boxes:
-    def inbox(first: int, *, is_forward: bool) -> ChannelInbox | Locker:
+    pending_sends: PendingSends,
+) -> StageMailboxes:
+    def inbox(first: int, *, is_forward: bool) -> P2PInbox | LocalExchange:
         if schedule.device_of[first] == schedule.device_of[first + 1]:
-            return lockers.between(first, is_forward=is_forward)
-        return ChannelInbox(channels.between(first, is_forward=is_forward, sends=False), device)
+            return local_exchanges.between(first, is_forward=is_forward)
+        return P2PInbox(links.between(first, is_forward=is_forward, sends=False), device)
 
-    def outbox(first: int, *, is_forward: bool) -> ChannelOutbox | Locker:
+    def outbox(first: int, *, is_forward: bool) -> P2POutbox | LocalExchange:
         if schedule.device_of[first] == schedule.device_of[first + 1]:
-            return lockers.between(first, is_forward=is_forward)
-        return ChannelOutbox(channels.between(first, is_forward=is_forward, sends=True), departures)
+            return local_exchanges.between(first, is_forward=is_forward)
+        return P2POutbox(links.between(first, is_forward=is_forward, sends=True), pending_sends)
 
     has_before, has_after = index > 0, index + 1 < schedule.stages
-    return Boxes(
+    return StageMailboxes(
         activations_in=inbox(index - 1, is_forward=True) if has_before else None,
         activations_out=outbox(index, is_forward=True) if has_after else None,
         gradients_in=inbox(index, is_forward=False) if has_after else None,

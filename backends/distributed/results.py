@@ -1,4 +1,4 @@
-"""The model's results at the end of a pipeline, its loss, and their gradients."""
+"""The results of the model at the end of a pipeline, its loss, and their gradients."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["Results"]
 
 
 @dataclass
-class _Result:
-    """What is held of a micro-batch between its forward and its backward."""
+class _LiveMicrobatch:
+    """The outputs and the result of a micro-batch between its forward and its backward."""
 
     outputs: list[Tensor]
     value: Any
@@ -30,11 +30,11 @@ class Results:
     """Hands results to the loss, micro-batch by micro-batch, and takes their gradients from it.
 
     Args:
-        program: The last stage's.
-        deliveries: How each leaf of the model's result is made.
+        program: The program of the last stage.
+        deliveries: The recipe for each leaf of the model's result.
         rebuild: Nests the leaves as the model does.
         loss: A function from the model's result, and the number of the micro-batch, to a scalar.
-        scale: What each loss counts in the gradients: one part in the number of micro-batches for their mean.
+        scale: The weight of each loss in the gradients: one over the number of micro-batches for their mean.
     """
 
     def __init__(
@@ -50,35 +50,35 @@ class Results:
         self.rebuild = rebuild
         self.of_result = loss
         self.scale = scale
-        self._waiting: dict[int, _Result] = {}
+        self._live_microbatches: dict[int, _LiveMicrobatch] = {}
 
     def deliver(self, micro_batch: int, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        """Takes the outputs of a micro-batch, and makes the model's result of them."""
+        """Makes the model's result of the outputs of a micro-batch."""
         for output, tangent in zip(outputs, self.program.tangents, strict=True):
             if tangent is not None:
                 output.requires_grad_()
         leaves = [deliver_leaf(delivery, inputs, tuple(outputs)) for delivery in self.deliveries]
-        self._waiting[micro_batch] = _Result(outputs, self.rebuild(leaves))
+        self._live_microbatches[micro_batch] = _LiveMicrobatch(outputs, self.rebuild(leaves))
 
     def loss(self, micro_batch: int) -> Tensor:
-        """The loss of a micro-batch, without its history: that stays here until backward."""
-        waiting = self._waiting[micro_batch]
+        """Computes the loss of a micro-batch; returns it without its history, which stays until backward."""
+        live = self._live_microbatches[micro_batch]
         with torch.enable_grad():
-            waiting.loss = self.of_result(waiting.value, micro_batch)
-        waiting.value = None
-        return waiting.loss.detach()
+            live.loss = self.of_result(live.value, micro_batch)
+        live.value = None
+        return live.loss.detach()
 
     def tangents(self, micro_batch: int) -> list[Tensor]:
-        """The gradients of a micro-batch's loss by the outputs that backward takes one of."""
-        waiting = self._waiting.pop(micro_batch)
-        assert waiting.loss is not None, "the loss comes before backward"
-        pairs = zip(waiting.outputs, self.program.tangents, strict=True)
+        """Computes the gradients of a micro-batch's loss by the outputs that have a tangent."""
+        live = self._live_microbatches.pop(micro_batch)
+        assert live.loss is not None, "the loss comes before backward"
+        pairs = zip(live.outputs, self.program.tangents, strict=True)
         wanted = [(output, tangent) for output, tangent in pairs if tangent is not None]
-        seed = torch.full_like(waiting.loss, self.scale)
+        seed = torch.full_like(live.loss, self.scale)
         outputs = [output for output, _ in wanted]
-        found = torch.autograd.grad(waiting.loss, outputs, seed, allow_unused=True)
+        found = torch.autograd.grad(live.loss, outputs, seed, allow_unused=True)
         return [in_layout(gradient, tangent) for gradient, (_, tangent) in zip(found, wanted, strict=True)]
 
     def give_up(self) -> None:
-        """Forgets what waits for its backward."""
-        self._waiting.clear()
+        """Drops the micro-batches whose backward has not run."""
+        self._live_microbatches.clear()

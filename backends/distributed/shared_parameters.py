@@ -1,4 +1,4 @@
-"""Parameters that stages on several ranks have: their gradients are added up once a step."""
+"""Adds up, once a step, the gradients of parameters that stages on several ranks have."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ __all__ = ["SharedParameters", "new_group"]
 
 
 def new_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
-    """A group of some ranks of the world, which all ranks make; None for those that are not in it."""
+    """Makes a group of some ranks of the world, on all ranks; returns None on those that are not in it."""
     made = dist.new_group(list(ranks))
     return made if isinstance(made, dist.ProcessGroup) else None
 
 
 class SharedParameters:
-    """Adds the gradients of shared parameters up across ranks, which begin with the values of the first.
+    """Adds up the gradients of shared parameters across ranks, which begin with the values of the first rank.
 
-    Every rank makes the groups of all, in the same order.
+    Every rank makes the groups of all ranks, in the same order.
 
     Args:
-        schedule: Which stage is on which rank.
-        programs: Of all stages.
-        parameters: Those of this rank, by name.
+        schedule: The rank of each stage.
+        programs: The programs of all stages.
+        parameters: The parameters of this rank, by name.
         group: The ranks of the pipeline; None for all.
 
     Raises:
-        UnsupportedError: IRC492 where the pipeline has a part of the world's ranks, and a parameter is on
-            some of these alone.
+        UnsupportedError: IRC492 if the pipeline has a part of the world's ranks, and a parameter is only on
+            some of these.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class SharedParameters:
 
     @contextlib.contextmanager
     def added_up(self) -> Generator[None]:
-        """Around a step: afterwards the gradients are what was there before, and the sums over all ranks.
+        """Adds the sums over all ranks of a step's gradients to the gradients that were there before.
 
-        What was there before is the same on all ranks: each takes its part of it into the sum.
+        The earlier gradients are the same on all ranks: each rank puts its part of them into the sum.
         """
         for parameter, group in self.shared:
             if parameter.grad is not None:
@@ -75,7 +75,7 @@ class SharedParameters:
 
 
 def _group_of(name: str, ranks: Sequence[int], group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The group of some ranks of a pipeline, which have a parameter.
+    """Returns the group of the ranks of a pipeline that have a parameter.
 
     Raises:
         UnsupportedError: IRC492.
@@ -86,13 +86,13 @@ def _group_of(name: str, ranks: Sequence[int], group: dist.ProcessGroup | None) 
         return new_group(ranks)
     raise UnsupportedError(
         "IRC492",
-        f"parameter {name} is shared by some ranks of a pipeline that has a part of all ranks",
+        f"parameter {name} is shared by some ranks of a pipeline that does not have all ranks of the world",
         help="run each pipeline in a world of its own, or cut it into two stages",
     )
 
 
 def _ranks_of(schedule: PipelineSchedule, programs: Sequence[Program]) -> dict[str, tuple[int, ...]]:
-    """The ranks that have each parameter that gets a gradient in any of them, by its name."""
+    """Returns the ranks of each parameter that gets a gradient on any rank, by its name."""
     released = {name for program in programs for name in program.released}
     ranks: dict[str, set[int]] = {}
     for stage, program in enumerate(programs):

@@ -1,4 +1,4 @@
-"""All stages of a pipeline in one process: micro-batches one after the other, gradients accumulated."""
+"""Runs all stages of a pipeline in one process, one micro-batch after the other."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from torch import Tensor, nn
 from ...ir import Delivery
 from ..torch.offload import Tiers
 from ..torch.program import Program
-from .mailbox import Locker, Mailbox
+from .mailbox import LocalExchange, Mailbox
 from .results import Results
 from .worker import StageWorker
 
-__all__ = ["PipelineAlone"]
+__all__ = ["SingleProcessPipeline"]
 
 
-class PipelineAlone:
+class SingleProcessPipeline:
     """Runs the stages of a pipeline on one device, each micro-batch forward and backward before the next.
 
     Args:
-        programs: Of all stages.
-        last_programs: Those of the last micro-batch, where it has others; else none.
-        tiers: Where copies go; None where the programs make none.
-        micro_batches: How many a step has.
+        programs: The programs of all stages.
+        last_programs: The programs for the last micro-batch; empty if they are the same.
+        tiers: The tiers that the programs copy to; None if they copy nothing.
+        micro_batches: The number of micro-batches of a step.
         state: The model's parameters and buffers by name.
-        deliveries: How the model's result is made of the last stage's outputs.
+        deliveries: The recipe for each leaf of the model's result, from the last stage's outputs.
         rebuild: Nests the leaves of the result as the model does.
         loss: A function from the model's result and the number of a micro-batch to a scalar.
     """
@@ -62,7 +62,7 @@ class PipelineAlone:
         return {name: b for worker in self.workers for name, b in worker.buffers.items()}
 
     def step(self, arguments: Sequence[Sequence[Tensor]]) -> list[float]:
-        """One step: gradients of the mean of all losses are added to `.grad`.
+        """Runs one step: adds the gradients of the mean of all losses to `.grad`.
 
         Args:
             arguments: The model's tensor arguments of each micro-batch.
@@ -78,8 +78,8 @@ class PipelineAlone:
                 worker.give_up()
 
     def _micro_batch(self, number: int, arguments: Sequence[Tensor]) -> float:
-        forth = [Locker() for _ in self.workers[1:]]
-        back = [Locker() for _ in self.workers[1:]]
+        forth = [LocalExchange() for _ in self.workers[1:]]
+        back = [LocalExchange() for _ in self.workers[1:]]
         last = len(self.workers) - 1
         for stage, worker in enumerate(self.workers):
             mailbox = Mailbox(

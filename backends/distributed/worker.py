@@ -1,4 +1,4 @@
-"""One pipeline stage at work: its program, micro-batch by micro-batch."""
+"""Runs the program of one pipeline stage, micro-batch by micro-batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["StageWorker"]
 
 
 @dataclass
-class _Flight:
+class _LiveMicrobatch:
     """A micro-batch whose backward has not ended."""
 
     inputs: list[Tensor]
@@ -34,12 +34,12 @@ class StageWorker:
     Args:
         program: The stage's program; it releases its gradients by accumulation.
         state: Parameters and buffers by name; names of one tensor stay tied.
-        others: Programs of the same stage for single micro-batches, by their numbers: what is kept and what
-            is computed again differs.
-        tiers: Where copies go; None where the programs make none.
+        others: Programs of the same stage for single micro-batches, by their numbers. They keep and recompute
+            other values.
+        tiers: The tiers that the programs copy to; None if they copy nothing.
 
     Attributes:
-        parameters: What the stage trains or reads, by name.
+        parameters: The parameters that the stage trains or reads, by name.
         buffers: Its buffers, by name.
     """
 
@@ -66,7 +66,7 @@ class StageWorker:
             elif entry.role is InputRole.BUFFER:
                 self.buffers[entry.target] = state[entry.target]
         self._release = OptimizersInBackward({})
-        self._flights: dict[int, _Flight] = {}
+        self._live_microbatches: dict[int, _LiveMicrobatch] = {}
 
     def forward(
         self, micro_batch: int, arguments: Sequence[Tensor], mailbox: Mailbox
@@ -74,15 +74,15 @@ class StageWorker:
         """Runs forward for a micro-batch.
 
         Args:
-            micro_batch: Its number.
+            micro_batch: The number of the micro-batch.
             arguments: The model's tensor arguments of this micro-batch.
-            mailbox: What sends and receives.
+            mailbox: Sends and receives.
 
         Returns:
             The program's static inputs, and the model's outputs in the last stage.
         """
         inputs = [self._bound(entry, arguments) for entry in self.program.statics]
-        program = self._of(micro_batch)
+        program = self._program(micro_batch)
         copies = self.tiers.session(program.copies) if program.copies else None
         more = [mailbox] if program.exchanges else []
         try:
@@ -92,38 +92,38 @@ class StageWorker:
             if copies is not None:
                 copies.close()
             raise
-        self._flights[micro_batch] = _Flight(inputs, saved, copies)
+        self._live_microbatches[micro_batch] = _LiveMicrobatch(inputs, saved, copies)
         return inputs, outputs
 
     def backward(self, micro_batch: int, tangents: Sequence[Tensor], mailbox: Mailbox) -> None:
         """Runs backward for a micro-batch: all of it, or up to its pause.
 
         Args:
-            micro_batch: Its number.
-            tangents: The gradients of the outputs that backward takes one of, in the last stage.
-            mailbox: What sends and receives.
+            micro_batch: The number of the micro-batch.
+            tangents: The gradients of the outputs that have a tangent, in the last stage.
+            mailbox: Sends and receives.
         """
-        flight = self._flights[micro_batch]
-        program = self._of(micro_batch)
+        live = self._live_microbatches[micro_batch]
+        program = self._program(micro_batch)
         given = frozenset(k for k, tangent in enumerate(program.tangents) if tangent is not None)
         more: list[Any] = [sum(1 << index for index in given)] if program.is_partial else []
         if program.released:
-            more.append(self._release.taker(program, flight.inputs, given))
+            more.append(self._release.sink(program, live.inputs, given))
         if program.exchanges:
             more.append(mailbox)
-        if flight.copies is not None:
-            more.append(flight.copies)
+        if live.copies is not None:
+            more.append(live.copies)
         with torch.no_grad():
-            running = program.backward(flight.inputs, flight.saved, list(tangents), *more)
+            running = program.backward(live.inputs, live.saved, list(tangents), *more)
             if program.pauses:
                 next(running)
-                flight.rest = running
+                live.rest = running
             else:
                 self._end(micro_batch)
 
     def finish(self, micro_batch: int) -> None:
-        """Runs what a pause left of the backward of a micro-batch."""
-        rest = self._flights[micro_batch].rest
+        """Runs the rest of a micro-batch's backward, after its pause."""
+        rest = self._live_microbatches[micro_batch].rest
         assert rest is not None, "nothing was left"
         with torch.no_grad():
             for _ in rest:
@@ -131,17 +131,17 @@ class StageWorker:
         self._end(micro_batch)
 
     def give_up(self) -> None:
-        """Drops what micro-batches hold whose backward has not ended."""
-        for micro_batch in list(self._flights):
+        """Drops the micro-batches whose backward has not ended."""
+        for micro_batch in list(self._live_microbatches):
             self._end(micro_batch)
 
     def _end(self, micro_batch: int) -> None:
-        """Forgets a micro-batch, and what it has in tiers."""
-        copies = self._flights.pop(micro_batch).copies
+        """Drops a micro-batch and its copies in tiers."""
+        copies = self._live_microbatches.pop(micro_batch).copies
         if copies is not None:
             copies.close()
 
-    def _of(self, micro_batch: int) -> Program:
+    def _program(self, micro_batch: int) -> Program:
         return self.others.get(micro_batch, self.program)
 
     def _bound(self, entry: Input, arguments: Sequence[Tensor]) -> Tensor:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...backends.distributed import PipelineAlone, PipelineRank
+from ...backends.distributed import PipelineRank, SingleProcessPipeline
 from ...backends.torch import TierConfig, Tiers, compile_program
 from ...ir import Delivery, InputRole, Schedule, UsageError, print_program
 from ...ir.pipeline.plan import PipelinePlan
@@ -118,7 +118,7 @@ class PipelineTrainer:
             )
         self._own: Sequence[int] = range(stages.order.stages)
         if self.is_alone:
-            self.rank: PipelineAlone | PipelineRank = PipelineAlone(
+            self.rank: SingleProcessPipeline | PipelineRank = SingleProcessPipeline(
                 self.programs,
                 stages.plan.micro_batches,
                 state,

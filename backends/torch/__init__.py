@@ -11,7 +11,6 @@ from .hooks import refuse_hooks
 from .module import fit, fit_planned
 from .offload import (
     DiskTierConfig,
-    FakeTierConfig,
     HostTierConfig,
     TierConfig,
     TierPlace,
@@ -32,7 +31,6 @@ __all__ = [
     "AliveTensors",
     "CompiledPlan",
     "DiskTierConfig",
-    "FakeTierConfig",
     "HostTierConfig",
     "Original",
     "PendingBackward",

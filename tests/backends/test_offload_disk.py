@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.fake_tier import FakeTierConfig
 from support.random_copies import with_random_copies
 from support.swap_cases import (
     DISK,
@@ -36,7 +37,6 @@ from support.torch_cases import keep_all, recompute_some
 
 from irc.backends.torch import (
     DiskTierConfig,
-    FakeTierConfig,
     HostTierConfig,
     check_tier_configs,
     compile_program,

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support.fake_tier import FakeTierConfig
 from support.random_copies import TIERS, waited_for, waits_that_matter, with_random_copies, without
 from support.torch_cases import CASES, assert_same, keep_all, outcome, recompute_some
 from torch import nn
 
-from irc.backends.torch import FakeTierConfig, compile_program, emit_source, fit
+from irc.backends.torch import compile_program, emit_source, fit
 from irc.frontends.torch import Captured, capture
 from irc.ir import (
     Compute,

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.fake_tier import FakeTierConfig
 from support.random_copies import TIERS, away_at_the_loss, with_random_copies
 from support.swap_cases import (
     DISK,
@@ -33,7 +34,6 @@ from torch import Tensor, nn
 
 from irc.backends.torch import (
     DiskTierConfig,
-    FakeTierConfig,
     PendingBackward,
     StandaloneModule,
     TierConfig,

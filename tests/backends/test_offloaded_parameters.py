@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.fake_tier import FakeTierConfig
 from support.offloaded_parameters import FAR, offload_schedule
 from support.random_copies import waited_for, without
 from support.torch_cases import CASES, assert_same, outcome
@@ -22,7 +23,6 @@ from torch.optim import Optimizer
 import irc
 from irc.backends.torch import (
     DiskTierConfig,
-    FakeTierConfig,
     HostTierConfig,
     TierConfig,
     compile_program,

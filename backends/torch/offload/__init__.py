@@ -1,17 +1,18 @@
 """Carries out copies to tiers while steps run."""
 
+from .disk import DiskTierConfig
 from .offloaded_parameters import State
+from .pinned import HostTierConfig
 from .session import Session
 from .table import CopiedTensor, CopyTable, copy_table
 from .tier import Traffic
-from .tier_config import DiskTierConfig, FakeTierConfig, HostTierConfig, TierConfig, TierPlace
+from .tier_config import TierConfig, TierPlace
 from .tiers import Tiers, check_places, check_tier_configs
 
 __all__ = [
     "CopiedTensor",
     "CopyTable",
     "DiskTierConfig",
-    "FakeTierConfig",
     "HostTierConfig",
     "Session",
     "State",

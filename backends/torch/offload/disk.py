@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -21,9 +23,54 @@ from .memory import bytes_at
 from .scratch import ScratchFile, ScratchRoom
 from .slots import Slot
 from .tier import ResidentTier, Ticket
-from .tier_config import DiskTierConfig
+from .tier_config import TierConfig
 
-__all__ = ["DiskTier"]
+__all__ = ["DiskTier", "DiskTierConfig"]
+
+
+@dataclass(frozen=True, slots=True)
+class DiskTierConfig(TierConfig):
+    """A scratch file, for models on the CPU.
+
+    Args:
+        name: The name of the tier in schedules.
+        capacity_bytes: The most bytes in the file at once, for all calls of the module.
+        folder: The folder of the unlinked file; None is the system's folder for temporary files.
+        checks: Compare checksums, as IRC_SWAP_CHECK=1 does for all tiers.
+        uses_page_cache: Let the system keep copies in free memory, as it does with all files: a tensor that
+            comes back soon may never wait for the disk. Otherwise each copy is written to the disk at once
+            and dropped from that cache, so that it takes no memory of the machine, and the disk's own time.
+        is_duplex: Copy both ways at once, as `ir.Tier` says of the tier; otherwise one copy after the other.
+    """
+
+    kind: ClassVar[str] = "disk"
+    takes_parameters: ClassVar[bool] = True
+
+    folder: str | None = None
+    uses_page_cache: bool = True
+    is_duplex: bool = True
+
+    def open(self) -> DiskTier:
+        """Makes the scratch file.
+
+        Raises:
+            TierError: As `DiskTier`.
+        """
+        return DiskTier(self)
+
+    def refusal(self, device_type: str) -> tuple[str, str] | None:
+        """Refuses tensors that are not in the host's memory."""
+        if device_type == "cpu":
+            return None
+        return "disk tiers only copy tensors in the host's memory", "use a host tier: host:BYTES"
+
+    def try_out(self) -> None:
+        """Makes a scratch file in the folder.
+
+        Raises:
+            TierError: As `DiskTier`.
+        """
+        self.open()
 
 
 class DiskTier(ResidentTier):

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,9 +26,36 @@ from .extents import Extents, Range, in_pages
 from .memory import bytes_of
 from .slots import Room, Slot
 from .tier import RunningTier, Ticket
-from .tier_config import HostTierConfig
+from .tier_config import TierConfig
 
-__all__ = ["HostTier"]
+__all__ = ["HostTier", "HostTierConfig"]
+
+
+@dataclass(frozen=True, slots=True)
+class HostTierConfig(TierConfig):
+    """Pinned memory of the host, for models on CUDA."""
+
+    kind: ClassVar[str] = "host"
+    takes_parameters: ClassVar[bool] = False
+
+    def open(self) -> HostTier:
+        """Opens the tier; memory is pinned when it is needed."""
+        return HostTier(self)
+
+    def try_out(self) -> None:
+        """Does nothing: memory is pinned when it is needed."""
+
+    def refusal(self, device_type: str) -> tuple[str, str] | None:
+        """Refuses tensors that are not on CUDA."""
+        if device_type == "cuda":
+            return None
+        if device_type == "cpu":
+            return (
+                "the memory of a model on the CPU is the host's memory: copies within it gain nothing",
+                "use a disk tier: disk:FOLDER:BYTES",
+            )
+        return "pinned memory is for models on CUDA", "plan without swap"
+
 
 _CHUNK_BYTES = 1 << 26
 """The size of the pieces in which pinned memory is taken: torch rounds each up to a power of two."""

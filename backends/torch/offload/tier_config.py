@@ -1,70 +1,56 @@
-"""The configs of tiers: where the tiers of a plan are on this machine. Nothing is open yet."""
+"""The config of a tier: where a tier of a plan is on this machine. Nothing is open yet."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
 from typing import ClassVar
 
-__all__ = ["DiskTierConfig", "FakeTierConfig", "HostTierConfig", "TierConfig", "TierPlace"]
+from .tier import RunningTier
+
+__all__ = ["TierConfig", "TierPlace"]
 
 
 @dataclass(frozen=True, slots=True)
-class DiskTierConfig:
-    """A scratch file, for models on the CPU.
+class TierConfig(ABC):
+    """The config of a tier, as plain data that copies and pickles of a module carry.
 
     Args:
         name: The name of the tier in schedules.
-        capacity_bytes: The most bytes in the file at once, for all calls of the module.
-        folder: The folder of the unlinked file; None is the system's folder for temporary files.
+        capacity_bytes: The most bytes in the tier at once, for all calls of the module.
         checks: Compare checksums, as IRC_SWAP_CHECK=1 does for all tiers.
-        uses_page_cache: Let the system keep copies in free memory, as it does with all files: a tensor that
-            comes back soon may never wait for the disk. Otherwise each copy is written to the disk at once
-            and dropped from that cache, so that it takes no memory of the machine, and the disk's own time.
-        is_duplex: Copy both ways at once, as `ir.Tier` says of the tier; otherwise one copy after the other.
+
+    Attributes:
+        kind: The word for this kind of tier, in messages and files.
+        takes_parameters: Whether parameters and optimizer state can be offloaded to it between steps.
     """
 
-    kind: ClassVar[str] = "disk"
+    kind: ClassVar[str]
+    takes_parameters: ClassVar[bool]
 
     name: str
     capacity_bytes: int
-    folder: str | None = None
-    checks: bool = False
-    uses_page_cache: bool = True
-    is_duplex: bool = True
+    checks: bool = field(default=False, kw_only=True)
 
+    @abstractmethod
+    def open(self) -> RunningTier:
+        """Opens the tier.
 
-@dataclass(frozen=True, slots=True)
-class HostTierConfig:
-    """Pinned memory of the host, for models on CUDA; the arguments are those of `DiskTierConfig`."""
+        Raises:
+            TierError: IRC571 or IRC579 if it cannot be opened.
+        """
 
-    kind: ClassVar[str] = "host"
+    @abstractmethod
+    def refusal(self, device_type: str) -> tuple[str, str] | None:
+        """Returns why the tier cannot hold tensors on a type of device, and a way out; None if it can."""
 
-    name: str
-    capacity_bytes: int
-    checks: bool = False
+    @abstractmethod
+    def try_out(self) -> None:
+        """Refuses, before anything is planned, a tier that cannot be opened.
 
+        Raises:
+            TierError: As `open`.
+        """
 
-@dataclass(frozen=True, slots=True)
-class FakeTierConfig:
-    """A tier for tests: copies are made late, and memory that must not be read meanwhile is overwritten.
-
-    Args:
-        name: As in `DiskTierConfig`.
-        capacity_bytes: As in `DiskTierConfig`.
-        checks: As in `DiskTierConfig`.
-        seed: The seed of the times at which copies are made.
-        is_late: Make each copy at its own `Wait` and not before it.
-    """
-
-    kind: ClassVar[str] = "fake-async"
-
-    name: str
-    capacity_bytes: int
-    checks: bool = False
-    seed: int = 0
-    is_late: bool = False
-
-
-TierConfig = DiskTierConfig | HostTierConfig | FakeTierConfig
 
 TierPlace = TierConfig

@@ -10,15 +10,12 @@ from typing import Any, NoReturn
 from torch.optim import Optimizer
 
 from ....ir import TierError
-from .disk import DiskTier
-from .fake import FakeTier
 from .memory import is_checking
 from .offloaded_parameters import OffloadedParameters, Resident
-from .pinned import HostTier
 from .session import Session
 from .table import CopyTable
 from .tier import RunningTier, Traffic
-from .tier_config import DiskTierConfig, FakeTierConfig, HostTierConfig, TierConfig
+from .tier_config import TierConfig
 
 __all__ = ["Tiers", "check_places", "check_tier_configs"]
 
@@ -122,7 +119,7 @@ class Tiers:
             if name not in self._running:
                 if name not in self._by_name:
                     self._refuse_unknown(name)
-                self._running[name] = _open(self._by_name[name])
+                self._running[name] = self._by_name[name].open()
             return self._running[name]
 
     def _refuse_unknown(self, name: str) -> NoReturn:
@@ -132,16 +129,6 @@ class Tiers:
             f"the schedule copies to tier {name}, which has no config (known: {known})",
             help="give a config for each tier: tiers=(DiskTierConfig('disk', capacity_bytes, folder), ...)",
         )
-
-
-def _open(config: TierConfig) -> RunningTier:
-    match config:
-        case DiskTierConfig():
-            return DiskTier(config)
-        case HostTierConfig():
-            return HostTier(config)
-        case FakeTierConfig():
-            return FakeTier(config)
 
 
 def check_tier_configs(
@@ -166,15 +153,14 @@ def check_tier_configs(
     for config in tiers:
         for device in known:
             _refuse_device(config, device)
-        if isinstance(config, DiskTierConfig):
-            _open(config)
+        config.try_out()
 
 
 check_places = check_tier_configs
 
 
 def _refuse_offloaded(config: TierConfig) -> None:
-    if isinstance(config, HostTierConfig):
+    if not config.takes_parameters:
         raise TierError(
             "IRC575",
             f"parameters and optimizer state cannot be offloaded to tier {config.name} ({config.kind}) "
@@ -184,18 +170,9 @@ def _refuse_offloaded(config: TierConfig) -> None:
 
 
 def _refuse_device(config: TierConfig, device: str) -> None:
-    kind = device.partition(":")[0]
-    match config:
-        case HostTierConfig() if kind == "cpu":
-            why = "the memory of a model on the CPU is the host's memory: copies within it gain nothing"
-            help = "use a disk tier: disk:FOLDER:BYTES"
-        case HostTierConfig() if kind != "cuda":
-            why, help = "pinned memory is for models on CUDA", "plan without swap"
-        case DiskTierConfig() | FakeTierConfig() if kind != "cpu":
-            why = f"{config.kind} tiers only copy tensors in the host's memory"
-            help = "use a host tier: host:BYTES"
-        case _:
-            return
-    raise TierError(
-        "IRC575", f"tier {config.name} ({config.kind}) cannot hold tensors on {device}: {why}", help=help
-    )
+    refusal = config.refusal(device.partition(":")[0])
+    if refusal is not None:
+        why, help = refusal
+        raise TierError(
+            "IRC575", f"tier {config.name} ({config.kind}) cannot hold tensors on {device}: {why}", help=help
+        )

@@ -12,21 +12,53 @@ import random
 import threading
 import weakref
 from collections import deque
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, UntypedStorage
 
-from .slots import Room, Slot
-from .tier import ResidentTier, Ticket
-from .tier_config import FakeTierConfig
+from irc.backends.torch import TierConfig
+from irc.backends.torch.offload.slots import Room, Slot
+from irc.backends.torch.offload.tier import ResidentTier, Ticket
 
-__all__ = ["POISON", "FakeTier"]
+__all__ = ["POISON", "FakeTier", "FakeTierConfig"]
 
 POISON = 0xFF
 _RATE = 0.4
 """The probability that the next copy of a direction is made now."""
 
 _Memory = ctypes.Array[ctypes.c_char]
+
+
+@dataclass(frozen=True, slots=True)
+class FakeTierConfig(TierConfig):
+    """A tier whose copies are made late, and in which memory that must not be read meanwhile is overwritten.
+
+    Args:
+        name: The name of the tier in schedules.
+        capacity_bytes: The most bytes in the tier at once.
+        checks: Compare checksums.
+        seed: The seed of the times at which copies are made.
+        is_late: Make each copy at its own `Wait` and not before it.
+    """
+
+    kind: ClassVar[str] = "fake-async"
+    takes_parameters: ClassVar[bool] = True
+
+    seed: int = 0
+    is_late: bool = False
+
+    def open(self) -> FakeTier:
+        """Opens the tier."""
+        return FakeTier(self)
+
+    def try_out(self) -> None:
+        """Does nothing: the tier is memory."""
+
+    def refusal(self, device_type: str) -> tuple[str, str] | None:
+        """Refuses tensors that are not in the host's memory."""
+        return None if device_type == "cpu" else ("the tier is in the host's memory", "use a host tier")
 
 
 class _FakeRoom(Room[_Memory]):

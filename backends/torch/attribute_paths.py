@@ -24,7 +24,7 @@ _OWN = frozenset(vars(nn.Module()))
 
 
 def find_attribute_paths(module: nn.Module, tensors: Iterable[Tensor]) -> dict[int, AttributePath]:
-    """Find the paths of some tensors by their identity, through attributes, containers and objects.
+    """Finds the paths of some tensors by their identity, through attributes, containers and objects.
 
     A tensor without a path is one that the module's code made, or found outside of the module.
     """
@@ -51,7 +51,7 @@ def find_attribute_paths(module: nn.Module, tensors: Iterable[Tensor]) -> dict[i
 
 
 def tensor_at(module: nn.Module, path: AttributePath) -> Tensor | None:
-    """Return the tensor at a path; None if there is none."""
+    """Returns the tensor at a path; None if there is none."""
     name, (first, *steps) = path
     value = vars(module.get_submodule(name)).get(cast(str, first))
     for step in steps:
@@ -60,7 +60,7 @@ def tensor_at(module: nn.Module, path: AttributePath) -> Tensor | None:
 
 
 def _parts(value: Any) -> Mapping[object, object]:
-    """Return the parts of a container or an object, by key, position or name."""
+    """Returns the parts of a container or an object, by key, position or name."""
     kind = cast("type[Any]", type(value))
     if issubclass(kind, dict):
         return dict.copy(cast("dict[object, object]", value))

@@ -73,7 +73,7 @@ class CacheEntry:
         ]
 
     def _add_input(self, index: int, static: Input, module: nn.Module) -> Tensor | None:
-        """Note where a call finds an input; return the tensor if it is the same in all calls."""
+        """Records the source of an input in a call; returns the tensor if all calls have the same."""
         wanted = _type_of(static)
         match static.role:
             case InputRole.PARAMETER | InputRole.BUFFER:
@@ -94,7 +94,7 @@ class CacheEntry:
                 return None
 
     def _inputs_that_share_memory(self) -> list[list[int]]:
-        """Group the inputs by storage, without parameters whose gradients are released.
+        """Groups the inputs by storage, without parameters whose gradients are released.
 
         `check_parameters` looks at those.
         """
@@ -115,14 +115,14 @@ class CacheEntry:
         return self.parameter(index)
 
     def parameter(self, index: int) -> Tensor:
-        """Return the parameter or buffer that the program's input `index` binds."""
+        """Returns the parameter or buffer that the program's input `index` binds."""
         table, name = self._found[index]
         found = table[name]
         assert found is not None
         return found
 
     def bind(self, call: CallKey) -> list[Tensor] | Explain:
-        """Return the program's inputs in a call, or a function that describes how the call differs.
+        """Returns the program's inputs in a call, or a function that describes how the call differs.
 
         Raises:
             UnsupportedError: IRC531 for a parameter or buffer of a class that takes over operations.
@@ -168,7 +168,7 @@ class CacheEntry:
         return None
 
     def _check_sharing(self, inputs: Sequence[Tensor]) -> Explain | None:
-        """Check that one storage has not become several, and that nothing shares memory that is written."""
+        """Checks that one storage has not become several, and that nothing shares memory that is written."""
         for indices in self.shared:
             first = _address(inputs[indices[0]])
             for index in indices[1:]:
@@ -237,7 +237,7 @@ def _is_of(tensor: Tensor, wanted: _Type) -> bool:
 
 
 def check_tensor(tensor: Tensor, static: Input) -> None:
-    """Refuse a tensor of another type than the plan was made for.
+    """Refuses a tensor of another type than the plan was made for.
 
     Raises:
         IrcError: IRC503 if only one of the tensor and the planned one requires a gradient; IRC501 for another

@@ -39,22 +39,22 @@ __all__ = ["emit_source", "is_partial", "saved_values"]
 _HEADER = '''"""One training step as straight-line Python, written by irc.
 
 {forward} -> (outputs, saved); {backward} -> gradients.
-`inputs` are the parameters, buffers, inputs and constants below, in this order. `saved` is emptied
-by backward, so that what it holds is freed as backward goes.{partial}{releases}{exchanges}{copies}
+`inputs` are the parameters, buffers, inputs and constants below, in this order. backward empties
+`saved`, so that saved values are freed as backward runs.{partial}{releases}{exchanges}{copies}
 """
 '''
 _PARTIAL = """
-`given` has bit k where output k has a gradient: what comes from others alone is zero, and not computed."""
+`given` has bit k if output k has a gradient: values that come only from others are zero, not computed."""
 _RELEASES = """
-backward calls `release(name, parameter, gradient)`, which takes the gradient of a parameter; with the state
-of its optimizer last, where that comes from a tier."""
+backward calls `release(name, parameter, gradient)`, which takes the gradient of a parameter; the state of
+its optimizer is the last argument if it comes from a tier."""
 _EXCHANGES = """
 `exchange` carries values between pipeline stages: `send(key, value)`, `value = receive(key)`."""
 _PAUSES = """
-backward is a generator: what comes after `yield` can wait, as no other stage waits for it."""
+backward is a generator: the part after `yield` can run later, as no other stage waits for it."""
 _COPIES = """
 `copies` carries values to other memory and back: `offload(key, value)` and `value = fetch(key)` begin a copy,
-`wait(key)` waits for its end, after which the value may be deleted or read, `drop(key)` gives its copy up."""
+`wait(key)` waits for its end, after which the value may be deleted or read, `drop(key)` frees its copy."""
 
 
 def emit_source(schedule: Schedule) -> str:

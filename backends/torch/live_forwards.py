@@ -62,7 +62,7 @@ class LiveForwards:
         if count > planned:
             self._tell(
                 f"{count} forwards are in flight ({why}), and the plan counted {planned}",
-                f"Plan with forwards_in_flight={count}, or let go of outputs that need no backward",
+                f"Plan with forwards_in_flight={count}, or drop outputs that need no backward",
             )
 
     def _tell(self, message: str, help: str) -> None:

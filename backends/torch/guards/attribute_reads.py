@@ -51,13 +51,13 @@ class AttributeReads:
         self._whole: set[int] = set()
 
     def note(self, module: nn.Module, name: str, reader: FrameType) -> None:
-        """Record that code in a frame reads an attribute."""
+        """Records that code in a frame reads an attribute."""
         if reads_all(name, reader):
             self._whole.add(id(module))
         self._names.setdefault(id(module), set()).add(name)
 
     def of(self, root: nn.Module) -> Names:
-        """Return the names that were read of each submodule of a module.
+        """Returns the names that were read of each submodule of a module.
 
         All names count if it cannot be known which were read: the `__dict__` was read, or the class has its
         own way to read attributes. All names of the root count: see `Original.reads`.
@@ -85,7 +85,7 @@ def _is_searcher(file: str) -> bool:
 
 
 def differing_modules(now: State, planned: State, names: Names) -> Iterator[int]:
-    """Yield the indices of the modules in a tree whose class differs, or a setting that was read."""
+    """Yields the indices of the modules in a tree whose class differs, or a setting that was read."""
     for index, (mine, its) in enumerate(zip(now, planned, strict=True)):
         if mine is not its and mine != its:
             read = names[index] if names else None
@@ -94,7 +94,7 @@ def differing_modules(now: State, planned: State, names: Names) -> Iterator[int]
 
 
 def relevant_settings(settings: Attributes, read: frozenset[str] | None) -> dict[str, object]:
-    """Return the settings that count if these names are known to be read; None stands for all names."""
+    """Returns the settings that count if these names are known to be read; None stands for all names."""
     return {name: value for name, value in settings if read is None or name in read or name.startswith(_OWN)}
 
 
@@ -111,7 +111,7 @@ _lock = threading.Lock()
 
 @contextmanager
 def recording_attribute_reads() -> Generator[AttributeReads]:
-    """Record the reads of modules' attributes while the context is open."""
+    """Records the reads of modules' attributes while the context is open."""
     global _open, _before
     readings = AttributeReads()
     with _lock:

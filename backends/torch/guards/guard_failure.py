@@ -49,13 +49,13 @@ class GuardFailure:
     is_plannable: bool = True
 
     def error(self) -> IrcError:
-        """Make the error that refuses the call."""
+        """Makes the error that refuses the call."""
         kind = UsageError if self.code in ("IRC501", "IRC507") else IrcError
         return kind(self.code, self.message, help=self.help)
 
 
 def nesting_failure(now: object, planned: object) -> GuardFailure:
-    """Describe arguments that nest in another way."""
+    """Describes arguments that nest in another way."""
     shown = [" ".join(str(tree).split()) for tree in (now, planned)]
     return GuardFailure(
         "IRC501",
@@ -65,7 +65,7 @@ def nesting_failure(now: object, planned: object) -> GuardFailure:
 
 
 def constant_failure(now: object, planned: object) -> GuardFailure:
-    """Describe an argument that has another value than planned, or that is a tensor on one side only.
+    """Describes an argument that has another value than planned, or that is a tensor on one side only.
 
     A call cannot be planned if its argument cannot be recognized again: an object that equals only itself, a
     function, a NaN.
@@ -88,7 +88,7 @@ def _shown(leaf: object) -> str:
 
 
 def tensor_failure(name: str, tensor: Tensor | None, static: Input) -> GuardFailure:
-    """Describe a tensor that has another type than planned, or that is gone."""
+    """Describes a tensor that has another type than planned, or that is gone."""
     help = "call irc.optimize with example arguments of this type, or pad to the planned shape"
     if tensor is None:
         return GuardFailure("IRC501", f"{name} is gone; the plan was made with it", help)
@@ -120,7 +120,7 @@ def _described(dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], dev
 
 
 def sharing_failure(names: tuple[str, str], *, shares: bool) -> GuardFailure:
-    """Describe two tensors that share their memory and did not at planning, or that no longer share it."""
+    """Describes two tensors that share their memory and did not at planning, or that no longer share it."""
     now, planned = ("share", "did not") if shares else ("do not share", "did")
     return GuardFailure(
         "IRC501",
@@ -130,7 +130,7 @@ def sharing_failure(names: tuple[str, str], *, shares: bool) -> GuardFailure:
 
 
 def state_failure(now: ModuleState, planned: State, names: Names) -> GuardFailure:
-    """Describe submodules that are in other modes, or that have other settings of those that count."""
+    """Describes submodules that are in other modes, or that have other settings of those that count."""
     indices = list(differing_modules(now.state, planned, names))
     pairs = [(now.names[index], now.state[index], planned[index]) for index in indices]
     modes = [
@@ -161,7 +161,7 @@ def state_failure(now: ModuleState, planned: State, names: Names) -> GuardFailur
 
 
 def attribute_failure(name: str, now: object, planned: object) -> GuardFailure:
-    """Describe an attribute of the root that the forward reads and that has changed."""
+    """Describes an attribute of the root that the forward reads and that has changed."""
     return GuardFailure(
         "IRC507",
         f"attribute {name!r}, which the forward reads, has changed since the plan: "
@@ -171,7 +171,7 @@ def attribute_failure(name: str, now: object, planned: object) -> GuardFailure:
 
 
 def _settings(mine: dict[str, object], its: dict[str, object]) -> str:
-    """Print the settings that differ from the others."""
+    """Prints the settings that differ from the others."""
     shown = (
         f"{k!r}: {differing(v, its.get(k, ABSENT))}"
         for k, v in mine.items()
@@ -181,7 +181,7 @@ def _settings(mine: dict[str, object], its: dict[str, object]) -> str:
 
 
 def part_failure(name: str | None) -> GuardFailure:
-    """Describe a module that holds other submodules, parameters or buffers; None names no module."""
+    """Describes a module that holds other submodules, parameters or buffers; None names no module."""
     changed = "has other submodules, parameters or buffers than at planning"
     if name is None:
         changed = "has changed since the plan"
@@ -196,7 +196,7 @@ other_part = part_failure
 
 
 def autocast_failure(now: Autocast, planned: Autocast) -> GuardFailure:
-    """Describe another state of automatic casting."""
+    """Describes another state of automatic casting."""
     return GuardFailure(
         "IRC502",
         f"automatic casting is {_autocast_text(now)}; the plan was made with it {_autocast_text(planned)}",

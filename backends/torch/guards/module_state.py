@@ -140,13 +140,13 @@ class _Settings:
 
 
 def _own_classes(modules: Iterable[nn.Module]) -> list[type]:
-    """Return the classes of some modules and their bases, except those of torch, Python and irc."""
+    """Returns the classes of some modules and their bases, except those of torch, Python and irc."""
     kinds = dict.fromkeys(kind for one in dict.fromkeys(map(type, modules)) for kind in one.__mro__)
     return [kind for kind in kinds if not is_of_library(kind.__module__)]
 
 
 def _class_attributes(kind: type) -> list[str]:
-    """Return the names in a class body that are not methods, descriptors or classes."""
+    """Returns the names in a class body that are not methods, descriptors or classes."""
     return [
         name
         for name, value in vars(kind).items()
@@ -194,7 +194,7 @@ class ModuleState:
         self.state: State = (of_root, *((each.kind, each.all) for each in self._settings))
 
     def changed_part(self) -> str | None:
-        """Return the name of a module that has other submodules now, or more or fewer parameters or buffers.
+        """Returns the name of a module that has other submodules now, or more or fewer parameters or buffers.
 
         None means that all modules hold what they held.
         """

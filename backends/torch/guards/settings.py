@@ -97,14 +97,14 @@ def is_plain(value: object) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def kind_of(kind: type) -> Kind:
-    """Return the stand-in for any value of a class."""
+    """Returns the stand-in for any value of a class."""
     return Kind(f"{kind.__module__}.{kind.__qualname__}")
 
 
 def stand_in(
     value: object, known: dict[tuple[int, int], object] | None = None, depth: int = _DEPTH
 ) -> object:
-    """Return the stand-in of a value for comparisons.
+    """Returns the stand-in of a value for comparisons.
 
     Args:
         value: A setting.
@@ -125,7 +125,7 @@ def stand_in(
 
 
 def differing(value: object, other: object) -> str:
-    """Print a value; of its parts only those that differ from another value."""
+    """Prints a value; of its parts only those that differ from another value."""
     if isinstance(value, Kind):
         return f"a {value.name}"
     if not isinstance(value, Content):
@@ -142,7 +142,7 @@ def differing(value: object, other: object) -> str:
 
 
 def _parts(value: Any) -> list[tuple[object, object]] | None:
-    """Return the parts of a value by name, key or position, without modules; None if it is not inspected."""
+    """Returns the parts of a value by name, key or position, without modules; None if it is not inspected."""
     parts = _all_parts(value)
     if parts is None:
         return None
@@ -177,12 +177,12 @@ def _all_parts(value: Any) -> list[tuple[object, object]] | None:
 
 @functools.lru_cache(maxsize=4096)
 def _base_of(kind: type) -> Any:
-    """Return the container class that a class inherits from, whose methods tell the items."""
+    """Returns the container class that a class inherits from, whose methods tell the items."""
     return next((base for base in _CONTAINERS if issubclass(kind, base)), None)
 
 
 def _name(key: object) -> object:
-    """Return a key of a dict or an element of a set, or its stand-in if it is not compared directly."""
+    """Returns a key of a dict or an element of a set, or its stand-in if it is not compared directly."""
     return key if is_plain(key) else kind_of(type(key))
 
 
@@ -238,7 +238,7 @@ class Watch:
             self._add(value, _DEPTH, seen)
 
     def add_table(self, table: Mapping[Any, Any], names: Iterable[str]) -> None:
-        """Watch some items of a table, and the number of its items."""
+        """Watches some items of a table, and the number of its items."""
         self._watch(table, [(name, table[name]) for name in names], _DEPTH, set())
 
     def holds(self) -> bool:

@@ -133,7 +133,7 @@ class Resident(ABC):
 
     @abstractmethod
     def arrived(self) -> None:
-        """Puts the tensors in the tier in place of those on the device, after they were copied back."""
+        """Replaces the tensors on the device by those in the tier, after they were copied back."""
 
     def compare(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Compares the tensors on the device with those in the tier, if checksums are on.
@@ -206,7 +206,7 @@ class _OffloadedState(Resident):
         return state, self._all(self._begin_in, state)
 
     def offload(self, held: State) -> Ticket:
-        for key in self.kept.keys() - held.tensors.keys():  # the optimizer holds it no longer as a tensor
+        for key in self.kept.keys() - held.tensors.keys():  # the optimizer does not hold it any more
             del self.kept[key]
         for key, tensor in held.tensors.items():
             if key not in self.kept or not _is_like(tensor, self.kept[key].tensor):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
+import sys
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import irc
-from irc.backends.torch.guards.attribute_reads import recording_attribute_reads
+from irc.backends.torch.guards.attribute_reads import reads_all, recording_attribute_reads
 
 torch.set_num_threads(1)
 
@@ -179,3 +181,14 @@ def test_who_stood_in_the_way_of_reads_before_still_does(monkeypatch: pytest.Mon
         _ = module.in_features
         assert seen == ["in_features"]
     assert readings and vars(nn.Module)["__getattribute__"] is noting
+
+
+@pytest.mark.parametrize("room", ["backends.torch.hooks", "compiler.compile", "frontends.torch.capture"])
+def test_irc_itself_looks_at_whole_dicts_without_reading_all_settings(room: str) -> None:
+    found: dict[str, Any] = {"sys": sys}
+    for file, expected in (
+        (importlib.import_module(f"irc.{room}").__file__, False),
+        ("their_model.py", True),
+    ):
+        exec(compile("frame = sys._getframe()", str(file), "exec"), found)
+        assert reads_all("__dict__", found["frame"]) is expected

@@ -599,7 +599,7 @@ def test_a_program_without_its_model_accumulates() -> None:
 def test_a_program_without_its_model_applies_gradients_by_optimizers_that_are_given() -> None:
     original, x = nn.Linear(4, 2), torch.randn(3, 4)
     graph = ReleaseGradients("apply", momentum).run(Program(capture(original, (x,)).graph)).graph
-    with pytest.raises(irc.UsageError, match=r"IRC508.*none is given"):
+    with pytest.raises(irc.UsageError, match=r"IRC508.*no optimizer is given"):
         standalone(graph)
     module = standalone(graph, momentum)
     with torch.no_grad():

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..backends.torch import Compilation, CompiledPlan, ReservedMemory, compile_program, tracing
-from ..backends.torch.guards.attribute_reads import Names, reading
+from ..backends.torch.guards.attribute_reads import Names, recording_attribute_reads
 from ..frontends.torch import Captured, capture
 from ..ir import BudgetError, Gradients, Graph, Input, InputRole, OutputRole, Plan, UsageError
 from ..passes import PassManager, PlanMemory, Program, offloadable_in
@@ -76,7 +76,7 @@ def _captured(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], request: Request
 ) -> tuple[Captured, Names]:
     """The call as a graph, and what was read of each submodule on the way."""
-    with tracing(), reading() as readings:
+    with tracing(), recording_attribute_reads() as readings:
         try:
             captured = capture(
                 module, args, kwargs, loss=request.loss, specialize_branches=request.specialize_branches

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...torch_support.inspectable import is_inspectable, store_of
 
-__all__ = ["AttributePath", "Place", "find_attribute_paths", "places_of", "tensor_at"]
+__all__ = ["AttributePath", "find_attribute_paths", "tensor_at"]
 
 AttributePath = tuple[str, tuple[object, ...]]
 """The name of a submodule, and the names and keys that lead from its attributes to a tensor."""
@@ -70,6 +70,3 @@ def _parts(value: Any) -> Mapping[object, object]:
     if issubclass(kind, nn.Module) or not is_inspectable(kind):
         return {}
     return cast("Mapping[object, object]", store_of(value))
-
-
-Place, places_of = AttributePath, find_attribute_paths

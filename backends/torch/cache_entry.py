@@ -87,7 +87,7 @@ class CacheEntry:
                 self._arguments.append((index, int(static.target), wanted))
                 return None
             case _:
-                path = (self.compiled.places or {}).get(static.target)
+                path = (self.compiled.attribute_paths or {}).get(static.target)
                 if path is None:
                     return self.compiled.program.constants[static.target]
                 self._attributes.append((index, path, wanted))
@@ -104,15 +104,6 @@ class CacheEntry:
             indices[static.value.storage].append(index)
         released = {k for at in program.released.values() for k in (at.index, *at.tied)}
         return [group for group in indices.values() if len(group) > 1 and not released.issuperset(group)]
-
-    @property
-    def fitting(self) -> CompiledPlan:
-        """The plan."""
-        return self.compiled
-
-    def held(self, index: int) -> Tensor:
-        """As `parameter`."""
-        return self.parameter(index)
 
     def parameter(self, index: int) -> Tensor:
         """Returns the parameter or buffer that the program's input `index` binds."""

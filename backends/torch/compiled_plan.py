@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 
 from ...ir import Plan, Signature
 from ...torch_support.pytree import flatten
-from .attribute_paths import Place, places_of
-from .guards.attribute_reads import Names, differences
+from .attribute_paths import AttributePath, find_attribute_paths
+from .guards.attribute_reads import Names, differing_modules
 from .guards.module_state import Attributes, State
 from .program import Program
 
@@ -44,8 +44,8 @@ class CompiledPlan:
         names: What was read of each module while the call was captured; nothing says that all settings count.
         constants_bytes: What its peak counts of the constants of other plans.
         reason: The call that it was made for, in words.
-        places: Where the module holds the tensors that are constants of the program, by their names; None
-            where that is not known yet. They are looked up in each call.
+        attribute_paths: The paths in the module of tensors that are constants of the program, by their names;
+            None if they are not known yet. The tensors are looked up in each call.
     """
 
     program: Program
@@ -57,23 +57,25 @@ class CompiledPlan:
     names: Names = ()
     constants_bytes: int = 0
     reason: str = "the example arguments"
-    places: Mapping[str, Place] | None = None
+    attribute_paths: Mapping[str, AttributePath] | None = None
 
-    def placed(self, module: nn.Module) -> CompiledPlan:
+    def with_attribute_paths(self, module: nn.Module) -> CompiledPlan:
         """The same, where it is known which constants of the program the module holds.
 
         Args:
             module: What was planned.
         """
-        if self.places is not None:
+        if self.attribute_paths is not None:
             return self
         constants = self.program.constants
-        found = places_of(module, constants.values())
-        return replace(self, places={k: found[id(t)] for k, t in constants.items() if id(t) in found})
+        found = find_attribute_paths(module, constants.values())
+        return replace(
+            self, attribute_paths={k: found[id(t)] for k, t in constants.items() if id(t) in found}
+        )
 
     def is_for(self, state: State) -> bool:
         """Whether the submodules are in the state that it was planned for, as far as that counts."""
-        return next(differences(state, self.state, self.names), None) is None
+        return next(differing_modules(state, self.state, self.names), None) is None
 
     def __reduce__(self) -> tuple[Any, ...]:
         known = {each.name: getattr(self, each.name) for each in fields(self)}

@@ -25,7 +25,7 @@ def constants_of(plans: Iterable[CompiledPlan], *, are_held: bool = True) -> lis
         id(constant): constant
         for compiled in plans
         for name, constant in compiled.program.constants.items()
-        if are_held or name not in (compiled.places or ())
+        if are_held or name not in (compiled.attribute_paths or ())
     }
     return list(found.values())
 

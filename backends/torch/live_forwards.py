@@ -9,7 +9,7 @@ from typing import Any
 
 from .program import Program
 
-__all__ = ["InFlight", "LiveForwards"]
+__all__ = ["LiveForwards"]
 
 _logger = logging.getLogger("irc")
 
@@ -69,6 +69,3 @@ class LiveForwards:
         if not self._is_told:
             self._is_told = True
             _logger.warning("IRC567: %s: the step may take more memory than its budget. %s", message, help)
-
-
-InFlight = LiveForwards

@@ -122,7 +122,9 @@ class _Fitted(Persistent):
                 release = plans.release if program.released else None
                 if program.copies.has_offloaded:
                     refuse_shards(type(self))
-                outputs = run_step(program, inputs, release, plans.in_flight, signature.unused, plans.tiers)
+                outputs = run_step(
+                    program, inputs, release, plans.live_forwards, signature.unused, plans.tiers
+                )
                 _check_branches(signature, inputs, outputs)
                 return _deliver(signature, inputs, outputs)
         if (forward := own_forward(self)) is not None:

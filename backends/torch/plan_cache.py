@@ -24,10 +24,11 @@ from ...torch_support.pytree import flatten_arguments
 from .cache_entry import CacheEntry, Explain
 from .compiled_plan import Compilation, CompiledPlan, ReservedMemory
 from .constants import constants_of, fits_beside, sharing, storage_bytes
-from .guards.call_key import CallKey, GuardFailure, other_part
-from .guards.module_state import Snapshot
+from .guards.call_key import CallKey
+from .guards.guard_failure import GuardFailure, part_failure
+from .guards.module_state import ModuleState
 from .hooks import refuse_hooks_of
-from .live_forwards import InFlight
+from .live_forwards import LiveForwards
 from .offload import Tiers
 from .optimizer_hooks import guard_optimizer_calls
 from .optimizer_in_backward import OptimizersInBackward, check_deliveries, check_parameters
@@ -64,18 +65,18 @@ class PlanCache:
         self.first_plan, self._plans_eval = unbound.first_plan, unbound.plans_eval
         self._compile, self._request, self.limit = unbound.compile, unbound.request, unbound.limit
         self.release = OptimizersInBackward(unbound.optimizers)
-        self.in_flight = InFlight()
+        self.live_forwards = LiveForwards()
         self.tiers = Tiers(unbound.tiers)
         self.reserved = dict(unbound.reserved)
         with settled:
-            snapshot = Snapshot(root)
-            states = (fitting.state or snapshot.state for fitting in unbound.fittings)
+            module_state = ModuleState(root)
+            states = (fitting.state or module_state.state for fitting in unbound.fittings)
             self._bound = tuple(
-                CacheEntry(replace(fitting, state=state).placed(root), root)
+                CacheEntry(replace(fitting, state=state).with_attribute_paths(root), root)
                 for fitting, state in zip(unbound.fittings, states, strict=True)
             )
             """The plans, the most recently used one first."""
-            self._snapshot = self._known(snapshot)
+            self._snapshot = self._known(module_state)
         for bound in self._bound:
             self._guard(bound)
 
@@ -83,8 +84,8 @@ class PlanCache:
         """The plans apart from the module, without those for submodules that it has no more."""
         fittings: tuple[CompiledPlan, ...] = ()
         with settled:
-            if self._snapshot.other_part() is None:
-                state = Snapshot(root).state
+            if self._snapshot.changed_part() is None:
+                state = ModuleState(root).state
                 fittings = tuple(
                     replace(fitting, state=() if fitting.is_for(state) else fitting.state)
                     for fitting in self.fittings
@@ -98,13 +99,13 @@ class PlanCache:
             self.first_plan,
             self.release.optimizers,
             self.reserved,
-            self.tiers.places,
+            self.tiers.configs,
         )
 
     @property
     def fittings(self) -> tuple[CompiledPlan, ...]:
         """All plans, the most recently used one first."""
-        return tuple(bound.fitting for bound in self._bound)
+        return tuple(bound.compiled for bound in self._bound)
 
     @property
     def calls(self) -> tuple[PlannedCall, ...]:
@@ -171,7 +172,7 @@ class PlanCache:
                 if callable(found):
                     found = self._plan(root, call, found())
         bound, inputs = found
-        return bound.fitting, inputs
+        return bound.compiled, inputs
 
     def warm(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compilation:
         """Plans the example's call, which misses an empty cache as any other call does.
@@ -185,8 +186,8 @@ class PlanCache:
             original = Original(root)
             made, reserved = self._compiled(original, args, kwargs)
             with settled:
-                snapshot = self._current(root)
-                bound = self._entry(made, original, root, snapshot, reserved)
+                module_state = self._current(root)
+                bound = self._entry(made, original, root, module_state, reserved)
                 self._adopt(bound, made.optimizers)
                 self._add(bound)
             self.first_plan = made.compiled.plan
@@ -195,24 +196,26 @@ class PlanCache:
 
     # ------------------------------------------------------------------ looking up
 
-    def _current(self, root: nn.Module) -> Snapshot:
+    def _current(self, root: nn.Module) -> ModuleState:
         """The modules as they are now; plans for other modules are given up."""
-        part = self._snapshot.other_part()
+        part = self._snapshot.changed_part()
         if part is not None:
             if self._request is None:
-                raise other_part(part).error()
-            self._bound, self._snapshot = (), Snapshot(root)
+                raise part_failure(part).error()
+            self._bound, self._snapshot = (), ModuleState(root)
         elif not self._snapshot.has_same_state(root):
-            self._snapshot = self._known(Snapshot(root))
+            self._snapshot = self._known(ModuleState(root))
         refuse_hooks_of(root, self._snapshot.names[1:], self._snapshot.submodules)
         refuse_cached_parametrizations(root)
         return self._snapshot
 
-    def _known(self, snapshot: Snapshot) -> Snapshot:
-        """The snapshot, with the very state of a plan where it equals it: it is compared in each call."""
-        states = (bound.fitting.state for bound in self._bound)
-        snapshot.state = next((state for state in states if state == snapshot.state), snapshot.state)
-        return snapshot
+    def _known(self, module_state: ModuleState) -> ModuleState:
+        """Replaces the state by an equal one of a plan, so that the next comparison is by identity."""
+        states = (bound.compiled.state for bound in self._bound)
+        module_state.state = next(
+            (state for state in states if state == module_state.state), module_state.state
+        )
+        return module_state
 
     def _hit(self, call: CallKey) -> tuple[CacheEntry, list[Tensor]] | Explain:
         """The plan for a call with its inputs, or how the call differs from the example, or from the last."""
@@ -223,9 +226,9 @@ class PlanCache:
                 if place:
                     self._bound = (bound, *(other for other in self._bound if other is not bound))
                 return bound, found
-            if explain is None or bound.fitting.plan is self.first_plan:
+            if explain is None or bound.compiled.plan is self.first_plan:
                 explain = found
-        return explain or partial(other_part, None)
+        return explain or partial(part_failure, None)
 
     # ------------------------------------------------------------------ planning
 
@@ -243,19 +246,19 @@ class PlanCache:
         made: Compilation,
         original: Original,
         root: nn.Module,
-        snapshot: Snapshot,
+        module_state: ModuleState,
         reserved: ReservedMemory,
         reason: str | None = None,
     ) -> CacheEntry:
         """A compiled call bound to its module."""
         written = constants_of(self.fittings, are_held=False)
-        compiled = made.compiled.placed(root)
+        compiled = made.compiled.with_attribute_paths(root)
         return CacheEntry(
             replace(
                 compiled,
-                program=sharing(compiled.program, written, compiled.places or ()),
+                program=sharing(compiled.program, written, compiled.attribute_paths or ()),
                 reads=original.reads(),
-                state=snapshot.state,
+                state=module_state.state,
                 constants_bytes=reserved.constants_bytes,
                 reason=reason or compiled.reason,
             ),
@@ -282,7 +285,7 @@ class PlanCache:
         except IrcError as error:
             error.add_note(f"while planning for another call: {difference.message}")
             raise
-        bound = self._entry(made, original, root, call.snapshot, reserved, difference.message)
+        bound = self._entry(made, original, root, call.module_state, reserved, difference.message)
         with settled:
             found = bound.bind(call)
             if callable(found):
@@ -308,18 +311,18 @@ class PlanCache:
         self._guard(bound)
 
     def _check(self, bound: CacheEntry) -> None:
-        program = bound.fitting.program
+        program = bound.compiled.program
         self.tiers.check(program.copies)
         if program.released:
-            check_parameters(program, bound.held, self.release)
-            check_deliveries(program, bound.fitting.signature.deliveries)
-        self.tiers.residents(program.copies, bound.held, self.release.optimizers)
+            check_parameters(program, bound.parameter, self.release)
+            check_deliveries(program, bound.compiled.signature.deliveries)
+        self.tiers.residents(program.copies, bound.parameter, self.release.optimizers)
 
     def _guard(self, bound: CacheEntry) -> None:
         """Guards the functions that would come too late for gradients that are applied."""
         if self.release.optimizers:
-            released = bound.fitting.program.released.values()
-            guard_optimizer_calls((bound.held(at.index) for at in released), self.release)
+            released = bound.compiled.program.released.values()
+            guard_optimizer_calls((bound.parameter(at.index) for at in released), self.release)
 
     def _add(self, bound: CacheEntry) -> list[CompiledPlan]:
         """Makes a plan the most recently used one.
@@ -327,21 +330,21 @@ class PlanCache:
         Returns:
             Those that are given up: beyond the limit, and those whose peak no longer counts all that stays.
         """
-        self.reserved |= bound.fitting.reserved
+        self.reserved |= bound.compiled.reserved
         kept = [bound]
         given_up: list[CompiledPlan] = []
         for other in self._bound:
-            others = [each.fitting for each in (*kept, *self._bound)]
-            counts_all = self.reserved.items() <= other.fitting.reserved.items()
-            if len(kept) < self.limit and counts_all and fits_beside(other.fitting, others):
+            others = [each.compiled for each in (*kept, *self._bound)]
+            counts_all = self.reserved.items() <= other.compiled.reserved.items()
+            if len(kept) < self.limit and counts_all and fits_beside(other.compiled, others):
                 kept.append(other)
             else:
-                given_up.append(other.fitting)
+                given_up.append(other.compiled)
         self._bound = tuple(kept)
         return given_up
 
     def _tell(self, bound: CacheEntry, seconds: float, given_up: Sequence[CompiledPlan]) -> None:
-        plan = bound.fitting.plan
+        plan = bound.compiled.plan
         peak = "" if plan is None else f", with a predicted peak of {format_bytes(plan.peak_bytes)}"
         _log.warning(
             "planned again in %.1f s%s (plan %d of at most %d): %s",
@@ -349,7 +352,7 @@ class PlanCache:
             peak,
             len(self._bound),
             self.limit,
-            bound.fitting.reason,
+            bound.compiled.reason,
         )
         for fitting in given_up:
             if len(self._bound) < self.limit:

@@ -22,9 +22,7 @@ from .module_state import Attributes, State
 __all__ = [
     "AttributeReads",
     "Names",
-    "differences",
     "differing_modules",
-    "reading",
     "reads_all",
     "recording_attribute_reads",
     "relevant_settings",
@@ -134,6 +132,3 @@ def _read(self: nn.Module, name: str) -> Any:
     for readings in _open:
         readings.note(self, name, frame)
     return super(nn.Module, self).__getattribute__(name) if _before is None else _before(self, name)
-
-
-reading, differences = recording_attribute_reads, differing_modules

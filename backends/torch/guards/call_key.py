@@ -8,10 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ....ir import Autocast
-from .guard_failure import GuardFailure, other_part
 from .module_state import ModuleState
 
-__all__ = ["CallKey", "GuardFailure", "other_part"]
+__all__ = ["CallKey"]
 
 
 @dataclass(eq=False, slots=True)
@@ -37,11 +36,6 @@ class CallKey:
     tensors: list[Tensor]
     module_state: ModuleState
     autocast: Autocast
-
-    @property
-    def snapshot(self) -> ModuleState:
-        """The submodules and their settings at the time of the call."""
-        return self.module_state
 
     def trains(self) -> bool:
         """Whether an argument or a parameter requires a gradient."""

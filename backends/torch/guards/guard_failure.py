@@ -24,7 +24,6 @@ __all__ = [
     "autocast_failure",
     "constant_failure",
     "nesting_failure",
-    "other_part",
     "part_failure",
     "sharing_failure",
     "state_failure",
@@ -190,9 +189,6 @@ def part_failure(name: str | None) -> GuardFailure:
         f"{f'submodule {name!r}' if name else 'the module'} {changed}",
         "call irc.optimize again",
     )
-
-
-other_part = part_failure
 
 
 def autocast_failure(now: Autocast, planned: Autocast) -> GuardFailure:

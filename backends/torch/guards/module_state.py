@@ -209,10 +209,6 @@ class ModuleState:
                     return name
         return next((name for name, held, key in self._absent if held.get(key) is not None), None)
 
-    def other_part(self) -> str | None:
-        """As `changed_part`."""
-        return self.changed_part()
-
     def has_same_state(self, root: nn.Module) -> bool:
         """Whether the modules' modes and settings are still the same objects.
 
@@ -232,6 +228,3 @@ class ModuleState:
             if each.others and not has(each.held, each.others):
                 return False
         return self._watch.holds()
-
-
-Snapshot = ModuleState

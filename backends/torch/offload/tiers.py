@@ -44,11 +44,6 @@ class Tiers:
     def __reduce__(self) -> tuple[Any, ...]:
         return Tiers, (self.configs,)
 
-    @property
-    def places(self) -> tuple[TierConfig, ...]:
-        """The configs."""
-        return self.configs
-
     def check(self, table: CopyTable) -> None:
         """Refuses copies that cannot be made.
 

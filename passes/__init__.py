@@ -6,7 +6,6 @@ from .costs.table import Costs, analytic_costs
 from .offload.offer_tiers import OfferTiers
 from .offload.offloaded_parameters import OFFLOADABLE, offloadable_in
 from .offload.plan_memory import PlanMemory, smallest_budget
-from .offload.schedule_swaps import ScheduleSwaps
 from .pass_manager import Observer, Pass, PassManager, Timing, parse_passes
 from .program import Program
 from .remat.planner import Planner, recomputation_problem
@@ -36,7 +35,6 @@ __all__ = [
     "Program",
     "Recomputations",
     "ReleaseGradients",
-    "ScheduleSwaps",
     "SelectCheckpoints",
     "Solution",
     "SplitConvolutions",

@@ -13,7 +13,6 @@ from ..ir import IrcError, UsageError, verify_graph, verify_schedule
 from .costs.measure_costs import Cost
 from .offload.offer_tiers import OfferTiers
 from .offload.plan_memory import PlanMemory
-from .offload.schedule_swaps import ScheduleSwaps
 from .program import Program
 from .remat.select_checkpoints import SelectCheckpoints
 from .rewrites.hold_forwards import HoldForwards
@@ -71,7 +70,6 @@ _PASSES: dict[str, type[Any]] = {
         OfferTiers,
         SelectCheckpoints,
         PlanMemory,
-        ScheduleSwaps,
     )
 }
 

@@ -37,7 +37,7 @@ steps = st.one_of(
     st.builds(
         Cost,
         profile=st.sampled_from(("device", "cpu", "a100", "h100")),
-        recomputations=st.integers(1, 50),
+        repeats=st.integers(1, 50),
         cache=st.booleans(),
     ),
     st.builds(
@@ -73,7 +73,7 @@ def test_a_pipeline_in_words() -> None:
             "",
             "the pipeline is empty",
             "passes: release-gradients, split-convolutions, split-dropout, hold-forwards, cost, offer-tiers, "
-            "select-checkpoints, plan-memory, schedule-swaps",
+            "select-checkpoints, plan-memory",
         ),
         ("cost,", "the pipeline ends in a comma", "name another pass, or drop the comma"),
         (
@@ -95,7 +95,7 @@ def test_a_pipeline_in_words() -> None:
             "costs",
             "there is no pass 'costs'",
             "passes: release-gradients, split-convolutions, split-dropout, hold-forwards, cost, offer-tiers, "
-            "select-checkpoints, plan-memory, schedule-swaps",
+            "select-checkpoints, plan-memory",
         ),
         (
             "cost{machine=cpu}",

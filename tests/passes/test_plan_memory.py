@@ -23,7 +23,6 @@ from irc.ir import (
     Tier,
     Trait,
     UsageError,
-    Wait,
     format_bytes,
     print_program,
     step_times,
@@ -38,7 +37,6 @@ from irc.passes import (
     PlanMemory,
     Planner,
     Program,
-    ScheduleSwaps,
     SelectCheckpoints,
     machine_named,
     parse_passes,
@@ -283,15 +281,6 @@ def test_the_passes_as_text() -> None:
     assert "offload @" in print_program(made.schedule)
 
 
-def test_schedule_swaps_adds_copies_to_a_chosen_schedule() -> None:
-    offered = OfferTiers(tiers=(Tier("host", 1 << 20, 1200.0, 1200.0),))
-    made = PassManager([offered, SelectCheckpoints("100%"), ScheduleSwaps("70%")]).run(chain())
-    assert made.plan is not None and made.schedule is not None
-    assert made.plan.strategy == "keep-all+swap" and made.plan.overhead == 0
-    assert made.plan.peak_bytes <= 0.7 * made.plan.baseline_peak_bytes
-    assert any(isinstance(item, Wait) for item in made.schedule.instructions)
-
-
 def test_what_cannot_be_planned_is_refused_by_name() -> None:
     tier = Tier("host", 1 << 20, 1200.0, 1200.0)
     program = OfferTiers(tiers=(tier,)).run(chain())
@@ -301,15 +290,6 @@ def test_what_cannot_be_planned_is_refused_by_name() -> None:
     assert minimum < Planner(program).minimum_bytes()
     made = PlanMemory(minimum).run(program)
     assert made.plan is not None and made.plan.peak_bytes <= minimum
-    with pytest.raises(UsageError, match="no schedule to add copies to") as usage:
-        ScheduleSwaps("70%").run(program)
-    assert usage.value.code == "IRC405"
-    chosen = SelectCheckpoints("100%").run(program)
-    with pytest.raises(BudgetError, match="copies do not bring this schedule"):
-        ScheduleSwaps(100).run(chosen)
-    with pytest.raises(UsageError, match="schedule-swaps has no tier to copy to") as usage:
-        ScheduleSwaps(100).run(replace(chosen, tiers=()))
-    assert usage.value.code == "IRC405"
     with pytest.raises(UsageError, match="nobody has measured the tiers disk") as usage:
         OfferTiers("disk").run(program)
     assert usage.value.code == "IRC409"

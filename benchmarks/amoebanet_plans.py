@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 from irc import __version__
-from irc.compiler.written_files import check_folder, to_markdown, write_whole
-from irc.ir import BudgetError, UsageError
+from irc.compiler.written_files import to_markdown
+from irc.ir import BudgetError
 
-from .commands import exit_status
+from .command import chosen, parser_of, run_command, write_page
 from .journal import Journal
 from .models.amoebanet import AmoebaNet, amoebanet_d
 from .torchgpipe.programs import MACHINE, Simulation, again_seconds, model_bytes
@@ -207,36 +207,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The arguments; those of the process if None.
     """
-    return exit_status(_parser(), _run, argv)
+    return run_command(_parser(), _run, argv)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.amoebanet_plans",
-        description="Plans AmoebaNet-D (L, D) beside the published peaks of torchgpipe and GPipe.",
+    parser = parser_of(
+        "amoebanet_plans",
+        "Plans AmoebaNet-D (L, D) beside the published peaks of torchgpipe and GPipe.",
+        time_limit=_TIME_LIMIT,
+        journal=None,
+        markdown=None,
     )
     names = [setting.name for setting in settings()]
     parser.add_argument("--settings", metavar="A,B", help=f"some of {', '.join(names)}")
-    parser.add_argument(
-        "--time-limit", type=float, default=_TIME_LIMIT, metavar="S", help="for each plan (60)"
-    )
-    parser.add_argument("--journal", type=Path, metavar="FILE", help="rows are kept here; a new run goes on")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the page here")
     return parser
 
 
 def _run(options: argparse.Namespace) -> int:
-    if options.markdown is not None:
-        check_folder(options.markdown)
     known = {setting.name: setting for setting in settings()}
-    names = options.settings.split(",") if options.settings else list(known)
-    for name in names:
-        if name not in known:
-            raise UsageError(
-                "IRC489",
-                f"there is no setting {name!r} of AmoebaNet-D",
-                help=f"choose some of {', '.join(known)}",
-            )
+    names = chosen(options.settings, known, "setting of AmoebaNet-D", "IRC489")
     about = {"irc": __version__, "machine": MACHINE.to_json(), "time_limit": options.time_limit}
     journal = Journal.open(options.journal, about, "irc-amoebanet-plans-1", Row)
     for name in names:
@@ -244,9 +233,8 @@ def _run(options: argparse.Namespace) -> int:
             journal.append(name, rows_of(known[name], options.time_limit))
         for row in journal.found[name]:
             print(name, *_cells(known[name], row), sep=" | ", flush=True)
-        if options.markdown is not None:
-            found = [(known[name], journal.found[name]) for name in names if name in journal.found]
-            write_whole(options.markdown, _page(found, options.time_limit))
+        found = [(known[name], journal.found[name]) for name in names if name in journal.found]
+        write_page(options.markdown, _page(found, options.time_limit))
     last = [(known[name], journal.found[name][-1]) for name in names]
     return int(any(not r.fits or r.activation_bytes > s.published_bytes for s, r in last))
 
@@ -321,8 +309,7 @@ stages are planned to the end. Seconds of capture and planning are wall clock on
 
 {table}
 
-{remarks}
-"""
+{remarks}"""
 
 
 def _page(found: Sequence[tuple[Setting, Sequence[Row]]], time_limit: float) -> str:

@@ -15,10 +15,9 @@ import argparse
 import copy
 import json
 import os
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -26,13 +25,13 @@ import torch
 from irc.backends.torch import compile_program, fit
 from irc.compiler.optimize import cost_passes
 from irc.compiler.training import measured_peak_bytes
-from irc.compiler.written_files import check_folder, replace_section, to_markdown, write_whole
+from irc.compiler.written_files import to_markdown
 from irc.frontends.torch import capture
 from irc.ir import BudgetError, IrcError, Plan, TimeLimitError, UnsupportedError, UsageError, first_line
 from irc.passes import PassManager, Planner, Program, SelectCheckpoints
 
+from .command import chosen, parser_of, run_command, run_rows, write_json, write_page
 from .compare import Numbers, compare_training
-from .harness import threads
 from .zoo import ARCHITECTURES, Instance, Maker, loss_of
 
 __all__ = ["HEADER", "Row", "main", "measure"]
@@ -74,6 +73,11 @@ class Row:
     same_branches: bool = False
     refusal: str | None = None
     failures: tuple[str, ...] = ()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether something does not hold."""
+        return bool(self.failures)
 
     @property
     def works(self) -> bool:
@@ -210,39 +214,35 @@ def _one_line(error: IrcError) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, prints, and returns the exit status."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch's profiler would write to the terminal
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    options = _parser().parse_args(argv)
-    rows: list[Row] = []
-    try:
-        names = _chosen(options.only)
-        for path in (options.json, options.markdown):
-            if path is not None:
-                check_folder(path)
-        with threads(1), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            known = _known(options.json)
-            for name in names:
-                if name in known:
-                    rows.append(known[name])
-                    continue
-                rows.append(measure(name, ARCHITECTURES[name], time_limit=options.time_limit))
-                print("  ".join(rows[-1].cells()), file=sys.stderr, flush=True)
-                if options.json is not None:
-                    _write(options.json, rows)
-        text = _table(rows)
-        print(text, flush=True)
-        if options.markdown is not None:
-            write_whole(options.markdown, replace_section(options.markdown, _SECTION, text))
-    except IrcError as error:
-        print(error, file=sys.stderr)
-        return error.exit_status
-    return 1 if any(row.failures for row in rows) else 0
+    parser = parser_of(
+        "architectures",
+        "Fits known architectures.",
+        only=None,
+        time_limit=2.0,
+        threads=1,
+        json=None,
+        markdown=None,
+    )
+    return run_command(parser, _run, argv)
 
 
-def _write(path: Path, rows: Sequence[Row]) -> None:
-    data = {"torch": torch.__version__, "rows": [asdict(row) for row in rows]}
-    write_whole(path, json.dumps(data, indent=1) + "\n")
+def _run(options: argparse.Namespace) -> int:
+    names = chosen(options.only, ARCHITECTURES, "architecture", "IRC345")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _, text, status = run_rows(_rows(options, names), _table)
+    write_page(options.markdown, text, _SECTION)
+    return status
+
+
+def _rows(options: argparse.Namespace, names: Sequence[str]) -> Iterator[Row]:
+    """The rows of architectures; those that the file of an earlier run has are not measured again."""
+    known, rows = _known(options.json), list[Row]()
+    for name in names:
+        rows.append(known.get(name) or measure(name, ARCHITECTURES[name], time_limit=options.time_limit))
+        write_json(options.json, {"torch": torch.__version__, "rows": rows})
+        yield rows[-1]
 
 
 def _known(path: Path | None) -> dict[str, Row]:
@@ -280,43 +280,6 @@ def _table(rows: Sequence[Row]) -> str:
     return "\n".join(
         [to_markdown(HEADER, [row.cells() for row in rows]), "", counts, f"torch {torch.__version__}."]
     )
-
-
-def _chosen(only: str | None) -> list[str]:
-    """The names to measure.
-
-    Raises:
-        UsageError: IRC345 where there is no architecture of a name.
-    """
-    names = list(ARCHITECTURES) if only is None else only.split(",")
-    for name in names:
-        if name not in ARCHITECTURES:
-            raise UsageError(
-                "IRC345",
-                f"there is no architecture {name!r}",
-                help=f"choose among {', '.join(ARCHITECTURES)}",
-            )
-    return names
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.architectures", description="Fits known architectures."
-    )
-    parser.add_argument("--only", metavar="A,B", help="these architectures instead of all")
-    parser.add_argument(
-        "--time-limit", type=float, default=2.0, metavar="SECONDS", help="for each search (2)"
-    )
-    parser.add_argument(
-        "--json",
-        type=Path,
-        metavar="FILE",
-        help="write each row there; those that are there are not measured again",
-    )
-    parser.add_argument(
-        "--markdown", type=Path, metavar="FILE", help="put the table between the markers there"
-    )
-    return parser
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import platform
-import shlex
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -28,13 +27,14 @@ from typing import Any
 from irc import __version__
 from irc.compiler.model_source import load
 from irc.compiler.pictures import check_picture
-from irc.compiler.written_files import check_folder, replace_section, write_whole
-from irc.ir import IrcError, UsageError, format_bytes
+from irc.compiler.written_files import replace_section, write_whole
+from irc.ir import UsageError, format_bytes
 
 from .bench_picture import draw
 from .bench_points import ModelResult, Scope, measure_model
 from .bench_report import render
-from .harness import Settings, model_source, threads
+from .command import chosen, parser_of, run_command, write_json, write_page
+from .harness import Settings, model_source
 from .torch_methods import FAMILIES
 
 __all__ = ["main"]
@@ -48,34 +48,21 @@ _RATIOS = "0.9,0.8,0.66,0.6,0.5,0.45,0.4,min"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, writes what was asked for after each model, and returns the exit status."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch's profiler would write to the terminal
-    given = sys.argv[1:] if argv is None else list(argv)
-    options = _parser().parse_args(given)
-    try:
-        with threads(options.threads):
-            results = _run(options, shlex.join(["python", "-m", "benchmarks.bench_recompute", *given]))
-    except IrcError as error:
-        print(error, file=sys.stderr)
-        return error.exit_status
-    return 1 if any(point.failures for result in results for point in result.points) else 0
+    return run_command(_parser(), _run, argv)
 
 
-def _run(options: argparse.Namespace, command: str) -> Sequence[ModelResult]:
-    scope = Scope(
-        _families(options.methods), _numbers("--settings", options.settings), _ratios(options.ratios)
-    )
+def _run(options: argparse.Namespace) -> int:
+    families = tuple(chosen(options.methods, FAMILIES, "method")) if options.methods else ()
+    scope = Scope(families, _numbers("--settings", options.settings), _ratios(options.ratios))
     settings = Settings(options.time_limit, options.repeats, options.seed, options.profile)
     names = [name for name in options.models.split(",") if name]
     for name in names:
         model_source(name)  # a misspelt name must not show after hours
-    for path in (options.json, options.markdown, options.plot):
-        if path is not None:
-            check_folder(path)
     if options.markdown is not None:
         replace_section(options.markdown, _SECTION, "")
     if options.plot is not None:
         check_picture(options.plot, "--plot")
-    about = _about(options, command)
+    about = _about(options)
     done: dict[str, ModelResult] = {}
     if options.resume:
         about, done = _resumed(options.json, about)
@@ -87,7 +74,7 @@ def _run(options: argparse.Namespace, command: str) -> Sequence[ModelResult]:
         results.append(done[short])
         _write(options, about, list(done.values()))
     print(render(about, results, None), flush=True)
-    return results
+    return int(any(point.failures for result in results for point in result.points))
 
 
 def _report(line: str) -> None:
@@ -97,13 +84,13 @@ def _report(line: str) -> None:
 # ---------------------------------------------------------------------- what is written
 
 
-def _about(options: argparse.Namespace, command: str) -> dict[str, Any]:
+def _about(options: argparse.Namespace) -> dict[str, Any]:
     """How it is measured, as JSON-ready data."""
     packages = {"torch": "torch", "OR-Tools": "ortools"}
     versions = {name: metadata.version(package) for name, package in packages.items()}
     wanted = ("methods", "settings", "ratios", "repeats", "time_limit", "threads", "seed", "profile")
     return {
-        "command": command,
+        "command": options.command,
         "began": datetime.now(UTC).isoformat(timespec="seconds"),
         "hardware": _hardware(),
         "versions": {"irc": __version__, "Python": platform.python_version(), **versions},
@@ -125,17 +112,14 @@ def _hardware() -> str:
 
 def _write(options: argparse.Namespace, about: dict[str, Any], results: Sequence[ModelResult]) -> None:
     """Writes JSON, picture and Markdown, each as a whole, where the options say."""
-    if options.json is not None:
-        data = {"format": _FORMAT, **about, "models": [result.to_json() for result in results]}
-        write_whole(options.json, json.dumps(data, indent=1, allow_nan=False) + "\n")
+    write_json(options.json, {"format": _FORMAT, **about, "models": [result.to_json() for result in results]})
     if options.plot is not None:
         wall = about["options"]["threads"] > 1
         write_whole(options.plot, draw(results, options.plot.suffix.removeprefix("."), wall=wall))
     if options.markdown is not None:
         folder = options.markdown.resolve().parent
         picture = None if options.plot is None else os.path.relpath(options.plot.resolve(), folder)
-        text = replace_section(options.markdown, _SECTION, render(about, results, picture))
-        write_whole(options.markdown, text)
+        write_page(options.markdown, render(about, results, picture), _SECTION)
 
 
 def _resumed(path: Path | None, about: dict[str, Any]) -> tuple[dict[str, Any], dict[str, ModelResult]]:
@@ -168,15 +152,6 @@ def _resumed(path: Path | None, about: dict[str, Any]) -> tuple[dict[str, Any], 
 # ---------------------------------------------------------------------- options
 
 
-def _families(text: str) -> tuple[str, ...]:
-    found = tuple(name for name in text.split(",") if name)
-    if unknown := [name for name in found if name not in FAMILIES]:
-        raise UsageError(
-            "IRC400", f"--methods {unknown[0]!r} is no method", help=f"choose among {', '.join(FAMILIES)}"
-        )
-    return found
-
-
 def _numbers(option: str, text: str) -> tuple[float, ...]:
     try:
         found = tuple(float(part) for part in text.split(",") if part)
@@ -194,47 +169,25 @@ def _ratios(text: str) -> tuple[float | str, ...]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.bench_recompute",
-        description="Measures irc against eager and PyTorch's ways to save memory.",
+    parser = parser_of(
+        "bench_recompute",
+        "Measures irc against eager and PyTorch's ways to save memory.",
+        models=_MODELS,
+        time_limit=60.0,
+        repeats=7,
+        threads=1,
+        seed=0,
+        profile=True,
+        json=None,
+        markdown=None,
     )
-    parser.add_argument(
-        "--models", default=_MODELS, metavar="A,B", help=f"names or package.module:factory ({_MODELS})"
+    listed = (
+        ("--methods", ",".join(FAMILIES), "of PyTorch; '' for none"),
+        ("--settings", _SETTINGS, "values of activation_memory_budget"),
+        ("--ratios", _RATIOS, "irc's budgets as shares of eager's peak above parameters, buffers and inputs"),
     )
-    parser.add_argument(
-        "--methods",
-        default=",".join(FAMILIES),
-        metavar="A,B",
-        help=f"of PyTorch ({','.join(FAMILIES)}); '' for none",
-    )
-    parser.add_argument(
-        "--settings",
-        default=_SETTINGS,
-        metavar="A,B",
-        help=f"values of activation_memory_budget ({_SETTINGS})",
-    )
-    parser.add_argument(
-        "--ratios",
-        default=_RATIOS,
-        metavar="A,B",
-        help=f"irc's budgets as shares of eager's peak above parameters, buffers and inputs ({_RATIOS})",
-    )
-    parser.add_argument(
-        "--time-limit", type=float, default=60.0, metavar="SECONDS", help="for each search (60)"
-    )
-    parser.add_argument("--repeats", type=int, default=7, metavar="N", help="rounds of timed steps (7)")
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="that compute (1)")
-    parser.add_argument("--seed", type=int, default=0, help="of the generator before compared steps (0)")
-    parser.add_argument(
-        "--profile", action=argparse.BooleanOptionalAction, default=True, help="measure operations"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all points there, model by model")
-    parser.add_argument(
-        "--markdown",
-        type=Path,
-        metavar="FILE",
-        help=f"write the tables there, between the markers {_SECTION} where it exists",
-    )
+    for option, default, help in listed:
+        parser.add_argument(option, default=default, metavar="A,B", help=f"{help} ({default})")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw time over memory there (.svg, .png)")
     parser.add_argument("--resume", action="store_true", help="keep the models that the JSON file holds")
     return parser

@@ -13,20 +13,17 @@ budget of a ladder is worse than a smaller one.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from irc.compiler.written_files import to_markdown, write_whole
-from irc.ir import IrcError, UsageError
+from irc.compiler.written_files import to_markdown
+from irc.ir import UsageError
 
+from .command import parser_of, run_command, run_rows, write_json, write_page
 from .compare import TOLERANCE
-from .harness import Settings, load_named, threads
+from .harness import Settings, load_named
 from .onnx_rows import light_folder, measure_onnx
 from .planned_rows import HEADER, Ladder, Row, measure_model
 
@@ -39,52 +36,28 @@ _BATCHES = "4"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, prints, and returns the exit status."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch's profiler would write to the terminal
-    options = _parser().parse_args(argv)
+    return run_command(_parser(), _run, argv)
+
+
+def _run(options: argparse.Namespace) -> int:
     settings = Settings(options.time_limit, options.repeats, options.seed, options.profile)
-    rows: list[Row] = []
-    try:
-        with threads(options.threads):
-            for row in _rows(options, settings):
-                rows.append(row)
-                print("  ".join(row.cells()), file=sys.stderr, flush=True)
-    except IrcError as error:
-        print(error, file=sys.stderr)
-        return error.exit_status
-    failed = [row for row in rows if row.failures]
-    text = "\n".join(
-        [
-            to_markdown(HEADER, [row.cells() for row in rows]),
-            "",
+
+    def page(rows: Sequence[Row]) -> str:
+        failed = sum(row.has_failed for row in rows)
+        return (
+            f"{to_markdown(HEADER, [row.cells() for row in rows])}\n\n"
             f"{options.threads} threads, best of {options.repeats} interleaved steps, "
             f"{options.time_limit:g} s for each search. Peaks are of one step, parameters, buffers and "
             f"inputs included. Numbers fail where they differ by more than {TOLERANCE:g} of the largest of "
-            f"their kind. {len(failed)} of {len(rows)} rows failed.",
-        ]
-    )
-    print(text, flush=True)
-    try:
-        _write(options, text, rows)
-    except IrcError as error:
-        print(error, file=sys.stderr)
-        return error.exit_status
-    return 1 if failed else 0
+            f"their kind. {failed} of {len(rows)} rows failed."
+        )
 
-
-def _write(options: argparse.Namespace, text: str, rows: Sequence[Row]) -> None:
-    """Writes the table and its rows where the options say."""
-    if options.markdown is not None:
-        write_whole(options.markdown, text + "\n")
-    if options.json is not None:
-        data = {
-            "torch": torch.__version__,
-            "threads": options.threads,
-            "repeats": options.repeats,
-            "time_limit": options.time_limit,
-            "tolerance": TOLERANCE,
-            "rows": [asdict(row) for row in rows],
-        }
-        write_whole(options.json, json.dumps(data, indent=1) + "\n")
+    rows, text, status = run_rows(_rows(options, settings), page)
+    write_page(options.markdown, text)
+    about = {name: getattr(options, name) for name in ("threads", "repeats", "time_limit")}
+    data = {"torch": torch.__version__, **about, "tolerance": TOLERANCE, "rows": rows}
+    write_json(options.json, data)
+    return status
 
 
 def _rows(options: argparse.Namespace, settings: Settings) -> Iterator[Row]:
@@ -117,11 +90,19 @@ def _rungs(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.measure_plans", description="Measures plans on models."
+    parser = parser_of(
+        "measure_plans",
+        "Measures plans on models.",
+        models=None,
+        budgets=_BUDGETS,
+        time_limit=60.0,
+        repeats=5,
+        threads=1,
+        seed=0,
+        profile=True,
+        json=None,
+        markdown=None,
     )
-    parser.add_argument("--models", metavar="A,B", help=f"names or package.module:factory ({_MODELS})")
-    parser.add_argument("--budgets", default=_BUDGETS, metavar="A,B", help=f"({_BUDGETS.replace('%', '%%')})")
     parser.add_argument(
         "--ladder",
         type=_rungs,
@@ -141,17 +122,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="A,B",
         help=f"of an ONNX file, until the budget fits ({_BATCHES})",
     )
-    parser.add_argument(
-        "--time-limit", type=float, default=60.0, metavar="SECONDS", help="for each search (60)"
-    )
-    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="timed steps of each module (5)")
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="that compute (1)")
-    parser.add_argument("--seed", type=int, default=0, help="of drawn weights and of the generator (0)")
-    parser.add_argument(
-        "--profile", action=argparse.BooleanOptionalAction, default=True, help="measure operations"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there")
     return parser
 
 

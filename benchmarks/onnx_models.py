@@ -10,7 +10,6 @@ and written back.
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 import tempfile
@@ -31,14 +30,14 @@ from irc.compiler.onnx_export.differences import apart
 from irc.compiler.onnx_export.export import ExportReport, export_onnx
 from irc.compiler.optimize import cost_passes
 from irc.compiler.training import measured_peak_bytes
-from irc.compiler.written_files import replace_section, to_markdown, write_whole
+from irc.compiler.written_files import to_markdown
 from irc.frontends.onnx import OnnxModule, from_onnx
 from irc.frontends.onnx.binding import bound
 from irc.frontends.torch import capture
 from irc.ir import BudgetError, IrcError, UnsupportedError, UsageError, first_line
 from irc.passes import PassManager, Planner, Program, SelectCheckpoints
 
-from .harness import threads
+from .command import parser_of, run_command, run_rows, write_page
 
 __all__ = ["MODELS", "Model", "Row", "main", "measure"]
 
@@ -155,6 +154,11 @@ class Row:
     exported: float | None = None
     refusal: str | None = None
     failures: tuple[str, ...] = ()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether something does not hold."""
+        return bool(self.failures)
 
     def cells(self) -> tuple[str, ...]:
         """The row of the table."""
@@ -354,32 +358,25 @@ def _broken(row: Row) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, prints, and returns the exit status: 1 where something does not hold."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.onnx_models", description=(__doc__ or "").splitlines()[0]
-    )
+    """Measures, prints, and returns the exit status: 1 if something does not hold."""
+    parser = parser_of("onnx_models", (__doc__ or "").splitlines()[0], only=None, threads=1, markdown=None)
     parser.add_argument("--packages", type=Path, required=True, metavar="DIR", help="downloaded packages")
-    parser.add_argument("--only", metavar="TEXT", help="models whose names contain this")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table into this page")
-    options = parser.parse_args(argv)
-    rows: list[Row] = []
-    try:
-        with threads(1), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for model in MODELS:
-                if options.only is None or options.only in model.name:
-                    rows.append(measure(model, fetch(model, options.packages)))
-                    print("  ".join(rows[-1].cells()), file=sys.stderr, flush=True)
-    except IrcError as error:
-        print(error, file=sys.stderr)
-        return error.exit_status
-    table = to_markdown(_HEADER, [row.cells() for row in rows])
-    text = f"{table}\n\ntorch {torch.__version__}, {len(rows)} models."
-    print(text)
-    if options.markdown is not None:
-        write_whole(options.markdown, replace_section(options.markdown, _SECTION, text))
-    return 1 if any(row.failures for row in rows) else 0
+    return run_command(parser, _run, argv)
+
+
+def _run(options: argparse.Namespace) -> int:
+    models = [model for model in MODELS if options.only is None or options.only in model.name]
+
+    def page(rows: Sequence[Row]) -> str:
+        table = to_markdown(_HEADER, [row.cells() for row in rows])
+        return f"{table}\n\ntorch {torch.__version__}, {len(rows)} models."
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rows = (measure(model, fetch(model, options.packages)) for model in models)
+        _, text, status = run_rows(rows, page)
+    write_page(options.markdown, text, _SECTION)
+    return status
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ from onnx import TensorProto, helper
 
 from irc.ir import UsageError, format_bytes
 
+from .command import parser_of, run_command
+
 __all__ = ["Usage", "make_file", "measure"]
 
 _ROWS, _COLUMNS = 2048, 2048
@@ -139,18 +141,15 @@ def measure(path: Path) -> Usage:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Makes, measures, prints, and returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.onnx_scale", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = parser_of("onnx_scale", (__doc__ or "").splitlines()[0])
     parser.add_argument("--gigabytes", type=float, default=3.0, metavar="N", help="of weights (3)")
     parser.add_argument("--inline", action="store_true", help="weights in the file itself, not beside it")
-    options = parser.parse_args(argv)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            usage = measure(make_file(Path(folder), int(options.gigabytes * 1e9), inline=options.inline))
-    except UsageError as error:
-        print(error, file=sys.stderr)
-        return error.exit_status
+    return run_command(parser, _run, argv)
+
+
+def _run(options: argparse.Namespace) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        usage = measure(make_file(Path(folder), int(options.gigabytes * 1e9), inline=options.inline))
     print(usage.text())
     return 0 if usage.ratio <= _MOST else 1
 

@@ -22,12 +22,12 @@ from irc.compiler.pipeline.artifact import write_pipeline
 from irc.compiler.pipeline.micro_batches import micro_batches_of
 from irc.compiler.pipeline.plan import captured_micro_batch, plan_stages
 from irc.compiler.pipeline.request import PipelineRequest
-from irc.compiler.written_files import check_folder, to_markdown, write_whole
-from irc.ir import BudgetError, IrcError, UsageError, format_bytes
+from irc.compiler.written_files import to_markdown
+from irc.ir import BudgetError, IrcError, format_bytes
 from irc.passes.costs.profiling import device_name
 from irc.torch_support.pytree import flatten
 
-from .commands import exit_status
+from .command import chosen, parser_of, run_command, write_page
 from .models.amoebanet import amoebanet_d
 from .models.images import unet
 from .models.registry import Example
@@ -156,15 +156,18 @@ _HEADER = [
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; the exit status is 1 where a promise was not kept, 2 for a wrong command."""
-    return exit_status(_parser(), _run, argv)
+    return run_command(_parser(), _run, argv)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.pipeline_runs",
-        description="Trains models as pipelines under torchrun, and compares each rank with one device.",
+    parser = parser_of(
+        "pipeline_runs",
+        "Trains models as pipelines under torchrun, and compares each rank with one device.",
+        models=None,
+        time_limit=15.0,
+        profile=True,
+        markdown=None,
     )
-    parser.add_argument("--models", metavar="A,B", help=f"some of {', '.join(SOURCES)}")
     parser.add_argument("--ranks", default="2,4", metavar="A,B", help="how many (2,4)")
     parser.add_argument("--schedules", default=",".join(_SCHEDULES), metavar="A,B")
     parser.add_argument("--micro-batches", type=int, default=8, metavar="M")
@@ -175,29 +178,16 @@ def _parser() -> argparse.ArgumentParser:
         metavar="X",
         help="budget, in parts of the largest peak without one",
     )
-    parser.add_argument("--time-limit", type=float, default=15.0, metavar="SECONDS", help="for each plan")
-    parser.add_argument("--no-profile", action="store_true", help="measure no operations")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the page here")
     return parser
 
 
 def _run(options: argparse.Namespace) -> int:
-    if options.markdown is not None:
-        check_folder(options.markdown)
-    names = list(SOURCES) if options.models is None else [name.strip() for name in options.models.split(",")]
-    unknown = [name for name in names if name not in SOURCES]
-    if unknown:
-        raise UsageError(
-            "IRC489",
-            f"there is no model {unknown[0]!r} to run as a pipeline",
-            help=f"choose some of {', '.join(SOURCES)}",
-        )
+    names = chosen(options.models, SOURCES, "model that runs as a pipeline", "IRC489")
     rows: list[_Row] = []
     for row in _rows(options, names):
         rows.append(row)
         print(" | ".join(row.cells()), flush=True)
-        if options.markdown is not None:
-            write_whole(options.markdown, _page(options, rows))
+        write_page(options.markdown, _page(options, rows))
     return 1 if any(row.report["failures"] for row in rows) else 0
 
 
@@ -221,7 +211,7 @@ def _planned(
     captured = captured_micro_batch(loaded.module, micro_batches_of(loaded.args, count)[0], None)
 
     def plan(budget: int | str) -> Pipeline:
-        profile = False if options.no_profile else None
+        profile = None if options.profile else False
         request = PipelineRequest(
             ranks, count, budget, schedule, time_limit=options.time_limit, profile=profile
         )
@@ -285,7 +275,6 @@ def _page(options: argparse.Namespace, rows: Sequence[_Row]) -> str:
             "",
             f"{len(rows)} rows, {failed} with a promise that was not kept; the prediction of a rank's",
             f"peak is at most {worst:.2%} off.",
-            "",
         ]
     )
 

@@ -65,6 +65,11 @@ class Row:
     notes: tuple[str, ...] = ()
     failures: tuple[str, ...] = ()
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether something does not hold."""
+        return bool(self.failures)
+
     def cells(self) -> tuple[str, ...]:
         """The row of the table."""
         if self.predicted_bytes is None or self.measured_bytes is None or self.original_bytes is None:

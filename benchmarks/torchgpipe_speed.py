@@ -14,11 +14,11 @@ import torch
 
 from irc import __version__
 from irc.compiler.pipeline.request import CHECKPOINT_MODES
-from irc.compiler.written_files import check_folder, to_markdown, write_whole
-from irc.ir import BudgetError, UsageError
+from irc.compiler.written_files import to_markdown
+from irc.ir import BudgetError
 from irc.passes.pipeline import PlannedPipeline
 
-from .commands import exit_status
+from .command import chosen, parser_of, run_command, write_page
 from .journal import Journal
 from .models.images import resnet101
 from .models.registry import Example
@@ -171,34 +171,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The arguments; those of the process if None.
     """
-    return exit_status(_parser(), _run, argv)
+    return run_command(_parser(), _run, argv)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.torchgpipe_speed",
-        description="Simulates torchgpipe's benchmarks of speed beside what was measured.",
+    parser = parser_of(
+        "torchgpipe_speed",
+        "Simulates torchgpipe's benchmarks of speed beside what was measured.",
+        time_limit=_TIME_LIMIT,
+        journal=None,
+        markdown=None,
     )
     parser.add_argument("--networks", metavar="A,B", help=f"some of {', '.join(NETWORKS)}")
-    parser.add_argument(
-        "--time-limit", type=float, default=_TIME_LIMIT, metavar="S", help=f"for each plan ({_TIME_LIMIT:g})"
-    )
-    parser.add_argument("--journal", type=Path, metavar="FILE", help="rows are kept here; a new run goes on")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the page here")
     return parser
 
 
 def _run(options: argparse.Namespace) -> int:
-    if options.markdown is not None:
-        check_folder(options.markdown)
-    names = options.networks.split(",") if options.networks else list(NETWORKS)
-    for name in names:
-        if name not in NETWORKS:
-            raise UsageError(
-                "IRC489",
-                f"torchgpipe's tables of speed have no network {name!r}",
-                help=f"choose some of {', '.join(NETWORKS)}",
-            )
+    names = chosen(options.networks, NETWORKS, "network of torchgpipe's tables of speed", "IRC489")
     about = {"irc": __version__, "machine": MACHINE.to_json(), "time_limit": options.time_limit}
     journal = Journal.open(options.journal, about, "irc-torchgpipe-speed-2", Row)
     for experiment in experiments():
@@ -206,10 +195,8 @@ def _run(options: argparse.Namespace) -> int:
         if experiment.network in names and key not in journal.found:
             journal.append(key, [row_of(experiment, NETWORKS[experiment.network], options.time_limit)])
             print(key, journal.found[key][0], flush=True)
-            if options.markdown is not None:
-                write_whole(options.markdown, _page(journal, options.time_limit))
-    if options.markdown is not None:
-        write_whole(options.markdown, _page(journal, options.time_limit))
+            write_page(options.markdown, _page(journal, options.time_limit))
+    write_page(options.markdown, _page(journal, options.time_limit))
     return 0
 
 
@@ -274,8 +261,7 @@ Each plan had {time_limit:g} s to look for better cuts. The optimizer's step is 
 
 {tables}
 
-**Where they are off.** {remarks}
-"""
+**Where they are off.** {remarks}"""
 
 _REMARKS = """The cuts are irc's, between any two operations; torchgpipe's were found by hand and by its
 balancer, in a list of layers. So on eight devices the simulation is faster than what was measured: by 21% for

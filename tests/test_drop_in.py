@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.drop_in import families
-from benchmarks.drop_in.command import main
+from benchmarks.drop_in.__main__ import main
 from benchmarks.drop_in.comparison import Difference, check_same
 from benchmarks.drop_in.models import MODELS, Arguments
 from benchmarks.drop_in.plans import PLANS, PlanKind

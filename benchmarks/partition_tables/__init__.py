@@ -1,5 +1,1 @@
 """Published graphs divided among devices, beside what is known of them and what others' balancers do."""
-
-from .command import main
-
-__all__ = ["main"]

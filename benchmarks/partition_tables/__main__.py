@@ -1,8 +1,106 @@
-"""The command `python -m benchmarks.partition_tables`."""
+"""Divides published graphs among devices, and writes the tables beside the published figures."""
 
-import sys
+from __future__ import annotations
 
-from .command import main
+import argparse
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from irc import __version__
+from irc.compiler.written_files import replace_section
+from irc.ir import UsageError
+
+from ..command import parser_of, run_command, write_page
+from ..journal import Journal
+from .page import to_section
+from .rows import Limits, Row, tasks
+
+__all__ = ["main"]
+
+_SECTION = "partition-tables"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; the exit status is 2 for a wrong command.
+
+    Args:
+        argv: The arguments; those of the process if None.
+    """
+    return run_command(_parser(), _run, argv)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = parser_of(
+        "partition_tables",
+        "Divides the graphs of dnn-partitioning, PipeDream and Piper among devices.",
+        journal=None,
+        markdown=None,
+    )
+    parser.add_argument(
+        "--data", type=Path, required=True, metavar="DIR", help="with dnn-partitioning, pipedream and piper"
+    )
+    parser.add_argument("--graphs", metavar="A,B", help="only these, such as LayerGraphs/gnmt_training,vgg16")
+    parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="for each search (60)")
+    parser.add_argument(
+        "--plain-seconds",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="also run the published dynamic programme, as it stands in Python, for at most so long (0)",
+    )
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help="threads of CP-SAT (1)")
+    parser.add_argument(
+        "--bandwidth-gbps", type=float, default=16.0, metavar="B", help="between devices of profiles (16)"
+    )
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    for name, least in (("seconds", 0.0), ("plain_seconds", 0.0), ("workers", 1), ("bandwidth_gbps", 1e-6)):
+        value = getattr(options, name)
+        if not least <= value < math.inf:
+            raise UsageError(
+                "IRC400",
+                f"--{name.replace('_', '-')} is {value:g}",
+                help=f"give a number from {least:g} on",
+            )
+    if options.markdown is not None:
+        replace_section(options.markdown, _SECTION, "")
+    limits = Limits(options.seconds, options.plain_seconds, options.workers)
+    names = options.graphs and [name.strip() for name in options.graphs.split(",")]
+    settings = {
+        "irc": __version__,
+        "seconds": limits.seconds,
+        "plain_seconds": limits.plain_seconds,
+        "workers": limits.workers,
+        "bandwidth_gbps": options.bandwidth_gbps,
+    }
+    journal = Journal.open(options.journal, settings, "irc-partition-tables-1", Row)
+    for key, task in tasks(options.data, names, limits, options.bandwidth_gbps):
+        if key not in journal.found:
+            journal.append(key, task())
+            print(_told(key, journal.found[key]), flush=True)
+            _write(options, journal)
+    _write(options, journal)
+    return 0
+
+
+def _write(options: argparse.Namespace, journal: Journal[Row]) -> None:
+    section = to_section(journal.found, options.bandwidth_gbps)
+    write_page(options.markdown, section, _SECTION)
+
+
+def _told(key: str, rows: Sequence[Row]) -> str:
+    """What was found, for the terminal."""
+    lines = [f"{time.strftime('%H:%M:%S')} {key}"]
+    for row in rows:
+        load = "nothing in time" if row.max_load_ms is None else f"{row.max_load_ms:.4f} ms"
+        proved = ", proved" if row.is_proved else f", bound {row.bound_ms:.4f} ms" if row.bound_ms else ""
+        lines.append(f"    {row.method}: {load}{proved} ({row.plan_seconds:.2f} s)")
+    return "\n".join(lines)
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,5 +1,1 @@
 """The published tables of Large Model Support and OME, beside what the planner finds on the same networks."""
-
-from .command import main
-
-__all__ = ["main"]

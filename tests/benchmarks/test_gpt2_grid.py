@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from benchmarks.gpt2_grid import main
+from benchmarks.gpt2_grid.__main__ import main
 from benchmarks.gpt2_grid.allocator import Block, CachingAllocator
 from benchmarks.gpt2_grid.model import GRID, Shape, gpt2
 from benchmarks.gpt2_grid.own_plan import Planning

@@ -26,7 +26,7 @@ def test_a_row_keeps_its_promises(plan: str, tmp_path: Path) -> None:
     assert (row.out_bytes > 0) == (plan == "swap")
     assert len(row.cells()) == len(HEADER)
     assert replace(row, measured_bytes=row.predicted_bytes + 1).has_failed
-    assert replace(row, agrees=False).has_failed
+    assert replace(row, is_close=False).has_failed
     assert list(tmp_path.iterdir()) == []
 
 
@@ -47,7 +47,7 @@ def test_the_command_starts_a_process_for_each_row(
         assert measure_swap.main(command[3:]) == 0
         return subprocess.CompletedProcess(command, 0, capsys.readouterr().out)
 
-    monkeypatch.setattr(measure_swap.subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "run", run)
     out = tmp_path / "rows.json"
     options = ["--models", MODEL, "--budgets", "55%", "--scratch", str(tmp_path), "--no-profile"]
     options += ["--time-limit", "1", "--repeats", "1", "--json", str(out)]
@@ -64,7 +64,7 @@ def test_a_row_that_fails_ends_the_command(
     def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(command, 3, "")
 
-    monkeypatch.setattr(measure_swap.subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "run", run)
     assert measure_swap.main(["--models", "no_such_model", "--budgets", "60%"]) == 2
     assert "IRC452" in capsys.readouterr().err
     assert measure_swap.main(["--row", "no_such_model", "60%", "swap"]) == 2

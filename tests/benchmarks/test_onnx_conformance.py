@@ -18,8 +18,8 @@ import pytest
 from onnx import ModelProto
 
 from benchmarks.onnx_conformance import environments
+from benchmarks.onnx_conformance.__main__ import main
 from benchmarks.onnx_conformance.cases import GROUPS, SUBSETS, Case, load_cases
-from benchmarks.onnx_conformance.command import main
 from benchmarks.onnx_conformance.comparison import difference
 from benchmarks.onnx_conformance.importers import PEERS, Importer, Run, Unsupported, find, to_numpy, to_torch
 from benchmarks.onnx_conformance.own import IRC

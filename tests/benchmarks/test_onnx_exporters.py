@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.onnx_exporters import command, exporting, round_trip
+from benchmarks.onnx_exporters import __main__ as command
+from benchmarks.onnx_exporters import exporting, round_trip
 from benchmarks.onnx_exporters.elements import Elements
 from benchmarks.onnx_exporters.exporting import Way, export
 from benchmarks.onnx_exporters.import_time import Worker, import_times

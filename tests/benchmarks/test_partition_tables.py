@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from support.partitions import best_of_all, problems
 
-from benchmarks.partition_tables import main
+from benchmarks.partition_tables.__main__ import main
 from benchmarks.partition_tables.contiguous import best_along, best_contiguous
 from benchmarks.partition_tables.non_contiguous import best_non_contiguous
 from benchmarks.partition_tables.page import to_section
@@ -172,7 +172,7 @@ def run(*options: str, data: Path = DATA) -> int:
 def test_the_command_writes_tables_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page, journal = tmp_path / "page.md", tmp_path / "rows.jsonl"
     graphs = "LayerGraphs/bert24_training,vgg16,piper/gnmt"
-    options = ("--plain-seconds", "30", "--journal", str(journal), "--page", str(page))
+    options = ("--plain-seconds", "30", "--journal", str(journal), "--markdown", str(page))
     assert run("--graphs", "LayerGraphs/bert24_training", *options) == 0
     assert "| LayerGraphs/bert24_training | 41.7458" in page.read_text()
     assert "vgg16" not in page.read_text()

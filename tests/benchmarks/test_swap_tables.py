@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.models import resnet18
 from benchmarks.models.registry import Example
-from benchmarks.swap_tables import main
+from benchmarks.swap_tables.__main__ import main
 from benchmarks.swap_tables.page import Fitted, to_section
 from benchmarks.swap_tables.published import Case, Published, cases, largest_batches
 from benchmarks.swap_tables.simulated import (

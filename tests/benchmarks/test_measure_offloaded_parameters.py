@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import measure_homes, measure_swap
-from benchmarks.measure_homes import HEADER, OffloadRow, measure_row
+from benchmarks import measure_offloaded_parameters
+from benchmarks.measure_offloaded_parameters import HEADER, ParametersRow, measure_row
 
 
 def perceptron() -> tuple[nn.Module, tuple[Tensor, ...]]:
@@ -44,15 +44,16 @@ def test_the_command_measures_both_plans(
 ) -> None:
     def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         capsys.readouterr()
-        assert command[2] == "benchmarks.measure_homes" and measure_homes.main(command[3:]) == 0
+        assert command[2] == "benchmarks.measure_offloaded_parameters"
+        assert measure_offloaded_parameters.main(command[3:]) == 0
         return subprocess.CompletedProcess(command, 0, capsys.readouterr().out)
 
-    monkeypatch.setattr(measure_swap.subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "run", run)
     out = tmp_path / "rows.json"
     options = ["--models", MODEL, "--budgets", "60%", "--scratch", str(tmp_path), "--no-profile"]
     options += ["--time-limit", "2", "--repeats", "1", "--json", str(out)]
-    assert measure_homes.main(options) == 0
-    device, disk = (OffloadRow(**row) for row in json.loads(out.read_text()))
+    assert measure_offloaded_parameters.main(options) == 0
+    device, disk = (ParametersRow(**row) for row in json.loads(out.read_text()))
     assert device.failure.startswith("needs ") and not device.has_failed
     assert disk.plan == "disk" and disk.offloaded_bytes > 0
     assert "0 of 2 rows failed" in capsys.readouterr().out

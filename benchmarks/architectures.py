@@ -32,7 +32,7 @@ from irc.passes import PassManager, Planner, Program, SelectCheckpoints
 
 from .command import chosen, parser_of, run_command, run_rows, write_json, write_page
 from .compare import Numbers, compare_training
-from .zoo import ARCHITECTURES, Instance, Maker, loss_of
+from .models.architectures import ARCHITECTURES, Instance, Maker, loss_of
 
 __all__ = ["HEADER", "Row", "main", "measure"]
 

@@ -22,7 +22,7 @@ from .command import chosen, parser_of, run_command, write_page
 from .journal import Journal
 from .models.images import resnet101
 from .models.registry import Example
-from .torchgpipe.networks import stacked_unet
+from .models.stacked_unet import stacked_unet
 from .torchgpipe.programs import MACHINE, Simulation, again_seconds
 
 __all__ = ["NETWORKS", "Experiment", "Row", "experiments", "main", "row_of"]

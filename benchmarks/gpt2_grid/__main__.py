@@ -10,7 +10,7 @@ from irc.compiler.written_files import replace_section
 from irc.ir import UsageError, parse_budget
 
 from ..command import parser_of, run_command, write_page
-from .model import GRID, gpt2
+from ..models.gpt2_grid import GRID, gpt2
 from .own_plan import OwnPlan, Planning, RankRun, run_on_ranks
 from .page import Page, told
 from .published import PLANS, PublishedRow, published

@@ -18,8 +18,8 @@ from irc.passes import Cost, Program
 from irc.passes.pipeline import Devices, PipelineOptions, pipeline_schedule, plan_pipeline
 from irc.passes.pipeline.placement import Dataflow
 
+from ..models.gpt2_grid import trained
 from ..pipeline_runs import trained_under_torchrun
-from .model import trained
 from .published import PLANS
 
 __all__ = ["OwnPlan", "Planning", "RankRun", "run_on_ranks"]
@@ -157,7 +157,7 @@ def run_on_ranks(planning: Planning, own: OwnPlan) -> RankRun:
         IrcError: IRC489 when the ranks end without a report.
     """
     assert own.pipeline is not None
-    source = Source("benchmarks.gpt2_grid.model:trained")
+    source = Source("benchmarks.models.gpt2_grid:trained")
     report = trained_under_torchrun(own.pipeline, source, planning.args, planning.devices)
     return RankRun(
         own.schedule,

@@ -16,8 +16,8 @@ from irc.ir.schedule import Instruction
 from irc.passes.pipeline.placement import Dataflow
 from irc.passes.pipeline.stage_graphs import cut
 
+from ..models.gpt2_grid import Shape
 from .allocator import Block, CachingAllocator
-from .model import Shape
 
 __all__ = ["Held", "Run", "StageMoves", "replayed", "stages_of"]
 

@@ -1,15 +1,15 @@
-"""Sequence models: GPT-2 blocks, an LSTM classifier, and encoder-decoders as T5 and BART."""
+"""Sequence models: GPT-2 blocks, an LSTM classifier, and T5 and BART of `transformers`."""
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from .images import Classifier
-from .registry import Example, benchmark
+from .registry import Example, benchmark, transformers_for
 
 __all__ = ["bart", "gpt2", "gpt2_no_dropout", "gpt2x24", "gpt2x24_no_dropout", "lstm", "t5"]
 
@@ -170,185 +170,36 @@ def lstm(
 # ---------------------------------------------------------------------- encoder and decoder
 
 
-class SequenceToSequence(nn.Module):
-    """An encoder and a decoder with one embedding for the inputs of both and for the scores.
+class Translator(nn.Module):
+    """An encoder and a decoder of `transformers` with their loss.
 
     Args:
-        vocabulary: Number of tokens.
-        width: Of the embedding.
-        encoder: Maps embedded tokens [batch, sequence, width] to states of the same shape.
-        decoder: The same, given the encoder's states too.
-        deviation: Standard deviation of the embedding at the start.
-        scale: Of the decoder's states before they become scores, if there is one.
+        model: A model for conditional generation.
     """
 
-    def __init__(
-        self,
-        vocabulary: int,
-        width: int,
-        encoder: nn.Module,
-        decoder: nn.Module,
-        *,
-        deviation: float = 1.0,
-        scale: float | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        nn.init.normal_(self.embedding.weight, 0.0, deviation)
-        self.encoder = encoder
-        self.decoder = decoder
-        self.scale = scale
+        self.model = model
 
     def forward(self, source: Tensor, target: Tensor, labels: Tensor) -> Tensor:
         """The mean cross entropy of the scores after each of `target`; all are tokens [batch, sequence]."""
-        memory = self.encoder(self.embedding(source))
-        states = self.decoder(self.embedding(target), memory)
-        if self.scale is not None:
-            states = states * self.scale
-        scores = functional.linear(states, self.embedding.weight)
-        return functional.cross_entropy(scores.flatten(0, 1), labels.flatten())
+        return self.model(input_ids=source, decoder_input_ids=target, labels=labels, use_cache=False).loss
 
 
-def _translated(model: SequenceToSequence, batch: int, sequence: int) -> Example:
-    """The model with tokens of a source, of a target, and of the target one token on."""
-    tokens = torch.randint(model.embedding.num_embeddings, (2, batch, sequence + 1))
+def _translated(name: str, settings: dict[str, Any], batch: int, sequence: int) -> Example:
+    """A model with tokens of a source, of a target, and of the target one token on.
+
+    Args:
+        name: Of the classes of `transformers`.
+        settings: Of its configuration.
+        batch: Sentences.
+        sequence: Tokens of each.
+    """
+    transformers = transformers_for(name)
+    configuration = getattr(transformers, f"{name}Config")(**settings, use_cache=False)
+    model = Translator(getattr(transformers, f"{name}ForConditionalGeneration")(configuration))
+    tokens = torch.randint(settings["vocab_size"], (2, batch, sequence + 1))
     return model, (tokens[0, :, 1:].clone(), tokens[1, :, :-1].clone(), tokens[1, :, 1:].clone())
-
-
-# ---------------------------------------------------------------------- T5
-
-
-class RelativeBias(nn.Module):
-    """What is added to the scores of attention, by the distance between two positions.
-
-    Args:
-        sequence: Number of positions.
-        heads: Attention heads.
-        causal: Only earlier positions are seen.
-        buckets: Number of distances that are told apart; far ones share logarithmic buckets.
-        furthest: The distance from which on all are in one bucket.
-    """
-
-    buckets: Tensor
-    mask: Tensor
-
-    def __init__(
-        self, sequence: int, heads: int, *, causal: bool, buckets: int = 32, furthest: int = 128
-    ) -> None:
-        super().__init__()
-        self.table = nn.Embedding(buckets, heads)
-        positions = torch.arange(sequence)
-        distance = positions - positions[:, None]
-        if causal:
-            found = _bucket((-distance).clamp(min=0), buckets, furthest)
-            mask = torch.zeros(sequence, sequence).masked_fill(distance > 0, -math.inf)
-        else:
-            found = _bucket(distance.abs(), buckets // 2, furthest) + buckets // 2 * (distance > 0)
-            mask = torch.zeros(sequence, sequence)
-        self.register_buffer("buckets", found, persistent=False)
-        self.register_buffer("mask", mask, persistent=False)
-
-    def forward(self) -> Tensor:
-        """[heads, sequence, sequence]: what each position (rows) adds for each other one."""
-        return self.table(self.buckets).permute(2, 0, 1) + self.mask
-
-
-def _bucket(distance: Tensor, buckets: int, furthest: int) -> Tensor:
-    """The bucket of each distance: half of the buckets hold one each, the others grow to `furthest`."""
-    exact = buckets // 2
-    share = torch.log(distance.clamp(min=1) / exact) / math.log(furthest / exact)
-    far = exact + (share * (buckets - exact)).long()
-    return torch.where(distance < exact, distance, far.clamp(max=buckets - 1))
-
-
-class RelativeAttention(nn.Module):
-    """Attention without scale and without biases in its projections.
-
-    Args:
-        width: Of the states.
-        heads: They divide the width.
-        dropout: Rate on the weights of attention.
-    """
-
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
-        super().__init__()
-        self.heads = heads
-        self.queries = nn.Linear(width, width, bias=False)
-        self.keys = nn.Linear(width, width, bias=False)
-        self.values = nn.Linear(width, width, bias=False)
-        self.mix = nn.Linear(width, width, bias=False)
-        self.dropout = nn.Dropout(dropout)
-        nn.init.normal_(self.queries.weight, 0.0, (width * width / heads) ** -0.5)
-
-    def forward(self, x: Tensor, memory: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Attention from `x` to `memory`, both [batch, sequence, width], with `bias` added to the scores."""
-        q, k, v = (
-            heads_of(part, self.heads) for part in (self.queries(x), self.keys(memory), self.values(memory))
-        )
-        scores = q @ k.transpose(-1, -2)
-        if bias is not None:
-            scores = scores + bias
-        return self.mix(without_heads(self.dropout(scores.softmax(-1)) @ v))
-
-
-class T5Block(nn.Module):
-    """A T5 block: RMSNorm before attention, before attention to the encoder, before the perceptron.
-
-    Args:
-        width: Of the residual stream.
-        heads: Attention heads.
-        dropout: Rate on weights, inside the perceptron, and on what is added to the stream.
-        crosses: Whether it attends to an encoder.
-    """
-
-    def __init__(self, width: int, heads: int, dropout: float, *, crosses: bool) -> None:
-        super().__init__()
-        self.norm1 = nn.RMSNorm(width, eps=1e-6)
-        self.attention = RelativeAttention(width, heads, dropout)
-        self.norm2 = nn.RMSNorm(width, eps=1e-6) if crosses else None
-        self.cross = RelativeAttention(width, heads, dropout) if crosses else None
-        self.norm3 = nn.RMSNorm(width, eps=1e-6)
-        self.expand = nn.Linear(width, 4 * width, bias=False)
-        self.contract = nn.Linear(4 * width, width, bias=False)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor, bias: Tensor, memory: Tensor | None = None) -> Tensor:
-        """Maps [batch, sequence, width] to the same shape; `memory` are the encoder's states."""
-        y = self.norm1(x)
-        x = x + self.dropout(self.attention(y, y, bias))
-        if self.norm2 is not None and self.cross is not None and memory is not None:
-            x = x + self.dropout(self.cross(self.norm2(x), memory))
-        y = self.dropout(functional.relu(self.expand(self.norm3(x))))
-        return x + self.dropout(self.contract(y))
-
-
-class T5Stack(nn.Module):
-    """The encoder or the decoder of T5 (Raffel et al. 2020): all blocks share one relative bias.
-
-    Args:
-        depth: Number of blocks.
-        width: Of the residual stream.
-        heads: Attention heads.
-        sequence: Number of positions.
-        dropout: Rate everywhere.
-        decodes: Whether it is causal and attends to an encoder.
-    """
-
-    def __init__(
-        self, depth: int, width: int, heads: int, sequence: int, dropout: float, *, decodes: bool
-    ) -> None:
-        super().__init__()
-        self.bias = RelativeBias(sequence, heads, causal=decodes)
-        self.blocks = nn.ModuleList(T5Block(width, heads, dropout, crosses=decodes) for _ in range(depth))
-        self.norm = nn.RMSNorm(width, eps=1e-6)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
-        """Maps embedded tokens [batch, sequence, width] to states of the same shape."""
-        x, bias = self.dropout(x), self.bias()
-        for block in self.blocks:
-            x = block(x, bias, memory)
-        return self.dropout(self.norm(x))
 
 
 @benchmark
@@ -362,99 +213,17 @@ def t5(
     vocabulary: int = 32128,
     dropout: float = 0.1,
 ) -> Example:
-    """T5, small: relative position bias, RMSNorm, no biases, one embedding for inputs and scores."""
-    encoder = T5Stack(depth, width, heads, sequence, dropout, decodes=False)
-    decoder = T5Stack(depth, width, heads, sequence, dropout, decodes=True)
-    model = SequenceToSequence(vocabulary, width, encoder, decoder, scale=width**-0.5)
-    return _translated(model, batch, sequence)
-
-
-# ---------------------------------------------------------------------- BART
-
-
-class Attention(nn.Module):
-    """Scaled attention with biases in its projections.
-
-    Args:
-        width: Of the states.
-        heads: They divide the width.
-        causal: Only earlier positions are seen.
-    """
-
-    def __init__(self, width: int, heads: int, *, causal: bool = False) -> None:
-        super().__init__()
-        self.heads = heads
-        self.causal = causal
-        self.queries = nn.Linear(width, width)
-        self.keys = nn.Linear(width, width)
-        self.values = nn.Linear(width, width)
-        self.mix = nn.Linear(width, width)
-
-    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
-        """Attention from `x` to `memory`, both [batch, sequence, width]."""
-        q, k, v = (
-            heads_of(part, self.heads) for part in (self.queries(x), self.keys(memory), self.values(memory))
-        )
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        return self.mix(without_heads(mixed))
-
-
-class BartBlock(nn.Module):
-    """A BART block: LayerNorm after attention, after attention to the encoder, after the perceptron.
-
-    Args:
-        width: Of the residual stream.
-        heads: Attention heads.
-        dropout: Rate on what is added to the stream.
-        decodes: Whether it is causal and attends to an encoder.
-    """
-
-    def __init__(self, width: int, heads: int, dropout: float, *, decodes: bool) -> None:
-        super().__init__()
-        self.attention = Attention(width, heads, causal=decodes)
-        self.norm1 = nn.LayerNorm(width)
-        self.cross = Attention(width, heads) if decodes else None
-        self.norm2 = nn.LayerNorm(width) if decodes else None
-        self.expand = nn.Linear(width, 4 * width)
-        self.contract = nn.Linear(4 * width, width)
-        self.norm3 = nn.LayerNorm(width)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
-        """Maps [batch, sequence, width] to the same shape; `memory` are the encoder's states."""
-        x = self.norm1(x + self.dropout(self.attention(x, x)))
-        if self.norm2 is not None and self.cross is not None and memory is not None:
-            x = self.norm2(x + self.dropout(self.cross(x, memory)))
-        return self.norm3(x + self.dropout(self.contract(functional.gelu(self.expand(x)))))
-
-
-class BartStack(nn.Module):
-    """The encoder or the decoder of BART (Lewis et al. 2020), with learned positions.
-
-    Args:
-        depth: Number of blocks.
-        width: Of the residual stream.
-        heads: Attention heads.
-        sequence: Number of positions.
-        dropout: Rate after the positions and in the blocks.
-        decodes: Whether it is causal and attends to an encoder.
-    """
-
-    def __init__(
-        self, depth: int, width: int, heads: int, sequence: int, dropout: float, *, decodes: bool
-    ) -> None:
-        super().__init__()
-        self.positions = nn.Parameter(0.02 * torch.randn(sequence, width))
-        self.norm = nn.LayerNorm(width)
-        self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(BartBlock(width, heads, dropout, decodes=decodes) for _ in range(depth))
-
-    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
-        """Maps embedded tokens [batch, sequence, width] to states of the same shape."""
-        x = self.dropout(self.norm(x + self.positions))
-        for block in self.blocks:
-            x = block(x, memory)
-        return x
+    """T5, small (Raffel et al. 2020)."""
+    settings = {
+        "vocab_size": vocabulary,
+        "d_model": width,
+        "d_kv": width // heads,
+        "d_ff": 4 * width,
+        "num_layers": depth,
+        "num_heads": heads,
+        "dropout_rate": dropout,
+    }
+    return _translated("T5", settings, batch, sequence)
 
 
 @benchmark
@@ -468,9 +237,17 @@ def bart(
     vocabulary: int = 50265,
     dropout: float = 0.1,
 ) -> Example:
-    """BART with the width of T5's small one: learned positions, one embedding for inputs and scores."""
-    encoder, decoder = (
-        BartStack(depth, width, heads, sequence, dropout, decodes=decodes) for decodes in (False, True)
-    )
-    model = SequenceToSequence(vocabulary, width, encoder, decoder, deviation=0.02)
-    return _translated(model, batch, sequence)
+    """BART with the width of T5's small one (Lewis et al. 2020)."""
+    settings = {
+        "vocab_size": vocabulary,
+        "d_model": width,
+        "encoder_layers": depth,
+        "decoder_layers": depth,
+        "encoder_attention_heads": heads,
+        "decoder_attention_heads": heads,
+        "encoder_ffn_dim": 4 * width,
+        "decoder_ffn_dim": 4 * width,
+        "max_position_embeddings": sequence,
+        "dropout": dropout,
+    }
+    return _translated("Bart", settings, batch, sequence)

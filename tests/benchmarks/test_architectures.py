@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from benchmarks import architectures
 from benchmarks.architectures import main
-from benchmarks.zoo import ARCHITECTURES, Instance
+from benchmarks.models.architectures import ARCHITECTURES, Instance
 
 torch.set_num_threads(1)
 

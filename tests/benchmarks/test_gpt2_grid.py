@@ -13,12 +13,12 @@ from torch import nn
 
 from benchmarks.gpt2_grid.__main__ import main
 from benchmarks.gpt2_grid.allocator import Block, CachingAllocator
-from benchmarks.gpt2_grid.model import GRID, Shape, gpt2
 from benchmarks.gpt2_grid.own_plan import Planning
 from benchmarks.gpt2_grid.page import Page
 from benchmarks.gpt2_grid.published import PLANS, PublishedRow, published
 from benchmarks.gpt2_grid.replay import Run, StageMoves, replayed, stages_of
 from benchmarks.gpt2_grid.workspace import DeviceRow, errors, fitted, held_out
+from benchmarks.models.gpt2_grid import GRID, Shape, gpt2
 
 MIB = 2**20
 SMALL = Shape(layers=4, width=16, heads=2, vocabulary=40, positions=8, batch=8)

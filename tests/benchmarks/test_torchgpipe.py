@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from benchmarks import amoebanet_plans, torchgpipe_speed
 from benchmarks.amoebanet_plans import Row, Setting, rows_of, settings
 from benchmarks.models import amoebanet_d, resnet18
-from benchmarks.torchgpipe.networks import StackedUNet, stacked_unet
+from benchmarks.models.stacked_unet import StackedUNet, stacked_unet
 from benchmarks.torchgpipe.programs import Simulation, model_bytes
 from benchmarks.torchgpipe_speed import Experiment, experiments, row_of
 from irc.compiler.pipeline.api import pipeline

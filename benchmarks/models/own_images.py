@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
 
-from .. import models
-from .registry import Instance, architecture, enter
+from .images import Classifier
+from .registry import MODELS, Instance, architecture, enter
 
 _IMAGES: dict[str, Any] = {"batch": 4, "size": 64, "classes": 10}
 _TOKENS: dict[str, Any] = {"batch": 4, "sequence": 32, "depth": 2, "width": 16, "heads": 2, "vocabulary": 40}
@@ -30,7 +30,7 @@ _SMALL: dict[str, dict[str, Any]] = {
 
 
 def _enter_benchmark(name: str, settings: dict[str, Any]) -> None:
-    enter(f"own-{name.replace('_', '-')}", lambda: Instance(*models.MODELS[name](**settings)))
+    enter(f"own-{name.replace('_', '-')}", lambda: Instance(*MODELS[name](**settings)))
 
 
 for _name, _settings in _SMALL.items():
@@ -124,7 +124,7 @@ class CellNetwork(nn.Module):
 
 def _classifier(module: nn.Module, size: int = 32, batch: int = 8) -> Instance:
     images, labels = torch.randn(batch, 3, size, size), torch.randint(10, (batch,))
-    return Instance(models.Classifier(module), (images, labels))
+    return Instance(Classifier(module), (images, labels))
 
 
 @architecture

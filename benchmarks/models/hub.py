@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from irc.ir import UsageError
-
-from .registry import Instance, enter
+from .registry import Instance, enter, transformers_for
 
 __all__ = ["BATCH", "SEQUENCE", "VOCABULARY", "Batch", "hub", "images", "padded", "random_tokens"]
 
@@ -44,14 +42,7 @@ def hub(
     """
 
     def make() -> Instance:
-        try:
-            import transformers
-        except ImportError as error:
-            raise UsageError(
-                "IRC349",
-                f"architecture {name} comes from the package transformers, which cannot be imported: {error}",
-                help="pip install transformers, or name others with --only",
-            ) from error
+        transformers = transformers_for(name)
         parts = {} if backbone is None else backbone()
         configuration = getattr(transformers, config)(**settings, **parts, **more)
         module: nn.Module = getattr(transformers, model)(configuration)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..models.registry import Example
+from .registry import Example
 
 __all__ = ["GRID", "Shape", "WithLoss", "gpt2", "trained"]
 

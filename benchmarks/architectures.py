@@ -23,21 +23,22 @@ from pathlib import Path
 import torch
 
 from irc.backends.torch import compile_program, fit
+from irc.compiler.compare import Numbers
 from irc.compiler.optimize import cost_passes
-from irc.compiler.training import measured_peak_bytes
+from irc.compiler.training import compare, measured_peak_bytes
 from irc.compiler.written_files import to_markdown
 from irc.frontends.torch import capture
 from irc.ir import BudgetError, IrcError, Plan, TimeLimitError, UnsupportedError, UsageError, first_line
 from irc.passes import PassManager, Planner, Program, SelectCheckpoints
 
 from .command import chosen, parser_of, run_command, run_rows, write_json, write_page
-from .compare import Numbers, compare_training
 from .models.architectures import ARCHITECTURES, Instance, Maker, loss_of
 
 __all__ = ["HEADER", "Row", "main", "measure"]
 
 _SECTION = "architectures"
 _PATIENCE = 30
+_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,9 @@ def _measured(row: Row, instance: Instance, share: float, time_limit: float) -> 
     plan = program.plan
     assert program.schedule is not None and plan is not None
     fitted = fit(module, compile_program(program.schedule, captured.constants), captured.signature, plan)
-    numbers = compare_training(original, fitted, args, keywords, loss_of)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        seen = compare(original, fitted, args, _STEPS, keywords=keywords, loss=loss_of)
     static = captured.graph.static_bytes
     row = replace(
         row,
@@ -178,7 +181,7 @@ def _measured(row: Row, instance: Instance, share: float, time_limit: float) -> 
         predicted_bytes=plan.peak_bytes,
         measured_bytes=measured_peak_bytes(fitted, args, static, keywords=keywords, loss=loss_of),
         original_bytes=measured_peak_bytes(original, args, static, keywords=keywords, loss=loss_of),
-        numbers=tuple(numbers),
+        numbers=seen.numbers,
     )
     return replace(row, failures=tuple(_broken(row, plan)))
 

@@ -19,10 +19,10 @@ from typing import Any
 
 from torch import nn
 
+from irc.compiler.compare import Numbers
 from irc.compiler.model_source import Loaded
 from irc.ir import BudgetError, IrcError, Plan, Region, first_line
 
-from .compare import Numbers
 from .harness import Fitter, Original, Settings, TimeRatio
 from .torch_methods import Method, NotApplicableError, compiler, methods
 

@@ -21,16 +21,16 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from irc.backends.torch import compile_program, fit
+from irc.compiler.compare import Numbers
 from irc.compiler.model_source import Loaded, Source, load, training_loss
 from irc.compiler.optimize import cost_passes
 from irc.compiler.tiers import device_of, measured, offer, places
-from irc.compiler.training import measured_peak_bytes
+from irc.compiler.training import compare_step, measured_peak_bytes
 from irc.frontends.torch import Captured, capture
 from irc.ir import Plan, UsageError
 from irc.passes import PassManager, PlanMemory, Planner, Program, smallest_budget
 
 from . import models
-from .compare import Numbers, compare_step
 
 __all__ = [
     "Fitter",

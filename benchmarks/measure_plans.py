@@ -18,11 +18,11 @@ from pathlib import Path
 
 import torch
 
+from irc.compiler.compare import TOLERANCE
 from irc.compiler.written_files import to_markdown
 from irc.ir import UsageError
 
 from .command import parser_of, run_command, run_rows, write_json, write_page
-from .compare import TOLERANCE
 from .harness import Settings, load_named
 from .onnx_rows import light_folder, measure_onnx
 from .planned_rows import HEADER, Ladder, Row, measure_model

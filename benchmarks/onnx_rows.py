@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from irc.compiler.compare import difference, largest
 from irc.compiler.model_source import Loaded, Source, load
 from irc.ir import IrcError, UsageError
 
-from .compare import difference, largest
 from .harness import Settings, step_of
 from .planned_rows import Row, measure_model
 

@@ -6,10 +6,10 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
+from irc.compiler.compare import Numbers
 from irc.compiler.model_source import Loaded
 from irc.ir import BudgetError, IrcError, Plan, UsageError
 
-from .compare import Numbers
 from .harness import Fitter, Original, Settings, TimeRatio
 
 __all__ = ["HEADER", "Ladder", "Row", "measure_model"]

@@ -6,8 +6,8 @@ import contextlib
 import copy
 import math
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,9 +19,19 @@ from ..ir import Gradients, Plan
 from ..passes.costs.allocations import peak_bytes
 from ..passes.costs.optimizer_costs import OptimizerFactory, optimizer_of
 from ..torch_support.pytree import flatten
+from .compare import TOLERANCE, Differences, Numbers, Outcome, difference, numbers_of
 from .model_source import training_loss
 
-__all__ = ["Comparison", "Step", "compare", "measured_peak_bytes", "optimizer_of_all", "train"]
+__all__ = [
+    "Comparison",
+    "Differences",
+    "Step",
+    "compare",
+    "compare_step",
+    "measured_peak_bytes",
+    "optimizer_of_all",
+    "train",
+]
 
 _RATE = 1e-3
 
@@ -40,32 +50,6 @@ class Step:
     seconds: float
 
 
-@dataclass
-class Differences:
-    """How far tensors of one kind were apart, over all steps.
-
-    Args:
-        largest: The largest absolute difference of an element; infinite where one of them is not a number and
-            the other is.
-        scale: The largest absolute element of the original's.
-        worst: The largest difference as a multiple of what is allowed: 1e-4 of a tensor's own largest element
-            and 1e-6 of the largest of all.
-    """
-
-    largest: float = 0.0
-    scale: float = 0.0
-    worst: float = 0.0
-
-    def add(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Counts the tensors of a step, each of the original with the other's."""
-        found = [(_difference(expected, other), _largest(expected)) for expected, other in pairs]
-        self.largest = max([self.largest, *(off for off, _ in found)])
-        self.scale = max([self.scale, *(own for _, own in found)])
-        for off, own in found:
-            allowed = 1e-4 * own + 1e-6 * self.scale
-            self.worst = max(self.worst, 0.0 if off == 0 else off / allowed if allowed else math.inf)
-
-
 @dataclass(frozen=True)
 class Comparison:
     """Steps of two modules side by side, from the same weights, on the same inputs.
@@ -73,53 +57,66 @@ class Comparison:
     Args:
         original: The original's steps.
         fitted: The fitted module's steps.
-        gradient_difference: Largest absolute difference of a gradient's element, over all steps; infinite
-            where one of them is not a number and the other is.
-        gradient_scale: Largest absolute element of a gradient of the original.
-        worst_gradient: Largest difference of a gradient as a multiple of what is allowed: 1e-4 of its own
-            largest element and 1e-6 of the largest of all.
-        buffer_difference: Largest absolute difference of a buffer's element, over all steps.
-        same_gradients: Whether the same parameters and inputs had gradients.
-        same_generator: Whether the random generator was in the same state after each step.
-        output_difference: Largest absolute difference of an output's element, over all steps.
-        output_scale: Largest absolute element of an output of the original.
-        parameters: Where an optimizer takes the steps: how far parameters were apart after them; the
-            gradients are then those of inputs. None where both take steps of plain SGD.
+        numbers: The numbers of each step, against the original's.
+        parameters: If an optimizer takes the steps: how far parameters were apart after them; the
+            gradients are then those of inputs. None if both take steps of plain SGD.
     """
 
     original: tuple[Step, ...]
     fitted: tuple[Step, ...]
-    gradient_difference: float
-    gradient_scale: float
-    worst_gradient: float
-    buffer_difference: float
-    same_gradients: bool
-    same_generator: bool
-    output_difference: float = 0.0
-    output_scale: float = 0.0
+    numbers: tuple[Numbers, ...]
     parameters: Differences | None = None
 
     @property
     def loss_difference(self) -> float:
         """Largest absolute difference of a step's loss."""
         pairs = zip(self.original, self.fitted, strict=True)
-        return max(_difference(torch.tensor(a.loss), torch.tensor(b.loss)) for a, b in pairs)
+        return max(difference(torch.tensor(a.loss), torch.tensor(b.loss)) for a, b in pairs)
+
+    @property
+    def output_difference(self) -> float:
+        """Largest absolute difference of an output's element, over all steps."""
+        return max(numbers.outputs for numbers in self.numbers)
+
+    @property
+    def gradient_difference(self) -> float:
+        """Largest absolute difference of a gradient's element, over all steps."""
+        return max(numbers.gradients for numbers in self.numbers)
+
+    @property
+    def gradient_scale(self) -> float:
+        """Largest absolute element of a gradient of the original."""
+        return max(numbers.gradient_scale for numbers in self.numbers)
+
+    @property
+    def buffer_difference(self) -> float:
+        """Largest absolute difference of a buffer's element, over all steps."""
+        return max(numbers.buffers for numbers in self.numbers)
+
+    @property
+    def same_gradients(self) -> bool:
+        """Whether the same parameters and inputs had gradients."""
+        return all(numbers.same_gradients for numbers in self.numbers)
+
+    @property
+    def same_generator(self) -> bool:
+        """Whether the random generators were in the same state after each step."""
+        return all(numbers.same_generator for numbers in self.numbers)
 
     @property
     def agrees(self) -> bool:
-        """Whether the numbers are the same up to rounding, gradient by gradient and so for parameters."""
+        """Whether the numbers are the same up to rounding, tensor by tensor for gradients and parameters."""
         losses = max((abs(step.loss) for step in self.original if math.isfinite(step.loss)), default=0.0)
-        close = self.worst_gradient <= 1 and (self.parameters is None or self.parameters.worst <= 1)
-        close &= self.output_difference <= 1e-5 * self.output_scale
-        close &= self.loss_difference <= 1e-5 * losses and self.buffer_difference <= 1e-5
-        return close and self.same_gradients and self.same_generator
+        close = self.parameters is None or self.parameters.worst <= 1
+        close &= self.loss_difference <= TOLERANCE * losses
+        return close and all(numbers.agrees for numbers in self.numbers)
 
     @property
     def is_equal(self) -> bool:
         """Whether losses, outputs, gradients or parameters, and buffers are the same bit for bit."""
-        found = [self.loss_difference, self.output_difference, self.gradient_difference]
-        found += [self.buffer_difference, 0.0 if self.parameters is None else self.parameters.largest]
-        return self.agrees and max(found) == 0
+        moved = 0.0 if self.parameters is None else self.parameters.largest
+        equal = self.loss_difference == moved == 0 and all(numbers.bit_equal for numbers in self.numbers)
+        return self.agrees and equal
 
     @property
     def time_ratio(self) -> float:
@@ -268,6 +265,8 @@ def compare(
     steps: int,
     *,
     original_inputs: Sequence[Any] | None = None,
+    keywords: Mapping[str, Any] | None = None,
+    loss: Callable[[Any], Tensor] = training_loss,
     optimizer: OptimizerFactory | None = None,
 ) -> Comparison:
     """Trains both side by side, one step of the one and one of the other.
@@ -280,7 +279,9 @@ def compare(
         fitted: The fitted module, with its own weights.
         inputs: Arguments of each step.
         steps: How many.
-        original_inputs: The same numbers as the original takes them, where it takes them otherwise.
+        original_inputs: The same numbers as the original takes them, if it takes them otherwise.
+        keywords: Keyword arguments of each step.
+        loss: A function from the result to a scalar.
         optimizer: Makes the optimizers that the fitted module has within backward.
     """
     given = inputs if original_inputs is None else original_inputs
@@ -288,47 +289,55 @@ def compare(
     clock = _clock(fitted)
     of_original: list[Step] = []
     of_fitted: list[Step] = []
-    gradients, parameters, outputs, buffers = (Differences() for _ in range(4))
-    same_gradients = same_generator = True
+    numbers: list[Numbers] = []
+    parameters = Differences()
     for _ in range(steps):
         before = _generator_states()
-        step, expected_outputs = _step(original, given, clock, one)
+        step, expected = _step(original, given, clock, one, keywords, loss)
         of_original.append(step)
-        after = _generator_states()
         _restore_generators(before)
-        step, found_outputs = _step(fitted, inputs, clock)
+        step, found = _step(fitted, inputs, clock, None, keywords, loss)
         of_fitted.append(step)
-        same_generator &= all(map(torch.equal, after, _generator_states()))
-        outputs.add(_paired(expected_outputs, found_outputs))
-        expected, found = _gradients(original, given), _gradients(fitted, inputs)
+        same_parameters = True
         if one is not None:
             there = dict(fitted.named_parameters())
             trained = {
-                name: p for name, p in original.named_parameters() if name in there or name in expected
+                name: p
+                for name, p in original.named_parameters()
+                if name in there or name in expected.gradients
             }
-            same_gradients &= trained.keys() <= there.keys()
+            same_parameters = trained.keys() <= there.keys()
             parameters.add((p.detach(), there[name].detach()) for name, p in trained.items() if name in there)
-            expected = {name: gradient for name, gradient in expected.items() if name not in trained}
-        same_gradients &= expected.keys() == found.keys()
-        gradients.add((gradient, found[name]) for name, gradient in expected.items() if name in found)
-        mine = dict(fitted.named_buffers())
-        buffers.add((value, mine[name]) for name, value in original.named_buffers() if name in mine)
+            others = {name: g for name, g in expected.gradients.items() if name not in trained}
+            expected = replace(expected, gradients=others)
+        seen = numbers_of(expected, found)
+        numbers.append(replace(seen, same_gradients=seen.same_gradients and same_parameters))
         if one is None:
             _update(original)
             _update(fitted)
-    return Comparison(
-        tuple(of_original),
-        tuple(of_fitted),
-        gradients.largest,
-        gradients.scale,
-        gradients.worst,
-        buffers.largest,
-        same_gradients,
-        same_generator,
-        outputs.largest,
-        outputs.scale,
-        None if one is None else parameters,
-    )
+    compared = None if one is None else parameters
+    return Comparison(tuple(of_original), tuple(of_fitted), tuple(numbers), compared)
+
+
+def compare_step(original: nn.Module, other: nn.Module, inputs: Sequence[Any], seed: int = 0) -> Numbers:
+    """One forward and backward of both from the same generator, and how far they are apart.
+
+    Buffers and the generators' states are as before afterwards; there are no gradients.
+
+    Args:
+        original: The reference.
+        other: A module with equal weights and buffers under the same names; the weights may be the same
+            tensors.
+        inputs: Arguments of the step.
+        seed: Of the generator before each of the two steps.
+    """
+    with torch.random.fork_rng(), _restored(original), _restored(other):
+        outcomes: list[Outcome] = []
+        for module in (original, other):
+            torch.manual_seed(seed)
+            outcomes.append(_step(module, inputs, _clock(module))[1])
+            _clear_gradients(module, inputs)
+        return numbers_of(*outcomes)
 
 
 def optimizer_of_all(factory: OptimizerFactory, module: nn.Module) -> Optimizer:
@@ -338,13 +347,6 @@ def optimizer_of_all(factory: OptimizerFactory, module: nn.Module) -> Optimizer:
         UsageError: IRC508 when the factory fails.
     """
     return optimizer_of(factory, [p for p in module.parameters() if p.requires_grad])
-
-
-def _paired(expected: Sequence[Tensor], found: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """The outputs of both; where they are not as many, one that differs from none at all."""
-    if len(expected) != len(found):
-        return [(torch.ones(1), torch.full((1,), math.nan))]
-    return list(zip(expected, found, strict=True))
 
 
 def _gradients(module: nn.Module, inputs: Sequence[Any]) -> dict[str, Tensor]:
@@ -386,23 +388,30 @@ def _clock(module: nn.Module) -> Callable[[], float]:
 
 
 def _step(
-    module: nn.Module, inputs: Sequence[Any], clock: Callable[[], float], optimizer: Optimizer | None = None
-) -> tuple[Step, list[Tensor]]:
-    """A step, with the optimizer's where there is one, and its outputs."""
+    module: nn.Module,
+    inputs: Sequence[Any],
+    clock: Callable[[], float],
+    optimizer: Optimizer | None = None,
+    keywords: Mapping[str, Any] | None = None,
+    loss: Callable[[Any], Tensor] = training_loss,
+) -> tuple[Step, Outcome]:
+    """A step, with the optimizer's if there is one, and what it leaves."""
     outputs: list[Tensor] = []
 
-    def loss(result: Any) -> Tensor:
+    def noted(result: Any) -> Tensor:
         outputs.extend(leaf.detach() for leaf in flatten(result)[0] if isinstance(leaf, Tensor))
-        return training_loss(result)
+        return loss(result)
 
     _clear_gradients(module, inputs)
     start = clock()
-    value = _forward_backward(module, inputs, loss=loss)()
+    value = _forward_backward(module, inputs, keywords, noted)()
     if optimizer is not None:
         optimizer.step()
     if value.is_cuda:
         torch.cuda.synchronize()
-    return Step(value.item(), clock() - start), outputs
+    step = Step(value.item(), clock() - start)
+    buffers = dict(module.named_buffers())
+    return step, Outcome(outputs, _gradients(module, inputs), buffers, _generator_states())
 
 
 def _forward_backward(
@@ -425,24 +434,6 @@ def _update(module: nn.Module) -> None:
         for parameter in module.parameters():
             if parameter.grad is not None:
                 parameter.sub_(parameter.grad, alpha=_RATE)
-
-
-def _largest(tensor: Tensor) -> float:
-    """The largest absolute finite element."""
-    elements = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return float(elements.double().nan_to_num(0, 0, 0).abs().max()) if tensor.numel() else 0.0
-
-
-def _difference(expected: Tensor, found: Tensor) -> float:
-    """The largest absolute difference of two elements; none where both are nan, or equal infinities."""
-    if torch.equal(expected, found):
-        return 0.0
-    if expected.shape != found.shape:
-        return math.inf
-    pair = (torch.view_as_real(t) if t.is_complex() else t for t in (expected, found))
-    a, b = (t.detach().double() for t in pair)
-    differences = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs())
-    return float(differences.nan_to_num(math.inf).max())
 
 
 def _cuda_peak_bytes(run: Callable[[], Any]) -> int:

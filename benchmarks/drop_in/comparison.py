@@ -9,6 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from irc.compiler.compare import difference, largest
+
 __all__ = ["Difference", "check_same", "state_of"]
 
 
@@ -99,13 +101,10 @@ def _check_tensors(found: object, wanted: Tensor, what: str, tolerance: float) -
         if one != other:
             raise Difference(f"{what} is {kind} {one}, the original's {other}")
     a, b = mine.detach(), wanted.detach()
-    if torch.equal(a, b) or torch.allclose(a, b, rtol=0, atol=0, equal_nan=True):
-        return
-    off = float((a.double() - b.double()).abs().max())
-    largest = float(b.double().abs().max())
-    if not off <= tolerance * largest:
+    off, scale = difference(b, a), largest(b)
+    if not off <= tolerance * scale:
         allowed = f" ({tolerance:.0e} of it is allowed)" if tolerance else ""
-        raise Difference(f"{what} is off by {off:.3g}, its largest element is {largest:.3g}{allowed}")
+        raise Difference(f"{what} is off by {off:.3g}, its largest element is {scale:.3g}{allowed}")
 
 
 def _type(thing: object) -> str:

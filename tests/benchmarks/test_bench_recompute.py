@@ -19,8 +19,8 @@ from benchmarks.bench_picture import draw
 from benchmarks.bench_points import ModelResult, Planned, Point, Scope, Times, measure_model
 from benchmarks.bench_recompute import main
 from benchmarks.bench_report import render
-from benchmarks.compare import Numbers
 from benchmarks.harness import Settings, TimeRatio
+from irc.compiler.compare import Numbers
 from irc.compiler.model_source import Loaded
 
 QUICK = Settings(time_limit=2.0, repeats=2, profile=None)

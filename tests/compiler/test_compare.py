@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from benchmarks.compare import compare_step
+from irc.compiler.training import compare_step
 
 
 class Tiny(nn.Module):

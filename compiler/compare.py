@@ -1,0 +1,172 @@
+"""Compares the numbers of one training step of two modules: outputs, gradients, buffers, generator states."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["TOLERANCE", "Differences", "Numbers", "Outcome", "difference", "largest", "numbers_of"]
+
+TOLERANCE = 1e-5
+"""How far numbers may be off, as a share of the largest of their kind (outputs, gradients, buffers)."""
+
+_OWN_TOLERANCE = 1e-4
+_SMALL = 1e-6
+
+
+@dataclass
+class Differences:
+    """How far tensors of one kind are apart.
+
+    Args:
+        largest: The largest absolute difference of an element; infinite if one of them is not a number and
+            the other is.
+        scale: The largest absolute element of the original's.
+        worst: The largest difference as a multiple of what is allowed: 1e-4 of a tensor's own largest element
+            and 1e-6 of the largest of all, so that small tensors count beside large ones.
+    """
+
+    largest: float = 0.0
+    scale: float = 0.0
+    worst: float = 0.0
+
+    def add(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Counts tensors, each of the original with the other's."""
+        found = [(difference(expected, other), largest(expected)) for expected, other in pairs]
+        self.largest = max([self.largest, *(off for off, _ in found)])
+        self.scale = max([self.scale, *(own for _, own in found)])
+        for off, own in found:
+            allowed = _OWN_TOLERANCE * own + _SMALL * self.scale
+            self.worst = max(self.worst, 0.0 if off == 0 else off / allowed if allowed else math.inf)
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """One step of two modules from the same state: the largest differences and the scale of what differs.
+
+    Args:
+        outputs: Largest difference of an output's element; infinite if one is NaN and the other is not.
+        gradients: The same for gradients of parameters and inputs.
+        buffers: The same for buffers after the step; infinite if a buffer of whole numbers differs.
+        output_scale: Largest element of an output of the original.
+        gradient_scale: Largest element of a gradient of the original.
+        buffer_scale: Largest element of a floating-point buffer of the original.
+        worst_gradient: Largest difference of a gradient as a multiple of what is allowed (see `Differences`).
+        bit_equal: Whether outputs, gradients and buffers are equal bit for bit.
+        same_gradients: Whether the same parameters and inputs have gradients.
+        same_generator: Whether the random generators are in the same state after the step.
+    """
+
+    outputs: float
+    gradients: float
+    buffers: float
+    output_scale: float
+    gradient_scale: float
+    buffer_scale: float
+    worst_gradient: float
+    bit_equal: bool
+    same_gradients: bool
+    same_generator: bool
+
+    @property
+    def agrees(self) -> bool:
+        """Whether all is the same up to `TOLERANCE`, and the generators' states exactly."""
+        close = (
+            self.outputs <= TOLERANCE * self.output_scale
+            and self.gradients <= TOLERANCE * self.gradient_scale
+            and self.buffers <= TOLERANCE * self.buffer_scale
+            and self.worst_gradient <= 1
+        )
+        return self.same_gradients and self.same_generator and (close or self.bit_equal)
+
+    def __str__(self) -> str:
+        if not self.same_gradients:
+            return "other gradients are None"
+        parts = [
+            f"{name} {off:.2g} of {scale:.2g}"
+            for name, off, scale in (
+                ("outputs", self.outputs, self.output_scale),
+                ("gradients", self.gradients, self.gradient_scale),
+                ("buffers", self.buffers, self.buffer_scale),
+            )
+            if off
+        ]
+        if not parts:
+            parts = ["bit-equal" if self.bit_equal else "signs of zeros"]
+        if not self.same_generator:
+            parts.append("generator differs")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The tensors that a step leaves.
+
+    Args:
+        outputs: The tensors of the result.
+        gradients: Of parameters by name, and of inputs.
+        buffers: By name.
+        generators: The states of the random generators.
+    """
+
+    outputs: Sequence[Tensor]
+    gradients: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    generators: Sequence[Tensor]
+
+
+def numbers_of(expected: Outcome, found: Outcome) -> Numbers:
+    """How far the outcome of a step is from the original's.
+
+    Buffers that only one of the two has are left out. Another number of outputs is an infinite difference.
+    """
+    outputs = list(zip(expected.outputs, found.outputs, strict=False))
+    if len(expected.outputs) != len(found.outputs):
+        outputs.append((torch.ones(1), torch.full((1,), math.nan)))
+    gradients = [(g, found.gradients[n]) for n, g in expected.gradients.items() if n in found.gradients]
+    buffers = [(b, found.buffers[n]) for n, b in expected.buffers.items() if n in found.buffers]
+    whole = [(a, b) for a, b in buffers if not (a.is_floating_point() or a.is_complex())]
+    kinds = Differences(), Differences(), Differences()
+    for kind, pairs in zip(kinds, (outputs, gradients, buffers), strict=True):
+        kind.add(pairs)
+    return Numbers(
+        *(kind.largest for kind in kinds[:2]),
+        math.inf if any(not torch.equal(a, b) for a, b in whole) else kinds[2].largest,
+        *(kind.scale for kind in kinds[:2]),
+        max((largest(a) for a, _ in buffers if a.is_floating_point() or a.is_complex()), default=0.0),
+        worst_gradient=kinds[1].worst,
+        bit_equal=all(_same_bits(a, b) for a, b in (*outputs, *gradients, *buffers)),
+        same_gradients=expected.gradients.keys() == found.gradients.keys(),
+        same_generator=all(map(torch.equal, expected.generators, found.generators)),
+    )
+
+
+def largest(tensor: Tensor) -> float:
+    """The largest absolute finite element; 0 for a tensor without elements."""
+    elements = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return float(elements.double().nan_to_num(0, 0, 0).abs().max()) if tensor.numel() else 0.0
+
+
+def difference(expected: Tensor, found: Tensor) -> float:
+    """The largest absolute difference of two elements; none if both are nan, or equal infinities.
+
+    Tensors of other shapes are infinitely far apart.
+    """
+    if expected.shape != found.shape:
+        return math.inf
+    if expected.numel() == 0 or torch.equal(expected, found):
+        return 0.0
+    pair = (torch.view_as_real(t) if t.is_complex() else t for t in (expected, found))
+    a, b = (t.detach().double() for t in pair)
+    differences = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs())
+    return float(differences.nan_to_num(math.inf).max())
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(*(t.detach().resolve_conj().contiguous().flatten().view(torch.uint8) for t in (a, b)))

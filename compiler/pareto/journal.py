@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import tempfile
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ...ir import Tier, TierUse, UsageError, print_graph, require
 from ...passes import Program
+from ..journal import JsonLines
 from .front import FILES, Known, Point, Refusal, Survey
 
 __all__ = ["Identity", "Journal", "check_folder"]
@@ -142,23 +141,34 @@ class Journal:
         if restart:
             for name in (_NAME, *FILES):
                 (folder / name).unlink(missing_ok=True)
-        path = folder / _NAME
-        if not path.exists():
-            return Journal(folder, identity)
-        written = path.read_bytes()
-        whole = written[: written.rfind(b"\n") + 1]
-        if not whole:
-            return Journal(folder, identity)
-        journal = _read(path, whole.splitlines())
-        if journal.identity != identity:
-            raise UsageError(
-                "IRC441",
-                f"{folder} holds the front of something else: {identity.differences(journal.identity)}",
-                help="choose another folder, or begin anew (--restart, restart=True)",
-            )
-        if len(whole) < len(written):
-            os.truncate(path, len(whole))
+        journal = Journal(folder, identity)
+
+        def take(number: int, row: Any) -> None:
+            if number == 1:
+                found, journal.survey = _begun(row)
+                if found != identity:
+                    raise UsageError(
+                        "IRC441",
+                        f"{folder} holds the front of something else: {identity.differences(found)}",
+                        help="choose another folder, or begin anew (--restart, restart=True)",
+                    )
+                return
+            ((kind, fields),) = row.items()
+            outcome = _record({"point": Point, "refusal": Refusal}[kind], fields)
+            if isinstance(outcome, Point):
+                outcome = replace(outcome, tiers=_records(TierUse, outcome.tiers))
+            journal.outcomes += (outcome,)
+
+        journal._lines.read(take)
         return journal
+
+    @property
+    def _lines(self) -> JsonLines:
+        return JsonLines(
+            None if self.folder is None else self.folder / _NAME,
+            "choose another folder",
+            "choose another folder, or begin anew (--restart, restart=True)",
+        )
 
     def begin(self, survey: Survey) -> None:
         """Notes the survey; points follow.
@@ -167,9 +177,8 @@ class Journal:
             UsageError: IRC442 when the file cannot be written.
         """
         self.survey = survey
-        self._write_line(
-            {"format": _FORMAT, "identity": asdict(self.identity), "survey": asdict(survey)}, "wb"
-        )
+        row = {"format": _FORMAT, "identity": asdict(self.identity), "survey": asdict(survey)}
+        self._lines.append(row, is_first=True)
 
     def append(self, outcome: Point | Refusal) -> None:
         """Notes what planning gave at one budget.
@@ -179,53 +188,14 @@ class Journal:
         """
         self.outcomes += (outcome,)
         kind = "point" if isinstance(outcome, Point) else "refusal"
-        self._write_line({kind: asdict(outcome)}, "ab")
-
-    def _write_line(self, data: dict[str, Any], mode: str) -> None:
-        if self.folder is None:
-            return
-        path = self.folder / _NAME
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with open(path, mode) as file:
-                file.write(json.dumps(data).encode() + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise UsageError(
-                "IRC442", f"{path} cannot be written: {error}", help="choose another folder"
-            ) from error
+        self._lines.append({kind: asdict(outcome)})
 
 
 # ---------------------------------------------------------------------- reading
 
 
-def _read(path: Path, lines: Sequence[bytes]) -> Journal:
-    with _undamaged(path, 1):
-        journal = _begun(path.parent, json.loads(lines[0]))
-    for number, line in enumerate(lines[1:], start=2):
-        with _undamaged(path, number):
-            ((kind, row),) = json.loads(line).items()
-            outcome = _record({"point": Point, "refusal": Refusal}[kind], row)
-            if isinstance(outcome, Point):
-                outcome = replace(outcome, tiers=_records(TierUse, outcome.tiers))
-            journal.outcomes += (outcome,)
-    return journal
-
-
-@contextmanager
-def _undamaged(path: Path, line: int) -> Generator[None]:
-    try:
-        yield
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UsageError(
-            "IRC446",
-            f"{path} is damaged in line {line}: {type(error).__name__}: {error}",
-            help="choose another folder, or begin anew (--restart, restart=True)",
-        ) from error
-
-
-def _begun(folder: Path, row: dict[str, Any]) -> Journal:
+def _begun(row: dict[str, Any]) -> tuple[Identity, Survey]:
+    """What the first line says."""
     if row["format"] != _FORMAT:
         raise ValueError(f"its format is {row['format']!r}, not {_FORMAT!r}")
     survey = _record(Survey, row["survey"])
@@ -236,7 +206,7 @@ def _begun(folder: Path, row: dict[str, Any]) -> Journal:
         swap=tuple(map(str, survey.swap)),
         tiers=_records(Tier, survey.tiers),
     )
-    return Journal(folder, _record(Identity, row["identity"]), survey)
+    return _record(Identity, row["identity"]), survey
 
 
 _KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}

@@ -14,6 +14,7 @@ from onnx import numpy_helper
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from irc.compiler.onnx_export.differences import furthest
 from irc.frontends.onnx import OnnxModule, from_onnx
 from irc.ir import IrcError
 
@@ -189,7 +190,7 @@ def round_trip(original: Original, path: Path, row: Row) -> Row:
     failures = _broken(row, original, file, match, module)
     inputs = [original.subject.inputs[name] for name, _, _ in module.input_specs]
     outputs, gradients = _run(module, inputs, {})
-    row = replace(row, outputs=_apart(outputs, original.outputs))
+    row = replace(row, outputs=furthest(original.outputs, outputs))
     if not row.outputs <= OUTPUTS:
         failures.append(f"outputs differ by {row.outputs:.1e}")
     missing = [name for name, _ in module.named_parameters() if name not in gradients]
@@ -205,13 +206,6 @@ def round_trip(original: Original, path: Path, row: Row) -> Row:
 def _opset(path: Path) -> int:
     imports = onnx.load(str(path), load_external_data=False).opset_import
     return next(entry.version for entry in imports if entry.domain == "")
-
-
-def _apart(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    if [y.shape for y in outputs] != [y.shape for y in expected]:
-        return float("inf")
-    pairs = zip(outputs, expected, strict=True)
-    return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
 
 
 def _same(a: _Array, b: _Array) -> bool:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks import bench_recompute, measure_plans
 from irc.tools import cli
 
 
@@ -19,8 +18,6 @@ from irc.tools import cli
         (cli.main, ["run"]),
         (cli.main, ["machine"]),
         (cli.main, ["schedule"]),
-        (bench_recompute.main, []),
-        (measure_plans.main, []),
     ],
 )
 def test_help_is_printed(

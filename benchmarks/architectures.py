@@ -22,22 +22,18 @@ from pathlib import Path
 
 import torch
 
-from irc.backends.torch import compile_program, fit
 from irc.compiler.compare import Numbers
-from irc.compiler.optimize import cost_passes
 from irc.compiler.training import compare, measured_peak_bytes
 from irc.compiler.written_files import to_markdown
-from irc.frontends.torch import capture
-from irc.ir import BudgetError, IrcError, Plan, TimeLimitError, UnsupportedError, UsageError, first_line
-from irc.passes import PassManager, Planner, Program, SelectCheckpoints
+from irc.ir import IrcError, Plan, UnsupportedError, UsageError, first_line
 
 from .command import chosen, parser_of, run_command, run_rows, write_json, write_page
+from .harness import broken_promises, fit_share
 from .models.architectures import ARCHITECTURES, Instance, Maker, loss_of
 
 __all__ = ["HEADER", "Row", "main", "measure"]
 
 _SECTION = "architectures"
-_PATIENCE = 30
 _STEPS = 3
 
 
@@ -156,51 +152,41 @@ def measure(name: str, make: Maker, *, share: float = 0.6, time_limit: float = 2
 def _measured(row: Row, instance: Instance, share: float, time_limit: float) -> Row:
     original, args, keywords = instance.module, instance.args, instance.keywords
     module = copy.deepcopy(original)
-    captured = capture(module, args, keywords, loss=loss_of, same_branches=row.same_branches)
-    program = PassManager(cost_passes(None)).run(Program(captured.graph))
-    planner = Planner(program)
-    row = replace(row, operations=len(captured.graph.operations))
-    budget = int(share * planner.baseline_bytes)
-    try:
-        program = _chosen_schedule(planner, budget, time_limit)
-    except BudgetError:
-        budget = planner.minimum_bytes(is_thorough=True)
-        row = replace(row, minimum=budget / planner.baseline_bytes)
-        program = _chosen_schedule(planner, budget, time_limit)
-    plan = program.plan
-    assert program.schedule is not None and plan is not None
-    fitted = fit(module, compile_program(program.schedule, captured.constants), captured.signature, plan)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        seen = compare(original, fitted, args, _STEPS, keywords=keywords, loss=loss_of)
-    static = captured.graph.static_bytes
+    fitted = fit_share(
+        module,
+        args,
+        loss_of,
+        share,
+        time_limit,
+        keywords=keywords,
+        same_branches=row.same_branches,
+    )
+    plan = fitted.plan
     row = replace(
         row,
-        asked=budget / planner.baseline_bytes,
-        budget_bytes=budget,
+        operations=len(fitted.graph.operations),
+        asked=fitted.share,
+        minimum=fitted.share if fitted.is_smallest else None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        seen = compare(original, fitted.module, args, _STEPS, keywords=keywords, loss=loss_of)
+    static = fitted.graph.static_bytes
+    row = replace(
+        row,
+        budget_bytes=plan.budget_bytes,
         predicted_bytes=plan.peak_bytes,
-        measured_bytes=measured_peak_bytes(fitted, args, static, keywords=keywords, loss=loss_of),
+        measured_bytes=measured_peak_bytes(fitted.module, args, static, keywords=keywords, loss=loss_of),
         original_bytes=measured_peak_bytes(original, args, static, keywords=keywords, loss=loss_of),
         numbers=seen.numbers,
     )
     return replace(row, failures=tuple(_broken(row, plan)))
 
 
-def _chosen_schedule(planner: Planner, budget: int, time_limit: float) -> Program:
-    """The program with a schedule, after a longer search where a short one finds none."""
-    try:
-        return SelectCheckpoints(budget=budget, time_limit=time_limit).choose(planner)
-    except TimeLimitError:
-        return SelectCheckpoints(budget=budget, time_limit=_PATIENCE * time_limit).choose(planner)
-
-
 def _broken(row: Row, plan: Plan) -> Iterator[str]:
     """What does not hold."""
     assert row.measured_bytes is not None
-    if row.measured_bytes > plan.peak_bytes:
-        yield f"measured {row.measured_bytes} > predicted {plan.peak_bytes} bytes"
-    if plan.peak_bytes > plan.budget_bytes:
-        yield f"predicted {plan.peak_bytes} > budget {plan.budget_bytes} bytes"
+    yield from broken_promises(row.measured_bytes, plan.peak_bytes, plan.budget_bytes)
     for step, numbers in enumerate(row.numbers):
         if not numbers.agrees:
             yield f"numbers of step {step + 1} differ: {numbers}"

@@ -23,7 +23,7 @@ from irc.compiler.compare import Numbers
 from irc.compiler.model_source import Loaded
 from irc.ir import BudgetError, IrcError, Plan, Region, first_line
 
-from .harness import Fitter, Original, Settings, TimeRatio
+from .harness import Fitter, Original, Settings, TimeRatio, broken_promises
 from .torch_methods import Method, NotApplicableError, compiler, methods
 
 __all__ = ["EAGER", "IRC", "TORCH", "ModelResult", "Planned", "Point", "Scope", "Times", "measure_model"]
@@ -390,7 +390,9 @@ def _measure_irc(original: Original, fitter: Fitter, budget: _Budget) -> _Runnin
         plan=planned,
         build_seconds=built,
     )
-    return _Running(replace(point, failures=_failures(point, planned, numbers)), module)
+    assert point.budget_bytes is not None
+    failures = broken_promises(peak_bytes, planned.peak_bytes, point.budget_bytes, numbers)
+    return _Running(replace(point, failures=tuple(failures)), module)
 
 
 def _planned(plan: Plan, static_bytes: int) -> Planned:
@@ -403,15 +405,3 @@ def _planned(plan: Plan, static_bytes: int) -> Planned:
         strategy=plan.strategy,
         seconds=plan.seconds_to_plan,
     )
-
-
-def _failures(point: Point, plan: Planned, numbers: Numbers) -> tuple[str, ...]:
-    assert point.peak_bytes is not None and point.budget_bytes is not None
-    found: list[str] = []
-    if point.peak_bytes > plan.peak_bytes:
-        found.append(f"measured {point.peak_bytes} > predicted {plan.peak_bytes} bytes")
-    if point.peak_bytes > point.budget_bytes:
-        found.append(f"measured {point.peak_bytes} > budget {point.budget_bytes} bytes")
-    if not numbers.agrees:
-        found.append(f"numbers differ: {numbers}")
-    return tuple(found)

@@ -11,7 +11,7 @@ import copy
 import random
 import statistics
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,18 +27,21 @@ from irc.compiler.optimize import cost_passes
 from irc.compiler.tiers import device_of, measured, offer, places
 from irc.compiler.training import compare_step, measured_peak_bytes
 from irc.frontends.torch import Captured, capture
-from irc.ir import Plan, UsageError
-from irc.passes import PassManager, PlanMemory, Planner, Program, smallest_budget
+from irc.ir import BudgetError, Graph, Plan, TimeLimitError, UsageError
+from irc.passes import PassManager, PlanMemory, Planner, Program, SelectCheckpoints, smallest_budget
 
 from . import models
 
 __all__ = [
+    "FittedShare",
     "Fitter",
     "Original",
     "Settings",
     "StepTime",
     "TimeRatio",
     "Timed",
+    "broken_promises",
+    "fit_share",
     "interleave",
     "load_named",
     "model_source",
@@ -47,6 +50,7 @@ __all__ = [
 ]
 
 _NEIGHBOURS = 4
+_PATIENCE = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,6 +331,86 @@ class Fitter:
         assert program.schedule is not None and plan is not None
         compiled = compile_program(program.schedule, self.captured.constants)
         return fit(self.copy, compiled, self.captured.signature, plan, tiers=self.places), plan
+
+
+@dataclass(frozen=True)
+class FittedShare:
+    """A module that is fitted to a share of its baseline's peak.
+
+    Args:
+        module: The fitted module.
+        plan: Its plan.
+        graph: Of the step.
+        share: The budget over the baseline's peak: what was asked for, or the smallest that fits.
+        is_smallest: Whether what was asked for does not fit.
+    """
+
+    module: nn.Module
+    plan: Plan
+    graph: Graph
+    share: float
+    is_smallest: bool
+
+
+def fit_share(
+    module: nn.Module,
+    args: Sequence[Any],
+    loss: Callable[[Any], Tensor],
+    share: float,
+    time_limit: float,
+    *,
+    keywords: Mapping[str, Any] | None = None,
+    same_branches: bool = False,
+) -> FittedShare:
+    """Fits a module to a share of its baseline's peak, or to the smallest budget if that share does not fit.
+
+    Costs are estimates.
+
+    Args:
+        module: What is fitted.
+        args: Arguments of a step.
+        loss: A function from the result to a scalar.
+        share: Of the baseline's peak.
+        time_limit: Seconds for the search; a search that ends without a schedule has 30 times as many.
+        keywords: Keyword arguments of a step.
+        same_branches: As in `irc.optimize`.
+
+    Raises:
+        IrcError: What capturing and planning raise.
+    """
+    captured = capture(module, args, keywords or {}, loss=loss, same_branches=same_branches)
+    planner = Planner(PassManager(cost_passes(None)).run(Program(captured.graph)))
+    budget, is_smallest = int(share * planner.baseline_bytes), False
+    try:
+        program = _chosen_schedule(planner, budget, time_limit)
+    except BudgetError:
+        budget, is_smallest = planner.minimum_bytes(is_thorough=True), True
+        program = _chosen_schedule(planner, budget, time_limit)
+    plan = program.plan
+    assert program.schedule is not None and plan is not None
+    fitted = fit(module, compile_program(program.schedule, captured.constants), captured.signature, plan)
+    return FittedShare(fitted, plan, captured.graph, budget / planner.baseline_bytes, is_smallest)
+
+
+def _chosen_schedule(planner: Planner, budget: int, time_limit: float) -> Program:
+    try:
+        return SelectCheckpoints(budget=budget, time_limit=time_limit).choose(planner)
+    except TimeLimitError:
+        return SelectCheckpoints(budget=budget, time_limit=_PATIENCE * time_limit).choose(planner)
+
+
+def broken_promises(
+    measured_bytes: int, predicted_bytes: int, budget_bytes: int, numbers: Numbers | None = None
+) -> list[str]:
+    """What does not hold of a plan that ran."""
+    found: list[str] = []
+    if measured_bytes > predicted_bytes:
+        found.append(f"measured {measured_bytes} > predicted {predicted_bytes} bytes")
+    if predicted_bytes > budget_bytes:
+        found.append(f"predicted {predicted_bytes} > budget {budget_bytes} bytes")
+    if numbers is not None and not numbers.agrees:
+        found.append(f"numbers differ: {numbers}")
+    return found
 
 
 # ---------------------------------------------------------------------- models

@@ -25,19 +25,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from irc.backends.torch import compile_program, fit
 from irc.compiler.onnx_export.differences import apart
 from irc.compiler.onnx_export.export import ExportReport, export_onnx
-from irc.compiler.optimize import cost_passes
 from irc.compiler.training import measured_peak_bytes
 from irc.compiler.written_files import to_markdown
 from irc.frontends.onnx import OnnxModule, from_onnx
 from irc.frontends.onnx.binding import bound
-from irc.frontends.torch import capture
-from irc.ir import BudgetError, IrcError, UnsupportedError, UsageError, first_line
-from irc.passes import PassManager, Planner, Program, SelectCheckpoints
+from irc.ir import IrcError, UnsupportedError, UsageError, first_line
 
 from .command import parser_of, run_command, run_rows, write_page
+from .harness import fit_share
 
 __all__ = ["MODELS", "Model", "Row", "main", "measure"]
 
@@ -281,25 +278,16 @@ def _trained(row: Row, model: Model, module: OnnxModule, path: Path, time_limit:
     module.train()
     targets = [0.5 * y.detach() for y in _floats(module(*inputs))]
     loss = _loss_towards(targets)
-    captured = capture(module, inputs, loss=loss)
-    planner = Planner(PassManager(cost_passes(None)).run(Program(captured.graph)))
-    budget = int(_SHARE * planner.baseline_bytes)
-    try:
-        program = SelectCheckpoints(budget=budget, time_limit=time_limit).choose(planner)
-    except BudgetError:
-        budget = planner.minimum_bytes(is_thorough=True)
-        program = SelectCheckpoints(budget=budget, time_limit=time_limit).choose(planner)
-    plan = program.plan
-    assert program.schedule is not None and plan is not None
-    fitted: Any = fit(module, compile_program(program.schedule, captured.constants), captured.signature, plan)
+    found = fit_share(module, inputs, loss, _SHARE, time_limit)
+    fitted: Any = found.module
     losses = _steps(fitted, inputs, loss)
     without = tuple(name for name, p in fitted.named_parameters() if p.grad is None)
-    measured = measured_peak_bytes(fitted, inputs, captured.graph.static_bytes, loss=loss)
+    measured = measured_peak_bytes(fitted, inputs, found.graph.static_bytes, loss=loss)
     report = _written_back(fitted, inputs)
     row = replace(
         row,
-        ratio=budget / planner.baseline_bytes,
-        predicted_bytes=plan.peak_bytes,
+        ratio=found.share,
+        predicted_bytes=found.plan.peak_bytes,
         measured_bytes=measured,
         losses=(losses[0], losses[-1]),
         without_gradient=without,

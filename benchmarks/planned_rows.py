@@ -10,7 +10,7 @@ from irc.compiler.compare import Numbers
 from irc.compiler.model_source import Loaded
 from irc.ir import BudgetError, IrcError, Plan, UsageError
 
-from .harness import Fitter, Original, Settings, TimeRatio
+from .harness import Fitter, Original, Settings, TimeRatio, broken_promises
 
 __all__ = ["HEADER", "Ladder", "Row", "measure_model"]
 
@@ -230,15 +230,9 @@ def _measure(name: str, asked: str, budget: int | str, original: Original, fitte
 
 def _failures(row: Row, plan: Plan, numbers: Numbers) -> tuple[str, ...]:
     assert row.measured_bytes is not None and row.original_bytes is not None
-    found: list[str] = []
-    if row.measured_bytes > plan.peak_bytes:
-        found.append(f"measured {row.measured_bytes} > predicted {plan.peak_bytes} bytes")
-    if plan.peak_bytes > plan.budget_bytes:
-        found.append(f"predicted {plan.peak_bytes} > budget {plan.budget_bytes} bytes")
+    found = broken_promises(row.measured_bytes, plan.peak_bytes, plan.budget_bytes, numbers)
     if row.measured_bytes > row.original_bytes:
         found.append(f"measured {row.measured_bytes} > original {row.original_bytes} bytes")
-    if not numbers.agrees:
-        found.append("generator differs" if not numbers.same_generator else f"numbers differ: {numbers}")
     return tuple(found)
 
 

@@ -76,7 +76,7 @@ def run_peer(
         python = prepare(folder, name, REQUIREMENTS[name])
         with tempfile.TemporaryDirectory() as temporary:
             out = Path(temporary) / "report.json"
-            command = [str(python), "-P", str(Path(__file__).with_name("alone.py")), name]
+            command = [str(python), "-P", str(Path(__file__).with_name("isolated.py")), name]
             command += ["--out", str(out), "--limit", str(limit)]
             command += [f"--group={group}" for group in groups]
             command += [] if pattern is None else ["-k", pattern]

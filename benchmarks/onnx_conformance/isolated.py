@@ -1,6 +1,6 @@
 """Runs one importer where irc is not installed: a script for the environments of the peers.
 
-    python -P alone.py onnx2torch --out report.json
+    python -P isolated.py onnx2torch --out report.json
 
 It names its folder as a package, so that its neighbours are found and nothing else of irc's.
 """

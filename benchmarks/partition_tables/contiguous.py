@@ -14,12 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from irc.ir import TimeLimitError
-from irc.passes.pipeline.coarsen import Coarse, coarsen, contract
-from irc.passes.pipeline.order_ideals import Between, downsets, prefixes
-from irc.passes.pipeline.partition_problem import Partition, PartitionProblem, no_room
+from irc.passes.pipeline.coarsen import Coarse, coarsen
+from irc.passes.pipeline.order_ideals import Between, downsets
+from irc.passes.pipeline.partition_problem import Partition, PartitionProblem
 
 from .bounds import Speeds, least_load
 from .constraint_programme import Solved, solve
+from .reductions import can_run, contract, no_room, prefixes
 
 __all__ = ["best_along", "best_contiguous"]
 
@@ -63,7 +64,7 @@ def best_contiguous(problem: PartitionProblem, *, seconds: float = 60.0, workers
     blocks = problem.blocks
     coarse = coarsen(problem, blocks.members, blocks.edges)
     coarse = contract(coarse, is_contiguous=True, is_memory_free=problem.is_memory_free)
-    if not coarse.can_run:
+    if not can_run(coarse):
         raise no_room(problem)
     found = _found(problem, coarse, started + seconds, workers)
     if found.is_infeasible:
@@ -105,7 +106,7 @@ def best_along(problem: PartitionProblem, order: Sequence[int]) -> Partition:
     blocks = problem.blocks
     coarse = coarsen(problem, blocks.members, blocks.edges)
     search = _Search(problem, coarse, prefixes(list(dict.fromkeys(blocks.block_of[node] for node in order))))
-    found = search.below(search.ceiling_seconds) if coarse.can_run else None
+    found = search.below(search.ceiling_seconds) if can_run(coarse) else None
     if found is None:
         raise no_room(problem)
     assignment = coarse.spread(_devices(problem, coarse, found), len(problem.nodes))

@@ -6,10 +6,11 @@ import time
 from collections.abc import Sequence
 
 from irc.ir import TimeLimitError
-from irc.passes.pipeline.coarsen import coarsen, contract
-from irc.passes.pipeline.partition_problem import Partition, PartitionProblem, no_room
+from irc.passes.pipeline.coarsen import coarsen
+from irc.passes.pipeline.partition_problem import Partition, PartitionProblem
 
 from .constraint_programme import solve
+from .reductions import can_run, contract, no_room
 
 __all__ = ["best_non_contiguous"]
 
@@ -38,7 +39,7 @@ def best_non_contiguous(
         by_colour.setdefault(node.colour, []).append(position)
     coarse = coarsen(problem, list(by_colour.values()), ())
     coarse = contract(coarse, is_contiguous=False, is_memory_free=problem.is_memory_free)
-    if not coarse.can_run:
+    if not can_run(coarse):
         raise no_room(problem)
     first = None if start is None else [start[members[0]] for members in coarse.members]
     solved = solve(problem, coarse, is_contiguous=False, start=first, seconds=seconds, workers=workers)

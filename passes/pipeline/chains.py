@@ -75,7 +75,7 @@ def best_chain(
     reach the same downset with as many stages, one that is no better in sum and in the largest is dropped.
 
     Args:
-        between: The downsets; for graphs that have too many, those of one order (`prefixes`).
+        between: The downsets; for graphs that have too many, those of one order.
         kinds: The class of the device of each stage, in their order.
         cost: Tells what a stage costs; it is asked at most once for each.
         micro_batches: In a step, at least one.

@@ -1,8 +1,7 @@
-"""A partition problem reduced: blocks instead of nodes, and what needs no decision decided."""
+"""A partition problem with blocks instead of nodes."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +10,7 @@ import networkx as nx
 
 from .partition_problem import PartitionProblem
 
-__all__ = ["Coarse", "coarsen", "contract"]
+__all__ = ["Coarse", "coarsen"]
 
 
 @dataclass(frozen=True)
@@ -45,11 +44,6 @@ class Coarse:
     def successors(self) -> tuple[frozenset[int], ...]:
         """For each item those that edges lead to."""
         return _ends(len(self.members), self.edges)
-
-    @property
-    def can_run(self) -> bool:
-        """Whether each item has a class that all of it may run on."""
-        return all(min(each) < math.inf for each in self.seconds)
 
     def spread(self, chosen: Sequence[int], nodes: int) -> tuple[int, ...]:
         """What was chosen for each item, for each of `nodes` nodes."""
@@ -121,51 +115,3 @@ def coarsen(
         frozenset(edges),
         nets,
     )
-
-
-def contract(coarse: Coarse, *, is_contiguous: bool, is_memory_free: bool) -> Coarse:
-    """The same problem with fewer items: some optimal partition has each item whole.
-
-    An item `z` that takes no time anywhere, and no memory (or memory never matters), joins a neighbour `q`
-    when the nets of exactly these two cost at least as much as all nets that hold `z` but not `q`. Proof:
-    take an optimal partition with `z` on device `a` and `q` on `b`, and move `z` to `b`. Other devices
-    keep what they pay, since no set of items of theirs changes. The nets of the two alone were paid by `a`
-    and by `b`, and are paid by neither now. A net with both and more was paid by both, as each had some of
-    it and not all; so neither pays more for it. A net with `z` but not `q` may now be paid by `b`, or by
-    `a` where it was whole there: once each, and by the condition no more than what each has saved. Devices
-    that pay no transfers pay as before. So no load grows. Contiguous partitions stay so if `q` is the only
-    predecessor of `z` (then it moves to an earlier stage, and all it depends on is there or before) or its
-    only successor.
-
-    Args:
-        coarse: The items.
-        is_contiguous: Whether only contiguous partitions are looked for.
-        is_memory_free: Whether all items together fit on each device.
-    """
-    while pairs := list(_free_riders(coarse, is_contiguous, is_memory_free)):
-        coarse = coarse.joined(pairs)
-    return coarse
-
-
-def _free_riders(coarse: Coarse, is_contiguous: bool, is_memory_free: bool) -> Iterable[tuple[int, int]]:
-    """Pairs of an item that takes nothing and the one that it may join; no item is in two pairs."""
-    nets_of: list[list[frozenset[int]]] = [[] for _ in coarse.members]
-    for net in coarse.nets:
-        for item in net:
-            nets_of[item].append(net)
-    taken: set[int] = set()
-    for item, seconds in enumerate(coarse.seconds):
-        if item in taken or any(seconds) or (coarse.memory_bytes[item] and not is_memory_free):
-            continue
-        before, after = coarse.predecessors[item], coarse.successors[item]
-        if is_contiguous:
-            hosts = [next(iter(side)) for side in (before, after) if len(side) == 1]
-        else:
-            hosts = sorted({other for net in nets_of[item] for other in net} - {item})
-        for host in hosts:
-            shared = coarse.nets.get(frozenset((item, host)), 0.0)
-            others = sum(coarse.nets[net] for net in nets_of[item] if host not in net)
-            if host not in taken and others <= shared:
-                taken |= {item, host}
-                yield item, host
-                break

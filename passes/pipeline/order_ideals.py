@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from .coarsen import Coarse
 from .partition_problem import DeviceClass
 
-__all__ = ["Between", "Floats", "Indices", "downsets", "prefixes"]
+__all__ = ["Between", "Floats", "Indices", "downsets"]
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -44,14 +44,6 @@ def downsets(coarse: Coarse, limit: int) -> list[int] | None:
                 found.append(larger)
         if len(found) > limit:
             return None
-    return found
-
-
-def prefixes(order: Sequence[int]) -> list[int]:
-    """The downsets that are the beginnings of one order of the items."""
-    found = [0]
-    for item in order:
-        found.append(found[-1] | 1 << item)
     return found
 
 

@@ -13,8 +13,9 @@ from support.partitions import best_of_all, problems
 
 from benchmarks.partition_tables import contiguous
 from benchmarks.partition_tables.contiguous import best_contiguous
+from benchmarks.partition_tables.reductions import contract
 from irc.ir import TimeLimitError, UsageError
-from irc.passes.pipeline.coarsen import coarsen, contract
+from irc.passes.pipeline.coarsen import coarsen
 from irc.passes.pipeline.partition_problem import DeviceClass, PartitionNode, PartitionProblem, evaluate
 
 

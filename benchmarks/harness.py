@@ -378,7 +378,7 @@ def fit_share(
     Raises:
         IrcError: What capturing and planning raise.
     """
-    captured = capture(module, args, keywords or {}, loss=loss, same_branches=same_branches)
+    captured = capture(module, tuple(args), keywords or {}, loss=loss, same_branches=same_branches)
     planner = Planner(PassManager(cost_passes(None)).run(Program(captured.graph)))
     budget, is_smallest = int(share * planner.baseline_bytes), False
     try:

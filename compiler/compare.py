@@ -129,16 +129,19 @@ def numbers_of(expected: Outcome, found: Outcome) -> Numbers:
         outputs.append((torch.ones(1), torch.full((1,), math.nan)))
     gradients = [(g, found.gradients[n]) for n, g in expected.gradients.items() if n in found.gradients]
     buffers = [(b, found.buffers[n]) for n, b in expected.buffers.items() if n in found.buffers]
-    whole = [(a, b) for a, b in buffers if not (a.is_floating_point() or a.is_complex())]
-    kinds = Differences(), Differences(), Differences()
-    for kind, pairs in zip(kinds, (outputs, gradients, buffers), strict=True):
-        kind.add(pairs)
+    whole = [(a, b) for a, b in buffers if not _is_float(a)]
+    of_outputs, of_gradients, of_buffers = Differences(), Differences(), Differences()
+    of_outputs.add(outputs)
+    of_gradients.add(gradients)
+    of_buffers.add(buffers)
     return Numbers(
-        *(kind.largest for kind in kinds[:2]),
-        math.inf if any(not torch.equal(a, b) for a, b in whole) else kinds[2].largest,
-        *(kind.scale for kind in kinds[:2]),
-        max((largest(a) for a, _ in buffers if a.is_floating_point() or a.is_complex()), default=0.0),
-        worst_gradient=kinds[1].worst,
+        outputs=of_outputs.largest,
+        gradients=of_gradients.largest,
+        buffers=math.inf if any(not torch.equal(a, b) for a, b in whole) else of_buffers.largest,
+        output_scale=of_outputs.scale,
+        gradient_scale=of_gradients.scale,
+        buffer_scale=max((largest(a) for a, _ in buffers if _is_float(a)), default=0.0),
+        worst_gradient=of_gradients.worst,
         bit_equal=all(_same_bits(a, b) for a, b in (*outputs, *gradients, *buffers)),
         same_gradients=expected.gradients.keys() == found.gradients.keys(),
         same_generator=all(map(torch.equal, expected.generators, found.generators)),
@@ -164,6 +167,10 @@ def difference(expected: Tensor, found: Tensor) -> float:
     a, b = (t.detach().double() for t in pair)
     differences = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs())
     return float(differences.nan_to_num(math.inf).max())
+
+
+def _is_float(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

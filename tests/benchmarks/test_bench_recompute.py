@@ -320,7 +320,7 @@ def test_another_run_is_not_gone_on_with(
         (["--plot", "picture.bmp"], "picture.bmp"),
         (["--json", "no/such/folder/out.json"], "no/such/folder"),
         (["--resume"], "--resume needs --json"),
-        (["--markdown", str(Path(__file__).with_name("conftest.py"))], "has no section bench_recompute"),
+        (["--markdown", str(Path(__file__).with_name("test_harness.py"))], "has no section bench_recompute"),
     ],
 )
 def test_a_wrong_command_is_told_before_anything_is_measured(

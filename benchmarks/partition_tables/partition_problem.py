@@ -26,6 +26,7 @@ __all__ = [
     "PartitionNode",
     "PartitionProblem",
     "evaluate",
+    "no_room",
 ]
 
 _PROVED = 1e-4
@@ -258,3 +259,16 @@ class Partition:
     def is_proved(self) -> bool:
         """Whether none is better by 0.01% or more."""
         return self.max_load_seconds <= self.bound_seconds * (1 + _PROVED)
+
+
+def no_room(problem: PartitionProblem) -> UsageError:
+    """The error for a problem that no partition fits the devices of."""
+    total_bytes = sum(node.memory_bytes for node in problem.nodes)
+    devices = " and ".join(
+        f"{device.count} {device.name} of {device.capacity_bytes:,.0f} bytes" for device in problem.classes
+    )
+    return UsageError(
+        "IRC473",
+        f"{problem.name} cannot be divided among its devices: it takes {total_bytes:,} bytes, on {devices}",
+        help="give more devices, devices with more memory, or ones that all nodes may run on",
+    )

@@ -379,7 +379,9 @@ def fit_share(
     Raises:
         IrcError: What capturing and planning raise.
     """
-    captured = capture(module, tuple(args), keywords or {}, loss=loss, specialize_branches=specialize_branches)
+    captured = capture(
+        module, tuple(args), keywords or {}, loss=loss, specialize_branches=specialize_branches
+    )
     planner = Planner(PassManager(cost_passes(None)).run(Program(captured.graph)))
     budget, is_smallest = int(share * planner.baseline_bytes), False
     try:

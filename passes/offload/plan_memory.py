@@ -36,7 +36,7 @@ class PlanMemory(SelectCheckpoints):
         time_limit: Seconds for the search; the best schedule so far counts when they are over.
         offload: What may live in the first tier between steps: `params`, `optimizer`, `params+optimizer` or
             `none`. How much of it does is chosen.
-        offloaded_names: The names of the homes, where they are known. Not part of the text form.
+        offloaded_names: The names of what is offloaded, once known. Not part of the text form.
     """
 
     name: ClassVar[str] = "plan-memory"
@@ -50,7 +50,7 @@ class PlanMemory(SelectCheckpoints):
 
         Raises:
             UsageError: IRC401 and IRC403 as of `select-checkpoints`; IRC403 for what cannot live in a tier,
-                or with a strategy that does not know homes.
+                or with a strategy that leaves all of it on the device.
         """
         SelectCheckpoints.check(self)
         unknown = [what for what in self.which if what not in OFFLOADABLE]

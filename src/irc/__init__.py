@@ -53,7 +53,7 @@ __all__ = [
     "unmark",
 ]
 
-_OFFLOADED = {
+_MODULES = {
     "Front": ".compiler.pareto.front",
     "backend": ".compiler.dynamo.backend",
     "export_onnx": ".compiler.onnx_export.export",
@@ -77,4 +77,4 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f".{name}", __name__)
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_OFFLOADED.get(name, ".ir"), __name__), name)
+    return getattr(importlib.import_module(_MODULES.get(name, ".ir"), __name__), name)

@@ -290,7 +290,7 @@ def test_folders_without_an_optimizer(here: Path) -> None:
     out = optimized(here, "mlp")
     plan = json.loads((out / "plan.json").read_text())
     assert plan["optimizer"] is None
-    for key in ("optimizer", "homed_bytes", "places"):  # as earlier versions wrote it
+    for key in ("optimizer", "offloaded_bytes", "places"):  # as earlier versions wrote it
         del plan[key]
     (out / "plan.json").write_text(json.dumps(plan))
     assert check_folder(read_folder(out), 2, with_original=True).failures == ()
@@ -303,7 +303,7 @@ def test_folders_without_an_optimizer(here: Path) -> None:
 def test_a_plan_that_claims_other_bytes_in_tiers(swapped: Path, tmp_path: Path) -> None:
     out = shutil.copytree(swapped, tmp_path / "out")
     plan = json.loads((out / "plan.json").read_text())
-    plan["homed_bytes"] += 1
+    plan["offloaded_bytes"] += 1
     (out / "plan.json").write_text(json.dumps(plan))
     with pytest.raises(VerificationError, match="live in tiers between steps") as caught:
         read_folder(out)

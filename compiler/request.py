@@ -124,7 +124,7 @@ class Request:
         hold = HoldForwards(forwards_in_flight)
         hold.check(applies=optimizer is not None)
         if forwards_in_flight > 1:
-            rewrites.append(hold)
+            rewrites.insert(0, hold)
         release = _release(accumulate_gradients, optimizer)
         request = Request(tuple(rewrites), cost, plan, tiers, release, **others)
         request.check()

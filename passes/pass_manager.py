@@ -112,10 +112,10 @@ class PassManager:
 
 
 def _verify(program: Program, before: Program | None = None) -> None:
-    """Verifies the graph and the schedule of a program, each only if it is another one than before."""
+    """Verifies the graph and the schedule of a program, each only if the pass before changed it."""
     if before is None or program.graph is not before.graph:
         verify_graph(program.graph)
-    if program.schedule is not None and (before is None or program.schedule is not before.schedule):
+    if program.schedule is not None and (before is None or _claims(program) != _claims(before)):
         assert program.costs is not None and program.plan is not None, (
             "a schedule comes with costs and a plan"
         )
@@ -126,6 +126,11 @@ def _verify(program: Program, before: Program | None = None) -> None:
             peak_bytes=program.plan.peak_bytes,
             tiers=program.tiers,
         )
+
+
+def _claims(program: Program) -> list[int]:
+    """The identities of all that the verifier holds a schedule to."""
+    return [id(part) for part in (program.schedule, program.plan, program.costs, program.tiers)]
 
 
 # ---------------------------------------------------------------------- pipelines as text

@@ -33,6 +33,7 @@ def planned(planner: Planner, budget_bytes: int, time_limit: float) -> tuple[Pro
     return program, program.plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_over_thirty_budgets_nothing_is_above_its_promise_and_more_memory_is_never_worse(name: str) -> None:
     module, args = MODELS[name]()
@@ -59,6 +60,7 @@ def test_over_thirty_budgets_nothing_is_above_its_promise_and_more_memory_is_nev
         planned(planner, planner.problem.floor_bytes - 1, time_limit=1.5)
 
 
+@pytest.mark.slow
 def test_the_same_question_has_the_same_answer_on_a_graph_that_is_not_small() -> None:
     torch.manual_seed(0)
     module, args = MODELS["convolutions"]()

@@ -160,6 +160,7 @@ CHILD = """
 """
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_process_that_ends_or_is_killed(tmp_path: Path) -> None:
     """One that was forked ends by itself, with a call in flight; the other is killed."""
     code = textwrap.dedent(CHILD).format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path))

@@ -358,8 +358,8 @@ def test_a_module_that_was_changed_is_copied_and_refused_at_its_step_as_before(w
 
 def test_a_pickle_of_another_format_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     written = pickle.dumps(fitted(nn.Linear(4, 4), torch.randn(3, 4)))
-    monkeypatch.setattr("irc.backends.torch.persistence._FORMAT", 2)
-    with pytest.raises(irc.UsageError, match=r"IRC530.*format 1; this version of irc reads 2") as raised:
+    monkeypatch.setattr("irc.backends.torch.persistence._FORMAT", 3)
+    with pytest.raises(irc.UsageError, match=r"IRC530.*format 2; this version of irc reads 3") as raised:
         pickle.loads(written)
     assert raised.value.help is not None and "state_dict" in raised.value.help
 

@@ -134,6 +134,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_part", [False, True], ids=["root", "part"])
 def test_settings_that_change_in_whatever_holds_them_are_planned_anew(is_part: bool, x: Tensor) -> None:
     ours, original = pair(is_part, x)

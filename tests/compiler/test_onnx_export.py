@@ -171,7 +171,7 @@ def test_what_cannot_be_exported(tmp_path: Path) -> None:
     module = irc.from_onnx(path)
     for target, why in (
         (path, "the original itself"),
-        (tmp_path, "no name"),
+        (tmp_path, "is not the name"),
         (tmp_path / "no" / "a.onnx", "no folder"),
     ):
         with pytest.raises(UsageError, match=why) as caught:

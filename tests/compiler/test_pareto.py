@@ -339,6 +339,7 @@ def mlp(models: Path) -> Loaded:
     return load(Source(f"{models}:mlp"))
 
 
+@pytest.mark.slow
 def test_the_front_of_a_model(mlp: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     captures, costs = counted(monkeypatch, tracing, "capture"), counted(monkeypatch, Cost, "run")
     front = irc.pareto(mlp.module, mlp.args, points=5, time_limit=LIMIT, profile=False)

@@ -33,6 +33,7 @@ def model() -> torch.nn.Module:
     return torch.nn.Sequential(*(part for layer in layers for part in (layer, torch.nn.Tanh())))
 
 
+@pytest.mark.slow
 def test_no_other_way_has_a_shorter_plan() -> None:
     x = torch.randn(4, 32)
     options: dict[str, Any] = {"profile": "cpu", "link": "1TB"}
@@ -182,6 +183,7 @@ def test_ways_without_a_plan_are_summed_up() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_the_command_says_what_it_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = f"{pipeline_models.__file__}:tied"
     usual = ["optimize", source, "--stages", "auto", "--profile", "cpu", "--time-limit", "3"]

@@ -122,6 +122,7 @@ def test_checkpoints_of_other_models_are_refused_and_change_nothing(tmp_path: Pa
     assert all(torch.equal(tensor, before[key]) for key, tensor in other.state_dict().items())
 
 
+@pytest.mark.slow
 def test_state_of_another_optimizer_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     model, args = pipeline_models.skips()
     trainer = planned(copy.deepcopy(model), args, 2, "1f1b").start()

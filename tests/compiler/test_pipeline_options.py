@@ -33,6 +33,7 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="to
 ADAM = parse_optimizer("adamw:lr=1e-2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zbv"])
 def test_less_memory_takes_more_time_and_fits(schedule: str) -> None:
     wide = planned("translator", 2, schedule, 4).plan
@@ -43,6 +44,7 @@ def test_less_memory_takes_more_time_and_fits(schedule: str) -> None:
     assert wide.step_seconds >= wide.bound_seconds
 
 
+@pytest.mark.slow
 def test_a_plan_that_computes_again_has_the_same_numbers(tmp_path: Path) -> None:
     least = irc_minimum("tied")
     pipe = planned("tied", 2, "gpipe", 4, str(least))
@@ -118,6 +120,7 @@ def test_orders_of_devices_are_looked_at_until_a_deadline(monkeypatch: pytest.Mo
     assert device_order(partition, deadline=9.0) == (0, 1, 2, 3, 4, 5, 7, 6) and len(looked_at) == 9
 
 
+@pytest.mark.slow
 def test_each_device_keeps_to_its_own_budget_wherever_it_is_put() -> None:
     wide = planned("tied", 2, "1f1b", 4).plan
     small = round(min(wide.peak_bytes) * 0.8)
@@ -157,6 +160,7 @@ def test_the_optimizer_of_a_plan_steps_as_on_one_device(schedule: str) -> None:
         torch.testing.assert_close(mine, its)
 
 
+@pytest.mark.slow
 def test_an_optimizer_may_put_parameters_into_groups(tmp_path: Path) -> None:
     """Such as matrices, and the rest without decay: another order than that of the parameters."""
 
@@ -289,6 +293,7 @@ def irc_minimum(model: str) -> int:
     return refused.value.minimum_bytes
 
 
+@pytest.mark.slow
 def test_dropout_is_taken_apart_where_it_has_to_be() -> None:
     """The bound stays that of the model; numbers are those of the original."""
     torch.manual_seed(0)

@@ -13,7 +13,7 @@ from support.calls import Calls, several
 from support.exhaustive import Choice, chains, cheapest_in_class, cheapest_of_all, problem_of
 from support.strategies import Sample, graphs
 
-from irc.ir import BudgetError, UsageError, VerificationError, parse_graph, verify_schedule
+from irc.ir import BudgetError, UsageError, VerificationError, parse_graph, print_graph, verify_schedule
 from irc.passes import (
     CheckpointProblem,
     Costs,
@@ -153,7 +153,7 @@ def test_more_in_flight_never_take_less_and_the_text_tells_them(sample: Sample, 
     ]
     assert problems[0].keep_all.peak_bytes <= problems[1].keep_all.peak_bytes
     assert problems[0].floor_bytes <= problems[1].floor_bytes
-    assert parse_graph(str(more)).forwards_in_flight == count + 1
+    assert parse_graph(print_graph(more)).forwards_in_flight == count + 1
 
 
 CHAIN = """\

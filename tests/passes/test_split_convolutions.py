@@ -46,6 +46,7 @@ def convolutions(draw: st.DrawFn) -> tuple[nn.Module, torch.Tensor]:
     return model, torch.randn(draw(st.integers(1, 3)), channels[0], *[size] * dimensions, dtype=dtype)
 
 
+@pytest.mark.slow
 @given(convolutions())
 @settings(max_examples=60, deadline=None)
 def test_gradients_are_equal_bit_for_bit(case: tuple[nn.Module, torch.Tensor]) -> None:

@@ -7,6 +7,7 @@ slow if it has the marker, or if it is in one of the places of `SLOW`.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Generator
 from pathlib import Path
@@ -90,6 +91,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
             return True
         case _:
             return None
+
+
+def pytest_collection_finish() -> None:
+    """Keeps no bytecode of what tests write: of a file that is rewritten within a second it would be stale."""
+    sys.dont_write_bytecode = True
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -180,6 +180,7 @@ def test_inspect_as_json_and_quiet(irc: Run, models: Path) -> None:
     assert irc("inspect", f"{models}:mlp", "--no-profile", "-q") == (0, "", "")
 
 
+@pytest.mark.slow
 def test_the_journey_of_a_front(irc: Run, models: Path, tmp_path: Path) -> None:
     out = tmp_path / "new" / "front"
     command = ["pareto", f"{models}:mlp", "--budgets", "100%,90%,80%,1kB", "-o", out, *FAST]
@@ -407,7 +408,7 @@ def test_an_internal_error_is_one_line(irc: Run, models: Path, monkeypatch: pyte
     def fail(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("division\nby zero")
 
-    monkeypatch.setattr("irc.compiler.optimize.capture", fail)
+    monkeypatch.setattr("irc.compiler.compile.capture", fail)
     command = ["optimize", f"{models}:mlp", "--budget", "60%"]
     refused(irc(*command), 1, "IRC000", "internal error: ZeroDivisionError: division by zero")
     monkeypatch.setenv("IRC_TRACEBACK", "1")
@@ -419,7 +420,7 @@ def test_an_interrupt_is_one_line(irc: Run, models: Path, monkeypatch: pytest.Mo
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("irc.compiler.optimize.capture", interrupt)
+    monkeypatch.setattr("irc.compiler.compile.capture", interrupt)
     status, out, err = irc("optimize", f"{models}:mlp", "--budget", "60%")
     assert (status, out, err) == (1, "", "error[IRC001]: interrupted\n")
 
@@ -467,6 +468,7 @@ def _read(leader: int) -> bytes:
             shown += piece
 
 
+@pytest.mark.slow
 def test_a_piped_run_has_no_escape_codes_and_a_terminal_shows_progress(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,6 +78,7 @@ def test_a_slow_link_parts_towers_that_run_in_turns() -> None:
         torch.testing.assert_close(mine.grad, its.grad)
 
 
+@pytest.mark.slow
 def test_no_other_way_of_cutting_is_better() -> None:
     torch.manual_seed(0)
     x = torch.randn(64, 64)

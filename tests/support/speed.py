@@ -94,7 +94,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_finish() -> None:
-    """Keeps no bytecode of what tests write: of a file that is rewritten within a second it would be stale."""
+    """Keeps no bytecode of what tests write: of a file rewritten within a second it would be stale."""
     sys.dont_write_bytecode = True
 
 

@@ -217,7 +217,7 @@ class _NotImplemented(UnsupportedError, NotImplementedError):
         (torch.ones(2, 2).t(), torch.ones(2, 2), "of strides (1, 2)"),
         (torch.ones(2), torch.ones(2, requires_grad=True), "requires_grad False"),
         (nn.Parameter(torch.ones(2)), torch.ones(2), "is a Parameter"),
-        (torch.tensor([1.0, float("nan")]), torch.tensor([1.0, 1.0]), "off by nan"),
+        (torch.tensor([1.0, float("nan")]), torch.tensor([1.0, 1.0]), "off by inf"),
         (None, torch.ones(2), "is None"),
         ({"a": 1}, {"b": 1}, "has the keys ['a']"),
         ([1, 2], [1], "has 2 elements"),

@@ -22,7 +22,7 @@ class StageMemory:
     Args:
         static_bytes: There for the whole step: parameters, gradients, buffers, the model's arguments of all
             micro-batches.
-        forward_bytes: The most during forward, up to the loss; what is sent stays until forward has ended.
+        forward_bytes: The most during forward, with the loss, where what is sent stays until it has ended.
         held_bytes: Between forward and backward.
         backward_bytes: The same during backward, or during its part up to the pause.
         paused_bytes: Between the two parts of backward; 0 if it has one.
@@ -34,8 +34,6 @@ class StageMemory:
         until_sending: The most of forward and of backward before it sends something: what was sent across the
             same boundary before may still be there.
         update_bytes: The most that an optimizer's step for a parameter takes, after all micro-batches.
-        loss_bytes: The most while the loss is computed, after forward has ended: the device has waited by
-            then for what it sent too long ago.
         borrowing: The same without what the stage before it, on the same device, has handed over and holds
             itself from the end of its forward to its backward; None if there is nothing of the kind.
     """
@@ -50,7 +48,6 @@ class StageMemory:
     passing: tuple[int, int] = (0, 0)
     until_sending: tuple[int, int] = (0, 0)
     update_bytes: int = 0
-    loss_bytes: int = 0
     borrowing: StageMemory | None = None
 
     def during(self, work: Work) -> int:
@@ -118,7 +115,7 @@ def stage_memory(
     backward = [nbytes - after_loss for nbytes in most[loss + 1 : end]]
     return StageMemory(
         static_bytes=static + inputs * (micro_batches - 1) + kept_bytes,
-        forward_bytes=max(most[:loss], default=static) - static,
+        forward_bytes=max(most[: loss + 1]) - static,
         held_bytes=kept + graph.loss_saved_bytes,  # gradients of results come when their backward begins
         backward_bytes=max([most[loss], *backward]) - static,
         paused_bytes=0 if pause is None else after[pause] - static - after_pause,
@@ -126,10 +123,9 @@ def stage_memory(
         arriving=(_arriving_bytes(schedule, Region.FORWARD), _arriving_bytes(schedule, Region.BACKWARD)),
         passing=(_passing_bytes(schedule, 0, loss), _passing_bytes(schedule, loss, end)),
         until_sending=(
-            max(most[: _first_send(schedule, 0, loss)], default=static) - static,
+            max(most[: _first_send(schedule, 0, loss + 1)], default=static) - static,
             max([most[loss], *backward[: _first_send(schedule, loss + 1, end) - loss - 1]]) - static,
         ),
-        loss_bytes=most[loss] - static,
     )
 
 
@@ -306,10 +302,6 @@ def _device_peak(schedule: PipelineSchedule, memory: _Memory, device: int, lag: 
             earlier_bytes = leaving.pop((action.stage, is_back), 0)
             during = max(during, its.until_sending[is_back] + earlier_bytes)
         peak = max(peak, there + beside + sum(leaving.values()) + during + ahead)
-        if action.work is Work.FORWARD:
-            recent = [*line[max(place - lag + 1, 0) : place + 1], action]
-            still_leaving = sum(_leaving_bytes(schedule, memory, recent).values())
-            peak = max(peak, there + beside + still_leaving + its.loss_bytes + ahead)
         held[key] = action
         neighbour = action.stage - 1 if is_back else action.stage + 1
         if neighbour not in stages:

@@ -57,7 +57,7 @@ def test_a_time_limit_leaves_the_best_of_a_few_orders_and_a_bound() -> None:
 @settings(max_examples=40, deadline=None)
 def test_graphs_with_too_many_order_ideals_go_to_the_programme(problem: PartitionProblem) -> None:
     best = best_of_all(problem, is_contiguous=True)
-    with mock.patch.object(contiguous, "_MOST_DOWNSETS", 0):
+    with mock.patch.object(contiguous, "_MOST_IDEALS", 0):
         if best == math.inf:
             with pytest.raises((UsageError, TimeLimitError), match=r"IRC473|IRC479"):
                 best_contiguous(problem)

@@ -89,6 +89,10 @@ def without_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Cost, "run", run)
 
 
+_SENT_BYTES = 1024 * 64 * 4
+"""A gradient that stages of `wide` send for one of four micro-batches."""
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("without_clock")
 def test_ranks_that_copy_hold_what_is_predicted(tmp_path: Path) -> None:
@@ -116,7 +120,12 @@ def test_ranks_that_copy_hold_what_is_predicted(tmp_path: Path) -> None:
         for rank in report["ranks"]:
             assert rank["measured_bytes"] <= rank["predicted_bytes"] <= rank["budget_bytes"], name
             estimates = "measured" not in name
-            most = 1.2 * rank["measured_bytes"] if estimates else rank["measured_bytes"] + 1024
+            close = rank["measured_bytes"] + 1024
+            if (
+                "zbv" in name
+            ):  # whether a gradient on its way is there still while the loss is computed depends on
+                close += _SENT_BYTES  # when the neighbour takes it
+            most = 1.2 * rank["measured_bytes"] if estimates else close
             assert rank["predicted_bytes"] <= most, name
 
 

@@ -175,13 +175,3 @@ def test_what_waits_for_a_stage_of_the_same_device_counts() -> None:
     first = StageMemory(0, forward_bytes=0, held_bytes=0, backward_bytes=7, arriving=(0, 7))
     second = StageMemory(0, 0, 0, 0, rest_bytes=50, passing=(0, 3))
     assert device_peak_bytes(order, [first, second]) == (53,), "it keeps 4 of the 7 bytes that it sends"
-
-
-def test_a_gradient_that_has_arrived_does_not_count_beside_the_next_loss() -> None:
-    """A device waits at the end of a forward for what it sent before, and then computes the loss."""
-    order = pipeline_schedule("zbv", 2, 4)
-    nothing, third = StageMemory(0, 0, 0, 0), StageMemory(0, 0, 0, 0, arriving=(0, 100))
-    last = StageMemory(0, forward_bytes=0, held_bytes=0, backward_bytes=0, passing=(0, 100))
-    for forward_bytes, loss_bytes, expected in ((7, 0, 107), (0, 7, 100), (0, 107, 107)):
-        last = replace(last, forward_bytes=forward_bytes, loss_bytes=loss_bytes)
-        assert device_peak_bytes(order, [nothing, nothing, third, last])[0] == expected

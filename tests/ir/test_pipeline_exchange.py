@@ -113,8 +113,6 @@ class Ranks:
             return False
         for message in late:
             del self.kept[device][message]
-        if self.memory and line[place].work is Work.FORWARD:
-            self.look_at_loss(device, place, line[place])
         self.at[device], self.acted[device] = place + 1, False
         self.post(device, place + 2)
         return True
@@ -148,36 +146,23 @@ class Ranks:
         self, device: int, place: int, action: Action, reads: Message | None, earlier: list[Message]
     ) -> None:
         """The bytes of a device during an action, before and after it begins to send."""
+        line = self.schedule.lines[device]
         mine = action.stage, action.micro_batch
         self.held[device].pop(mine, None)
+        following = read_by(self.schedule, line[place + 1]) if place + 1 < len(line) else None
+        arriving = [following] if following is not None and not self.is_local(following) else []
         its = self.counted(device, action)
+        held = self.held[device].values()
+        nbytes = self.static[device] + sum(self.counted(device, last).after(last.work) for last in held)
+        nbytes += sum(self.memory[stage].arriving[not forth] for stage, forth, _ in arriving)
         kept = [message for message in self.kept[device] if message not in earlier]
         waiting = [*kept, *(m for m in self.local[device] if m != reads)]
-        nbytes = self.beside(device, place, waiting)
+        nbytes += sum(self.passing(message) for message in waiting)
         before = sum(self.passing(message) for message in earlier)
         if action.work is not Work.WEIGHT_GRADIENT:
             before += its.until_sending[action.work is not Work.FORWARD]
         self.peaks[device] = max(self.peaks[device], nbytes + max(before, its.during(action.work)))
         self.held[device][mine] = action
-
-    def look_at_loss(self, device: int, place: int, action: Action) -> None:
-        """The bytes of a device while a loss is computed, after it has waited for what it sent."""
-        mine = action.stage, action.micro_batch
-        del self.held[device][mine]
-        nbytes = self.beside(device, place, [*self.kept[device], *self.local[device]])
-        nbytes += self.counted(device, action).loss_bytes
-        self.peaks[device] = max(self.peaks[device], nbytes)
-        self.held[device][mine] = action
-
-    def beside(self, device: int, place: int, waiting: list[Message]) -> int:
-        """The bytes of a device beside an action: what others hold, what arrives, and what waits."""
-        line = self.schedule.lines[device]
-        following = read_by(self.schedule, line[place + 1]) if place + 1 < len(line) else None
-        arriving = [following] if following is not None and not self.is_local(following) else []
-        held = self.held[device].values()
-        nbytes = self.static[device] + sum(self.counted(device, last).after(last.work) for last in held)
-        nbytes += sum(self.memory[stage].arriving[not forth] for stage, forth, _ in arriving)
-        return nbytes + sum(self.passing(message) for message in waiting)
 
     def counted(self, device: int, action: Action) -> StageMemory:
         """The memory of an action, less what the stage before holds for its own backward."""
@@ -220,7 +205,6 @@ def memories(draw: st.DrawFn, stages: int) -> tuple[StageMemory, ...]:
             *(draw(size) for _ in range(6)),
             update_bytes=draw(st.integers(0, 200)),
             until_sending=(draw(size), draw(size)),
-            loss_bytes=draw(st.integers(0, 200)) if stage + 1 == stages else 0,
             arriving=(forth[stage] if stage else 0, back[stage] if stage + 1 < stages else 0),
             passing=(
                 draw(st.integers(0, forth[stage + 1])) if stage + 1 < stages else 0,

@@ -49,7 +49,7 @@ CASES: dict[str, str] = {
     "unet-none": "unet --budget 90% --strategy keep-none",
     "unet-sgd": "unet --budget 75% --optimizer sgd:lr=0.1",
     "language-80": "language --budget 80%",
-    "language-70": "language --budget 70%",
+    "language-70": "language --budget 70% --strategy eviction",
     "dropping-80": "dropping --budget 80%",
     "recurrent": "recurrent --budget 97000 --strategy eviction",
     "passes": "mlp --passes split-convolutions,cost{{profile=v100}},select-checkpoints{{budget=60%}}",

@@ -12,7 +12,7 @@ __all__ = ["benchmarks"]
 
 
 def benchmarks() -> dict[str, str]:
-    """What each benchmark is, by its name: the modules of this package that can be run."""
+    """The benchmarks by name: the modules of this package that can be run."""
     found: dict[str, str] = {}
     folder = Path(__file__).parent
     for path in sorted((*folder.glob("*.py"), *folder.glob("*/__main__.py"))):

@@ -405,7 +405,7 @@ def _chosen_schedule(planner: Planner, budget: int, time_limit: float) -> Progra
 def broken_promises(
     measured_bytes: int, predicted_bytes: int, budget_bytes: int, numbers: Numbers | None = None
 ) -> list[str]:
-    """What does not hold of a plan that ran."""
+    """Names the promises that a plan broke when it ran."""
     found: list[str] = []
     if measured_bytes > predicted_bytes:
         found.append(f"measured {measured_bytes} > predicted {predicted_bytes} bytes")

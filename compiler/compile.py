@@ -248,7 +248,7 @@ def _counting(plan: Plan, nbytes: int) -> Plan:
 
 
 def _held_bytes(graph: Graph, reserved: ReservedMemory) -> int:
-    """What is reserved for gradients that this graph does not release itself, in bytes."""
+    """The bytes reserved for gradients that this graph does not release itself."""
     released = {name for name, _ in _released(graph)}
     return sum(nbytes for name, nbytes in reserved.reserved.items() if name not in released)
 

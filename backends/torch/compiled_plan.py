@@ -121,7 +121,7 @@ class ReservedMemory:
 
 @dataclass(frozen=True)
 class Compilation:
-    """What the compiler makes of a call.
+    """The result of compiling a call.
 
     Args:
         compiled: The plan of the call.

@@ -276,7 +276,7 @@ class StepBudget:
             return self._planned_or_refused(subgraph, now)
 
     def _chosen(self, subgraph: Subgraph, now: _Now) -> Choice:
-        """What a subgraph runs this time: as planned, if that fits beside what waits as it is."""
+        """Chooses the schedule of a subgraph for this time: the planned one, if it fits beside what waits."""
         assert subgraph.choice is not None
         if not self._fits(now, subgraph.choice.footprint):
             self._give_way(now, subgraph.choice.footprint)

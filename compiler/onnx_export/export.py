@@ -24,7 +24,7 @@ _PURPOSE = "writing weights into an ONNX file"
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What was written, and how it was checked.
+    """The written file, and how it was checked.
 
     Args:
         path: The file.

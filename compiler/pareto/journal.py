@@ -195,7 +195,7 @@ class Journal:
 
 
 def _begun(row: dict[str, Any]) -> tuple[Identity, Survey]:
-    """What the first line says."""
+    """The words of the first line."""
     if row["format"] != _FORMAT:
         raise ValueError(f"its format is {row['format']!r}, not {_FORMAT!r}")
     survey = _record(Survey, row["survey"])

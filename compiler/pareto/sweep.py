@@ -377,7 +377,7 @@ def _with_copies(planner: Planner, sweep: Sweep) -> str:
 
 
 def _known(work: OffloadProblem) -> tuple[Known, ...]:
-    """Where the strategies stand that need no search; with tiers Large Model Support is one."""
+    """The points of strategies that need no search; with tiers Large Model Support is one."""
     problem = work.problem
     copying = ((f"lms-{ahead}", lms_all(work, ahead)) for ahead in LOOK_AHEADS if work.tiers)
     return tuple(

@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     families = tuple(chosen(options.methods, FAMILIES, "method")) if options.methods else ()
     scope = Scope(families, _numbers("--settings", options.settings), _ratios(options.ratios))
-    settings = Settings(options.time_limit, options.repeats, options.seed, options.profile)
+    settings = Settings(options.time_limit, options.repeats, options.seed, options.costs)
     names = [name for name in options.models.split(",") if name]
     for name in names:
         model_source(name)  # a misspelt name must not show after hours
@@ -88,7 +88,7 @@ def _about(options: argparse.Namespace) -> dict[str, Any]:
     """How it is measured, as JSON-ready data."""
     packages = {"torch": "torch", "OR-Tools": "ortools"}
     versions = {name: metadata.version(package) for name, package in packages.items()}
-    wanted = ("methods", "settings", "ratios", "repeats", "time_limit", "threads", "seed", "profile")
+    wanted = ("methods", "settings", "ratios", "repeats", "time_limit", "threads", "seed", "costs")
     return {
         "command": options.command,
         "began": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -177,7 +177,7 @@ def _parser() -> argparse.ArgumentParser:
         repeats=7,
         threads=1,
         seed=0,
-        profile=True,
+        costs="thorough",
         json=None,
         markdown=None,
     )

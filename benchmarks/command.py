@@ -32,7 +32,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "repeats": {"type": int, "metavar": "N", "help": "timed steps of each module"},
     "threads": {"type": int, "metavar": "N", "help": "that compute"},
     "seed": {"type": int, "help": "of drawn weights and of the generator"},
-    "profile": {"action": argparse.BooleanOptionalAction, "help": "measure operations"},
+    "costs": {"metavar": "SOURCE", "help": "of operations, as irc optimize takes it"},
     "journal": {"type": Path, "metavar": "FILE", "help": "keep rows there; a new run goes on"},
     "json": {"type": Path, "metavar": "FILE", "help": "write all results there"},
     "markdown": {"type": Path, "metavar": "FILE", "help": "write the tables there"},

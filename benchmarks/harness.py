@@ -61,13 +61,13 @@ class Settings:
         time_limit: Seconds for the search of each schedule.
         repeats: Interleaved steps of each module that are timed.
         seed: Of the weights drawn for ONNX files, and of the generator before each compared step.
-        profile: As in `irc.optimize`.
+        costs: As in `irc.optimize`.
     """
 
     time_limit: float = 60.0
     repeats: int = 5
     seed: int = 0
-    profile: bool | str | None = True
+    costs: str = "thorough"
 
 
 # ---------------------------------------------------------------------- time
@@ -297,9 +297,9 @@ class Fitter:
         self.captured: Captured = capture(self.copy, original.args, loss=training_loss)
         captured = time.perf_counter()
         device = device_of(self.copy, original.args)
-        offered = [] if swap is None else [offer(swap, settings.profile)]
+        offered = [] if swap is None else [offer(swap, settings.costs)]
         offered = [measured_tiers(step, device) for step in offered]
-        passes = [*cost_passes(settings.profile), *offered]
+        passes = [*cost_passes(settings.costs), *offered]
         self.places = tuple(place for step in offered for place in tier_configs(step, device))
         self.program = PassManager(passes).run(Program(self.captured.graph))
         self.capture_seconds = captured - started
@@ -382,7 +382,7 @@ def fit_share(
     captured = capture(
         module, tuple(args), keywords or {}, loss=loss, specialize_branches=specialize_branches
     )
-    planner = Planner(PassManager(cost_passes(None)).run(Program(captured.graph)))
+    planner = Planner(PassManager(cost_passes("measured")).run(Program(captured.graph)))
     budget, is_smallest = int(share * planner.baseline_bytes), False
     try:
         program = _chosen_schedule(planner, budget, time_limit)

@@ -81,7 +81,7 @@ def _adamw(parameters: list[nn.Parameter]) -> Optimizer:
 
 
 def measure_row(
-    model: str, budget: str, plan: str, scratch: str, *, time_limit: float, repeats: int, profile: bool
+    model: str, budget: str, plan: str, scratch: str, *, time_limit: float, repeats: int, costs: str
 ) -> ParametersRow:
     """Plans, trains and measures, in this process.
 
@@ -92,7 +92,7 @@ def measure_row(
         scratch: The folder of the scratch file.
         time_limit: Seconds for the search.
         repeats: Steps that are timed, after two that are not.
-        profile: As of `irc.optimize`.
+        costs: As of `irc.optimize`.
 
     Raises:
         IrcError: What loading and planning raise.
@@ -111,7 +111,7 @@ def measure_row(
             optimizer_in_backward=_adamw,
             loss=training_loss,
             time_limit=time_limit,
-            profile=None if profile else False,
+            costs=costs,
         )
 
     try:
@@ -184,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.scratch,
             time_limit=options.time_limit,
             repeats=options.repeats,
-            profile=options.profile,
+            costs=options.costs,
         )
 
     parser = offload_parser(

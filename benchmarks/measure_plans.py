@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    settings = Settings(options.time_limit, options.repeats, options.seed, options.profile)
+    settings = Settings(options.time_limit, options.repeats, options.seed, options.costs)
 
     def page(rows: Sequence[Row]) -> str:
         failed = sum(row.has_failed for row in rows)
@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         repeats=5,
         threads=1,
         seed=0,
-        profile=True,
+        costs="thorough",
         json=None,
         markdown=None,
     )

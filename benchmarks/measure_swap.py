@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measures, prints, and returns the exit status."""
 
     def measure(model: str, budget: str, plan: str, options: argparse.Namespace) -> SwapRow:
-        settings = Settings(options.time_limit, options.repeats, profile=options.profile)
+        settings = Settings(options.time_limit, options.repeats, costs=options.costs)
         return measure_row(model, budget, plan, options.scratch, settings)
 
     parser = offload_parser(

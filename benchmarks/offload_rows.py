@@ -205,7 +205,7 @@ def offload_parser(name: str, description: str, models: str, budgets: str) -> ar
         time_limit=60.0,
         repeats=5,
         threads=1,
-        profile=True,
+        costs="thorough",
         json=None,
         markdown=None,
         row=None,

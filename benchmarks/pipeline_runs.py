@@ -165,7 +165,7 @@ def _parser() -> argparse.ArgumentParser:
         "Trains models as pipelines under torchrun, and compares each rank with one device.",
         models=None,
         time_limit=15.0,
-        profile=True,
+        costs="thorough",
         markdown=None,
     )
     parser.add_argument("--ranks", default="2,4", metavar="A,B", help="how many (2,4)")
@@ -211,9 +211,8 @@ def _planned(
     captured = captured_micro_batch(loaded.module, micro_batches_of(loaded.args, count)[0], None)
 
     def plan(budget: int | str) -> Pipeline:
-        profile = None if options.profile else False
         request = PipelineRequest(
-            ranks, count, budget, schedule, time_limit=options.time_limit, profile=profile
+            ranks, count, budget, schedule, time_limit=options.time_limit, costs=options.costs
         )
         return Pipeline(loaded.module, captured, plan_stages(captured, request))
 

@@ -23,7 +23,7 @@ from ..passes import PlanMemory, Program
 from ..passes.costs.optimizer_costs import OptimizerFactory
 from ..torch_support.pytree import flatten
 from .compile import CompiledCall, compile_call
-from .request import Request, renamed
+from .request import MEASURED, Request, renamed, renamed_costs
 from .tiers import device_of
 
 __all__ = ["Optimized", "optimize", "optimize_module"]
@@ -60,7 +60,7 @@ def optimize(
     example_kwargs: Mapping[str, Any] | None = None,
     strategy: str = "auto",
     time_limit: float = 60.0,
-    profile: bool | str | None = None,
+    costs: str = MEASURED,
     loss: Loss | None = None,
     accumulate_gradients: bool = False,
     optimizer_in_backward: OptimizerFactory | None = None,
@@ -70,6 +70,7 @@ def optimize(
     plans: int = 8,
     dynamic: str | None = None,
     same_branches: bool | None = None,
+    profile: bool | str | None = None,
 ) -> Any:
     """A module that trains as `model` does, within `budget` bytes on the device.
 
@@ -92,9 +93,10 @@ def optimize(
         strategy: `auto`, `ilp`, `eviction`, `min-cut`, `per-block`, `sqrt-n`, `every-<k>`, `keep-none` or
             `keep-all`; with `swap` also `lms`, `ome`, `pofo`, `swap` or `recompute`.
         time_limit: Seconds for the search of a schedule; the best one so far counts.
-        profile: True measures operations thoroughly, None briefly, on the device that the model is on
-            (both are cached on disk); False uses the roofline of a described machine. A text names one, such
-            as `"gtx1080"`, or is the path of a file that `irc machine -o` wrote.
+        costs: The source of each operation's seconds and workspace. `"measured"` runs each operation a few
+            times on the device of the model, `"thorough"` more often (both are cached on disk); `"analytic"`
+            takes the roofline of a modest CPU. Any other text is the name of a described machine, such as
+            `"gtx1080"`, or the path of a file that `irc machine -o` wrote.
         loss: What the training loop computes from the model's result, where that takes memory of its
             own; a function from the result to a scalar. A loss inside the model needs no mention.
         accumulate_gradients: Add each parameter's gradient to its `.grad` as soon as it is known. The plan
@@ -120,7 +122,7 @@ def optimize(
             once, to the logger `irc`: the budget may not hold.
         swap: Where tensors may go while a step does not need them: `"host:64GiB"` (pinned memory, for a model
             on a GPU), `"disk:/scratch:200GiB"`, or a list of both, the faster first. The budget stays that of
-            the device. Bandwidths are those that `irc machine` measured, or measured now; where `profile`
+            the device. Bandwidths are those that `irc machine` measured, or measured now; where `costs`
             names a machine, that machine's. With `"params"`, `"optimizer"` or `"params,optimizer"` among
             them, parameters, and the state of the optimizers in backward, live in the first of these tiers
             between steps as far as the budget asks for it (a model on the CPU, with a disk). A parameter is
@@ -131,6 +133,8 @@ def optimize(
             dimension of their tensors alone take over its schedule without a search, where their operations
             are the same and it fits. Others, larger ones among them, are planned as usual.
         same_branches: The old name of `specialize_branches`, until the next version.
+        profile: The old name of `costs`, until the next version: None, True and False are `measured`,
+            `thorough` and `analytic`.
 
     Returns:
         The module, with the attribute `plan` (`irc.Plan`).
@@ -147,7 +151,7 @@ def optimize(
         budget,
         strategy=strategy,
         time_limit=time_limit,
-        costs=profile,
+        costs=renamed_costs(costs, profile),
         swap=swap,
         accumulate_gradients=accumulate_gradients,
         optimizer=optimizer_in_backward,

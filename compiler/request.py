@@ -29,7 +29,10 @@ from ..passes.costs.optimizer_costs import OptimizerFactory
 from ..passes.costs.table import StepCost
 from .tiers import measured_tiers, offer, tier_configs, what_moves
 
-__all__ = ["Example", "Request", "cost_passes", "renamed"]
+__all__ = ["MEASURED", "Example", "Request", "cost_passes", "renamed", "renamed_costs"]
+
+MEASURED = "measured"
+"""The costs of a plan unless others are asked for: operations measured on the device of the model."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ class Request:
         *,
         strategy: str = "auto",
         time_limit: float = 60.0,
-        costs: bool | str | None = None,
+        costs: str = MEASURED,
         swap: str | Sequence[str] | None = None,
         accumulate_gradients: bool = False,
         optimizer: OptimizerFactory | None = None,
@@ -103,7 +106,7 @@ class Request:
             budget: As there.
             strategy: As there.
             time_limit: As there.
-            costs: As `profile` there.
+            costs: As there.
             swap: As there; None offers no tier.
             accumulate_gradients: As there.
             optimizer: As `optimizer_in_backward` there.
@@ -306,16 +309,38 @@ def renamed(name: str, value: Any, old_name: str, old_value: Any) -> Any:
     return old_value
 
 
-def cost_passes(costs: bool | str | None) -> list[Pass]:
+def renamed_costs(costs: str, profile: bool | str | None) -> str:
+    """The value of `costs`, which `profile` was before, as of `renamed`."""
+    named = {True: "thorough", False: "analytic"}.get(profile, profile) if profile is not None else None
+    if named is not None:
+        warnings.warn(f"profile={profile!r} is now costs={named!r}", DeprecationWarning, stacklevel=3)
+    return costs if named is None else named
+
+
+def cost_passes(costs: str) -> list[Pass]:
     """The passes that every pipeline begins with: rewrites that are always worth it, and costs.
 
     Args:
-        costs: As `profile` of `irc.optimize`.
+        costs: As of `irc.optimize`.
+
+    Raises:
+        UsageError: IRC410 if it is not a text.
     """
-    if isinstance(costs, str):
-        return [SplitConvolutions(transpose=costs == "cpu"), Cost(profile=costs)]
-    measuring = Cost(profile="cpu") if costs is False else Cost(repeats=8 if costs else 3)
-    return [SplitConvolutions(), measuring]
+    match cast(object, costs):
+        case "measured":
+            return [SplitConvolutions(), Cost(repeats=3)]
+        case "thorough":
+            return [SplitConvolutions(), Cost(repeats=8)]
+        case "analytic":
+            return [SplitConvolutions(), Cost(profile="cpu")]
+        case str():
+            return [SplitConvolutions(transpose=costs == "cpu"), Cost(profile=costs)]
+        case _:
+            raise UsageError(
+                "IRC410",
+                f"costs is {costs!r}, not a text",
+                help='give "measured", "thorough", "analytic", or the name or file of a machine',
+            )
 
 
 def _release(accumulate: object, optimizer: OptimizerFactory | None) -> ReleaseGradients | None:

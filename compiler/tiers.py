@@ -42,13 +42,13 @@ def what_moves(swap: str | Sequence[str]) -> tuple[list[str], str]:
     return tiers, "+".join(word for word in OFFLOADABLE if word in offloaded_parameters) or "none"
 
 
-def offer(swap: str | Sequence[str], profile: bool | str | None) -> OfferTiers:
+def offer(swap: str | Sequence[str], costs: str) -> OfferTiers:
     """The pass that offers the tiers that `swap` names, with the bandwidths of the machine a plan is for.
 
     Args:
         swap: Tiers, as `what_moves` gives them.
-        profile: The same; where it names a machine, that machine's; where it is False, those of the machine
-            `cpu`; else those of this machine, see `measured`.
+        costs: As of `irc.optimize`. The bandwidths are those of the machine that it names, those of the
+            machine `cpu` if costs are analytic, or else those of this machine, see `measured_tiers`.
 
     Raises:
         UsageError: IRC423 to IRC429 for what names no tier; IRC408 for a machine without such a tier; IRC447
@@ -63,7 +63,7 @@ def offer(swap: str | Sequence[str], profile: bool | str | None) -> OfferTiers:
             help="leave params and optimizer out of swap=, or of --swap",
         )
     requests = parse_tiers(swap)
-    machine = profile if isinstance(profile, str) else "cpu" if profile is False else ""
+    machine = "" if costs in ("measured", "thorough") else "cpu" if costs == "analytic" else costs
     found = OfferTiers("+".join(str(request) for request in requests), machine, asked=requests)
     found.check()
     return found

@@ -52,7 +52,7 @@ def steps(model: nn.Module, args: tuple[Any, ...], count: int = 3) -> list[Tenso
 
 def at_two_budgets(model: nn.Module, *args: Tensor) -> tuple[Any, Any]:
     """The module fitted with room, and at the smallest budget that a schedule is found for."""
-    plan = functools.partial(irc.optimize, model, args, profile=False, time_limit=2)
+    plan = functools.partial(irc.optimize, model, args, costs="analytic", time_limit=2)
     roomy = plan("150%")
     return roomy, plan(roomy.plan.minimum_budget_bytes)
 
@@ -116,7 +116,7 @@ def test_steps_are_those_of_the_original(way: str, marks: str) -> None:
 def test_gradients_are_those_of_torch_s_checkpoints(way: str) -> None:
     model = network(way)
     x = torch.randn(16, 8, requires_grad=True)
-    fitted = irc.optimize(copy.deepcopy(model), x, "150%", profile=False)
+    fitted = irc.optimize(copy.deepcopy(model), x, "150%", costs="analytic")
     for each in (model, fitted):
         torch.manual_seed(1)
         each(x).square().mean().backward()

@@ -80,7 +80,7 @@ def test_nothing_of_the_users_model_changes(net: Net) -> None:
     versions = [p._version for p in (*net.parameters(), *net.buffers())]
     generator, threads = torch.get_rng_state(), torch.get_num_threads()
     x = X.clone()
-    fitted = optimize(net, x, profile=None)
+    fitted = optimize(net, x, costs="measured")
     assert torch.equal(generator, torch.get_rng_state()) and threads == torch.get_num_threads()
     assert torch.equal(x, X) and x.grad is None and torch.is_grad_enabled()
     for name, child in net.named_modules():
@@ -116,11 +116,16 @@ def test_a_graph_module() -> None:
 
 
 @pytest.mark.parametrize(
-    ("profile", "costs"),
-    [(False, "analytic:cpu"), ("h100", "analytic:h100"), (None, "profile:"), (True, "profile:")],
+    ("costs", "source"),
+    [
+        ("analytic", "analytic:cpu"),
+        ("h100", "analytic:h100"),
+        ("measured", "profile:"),
+        ("thorough", "profile:"),
+    ],
 )
-def test_where_costs_come_from(net: Net, profile: bool | str | None, costs: str) -> None:
-    assert optimize(net, budget="100%", profile=profile).plan.costs.startswith(costs)
+def test_where_costs_come_from(net: Net, costs: str, source: str) -> None:
+    assert optimize(net, budget="100%", costs=costs).plan.costs.startswith(source)
 
 
 @pytest.mark.slow
@@ -177,7 +182,7 @@ def test_arguments_that_are_wrong(net: Net) -> None:
         {"strategy": "best"},
         {"time_limit": -1.0},
         {"time_limit": float("nan")},
-        {"profile": "tpu"},
+        {"costs": "tpu"},
     ):
         with pytest.raises(irc.UsageError):
             optimize(net, **options)
@@ -193,6 +198,8 @@ def test_a_pipeline_from_python(net: Net) -> None:
 def test_an_option_with_a_new_name_is_taken_by_its_old_one_with_a_warning() -> None:
     module, x = torch.nn.Linear(2, 2), torch.ones(1, 2)
     with pytest.warns(DeprecationWarning, match="same_branches= is now specialize_branches=") as caught:
-        fitted = irc.optimize(module, x, "100%", profile=False, same_branches=True)
+        fitted = irc.optimize(module, x, "100%", costs="analytic", same_branches=True)
     assert caught[0].filename == __file__
     assert torch.equal(fitted(x), module(x))
+    with pytest.warns(DeprecationWarning, match="profile=False is now costs='analytic'"):
+        assert irc.optimize(module, x, "100%", profile=False).plan.costs.startswith("analytic:cpu")

@@ -38,7 +38,7 @@ def planned(planner: Planner, budget_bytes: int, time_limit: float) -> tuple[Pro
 def test_over_thirty_budgets_nothing_is_above_its_promise_and_more_memory_is_never_worse(name: str) -> None:
     module, args = MODELS[name]()
     captured = capture(module, args, loss=training_loss)
-    planner = Planner(PassManager(cost_passes(None)).run(Program(captured.graph)))
+    planner = Planner(PassManager(cost_passes("measured")).run(Program(captured.graph)))
     low, high = planner.minimum_bytes(is_thorough=True), planner.baseline_bytes
     before: Plan | None = None
     for index in range(BUDGETS):
@@ -67,7 +67,7 @@ def test_the_same_question_has_the_same_answer_on_a_graph_that_is_not_small() ->
     orders: list[list[str]] = []
     for _ in range(2):
         graph = capture(module, args, loss=training_loss).graph
-        planner = Planner(PassManager(cost_passes(False)).run(Program(graph)))
+        planner = Planner(PassManager(cost_passes("analytic")).run(Program(graph)))
         low, high = planner.problem.floor_bytes, planner.problem.keep_all.peak_bytes
         program, plan = planned(planner, (low + 2 * high) // 3, time_limit=300)
         assert program.schedule is not None and plan.overhead > 0
@@ -79,7 +79,7 @@ def test_plans_made_by_themselves_are_monotone_too() -> None:
     """Nothing is carried from one budget to the next; each must stand without the others' schedules."""
     module, args = MODELS["skips"]()
     graph = capture(module, args, loss=training_loss).graph
-    program = PassManager(cost_passes(False)).run(Program(graph))
+    program = PassManager(cost_passes("analytic")).run(Program(graph))
     planner = Planner(program)
     high, low = planner.baseline_bytes, planner.minimum_bytes(is_thorough=True)
     plans = [

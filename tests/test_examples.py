@@ -13,7 +13,7 @@ import torch
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 OPTIONS: dict[str, dict[str, Any]] = {
-    "plain_loop": {"time_limit": 1, "profile": False},
+    "plain_loop": {"time_limit": 1, "costs": "analytic"},
     "lightning_module": {"time_limit": 1},
     "torch_compile": {"time_limit": 0.3},
 }
@@ -54,5 +54,7 @@ def test_an_example_ends_with_the_same_weights(name: str, capsys: pytest.Capture
 def test_a_trainer_of_hugging_face_ends_with_the_same_weights(name: str, accumulation: int) -> None:
     found = example("hugging_face_trainer")
     assert tuple(found.MODELS) == MODELS
-    profile = None if name == "vit" else False  # what its convolution takes aside is only bounded unmeasured
-    assert found.main([name], "90%", accumulation, time_limit=1, profile=profile) == {name: True}
+    costs = (
+        "measured" if name == "vit" else "analytic"
+    )  # what its convolution takes aside is only bounded unmeasured
+    assert found.main([name], "90%", accumulation, time_limit=1, costs=costs) == {name: True}

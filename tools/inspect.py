@@ -72,5 +72,5 @@ def _inspected(loaded: Loaded, options: argparse.Namespace, progress: Progress) 
         from .model_report import inspect_program
 
         captured = capture(loaded.module, loaded.args, loss=training_loss)
-        request = Request.of("100%", costs=options.profile, observers=[progress])
+        request = Request.of("100%", costs=options.costs, observers=[progress])
         return inspect_program(request.costed(captured.graph), options.top)

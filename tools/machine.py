@@ -37,7 +37,7 @@ def add(commands: Commands) -> None:
         "--output",
         type=Path,
         metavar="FILE",
-        help="write the description here, for --profile FILE, and not among the measurements of this machine",
+        help="write the description here, for --costs FILE, and not among the measurements of this machine",
     )
     add_verbosity(machine)
     machine.set_defaults(command=_machine)

@@ -127,7 +127,7 @@ def _request(options: argparse.Namespace, progress: Progress) -> Request:
         budget_of(options.budget),
         strategy=options.strategy,
         time_limit=options.time_limit,
-        costs=options.profile,
+        costs=options.costs,
         swap=options.swap or None,
         optimizer=optimizer_of(options),
         forwards_in_flight=options.forwards_in_flight,
@@ -142,7 +142,7 @@ def _refuse_beside_passes(options: argparse.Namespace) -> None:
     Raises:
         UsageError: IRC400.
     """
-    machine = options.profile if isinstance(options.profile, str) else None
+    machine = None if options.costs in ("measured", "thorough", "analytic") else options.costs
     others = (
         ("--budget", options.budget is not None, "write select-checkpoints{budget=...}"),
         (
@@ -156,7 +156,7 @@ def _refuse_beside_passes(options: argparse.Namespace) -> None:
             "write offer-tiers{swap=host:64GiB} before plan-memory{budget=...}",
         ),
         ("--optimizer", options.optimizer is not None, "leave --passes out, and give --budget and --swap"),
-        ("--profile MACHINE", machine is not None, f"write cost{{profile={machine}}}"),
+        ("--costs MACHINE", machine is not None, f"write cost{{profile={machine}}}"),
     )
     for flag, is_given, help in others:
         if is_given:

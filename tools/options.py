@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,21 +80,16 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         help="draw the weight matrices anew (He et al. 2015), for files whose weights are placeholders",
     )
     parser.add_argument(
-        "--profile",
-        nargs="?",
-        type=_profile,
-        const=True,
-        metavar="MACHINE",
-        help="measure operations thoroughly; without the option briefly. With the name of a described "
-        "machine, or the path of a file of irc machine: plan for that one, by a roofline model",
+        "--costs",
+        default="measured",
+        metavar="SOURCE",
+        help="of each operation: measured (a few runs each; the default), thorough (more runs), analytic (a "
+        "roofline model of a modest CPU), or the name of a described machine or the path of a file of irc "
+        "machine, to plan for that one",
     )
-    parser.add_argument(
-        "--no-profile",
-        dest="profile",
-        action="store_const",
-        const=False,
-        help="measure nothing; plan by a roofline model of a modest CPU",
-    )
+    for name, const in (("--profile", "thorough"), ("--no-profile", "analytic")):
+        nargs = "?" if name == "--profile" else 0
+        parser.add_argument(name, action=_Renamed, nargs=nargs, const=const, help=argparse.SUPPRESS)
     for annotation, help in (
         ("keep", "never compute the results of this submodule, or of these ONNX nodes, twice"),
         ("recompute", "do not keep the intermediate results of this submodule, or of these ONNX nodes"),
@@ -102,19 +98,18 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add_verbosity(parser)
 
 
-def _profile(text: str) -> str:
-    """The name or the path of a machine, checked."""
-    from ..passes import machine_named
+class _Renamed(argparse.Action):
+    """Takes a flag that was renamed to --costs, with a warning; it goes with the next version."""
 
-    try:
-        machine_named(text)
-    except UsageError as error:
-        if error.code in ("IRC410", "IRC414"):  # perhaps it is the model
-            raise UsageError(
-                error.code, error.message, help=f"{error.help}; to measure operations, put --profile last"
-            ) from error
-        raise
-    return text
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        namespace.costs = values or self.const
+        print(f"warning: {option_string} is now --costs {namespace.costs}", file=sys.stderr)
 
 
 def add_verbosity(parser: argparse.ArgumentParser) -> None:

@@ -62,7 +62,7 @@ def _pareto(options: argparse.Namespace) -> int:
     if options.swap:
         from ..compiler.tiers import offer
 
-        offered = offer(options.swap, options.profile)
+        offered = offer(options.swap, options.costs)
     if options.restart and options.output is None:
         raise UsageError("IRC400", "--restart without a folder", help="give -o DIR")
     progress = Progress(options)
@@ -85,7 +85,7 @@ def _pareto(options: argparse.Namespace) -> int:
     with progress.phase("capturing and measuring"):
         sweep = sweep.measured(loaded.module, flatten(loaded.args)[0])
         captured = capture(loaded.module, loaded.args, loss=training_loss)
-        request = Request.of("100%", costs=options.profile, observers=[progress])
+        request = Request.of("100%", costs=options.costs, observers=[progress])
         program = request.costed(captured.graph)
     with FrontProgress(shown=progress.shown, verbose=progress.verbose) as bar:
         front = trace_front(

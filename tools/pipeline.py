@@ -122,7 +122,7 @@ def optimize_pipeline(options: argparse.Namespace) -> int:
         options.chunks,
         options.strategy,
         options.time_limit,
-        options.profile,
+        options.costs,
         options.checkpoint,
         optimizer_of(options),
         options.link,

@@ -133,7 +133,7 @@ def _measured(trial: Trial, forwards: int = 1, **options: Any) -> tuple[Any, int
     given = {"forwards_in_flight": forwards} if forwards > 1 else {}
     module, arguments = trial.subject.make(), trial.subject.arguments()
     loss = trial.subject.loss
-    pair = trial.fit(module, arguments, profile=None, loss=loss, **given, **options)
+    pair = trial.fit(module, arguments, costs="measured", loss=loss, **given, **options)
     side, plan = pair.ours, pair.ours.module.plan
 
     def step() -> None:

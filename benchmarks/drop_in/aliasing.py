@@ -95,7 +95,7 @@ def a_storage_is_counted_once(trial: Trial) -> None:
     """The measured peak is at most the predicted one, which is within 5% of it: no alias counts twice."""
     subject = trial.subject
     # gradients of views would be bounded from above until they are one: the loss has none
-    pair = trial.fit(subject.make(), subject.arguments(), _of_the_first, profile=None, loss=_of_the_first)
+    pair = trial.fit(subject.make(), subject.arguments(), _of_the_first, costs="measured", loss=_of_the_first)
     side, plan = pair.ours, pair.ours.module.plan
 
     def step() -> None:

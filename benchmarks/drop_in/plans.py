@@ -36,7 +36,7 @@ class PlanKind:
 
 def _optimize(module: nn.Module, arguments: Arguments, options: Mapping[str, Any]) -> nn.Module:
     """Without measuring operations unless asked for: the checks are about numbers and behaviour."""
-    given: dict[str, Any] = {"profile": False, "time_limit": _SECONDS, **options}
+    given: dict[str, Any] = {"costs": "analytic", "time_limit": _SECONDS, **options}
     budget = given.pop("budget")
     return optimize(module, arguments.args, budget, example_kwargs=arguments.kwargs, **given)
 

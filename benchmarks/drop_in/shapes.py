@@ -81,7 +81,7 @@ def a_longer_sequence(trial: Trial) -> None:
 def never_over_the_budget(trial: Trial) -> None:
     """Steps of a smaller batch take at most the budget, by the allocator's own events."""
     subject = trial.subject
-    pair = trial.fit(subject.make(), subject.arguments(), profile=None)
+    pair = trial.fit(subject.make(), subject.arguments(), costs="measured")
     side, plan = pair.ours, pair.ours.module.plan
     held = sum(t.nbytes for t in (*side.module.parameters(), *side.module.buffers()))
     for batch in (subject.batch // 2, 3):

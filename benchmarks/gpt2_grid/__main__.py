@@ -38,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
         "gpt2_grid",
         "Predicts the peaks of a published grid of GPT-2 runs, and plans the same model.",
         time_limit=20.0,
-        profile=True,
+        costs="thorough",
         markdown=None,
     )
     parser.add_argument("--devices", default="1,2,4", metavar="A,B", help="only these rows (1,2,4)")
@@ -114,7 +114,7 @@ def _device_rows(rows: Sequence[PublishedRow]) -> Iterator[DeviceRow]:
 
 def _plans(options: argparse.Namespace, budget_bytes: int) -> Iterator[OwnPlan | RankRun]:
     """Plans for 4 devices and 32 micro-batches; those within the budget are run."""
-    planning = Planning(*_COMPARED, options.time_limit, is_measured=options.profile)
+    planning = Planning(*_COMPARED, options.time_limit, is_measured=options.costs != "analytic")
     for schedule in ("gpipe", "1f1b"):
         for mode in CHECKPOINT_MODES:
             yield planning.even(schedule, mode)

@@ -88,7 +88,7 @@ class Planning:
         self, devices: int, micro_batches: int, time_limit: float, *, is_measured: bool = True
     ) -> None:
         self.devices, self.micro_batches, self.time_limit = devices, micro_batches, time_limit
-        self.profile = None if is_measured else False
+        self.costs = "measured" if is_measured else "analytic"
         self.model, self.args = trained()
         self.captured: Captured = captured_micro_batch(
             self.model, micro_batches_of(self.args, micro_batches)[0], None
@@ -102,7 +102,7 @@ class Planning:
             budget_bytes,
             schedule,
             time_limit=self.time_limit,
-            profile=self.profile,
+            costs=self.costs,
             optimizer=parse_optimizer(_OPTIMIZER),
         )
         try:
@@ -118,7 +118,7 @@ class Planning:
             schedule: The order of work.
             mode: Of `CHECKPOINT_MODES`.
         """
-        cost = Cost(profile="cpu") if self.profile is False else Cost(repeats=3)
+        cost = Cost(profile="cpu") if self.costs == "analytic" else Cost(repeats=3)
         program = cost.run(Program(self.captured.graph))
         planned = plan_pipeline(
             program,

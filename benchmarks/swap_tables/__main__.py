@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         markdown=None,
     )
     parser.add_argument(
-        "--profile", default="gtx1080", metavar="MACHINE", help="a described machine, or its file"
+        "--costs", default="gtx1080", metavar="MACHINE", help="a described machine, or its file"
     )
     parser.add_argument("--models", metavar="A,B", help=f"some of {', '.join(MODELS)}")
     parser.add_argument(
@@ -92,7 +92,7 @@ class _Work:
 
 
 def _run(options: argparse.Namespace, make: Maker | None) -> int:
-    machine = machine_named(options.profile)
+    machine = machine_named(options.costs)
     picked = _picked(options)
     if options.markdown is not None:
         replace_section(options.markdown, _SECTION, "")

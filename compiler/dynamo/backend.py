@@ -18,7 +18,7 @@ from ...backends.torch import check_tensor, deliver, planning, run_step, tracing
 from ...frontends.torch import capture_graph, forward_bytes, graph_name, lifted_names, tensors_of_frame
 from ...ir import Plan, UsageError, parse_budget
 from ...passes.subgraphs.subgraph import SubgraphSolutions
-from ..request import Request
+from ..request import MEASURED, Request, renamed_costs
 from .pending_runs import Variant
 from .step_budget import StepBudget
 
@@ -34,9 +34,10 @@ def backend(
     budget: int | str,
     *,
     time_limit: float = 60.0,
-    profile: bool | str | None = None,
+    costs: str = MEASURED,
     outside: int | str | None = None,
     model: nn.Module | None = None,
+    profile: bool | str | None = None,
 ) -> Backend:
     """A backend for `torch.compile` that keeps each training step within `budget` bytes on the device.
 
@@ -56,12 +57,13 @@ def backend(
             graphs take; a loss outside of them is assumed to take twice the bytes of the outputs it is given.
             Measuring operations, when a graph runs for the first time, takes memory of its own.
         time_limit: Seconds for each search of schedules.
-        profile: As in `irc.optimize`.
+        costs: As in `irc.optimize`.
         outside: Bytes that the step takes outside of the compiled graphs, which are not known here: code that
             Dynamo leaves to Python, a larger loss, the state of the optimizer. They come off the budget.
             Without it, a graph that takes what such code has computed with autograd is refused.
         model: What will be compiled. Its parameters and buffers count from the start. Without it, the modules
             that the compiled function can see do, which is all of them where the model itself is compiled.
+        profile: The old name of `costs`, until the next version.
 
     Raises:
         UsageError: IRC401 for a malformed budget, IRC403 for a malformed time limit, IRC410 for the name of
@@ -71,7 +73,7 @@ def backend(
     budget, and UnsupportedError for a graph that cannot be captured (IRC543 and others), or that takes what
     was computed outside of graphs (IRC542).
     """
-    return Backend(budget, time_limit, profile, outside, model)
+    return Backend(budget, time_limit, renamed_costs(costs, profile), outside, model)
 
 
 class Backend:
@@ -80,7 +82,7 @@ class Backend:
     Args:
         budget: As in `irc.backend`.
         time_limit: As there.
-        profile: As there.
+        costs: As there.
         outside: As there.
         model: As there.
     """
@@ -89,7 +91,7 @@ class Backend:
         self,
         budget: int | str,
         time_limit: float,
-        profile: bool | str | None,
+        costs: str,
         outside: int | str | None,
         model: nn.Module | None,
     ) -> None:
@@ -102,7 +104,7 @@ class Backend:
                     "it takes without a plan",
                 )
         self.__name__ = "irc"  # torch.compile asks for it
-        self._request = Request.of(budget, time_limit=time_limit, costs=profile)
+        self._request = Request.of(budget, time_limit=time_limit, costs=costs)
         outside_bytes = None if outside is None else parse_budget(outside) if outside else 0
         known = () if model is None else (*model.parameters(), *model.buffers())
         self._budget = StepBudget(parse_budget(budget), time_limit, outside_bytes, known)

@@ -34,7 +34,7 @@ from ...passes.offload.remat_and_offload import OffloadProblem
 from ...passes.offload.strategies import LOOK_AHEADS, OFFLOAD_STRATEGIES, lms_all
 from ...passes.remat.strategies import known_strategies
 from ...torch_support.pytree import flatten
-from ..request import Request
+from ..request import MEASURED, Request, renamed_costs
 from ..tiers import device_of, measured_tiers, offer, tier_configs
 from .front import PROOF_GAP, Front, Known, Point, Refusal, Survey
 from .journal import Identity, Journal, check_folder
@@ -159,11 +159,12 @@ def pareto(
     example_kwargs: Mapping[str, Any] | None = None,
     strategy: str = "auto",
     time_limit: float = _SECONDS,
-    profile: bool | str | None = None,
+    costs: str = MEASURED,
     loss: Loss | None = None,
     swap: str | Sequence[str] | None = None,
     folder: str | os.PathLike[str] | None = None,
     restart: bool = False,
+    profile: bool | str | None = None,
 ) -> Front:
     """The memory/time front of a model: the least overhead at each budget, with its bound and its knee.
 
@@ -177,13 +178,14 @@ def pareto(
         example_kwargs: As for `irc.optimize`.
         strategy: As for `irc.optimize`.
         time_limit: Seconds for the search at each budget.
-        profile: As for `irc.optimize`.
+        costs: As for `irc.optimize`.
         loss: As for `irc.optimize`.
         swap: As for `irc.optimize`: each point may copy to these tiers, and its bound is over all schedules
             that do. The smallest budget is the smallest one with copies.
         folder: Where each point is written as soon as it is found, and the front at the end. The same call
             goes on where an earlier one was interrupted, with the tiers as that one measured them.
         restart: Whether to begin anew in a folder that has points already.
+        profile: The old name of `costs`, until the next version.
 
     Returns:
         The front: `.points`, `.knee`, `.table()`, `.to_json()`, `.draw(path)`, `.save(folder)`.
@@ -196,10 +198,11 @@ def pareto(
         UsageError: IRC440 for `points`; IRC441, IRC442, IRC446 or IRC448 for `folder`; IRC447 for what lives
             in a tier between steps; as for `irc.optimize`.
     """
-    offered = None if swap is None else offer(swap, profile)
+    costs = renamed_costs(costs, profile)
+    offered = None if swap is None else offer(swap, costs)
     sweep = Sweep(points, tuple(budgets), strategy, time_limit, offered)
     sweep.check()
-    request = Request.of("100%", costs=profile)
+    request = Request.of("100%", costs=costs)
     args = _checked(model, example_args, example_kwargs, loss)
     target = None if folder is None else Path(folder)
     if target is not None:

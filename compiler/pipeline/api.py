@@ -17,6 +17,7 @@ from ...ir import IrcError, UsageError, parse_program
 from ...ir.pipeline.plan import PipelinePlan
 from ...ir.pipeline.schedule import PipelineSchedule
 from ...passes.costs.optimizer_costs import OptimizerFactory
+from ..request import MEASURED, renamed_costs
 from .auto import Considered, choose
 from .micro_batches import PlannedCall, batch_of, micro_batches_of
 from .plan import captured_micro_batch, plan_stages
@@ -87,12 +88,13 @@ def pipeline(
     loss: PipelineLoss | None = None,
     strategy: str = "auto",
     time_limit: float = 60.0,
-    profile: bool | str | None = None,
+    costs: str = MEASURED,
     checkpoint: str | None = None,
     optimizer: OptimizerFactory | None = None,
     link: int | str = "10GB",
     partition: str = "best",
     swap: str | Sequence[str] = (),
+    profile: bool | str | None = None,
 ) -> Pipeline:
     """Cuts a model into pipeline stages that fit their devices, for the shortest step.
 
@@ -117,7 +119,7 @@ def pipeline(
             its squares.
         strategy: As in `irc.optimize`.
         time_limit: Seconds for planning.
-        profile: As in `irc.optimize`.
+        costs: As in `irc.optimize`.
         checkpoint: Instead of a plan for each stage: `always` computes all of a stage's forward again,
             `except_last` does so but for the last micro-batch, `never` keeps all.
         optimizer: Makes the optimizer of a list of parameters, such as
@@ -127,6 +129,7 @@ def pipeline(
         partition: Where the model is cut: `best`, or for comparison as many places in each stage (`uniform`),
             torchgpipe's balance (`time`, `size`) or PipeDream's (`pipedream`).
         swap: Tiers that each device's stages may copy to, as in `irc.optimize`: `"host:64GiB"`.
+        profile: The old name of `costs`, until the next version.
 
     Raises:
         BudgetError: IRC486 when no partition was found that fits.
@@ -142,7 +145,7 @@ def pipeline(
         chunks,
         strategy,
         time_limit,
-        profile,
+        renamed_costs(costs, profile),
         checkpoint,
         optimizer,
         link,

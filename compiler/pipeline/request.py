@@ -13,7 +13,7 @@ from ...ir.pipeline.schedule import PipelineSchedule
 from ...passes import PlanMemory
 from ...passes.costs.optimizer_costs import OptimizerFactory
 from ...passes.pipeline import PARTITIONS, SCHEDULES, pipeline_schedule
-from ..request import Request
+from ..request import MEASURED, Request
 from ..tiers import offer
 
 __all__ = ["AUTO", "CHECKPOINT_MODES", "DeviceRequest", "PipelineRequest"]
@@ -102,7 +102,7 @@ class PipelineRequest:
         chunks: Stages of each device, for `interleaved`.
         strategy: What stages compute again, as in `irc.optimize`.
         time_limit: Seconds for planning.
-        profile: As in `irc.optimize`.
+        costs: As in `irc.optimize`.
         checkpoint: Instead of a strategy, of `CHECKPOINT_MODES`; None for irc's own plan of each stage.
         optimizer: Makes the optimizer of a list of parameters, whose state and steps the budget covers too.
         link: Bytes that go from one device to another in a second, in each direction.
@@ -117,7 +117,7 @@ class PipelineRequest:
     chunks: int | None = None
     strategy: str = "auto"
     time_limit: float = 60.0
-    profile: bool | str | None = None
+    costs: str = MEASURED
     checkpoint: str | None = None
     optimizer: OptimizerFactory | None = None
     link: int | str = "10GB"
@@ -248,8 +248,8 @@ class PipelineRequest:
             UsageError: As `Request.of`; IRC447 if parameters or optimizer state shall live in a tier.
         """
         if self.swap:
-            offer(self.swap, self.profile)
-        return Request.of(1, costs=self.profile, swap=self.swap or None)
+            offer(self.swap, self.costs)
+        return Request.of(1, costs=self.costs, swap=self.swap or None)
 
     def link_bytes_per_second(self) -> int:
         """Bytes that go from one device to another in a second.

@@ -206,7 +206,7 @@ def _explained(node: Node) -> Generator[None]:
             "IRC411",
             f"{node.op} cannot be measured by itself: {str(error).splitlines()[0]}",
             at=node.at,
-            help="plan with analytic costs (profile=False, --no-profile)",
+            help='plan with analytic costs (costs="analytic", --costs analytic)',
         ) from error
 
 

@@ -58,7 +58,7 @@ class Own(Counting):
 
 def planned(module: nn.Module, **options: Any) -> Any:
     x = torch.linspace(-1, 1, 12).view(3, 4)
-    return irc.optimize(module, x, "1MiB", profile=False, time_limit=1, **options)
+    return irc.optimize(module, x, "1MiB", costs="analytic", time_limit=1, **options)
 
 
 def pair(kind: type[nn.Module], **options: Any) -> tuple[Any, Any]:

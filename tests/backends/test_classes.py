@@ -29,7 +29,7 @@ class Layer(nn.Module):
 
 
 def optimized(model: nn.Module, x: Tensor) -> Any:
-    return irc.optimize(model, x, "100%", profile=False, time_limit=1)
+    return irc.optimize(model, x, "100%", costs="analytic", time_limit=1)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -53,7 +53,7 @@ def test_save_pretrained_writes_what_the_original_writes(tmp_path: Path) -> None
     original, tokens = transformers.GPT2LMHeadModel(config).eval(), torch.randint(0, 32, (2, 6))
     named = {"input_ids": tokens, "labels": tokens}
     ours = irc.optimize(
-        copy.deepcopy(original), (), "100%", example_kwargs=named, profile=False, time_limit=1
+        copy.deepcopy(original), (), "100%", example_kwargs=named, costs="analytic", time_limit=1
     )
     ours(**named).loss.backward()
     for name, model in {"original": original, "ours": ours, "read": pickle.loads(pickle.dumps(ours))}.items():

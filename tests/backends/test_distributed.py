@@ -19,7 +19,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """What each rank found; the ranks are started once, with a fitted module among their arguments."""
     folder = tmp_path_factory.mktemp("ranks")
     torch.manual_seed(0)
-    module = irc.optimize(Net(), batches(0)[0], "100%", profile=False, time_limit=1)
+    module = irc.optimize(Net(), batches(0)[0], "100%", costs="analytic", time_limit=1)
     torch.multiprocessing.spawn(run, args=(str(folder), tuple(CHECKS), module), nprocs=RANKS)
     return [torch.load(Path(folder) / f"results-{rank}") for rank in range(RANKS)]
 
@@ -31,7 +31,7 @@ def test_on_two_ranks(name: str, results: list[dict[str, str]]) -> None:
 
 def test_a_replica_of_data_parallel_is_refused() -> None:
     x = torch.randn(3, 4)
-    ours = irc.optimize(torch.nn.Linear(4, 4), x, "100%", profile=False, time_limit=1)
+    ours = irc.optimize(torch.nn.Linear(4, 4), x, "100%", costs="analytic", time_limit=1)
     with pytest.raises(irc.UnsupportedError, match=r"IRC534.*replica.*DataParallel"):
         ours._replicate_for_data_parallel()(x)
 
@@ -46,7 +46,7 @@ def test_what_torch_has_compiled_is_refused(kind: str) -> None:
         "compile": lambda: torch.compile(module, backend="eager"),
     }[kind]()
     with pytest.raises(irc.UnsupportedError, match=r"IRC534.*made by torch\.(jit|compile)") as raised:
-        irc.optimize(wrapped, x, "100%", profile=False)  # type: ignore[arg-type]
+        irc.optimize(wrapped, x, "100%", costs="analytic")  # type: ignore[arg-type]
     assert raised.value.help is not None
 
 
@@ -60,8 +60,8 @@ def test_a_tensor_that_takes_over_operations_is_refused() -> None:
 
     x = torch.randn(3, 4)
     logged = x.as_subclass(Logged)
-    ours = irc.optimize(torch.nn.Linear(4, 4), x, "100%", profile=False, time_limit=1)
+    ours = irc.optimize(torch.nn.Linear(4, 4), x, "100%", costs="analytic", time_limit=1)
     with pytest.raises(irc.UnsupportedError, match=r"IRC531.*input 0 is a Logged"):
         ours(logged)
     with pytest.raises(irc.UnsupportedError, match=r"IRC531.*input 0 is a Logged"):
-        irc.optimize(torch.nn.Linear(4, 4), (logged,), "100%", profile=False)
+        irc.optimize(torch.nn.Linear(4, 4), (logged,), "100%", costs="analytic")

@@ -240,7 +240,7 @@ def test_a_hook_on_all_modules_is_refused_by_name_where_there_are_submodules(kin
         with pytest.raises(irc.UnsupportedError, match=rf"IRC532.*on all modules \({kind}: .*watch"):
             ours(x)
         with pytest.raises(irc.UnsupportedError, match="IRC532"):
-            irc.optimize(model(), x, "100%", profile=False)
+            irc.optimize(model(), x, "100%", costs="analytic")
         with torch.no_grad():
             ours(x)
         handle.remove()
@@ -305,7 +305,7 @@ def test_a_hook_on_a_tensor_inside_of_the_forward_is_traced_where_it_computes() 
     torch.manual_seed(0)
     module, x = Model(forward, lin=nn.Linear(4, 4)), torch.randn(3, 4)
     original = copy.deepcopy(module)
-    ours = irc.optimize(module, x, "100%", profile=False, time_limit=1)
+    ours = irc.optimize(module, x, "100%", costs="analytic", time_limit=1)
     assert_same(outcome(ours, (x,), {}), outcome(original, (x,), {}))
 
 
@@ -330,7 +330,7 @@ def test_a_hook_on_a_tensor_inside_of_the_forward_that_acts_is_refused(kind: str
 
     module, x = Model(forward, lin=nn.Linear(4, 4)), torch.randn(3, 4)
     with pytest.raises(irc.UnsupportedError, match=rf"(?s)IRC536.*{message}.*help: return the tensor"):
-        irc.optimize(module, x, "100%", profile=False)
+        irc.optimize(module, x, "100%", costs="analytic")
     handle = torch.ones(1, requires_grad=True).register_hook(watch)  # the refusal ends with the capture
     handle.remove()
 
@@ -418,9 +418,9 @@ def test_a_root_whose_weights_a_hook_computes_is_refused_by_name(kind: str) -> N
         warnings.simplefilter("ignore", FutureWarning)
         WEIGHTS[kind](module)
     with pytest.raises(irc.UnsupportedError, match=r"IRC532.*root module computes its weights") as raised:
-        irc.optimize(module, x, "100%", profile=False)
+        irc.optimize(module, x, "100%", costs="analytic")
     assert raised.value.help is not None and "Sequential" in raised.value.help
-    ours = irc.optimize(nn.Sequential(module), x, "100%", profile=False, time_limit=1)
+    ours = irc.optimize(nn.Sequential(module), x, "100%", costs="analytic", time_limit=1)
     assert torch.equal(ours(x), ours.eval()(x)) or kind == "spectral_norm"
 
 
@@ -481,7 +481,7 @@ def test_what_is_changed_after_planning_is_noticed(what: str) -> None:
 def test_a_replaced_parameter_is_the_one_that_is_trained_and_ties_are_those_of_now() -> None:
     x = torch.randn(3, 4)
     original, module = model(), model()
-    ours: Any = irc.optimize(module, x, "200%", profile=False, time_limit=1)
+    ours: Any = irc.optimize(module, x, "200%", costs="analytic", time_limit=1)
     for trained in (original, ours):
         trained.second.weight = nn.Parameter(torch.full((4, 4), 0.3))  # no longer tied
     assert_same(outcome(ours, (x,), {}), outcome(original, (x,), {}))
@@ -534,7 +534,7 @@ def test_a_hook_that_does_more_is_refused_with_the_way_out(hook: Any) -> None:
     ours = _tokens()
     ours.embedding.register_forward_hook(hook)
     with pytest.raises(irc.UnsupportedError, match=r"IRC505.*'embedding' has a hook") as raised:
-        irc.optimize(ours, torch.randint(11, (2, 5)), "100%", profile=False)
+        irc.optimize(ours, torch.randint(11, (2, 5)), "100%", costs="analytic")
     assert raised.value.help is not None and "gradient_checkpointing_disable()" in raised.value.help
 
 
@@ -553,7 +553,7 @@ def test_gradient_checkpointing_of_transformers_adds_nothing(is_before: bool) ->
     models = [ours, copy.deepcopy(ours)]
     for model in models if is_before else ():
         model.gradient_checkpointing_enable()
-    models[0] = irc.optimize(ours, (), "1MiB", example_kwargs=named, profile=False, time_limit=1)
+    models[0] = irc.optimize(ours, (), "1MiB", example_kwargs=named, costs="analytic", time_limit=1)
     for model in () if is_before else models:
         model.gradient_checkpointing_enable()
     for model in models:

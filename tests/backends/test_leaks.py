@@ -50,7 +50,7 @@ def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def _planned(**options: Any) -> Callable[[], Any]:
-    return lambda: irc.optimize(model(), arguments(), "100%", profile=False, time_limit=1, **options)
+    return lambda: irc.optimize(model(), arguments(), "100%", costs="analytic", time_limit=1, **options)
 
 
 KINDS: dict[str, Callable[[], Any]] = {

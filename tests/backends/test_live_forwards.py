@@ -264,7 +264,7 @@ def test_a_retained_graph_counts_as_one_more(caplog: pytest.LogCaptureFixture) -
 def test_a_standalone_module_counts_too(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     module, x = nn.Linear(4, 4), torch.randn(3, 4)
-    plan = irc.optimize(module, x, "100%", profile=False, time_limit=1).plan
+    plan = irc.optimize(module, x, "100%", costs="analytic", time_limit=1).plan
     captured = capture(module, (x,))
     program = compile_program(keep_all(captured.graph), captured.constants)
     standalone = StandaloneModule(program, dict(module.state_dict()), captured.signature.deliveries, plan)

@@ -554,7 +554,7 @@ def test_a_public_plan_keeps_its_promise_below_what_is_static(tmp_path: Path) ->
     static = 3 * sum(p.nbytes for p in module.parameters())
     swap = [f"disk:{tmp_path}:1GiB", "params,optimizer"]
     fitted = irc.optimize(
-        module, x, static * 4 // 5, optimizer_in_backward=adamw, swap=swap, profile=False, time_limit=5
+        module, x, static * 4 // 5, optimizer_in_backward=adamw, swap=swap, costs="analytic", time_limit=5
     )
     plan = fitted.plan
     assert plan.peak_bytes <= static * 4 // 5 and plan.offloaded_bytes > 0
@@ -576,7 +576,7 @@ def test_state_that_lives_in_a_tier_takes_nothing_of_another_plan(tmp_path: Path
     budget_bytes = 3 * sum(p.nbytes for p in module.parameters())
     swap = [f"disk:{tmp_path}:1GiB", "params,optimizer"]
     ours = irc.optimize(
-        module, x, budget_bytes, optimizer_in_backward=adamw, swap=swap, profile=False, time_limit=5
+        module, x, budget_bytes, optimizer_in_backward=adamw, swap=swap, costs="analytic", time_limit=5
     )
     train(ours, x, None)
     train(original, x, ordinary)

@@ -163,7 +163,7 @@ def irc_base(module: Any) -> type:
 def test_a_copy_has_the_plan_the_attributes_and_the_modes(way: str) -> None:
     torch.manual_seed(0)
     module = Tied()
-    ours = irc.optimize(module, tokens(), "100%", profile=False, time_limit=1)
+    ours = irc.optimize(module, tokens(), "100%", costs="analytic", time_limit=1)
     ours.later = {"set on": "the fitted one"}
     ours.note.append("shared")
     del ours.loaded
@@ -256,7 +256,7 @@ def momentum(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 def test_a_copy_goes_on_with_the_optimizers_it_had(way: str, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     module, x = Guarded(), torch.randn(3, 4)
-    ours = irc.optimize(module, x, "100%", profile=False, time_limit=1, **options)
+    ours = irc.optimize(module, x, "100%", costs="analytic", time_limit=1, **options)
     ours(x).square().sum().backward()
     ours.zero_grad()
     twin = WAYS[way](ours)
@@ -277,7 +277,7 @@ def test_a_copy_goes_on_with_the_optimizers_it_had(way: str, options: dict[str, 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_program_without_its_model_is_copied_too(way: str) -> None:
     module, x = Guarded(), torch.randn(3, 4)
-    ours = irc.optimize(module, x, "100%", profile=False, time_limit=1, accumulate_gradients=True)
+    ours = irc.optimize(module, x, "100%", costs="analytic", time_limit=1, accumulate_gradients=True)
     (fitting,) = ours.__dict__["_irc"].fittings
     alone = StandaloneModule(
         fitting.program, dict(module.state_dict()), fitting.signature.deliveries, ours.plan
@@ -310,7 +310,7 @@ def test_the_state_is_the_original_s_and_loads_strictly_both_ways() -> None:
 
 def test_assigned_state_is_what_the_next_step_trains() -> None:
     torch.manual_seed(0)
-    original, ours = Tied(), irc.optimize(Tied(), tokens(), "200%", profile=False, time_limit=1)
+    original, ours = Tied(), irc.optimize(Tied(), tokens(), "200%", costs="analytic", time_limit=1)
     state = {
         name: torch.rand_like(t) if t.is_floating_point() else t for name, t in ours.state_dict().items()
     }
@@ -400,12 +400,12 @@ def test_errors_come_back_from_other_processes() -> None:
 def test_a_fitted_module_is_planned_again_from_what_it_was_made_of() -> None:
     torch.manual_seed(0)
     module, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.5)), torch.randn(3, 4)
-    once = irc.optimize(module, x, "100%", profile=False, time_limit=1, plans=1)
+    once = irc.optimize(module, x, "100%", costs="analytic", time_limit=1, plans=1)
     once[2].p = 0.25
     once.mark = 7
     with pytest.raises(irc.UsageError, match="IRC507"):
         once(x)
-    twice = irc.optimize(once, x, "100%", profile=False, time_limit=1)
+    twice = irc.optimize(once, x, "100%", costs="analytic", time_limit=1)
     assert repr(twice).startswith("FittedSequential(") and twice.mark == 7
     assert_same(outcome(twice, (x,), {}), outcome(module, (x,), {}))
     plain = unfitted(twice)

@@ -45,7 +45,7 @@ def rows(count: int) -> tuple[Tensor]:
 
 
 def planned(module: nn.Module, count: int = 6, **options: Any) -> Any:
-    return irc.optimize(module, rows(count), "1GiB", profile=False, strategy="eviction", **options)
+    return irc.optimize(module, rows(count), "1GiB", costs="analytic", strategy="eviction", **options)
 
 
 def assert_steps_agree(ours: nn.Module, original: nn.Module, *args: Tensor) -> None:

@@ -78,7 +78,7 @@ def recomputed(plan: irc.Plan) -> dict[str, int]:
 
 
 def planned(module: nn.Module, args: tuple[Any, ...], budget: Any = PLENTY, **options: Any) -> Any:
-    options = {"profile": False, "time_limit": 20, "strategy": "eviction", **options}
+    options = {"costs": "analytic", "time_limit": 20, "strategy": "eviction", **options}
     return irc.optimize(module, args, budget, **options)
 
 
@@ -131,7 +131,7 @@ def test_the_measured_peak_of_each_shape_is_within_the_first_budget(
     make: Callable[[], nn.Module], draw: Callable[[int], tuple[Tensor]], sizes: tuple[int, ...], budget: str
 ) -> None:
     torch.manual_seed(0)
-    measured_as: Any = {"profile": None, "strategy": "auto", "loss": training_loss, "time_limit": 3}
+    measured_as: Any = {"costs": "measured", "strategy": "auto", "loss": training_loss, "time_limit": 3}
     ours: Any = planned(make(), draw(sizes[0]), budget, **measured_as)
     first: irc.Plan = ours.plan
     for size in sizes:
@@ -614,7 +614,7 @@ def test_what_is_reserved_for_a_frozen_parameter_stays_counted(
 def test_a_plan_leaves_room_for_the_state_of_frozen_parameters() -> None:
     module: Any = Model(lambda m, x: m.b(torch.tanh(m.a(x))), a=nn.Linear(96, 96), b=nn.Linear(96, 96))
     example = (torch.randn(4, 96),)
-    measured: Any = {"profile": None, "strategy": "auto", "loss": training_loss}
+    measured: Any = {"costs": "measured", "strategy": "auto", "loss": training_loss}
     ours = planned(module, example, "100%", optimizer_in_backward=momentum, **measured)
     training_loss(ours(*example)).backward()
     ours.b.requires_grad_(False)
@@ -690,7 +690,7 @@ def test_smaller_batches_take_over_the_schedule_of_the_largest(
     torch.manual_seed(0)
     module, example = make(), draw(64)
     strategy = "auto" if make is chain else "eviction"
-    measured: Any = {"profile": None, "strategy": strategy, "loss": training_loss}
+    measured: Any = {"costs": "measured", "strategy": strategy, "loss": training_loss}
     probe: irc.Plan = planned(copy.deepcopy(module), example, **measured).plan
     budget = probe.minimum_budget_bytes if make is chain else probe.peak_bytes
     ours, original = pair(module, example, budget, dynamic="batch", **measured)

@@ -93,7 +93,7 @@ def _as_before() -> Iterator[None]:
 
 
 def planned(module: nn.Module, x: Tensor, **options: Any) -> Any:
-    options = {"profile": False, "time_limit": 5, "strategy": "keep-all", "plans": 20, **options}
+    options = {"costs": "analytic", "time_limit": 5, "strategy": "keep-all", "plans": 20, **options}
     return irc.optimize(module, (x,), "1MiB", **options)
 
 
@@ -295,7 +295,7 @@ def test_a_configuration_of_transformers_is_looked_into() -> None:
     module: Any = GPT2LMHeadModel(config).train()
     tokens = torch.randint(11, (2, 4))
     ours: Any = irc.optimize(
-        module, (), "4MiB", example_kwargs={"input_ids": tokens}, profile=False, strategy="keep-all"
+        module, (), "4MiB", example_kwargs={"input_ids": tokens}, costs="analytic", strategy="keep-all"
     )
     with tempfile.TemporaryDirectory() as folder:
         ours.save_pretrained(folder)

@@ -93,7 +93,7 @@ def test_one_module_in_several_threads_adds_up_all_gradients(
 ) -> None:
     module, xs = whole(0)
     original = copy.deepcopy(module)
-    ours = irc.optimize(module, xs[0], "100%", profile=False, time_limit=1, **options)
+    ours = irc.optimize(module, xs[0], "100%", costs="analytic", time_limit=1, **options)
     for x in xs:
         original(x).sum().backward()
     wanted = [parameter.grad for parameter in original.parameters()]
@@ -149,7 +149,7 @@ def test_no_thread_reads_parameters_while_another_updates_them() -> None:
 
     module, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(3, 4)
     ours = irc.optimize(
-        module, x, "100%", profile=False, time_limit=1, optimizer_in_backward=lambda p: Slow(p, lr=0.5)
+        module, x, "100%", costs="analytic", time_limit=1, optimizer_in_backward=lambda p: Slow(p, lr=0.5)
     )
     before = copy.deepcopy(module)
     updating.clear()  # planning measures steps
@@ -174,7 +174,7 @@ def test_modules_are_planned_in_two_threads_beside_others_that_train() -> None:
     modules = [layers(0), layers(1)]
 
     def plan(k: int) -> Any:
-        return irc.optimize(modules[k], x, "100%", profile=False, time_limit=1)
+        return irc.optimize(modules[k], x, "100%", costs="analytic", time_limit=1)
 
     def steps(other: nn.Module) -> int:
         seen: list[str] = []

@@ -64,12 +64,12 @@ def assert_equal(found: list[Tensor | None], wanted: list[Tensor | None]) -> Non
 def tight() -> tuple[nn.Module, Any, Tensor]:
     """A module, the same planned for less memory, and its example."""
     original, x = InfiniteTails(), torch.randn(512, 6)
-    return original, irc.optimize(copy.deepcopy(original), x, "70%", profile=False, time_limit=5), x
+    return original, irc.optimize(copy.deepcopy(original), x, "70%", costs="analytic", time_limit=5), x
 
 
 def test_an_ignored_output_with_an_infinite_derivative_changes_nothing() -> None:
     original, x = InfiniteTails(), torch.randn(512, 6)
-    assert_ignored(original, irc.optimize(copy.deepcopy(original), x, "100%", profile=False), x)
+    assert_ignored(original, irc.optimize(copy.deepcopy(original), x, "100%", costs="analytic"), x)
 
 
 def test_an_ignored_output_changes_nothing_where_things_run_twice(
@@ -109,7 +109,9 @@ def test_a_module_with_one_output_has_a_backward_of_one_piece() -> None:
 
 def test_released_gradients_and_pickles_know_the_outputs_too() -> None:
     original, x = InfiniteTails(), torch.randn(512, 6)
-    fitted: Any = irc.optimize(copy.deepcopy(original), x, "100%", profile=False, accumulate_gradients=True)
+    fitted: Any = irc.optimize(
+        copy.deepcopy(original), x, "100%", costs="analytic", accumulate_gradients=True
+    )
     for module in (fitted, pickle.loads(pickle.dumps(fitted))):
         for used in SUBSETS:
             assert_equal(gradients(module, x, used), gradients(original, x, used))
@@ -155,6 +157,6 @@ class Uneven(nn.Module):
 
 def test_a_backward_that_is_not_linear_in_its_gradients_runs_whole() -> None:
     original, x = Uneven(), torch.randn(64, 6)
-    fitted = irc.optimize(copy.deepcopy(original), x, "100%", profile=False)
+    fitted = irc.optimize(copy.deepcopy(original), x, "100%", costs="analytic")
     for used in [(0,), (1,), (0, 1), (0, 1, 2)]:
         assert_equal(gradients(fitted, x, used), gradients(original, x, used))

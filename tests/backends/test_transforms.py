@@ -80,7 +80,7 @@ def test_a_parameter_without_gradient_is_no_part_of_the_graph_as_in_eager() -> N
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_functional_call_uses_and_differentiates_the_given_parameters(tied: bool) -> None:
     original, module, x = pair(lambda graph: recompute_some(graph, 3))
-    ours: Any = module if tied else irc.optimize(copy.deepcopy(original), x, "200%", profile=False)
+    ours: Any = module if tied else irc.optimize(copy.deepcopy(original), x, "200%", costs="analytic")
     before = {name: value.detach().clone() for name, value in ours.state_dict().items()}
     found: list[dict[str, Any]] = []
     for model in (original, ours):
@@ -168,7 +168,7 @@ def test_a_transform_is_refused_by_name_before_the_forward(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated")
 def test_no_call_is_planned_within_a_transform() -> None:
     module, _, x = pair()
-    ours: Any = irc.optimize(module, x, "200%", profile=False, time_limit=1)
+    ours: Any = irc.optimize(module, x, "200%", costs="analytic", time_limit=1)
     other = torch.randn(5, 4, requires_grad=True)
     for name in ("grad", "vjp", "jacrev", "hessian", "forward mode"):
         with pytest.raises(NotImplementedError, match="IRC533"):

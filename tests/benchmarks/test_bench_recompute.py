@@ -23,7 +23,7 @@ from benchmarks.harness import Settings, TimeRatio
 from irc.compiler.compare import Numbers
 from irc.compiler.model_source import Loaded
 
-QUICK = Settings(time_limit=2.0, repeats=2, profile=None)
+QUICK = Settings(time_limit=2.0, repeats=2, costs="measured")
 MIB = 2**20
 
 
@@ -258,7 +258,7 @@ def command(tmp_path: Path) -> list[str]:
     (tmp_path / "factory.py").write_text(FACTORY)
     return [
         *("--methods", "blocks", "--ratios", "0.9,min", "--repeats", "1", "--time-limit", "2"),
-        *("--no-profile", "--json", str(tmp_path / "out.json")),
+        *("--costs", "analytic", "--json", str(tmp_path / "out.json")),
     ]
 
 

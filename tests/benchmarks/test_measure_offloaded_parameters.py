@@ -27,7 +27,7 @@ MODEL = f"{__file__}:perceptron"
 
 @pytest.mark.parametrize(("plan", "budget"), [("device", "100%"), ("disk", "70%"), ("disk", "min")])
 def test_a_row_keeps_its_promises(plan: str, budget: str, tmp_path: Path) -> None:
-    row = measure_row(MODEL, budget, plan, str(tmp_path), time_limit=2, repeats=1, profile=False)
+    row = measure_row(MODEL, budget, plan, str(tmp_path), time_limit=2, repeats=1, costs="analytic")
     assert row.is_equal and not row.has_failed
     assert 0 < row.measured_bytes <= row.predicted_bytes <= row.baseline_bytes
     assert (row.offloaded_bytes > 0) == (row.in_bytes > 0) == (plan == "disk")
@@ -50,7 +50,7 @@ def test_the_command_measures_both_plans(
 
     monkeypatch.setattr(subprocess, "run", run)
     out = tmp_path / "rows.json"
-    options = ["--models", MODEL, "--budgets", "60%", "--scratch", str(tmp_path), "--no-profile"]
+    options = ["--models", MODEL, "--budgets", "60%", "--scratch", str(tmp_path), "--costs", "analytic"]
     options += ["--time-limit", "2", "--repeats", "1", "--json", str(out)]
     assert measure_offloaded_parameters.main(options) == 0
     device, disk = (ParametersRow(**row) for row in json.loads(out.read_text()))

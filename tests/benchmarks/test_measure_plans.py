@@ -18,7 +18,7 @@ from benchmarks.measure_plans import main
 from benchmarks.planned_rows import Ladder, measure_model
 from irc.compiler.model_source import Loaded
 
-QUICK = Settings(time_limit=0.5, repeats=1, profile=None)
+QUICK = Settings(time_limit=0.5, repeats=1, costs="measured")
 
 
 class Tiny(nn.Module):
@@ -105,7 +105,7 @@ def test_the_command_writes_tables(tmp_path: Path, capsys: pytest.CaptureFixture
     out, table = tmp_path / "out.json", tmp_path / "out.md"
     arguments = ["--models", f"{file}:model", "--budgets", "100%,80%", "--repeats", "1", "--time-limit", "2"]
     threads = torch.get_num_threads()
-    assert main([*arguments, "--no-profile", "--json", str(out), "--markdown", str(table)]) == 0
+    assert main([*arguments, "--costs", "analytic", "--json", str(out), "--markdown", str(table)]) == 0
     assert torch.get_num_threads() == threads
     data = json.loads(out.read_text())
     assert [row["asked"] for row in data["rows"]] == ["100%", "80%"]
@@ -117,7 +117,9 @@ def test_a_broken_promise_fails_the_command(tmp_path: Path, monkeypatch: pytest.
     file = tmp_path / "factory.py"
     file.write_text(FACTORY)
     monkeypatch.setattr("benchmarks.harness.measured_peak_bytes", lambda *_: 10**12)  # pyright: ignore[reportUnknownLambdaType]
-    assert main(["--models", f"{file}:model", "--budgets", "80%", "--repeats", "1", "--no-profile"]) == 1
+    assert (
+        main(["--models", f"{file}:model", "--budgets", "80%", "--repeats", "1", "--costs", "analytic"]) == 1
+    )
 
 
 def test_unknown_models_are_a_wrong_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from benchmarks.harness import Settings
 from benchmarks.measure_swap import HEADER, SwapRow, measure_row
 
 MODEL = f"{Path(__file__).parents[1] / 'compiler' / 'test_tiers.py'}:blocks"
-SETTINGS = Settings(time_limit=1, repeats=1, profile=False)
+SETTINGS = Settings(time_limit=1, repeats=1, costs="analytic")
 
 
 @pytest.mark.parametrize("plan", ["recompute", "swap"])
@@ -49,7 +49,7 @@ def test_the_command_starts_a_process_for_each_row(
 
     monkeypatch.setattr(subprocess, "run", run)
     out = tmp_path / "rows.json"
-    options = ["--models", MODEL, "--budgets", "55%", "--scratch", str(tmp_path), "--no-profile"]
+    options = ["--models", MODEL, "--budgets", "55%", "--scratch", str(tmp_path), "--costs", "analytic"]
     options += ["--time-limit", "1", "--repeats", "1", "--json", str(out)]
     assert measure_swap.main(options) == 0
     rows = [SwapRow(**row) for row in json.loads(out.read_text())]

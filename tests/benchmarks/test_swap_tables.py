@@ -156,7 +156,7 @@ def test_the_command_writes_a_page_and_goes_on(tmp_path: Path, capsys: pytest.Ca
     [
         (["--models", "resnet19"], "IRC400.*no published model 'resnet19'"),
         (["--seconds", "-1"], "IRC400.*--seconds is -1"),
-        (["--profile", "cpu"], "IRC408.*machine cpu has no tier host"),
+        (["--costs", "cpu"], "IRC408.*machine cpu has no tier host"),
     ],
 )
 def test_wrong_commands_are_refused(

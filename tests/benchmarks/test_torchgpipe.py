@@ -42,7 +42,7 @@ def test_a_pipeline_of_amoebanet_trains_as_the_original(schedule: str) -> None:
     model, args = small(batch=8)
     original = copy.deepcopy(model)
     pipe = pipeline(
-        model, args, "1GiB", stages=2, micro_batches=4, schedule=schedule, profile=False, time_limit=0.5
+        model, args, "1GiB", stages=2, micro_batches=4, schedule=schedule, costs="analytic", time_limit=0.5
     )
     losses = pipe.start().step(*args)
     for batch, loss in zip(micro_batches_of(args, 4), losses, strict=True):
@@ -73,7 +73,7 @@ def test_a_model_without_data_is_captured_as_one_with_data() -> None:
 def test_a_pipeline_is_planned_without_memory_for_the_model() -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         model, args = tiny(4)
-    plan = pipeline(model, args, "1GiB", stages=2, micro_batches=2, profile="p40", time_limit=0.5).plan
+    plan = pipeline(model, args, "1GiB", stages=2, micro_batches=2, costs="p40", time_limit=0.5).plan
     assert sum(stage.parameter_bytes for stage in plan.stages) == 4 * parameters(model)
     assert plan.costs == "analytic:p40" and plan.step_seconds >= plan.bound_seconds
 

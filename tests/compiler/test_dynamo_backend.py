@@ -38,7 +38,7 @@ def _all_measured() -> Generator[None]:  # pyright: ignore[reportUnusedFunction]
         nn.Sequential(nn.Tanh(), Block()),
     ):
         y = x.requires_grad_(True) if isinstance(model, nn.Sequential) else x
-        PassManager(cost_passes(None)).run(Program(capture(model, (y,)).graph))
+        PassManager(cost_passes("measured")).run(Program(capture(model, (y,)).graph))
 
     def measures(*_: object) -> None:
         raise AssertionError("an operation is measured within a step")
@@ -309,7 +309,7 @@ def test_other_sizes_are_planned_in_the_same_budget(
     torch.manual_seed(0)
     model = Two(outer=1)
     twin = copy.deepcopy(model)
-    run, backend = compiled(model, PLENTY, profile=False)
+    run, backend = compiled(model, PLENTY, costs="analytic")
     caplog.set_level(logging.INFO, "irc")
     for rows in (16, 24, 20, 28, 24):  # the second size makes Dynamo leave it open
         x = torch.randn(rows, WIDTH)
@@ -367,7 +367,7 @@ def test_a_graph_without_backward_must_fit_too() -> None:
 
 def test_parameters_count_before_their_graph_has_run() -> None:
     model, x = Two(4, 10_000), torch.randn(4, WIDTH)
-    run, _ = compiled(model, 100_000, profile=False)
+    run, _ = compiled(model, 100_000, costs="analytic")
     with pytest.raises(irc.BudgetError, match=r"IRC540.*graph 1 \(") as raised:
         run(x)
     assert raised.value.minimum_bytes > static_bytes(model, x)
@@ -377,13 +377,13 @@ def test_parameters_count_before_their_graph_has_run() -> None:
 def test_a_budget_that_is_too_small_names_the_graphs() -> None:
     torch.manual_seed(0)
     model, x = Two(), torch.randn(BATCH, WIDTH)
-    run, _ = compiled(model, 30_000, profile=False)
+    run, _ = compiled(model, 30_000, costs="analytic")
     with pytest.raises(irc.BudgetError, match=r"IRC540.*graph 1 \(.*\.py:\d+ in forward\)"):
         run(x)
     budget, raised, last = 30_000, 0, ""
     while raised < 10:
         torch._dynamo.reset()  # pyright: ignore[reportPrivateUsage]
-        run, _ = compiled(model, budget, profile=False)
+        run, _ = compiled(model, budget, costs="analytic")
         try:
             run_step(run, x)
             break
@@ -428,7 +428,7 @@ def test_a_loop_over_blocks_with_breaks_reuses_the_graph_of_a_block() -> None:
 def test_nothing_is_left_behind() -> None:
     torch.manual_seed(0)
     model, x = Two(), torch.randn(BATCH, WIDTH)
-    run, backend = compiled(model, PLENTY, profile=False)
+    run, backend = compiled(model, PLENTY, costs="analytic")
 
     def alive() -> int:
         tensors = [t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter)]
@@ -457,13 +457,13 @@ def test_arguments_that_are_wrong() -> None:
     with pytest.raises(irc.UsageError, match="IRC403"):
         irc.backend(PLENTY, time_limit=-1)
     with pytest.raises(irc.UsageError, match="IRC410"):
-        irc.backend(PLENTY, profile="tpu")
+        irc.backend(PLENTY, costs="tpu")
 
 
 def test_what_lies_outside_comes_off_the_budget() -> None:
     model, x = nn.Linear(WIDTH, WIDTH), torch.randn(BATCH, WIDTH)
     for outside in (None, "100KB"):
-        run, backend = compiled(model, PLENTY, outside=outside, profile=False)
+        run, backend = compiled(model, PLENTY, outside=outside, costs="analytic")
         run(x).sum().backward()
         model.zero_grad()
         torch._dynamo.reset()  # pyright: ignore[reportPrivateUsage]

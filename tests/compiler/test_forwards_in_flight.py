@@ -14,7 +14,7 @@ from irc.compiler.artifact import read_folder
 from irc.compiler.run import check_folder
 from irc.tools import cli
 
-FAST = ["--no-profile", "--time-limit", "1"]
+FAST = ["--costs", "analytic", "--time-limit", "1"]
 
 
 def net() -> tuple[nn.Module, Tensor]:
@@ -25,7 +25,7 @@ def net() -> tuple[nn.Module, Tensor]:
 
 def optimize(budget: int | str = "100%", **options: Any) -> Any:
     module, x = net()
-    return irc.optimize(module, x, budget, profile=False, time_limit=1, **options)
+    return irc.optimize(module, x, budget, costs="analytic", time_limit=1, **options)
 
 
 def test_the_budget_covers_so_many_forwards() -> None:

@@ -81,7 +81,7 @@ def test_all_kinds_of_weights_go_back_and_nothing_else_changes(tmp_path: Path) -
     path = model_file(tmp_path)
     module = irc.from_onnx(path)
     (x,) = example_inputs(module)
-    fitted: Any = irc.optimize(module, (x,), budget="1MiB", profile=False)
+    fitted: Any = irc.optimize(module, (x,), budget="1MiB", costs="analytic")
     trained(fitted, x)
     report = irc.export_onnx(fitted, tmp_path / "tuned.onnx")
     assert report.written == 4 and report.difference is not None and report.difference < 1e-6
@@ -148,7 +148,9 @@ def test_large_models_keep_their_weights_beside_them(tmp_path: Path) -> None:
 
 def test_the_command_line_trains_and_exports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, folder, tuned = model_file(tmp_path), tmp_path / "fitted", tmp_path / "tuned.safetensors"
-    assert main(["optimize", str(path), "--budget", "1MiB", "--no-profile", "-o", str(folder), "-q"]) == 0
+    assert (
+        main(["optimize", str(path), "--budget", "1MiB", "--costs", "analytic", "-o", str(folder), "-q"]) == 0
+    )
     assert main(["run", str(folder), "--steps", "2", "--save-weights", str(tuned), "-q"]) == 0
     out = tmp_path / "tuned.onnx"
     assert main(["export", str(folder), "--weights", str(tuned), "-o", str(out)]) == 0

@@ -60,8 +60,8 @@ def frozen():
     return nn.Linear(8, 8).requires_grad_(False), (torch.randn(4, 8, requires_grad=True),)
 '''
 
-FAST = ("--no-profile", "--time-limit", "1", "-q")
-AMPLE = ("--no-profile", "--time-limit", "60", "-q")
+FAST = ("--costs", "analytic", "--time-limit", "1", "-q")
+AMPLE = ("--costs", "analytic", "--time-limit", "60", "-q")
 """A search for homes that is cut short may find nothing; one of this model ends by itself."""
 
 
@@ -161,7 +161,7 @@ def test_a_described_optimizer_lets_a_fitted_module_be_pickled(here: Path) -> No
     import irc
 
     fitted = irc.optimize(
-        loaded.module, loaded.args, "100%", profile=False, time_limit=1, optimizer_in_backward=factory
+        loaded.module, loaded.args, "100%", costs="analytic", time_limit=1, optimizer_in_backward=factory
     )
     again = pickle.loads(pickle.dumps(fitted))
     again(
@@ -338,7 +338,7 @@ def test_a_pipeline_as_text_has_no_optimizer(here: Path, capsys: pytest.CaptureF
 def test_the_pipeline_is_that_of_the_interface_for_python(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = ["optimize", f"{here}:mlp", "--budget", "60%", "--no-profile", "--optimizer", "adamw"]
+    argv = ["optimize", f"{here}:mlp", "--budget", "60%", "--costs", "analytic", "--optimizer", "adamw"]
     assert cli.main([*argv, "--swap", "disk", "--swap", "params,optimizer", "--print-passes"]) == 0
     names = re.findall(r"(?:^|,)([a-z-]+)(?:\{[^}]*\})?(?=,|$)", capsys.readouterr().out.strip())
     assert names == ["split-convolutions", "release-gradients", "cost", "offer-tiers", "plan-memory"]

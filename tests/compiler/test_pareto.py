@@ -342,7 +342,7 @@ def mlp(models: Path) -> Loaded:
 @pytest.mark.slow
 def test_the_front_of_a_model(mlp: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     captures, costs = counted(monkeypatch, tracing, "capture"), counted(monkeypatch, Cost, "run")
-    front = irc.pareto(mlp.module, mlp.args, points=5, time_limit=LIMIT, profile=False)
+    front = irc.pareto(mlp.module, mlp.args, points=5, time_limit=LIMIT, costs="analytic")
     assert (len(captures), len(costs)) == (1, 1)
     seen, plans = front.survey, front.points
     assert isinstance(front, irc.Front) and front.model == "Sequential" and not front.refusals
@@ -351,14 +351,14 @@ def test_the_front_of_a_model(mlp: Loaded, monkeypatch: pytest.MonkeyPatch) -> N
     assert plans[-1].budget_bytes == plans[-1].peak_bytes == seen.minimum_bytes >= seen.floor_bytes
     assert {"keep-all", "sqrt-n", "every-2", "every-4", "min-cut"} <= {k.strategy for k in seen.known}
     assert all(p.proved for p in plans[:3]) and 0 < plans[-1].bound <= plans[-1].overhead
-    one = irc.optimize(mlp.module, mlp.args, plans[2].budget_bytes, time_limit=LIMIT, profile=False).plan
+    one = irc.optimize(mlp.module, mlp.args, plans[2].budget_bytes, time_limit=LIMIT, costs="analytic").plan
     assert plans[2].overhead == pytest.approx(one.overhead) and plans[2].peak_bytes <= one.budget_bytes
     assert plans[2].seconds == pytest.approx(one.step_seconds * (1 + one.overhead))
 
 
 def test_budgets_may_be_given(mlp: Loaded) -> None:
     budgets = ["4GiB", "80%", 1000, "100%"]
-    front = irc.pareto(mlp.module, mlp.args, budgets=budgets, time_limit=LIMIT, profile=False)
+    front = irc.pareto(mlp.module, mlp.args, budgets=budgets, time_limit=LIMIT, costs="analytic")
     baseline = front.survey.baseline_bytes
     assert [p.budget_bytes for p in front.points] == [4 << 30, baseline, int(0.8 * baseline)]
     assert [(r.budget_bytes, r.code) for r in front.refusals] == [(1000, "IRC204")]
@@ -656,7 +656,7 @@ def test_points_with_other_tiers_are_not_taken(kept: Program, tmp_path: Path) ->
 
 def test_the_front_of_a_model_that_may_copy(mlp: Loaded, tmp_path: Path) -> None:
     swap = f"disk:{tmp_path}:1MiB"
-    front = irc.pareto(mlp.module, mlp.args, points=3, time_limit=1, profile=False, swap=[swap])
+    front = irc.pareto(mlp.module, mlp.args, points=3, time_limit=1, costs="analytic", swap=[swap])
     (tier,) = front.survey.tiers
     assert (tier.name, tier.capacity_bytes) == ("disk", 1 << 20)
     assert front.survey.swap == (f"disk:{tmp_path}:{1 << 20}",) and "to disk KiB" in front.table()
@@ -668,7 +668,7 @@ def test_tiers_of_this_machine_are_measured(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(swapping, "this_machine", lambda *_: None)
     monkeypatch.setattr(swapping, "measure_tier", lambda *_, **__: DISK)
     module, x = chain(1), torch.ones(2, 16)
-    asked = Sweep(offered=offer(f"disk:{tmp_path}:2MiB", None))
+    asked = Sweep(offered=offer(f"disk:{tmp_path}:2MiB", "measured"))
     found = asked.measured(module, (x,))
     assert found.offered is not None and found.offered.tiers == (replace(DISK, capacity_bytes=2 << 20),)
     assert found.tiers == asked.tiers and str(found) == str(asked)
@@ -690,7 +690,7 @@ def test_tiers_that_are_refused_before_anything_is_measured(
         (["disk:1GiB", "params"], "IRC447"),
     ):
         refused(code, lambda swap=swap: irc.pareto(module, x, swap=swap))
-    refused("IRC408", lambda: irc.pareto(module, x, swap="host", profile="cpu"))
+    refused("IRC408", lambda: irc.pareto(module, x, swap="host", costs="cpu"))
     refused("IRC575", lambda: irc.pareto(module, x, swap="host:1GiB"), irc.TierError)
     refused("IRC403", lambda: irc.pareto(module, x, strategy="lms"))
     assert not measured and not captures and not costs
@@ -771,7 +771,7 @@ def test_arguments_that_are_wrong() -> None:
         refused("IRC440", lambda points=points: irc.pareto(module, x, points=points))
     refused("IRC401", lambda: irc.pareto(module, x, budgets=["much"]))
     refused("IRC403", lambda: irc.pareto(module, x, strategy="best"))
-    refused("IRC410", lambda: irc.pareto(module, x, profile="tpu"))
+    refused("IRC410", lambda: irc.pareto(module, x, costs="tpu"))
     wrong: Any = 3
     refused("IRC406", lambda: irc.pareto(wrong, x))
     refused("IRC406", lambda: irc.pareto(module, wrong))

@@ -129,7 +129,7 @@ def test_no_stage_is_cut_off_from_the_others(schedule: str) -> None:
     model, x = torch.nn.Sequential(*layers), torch.randn(4, 8)
     twin = copy.deepcopy(model)
     pipe = pipeline(
-        model, (x,), "64MiB", stages=4, micro_batches=1, schedule=schedule, profile="cpu", time_limit=0.5
+        model, (x,), "64MiB", stages=4, micro_batches=1, schedule=schedule, costs="cpu", time_limit=0.5
     )
     pipe.start().step(x)
     twin(x).square().mean().backward()
@@ -158,7 +158,7 @@ def test_other_stages_may_change_what_a_stage_exchanges() -> None:
     model = _Halves()
     twin, x = copy.deepcopy(model), torch.randn(8, 8)
     pipe = pipeline(
-        model, (x,), "64MiB", stages=2, micro_batches=4, schedule="zbv", profile=False, time_limit=1.0
+        model, (x,), "64MiB", stages=2, micro_batches=4, schedule="zbv", costs="analytic", time_limit=1.0
     )
     losses = pipe.start().step(x)
     parts = [twin(part) for part in x.split(2)]
@@ -207,7 +207,7 @@ def test_parts_of_a_gradient_may_be_expanded_numbers() -> None:
     torch.manual_seed(0)
     model, x = _Shares(), torch.randn(8, 8)
     twin = copy.deepcopy(model)
-    pipeline(model, (x,), "64MiB", stages=2, micro_batches=4, profile=False).start().step(x)
+    pipeline(model, (x,), "64MiB", stages=2, micro_batches=4, costs="analytic").start().step(x)
     (torch.stack([twin(part) for part in x.split(2)]).sum() / 4).backward()
     for mine, its in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, its.grad)

@@ -36,7 +36,7 @@ def model() -> torch.nn.Module:
 @pytest.mark.slow
 def test_no_other_way_has_a_shorter_plan() -> None:
     x = torch.randn(4, 32)
-    options: dict[str, Any] = {"profile": "cpu", "link": "1TB"}
+    options: dict[str, Any] = {"costs": "cpu", "link": "1TB"}
     found = pipeline(
         model(), (x,), ["64MiB", "64MiB@0.5"], stages=AUTO, schedule=AUTO, time_limit=60, **options
     )
@@ -73,7 +73,7 @@ def test_no_other_way_has_a_shorter_plan() -> None:
 def test_what_was_chosen_trains_as_the_original() -> None:
     module, args = pipeline_models.tied()
     twin = copy.deepcopy(module)
-    pipe = pipeline(module, args, ["64MiB", "64MiB"], stages=AUTO, schedule=AUTO, profile="cpu", time_limit=3)
+    pipe = pipeline(module, args, ["64MiB", "64MiB"], stages=AUTO, schedule=AUTO, costs="cpu", time_limit=3)
     losses = pipe.start().step(*args)
     assert len(losses) == pipe.plan.micro_batches
     twin(*args).backward()
@@ -83,11 +83,11 @@ def test_what_was_chosen_trains_as_the_original() -> None:
 
 def test_some_numbers_may_be_given() -> None:
     x = torch.randn(6, 32)
-    pipe = pipeline(model(), (x,), "64MiB", stages=2, schedule="gpipe", profile="cpu", time_limit=5)
+    pipe = pipeline(model(), (x,), "64MiB", stages=2, schedule="gpipe", costs="cpu", time_limit=5)
     assert {(one.devices, one.schedule) for one in pipe.considered} == {(2, "gpipe")}
     assert {one.micro_batches for one in pipe.considered} == {1, 2, 3, 6}
     pipe = pipeline(
-        model(), (x,), "64MiB", stages=2, micro_batches=3, schedule=AUTO, profile="cpu", time_limit=5
+        model(), (x,), "64MiB", stages=2, micro_batches=3, schedule=AUTO, costs="cpu", time_limit=5
     )
     assert {(one.devices, one.micro_batches) for one in pipe.considered} == {(2, 3)}
     assert {one.schedule for one in pipe.considered} == set(NAMES)
@@ -95,13 +95,13 @@ def test_some_numbers_may_be_given() -> None:
 
 def test_more_memory_than_there_is_is_refused() -> None:
     with pytest.raises(BudgetError, match="IRC486"):
-        pipeline(model(), (torch.randn(4, 32),), ["8KiB", "8KiB"], stages=AUTO, profile="cpu", time_limit=3)
+        pipeline(model(), (torch.randn(4, 32),), ["8KiB", "8KiB"], stages=AUTO, costs="cpu", time_limit=3)
 
 
 def test_micro_batches_that_the_model_does_not_take_are_left_out() -> None:
     """BatchNorm has no statistics of a single row."""
     rows = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 8))
-    options: dict[str, Any] = {"stages": AUTO, "schedule": AUTO, "profile": "cpu", "time_limit": 5}
+    options: dict[str, Any] = {"stages": AUTO, "schedule": AUTO, "costs": "cpu", "time_limit": 5}
     pipe = pipeline(rows, (torch.randn(4, 8),), ["64MiB", "64MiB"], **options)
     assert pipe.plan.micro_batches in (1, 2)
     others = [one for one in pipe.considered if one.micro_batches == 4 and one.devices == 1]
@@ -140,7 +140,7 @@ def test_a_slow_device_with_enough_memory_is_found() -> None:
     """The fast one has no room for a stage."""
     module, args = pipeline_models.tied()
     budgets = ["cpu:0=40KiB@4", "cpu:1=64MiB"]
-    pipe = pipeline(module, args, budgets, stages=AUTO, micro_batches=4, profile="cpu", time_limit=3)
+    pipe = pipeline(module, args, budgets, stages=AUTO, micro_batches=4, costs="cpu", time_limit=3)
     assert pipe.plan.device_names == ("cpu:1",)
 
 
@@ -163,7 +163,7 @@ def test_no_micro_batches_are_no_choice(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_without_a_batch_nothing_is_chosen() -> None:
     with pytest.raises(irc.UsageError, match="IRC487"):
-        pipeline(model(), (torch.randn(0, 32),), "64MiB", stages=2, profile="cpu")
+        pipeline(model(), (torch.randn(0, 32),), "64MiB", stages=2, costs="cpu")
 
 
 def test_ways_without_a_plan_are_summed_up() -> None:
@@ -186,7 +186,7 @@ def test_ways_without_a_plan_are_summed_up() -> None:
 @pytest.mark.slow
 def test_the_command_says_what_it_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = f"{pipeline_models.__file__}:tied"
-    usual = ["optimize", source, "--stages", "auto", "--profile", "cpu", "--time-limit", "3"]
+    usual = ["optimize", source, "--stages", "auto", "--costs", "cpu", "--time-limit", "3"]
     devices = ["--device", "64MiB", "--device", "cpu=64MiB"]
     assert main([*usual, *devices, "-o", str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out
@@ -202,7 +202,7 @@ def test_the_command_says_what_it_looked_at(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize("model_name", ["tied", "skips", "translator"])
 @pytest.mark.parametrize("schedule", NAMES)
 def test_what_comes_first_is_estimated_as_it_is_planned(model_name: str, schedule: str) -> None:
-    request = PipelineRequest(2, 4, "64MiB", schedule, profile="cpu", time_limit=0.5, link="1000TB")
+    request = PipelineRequest(2, 4, "64MiB", schedule, costs="cpu", time_limit=0.5, link="1000TB")
     micro_batch = MicroBatch.measured(captured_once(model_name, 4), request)
     partition = LinearPartition(
         micro_batch.linear_order, request.order(), devices_of(request), micro_batch.optimizer_steps

@@ -44,7 +44,7 @@ def planned(
         micro_batches=4,
         schedule=schedule,
         optimizer=optimizer,
-        profile=False,
+        costs="analytic",
         time_limit=0.5,
     )
 
@@ -245,7 +245,7 @@ def test_a_state_dict_is_taken_over() -> None:
 
 def test_weights_of_one_cut_begin_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = f"{pipeline_models.__file__}:tied"
-    usual = ["--budget", "64MiB", "--micro-batches", "4", "--profile", "cpu", "--time-limit", "1", "-q"]
+    usual = ["--budget", "64MiB", "--micro-batches", "4", "--costs", "cpu", "--time-limit", "1", "-q"]
     for stages in ("2", "3"):
         assert main(["optimize", source, "--stages", stages, *usual, "-o", str(tmp_path / stages)]) == 0
     weights = tmp_path / "weights.safetensors"

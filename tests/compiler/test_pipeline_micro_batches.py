@@ -41,7 +41,7 @@ def test_a_program_trains_by_its_own_loss() -> None:
         stages=2,
         micro_batches=2,
         loss=lambda result, x, y: (result["found"] - y).square().mean(),
-        profile=False,
+        costs="analytic",
     )
     trainer = pipe.start()
     losses = trainer.step(x, y)
@@ -89,7 +89,7 @@ def test_results_may_be_arguments_and_buffers() -> None:
         h, whole, part, seen, weight = result
         return ((h - whole) * seen * weight.sum()).square().mean() + (h[:, 1:] * part).mean()
 
-    pipe = pipeline(model, (x, y), "64MiB", stages=2, micro_batches=4, loss=loss, profile=False)
+    pipe = pipeline(model, (x, y), "64MiB", stages=2, micro_batches=4, loss=loss, costs="analytic")
     losses = pipe.start().step(x, y)
     parts = [loss(twin(a, b)) for a, b in zip(x.split(2), y.split(2), strict=True)]
     (torch.stack(parts).sum() / 4).backward()
@@ -109,7 +109,7 @@ def test_results_may_be_arguments_and_buffers() -> None:
 def test_results_that_one_stage_cannot_hand_out_are_refused(kind: str, said: str) -> None:
     x = torch.randn(8, 4)
     with pytest.raises(irc.UnsupportedError, match=f"IRC489.*{said}"):
-        pipeline(_Returns(kind), (x, x.clone()), "64MiB", stages=2, micro_batches=4, profile=False)
+        pipeline(_Returns(kind), (x, x.clone()), "64MiB", stages=2, micro_batches=4, costs="analytic")
 
 
 def test_batches_that_do_not_divide_are_refused() -> None:
@@ -137,7 +137,7 @@ class _Called(torch.nn.Module):
 
 def test_calls_unlike_the_planned_one_are_refused() -> None:
     model, x = _Called(), torch.randn(8, 4)
-    pipe = pipeline(model, ({"x": x}, True), "64MiB", stages=2, micro_batches=2, profile=False)
+    pipe = pipeline(model, ({"x": x}, True), "64MiB", stages=2, micro_batches=2, costs="analytic")
     trainer = pipe.start()
 
     def refused(code: str, said: str, *args: Any) -> None:
@@ -166,7 +166,7 @@ def test_calls_unlike_the_planned_one_are_refused() -> None:
 def test_a_batch_counts_once(micro_batches: int) -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
     batch = torch.randn(64, 4096, 4)
-    pipe = pipeline(model, (batch,), "1GiB", stages=2, micro_batches=micro_batches, profile=False)
+    pipe = pipeline(model, (batch,), "1GiB", stages=2, micro_batches=micro_batches, costs="analytic")
     graph = pipe.stages.schedules[0].graph
     (held,) = [entry.value.storage for entry in graph.inputs if entry.role is InputRole.INPUT]
     assert held.nbytes * micro_batches == batch.nbytes
@@ -191,4 +191,4 @@ def test_processes_that_do_not_know_each_other_are_refused(monkeypatch: pytest.M
 def test_arguments_that_require_gradients_are_refused() -> None:
     model, (x,) = pipeline_models.skips()
     with pytest.raises(irc.UnsupportedError, match="IRC483"):
-        pipeline(model, (x.requires_grad_(),), "1MiB", stages=2, micro_batches=2, profile=False)
+        pipeline(model, (x.requires_grad_(),), "1MiB", stages=2, micro_batches=2, costs="analytic")

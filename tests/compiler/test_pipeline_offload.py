@@ -44,7 +44,7 @@ def planned(
         strategy=strategy,
         checkpoint=checkpoint,
         swap=() if folder is None else f"disk:{folder}:1GiB",
-        profile=None if is_measured else False,
+        costs="measured" if is_measured else "analytic",
         time_limit=4,
     )
 

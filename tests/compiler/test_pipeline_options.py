@@ -102,7 +102,7 @@ def test_orders_of_devices_are_looked_at_until_a_deadline(monkeypatch: pytest.Mo
     """Eight different devices have 40320 orders."""
     model, args = pipeline_models.tied()
     captured = captured_micro_batch(model, micro_batches_of(args, 16)[0], None)
-    request = PipelineRequest(8, 16, [f"64MiB@{1 + k / 8}" for k in range(8)], profile="cpu")
+    request = PipelineRequest(8, 16, [f"64MiB@{1 + k / 8}" for k in range(8)], costs="cpu")
     micro_batch = MicroBatch.measured(captured, request)
     partition = LinearPartition(
         micro_batch.linear_order, request.order(), devices_of(request), micro_batch.optimizer_steps
@@ -143,7 +143,7 @@ def test_the_optimizer_of_a_plan_steps_as_on_one_device(schedule: str) -> None:
         micro_batches=4,
         schedule=schedule,
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
-        profile=False,
+        costs="analytic",
         time_limit=0.5,
     )
     trainer = pipe.start()
@@ -173,7 +173,7 @@ def test_an_optimizer_may_put_parameters_into_groups(tmp_path: Path) -> None:
 
     model, args = pipeline_models.tied()
     twin, again = copy.deepcopy(model), copy.deepcopy(model)
-    options: dict[str, Any] = {"micro_batches": 4, "profile": False, "time_limit": 0.5}
+    options: dict[str, Any] = {"micro_batches": 4, "costs": "analytic", "time_limit": 0.5}
     trainer = pipeline(model, args, "64MiB", stages=2, optimizer=in_groups, **options).start()
     optimizer = in_groups(list(twin.parameters()))
     for step in range(3):
@@ -203,7 +203,7 @@ def test_a_rank_that_trains_nothing_has_an_optimizer(tmp_path: Path) -> None:
         micro_batches=4,
         partition="uniform",
         optimizer=ADAM,
-        profile=False,
+        costs="analytic",
         time_limit=0.5,
     )
     first, second = (
@@ -227,7 +227,7 @@ def test_a_rank_that_trains_nothing_has_an_optimizer(tmp_path: Path) -> None:
 def test_a_planned_optimizer_takes_no_more_than_its_largest_step() -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(12)))
     x = torch.randn(2, 64)
-    options: dict[str, Any] = {"stages": 1, "micro_batches": 2, "profile": "cpu", "time_limit": 0.5}
+    options: dict[str, Any] = {"stages": 1, "micro_batches": 2, "costs": "cpu", "time_limit": 0.5}
     pipe = pipeline(model, (x,), "64MiB", optimizer=lambda p: torch.optim.Adam(p, foreach=True), **options)
     trainer = pipe.start()
 
@@ -300,7 +300,7 @@ def test_dropout_is_taken_apart_where_it_has_to_be() -> None:
     layers = (torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Dropout(0.25))
     model = torch.nn.Sequential(*(copy.deepcopy(layer) for _ in range(6) for layer in layers))
     twin, x = copy.deepcopy(model), torch.randn(256, 64)
-    options: dict[str, Any] = {"stages": 2, "micro_batches": 2, "schedule": "gpipe", "profile": "cpu"}
+    options: dict[str, Any] = {"stages": 2, "micro_batches": 2, "schedule": "gpipe", "costs": "cpu"}
     wide = pipeline(model, (x,), "64MiB", time_limit=0.5, **options)
     least = wide.plan.peak_bytes
     for part in range(19, 0, -1):
@@ -350,7 +350,18 @@ def test_refusals(
 ) -> None:
     model = source_of("translator").model
     target = tmp_path / "out"
-    common = ["optimize", model, "--no-profile", "--time-limit", "1", "--budget", "1MiB", "-o", str(target)]
+    common = [
+        "optimize",
+        model,
+        "--costs",
+        "analytic",
+        "--time-limit",
+        "1",
+        "--budget",
+        "1MiB",
+        "-o",
+        str(target),
+    ]
     assert main([*common, *arguments]) == status
     said = capsys.readouterr().err
     assert f"error[{code}]" in said and "help: " in said
@@ -369,6 +380,17 @@ def test_the_batch_of_an_onnx_file_is_divided(tmp_path: Path) -> None:
     graph = onnx.helper.make_graph(nodes, "chain", [x], [y], weights)
     file = tmp_path / "chain.onnx"
     onnx.save(onnx.helper.make_model(graph), file)
-    given = ["--stages", "2", "--micro-batches", "4", "--budget", "1MiB", "--no-profile", "--time-limit", "1"]
+    given = [
+        "--stages",
+        "2",
+        "--micro-batches",
+        "4",
+        "--budget",
+        "1MiB",
+        "--costs",
+        "analytic",
+        "--time-limit",
+        "1",
+    ]
     assert main(["optimize", str(file), *given, "-o", str(tmp_path / "out"), "-q"]) == 0
     assert main(["run", str(tmp_path / "out"), "--check", "-q"]) == 0

@@ -115,7 +115,7 @@ def test_copies_other_shapes_and_pickles_swap_too(tmp_path: Path) -> None:
 
 
 def test_passes_offer_what_was_asked_for(tmp_path: Path) -> None:
-    step = offer([f"disk:{tmp_path}:1GiB"], None)
+    step = offer([f"disk:{tmp_path}:1GiB"], "measured")
     made = measured_tiers(step, torch.device("cpu"))
     assert isinstance(made, OfferTiers)
     (tier,) = made.offered()
@@ -139,7 +139,7 @@ def test_a_folder_is_not_taken_apart(tmp_path: Path) -> None:
     folder = tmp_path / "a+host"
     folder.mkdir()
     (tmp_path / "a").mkdir()
-    (place,) = tier_configs(offer(f"disk:{folder}:1GiB", False), torch.device("cpu"))
+    (place,) = tier_configs(offer(f"disk:{folder}:1GiB", "analytic"), torch.device("cpu"))
     assert getattr(place, "folder", "") == str(folder)
 
 
@@ -177,7 +177,7 @@ def test_the_command_swaps(
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     scratch, folder = tmp_path / "scratch", tmp_path / "fitted"
     scratch.mkdir()
-    command = ["optimize", "test_tiers:blocks", "--budget", "55%", "--time-limit", "3", "--no-profile"]
+    command = ["optimize", "test_tiers:blocks", "--budget", "55%", "--time-limit", "3", "--costs", "analytic"]
     assert cli.main([*command, "--swap", f"disk:{scratch}:1GiB", "-o", str(folder)]) == 0
     out = capsys.readouterr().out
     assert re.search(r"copies  [0-9.]+ [KM]iB to disk and", out), out
@@ -212,7 +212,7 @@ def test_what_names_no_tier_is_refused_before_anything_is_loaded(
 
 
 def test_the_passes_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--budget", "60%", "--swap", "host:4GiB", "--profile", "gtx1080"]
+    options = ["--budget", "60%", "--swap", "host:4GiB", "--costs", "gtx1080"]
     assert cli.main(["optimize", "no_such_module:factory", *options, "--print-passes"]) == 0
     out = capsys.readouterr().out
     assert f"offer-tiers{{swap=host:{4 << 30},machine=gtx1080}}" in out
@@ -239,7 +239,7 @@ def test_parameters_live_on_the_disk_where_the_budget_asks_for_it(tmp_path: Path
     x = torch.randn(4, 128)
     swap = [f"disk:{tmp_path}:1GiB", "params"]
     with pytest.raises(irc.UsageError, match="nothing of this model can live in tier disk as optimizer"):
-        irc.optimize(module, x, "100%", swap=[swap[0], "optimizer"], profile=False)
-    fitted = irc.optimize(module, x, "85%", swap=swap, profile=False, time_limit=5)
+        irc.optimize(module, x, "100%", swap=[swap[0], "optimizer"], costs="analytic")
+    fitted = irc.optimize(module, x, "85%", swap=swap, costs="analytic", time_limit=5)
     assert fitted.plan.offloaded_bytes > 0
     assert next(fitted.parameters()) is next(module.parameters())

@@ -80,10 +80,10 @@ def test_a_plan_wants_such_a_shape_at_import(tmp_path: Path) -> None:
     path = reshaped(tmp_path)
     x, shape = torch.randn(4, 2), torch.tensor([3, 4])
     with pytest.raises(UnsupportedError, match="with a shape that is not a constant") as caught:
-        irc.optimize(from_onnx(path), (x, shape), budget="1MiB", profile=False)
+        irc.optimize(from_onnx(path), (x, shape), budget="1MiB", costs="analytic")
     assert "the_y" in str(caught.value) and "constants=" in str(caught.value.help)
     module = from_onnx(path, constants={"shape": shape})
-    fitted: Any = irc.optimize(module, (x,), budget="1MiB", profile=False)
+    fitted: Any = irc.optimize(module, (x,), budget="1MiB", costs="analytic")
     assert torch.equal(fitted(x), module(x)) and fitted(x).shape == (3, 4)
 
 
@@ -106,7 +106,7 @@ def test_a_branch_that_an_input_decides(tmp_path: Path) -> None:
         (y,) = agrees(path, module, x, torch.tensor(choice))
         assert y.shape == (2, 3)
     with pytest.raises(irc.IrcError) as caught:
-        irc.optimize(module, (x, torch.tensor(True)), budget="1MiB", profile=False)
+        irc.optimize(module, (x, torch.tensor(True)), budget="1MiB", costs="analytic")
     assert "the_t" in str(caught.value)
     taken = from_onnx(path, constants={"c": torch.tensor(False)})
     assert taken.onnx_node_names == ("the_b", "the_y")
@@ -151,7 +151,7 @@ def test_a_loop_of_constant_count_is_unrolled_and_planned(tmp_path: Path) -> Non
     module, x = from_onnx(path), torch.randn(2, 3)
     y, each = agrees(path, module, x)
     assert each.shape == (5, 2, 3) and module.onnx_node_names.count("the_product") == 5
-    fitted: Any = irc.optimize(module, (x,), budget="1MiB", profile=False)
+    fitted: Any = irc.optimize(module, (x,), budget="1MiB", costs="analytic")
     for got, want in zip(fitted(x), (y, each), strict=True):
         assert torch.equal(got, want)
 
@@ -291,5 +291,5 @@ def test_sizes_that_the_data_decide(tmp_path: Path) -> None:
     for x in (torch.eye(3)[:2], torch.ones(2, 3), torch.zeros(2, 3)):
         agrees(path, module, x)
     with pytest.raises(irc.IrcError) as caught:
-        irc.optimize(module, (torch.ones(2, 3),), budget="1MiB", profile=False)
+        irc.optimize(module, (torch.ones(2, 3),), budget="1MiB", costs="analytic")
     assert "the_where" in str(caught.value)

@@ -315,12 +315,12 @@ def test_a_pickled_module_is_planned_for_other_sizes(name: str, tmp_path: Path) 
     path = FILES[name](tmp_path)
     module = from_onnx(path, inputs={"x": (2, 3)})
     again: OnnxModule = pickle.loads(pickle.dumps(module))
-    fitted = irc.optimize(module, (drawn(2, 3),), budget="1MiB", profile=False)
+    fitted = irc.optimize(module, (drawn(2, 3),), budget="1MiB", costs="analytic")
     x = drawn(5, 3)
     bound = from_onnx(path, inputs={"x": (5, 3)})
     bound(x).sum().backward()
     for planned in (
-        irc.optimize(again, (x,), budget="1MiB", profile=False),
+        irc.optimize(again, (x,), budget="1MiB", costs="analytic"),
         pickle.loads(pickle.dumps(fitted)),
     ):
         planned(x).sum().backward()
@@ -333,7 +333,7 @@ def test_a_plan_of_a_pickled_module_that_needs_the_graph(tmp_path: Path) -> None
     module: OnnxModule = pickle.loads(pickle.dumps(from_onnx(heads(tmp_path), inputs={"x": (2, 3, 4)})))
     equal_to_onnxruntime(tmp_path / "m.onnx", module, drawn(3, 5, 4))
     with pytest.raises(UnsupportedError, match=r"IRC302.*Range.*is not supported in a plan"):
-        irc.optimize(module, (drawn(3, 5, 4),), budget="1MiB", profile=False)
+        irc.optimize(module, (drawn(3, 5, 4),), budget="1MiB", costs="analytic")
 
 
 def test_a_size_that_needs_another_weight(tmp_path: Path) -> None:
@@ -453,7 +453,7 @@ def test_a_plan_for_each_size(name: str, tmp_path: Path) -> None:
     module = from_onnx(FILES[name](tmp_path))
     for shape in ((4, 3), (6, 3)):
         x = drawn(*shape)
-        fitted = irc.optimize(module, (x,), budget="100%", profile=False)
+        fitted = irc.optimize(module, (x,), budget="100%", costs="analytic")
         for twin in (module, fitted):
             twin.zero_grad()
         fitted(x).sum().backward()

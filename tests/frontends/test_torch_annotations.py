@@ -134,7 +134,7 @@ def test_a_module_that_does_not_run_is_said_not_to() -> None:
     assert not annotations_of(graph) and [annotation.by for annotation in graph.annotations] == [
         "irc.keep(spare)"
     ]
-    plan = irc.optimize(model, torch.randn(3, 4), "100%", profile=False).plan
+    plan = irc.optimize(model, torch.randn(3, 4), "100%", costs="analytic").plan
     assert plan.explain().splitlines()[-1] == (
         "irc.keep(spare): no effect: nothing of it runs in forward, or other annotations decide"
     )
@@ -179,7 +179,7 @@ def test_marks_are_in_copies_and_pickles_and_in_no_state_dict() -> None:
     ("mistake", "message"),
     [
         (lambda: irc.keep(torch.relu), "an annotation is for a torch.nn.Module, not for a builtin"),  # type: ignore[arg-type]
-        (lambda: irc.recompute(irc.optimize(mlp(), torch.randn(3, 4), "100%", profile=False)), "too late"),
+        (lambda: irc.recompute(irc.optimize(mlp(), torch.randn(3, 4), "100%", costs="analytic")), "too late"),
         (lambda: mark(mlp(), KEEP, "7"), "the model has no submodule '7'"),
     ],
 )
@@ -191,8 +191,8 @@ def test_a_mark_out_of_place_is_refused(mistake: Callable[[], object], message: 
 
 def test_a_mark_after_planning_is_planned_at_the_next_step_or_refused() -> None:
     model, x = nn.Sequential(mlp(), mlp()), torch.randn(3, 4)
-    fitted: Any = irc.optimize(model, x, "200%", profile=False)
-    strict = irc.optimize(model, x, "200%", profile=False, plans=1)
+    fitted: Any = irc.optimize(model, x, "200%", costs="analytic")
+    strict = irc.optimize(model, x, "200%", costs="analytic", plans=1)
     irc.keep(model[1])
     fitted(x)
     assert [annotation.by for annotation in fitted.irc_plans[0].plan.annotations] == ["irc.keep(1)"]
@@ -331,7 +331,7 @@ def test_without_an_argument_that_asks_a_reentrant_checkpoint_gives_no_gradients
         return m.b(checkpoint(m.a, x, use_reentrant=True))
 
     model, x = Calls(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 4)), torch.randn(3, 4)
-    fitted = irc.optimize(copy.deepcopy(model), x, "100%", profile=False)
+    fitted = irc.optimize(copy.deepcopy(model), x, "100%", costs="analytic")
     with pytest.warns(UserWarning, match="None of the inputs have requires_grad"):
         model(x).sum().backward()
     fitted(x).sum().backward()

@@ -94,8 +94,8 @@ def test_a_parameter_is_cast_once_and_its_gradient_too() -> None:
 def test_a_step_that_keeps_no_casts_has_another_plan() -> None:
     original, x = model(loop), torch.randn(8, 8)
     with torch.autocast("cpu", torch.bfloat16):
-        ours: Any = irc.optimize(copy.deepcopy(original), x, "400%", profile=False)
-        alone = irc.optimize(copy.deepcopy(original), x, "400%", profile=False, plans=1)
+        ours: Any = irc.optimize(copy.deepcopy(original), x, "400%", costs="analytic")
+        alone = irc.optimize(copy.deepcopy(original), x, "400%", costs="analytic", plans=1)
     for keeps in (True, False, True):
         for each in (ours, original):
             each.zero_grad()

@@ -105,7 +105,7 @@ def test_branches_of_the_example_are_planned_and_checked(x: Tensor) -> None:
     module = linear(_checks)
     original = copy.deepcopy(module)
     state, generator = copy.deepcopy(module.state_dict()), torch.get_rng_state()
-    fitted = irc.optimize(module, (x,), "100%", profile=False, specialize_branches=True)
+    fitted = irc.optimize(module, (x,), "100%", costs="analytic", specialize_branches=True)
     assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
     assert torch.equal(torch.get_rng_state(), generator)
     for batch in (x, -x):
@@ -120,7 +120,7 @@ def test_branches_of_the_example_are_planned_and_checked(x: Tensor) -> None:
 
 @pytest.mark.parametrize(("wrong", "line"), [(1000.0, "x.abs()"), (float("nan"), "isfinite")])
 def test_a_step_that_branches_otherwise_is_refused(wrong: float, line: str, x: Tensor) -> None:
-    fitted = irc.optimize(linear(_checks), (x,), "100%", profile=False, specialize_branches=True)
+    fitted = irc.optimize(linear(_checks), (x,), "100%", costs="analytic", specialize_branches=True)
     other = x.clone()
     other[1, 2] = wrong
     with pytest.raises(irc.IrcError, match=r"reads (True|False) where it read (True|False)") as raised:
@@ -135,7 +135,7 @@ def test_a_number_that_is_not_a_number_twice_is_the_same(x: Tensor) -> None:
         linear(lambda m, x: m.lin(x) + 0 * int((x[0, 0] * float("nan")).item() > 0)),
         (x,),
         "100%",
-        profile=False,
+        costs="analytic",
         specialize_branches=True,
     )
     fitted(x)

@@ -148,7 +148,7 @@ def shown(value: Any) -> Any:
 def test_a_dataclass_is_returned_as_eager_returns_it(name: str) -> None:
     ours = layer(lambda m, x: KINDS[name](torch.tanh(m.lin(x))))
     original, x = copy.deepcopy(ours), torch.randn(8, 4)
-    ours = irc.optimize(ours, x, "100%", profile=False, time_limit=1, loss=loss_of)
+    ours = irc.optimize(ours, x, "100%", costs="analytic", time_limit=1, loss=loss_of)
     for _ in range(2):
         results = [model(x) for model in (original, ours)]
         for result in results:
@@ -168,7 +168,9 @@ def test_a_dataclass_is_taken_as_eager_takes_it(name: str) -> None:
 
     ours, x = layer(forward), torch.randn(8, 4)
     original = copy.deepcopy(ours)
-    ours = irc.optimize(ours, (x,), "100%", example_kwargs={"given": given(0)}, profile=False, time_limit=1)
+    ours = irc.optimize(
+        ours, (x,), "100%", example_kwargs={"given": given(0)}, costs="analytic", time_limit=1
+    )
     for seed in range(3):
         for model in (original, ours):
             model(x, given=given(seed)).sum().backward()
@@ -181,7 +183,7 @@ def test_other_numbers_in_a_dataclass_are_another_call() -> None:
         return m.lin(x) * given.count * given.parts[0].count
 
     x, given = torch.randn(8, 4), Plain(None, [Plain(None, [], 1)])
-    ours = irc.optimize(layer(forward), (x, given), "100%", profile=False, time_limit=1)
+    ours = irc.optimize(layer(forward), (x, given), "100%", costs="analytic", time_limit=1)
     for given.count in (3, 4):
         assert torch.equal(ours(x, given), ours.lin(x) * given.count)
     given.parts[0].count = 2
@@ -217,7 +219,7 @@ def test_a_dataclass_without_tensors_stays_the_very_object() -> None:
     original, x = copy.copy(ours), torch.randn(8, 4)
     batches = [Plain(torch.rand(6), [DEFAULT]) for _ in range(2)]
     args = [(x, DEFAULT, batch, both) for batch in batches]
-    ours = irc.optimize(ours, args[0], "100%", profile=False, time_limit=1, loss=loss_of)
+    ours = irc.optimize(ours, args[0], "100%", costs="analytic", time_limit=1, loss=loss_of)
     for each in args:
         result, returned, stats = ours(*each)
         assert shown(result) == shown(original(*each)[0]) and result.parts[1] is True
@@ -250,7 +252,7 @@ def test_dataclasses_that_refer_to_each_other_are_looked_into_once() -> None:
     x = torch.randn(8, 4)
     started = time.process_time()
     model = layer(lambda m, x, given: m.lin(x) * given.parts[7].count)
-    ours = irc.optimize(model, (x, nodes[0]), "100%", profile=False, time_limit=1)
+    ours = irc.optimize(model, (x, nodes[0]), "100%", costs="analytic", time_limit=1)
     for nodes[7].count in (7, 8):
         assert torch.equal(ours(x, nodes[0]), ours.lin(x) * nodes[7].count)
     with pytest.raises(irc.UsageError, match=r"IRC501.*object of class Plain"):

@@ -54,7 +54,7 @@ def _held(loss: Any) -> Any:
 def test_a_loss_is_as_before(make: Callable[[], Any], wrap: Callable[[Any], Any]) -> None:
     holder, generator = make(), random.getstate()
     before = copy.deepcopy(_held(holder))
-    fitted = irc.optimize(nn.Linear(4, 8), torch.randn(3, 4), "100%", profile=False, loss=wrap(holder))
+    fitted = irc.optimize(nn.Linear(4, 8), torch.randn(3, 4), "100%", costs="analytic", loss=wrap(holder))
     assert str(_held(holder)) == str(before) and random.getstate() == generator
     holder(fitted(torch.randn(3, 4))).backward()
     assert type(next(fitted.parameters()).grad) is Tensor
@@ -115,7 +115,7 @@ class _Switching(nn.Module):
 
 def test_a_branch_is_checked_on_what_was_read_before_it_is_written() -> None:
     module, x = _Switching(), torch.randn(3, 4)
-    fitted = irc.optimize(module, x, "100%", profile=False, specialize_branches=True)
+    fitted = irc.optimize(module, x, "100%", costs="analytic", specialize_branches=True)
     fitted(x).sum().backward()
     with torch.no_grad():
         module.mode.zero_()
@@ -133,7 +133,7 @@ def test_a_forward_that_was_set_on_the_fitted_module_is_not_what_is_planned() ->
             return self.lin(x) * self.alpha
 
     module, x = Scaled(), torch.randn(3, 4)
-    fitted: Any = irc.optimize(module, x, "200%", profile=False)
+    fitted: Any = irc.optimize(module, x, "200%", costs="analytic")
     planned = fitted.forward
     fitted.forward = lambda *args: planned(*args)  # as launchers wrap a module for automatic casting
     assert torch.equal(fitted(x[:2]), module.lin(x[:2]))

@@ -138,7 +138,7 @@ def test_what_cannot_be_captured_is_refused_by_name() -> None:
     x = torch.randn(3, requires_grad=True)
     ((graph, args),) = traced(lambda x, z: writes(x, z * 1), x, torch.zeros(3))
     assert captured(graph, args).captured.graph.nodes  # a tensor of its own may be written
-    compiled = torch.compile(writes, backend=irc.backend(1 << 30, profile=False))
+    compiled = torch.compile(writes, backend=irc.backend(1 << 30, costs="analytic"))
     with pytest.raises(irc.UnsupportedError, match="IRC336"):
         compiled(x, torch.zeros(3, requires_grad=True) * 1)
 

@@ -239,7 +239,7 @@ def test_a_transform_inside_a_model_finds_torchs_rules() -> None:
         "        self.lin = torch.nn.Linear(2, 1)\n"
         "    def forward(self, x):\n"
         "        return torch.func.vmap(torch.func.grad(lambda v: self.lin(v).tanh().sum()))(x)\n"
-        "fitted = irc.optimize(Slope(), torch.randn(4, 2), '100%', profile=False)\n"
+        "fitted = irc.optimize(Slope(), torch.randn(4, 2), '100%', costs='analytic')\n"
         "fitted(torch.randn(4, 2)).square().mean().backward()\n"
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)

@@ -71,7 +71,7 @@ def test_a_model_that_records_its_outputs_trains_as_the_original(ran_before: boo
     if ran_before:
         module(TOKENS, **STATES)
     before = hooks(module), set(vars(module))
-    ours: Any = irc.optimize(module, (TOKENS,), "100%", profile=False, loss=loss, example_kwargs=STATES)
+    ours: Any = irc.optimize(module, (TOKENS,), "100%", costs="analytic", loss=loss, example_kwargs=STATES)
     assert (hooks(module), set(vars(module))) == before
     assert_same(step(ours), step(original))
     ours.eval()(TOKENS, **STATES)  # as the original runs: its first call installs the hooks
@@ -82,7 +82,7 @@ def test_a_model_that_records_its_outputs_trains_as_the_original(ran_before: boo
 def test_a_part_whose_outputs_a_model_around_it_collects_is_refused() -> None:
     module: Any = copy.deepcopy(_bert()).train()
     module(TOKENS, **STATES)
-    module.encoder = irc.optimize(module.encoder, (torch.randn(2, 5, 16),), "100%", profile=False)
+    module.encoder = irc.optimize(module.encoder, (torch.randn(2, 5, 16),), "100%", costs="analytic")
     with pytest.raises(UnsupportedError, match=r"IRC505.*layer\.0") as caught:
         module(TOKENS, **STATES)
     assert "around" in caught.value.message and caught.value.help

@@ -53,7 +53,7 @@ class _Registered:
 
 def test_sizes_stay_sizes() -> None:
     model, x = _Returns(lambda y: (y, y.shape, y.dtype)), torch.randn(8, 4)
-    fitted = irc.optimize(model, x, "100%", profile=False)
+    fitted = irc.optimize(model, x, "100%", costs="analytic")
     _, size, dtype = fitted(x)
     assert type(size) is torch.Size and size == (8, 6) and dtype is torch.float32
 
@@ -75,7 +75,7 @@ def test_an_object_without_tensors_and_a_registered_class_are_returned() -> None
     pytree.register_dataclass(_Registered)
     plain = SimpleNamespace(name="a", parts=[1, {"b": 2.0}])
     model, x = _Returns(lambda y: (_Registered(y, 3), plain)), torch.randn(8, 4)
-    fitted = irc.optimize(model, x, "100%", profile=False)
+    fitted = irc.optimize(model, x, "100%", costs="analytic")
     found, other = fitted(x)
     assert isinstance(found, _Registered) and found.count == 3 and other is plain
     found.scores.sum().backward()

@@ -67,7 +67,7 @@ def test_the_graph_has_no_gradient_for_them(x: Tensor) -> None:
 def test_training_is_the_same_and_outputs_look_as_in_eager(x: Tensor) -> None:
     module = Scored()
     original = copy.deepcopy(module)
-    fitted = irc.optimize(module, (x,), "100%", profile=False, loss=loss)
+    fitted = irc.optimize(module, (x,), "100%", costs="analytic", loss=loss)
     ours, theirs = fitted(x), original(x)
     for name, tensor in theirs.items():
         assert torch.equal(ours[name], tensor) and ours[name].requires_grad == tensor.requires_grad, name
@@ -83,7 +83,7 @@ def test_training_is_the_same_and_outputs_look_as_in_eager(x: Tensor) -> None:
 
 @pytest.mark.parametrize("name", ["scores", "again", "row"])
 def test_a_gradient_that_was_planned_away_is_refused(name: str, x: Tensor) -> None:
-    fitted = irc.optimize(Scored(), (x,), "100%", profile=False, loss=loss)
+    fitted = irc.optimize(Scored(), (x,), "100%", costs="analytic", loss=loss)
     result = fitted(x)
     with pytest.raises(UnsupportedError, match=r"IRC346.*loss that does not use it") as raised:
         (result["loss"] + result[name].sum()).backward()
@@ -94,7 +94,7 @@ def test_a_gradient_that_was_planned_away_is_refused(name: str, x: Tensor) -> No
 def test_the_same_output_twice_is_used_where_one_of_them_is(x: Tensor) -> None:
     module = Scored()
     original = copy.deepcopy(module)
-    fitted = irc.optimize(module, (x,), "100%", profile=False, loss=lambda r: r["again"].square().mean())
+    fitted = irc.optimize(module, (x,), "100%", costs="analytic", loss=lambda r: r["again"].square().mean())
     pair = [r["scores"].square().mean() + r["again"].sum() for r in (fitted(x), original(x))]
     for a, b in zip(gradients(fitted, pair[0]), gradients(original, pair[1]), strict=True):
         assert a is not None and b is not None and torch.equal(a, b)

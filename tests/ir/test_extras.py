@@ -92,7 +92,7 @@ def test_commands_refuse_without_a_traceback(
 
 
 @pytest.mark.parametrize(
-    "command", ["inspect models.py:mlp --no-profile", "schedule --stages 2 --micro-batches 2"]
+    "command", ["inspect models.py:mlp --costs analytic", "schedule --stages 2 --micro-batches 2"]
 )
 def test_commands_that_need_no_extra_run_without(
     command: str, models: Path, monkeypatch: pytest.MonkeyPatch

@@ -53,7 +53,7 @@ def test_gradients_are_equal_bit_for_bit(case: tuple[nn.Module, torch.Tensor]) -
     """Left out is what torch itself computes otherwise each time: it reads memory that nothing wrote."""
     model, x = case
     original, again = copy.deepcopy(model), copy.deepcopy(model)
-    fitted = irc.optimize(model, (x,), "100%", profile=False, strategy="keep-all")
+    fitted = irc.optimize(model, (x,), "100%", costs="analytic", strategy="keep-all")
     for module in (fitted, original, again):
         module(x).double().pow(2).sum().backward()
     for one, other in zip(original.parameters(), again.parameters(), strict=True):
@@ -78,7 +78,7 @@ def test_one_image_whose_two_gradients_would_take_other_kernels(
     model = nn.Sequential(kind(*channels[:2], kernel), nn.ReLU(), kind(*channels[1:], kernel))
     x = torch.randn(shape)
     original = copy.deepcopy(model)
-    fitted = irc.optimize(model, (x,), "100%", profile=False)
+    fitted = irc.optimize(model, (x,), "100%", costs="analytic")
     for module in (fitted, original):
         module(x).square().sum().backward()
     for mine, theirs in zip(fitted.parameters(), original.parameters(), strict=True):

@@ -77,7 +77,7 @@ def test_a_measured_machine_is_planned_for(command: Run, models: Path, tmp_path:
     assert measured["tiers"]["disk"]["folder"] == str(tmp_path) and measured["seconds"] > 0
     assert min(measured["tiers"]["disk"][f"{way}_bytes_per_second_alone"] for way in ("out", "in")) > 0
     assert this_machine("cpu", tmp_path) is None, "it was stored elsewhere"
-    planning = ["optimize", f"{models}:mlp", "--budget", "90%", "--time-limit", "1", "--profile", path]
+    planning = ["optimize", f"{models}:mlp", "--budget", "90%", "--time-limit", "1", "--costs", path]
     status, text, err = command(*planning, "--json")
     assert status == 0, err
     assert json.loads(text)["costs"] == "analytic:mine"
@@ -156,13 +156,13 @@ def test_a_device_without_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_described_machine_is_planned_for(command: Run, models: Path) -> None:
     step: list[float] = []
     for name in ("cpu", "gtx1080"):
-        status, text, err = command("inspect", f"{models}:mlp", "--json", "--profile", name)
+        status, text, err = command("inspect", f"{models}:mlp", "--json", "--costs", name)
         assert status == 0, err
         found = json.loads(text)
         assert found["costs"] == f"analytic:{name}"
         step.append(found["step_seconds"])
     assert step[1] < step[0]
-    text = command("optimize", f"{models}:mlp", "--budget", "1MB", "--profile", "v100", "--print-passes")[1]
+    text = command("optimize", f"{models}:mlp", "--budget", "1MB", "--costs", "v100", "--print-passes")[1]
     assert "cost{profile=v100," in text
 
 
@@ -170,16 +170,16 @@ def test_the_module_takes_the_path_of_a_machine(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     path.write_text(json.dumps(replace(machine_named("gtx1080"), name="lent").to_json()))
     layers = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
-    fitted = irc.optimize(layers, torch.randn(4, 8), "100%", profile=str(path), time_limit=1.0)
+    fitted = irc.optimize(layers, torch.randn(4, 8), "100%", costs=str(path), time_limit=1.0)
     assert fitted.plan.costs == "analytic:lent"
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["--profile", "abacus"], "IRC410", "no machine is called 'abacus'"),
-        (["--profile", "missing.json"], "IRC414", "missing.json cannot be read"),
-        (["--profile", "gtx1080", "--passes", "cost,select-checkpoints{budget=1GB}"], "IRC400", "exclude"),
+        (["--budget", "1MB", "--costs", "abacus"], "IRC410", "no machine is called 'abacus'"),
+        (["--budget", "1MB", "--costs", "missing.json"], "IRC414", "missing.json cannot be read"),
+        (["--costs", "gtx1080", "--passes", "cost,select-checkpoints{budget=1GB}"], "IRC400", "exclude"),
     ],
 )
 def test_a_machine_that_is_none_is_refused(
@@ -188,12 +188,6 @@ def test_a_machine_that_is_none_is_refused(
     status, out, err = command("optimize", f"{models}:mlp", *arguments)
     assert status == 2 and out == "" and err.startswith(f"error[{code}]: ") and said in err
     assert "\n  help: " in err
-
-
-def test_a_model_in_the_place_of_a_machine_is_named(command: Run, models: Path) -> None:
-    for model in (f"{models}:mlp", "package.module:factory"):
-        _, _, err = command("optimize", "--profile", model, "--budget", "60%")
-        assert "put --profile last" in err
 
 
 # ---------------------------------------------------------------------- tiers

@@ -34,8 +34,8 @@ CASES: dict[str, str] = {
     "mlp-min-cut": "mlp --budget 80% --strategy min-cut",
     "mlp-in-flight": "mlp --budget 75% --forwards-in-flight 2",
     "mlp-keep": "mlp --budget 80% --keep 3 --recompute 5",
-    "mlp-swap": "mlp --budget 330000 --swap disk:{scratch}:1GiB --profile gtx1080",
-    "unet-lms": "unet --budget 1800000 --swap disk:{scratch}:1GiB --strategy lms --profile gtx1080",
+    "mlp-swap": "mlp --budget 330000 --swap disk:{scratch}:1GiB --costs gtx1080",
+    "unet-lms": "unet --budget 1800000 --swap disk:{scratch}:1GiB --strategy lms --costs gtx1080",
     "frozen": "frozen --budget 310000",
     "heavy-adamw": "heavy --budget 100% --optimizer adamw:lr=1e-3",
     "heavy-params": "heavy --budget 70% --optimizer adamw:lr=1e-3 --swap disk:{scratch}:1GiB"
@@ -43,7 +43,7 @@ CASES: dict[str, str] = {
     "resnet-100": "resnet --budget 100%",
     "resnet-70": "resnet --budget 70%",
     "resnet-low": "resnet --budget 530000",
-    "resnet-swap": "resnet --budget 660000 --swap host:1GiB --profile gtx1080",
+    "resnet-swap": "resnet --budget 660000 --swap host:1GiB --costs gtx1080",
     "resnet-block": "resnet --budget 80% --strategy per-block",
     "unet-70": "unet --budget 70%",
     "unet-none": "unet --budget 90% --strategy keep-none",
@@ -75,8 +75,8 @@ def _made(case: str, folder: Path) -> dict[str, object]:
     scratch = folder / "scratch"
     scratch.mkdir()
     model, *options = CASES[case].format(scratch=scratch).split()
-    if "--profile" not in options and "--passes" not in options:
-        options.append("--no-profile")
+    if "--costs" not in options and "--passes" not in options:
+        options += ["--costs", "analytic"]
     target = folder / "out"
     factory = f"{HERE / 'models.py'}:{model}"
     assert main(["optimize", factory, *options, "-q", "-o", str(target)]) == 0

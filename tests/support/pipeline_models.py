@@ -269,7 +269,7 @@ def run_probes(rank: int, ranks: int, meeting: str, results: str) -> None:
         return result
 
     pipe = irc.pipeline(
-        model, args, "64MiB", stages=2, micro_batches=2, loss=loss, profile=False, time_limit=0.5
+        model, args, "64MiB", stages=2, micro_batches=2, loss=loss, costs="analytic", time_limit=0.5
     )
     trainer = pipe.start(group=pairs[rank // 2])
     optimizer = torch.optim.SGD(trainer.parameters(), 0.1)

@@ -32,7 +32,7 @@ def planned(
 ) -> Pipeline:
     """As `irc.pipeline`; a model is captured once for each number of micro-batches."""
     request = PipelineRequest(
-        ranks, micro_batches, budget, schedule, profile=False, time_limit=0.5, **options
+        ranks, micro_batches, budget, schedule, costs="analytic", time_limit=0.5, **options
     )
     request.check()
     captured = captured_once(model, micro_batches)

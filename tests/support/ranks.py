@@ -64,7 +64,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 def replanned(module: nn.Module, x: Tensor) -> Any:
     """A fitted module that plans other calls."""
-    return irc.optimize(module, x, "1GiB", profile=False, strategy="eviction")
+    return irc.optimize(module, x, "1GiB", costs="analytic", strategy="eviction")
 
 
 def train(
@@ -270,7 +270,7 @@ def sharded(
 
 
 def _accumulating(module: nn.Module, x: Tensor) -> Any:
-    return irc.optimize(module, x, "100%", profile=False, time_limit=1, accumulate_gradients=True)
+    return irc.optimize(module, x, "100%", costs="analytic", time_limit=1, accumulate_gradients=True)
 
 
 def fsdp1() -> str:
@@ -310,7 +310,7 @@ def refused_step(code: str, shard: Shard) -> str:
 def refused_plan(code: str, shard: Shard) -> str:
     model = Net()
     shard(model, init_device_mesh("cpu", (RANKS,)))
-    return refused(code, lambda: irc.optimize(model, batches(0)[0], "100%", profile=False))
+    return refused(code, lambda: irc.optimize(model, batches(0)[0], "100%", costs="analytic"))
 
 
 def refused_wrapper() -> str:
@@ -324,7 +324,7 @@ def refused_wrapper() -> str:
 
 def refused_release(**options: Any) -> str:
     """Gradients that never reach DDP."""
-    ours = irc.optimize(Net(), batches(0)[0], "100%", profile=False, time_limit=1, **options)
+    ours = irc.optimize(Net(), batches(0)[0], "100%", costs="analytic", time_limit=1, **options)
     wrapped = DistributedDataParallel(ours)
     return refused("IRC509", lambda: wrapped(batches(0)[0]))
 

@@ -25,7 +25,7 @@ from irc import BudgetError, Plan
 from irc.passes import PassManager, parse_passes
 from irc.tools import cli
 
-FAST = ["--no-profile", "--time-limit", "1"]
+FAST = ["--costs", "analytic", "--time-limit", "1"]
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(package.__file__).parents[1])}
 
@@ -116,7 +116,7 @@ def test_the_journey_of_an_onnx_file(irc: Run, tmp_path: Path) -> None:
     ]
     assert irc(*argv) == (0, "", "")
     assert irc("run", out, "--check", "-q") == (0, "", "")
-    status, text, _ = irc("inspect", path, "--input", "x=16x8", "--no-profile")
+    status, text, _ = irc("inspect", path, "--input", "x=16x8", "--costs", "analytic")
     assert status == 0 and "float32[16, 8]" in text
 
 
@@ -157,7 +157,7 @@ def test_a_file_with_open_axes(irc: Run, tmp_path: Path) -> None:
     report = json.loads(irc("inspect", path, "--json")[1])
     assert report["inputs"] == {"x": "float32[n, 8]"} and report["outputs"] == {"y": ["2*n", 8]}
     assert [row["name"] for row in report["weights"]] == ["w0"] and "baseline_peak_bytes" not in report
-    bound = json.loads(irc("inspect", path, "--batch", 3, "--json", "--no-profile")[1])
+    bound = json.loads(irc("inspect", path, "--batch", 3, "--json", "--costs", "analytic")[1])
     assert bound["outputs"] == {"y": [6, 8]} and bound["baseline_peak_bytes"] > 0
 
 
@@ -172,12 +172,12 @@ def test_a_file_with_a_list_as_input(irc: Run, tmp_path: Path) -> None:
 
 
 def test_inspect_as_json_and_quiet(irc: Run, models: Path) -> None:
-    status, text, _ = irc("inspect", f"{models}:mlp", "--json", "--no-profile", "--top", 3)
+    status, text, _ = irc("inspect", f"{models}:mlp", "--json", "--costs", "analytic", "--top", 3)
     found = json.loads(text)
     assert status == 0 and len(found["largest"]) == 3
     assert found["roles"]["parameter"] == {"count": 16, "bytes": 8 * (32 * 32 + 32) * 4}
     assert found["floor_bytes"] <= found["minimum_budget_bytes"] < found["baseline_peak_bytes"]
-    assert irc("inspect", f"{models}:mlp", "--no-profile", "-q") == (0, "", "")
+    assert irc("inspect", f"{models}:mlp", "--costs", "analytic", "-q") == (0, "", "")
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 from irc.ir import Plan, parse_program
 from irc.tools import cli
 
-FAST = ["--no-profile", "--time-limit", "1"]
+FAST = ["--costs", "analytic", "--time-limit", "1"]
 
 
 def test_a_factory_s_modules_are_kept_and_recomputed(
@@ -37,7 +37,7 @@ def test_the_smallest_budget_is_that_under_the_annotations(
 ) -> None:
     found: list[int] = []
     for options in ([], [part for k in range(16) for part in ("--keep", str(k))]):
-        assert cli.main(["inspect", f"{models}:mlp", "--no-profile", "--json", *options]) == 0
+        assert cli.main(["inspect", f"{models}:mlp", "--costs", "analytic", "--json", *options]) == 0
         report = json.loads(capsys.readouterr().out)
         found.append(report["minimum_budget_bytes"])
         baseline = report["baseline_peak_bytes"]

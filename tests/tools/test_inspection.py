@@ -18,7 +18,7 @@ from irc.tools.model_report import inspect_program
 def program(models: Path, name: str) -> Program:
     loaded = load(Source(f"{models}:{name}"))
     captured = capture(loaded.module, loaded.args, loss=training_loss)
-    return PassManager(cost_passes(None)).run(Program(captured.graph))
+    return PassManager(cost_passes("measured")).run(Program(captured.graph))
 
 
 @pytest.mark.parametrize("name", ["mlp", "noisy", "tied"])

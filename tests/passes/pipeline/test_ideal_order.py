@@ -46,7 +46,7 @@ def planned(model: nn.Module, x: Tensor, partition: str = "best") -> Pipeline:
         "64MiB",
         stages=2,
         micro_batches=4,
-        profile="cpu",
+        costs="cpu",
         time_limit=4,
         link="10MB",
         partition=partition,

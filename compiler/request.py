@@ -311,7 +311,7 @@ def renamed(name: str, value: Any, old_name: str, old_value: Any) -> Any:
 
 def renamed_costs(costs: str, profile: bool | str | None) -> str:
     """The value of `costs`, which `profile` was before, as of `renamed`."""
-    named = {True: "thorough", False: "analytic"}.get(profile, profile) if profile is not None else None
+    named = ("thorough" if profile else "analytic") if isinstance(profile, bool) else profile
     if named is not None:
         warnings.warn(f"profile={profile!r} is now costs={named!r}", DeprecationWarning, stacklevel=3)
     return costs if named is None else named

@@ -79,12 +79,12 @@ EXAMPLE = "irc.example."
 _FILES = ("plan.json", "program.irc", "model.py", "weights.safetensors")
 PIPELINE_FILE = "pipeline.json"
 STAGE_FILE = re.compile(r"stage-[0-9]+\.(irc|py)")
-"""What the folder of a pipeline has."""
+"""The files of a pipeline's folder."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """What a folder holds.
+    """The contents of a written folder.
 
     Args:
         plan: The certificate.
@@ -97,7 +97,7 @@ class Written:
         deliveries: How the flat result is made.
         workspace_bytes: Workspace of each operation, by name, as the plan counted it.
         not_saved: Buffers that the model's own `state_dict()` does not have.
-        places: Where the tiers are that the program copies to.
+        tier_configs: The configurations of the tiers that the program copies to.
         optimizer: Makes the optimizers that take their steps within backward; None where none does.
     """
 
@@ -110,7 +110,7 @@ class Written:
     deliveries: tuple[Delivery, ...]
     workspace_bytes: dict[str, int]
     not_saved: frozenset[str]
-    places: tuple[TierConfig, ...] = ()
+    tier_configs: tuple[TierConfig, ...] = ()
     optimizer: DescribedOptimizer | None = None
 
     def module(self) -> StandaloneModule:
@@ -131,7 +131,9 @@ class Written:
             for tensor in self.state.values()
         }
         state = {name: copies[id(tensor)] for name, tensor in self.state.items()}
-        return StandaloneModule(self.program, state, self.deliveries, self.plan, self.places, self.optimizer)
+        return StandaloneModule(
+            self.program, state, self.deliveries, self.plan, self.tier_configs, self.optimizer
+        )
 
 
 def check_target(folder: Path) -> None:
@@ -245,7 +247,7 @@ def _write_files(
             if costs.workspace_bytes[node]
         },
         "optimizer": str(optimizer) if applies else None,
-        "places": [place_to_json(place) for place in optimized.places],
+        "tier_configs": [tier_to_json(config) for config in optimized.tier_configs],
         "not_saved": sorted(
             {name for name, _ in optimized.module.named_buffers(remove_duplicate=False)}
             - set(optimized.module.state_dict())
@@ -289,7 +291,7 @@ def _tensors(optimized: Optimized, examples: tuple[Tensor, ...]) -> dict[str, Te
 
 
 def read_folder(folder: Path) -> Written:
-    """What `write_folder` wrote: parsed, verified against its plan, compiled and ready to train.
+    """Reads what `write_folder` wrote: parsed, verified against its plan, compiled and ready to train.
 
     Raises:
         UsageError: IRC431 when a file is missing or damaged; IRC433 when the program's device is missing.
@@ -309,7 +311,7 @@ def read_folder(folder: Path) -> Written:
         source = Source(**described["source"])
         by_name = {str(name): int(nbytes) for name, nbytes in described["workspace_bytes"].items()}
         not_saved = frozenset(str(name) for name in described["not_saved"])
-        places = tuple(place_from_json(row) for row in described.get("places", ()))
+        tier_configs = tuple(tier_from_json(row) for row in described.get("tier_configs", ()))
         text = described.get("optimizer")
         optimizer = None if text is None else parse_optimizer(text)
     with undamaged(folder / "program.irc"):
@@ -334,7 +336,7 @@ def read_folder(folder: Path) -> Written:
         deliveries=deliveries,
         workspace_bytes=by_name,
         not_saved=not_saved,
-        places=places,
+        tier_configs=tier_configs,
         optimizer=optimizer,
     )
 
@@ -363,18 +365,21 @@ def undamaged(file: Path) -> Generator[None]:
         ) from error
 
 
-_PLACES: dict[str, type[DiskTierConfig | HostTierConfig]] = {"disk": DiskTierConfig, "host": HostTierConfig}
+_TIER_KINDS: dict[str, type[DiskTierConfig | HostTierConfig]] = {
+    "disk": DiskTierConfig,
+    "host": HostTierConfig,
+}
 
 
-def place_to_json(place: TierConfig) -> dict[str, Any]:
-    """As JSON; `place_from_json` reads it."""
-    return {"kind": place.kind, **asdict(place)}
+def tier_to_json(config: TierConfig) -> dict[str, Any]:
+    """Returns the tier's configuration as JSON; `tier_from_json` reads it."""
+    return {"kind": config.kind, **asdict(config)}
 
 
-def place_from_json(row: dict[str, Any]) -> TierConfig:
-    """The place that `place_to_json` wrote."""
+def tier_from_json(row: dict[str, Any]) -> TierConfig:
+    """Reads what `tier_to_json` wrote."""
     known = dict(row)
-    return _PLACES[known.pop("kind")](**known)
+    return _TIER_KINDS[known.pop("kind")](**known)
 
 
 _OPERATION: Any = type(torch.ops.aten.relu.default)
@@ -516,7 +521,7 @@ def _check_deliveries(schedule: Schedule, deliveries: tuple[Delivery, ...]) -> N
 
 
 def delivery_to_json(delivery: Delivery) -> dict[str, Any]:
-    """How a leaf of the result is made, as JSON.
+    """Returns the delivery of a leaf of the result as JSON.
 
     Raises:
         UnsupportedError: IRC434 for a constant that no JSON file holds.
@@ -538,7 +543,7 @@ def delivery_to_json(delivery: Delivery) -> dict[str, Any]:
 
 
 def delivery_from_json(row: dict[str, Any]) -> Delivery:
-    """What `delivery_to_json` wrote."""
+    """Reads what `delivery_to_json` wrote."""
     view = row["view"]
     if view is not None:
         view = (tuple(view[0]), tuple(view[1]), int(view[2]))

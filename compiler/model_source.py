@@ -34,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model comes from; kept in a written folder, so that it can be compared with the original.
+    """The origin of a model; kept in a written folder, so that it can be compared with the original.
 
     Args:
         model: `file.onnx`, `package.module:factory` or `file.py:factory`.
@@ -168,7 +168,7 @@ def _from_factory(source: Source) -> Loaded:
 
 
 def _checked(model: str, made: object) -> Loaded:
-    """What a factory returned, if it is a module and its arguments."""
+    """Returns what a factory returned, if it is a module and its arguments."""
     help = "a factory returns (module, example_args), the arguments as a tuple of tensors"
     if not isinstance(made, tuple):
         raise UsageError("IRC422", f"{model} returned {type(made).__name__}, not a pair", help=help)
@@ -298,7 +298,7 @@ def parse_role(text: str) -> tuple[str, str]:
 
 
 def training_loss(result: Any) -> Tensor:
-    """What the command line trains with: a result that is a scalar, else the mean squares of its floats."""
+    """Returns the command line's loss: a result that is a scalar, else the mean squares of its floats."""
     from ..torch_support.pytree import flatten
 
     leaves = (leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor) and leaf.requires_grad)

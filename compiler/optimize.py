@@ -31,19 +31,19 @@ __all__ = ["Optimized", "optimize", "optimize_module"]
 
 @dataclass(frozen=True)
 class Optimized:
-    """All that optimizing a module gives.
+    """The results of optimizing a module.
 
     Args:
         module: The module that trains within the budget.
         captured: The original as a graph.
         program: The graph with costs, schedule and plan.
-        places: Where the tiers are that the module may copy to.
+        tier_configs: The configurations of the tiers that the module may copy to.
     """
 
     module: nn.Module
     captured: Captured
     program: Program
-    places: tuple[TierConfig, ...] = ()
+    tier_configs: tuple[TierConfig, ...] = ()
 
     @property
     def plan(self) -> Plan:
@@ -197,12 +197,12 @@ def optimize_module(
     model = unfitted(model)
     refuse_hooks(model)
     device = device_of(model, leaves)
-    places = request.tier_configs(device)
+    tier_configs = request.tier_configs(device)
     have_offloaded = isinstance(request.plan, PlanMemory) and bool(request.plan.which)
-    check_tier_configs(places, {str(device)}, have_offloaded=have_offloaded)
+    check_tier_configs(tier_configs, {str(device)}, have_offloaded=have_offloaded)
     plans_eval = not model.training
-    cache = PlanCacheState(compile_call, request.on(device), request.plans, plans_eval, tiers=places)
+    cache = PlanCacheState(compile_call, request.on(device), request.plans, plans_eval, tiers=tier_configs)
     fitted, plans = bind(model, cache)
     made = plans.warm(fitted, args, dict(kwargs or {}))
     assert isinstance(made, CompiledCall)
-    return Optimized(fitted, made.captured, made.program, places)
+    return Optimized(fitted, made.captured, made.program, tier_configs)

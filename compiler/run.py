@@ -27,7 +27,7 @@ __all__ = ["Report", "check_folder"]
 
 @dataclass(frozen=True)
 class Report:
-    """What a run showed.
+    """The measurements of a run.
 
     Args:
         budget_bytes: What was asked for.
@@ -226,7 +226,7 @@ def _measured_alone(written: Written) -> int:
 
 
 def _state_bytes(optimizers: Iterable[Optimizer]) -> int:
-    """What the state of optimizers takes, on the device and in tiers."""
+    """Returns the bytes of the optimizers' state, on the device and in tiers."""
     tensors = (
         value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()
     )
@@ -234,7 +234,7 @@ def _state_bytes(optimizers: Iterable[Optimizer]) -> int:
 
 
 def _trained(seen: Comparison) -> str:
-    """How far apart the steps were: by gradients, or by the parameters where an optimizer takes them."""
+    """Returns the differences of the steps: by gradients, or by the parameters if an optimizer takes them."""
     if seen.parameters is None:
         return (
             f"largest gradient difference {seen.gradient_difference:.3g} (largest gradient "

@@ -1,4 +1,4 @@
-"""What a model needs to train: its tensors by role, its largest storages, its peak, its smallest budget."""
+"""A report of what a model needs to train: tensors by role, largest storages, peak, smallest budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an ONNX file takes and gives, and what becomes of each of its weights and constants."""
+"""A report of an ONNX file: its inputs and outputs, and what becomes of each of its weights and constants."""
 
 from __future__ import annotations
 

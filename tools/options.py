@@ -121,7 +121,7 @@ def add_verbosity(parser: argparse.ArgumentParser) -> None:
 
 
 def source_of(options: argparse.Namespace) -> Source:
-    """Where the model comes from, as the options say it."""
+    """Returns the origin of the model, as the options say it."""
     from ..compiler.model_source import Source, parse_constant, parse_input, parse_role
 
     if options.batch is not None and options.batch <= 0:
@@ -154,7 +154,7 @@ def model_name(model: str) -> str:
 
 
 def optimizer_of(options: argparse.Namespace) -> DescribedOptimizer | None:
-    """What --optimizer names."""
+    """Returns the optimizer that --optimizer names."""
     if options.optimizer is None:
         return None
     from ..compiler.optimizers import parse_optimizer

@@ -18,7 +18,7 @@ from .options import (
 __all__ = ["add"]
 
 _PIPED_COLUMNS = 160
-"""How wide tables are if they do not go to a terminal."""
+"""The width of tables that do not go to a terminal."""
 
 
 def add(commands: Commands) -> None:

@@ -31,16 +31,16 @@ __all__ = ["StepBudget"]
 _LOG = logging.getLogger(__name__)
 
 _PARTS = 64
-"""So many runs, each above certain others, are known at once."""
+"""The number of runs, each above certain others, that are known at once."""
 
 _OTHERS = 4
-"""So many choices are kept of a run, beside the one that was planned with the others of its step."""
+"""The number of choices kept of a run, beside the one that was planned with the others of its step."""
 
 _FIRST_LOOK = 8
 """A new graph above others is first planned in one part in so many of the time limit."""
 
 _SPARE = 128
-"""Where more is alive than at the last planning, one part in so many of the budget is left for more of it."""
+"""One part in this many of the budget is left for more, if what is alive grew since the last planning."""
 
 
 class StepBudget:
@@ -149,7 +149,7 @@ class StepBudget:
     # ------------------------------------------------------------------ who is who
 
     def _part(self, variant: Variant) -> Subgraph:
-        """What a run is in its step: a graph above those that wait."""
+        """Returns the run as a part of its step: a graph above those that wait."""
         waiting = [pending_run.subgraph for pending_run in self.pending_runs]
         parent = waiting[-1] if waiting else None
         is_chain = parent is None or [*parent.below, parent] == waiting
@@ -208,7 +208,7 @@ class StepBudget:
     # ------------------------------------------------------------------ what is alive around a run
 
     def _look(self, run: Run) -> tuple[_Now, bool]:
-        """What is alive around a run and around those that wait; and whether it is more than ever before."""
+        """Returns the memory alive around a run and those that wait, and whether it never was more."""
         alive_bytes = self.alive.alive_bytes()
         graph = run.variant.graph
         handed_bytes = outputs_bytes(graph)
@@ -240,7 +240,7 @@ class StepBudget:
         ]
 
     def _loose_beside(self, run: Run) -> int:
-        """What the losses of other runs hold while this one runs backward: the gradients of outputs.
+        """Returns the bytes of output gradients that losses of other runs hold while this one runs backward.
 
         A run that this one does not depend on may have a loss of its own, which still waits for its backward.
         """
@@ -427,7 +427,7 @@ class StepBudget:
 
 @dataclass(frozen=True)
 class _Now:
-    """What is alive around a run, and around the backwards of the runs that wait, whatever is chosen.
+    """The memory alive around a run, and around the backwards of the runs that wait, whatever is chosen.
 
     Args:
         run: The run.
@@ -447,7 +447,7 @@ class _Now:
 
     @property
     def waiting_bytes(self) -> int:
-        """What those that wait have saved."""
+        """The bytes that the runs that wait have saved."""
         return sum(pending_run.choice.footprint.saved_bytes for pending_run in self.pending_runs)
 
     @property

@@ -24,7 +24,7 @@ _Record = TypeVar("_Record")
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What points belong to; points of two identities do not mix.
+    """The run that points belong to; points of two identities do not mix.
 
     Args:
         irc: Its version.
@@ -58,7 +58,7 @@ class Identity:
         )
 
     def differences(self, other: Identity) -> str:
-        """What differs, in words."""
+        """Describes the differences."""
         words = {
             "irc": "version of irc",
             "program": "model",
@@ -106,7 +106,7 @@ def check_folder(folder: Path, *, restart: bool = False) -> None:
 
 @dataclass
 class Journal:
-    """What is known so far of a front; with a folder, on disk at once.
+    """The points known so far of a front; with a folder, on disk at once.
 
     Args:
         folder: Where `points.jsonl` stands; None keeps everything in memory.

@@ -52,7 +52,7 @@ def _panels(figure: Figure, front: Front) -> list[Axes]:
 
 
 def steps(front: Front) -> tuple[list[int], list[float], list[float]]:
-    """What is known at any memory, between the budgets too.
+    """Returns the best overhead and bound known at any memory, between the budgets too.
 
     With memory between two peaks the plan with the smaller one is the best known; a bound holds for all
     memory up to its budget.
@@ -162,7 +162,7 @@ def _draw_knee(axes: Axes, front: Front) -> None:
 
 
 def _draw_copies(axes: Axes, front: Front) -> None:
-    """What each plan copies to each tier, at the memory that it takes; the next plan begins at its own."""
+    """Draws the bytes that each plan copies to each tier, at the memory that it takes."""
     divisor, unit, _ = memory_unit(front.survey.baseline_bytes)
     plans = {point.peak_bytes: point for point in reversed(front.points)}
     right = max(front.survey.baseline_bytes, *plans)

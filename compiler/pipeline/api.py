@@ -208,7 +208,7 @@ def _agreed(
                 captured, stages, considered = choice.captured, choice.stages, choice.considered
             else:
                 stages = plan_stages(captured, request)
-            said = [(stages.texts(), stages.places, considered)]
+            said = [(stages.texts(), stages.tier_configs, considered)]
         except IrcError as error:
             failure, said = error, [str(error)]
     dist.broadcast_object_list(said)
@@ -216,7 +216,7 @@ def _agreed(
         raise failure
     if isinstance(said[0], str):
         raise UsageError("IRC484", f"planning failed on the first rank: {said[0]}")
-    (plan_text, order_text, *texts), places, considered = said[0]
+    (plan_text, order_text, *texts), tier_configs, considered = said[0]
     plan = PipelinePlan.from_json(json.loads(plan_text))
     if captured is None:
         captured = capture(plan.micro_batches)
@@ -230,6 +230,6 @@ def _agreed(
         captured.constants,
         plan,
         request.optimizer,
-        places,
+        tier_configs,
     )
     return Pipeline(model, captured, stages, loss, considered)

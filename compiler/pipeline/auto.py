@@ -57,7 +57,7 @@ def _many(count: int, what: str) -> str:
 
 
 def considered_lines(considered: Sequence[Considered]) -> list[str]:
-    """What was looked at, for a person: plans one by one, the others by why there is none.
+    """Describes the candidates for a person: plans one by one, the others by why there is none.
 
     Devices are named where they differ.
     """
@@ -159,7 +159,7 @@ def choose(capture: Callable[[int], Captured], request: PipelineRequest, batch: 
 
 
 class _Choosing:
-    """What was looked at so far, and the best of it."""
+    """The candidates considered so far, and the best of them."""
 
     def __init__(self, request: PipelineRequest, deadline: float) -> None:
         self.request = request
@@ -180,7 +180,7 @@ class _Choosing:
             self.considered.append(self._considered(candidate, len(candidates) - number))
 
     def _considered(self, candidate: _Candidate, left: int) -> Considered:
-        """What comes of a candidate, of so many that are left."""
+        """Plans one candidate, of the given number that are left."""
         seconds = self.deadline - time.monotonic()
         if self.best is not None and candidate.bound_seconds >= self.best[1].plan.step_seconds:
             return candidate.considered(why_not="no plan can be shorter than the best one")
@@ -222,7 +222,7 @@ def _considered(request: PipelineRequest, why_not: str) -> Considered:
 
 @dataclass(frozen=True)
 class _Candidates:
-    """What may be planned, the shortest estimated step first, and what may not.
+    """The candidates to plan, the shortest estimated step first, and those refused.
 
     Args:
         found: What may be planned.
@@ -328,4 +328,4 @@ def _micro_batches(request: PipelineRequest, batch: int) -> list[int]:
 
 
 _EACH_POWER = 2
-"""So many numbers of micro-batches are looked at from one power of two to the next."""
+"""The count of micro-batch numbers tried from one power of two to the next."""

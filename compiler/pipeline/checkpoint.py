@@ -24,7 +24,7 @@ from .agreement import first_failure, said_by_all
 __all__ = ["load_checkpoint", "load_state", "save_checkpoint"]
 
 _MODEL, _STATE = "model.", "optimizer."
-"""What the names of entries begin with: then comes the model's name, for state also what it is there."""
+"""The prefixes of the entries' names; the model's name follows, for state also its key there."""
 
 _METADATA = ".metadata"
 """The file by which torch knows a checkpoint."""
@@ -193,14 +193,14 @@ def _alone_without_a_warning() -> Generator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong, in a line: on the first rank where it did."""
+    """Returns the first rank's failure, in a line."""
     if isinstance(error, dcp.api.CheckpointException):
         error = min(error.failures.items())[1][0]
     return first_line(error)
 
 
 def _known(folder: Path) -> Mapping[str, Any]:
-    """What a checkpoint holds, by the names of its entries."""
+    """Reads the entries of a checkpoint, by name."""
     try:
         return dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     except Exception as error:  # whatever unpickling meets

@@ -59,7 +59,7 @@ def micro_batches_of(args: Sequence[Any], count: int) -> list[tuple[Any, ...]]:
 
 @dataclass(frozen=True)
 class PlannedCall:
-    """How the model was called when its pipeline was planned.
+    """The call that the pipeline was planned for.
 
     Args:
         model: What was planned.

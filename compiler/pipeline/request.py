@@ -1,4 +1,4 @@
-"""What a pipeline is asked to be: devices, micro-batches, schedule, and what stages compute again."""
+"""The request of a pipeline: devices, micro-batches, schedule, and what stages compute again."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _check_name(name: str) -> None:
 
 @dataclass(frozen=True)
 class PipelineRequest:
-    """What a pipeline is asked to be.
+    """All options of a pipeline, checked.
 
     Args:
         devices: How many devices it runs on; `auto` for as many of those in `budget` as are best.
@@ -172,14 +172,14 @@ class PipelineRequest:
 
     @property
     def count_of_devices(self) -> int:
-        """How many devices there are to choose from."""
+        """The number of devices to choose from."""
         if isinstance(self.devices, int):
             return self.devices
         return 1 if isinstance(self.budget, int | str) else len(self.budget)
 
     @property
     def count_of_micro_batches(self) -> int:
-        """How many micro-batches there are, where that is not open."""
+        """The number of micro-batches, if it is not open."""
         assert isinstance(self.micro_batches, int), "the number of micro-batches is open"
         return self.micro_batches
 

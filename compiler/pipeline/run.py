@@ -36,7 +36,7 @@ _LIMIT = datetime.timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank saw.
+    """The measurements of one rank.
 
     Args:
         budget_bytes: Of its device.
@@ -82,7 +82,7 @@ class PipelineReport:
 
     @property
     def failures(self) -> list[str]:
-        """What was promised and not kept."""
+        """The promises that were not kept."""
         found: list[str] = []
         for index, rank in enumerate(self.ranks):
             most = min(rank.predicted_bytes, rank.budget_bytes)
@@ -311,7 +311,7 @@ def _needed(written: WrittenPipeline, trainer: PipelineTrainer) -> list[Tensor]:
 
 
 def _static_bytes(trainer: PipelineTrainer, examples: Sequence[Tensor]) -> int:
-    """What is there between steps: parameters, gradients, state, buffers, constants and the batch."""
+    """Returns the bytes between steps: parameters, gradients, state, buffers, constants and the batch."""
     order = trainer.stages.order
     mine = range(order.stages) if trainer.is_alone else order.stages_on(dist.get_rank())
     programs = [trainer.programs[stage] for stage in mine]

@@ -45,7 +45,7 @@ class Stages:
         constants: Tensors that the model's code creates from nothing.
         plan: The certificate.
         optimizer: Makes the optimizer that the plan counts; None where it counts none.
-        places: Where the tiers are that stages copy to.
+        tier_configs: The configurations of the tiers that stages copy to.
     """
 
     order: PipelineSchedule
@@ -55,7 +55,7 @@ class Stages:
     constants: Mapping[str, Tensor]
     plan: PipelinePlan
     optimizer: OptimizerFactory | None = None
-    places: tuple[TierConfig, ...] = ()
+    tier_configs: tuple[TierConfig, ...] = ()
 
     def texts(self) -> list[str]:
         """Plan, order and schedules as texts."""
@@ -105,7 +105,7 @@ class PipelineTrainer:
             [compile_program(schedule, stages.constants) for schedule in schedules]
             for schedules in (stages.schedules, stages.last_schedules)
         )
-        tiers = Tiers(stages.places)
+        tiers = Tiers(stages.tier_configs)
         for program in (*self.programs, *last_programs):
             tiers.check(program.copies)
         devices = stages.plan.devices
@@ -232,7 +232,7 @@ class PipelineTrainer:
         return made
 
     def parameters(self) -> list[nn.Parameter]:
-        """What this rank trains: the parameters of its stages, each once."""
+        """The parameters of this rank's stages, each once."""
         found = {id(parameter): parameter for parameter in self.rank.parameters.values()}
         return [parameter for parameter in found.values() if parameter.requires_grad]
 

@@ -183,7 +183,7 @@ def test_what_lives_in_a_tier_is_there_before_the_first_step(swapped: Path) -> N
     assert offloaded_parameters
     state = {name: tensor.clone() for name, tensor in written.state.items()}
     module = StandaloneModule(
-        written.program, state, written.deliveries, written.plan, written.places, written.optimizer
+        written.program, state, written.deliveries, written.plan, written.tier_configs, written.optimizer
     )
     assert module.tiers.held_bytes["disk"] >= sum(copied.nbytes for copied in offloaded_parameters.values())
     for name, parameter in module.named_parameters():
@@ -290,7 +290,7 @@ def test_folders_without_an_optimizer(here: Path) -> None:
     out = optimized(here, "mlp")
     plan = json.loads((out / "plan.json").read_text())
     assert plan["optimizer"] is None
-    for key in ("optimizer", "offloaded_bytes", "places"):  # as earlier versions wrote it
+    for key in ("optimizer", "offloaded_bytes", "tier_configs"):  # as earlier versions wrote it
         del plan[key]
     (out / "plan.json").write_text(json.dumps(plan))
     assert check_folder(read_folder(out), 2, with_original=True).failures == ()

@@ -182,7 +182,7 @@ def test_the_command_swaps(
     out = capsys.readouterr().out
     assert re.search(r"copies  [0-9.]+ [KM]iB to disk and", out), out
     described = json.loads((folder / "plan.json").read_text())
-    (place,) = described["places"]
+    (place,) = described["tier_configs"]
     assert (place["kind"], place["name"], place["folder"]) == ("disk", "disk", str(scratch))
     assert place["capacity_bytes"] == 1 << 30
     assert "offload @" in (folder / "program.irc").read_text()

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.model_files import planned_folder
 
 from irc.backends.torch import StandaloneModule
 from irc.compiler.artifact import Written, read_folder
@@ -60,8 +61,8 @@ def frozen():
     return nn.Linear(8, 8).requires_grad_(False), (torch.randn(4, 8, requires_grad=True),)
 '''
 
-FAST = ("--costs", "analytic", "--time-limit", "1", "-q")
-AMPLE = ("--costs", "analytic", "--time-limit", "60", "-q")
+FAST = ("--costs", "analytic", "--time-limit", "1")
+AMPLE = ("--costs", "analytic", "--time-limit", "60")
 """A search for homes that is cut short may find nothing; one of this model ends by itself."""
 
 
@@ -74,10 +75,7 @@ def here(models: Path) -> Path:
 def optimized(
     here: Path, name: str, *options: str, budget: str = "90%", search: Sequence[str] = FAST
 ) -> Path:
-    out = here.parent / "out"
-    argv = ["optimize", f"{here}:{name}", "--budget", budget, *search, "-o", str(out), *options]
-    assert cli.main(argv) == 0
-    return out
+    return planned_folder(here, name, "--budget", budget, *search, *options)
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +101,7 @@ def ordinary(here: Path, name: str, text: str, steps: int) -> dict[str, torch.Te
 # ---------------------------------------------------------------------- the whole way
 
 
+@pytest.mark.slow
 def test_a_model_larger_than_its_budget_trains(
     swapped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -173,6 +172,7 @@ def test_a_described_optimizer_lets_a_fitted_module_be_pickled(here: Path) -> No
 # ---------------------------------------------------------------------- memory
 
 
+@pytest.mark.slow
 def test_what_lives_in_a_tier_is_there_before_the_first_step(swapped: Path) -> None:
     written = read_folder(swapped)
     offloaded_parameters = {
@@ -198,6 +198,7 @@ def test_what_lives_in_a_tier_is_there_before_the_first_step(swapped: Path) -> N
     assert module.tiers.held_bytes["disk"] > held_bytes, "the first step makes the state"
 
 
+@pytest.mark.slow
 def test_the_originals_peak_is_that_of_its_whole_step(swapped: Path) -> None:
     report = check_folder(read_folder(swapped), 1, with_original=True)
     module = load(Source(f"{swapped.parent / 'models.py'}:wide")).module
@@ -223,7 +224,7 @@ def test_measuring_a_step_with_its_optimizer_leaves_no_trace() -> None:
 
 
 def test_a_changed_original_is_noticed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = optimized(here, "mlp", "--optimizer", "adamw:lr=1e-2")
+    out = optimized(here, "mlp", "--optimizer", "adamw")
     here.write_text(here.read_text().replace("nn.GELU()", "nn.SiLU()"))
     assert cli.main(["run", str(out), "--check"]) == 1
     found = capsys.readouterr()
@@ -255,7 +256,7 @@ def test_outputs_and_their_number_count(here: Path) -> None:
 
 
 def test_state_that_is_larger_than_planned_is_a_failure(here: Path) -> None:
-    written = read_folder(optimized(here, "mlp", "--optimizer", "sgd"))
+    written = read_folder(optimized(here, "mlp", "--optimizer", "sgd:lr=1e-2"))
     larger: Written = replace(written, optimizer=parse_optimizer("adamw"))
     failures = check_folder(larger, 1, with_original=False).failures
     assert any("the state of adamw takes" in failure for failure in failures)
@@ -300,6 +301,7 @@ def test_folders_without_an_optimizer(here: Path) -> None:
     assert caught.value.code == "IRC431"
 
 
+@pytest.mark.slow
 def test_a_plan_that_claims_other_bytes_in_tiers(swapped: Path, tmp_path: Path) -> None:
     out = shutil.copytree(swapped, tmp_path / "out")
     plan = json.loads((out / "plan.json").read_text())

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.model_files import planned_folder
 from torch import nn
 
 from irc.compiler.artifact import read_folder
@@ -17,21 +18,17 @@ from irc.compiler.run import check_folder
 from irc.compiler.training import compare, measured_peak_bytes
 from irc.tools import cli
 
+QUICK = ("--budget", "90%", "--time-limit", "1")
+
 
 @pytest.fixture
-def optimize(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
-    out = tmp_path / "out"
-    argv = ["optimize", f"{models}:mlp", "--budget", "90%", "--time-limit", "1", "-q", "-o", str(out)]
-    assert cli.main(argv) == 0
-    return out
+def optimize(models: Path) -> Path:
+    return planned_folder(models, "mlp", *QUICK)
 
 
 @pytest.mark.parametrize("name", ["noisy", "tied", "nested"])
-def test_numbers_and_memory_hold(models: Path, tmp_path: Path, name: str) -> None:
-    out = tmp_path / "out"
-    argv = ["optimize", f"{models}:{name}", "--budget", "90%", "--time-limit", "1", "-q", "-o", str(out)]
-    assert cli.main(argv) == 0
-    written = read_folder(out)
+def test_numbers_and_memory_hold(models: Path, name: str) -> None:
+    written = read_folder(planned_folder(models, name, *QUICK))
     before = torch.get_rng_state()
     report = check_folder(written, 3, with_original=True)
     assert torch.equal(before, torch.get_rng_state())

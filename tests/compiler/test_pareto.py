@@ -391,7 +391,7 @@ def costed(module: nn.Module) -> Program:
 
 @pytest.fixture(scope="module")
 def program() -> Program:
-    return costed(chain(5))
+    return costed(chain(4))
 
 
 SWEEP = Sweep(points=4, time_limit=LIMIT)
@@ -482,7 +482,7 @@ def test_points_of_something_else_are_not_taken(program: Program, interrupted: P
     assert program.costs is not None
     slower = replace(program.costs, seconds={n: 2 * s for n, s in program.costs.seconds.items()})
     for other, sweep, text in (
-        (costed(chain(4)), SWEEP, "other model, other costs"),
+        (costed(chain(3)), SWEEP, "other model, other costs"),
         (replace(program, costs=slower), SWEEP, "something else: other costs"),
         (program, replace(SWEEP, points=5), "something else: other options"),
     ):
@@ -554,7 +554,7 @@ COPYING = replace(SWEEP, offered=offered())
 @pytest.fixture(scope="module")
 def kept() -> Program:
     """A program in which nothing may run twice: without copies there is one budget."""
-    blocks = [nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(6)]
+    blocks = [nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(4)]
     module = nn.Sequential(nn.Linear(16, 16), *blocks)
     for layer in module:
         irc.keep(layer)
@@ -598,7 +598,6 @@ def test_each_point_copies_within_its_budget(kept: Program, monkeypatch: pytest.
     assert seen.tiers == (DISK,) and {"lms-1", "sqrt-n"} <= {k.strategy for k in seen.known}
 
 
-@pytest.mark.slow
 def test_a_bound_without_copies_is_none_with_them(program: Program) -> None:
     alone = trace(program, None).points
     beside = trace(program, None, sweep=replace(COPYING, strategy="recompute")).points

@@ -136,6 +136,7 @@ def test_malformed_requests_are_refused(request_: PipelineRequest, code: str) ->
         request_.check()
 
 
+@pytest.mark.slow
 def test_a_slow_device_with_enough_memory_is_found() -> None:
     """The fast one has no room for a stage."""
     module, args = pipeline_models.tied()

@@ -9,7 +9,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -29,7 +29,6 @@ from ..backends.torch import (
     emit_source,
 )
 from ..ir import (
-    Argument,
     Delivery,
     Gradients,
     Graph,
@@ -40,10 +39,8 @@ from ..ir import (
     Plan,
     Schedule,
     Storage,
-    Symbol,
     TensorType,
     Tier,
-    Trait,
     UnsupportedError,
     UsageError,
     VerificationError,
@@ -55,13 +52,13 @@ from ..ir import (
 from .model_source import Source
 from .optimize import Optimized
 from .optimizers import DescribedOptimizer, parse_optimizer
+from .written_operations import check_operations
 
 __all__ = [
     "CONSTANT",
     "EXAMPLE",
     "PIPELINE_FILE",
     "Written",
-    "check_operations",
     "check_target",
     "delivery_from_json",
     "delivery_to_json",
@@ -98,7 +95,7 @@ class Written:
         workspace_bytes: Workspace of each operation, by name, as the plan counted it.
         not_saved: Buffers that the model's own `state_dict()` does not have.
         tier_configs: The configurations of the tiers that the program copies to.
-        optimizer: Makes the optimizers that take their steps within backward; None where none does.
+        optimizer: Makes the optimizers that take their steps within backward; None if none does.
     """
 
     plan: Plan
@@ -185,7 +182,7 @@ def write_folder(
         optimized: What to write.
         source: Where the model came from.
         examples: The tensor leaves of the example arguments.
-        optimizer: What made the module's optimizers, where gradients are applied within backward.
+        optimizer: What made the module's optimizers, if gradients are applied within backward.
 
     Raises:
         UsageError: IRC430 when the target cannot be written.
@@ -382,9 +379,6 @@ def tier_from_json(row: dict[str, Any]) -> TierConfig:
     return _TIER_KINDS[known.pop("kind")](**known)
 
 
-_OPERATION: Any = type(torch.ops.aten.relu.default)
-
-
 def _verify(schedule: Schedule, plan: Plan, workspace_bytes: Mapping[Node, int]) -> None:
     """Holds the program to the plan before anything of it runs."""
     verify_graph(schedule.graph)
@@ -414,33 +408,6 @@ def _verify(schedule: Schedule, plan: Plan, workspace_bytes: Mapping[Node, int])
             f"{offloaded_bytes} B live in tiers between steps, not the {plan.offloaded_bytes} B claimed",
         )
     check_operations(schedule.graph)
-
-
-def check_operations(graph: Graph) -> None:
-    """Refuses operations that torch does not have, before anything of a program runs.
-
-    Raises:
-        VerificationError: IRC132.
-    """
-    for node in graph.nodes:
-        if node.releases is not None or Trait.EXCHANGE in node.traits:
-            continue
-        place: Any = torch.ops
-        for part in node.op.split("."):
-            place = getattr(place, part, None) if part.isidentifier() else None
-        if not isinstance(place, _OPERATION):
-            raise VerificationError("IRC132", f"{node.op!r} is no operation of torch", at=node.at)
-        for symbol in _symbols((*node.arguments, *(argument for _, argument in node.keywords))):
-            if not re.fullmatch(r"[A-Za-z0-9_]+(:[0-9]+)?", symbol.name):  # it becomes Python
-                raise VerificationError("IRC132", f"{symbol.name!r} is no name of torch", at=node.at)
-
-
-def _symbols(arguments: Iterable[Argument]) -> Iterator[Symbol]:
-    for argument in arguments:
-        if isinstance(argument, Symbol):
-            yield argument
-        elif isinstance(argument, tuple):
-            yield from _symbols(argument)
 
 
 _Placed = tuple[dict[str, Tensor], dict[str, Tensor], tuple[Tensor, ...]]

@@ -216,7 +216,7 @@ def _explained(what: str) -> Generator[None]:
 
 def _import_module(name: str) -> ModuleType:
     if not all(part.isidentifier() for part in name.split(".")):
-        raise UsageError("IRC420", f"{name!r} is no name of a module", help=_HELP)
+        raise UsageError("IRC420", f"{name!r} is not a name of a module", help=_HELP)
     importlib.invalidate_caches()
     with _explained(f"importing {name} raised"):
         try:
@@ -262,7 +262,7 @@ def parse_input(text: str) -> tuple[str, tuple[int, ...]]:
     whole = all(size.strip().isascii() and size.strip().isdecimal() and len(size) < 16 for size in sizes)
     if not equals or not name or not whole:
         raise UsageError(
-            "IRC421", f"--input {text!r} is no name=shape", help="write --input name=8x3x224x224"
+            "IRC421", f"--input {text!r} is not name=shape", help="write --input name=8x3x224x224"
         )
     return name, tuple(int(size) for size in sizes)
 
@@ -280,7 +280,7 @@ def parse_constant(text: str) -> tuple[str, Any]:
         parsed = None
     if not equals or not name or not isinstance(parsed, bool | int | float | list):
         raise UsageError(
-            "IRC421", f"--constant {text!r} is no name=value", help="write --constant shape=[3,4]"
+            "IRC421", f"--constant {text!r} is not name=value", help="write --constant shape=[3,4]"
         )
     return name, cast("Any", parsed)
 
@@ -293,7 +293,9 @@ def parse_role(text: str) -> tuple[str, str]:
     """
     pattern, equals, role = text.rpartition("=")
     if not equals or not pattern or not role:
-        raise UsageError("IRC421", f"--role {text!r} is no name=role", help="write --role 'position*=buffer'")
+        raise UsageError(
+            "IRC421", f"--role {text!r} is not name=role", help="write --role 'position*=buffer'"
+        )
     return pattern, role
 
 

@@ -67,7 +67,7 @@ def parse_optimizer(text: str) -> DescribedOptimizer:
 
     Raises:
         UsageError: IRC453 for an unknown optimizer; IRC454 for an option that it does not have, has twice or
-            that has no value; IRC455 for a value of another kind; IRC456 where it refuses a value.
+            that has no value; IRC455 for a value of another kind; IRC456 if it refuses a value.
     """
     name, colon, options = text.partition(":")
     if name not in OPTIMIZERS:

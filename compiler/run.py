@@ -35,7 +35,7 @@ class Report:
         measured_bytes: The step's peak from allocator events, static bytes included.
         predicted_overhead: The plan's extra time.
         steps: The fitted module's steps.
-        comparison: The original beside it, where it was asked for.
+        comparison: The original beside it, if it was asked for.
         original_bytes: The original's measured peak.
         failures: What does not hold; empty when all is well.
         state: The trained parameters and buffers.
@@ -147,7 +147,7 @@ def check_folder(written: Written, steps: int, *, with_original: bool) -> Report
 
     Args:
         written: The folder, read.
-        steps: How many: of the folder's optimizer, or of plain SGD where it has none.
+        steps: How many: of the folder's optimizer, or of plain SGD if it has none.
         with_original: Load the original, give it the folder's weights and compare every step. It has the same
             optimizer in an ordinary loop: one for all parameters, after backward.
 

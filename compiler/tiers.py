@@ -22,7 +22,7 @@ def what_moves(swap: str | Sequence[str]) -> tuple[list[str], str]:
     """Parses `swap` of `irc.optimize`: the tiers, and what lives there, as `PlanMemory.offload`.
 
     Raises:
-        UsageError: IRC423 where something is to live in a tier and no tier is named.
+        UsageError: IRC423 if something is to live in a tier and no tier is named.
     """
     texts = [swap] if isinstance(swap, str) else [*swap]
     tiers: list[str] = []
@@ -52,7 +52,7 @@ def offer(swap: str | Sequence[str], costs: str) -> OfferTiers:
 
     Raises:
         UsageError: IRC423 to IRC429 for what names no tier; IRC408 for a machine without such a tier; IRC447
-            for what lives in a tier, where the caller does not plan that.
+            for what lives in a tier, if the caller does not plan that.
     """
     _, offloaded = what_moves(swap)
     if offloaded != "none":

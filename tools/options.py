@@ -142,7 +142,9 @@ def mark(module: nn.Module, options: argparse.Namespace) -> None:
             if not path or (policy is Policy.RECOMPUTE and path in options.keep):
                 raise UsageError(
                     "IRC400",
-                    f"--keep and --recompute both name {path!r}" if path else "an empty path is no submodule",
+                    f"--keep and --recompute both name {path!r}"
+                    if path
+                    else "an empty path names no submodule",
                     help="give --keep or --recompute the path of a submodule, as layer3",
                 )
             mark(module, policy, path)

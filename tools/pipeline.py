@@ -73,14 +73,14 @@ _DEFAULTS = {
     "partition": "best",
     "link": "10GB",
 }
-"""Options that only pipelines have, as they are where they are not given."""
+"""Options that only pipelines have, as they are if they are not given."""
 
 
 def is_pipeline(options: argparse.Namespace) -> bool:
     """Whether `irc optimize` was asked for a pipeline.
 
     Raises:
-        UsageError: IRC400 for options of pipelines where it was not.
+        UsageError: IRC400 for options of pipelines if it was not.
     """
     if options.stages is not None or options.device is not None:
         return True

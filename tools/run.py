@@ -43,7 +43,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.weights is not None:
         raise UsageError(
             "IRC400",
-            f"--weights of {options.folder}, which is no pipeline",
+            f"--weights of {options.folder}, which is not a pipeline",
             help="optimize the model with these weights in it",
         )
     progress = Progress(options)

@@ -107,5 +107,5 @@ def _amount(text: str) -> int:
     """Bytes, as 4GiB."""
     nbytes = parse_budget(budget_of(text))
     if not nbytes:
-        raise UsageError("IRC400", f"{text} is no number of bytes", help="give bytes, as 100MiB")
+        raise UsageError("IRC400", f"{text} is not a number of bytes", help="give bytes, as 100MiB")
     return nbytes

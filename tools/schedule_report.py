@@ -24,12 +24,12 @@ __all__ = ["EqualStages", "Refused", "SimulatedStep", "comparison", "simulate_al
 class EqualStages:
     """Devices that all do the same for each micro-batch, whatever the schedule.
 
-    Where a schedule has several stages on a device, each takes its part of these numbers.
+    If a schedule has several stages on a device, each takes its part of these numbers.
 
     Args:
         devices: How many there are.
         micro_batches: How many there are in a step.
-        chunks: Stages of each device, where the schedule leaves it open.
+        chunks: Stages of each device, if the schedule leaves it open.
         forward_seconds: Of one micro-batch on one device.
         input_gradient_seconds: The same.
         weight_gradient_seconds: The same.

@@ -49,7 +49,7 @@ def backend(
     comes again, its graphs are planned together.
 
     Graphs that have nothing to differentiate run as they are, if there is room for them; under `no_grad`,
-    which is no training step, nothing is counted.
+    which is not a training step, nothing is counted.
 
     Args:
         budget: Bytes, `"4GiB"` or `"4GB"`. It covers the parameters, buffers, inputs and outputs of all
@@ -62,7 +62,7 @@ def backend(
             Dynamo leaves to Python, a larger loss, the state of the optimizer. They come off the budget.
             Without it, a graph that takes what such code has computed with autograd is refused.
         model: What will be compiled. Its parameters and buffers count from the start. Without it, the modules
-            that the compiled function can see do, which is all of them where the model itself is compiled.
+            that the compiled function can see do, which is all of them if the model itself is compiled.
         profile: The old name of `costs`, until the next version.
 
     Raises:
@@ -142,7 +142,7 @@ class Backend:
 
     @property
     def baseline_bytes(self) -> int:
-        """The same where nothing runs twice, as in eager."""
+        """The same if nothing runs twice, as in eager."""
         with self._lock:
             return self._budget.baseline_bytes
 
@@ -198,7 +198,7 @@ class Unplanned:
 
     Args:
         name: Its number, and where it is in the user's code.
-        nbytes: What it takes beside its arguments; 0 where gradients are off, which is no training step.
+        nbytes: What it takes beside its arguments; 0 if gradients are off, which is not a training step.
     """
 
     name: str

@@ -59,7 +59,7 @@ class Variant:
         return self._compiled[id(schedule)][1:]
 
     def gradient_bytes(self) -> list[int]:
-        """For each static input the bytes of its gradient, 0 where there is none."""
+        """For each static input the bytes of its gradient, 0 if there is none."""
         graph = self.graph
         sizes = {
             o.target: o.value.storage.nbytes
@@ -80,9 +80,9 @@ class Gradient(NamedTuple):
 
     Args:
         nbytes: Its size.
-        taker: The run whose output it is the gradient of; None where it stays, or nobody knows who takes it.
+        taker: The run whose output it is the gradient of; None if it stays, or nobody knows who takes it.
         place: Of that output among the taker's.
-        leaf: What tells the leaf apart whose gradient it is; 0 where it is not a leaf's.
+        leaf: What tells the leaf apart whose gradient it is; 0 if it is not a leaf's.
     """
 
     nbytes: int

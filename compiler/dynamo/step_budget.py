@@ -47,13 +47,13 @@ class StepBudget:
     """Admits runs of graphs one by one, so that the whole step stays within the budget.
 
     A run is known by the runs that wait for their backward when it begins. For a new one, a plan is made in
-    what is left; where that does not suffice, the runs that wait give up what they can compute again. When a
+    what is left; if that does not suffice, the runs that wait give up what they can compute again. When a
     known run comes again, all runs of its step are planned together.
 
     Args:
         budget_bytes: Of a step, on one device.
         time_limit: Seconds for each planning.
-        outside_bytes: What the step takes outside of the graphs; None where nobody said.
+        outside_bytes: What the step takes outside of the graphs; None if nobody said.
         known: Tensors that are there from the start.
 
     Attributes:
@@ -195,7 +195,7 @@ class StepBudget:
                 "IRC542",
                 f"{variant.name} takes what was computed outside of compiled graphs, with autograd: how much "
                 "memory that takes is not known, and the budget could not be kept",
-                help="say how many bytes it takes, with outside= of irc.backend (0 where it is nothing to "
+                help="say how many bytes it takes, with outside= of irc.backend (0 if it is nothing to "
                 "speak of), or compile what Dynamo left out: TORCH_LOGS=graph_breaks names it",
             )
         self.alive.note((*saved, *leaves))
@@ -315,7 +315,7 @@ class StepBudget:
         return Subgraph(subgraph.name, subgraph.solutions, ambient=now.ambient.plus(now.waiting_bytes)), {}
 
     def _plan_together(self, root: Subgraph) -> None:
-        """Plans all subgraphs of a tree; with something to spare where they were planned before."""
+        """Plans all subgraphs of a tree; with something to spare if they were planned before."""
         started = time.monotonic()
         rooms = [self.room_bytes - self.budget_bytes // _SPARE, self.room_bytes]
         choices: dict[Subgraph, Choice] | None = None
@@ -380,7 +380,7 @@ class StepBudget:
 
     @property
     def baseline_bytes(self) -> int:
-        """The peak where nothing runs twice."""
+        """The peak if nothing runs twice."""
         chosen = {subgraph: subgraph.solutions.baseline for subgraph in self.subgraphs.values()}
         peaks = (
             subgraph.peak_bytes(chosen) for subgraph in chosen if all(p in chosen for p in subgraph.below)

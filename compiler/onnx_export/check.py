@@ -46,7 +46,7 @@ class Check:
         read_again: What the file, imported again, has in common with the module.
         checked: Who computed the file's outputs, or why nobody could.
         difference: The largest difference from the module's, as a share of the largest element of the output;
-            None where the outputs were not compared.
+            None if the outputs were not compared.
     """
 
     read_again: str
@@ -64,7 +64,7 @@ def check_written(module: OnnxModule, draft: Path, inputs: Sequence[Any] | None 
         module: What was written.
         draft: The file; copies of it lie beside it meanwhile.
         inputs: What the outputs are computed from, in the order of `input_specs`; drawn without it. For
-            onnxruntime they are drawn also where the import has changed the batch that the file fixes.
+            onnxruntime they are drawn also if the import has changed the batch that the file fixes.
 
     Raises:
         VerificationError: IRC322 when a weight or an output is another one.
@@ -106,7 +106,7 @@ def _defect(what: str) -> VerificationError:
 
 
 def _imported(module: OnnxModule, path: Path) -> OnnxModule:
-    """The module of another file of the same graph, imported as `module` was, in eval mode, where that is."""
+    """The module of another file of the same graph, imported as `module` was, in eval mode, if that is."""
     try:
         again = _import(module, path)
     except IrcError as error:

@@ -14,7 +14,7 @@ __all__ = ["apart", "furthest"]
 def furthest(expected: Sequence[Any], found: Sequence[Any]) -> float:
     """The largest of the differences (see `apart`) between outputs; those that are lists, by element.
 
-    Infinity where they are not as many.
+    Infinity if they are not as many.
     """
     mine, other = list(_flat(expected)), list(_flat(found))
     if len(mine) != len(other):

@@ -51,7 +51,7 @@ class Point:
         peak_bytes: Predicted peak of a step under the plan.
         seconds: Predicted time of a step under the plan.
         overhead: Its extra time, as a fraction of the baseline's.
-        bound: No schedule within the budget, with this order of backward, has a smaller overhead; where
+        bound: No schedule within the budget, with this order of backward, has a smaller overhead; if
             there are tiers, none that copies to them either.
         proved: Whether overhead and bound agree to 1e-4.
         strategy: What found the plan.
@@ -90,7 +90,7 @@ class Refusal:
 
     Args:
         budget_bytes: The budget.
-        code: Of the refusal: IRC204 where nothing fits, IRC205 where the time limit ended.
+        code: Of the refusal: IRC204 if nothing fits, IRC205 if the time limit ended.
         reason: The refusal in words.
         plan_seconds: How long planning took.
     """
@@ -195,7 +195,7 @@ def find_knee(points: Sequence[Point]) -> Point | None:
         points: Of a merged front.
 
     Returns:
-        The plan, at the smallest budget that it is best for; None where none is below the chord.
+        The plan, at the smallest budget that it is best for; None if none is below the chord.
 
     Source:
         Satopaa, Albrecht, Irwin, Raghavan: Finding a "Kneedle" in a Haystack (2011); ours takes the
@@ -353,7 +353,7 @@ class Front:
     def to_csv(self) -> str:
         """The points as comma-separated values with a header; refused budgets have a code alone.
 
-        Where there are tiers, each has columns for what is copied out and back and what it holds at most.
+        If there are tiers, each has columns for what is copied out and back and what it holds at most.
         """
         text = io.StringIO()
         names = [field.name for field in fields(Point) if field.name not in ("tiers", "exposed_seconds")]

@@ -31,7 +31,7 @@ class Identity:
         program: Digest of the graph's text, without the places in the user's code.
         costs: Digest of seconds and workspaces.
         options: How budgets are chosen and planned, as text.
-        tiers: Where plans may copy, as text; empty where nowhere.
+        tiers: Where plans may copy, as text; empty if nowhere.
     """
 
     irc: str

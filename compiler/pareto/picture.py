@@ -45,7 +45,7 @@ def draw_front(front: Front, path: Path, suffix: str) -> None:
 
 
 def _panels(figure: Figure, front: Front) -> list[Axes]:
-    """One for the front, and where there are tiers one below it for what is copied."""
+    """One for the front, and if there are tiers one below it for what is copied."""
     if not front.survey.tiers:
         return [figure.add_subplot()]
     return list(figure.subplots(2, 1, sharex=True, height_ratios=(4, 1)))

@@ -1,4 +1,4 @@
-"""Ranks that refuse together: where one of them cannot go on, the others do not wait for it."""
+"""Ranks that refuse together: if one of them cannot go on, the others do not wait for it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def first_failure(said: str, group: dist.ProcessGroup | None = None) -> str:
     """Returns the failure of the first rank that has one; all ranks call it.
 
     Args:
-        said: What went wrong on this rank; empty where nothing did.
+        said: What went wrong on this rank; empty if nothing did.
         group: As in `said_by_all`.
     """
     return next(filter(None, said_by_all(said, group)), "")

@@ -32,7 +32,6 @@ from ..artifact import (
     CONSTANT,
     EXAMPLE,
     PIPELINE_FILE,
-    check_operations,
     delivery_from_json,
     delivery_to_json,
     in_layout,
@@ -43,6 +42,7 @@ from ..artifact import (
 )
 from ..model_source import Source
 from ..optimizers import DescribedOptimizer, parse_optimizer
+from ..written_operations import check_operations
 from .api import Pipeline
 from .trainer import Stages, state_of
 

@@ -78,7 +78,7 @@ class MicroBatch:
         program: The same with costs.
         cost: What found them, for the graphs of stages.
         optimizer_steps: What the steps of an optimizer take.
-        tiers: Offers the tiers that stages may copy to; None where there are none.
+        tiers: Offers the tiers that stages may copy to; None if there are none.
     """
 
     captured: Captured
@@ -120,7 +120,7 @@ class MicroBatch:
         return replace(self, program=self.cost.run(replace(apart, original=None)))
 
     def plan(self, request: PipelineRequest, time_limit: float) -> Stages:
-        """Plans its pipeline; where nothing fits, with dropout taken apart.
+        """Plans its pipeline; if nothing fits, with dropout taken apart.
 
         The bound holds for both.
 

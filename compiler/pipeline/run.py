@@ -43,7 +43,7 @@ class RankReport:
         predicted_bytes: Its predicted peak.
         measured_bytes: Its peak, from allocator events, with what is there between steps.
         gradient_difference: The largest difference of a gradient's element from the original's on one device;
-            None where nothing was compared.
+            None if nothing was compared.
         gradient_scale: The largest element of the original's gradients of this rank's parameters.
         worst_gradient: The largest difference as a multiple of what rounding may make.
         buffer_difference: The largest difference of a buffer's element.
@@ -65,7 +65,7 @@ class PipelineReport:
     Args:
         ranks: What each rank saw; one report where all stages ran in one process.
         losses: The mean loss of each step.
-        original_losses: The same of the original on one device; empty where nothing was compared.
+        original_losses: The same of the original on one device; empty if nothing was compared.
         seconds: Of the clock, for each step.
         predicted_seconds: As planned, for a device of each stage's own.
         is_alone: Whether all stages ran in one process, for which nothing was promised.
@@ -149,7 +149,7 @@ class PipelineReport:
 
 @contextlib.contextmanager
 def in_group() -> Generator[int | None]:
-    """The rank in the group that torchrun started, or None where it did not; the group ends afterwards."""
+    """The rank in the group that torchrun started, or None if it did not; the group ends afterwards."""
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         yield None
         return
@@ -181,7 +181,7 @@ def run_pipeline(
 
     Raises:
         UnsupportedError: IRC494 for a plan for accelerators.
-        UsageError: IRC435 where there is no folder for the weights; IRC431 for a folder that is damaged;
+        UsageError: IRC435 if there is no folder for the weights; IRC431 for a folder that is damaged;
             IRC432 when the original is another model now; IRC488 for another number of ranks than devices;
             IRC497 for weights of another model; IRC434 when weights cannot be written.
     """

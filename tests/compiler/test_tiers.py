@@ -79,6 +79,7 @@ def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
         assert torch.equal(tensor, theirs[name]), name
 
 
+@pytest.mark.slow
 def test_a_model_that_swaps_trains_as_the_original(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("IRC_SWAP_CHECK", "1")
     found, other, images = fitted(tmp_path)
@@ -90,6 +91,7 @@ def test_a_model_that_swaps_trains_as_the_original(tmp_path: Path, monkeypatch: 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_measured_peak_is_the_predicted_one(tmp_path: Path) -> None:
     found, _, images = fitted(tmp_path)
     trained(found, images, 1)

@@ -305,7 +305,7 @@ def read_folder(folder: Path) -> Written:
         described: dict[str, Any] = json.loads((folder / "plan.json").read_text())
         plan = Plan.from_json(described)
         deliveries = tuple(delivery_from_json(row) for row in described["deliveries"])
-        source = Source(**described["source"])
+        source = Source.from_json(described["source"])
         by_name = {str(name): int(nbytes) for name, nbytes in described["workspace_bytes"].items()}
         not_saved = frozenset(str(name) for name in described["not_saved"])
         tier_configs = tuple(tier_from_json(row) for row in described.get("tier_configs", ()))

@@ -12,13 +12,13 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, UnionType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from ..ir import IrcError, Location, UsageError
+from ..ir import IrcError, Location, UsageError, printable
 
 __all__ = [
     "Loaded",
@@ -52,9 +52,55 @@ class Source:
     constants: Mapping[str, Any] | None = None
     roles: Mapping[str, str] | None = None
 
+    @property
+    def is_factory(self) -> bool:
+        """Whether it is Python, which runs when the model is loaded."""
+        return ":" in os.path.basename(self.model)
+
+    def trusted(self, model: str | None, *, is_trusted: bool) -> Source:
+        """Returns the source that a written folder names as its original, if its code may run.
+
+        Args:
+            model: The model that the user names instead; None for none.
+            is_trusted: Whether the user trusts the folder.
+
+        Raises:
+            UsageError: IRC436 if the source is Python that nobody vouches for.
+        """
+        if model is not None:
+            return replace(self, model=model).located()
+        if self.is_factory and not is_trusted:
+            raise UsageError(
+                "IRC436",
+                f"the folder names {printable(self.model)} as its original, and --check would run that code",
+                help="give --original and the name of the factory, or --trust if the folder is your own",
+            )
+        return self
+
+    @staticmethod
+    def from_json(row: Mapping[str, Any]) -> Source:
+        """Reads the fields of a written source.
+
+        Raises:
+            ValueError: A field is missing, unknown or of another type.
+        """
+        source = Source(**row)
+        kinds: Mapping[str, type | UnionType] = {
+            "model": str,
+            "batch": int | None,
+            "inputs": dict | None,
+            "seed": int | None,
+            "constants": dict | None,
+            "roles": dict | None,
+        }
+        for name, kind in kinds.items():
+            if not isinstance(getattr(source, name), kind):
+                raise ValueError(f"{name} of its source is {printable(repr(getattr(source, name)))}")
+        return source
+
     def located(self) -> Source:
         """The same source from any folder: the path of a file is absolute."""
-        if ":" not in os.path.basename(self.model):
+        if not self.is_factory:
             return replace(self, model=str(Path(self.model).absolute()))
         place, _, name = self.model.rpartition(":")
         return replace(self, model=f"{Path(place).absolute()}:{name}") if place.endswith(".py") else self
@@ -103,15 +149,11 @@ def load_for_micro_batches(source: Source, count: int) -> Loaded:
 
     loaded = load(source)
     batch = source.batch
-    if batch is None and not _is_factory(source) and not source.inputs:
+    if batch is None and not source.is_factory and not source.inputs:
         batch = batch_of(loaded.args)
     if not batch or batch % count or count == 1:
         return loaded
     return Loaded(load(replace(source, batch=batch // count)).module, loaded.args)
-
-
-def _is_factory(source: Source) -> bool:
-    return ":" in os.path.basename(source.model)
 
 
 def load_file(source: Source) -> nn.Module | None:
@@ -120,7 +162,7 @@ def load_file(source: Source) -> nn.Module | None:
     Raises:
         UsageError: As `load`.
     """
-    if _is_factory(source):
+    if source.is_factory:
         return None
     module = _from_onnx(source)
     if source.seed is not None:

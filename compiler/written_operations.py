@@ -68,8 +68,10 @@ def check_operations(graph: Graph) -> None:
 def _is_pure(operation: Any) -> bool:
     """Whether an operation reads tensors and numbers, and does nothing but make and write tensors."""
     schema = operation._schema
+    types = [str(each.type) for each in (*schema.arguments, *schema.returns)]
     return (
         operation.namespace in _NAMESPACES
+        and not set(_TENSORS).isdisjoint(types)
         and all(
             str(argument.type) in _READ
             or (str(argument.type) in ("str", "Optional[str]") and argument.name in _CHOICES)

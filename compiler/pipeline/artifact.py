@@ -46,7 +46,14 @@ from ..written_operations import check_operations
 from .api import Pipeline
 from .trainer import Stages, state_of
 
-__all__ = ["WrittenPipeline", "is_pipeline", "read_pipeline", "unread_state", "write_pipeline"]
+__all__ = [
+    "WrittenPipeline",
+    "is_pipeline",
+    "read_pipeline",
+    "unread_state",
+    "write_pipeline",
+    "written_source",
+]
 
 _STATE = (InputRole.PARAMETER, InputRole.BUFFER)
 
@@ -154,7 +161,7 @@ def read_pipeline(folder: Path, rank: int | None = None) -> WrittenPipeline:
         plan = PipelinePlan.from_json(described)
         order = PipelineSchedule.parse(described["order"])
         deliveries = tuple(delivery_from_json(row) for row in described["deliveries"])
-        source = Source(**described["source"])
+        source = Source.from_json(described["source"])
         ties = {str(name): str(its) for name, its in described["ties"].items()}
         optimizer = None if plan.optimizer is None else parse_optimizer(plan.optimizer)
         names = tuple(map(str, described["names"]))
@@ -174,6 +181,16 @@ def read_pipeline(folder: Path, rank: int | None = None) -> WrittenPipeline:
     stages = Stages(order, schedules, last, deliveries, constants, plan, optimizer, tier_configs)
     state |= {name: state[first] for name, first in ties.items() if first in state}
     return WrittenPipeline(stages, state, examples, source, ties, names)
+
+
+def written_source(folder: Path) -> Source:
+    """Reads the origin of the model of a written pipeline.
+
+    Raises:
+        UsageError: IRC431 when the file is missing or damaged.
+    """
+    with undamaged(folder / PIPELINE_FILE):
+        return Source.from_json(json.loads((folder / PIPELINE_FILE).read_text())["source"])
 
 
 def unread_state(folder: Path, written: WrittenPipeline) -> dict[str, Tensor]:

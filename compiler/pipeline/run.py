@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from ...ir import InputRole, Trait, UnsupportedError, UsageError, format_bytes
 from ...passes.costs.allocations import peak_bytes
 from ...torch_support.pytree import flatten
-from ..model_source import load_for_micro_batches, training_loss
+from ..model_source import Source, load_for_micro_batches, training_loss
 from ..training import Differences, optimizer_of_all
 from ..written_files import check_folder
 from .artifact import WrittenPipeline, read_pipeline, unread_state
@@ -166,6 +166,7 @@ def run_pipeline(
     steps: int,
     *,
     with_original: bool,
+    original: Source | None = None,
     weights: Path | None = None,
     save_weights: Path | None = None,
 ) -> PipelineReport:
@@ -176,6 +177,7 @@ def run_pipeline(
         steps: How many.
         with_original: Load the original on each rank, train it there on one device, micro-batch by
             micro-batch, and compare losses, gradients and buffers of each step.
+        original: The source of the original; None for the one that the folder names, whose code runs then.
         weights: A safetensors file with the model's names to begin with, instead of what was written.
         save_weights: A safetensors file for what was trained, by the model's names.
 
@@ -187,6 +189,8 @@ def run_pipeline(
     """
     rank = dist.get_rank() if dist.is_initialized() else None
     written = read_pipeline(folder, rank)
+    if original is not None:
+        written = replace(written, source=original)
     _refuse_accelerators(written)
     if save_weights is not None:
         check_folder(save_weights)
@@ -196,7 +200,7 @@ def run_pipeline(
     examples = _needed(written, trainer)
     micro_batches = written.stages.plan.micro_batches
     note = _why_not(written) if with_original and rank is not None else ""
-    original = _Original(written, folder, weights) if with_original and not note else None
+    whole = _Original(written, folder, weights) if with_original and not note else None
     differences, buffers = Differences(), Differences()
     losses: list[float] = []
     its: list[float] = []
@@ -207,19 +211,19 @@ def run_pipeline(
             for parameter in trainer.parameters():
                 parameter.grad = None
             before = torch.get_rng_state()
-            if original is not None:
-                its.append(original.step(micro_batches))
+            if whole is not None:
+                its.append(whole.step(micro_batches))
                 torch.set_rng_state(before)
             started = time.perf_counter()
             found = trainer.step(*examples)
             seconds.append(time.perf_counter() - started)
             losses.append(_everywhere(sum(found) / micro_batches if found else math.nan, written))
-            if original is not None:
-                differences.add(original.gradients(trainer))
-                buffers.add(original.buffers(trainer))
-                original.update()
+            if whole is not None:
+                differences.add(whole.gradients(trainer))
+                buffers.add(whole.buffers(trainer))
+                whole.update()
             _update(trainer)
-    del original
+    del whole
 
     def step() -> None:
         trainer.step(*examples)

@@ -396,4 +396,4 @@ def test_the_batch_of_an_onnx_file_is_divided(tmp_path: Path) -> None:
         "1",
     ]
     assert main(["optimize", str(file), *given, "-o", str(tmp_path / "out"), "-q"]) == 0
-    assert main(["run", str(tmp_path / "out"), "--check", "-q"]) == 0
+    assert main(["run", str(tmp_path / "out"), "--check", "--trust", "-q"]) == 0

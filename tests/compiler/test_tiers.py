@@ -189,7 +189,7 @@ def test_the_command_swaps(
     assert place["capacity_bytes"] == 1 << 30
     assert "offload @" in (folder / "program.irc").read_text()
     assert "copies.offload(" in (folder / "model.py").read_text()
-    assert cli.main(["run", str(folder), "--steps", "2", "--check"]) == 0
+    assert cli.main(["run", str(folder), "--steps", "2", "--check", "--trust"]) == 0
     assert "bit" in capsys.readouterr().out
     scratch.rmdir()
     assert cli.main(["run", str(folder), "--steps", "1"]) != 0

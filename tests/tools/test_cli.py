@@ -93,7 +93,7 @@ def test_the_journey_of_a_factory(irc: Run, models: Path, tmp_path: Path) -> Non
     ]
     plan = Plan.load(out / "plan.json")
     assert plan.peak_bytes <= plan.budget_bytes < plan.baseline_peak_bytes
-    status, text, err = irc("run", out, "--steps", 2, "--check")
+    status, text, err = irc("run", out, "--steps", 2, "--check", "--trust")
     assert status == 0 and err == ""
     assert "step 2: loss" in text and "bit-equal" in text and "not bit-equal" not in text
     assert f"<= predicted {plan.peak_bytes:,} <= budget {plan.budget_bytes:,} bytes" in text
@@ -115,7 +115,7 @@ def test_the_journey_of_an_onnx_file(irc: Run, tmp_path: Path) -> None:
         out,
     ]
     assert irc(*argv) == (0, "", "")
-    assert irc("run", out, "--check", "-q") == (0, "", "")
+    assert irc("run", out, "--check", "--trust", "-q") == (0, "", "")
     status, text, _ = irc("inspect", path, "--input", "x=16x8", "--costs", "analytic")
     assert status == 0 and "float32[16, 8]" in text
 
@@ -258,7 +258,7 @@ def test_run_as_json(irc: Run, models: Path, tmp_path: Path) -> None:
         optimizer"""
     status, text, _ = irc("run", out, "--json")
     assert status == 0 and set(json.loads(text)) == set(plain.split())
-    status, text, _ = irc("run", out, "--json", "--check")
+    status, text, _ = irc("run", out, "--json", "--check", "--trust")
     beside = """original_bytes original_losses time_ratio loss_difference gradient_difference gradient_scale
         output_difference buffer_difference bit_equal"""
     report = json.loads(text)

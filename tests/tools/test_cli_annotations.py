@@ -29,7 +29,7 @@ def test_a_factory_s_modules_are_kept_and_recomputed(
     assert [annotation.by for annotation in program.graph.annotations] == [
         annotation.by for annotation in plan.annotations
     ]
-    assert cli.main(["run", str(tmp_path / "out"), "--steps", "1", "--check", "-q"]) == 0
+    assert cli.main(["run", str(tmp_path / "out"), "--steps", "1", "--check", "--trust", "-q"]) == 0
 
 
 def test_the_smallest_budget_is_that_under_the_annotations(

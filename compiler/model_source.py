@@ -12,7 +12,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType, UnionType
+from types import ModuleType, NoneType
 from typing import Any, cast
 
 import torch
@@ -85,13 +85,10 @@ class Source:
             ValueError: A field is missing, unknown or of another type.
         """
         source = Source(**row)
-        kinds: Mapping[str, type | UnionType] = {
-            "model": str,
-            "batch": int | None,
-            "inputs": dict | None,
-            "seed": int | None,
-            "constants": dict | None,
-            "roles": dict | None,
+        kinds: Mapping[str, tuple[type, ...]] = {
+            "model": (str,),
+            **dict.fromkeys(("batch", "seed"), (int, NoneType)),
+            **dict.fromkeys(("inputs", "constants", "roles"), (dict, NoneType)),
         }
         for name, kind in kinds.items():
             if not isinstance(getattr(source, name), kind):

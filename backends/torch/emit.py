@@ -189,7 +189,7 @@ class _Emitter:
         """The key of the copy that a `Wait` is for."""
         self.names: dict[Value, str] = {}
         self.operations: dict[str, str] = {}
-        self.taken = set(_RESERVED)
+        self.taken: set[str] = set(_RESERVED)
 
     def source(self) -> str:
         """Writes the module: docstring, imports, tables, forward and backward."""

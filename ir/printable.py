@@ -6,17 +6,19 @@ __all__ = ["printable"]
 
 
 def printable(text: str, most: int = 200) -> str:
-    r"""Returns a text on one line, without control characters, and cut.
+    r"""Returns a text on one line, without control characters, and cut in its middle.
 
     Line breaks of any kind, NUL, terminal escapes, characters that change the direction of others, and
     surrogates become escapes such as `\n` and `\u2028`.
 
     Args:
         text: What a file, a model or a user gave.
-        most: The most characters of it that are shown; how many there were follows.
+        most: The most characters of it that are shown.
     """
-    shown = "".join(map(_shown, text[:most]))
-    return shown if len(text) <= most else f"{shown}... ({len(text)} characters)"
+    if len(text) > most:
+        head, tail = text[: most // 2], text[-(most // 2) :]
+        return f"{printable(head, most)}... ({len(text)} characters) ...{printable(tail, most)}"
+    return "".join(map(_shown, text))
 
 
 def _shown(character: str) -> str:

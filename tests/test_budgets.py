@@ -75,6 +75,7 @@ def test_the_same_question_has_the_same_answer_on_a_graph_that_is_not_small() ->
     assert orders[0] == orders[1]
 
 
+@pytest.mark.slow
 def test_plans_made_by_themselves_are_monotone_too() -> None:
     """Nothing is carried from one budget to the next; each must stand without the others' schedules."""
     module, args = MODELS["skips"]()

@@ -33,6 +33,7 @@ FILES = {
     ".gitignore",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
+    "SECURITY.md",
     "LICENSE",
     "Makefile",
     "README.md",

@@ -242,6 +242,7 @@ def test_what_is_computed_outside_of_graphs_is_refused_or_its_results_are_counte
     assert max(measured(run, model, x) for _ in range(3)) <= budget
 
 
+@pytest.mark.slow
 def test_two_losses_whose_backwards_come_in_the_order_of_their_forwards() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block(), Sum())

@@ -81,6 +81,7 @@ def test_what_was_chosen_trains_as_the_original() -> None:
         torch.testing.assert_close(mine.grad, its.grad)
 
 
+@pytest.mark.slow
 def test_some_numbers_may_be_given() -> None:
     x = torch.randn(6, 32)
     pipe = pipeline(model(), (x,), "64MiB", stages=2, schedule="gpipe", costs="cpu", time_limit=5)

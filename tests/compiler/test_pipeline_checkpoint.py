@@ -94,6 +94,7 @@ def test_a_checkpoint_of_some_stages_loads_into_others(name: str, tmp_path: Path
         torch.testing.assert_close(tensor, expected[key], msg=key)
 
 
+@pytest.mark.slow
 def test_checkpoints_of_other_models_are_refused_and_change_nothing(tmp_path: Path) -> None:
     model, args = pipeline_models.tied()
     planned(model, args, 2, "1f1b").start().save(tmp_path / "tied")
@@ -205,6 +206,7 @@ def test_a_checkpoint_takes_the_place_of_an_earlier_one_only(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "mine"]
 
 
+@pytest.mark.slow
 def test_what_no_checkpoint_holds_is_refused(tmp_path: Path) -> None:
     model, args = pipeline_models.tied()
     trainer = planned(model, args, 2, "1f1b").start()
@@ -243,6 +245,7 @@ def test_a_state_dict_is_taken_over() -> None:
     assert trainer.state_dict().keys() == model.state_dict().keys()
 
 
+@pytest.mark.slow
 def test_weights_of_one_cut_begin_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = f"{pipeline_models.__file__}:tied"
     usual = ["--budget", "64MiB", "--micro-batches", "4", "--costs", "cpu", "--time-limit", "1", "-q"]

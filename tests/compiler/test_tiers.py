@@ -100,6 +100,7 @@ def test_the_measured_peak_is_the_predicted_one(tmp_path: Path) -> None:
     assert 0.995 * found.plan.peak_bytes <= measured_bytes <= found.plan.peak_bytes
 
 
+@pytest.mark.slow
 def test_copies_other_shapes_and_pickles_swap_too(tmp_path: Path) -> None:
     found, other, images = fitted(tmp_path)
     again = pickle.loads(pickle.dumps(found))

@@ -9,7 +9,7 @@ import pytest
 gc.disable()  # until all tests are collected: what is imported until then stays
 
 import torch  # noqa: E402
-from hypothesis import HealthCheck, settings  # noqa: E402
+from support.examples import load_profile  # noqa: E402
 from support.model_files import MODELS  # noqa: E402
 
 pytest_plugins = ["pytester", "support.speed"]
@@ -17,8 +17,8 @@ pytest_plugins = ["pytester", "support.speed"]
 torch.set_num_threads(1)
 
 
-settings.register_profile("irc", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("irc")
+def pytest_configure(config: pytest.Config) -> None:
+    load_profile(config.option.markexpr == "fast")
 
 
 def pytest_collection_finish() -> None:

@@ -6,8 +6,9 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.exhaustive import chains, cheapest_in_class, cheapest_of_all, problem_of
 from support.strategies import Sample, graphs, with_annotations
 
@@ -23,9 +24,9 @@ from irc.passes.remat.problem import Solution
 from irc.passes.remat.search import search
 from irc.passes.remat.strategies import known_strategies
 
-SOME = settings(max_examples=60)
-FEW = settings(max_examples=25)
-VERY_FEW = settings(max_examples=12)
+SOME = examples(60)
+FEW = examples(25)
+VERY_FEW = examples(12)
 samples = with_annotations(chains() | graphs())
 small = with_annotations(chains(max_forward=6, max_kept=6))
 
@@ -166,6 +167,7 @@ def test_the_way_of_large_graphs_honours_every_annotation(sample: Sample, percen
     assert best <= found.best.seconds * (1 + 1e-9)
 
 
+@pytest.mark.default
 @given(samples, st.integers(0, 100))
 @FEW
 def test_a_plan_says_what_each_annotation_did(sample: Sample, percent: int) -> None:

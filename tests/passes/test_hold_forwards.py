@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.calls import Calls, several
+from support.examples import examples
 from support.exhaustive import Choice, chains, cheapest_in_class, cheapest_of_all, problem_of
 from support.strategies import Sample, graphs
 
@@ -31,7 +32,7 @@ from irc.passes.remat.exact import best_of_class, lower_bound
 from irc.passes.remat.retention_ilp import RetentionProgramme
 from irc.passes.remat.solution_merging import complete
 
-SMALL = settings(max_examples=15)
+SMALL = examples(15)
 MANY_SECONDS = 60.0
 samples = several(chains(max_forward=7) | graphs(max_forward=7))
 

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.exhaustive import problem_of
 from support.strategies import Sample, with_annotations
 from support.swapping import chain, program_of, samples, tiers, works
@@ -38,7 +39,7 @@ from irc.passes.offload.strategies import LOOK_AHEADS, OFFLOAD_STRATEGIES, known
 from irc.passes.remat.chain import Block, articulations, blocks_of
 from irc.passes.remat.search import Incumbent
 
-SMALL = settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+SMALL = examples(12)
 
 
 def verified(work: OffloadProblem, solution: Solution, budget_bytes: int | None = None) -> None:
@@ -74,6 +75,7 @@ def test_lms_and_swap_compute_nothing_twice(work: OffloadProblem) -> None:
             assert solution.order == work.problem.keep_all.order
 
 
+@pytest.mark.default
 @SMALL
 @given(samples | with_annotations(samples), tiers(), st.integers(0, 8))
 def test_the_joint_plan_is_no_slower_than_any_strategy(

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.exhaustive import chains
 from support.strategies import Sample
 
@@ -33,7 +34,7 @@ from irc.passes import (
     parse_passes,
 )
 
-FEW = settings(max_examples=20)
+FEW = examples(20)
 
 
 def program_of(sample: Sample) -> Program:

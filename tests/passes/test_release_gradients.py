@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.strategies import Sample, graphs
 
 from irc.ir import (
@@ -41,7 +42,7 @@ from irc.passes import (
 from irc.passes.costs.table import StepCost
 from irc.passes.rewrites.release_gradients import release_gradients
 
-FEW = settings(max_examples=25)
+FEW = examples(25)
 samples = graphs()
 
 

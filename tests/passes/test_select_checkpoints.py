@@ -5,15 +5,16 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.exhaustive import chains, cheapest_in_class, cheapest_of_all, problem_of
 from support.strategies import Sample, graphs
 
 from irc.ir import BudgetError, Plan, TimeLimitError, UsageError, parse_graph, print_schedule, verify_schedule
 from irc.passes import Costs, Planner, Program, SelectCheckpoints, minimum_budget
 
-FEW = settings(max_examples=25)
+FEW = examples(15)
 samples = chains() | graphs()
 
 

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from random import Random
 
-from hypothesis import assume, given, settings
+import pytest
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.exhaustive import at_random, chains, problem_of
 from support.strategies import Sample, graphs
 
@@ -24,7 +26,7 @@ from irc.passes.subgraphs.subgraph import (
     saved_by,
 )
 
-FEW = settings(max_examples=25, deadline=None)
+FEW = examples(12)
 samples = chains() | graphs()
 seeds = st.integers(0, 1 << 32)
 
@@ -63,6 +65,7 @@ def test_a_footprint_says_when_a_schedule_takes_what(sample: Sample, seed: int) 
     assert taken.backward_bytes >= least
 
 
+@pytest.mark.default
 @given(samples, samples, st.integers(0, 100))
 @FEW
 def test_the_choice_for_two_parts_fits_and_is_no_worse_than_the_best_pair(

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from irc.passes.pipeline.chains import best_chain
 from irc.passes.pipeline.coarsened_problem import CoarsenedProblem, DeviceClass
@@ -50,7 +51,7 @@ def chains(sets: list[int], stages: int) -> Iterator[tuple[int, ...]]:
 
 
 @given(coarsened_problems(), st.integers(1, 3), st.integers(1, 5), st.integers(0, 2**20))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_the_chain_is_the_best_of_all(
     coarsened: CoarsenedProblem, stages: int, micro_batches: int, seed: int
 ) -> None:

@@ -61,6 +61,7 @@ def stage_parameters(pipe: Pipeline) -> list[set[str]]:
     ]
 
 
+@pytest.mark.default
 def test_a_slow_link_parts_towers_that_run_in_turns() -> None:
     torch.manual_seed(0)
     model, x = Towers(), torch.randn(64, 64)
@@ -91,6 +92,7 @@ def test_no_other_way_of_cutting_is_better() -> None:
     assert planned(Towers(), x, partition="uniform").plan.step_seconds > 1.2 * best.step_seconds
 
 
+@pytest.mark.default
 @pytest.mark.parametrize("draws", [False, True])
 def test_random_numbers_keep_their_order(draws: bool) -> None:
     torch.manual_seed(0)

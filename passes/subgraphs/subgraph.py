@@ -17,11 +17,12 @@ from ...ir import BudgetError, Compute, Graph, Loss, Plan, Schedule, Storage, Ti
 from ..milp import LinearSum, Model, add_memory_row, solve
 from ..program import Program
 from ..remat.certificate import certify
+from ..remat.choice import ChosenSchedule, Limits
+from ..remat.choose_recomputation import choose_recomputation
 from ..remat.eviction import evict_greedily
 from ..remat.planner import Planner
 from ..remat.problem import CheckpointProblem, Solution
 from ..remat.search import Incumbent
-from ..remat.select_checkpoints import SelectCheckpoints
 from .footprint import Footprint, footprint, outputs_bytes, tangents_bytes
 
 __all__ = [
@@ -268,21 +269,22 @@ def plan_subgraph(
             f"{share.budget_bytes} bytes are left, {planner.problem.floor_bytes} the least",
             minimum_bytes=budget_bytes - share.budget_bytes + planner.problem.floor_bytes,
         )
+    limits = Limits(share.budget_bytes, time_limit)
     try:
-        done = SelectCheckpoints(share.budget_bytes, time_limit=time_limit).choose(planner)
+        planned = choose_recomputation(planner, "auto", limits)
     except TimeLimitError:
         evicted = evict_greedily(planner.problem, share.budget_bytes)
         if evicted is None:
             raise
         return certified(subgraph, budget_bytes, chosen, planner.problem, evicted, name="eviction")
-    assert done.schedule is not None and done.plan is not None
-    of_planner = planner.problem.graph is done.graph
-    problem = planner.problem if of_planner else planner.original
-    split = next(k for k, i in enumerate(done.schedule.instructions) if isinstance(i, Loss))
-    before = [i.node for i in done.schedule.instructions[:split] if isinstance(i, Compute)]
-    after = [i.node for i in done.schedule.instructions[split:] if isinstance(i, Compute)]
-    solution = problem.simulate_order(before, after)
-    return Choice(problem, solution, footprint(solution.schedule, problem.costs.workspace_bytes), done.plan)
+    problem, solution = planned.problem, planned.incumbent.best
+    plan = certify(
+        planned,
+        share.budget_bytes,
+        baseline_bytes=planner.baseline_bytes,
+        seconds=time.monotonic() - limits.started,
+    )
+    return Choice(problem, solution, footprint(solution.schedule, problem.costs.workspace_bytes), plan)
 
 
 def minimum_bytes(
@@ -309,11 +311,9 @@ def certified(
     split = sum(1 for _ in _before_loss(solution.schedule))
     again = shared.simulate_order(solution.order[:split], solution.order[split:])
     plan = certify(
-        shared,
+        ChosenSchedule(shared, Incumbent(name, again), again.peak_bytes, shared.floor_bytes),
         share.budget_bytes,
-        Incumbent(name, again),
         baseline_bytes=subgraph.solutions.baseline_bytes,
-        minimum_bytes=again.peak_bytes,
         seconds=0.0,
     )
     return Choice(shared, again, footprint(again.schedule, problem.costs.workspace_bytes), plan)

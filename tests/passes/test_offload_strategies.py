@@ -32,7 +32,7 @@ from irc.ir import (
     stored_bytes,
     verify_schedule,
 )
-from irc.passes import STRATEGIES, CheckpointProblem, PlanMemory, Planner, SelectCheckpoints, Solution
+from irc.passes import CheckpointProblem, PlanMemory, Planner, Solution
 from irc.passes.offload.pofo import Segment, segments_within
 from irc.passes.offload.remat_and_offload import OffloadProblem, improve
 from irc.passes.offload.strategies import LOOK_AHEADS, OFFLOAD_STRATEGIES, known_offload_solutions, lms_all
@@ -341,9 +341,6 @@ def test_what_is_wrong_with_a_strategy_is_said(chain_work: OffloadProblem) -> No
         PlanMemory(strategy="mls").check()
     assert caught.value.code == "IRC403"
     assert caught.value.help is not None and "lms, ome, pofo, swap, recompute" in caught.value.help
-    with pytest.raises(UsageError, match="there is no strategy 'lms'"):
-        SelectCheckpoints(strategy="lms").check()
-    assert SelectCheckpoints.strategies == STRATEGIES
     program = program_of(straight(), ())
     with pytest.raises(UsageError, match="strategy lms copies, and there is no tier") as caught:
         PlanMemory(strategy="lms").run(program)

@@ -297,7 +297,7 @@ def test_a_tier_with_little_room_takes_what_it_can() -> None:
         (
             PlanMemory(offload="buffers"),
             "IRC403",
-            "'buffers' is nothing that can live in a tier between steps",
+            "'buffers' cannot live in a tier between steps",
         ),
         (
             PlanMemory(offload="params", strategy="lms"),

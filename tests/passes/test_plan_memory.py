@@ -38,7 +38,6 @@ from irc.passes import (
     PlanMemory,
     Planner,
     Program,
-    SelectCheckpoints,
     machine_named,
     parse_passes,
 )
@@ -248,7 +247,7 @@ def test_a_chain_whose_copies_keep_pace_costs_nothing() -> None:
     assert made.plan.peak_bytes <= 0.7 * baseline
     assert {d.action for d in made.plan.decisions} >= {"swap", "keep"}
     assert "f0" in made.plan.explain() and "copied to host (500 ms out" in made.plan.explain()
-    alone = SelectCheckpoints("70%").run(program)
+    alone = PlanMemory("70%", "recompute").run(program)
     assert alone.plan is not None and alone.plan.overhead > 0
 
 
@@ -257,7 +256,7 @@ def test_a_chain_whose_copies_are_slow_recomputes() -> None:
     offered = OfferTiers(tiers=(Tier("disk", 1 << 20, 1.0, 1.0),)).run(program)
     made = PlanMemory("70%").run(offered)
     assert made.plan is not None and made.plan.tiers == () and made.plan.exposed_seconds == 0
-    alone = SelectCheckpoints("70%").run(program)
+    alone = PlanMemory("70%", "recompute").run(program)
     assert alone.plan is not None and made.plan.overhead == pytest.approx(alone.plan.overhead)
 
 
@@ -267,7 +266,7 @@ def test_both_are_mixed_where_the_channel_is_the_limit() -> None:
     program = chain(8)
     offered = OfferTiers(tiers=(Tier("host", 1 << 20, 200.0, 200.0),)).run(program)
     made = PlanMemory("50%").run(offered)
-    alone = SelectCheckpoints("50%").run(program)
+    alone = PlanMemory("50%", "recompute").run(program)
     swapped = OffloadProblem(
         Planner(offered).problem, offered.tiers, Planner(offered).baseline_bytes // 2
     ).with_copies(Planner(offered).problem.keep_all)

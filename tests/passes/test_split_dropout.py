@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from irc.backends.torch import compile_program, fit
 from irc.frontends.torch import Captured, capture
 from irc.ir import RUN_ONCE, Schedule, verify_graph
-from irc.passes import Cost, PassManager, Program, SelectCheckpoints, SplitDropout
+from irc.passes import Cost, PassManager, PlanMemory, Program, SplitDropout
 from irc.passes.subgraphs.subgraph import saved_by
 
 
@@ -25,7 +25,7 @@ def _planned(captured: Captured, strategy: str, *, is_split: bool) -> Program:
     program = Program(captured.graph)
     if is_split:
         program = replace(SplitDropout().run(program), original=None)
-    return PassManager([Cost(profile="cpu"), SelectCheckpoints(2**30, strategy)]).run(program)
+    return PassManager([Cost(profile="cpu"), PlanMemory(2**30, strategy)]).run(program)
 
 
 def _trained(model: nn.Module, captured: Captured, schedule: Schedule, x: Tensor) -> list[Tensor | None]:

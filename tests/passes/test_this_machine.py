@@ -181,7 +181,7 @@ def test_the_module_takes_the_path_of_a_machine(tmp_path: Path) -> None:
     [
         (["--budget", "1MB", "--costs", "abacus"], "IRC410", "no machine is called 'abacus'"),
         (["--budget", "1MB", "--costs", "missing.json"], "IRC414", "missing.json cannot be read"),
-        (["--costs", "gtx1080", "--passes", "cost,select-checkpoints{budget=1GB}"], "IRC400", "exclude"),
+        (["--costs", "gtx1080", "--passes", "cost,plan-memory{budget=1GB}"], "IRC400", "exclude"),
     ],
 )
 def test_a_machine_that_is_none_is_refused(

@@ -9,7 +9,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.exact_offload.choice import schedule_of
 from support.exact_offload.line import ExactProblem, line
-from support.exact_offload.programme import SwapProgramme
 from support.exact_offload.solve import Exact, best_with_swaps
 from support.examples import examples
 from support.exhaustive import chains, problem_of
@@ -168,7 +167,7 @@ def test_what_a_annotation_keeps_from_staying_does_not_stay_in_a_tier(
     assert problem.transient.isdisjoint(copied)
 
 
-@examples(12)
+@examples(8)
 @given(st.data(), chains(max_forward=6) | running(graphs(max_forward=6)))
 def test_without_tiers_it_recomputes_as_the_integer_programme_does(
     data: st.DataObject, sample: Sample
@@ -302,6 +301,8 @@ def test_a_channel_carries_copies_in_the_order_in_which_they_start() -> None:
     """Wherever the solver says that they are begun, which may be long before."""
     exact = ExactProblem(one_way_chain(), (HOST,), 14)
     steps = tuple(line(exact.problem, exact.pauses))
+    from support.exact_offload.programme import SwapProgramme
+
     choice = SwapProgramme(exact, steps).solve(MANY_SECONDS).choice
     assert choice is not None
     back = [begin for begin in choice.begins if isinstance(begin.instruction, Fetch)]

@@ -43,7 +43,7 @@ from irc.passes import (
 from irc.passes.costs.table import StepCost
 from irc.passes.rewrites.release_gradients import release_gradients
 
-FEW = examples(25)
+FEW = examples(15)
 samples = graphs()
 
 

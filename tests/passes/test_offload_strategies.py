@@ -139,10 +139,6 @@ def test_lms_swaps_all_that_backward_reads(chain_work: OffloadProblem) -> None:
     assert solution.peak_bytes < problem.keep_all.peak_bytes
     assert solution.seconds > problem.step_seconds
     assert lms_all(chain_work, 0).seconds > solution.seconds
-    assert lms_all(chain_work, 1, threshold_bytes=599).seconds == solution.seconds
-    assert lms_all(chain_work, 1, threshold_bytes=600).schedule.instructions == (
-        problem.keep_all.schedule.instructions
-    )
 
 
 # ------------------------------------------------------------------------------------------- chains, POFO

@@ -44,9 +44,9 @@ class IrcError(Exception):
 
     Args:
         code: Stable code, such as `IRC204`.
-        message: What is wrong, with numbers and units.
-        at: Where, when one place is at fault.
-        help: What to do next.
+        message: The fault, with numbers and units.
+        at: The place, if one is at fault.
+        help: The next thing to do.
     """
 
     exit_status: ClassVar[int] = 1
@@ -78,7 +78,7 @@ class IrcError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error of other code says; its type where it says nothing."""
+    """The first line of the message of an error of other code; its type if the message is empty."""
     lines = str(error).strip().splitlines()
     return lines[0][:300] if lines else type(error).__name__
 
@@ -100,10 +100,10 @@ class BudgetError(IrcError):
 
     Args:
         code: Stable code.
-        message: What is wrong.
+        message: The fault.
         minimum_bytes: The smallest budget that is known to fit.
         at: The operation at the peak.
-        help: What to do next.
+        help: The next thing to do.
     """
 
     exit_status = 3

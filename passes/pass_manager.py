@@ -79,7 +79,7 @@ class PassManager:
         """The program after all passes.
 
         Raises:
-            IrcError: What a pass raises, with a note that names the pass.
+            IrcError: The error of a pass, with a note that names the pass.
         """
         _verify(program)
         for step in self.passes:

@@ -37,8 +37,8 @@ class PlanMemory:
             these, `pofo` plans a chain of blocks, `swap` copies and computes nothing twice, and `recompute`
             is `auto` without copies.
         time_limit: Seconds for the search; the best schedule so far counts when they are over.
-        offload: What may live in the first tier between steps: `params`, `optimizer`, `params+optimizer` or
-            `none`. How much of it does is chosen.
+        offload: The kinds that may live in the first tier between steps: `params`, `optimizer`,
+            `params+optimizer` or `none`. How much of it does is chosen.
         offloaded_names: The names of what is offloaded, once known. Not part of the text form.
     """
 
@@ -123,7 +123,7 @@ class PlanMemory:
 
     @property
     def which(self) -> Sequence[str]:
-        """What may live in a tier."""
+        """The kinds that may live in a tier."""
         return () if self.offload == "none" else tuple(self.offload.split("+"))
 
     def run(self, program: Program, /) -> Program:
@@ -138,7 +138,7 @@ class PlanMemory:
         return self.choose(Planner(program))
 
     def choose(self, planner: Planner, /) -> Program:
-        """As `run`, with what the planner knows from other budgets of the same program."""
+        """Does what `run` does, with all that the planner knows from other budgets of the same program."""
         self.check()
         self.check_tiers(has_tiers=bool(planner.program.tiers))
         limits = Limits(parse_budget(self.budget, planner.baseline_bytes), self.time_limit)

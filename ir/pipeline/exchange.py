@@ -29,9 +29,9 @@ class Expect:
     """A device posts the receives of an action: memory is there for them from here on.
 
     Args:
-        stage: Which stage receives.
+        stage: The stage that receives.
         is_forward: Whether it receives activations; else gradients.
-        micro_batch: Of which micro-batch.
+        micro_batch: The micro-batch.
     """
 
     stage: int
@@ -167,7 +167,7 @@ def verify_exchanges(graphs: Sequence[Graph]) -> None:
     """Raises unless each stage receives what its neighbours send, in the same order and layout.
 
     Args:
-        graphs: Of all stages.
+        graphs: The graphs of all stages.
 
     Raises:
         VerificationError: IRC142.

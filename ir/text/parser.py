@@ -36,7 +36,7 @@ def parse_graph(text: str) -> Graph:
     """The graph that `text` describes.
 
     Args:
-        text: What `print_graph` printed, or the like written by hand.
+        text: The text form of a graph, printed or written by hand.
 
     Raises:
         UsageError: IRC101 with the line number, what was expected and what was found.
@@ -51,7 +51,7 @@ def parse_program(text: str) -> Schedule:
     """The schedule that `text` describes: a graph, then the instructions that run it.
 
     Args:
-        text: What `print_program` printed, or the like written by hand.
+        text: The text form of a graph and its schedule, printed or written by hand.
 
     Raises:
         UsageError: IRC101 with the line number, what was expected and what was found.

@@ -355,7 +355,7 @@ _MARK_BYTES = 1_000_003
 
 
 def _mark() -> None:
-    """An allocation of a size that no tensor has: it marks where a run begins and ends."""
+    """An allocation of a size that no tensor has: it marks the beginning and the end of a run."""
     torch.empty(_MARK_BYTES, dtype=torch.uint8)
 
 

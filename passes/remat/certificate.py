@@ -47,7 +47,7 @@ def certify(chosen: ChosenSchedule, budget_bytes: int, *, baseline_bytes: int, s
         chosen: The schedule, and what is known about smaller budgets.
         budget_bytes: The budget that was asked for.
         baseline_bytes: The peak of the graph as it was captured, if nothing runs twice.
-        seconds: How long planning took.
+        seconds: The time that planning took.
     """
     problem, incumbent, tiers = chosen.problem, chosen.incumbent, chosen.tiers
     step = problem.step_seconds

@@ -12,7 +12,7 @@ from irc.backends.torch import compile_program, fit
 from irc.frontends.torch import Captured, capture
 from irc.ir import RUN_ONCE, Schedule, verify_graph
 from irc.passes import Cost, PassManager, PlanMemory, Program, SplitDropout
-from irc.passes.subgraphs.subgraph import saved_by
+from irc.passes.subgraphs.footprint import saved_by
 
 
 def _model(rate: float, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Tensor]:

@@ -15,16 +15,11 @@ from support.strategies import Sample, graphs
 
 from irc.ir import liveness, verify_schedule
 from irc.passes import CheckpointProblem, Costs, Program, Solution
-from irc.passes.subgraphs.footprint import Footprint, footprint, outputs_bytes, tangents_bytes
+from irc.passes.subgraphs.choose_together import choose_together
+from irc.passes.subgraphs.footprint import Footprint, footprint, outputs_bytes, saved_by, tangents_bytes
 from irc.passes.subgraphs.leaner_backward import leaner_backwards
-from irc.passes.subgraphs.subgraph import (
-    AmbientMemory,
-    Subgraph,
-    SubgraphSolutions,
-    choose_together,
-    plan_subgraph,
-    saved_by,
-)
+from irc.passes.subgraphs.plan_subgraph import plan_subgraph
+from irc.passes.subgraphs.subgraph import AmbientMemory, Subgraph, SubgraphSolutions
 
 FEW = examples(12)
 samples = chains() | graphs()

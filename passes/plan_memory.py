@@ -11,8 +11,9 @@ from typing import ClassVar, cast
 
 from ..ir import UsageError, parse_budget
 from .offload.choose_offload import choose_copies, choose_offloaded
+from .offload.offload_problem import OffloadProblem
 from .offload.offloaded_parameters import OFFLOADABLE
-from .offload.remat_and_offload import OffloadProblem, least_budget
+from .offload.remat_and_offload import least_budget
 from .offload.strategies import OFFLOAD_STRATEGIES
 from .program import Program
 from .remat.certificate import certify

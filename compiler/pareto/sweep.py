@@ -29,7 +29,7 @@ from ...passes import (
     Program,
     smallest_budget,
 )
-from ...passes.offload.remat_and_offload import OffloadProblem
+from ...passes.offload.offload_problem import OffloadProblem
 from ...passes.offload.strategies import LOOK_AHEADS, OFFLOAD_STRATEGIES, lms_all
 from ...passes.remat.strategies import known_strategies
 from ...torch_support.pytree import flatten

@@ -10,8 +10,9 @@ from ..remat.choice import ChosenSchedule, Limits, out_of_time, over_budget
 from ..remat.choose_recomputation import choose_recomputation
 from ..remat.planner import Planner
 from ..remat.search import Incumbent
+from .offload_problem import OffloadProblem
 from .offload_search import OffloadSearch
-from .remat_and_offload import OffloadProblem, least_budget, search_with_copies
+from .remat_and_offload import least_budget, search_with_copies
 from .strategies import OFFLOAD_STRATEGIES, known_offload_solutions
 
 __all__ = ["choose_copies", "choose_offloaded"]

@@ -13,8 +13,8 @@ from ...ir import Direction, Tier
 from ..remat.chain import articulations
 from ..remat.problem import CheckpointProblem, Solution
 from ..remat.strategies import every_k, per_block, segments, sqrt_n
+from .offload_problem import OffloadProblem
 from .pofo import pofo
-from .remat_and_offload import OffloadProblem
 from .schedule_copies import Order
 from .swaps import Gap, Swap
 

@@ -38,7 +38,8 @@ from irc.ir import (
     verify_schedule,
 )
 from irc.passes import CheckpointProblem
-from irc.passes.offload.remat_and_offload import OffloadProblem, search_with_copies
+from irc.passes.offload.offload_problem import OffloadProblem
+from irc.passes.offload.remat_and_offload import search_with_copies
 from irc.passes.offload.strategies import known_offload_solutions
 from irc.passes.remat.candidates import find_candidates
 from irc.passes.remat.exact import best_of_class

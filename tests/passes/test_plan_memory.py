@@ -43,7 +43,9 @@ from irc.passes import (
 )
 from irc.passes.offload import remat_and_offload as joint
 from irc.passes.offload.cut_ilp import OffloadRelaxation
-from irc.passes.offload.remat_and_offload import OffloadProblem, improve, least_budget, search_with_copies
+from irc.passes.offload.local_search import improve
+from irc.passes.offload.offload_problem import OffloadProblem
+from irc.passes.offload.remat_and_offload import least_budget, search_with_copies
 from irc.passes.offload.schedule_copies import Order, schedule_copies
 from irc.passes.offload.strategies import OFFLOAD_STRATEGIES, known_offload_solutions
 from irc.passes.remat.candidates import Candidates, find_candidates

@@ -16,7 +16,7 @@ from support.swapping import chain, works
 
 from irc.ir import Region, Tier, Trait, parse_graph, step_times, verify_schedule
 from irc.passes import CheckpointProblem, Costs
-from irc.passes.offload.remat_and_offload import OffloadProblem
+from irc.passes.offload.offload_problem import OffloadProblem
 from irc.passes.offload.schedule_copies import Copies, Order, schedule_copies
 
 SMALL = examples(40)

@@ -9,7 +9,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -29,7 +29,6 @@ from ..backends.torch import (
     emit_source,
 )
 from ..ir import (
-    Argument,
     Delivery,
     Gradients,
     Graph,
@@ -40,10 +39,8 @@ from ..ir import (
     Plan,
     Schedule,
     Storage,
-    Symbol,
     TensorType,
     Tier,
-    Trait,
     UnsupportedError,
     UsageError,
     VerificationError,
@@ -55,13 +52,13 @@ from ..ir import (
 from .model_source import Source
 from .optimize import Optimized
 from .optimizers import DescribedOptimizer, parse_optimizer
+from .written_operations import check_operations
 
 __all__ = [
     "CONSTANT",
     "EXAMPLE",
     "PIPELINE_FILE",
     "Written",
-    "check_operations",
     "check_target",
     "delivery_from_json",
     "delivery_to_json",
@@ -79,12 +76,12 @@ EXAMPLE = "irc.example."
 _FILES = ("plan.json", "program.irc", "model.py", "weights.safetensors")
 PIPELINE_FILE = "pipeline.json"
 STAGE_FILE = re.compile(r"stage-[0-9]+\.(irc|py)")
-"""What the folder of a pipeline has."""
+"""The files of a pipeline's folder."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """What a folder holds.
+    """The contents of a written folder.
 
     Args:
         plan: The certificate.
@@ -97,8 +94,8 @@ class Written:
         deliveries: How the flat result is made.
         workspace_bytes: Workspace of each operation, by name, as the plan counted it.
         not_saved: Buffers that the model's own `state_dict()` does not have.
-        places: Where the tiers are that the program copies to.
-        optimizer: Makes the optimizers that take their steps within backward; None where none does.
+        tier_configs: The configurations of the tiers that the program copies to.
+        optimizer: Makes the optimizers that take their steps within backward; None if none does.
     """
 
     plan: Plan
@@ -110,7 +107,7 @@ class Written:
     deliveries: tuple[Delivery, ...]
     workspace_bytes: dict[str, int]
     not_saved: frozenset[str]
-    places: tuple[TierConfig, ...] = ()
+    tier_configs: tuple[TierConfig, ...] = ()
     optimizer: DescribedOptimizer | None = None
 
     def module(self) -> StandaloneModule:
@@ -131,7 +128,9 @@ class Written:
             for tensor in self.state.values()
         }
         state = {name: copies[id(tensor)] for name, tensor in self.state.items()}
-        return StandaloneModule(self.program, state, self.deliveries, self.plan, self.places, self.optimizer)
+        return StandaloneModule(
+            self.program, state, self.deliveries, self.plan, self.tier_configs, self.optimizer
+        )
 
 
 def check_target(folder: Path) -> None:
@@ -183,7 +182,7 @@ def write_folder(
         optimized: What to write.
         source: Where the model came from.
         examples: The tensor leaves of the example arguments.
-        optimizer: What made the module's optimizers, where gradients are applied within backward.
+        optimizer: What made the module's optimizers, if gradients are applied within backward.
 
     Raises:
         UsageError: IRC430 when the target cannot be written.
@@ -245,7 +244,7 @@ def _write_files(
             if costs.workspace_bytes[node]
         },
         "optimizer": str(optimizer) if applies else None,
-        "places": [place_to_json(place) for place in optimized.places],
+        "tier_configs": [tier_to_json(config) for config in optimized.tier_configs],
         "not_saved": sorted(
             {name for name, _ in optimized.module.named_buffers(remove_duplicate=False)}
             - set(optimized.module.state_dict())
@@ -289,7 +288,7 @@ def _tensors(optimized: Optimized, examples: tuple[Tensor, ...]) -> dict[str, Te
 
 
 def read_folder(folder: Path) -> Written:
-    """What `write_folder` wrote: parsed, verified against its plan, compiled and ready to train.
+    """Reads what `write_folder` wrote: parsed, verified against its plan, compiled and ready to train.
 
     Raises:
         UsageError: IRC431 when a file is missing or damaged; IRC433 when the program's device is missing.
@@ -306,10 +305,10 @@ def read_folder(folder: Path) -> Written:
         described: dict[str, Any] = json.loads((folder / "plan.json").read_text())
         plan = Plan.from_json(described)
         deliveries = tuple(delivery_from_json(row) for row in described["deliveries"])
-        source = Source(**described["source"])
+        source = Source.from_json(described["source"])
         by_name = {str(name): int(nbytes) for name, nbytes in described["workspace_bytes"].items()}
         not_saved = frozenset(str(name) for name in described["not_saved"])
-        places = tuple(place_from_json(row) for row in described.get("places", ()))
+        tier_configs = tuple(tier_from_json(row) for row in described.get("tier_configs", ()))
         text = described.get("optimizer")
         optimizer = None if text is None else parse_optimizer(text)
     with undamaged(folder / "program.irc"):
@@ -334,7 +333,7 @@ def read_folder(folder: Path) -> Written:
         deliveries=deliveries,
         workspace_bytes=by_name,
         not_saved=not_saved,
-        places=places,
+        tier_configs=tier_configs,
         optimizer=optimizer,
     )
 
@@ -363,21 +362,21 @@ def undamaged(file: Path) -> Generator[None]:
         ) from error
 
 
-_PLACES: dict[str, type[DiskTierConfig | HostTierConfig]] = {"disk": DiskTierConfig, "host": HostTierConfig}
+_TIER_KINDS: dict[str, type[DiskTierConfig | HostTierConfig]] = {
+    "disk": DiskTierConfig,
+    "host": HostTierConfig,
+}
 
 
-def place_to_json(place: TierConfig) -> dict[str, Any]:
-    """As JSON; `place_from_json` reads it."""
-    return {"kind": place.kind, **asdict(place)}
+def tier_to_json(config: TierConfig) -> dict[str, Any]:
+    """Returns the tier's configuration as JSON; `tier_from_json` reads it."""
+    return {"kind": config.kind, **asdict(config)}
 
 
-def place_from_json(row: dict[str, Any]) -> TierConfig:
-    """The place that `place_to_json` wrote."""
+def tier_from_json(row: dict[str, Any]) -> TierConfig:
+    """Reads what `tier_to_json` wrote."""
     known = dict(row)
-    return _PLACES[known.pop("kind")](**known)
-
-
-_OPERATION: Any = type(torch.ops.aten.relu.default)
+    return _TIER_KINDS[known.pop("kind")](**known)
 
 
 def _verify(schedule: Schedule, plan: Plan, workspace_bytes: Mapping[Node, int]) -> None:
@@ -409,33 +408,6 @@ def _verify(schedule: Schedule, plan: Plan, workspace_bytes: Mapping[Node, int])
             f"{offloaded_bytes} B live in tiers between steps, not the {plan.offloaded_bytes} B claimed",
         )
     check_operations(schedule.graph)
-
-
-def check_operations(graph: Graph) -> None:
-    """Refuses operations that torch does not have, before anything of a program runs.
-
-    Raises:
-        VerificationError: IRC132.
-    """
-    for node in graph.nodes:
-        if node.releases is not None or Trait.EXCHANGE in node.traits:
-            continue
-        place: Any = torch.ops
-        for part in node.op.split("."):
-            place = getattr(place, part, None) if part.isidentifier() else None
-        if not isinstance(place, _OPERATION):
-            raise VerificationError("IRC132", f"{node.op!r} is no operation of torch", at=node.at)
-        for symbol in _symbols((*node.arguments, *(argument for _, argument in node.keywords))):
-            if not re.fullmatch(r"[A-Za-z0-9_]+(:[0-9]+)?", symbol.name):  # it becomes Python
-                raise VerificationError("IRC132", f"{symbol.name!r} is no name of torch", at=node.at)
-
-
-def _symbols(arguments: Iterable[Argument]) -> Iterator[Symbol]:
-    for argument in arguments:
-        if isinstance(argument, Symbol):
-            yield argument
-        elif isinstance(argument, tuple):
-            yield from _symbols(argument)
 
 
 _Placed = tuple[dict[str, Tensor], dict[str, Tensor], tuple[Tensor, ...]]
@@ -516,7 +488,7 @@ def _check_deliveries(schedule: Schedule, deliveries: tuple[Delivery, ...]) -> N
 
 
 def delivery_to_json(delivery: Delivery) -> dict[str, Any]:
-    """How a leaf of the result is made, as JSON.
+    """Returns the delivery of a leaf of the result as JSON.
 
     Raises:
         UnsupportedError: IRC434 for a constant that no JSON file holds.
@@ -538,7 +510,7 @@ def delivery_to_json(delivery: Delivery) -> dict[str, Any]:
 
 
 def delivery_from_json(row: dict[str, Any]) -> Delivery:
-    """What `delivery_to_json` wrote."""
+    """Reads what `delivery_to_json` wrote."""
     view = row["view"]
     if view is not None:
         view = (tuple(view[0]), tuple(view[1]), int(view[2]))

@@ -12,7 +12,7 @@ from torch import Tensor
 __all__ = ["TOLERANCE", "Differences", "Numbers", "Outcome", "difference", "largest", "numbers_of"]
 
 TOLERANCE = 1e-5
-"""How far numbers may be off, as a share of the largest of their kind (outputs, gradients, buffers)."""
+"""The largest difference that passes, as a share of the largest number of its kind."""
 
 _OWN_TOLERANCE = 1e-4
 _SMALL = 1e-6
@@ -20,7 +20,7 @@ _SMALL = 1e-6
 
 @dataclass
 class Differences:
-    """How far tensors of one kind are apart.
+    """The differences between tensors of one kind.
 
     Args:
         largest: The largest absolute difference of an element; infinite if one of them is not a number and
@@ -120,7 +120,7 @@ class Outcome:
 
 
 def numbers_of(expected: Outcome, found: Outcome) -> Numbers:
-    """How far the outcome of a step is from the original's.
+    """Returns the differences between the outcome of a step and the original's.
 
     Buffers that only one of the two has are left out. Another number of outputs is an infinite difference.
     """

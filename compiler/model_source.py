@@ -12,13 +12,13 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, NoneType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from ..ir import IrcError, Location, UsageError
+from ..ir import IrcError, Location, UsageError, printable
 
 __all__ = [
     "Loaded",
@@ -34,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model comes from; kept in a written folder, so that it can be compared with the original.
+    """The origin of a model; kept in a written folder, so that it can be compared with the original.
 
     Args:
         model: `file.onnx`, `package.module:factory` or `file.py:factory`.
@@ -52,9 +52,52 @@ class Source:
     constants: Mapping[str, Any] | None = None
     roles: Mapping[str, str] | None = None
 
+    @property
+    def is_factory(self) -> bool:
+        """Whether it is Python, which runs when the model is loaded."""
+        return ":" in os.path.basename(self.model)
+
+    def trusted(self, model: str | None, *, is_trusted: bool) -> Source:
+        """Returns the source that a written folder names as its original, if its code may run.
+
+        Args:
+            model: The model that the user names instead; None for none.
+            is_trusted: Whether the user trusts the folder.
+
+        Raises:
+            UsageError: IRC436 if the source is Python that nobody vouches for.
+        """
+        if model is not None:
+            return replace(self, model=model).located()
+        if self.is_factory and not is_trusted:
+            raise UsageError(
+                "IRC436",
+                f"the folder names {printable(self.model)} as its original, and --check would run that code",
+                help="give --original and the name of the factory, or --trust if the folder is your own",
+            )
+        return self
+
+    @staticmethod
+    def from_json(row: Mapping[str, Any]) -> Source:
+        """Reads the fields of a written source.
+
+        Raises:
+            ValueError: A field is missing, unknown or of another type.
+        """
+        source = Source(**row)
+        kinds: Mapping[str, tuple[type, ...]] = {
+            "model": (str,),
+            **dict.fromkeys(("batch", "seed"), (int, NoneType)),
+            **dict.fromkeys(("inputs", "constants", "roles"), (dict, NoneType)),
+        }
+        for name, kind in kinds.items():
+            if not isinstance(getattr(source, name), kind):
+                raise ValueError(f"{name} of its source is {printable(repr(getattr(source, name)))}")
+        return source
+
     def located(self) -> Source:
         """The same source from any folder: the path of a file is absolute."""
-        if ":" not in os.path.basename(self.model):
+        if not self.is_factory:
             return replace(self, model=str(Path(self.model).absolute()))
         place, _, name = self.model.rpartition(":")
         return replace(self, model=f"{Path(place).absolute()}:{name}") if place.endswith(".py") else self
@@ -103,15 +146,11 @@ def load_for_micro_batches(source: Source, count: int) -> Loaded:
 
     loaded = load(source)
     batch = source.batch
-    if batch is None and not _is_factory(source) and not source.inputs:
+    if batch is None and not source.is_factory and not source.inputs:
         batch = batch_of(loaded.args)
     if not batch or batch % count or count == 1:
         return loaded
     return Loaded(load(replace(source, batch=batch // count)).module, loaded.args)
-
-
-def _is_factory(source: Source) -> bool:
-    return ":" in os.path.basename(source.model)
 
 
 def load_file(source: Source) -> nn.Module | None:
@@ -120,7 +159,7 @@ def load_file(source: Source) -> nn.Module | None:
     Raises:
         UsageError: As `load`.
     """
-    if _is_factory(source):
+    if source.is_factory:
         return None
     module = _from_onnx(source)
     if source.seed is not None:
@@ -168,7 +207,7 @@ def _from_factory(source: Source) -> Loaded:
 
 
 def _checked(model: str, made: object) -> Loaded:
-    """What a factory returned, if it is a module and its arguments."""
+    """Returns what a factory returned, if it is a module and its arguments."""
     help = "a factory returns (module, example_args), the arguments as a tuple of tensors"
     if not isinstance(made, tuple):
         raise UsageError("IRC422", f"{model} returned {type(made).__name__}, not a pair", help=help)
@@ -216,7 +255,7 @@ def _explained(what: str) -> Generator[None]:
 
 def _import_module(name: str) -> ModuleType:
     if not all(part.isidentifier() for part in name.split(".")):
-        raise UsageError("IRC420", f"{name!r} is no name of a module", help=_HELP)
+        raise UsageError("IRC420", f"{name!r} is not a name of a module", help=_HELP)
     importlib.invalidate_caches()
     with _explained(f"importing {name} raised"):
         try:
@@ -262,7 +301,7 @@ def parse_input(text: str) -> tuple[str, tuple[int, ...]]:
     whole = all(size.strip().isascii() and size.strip().isdecimal() and len(size) < 16 for size in sizes)
     if not equals or not name or not whole:
         raise UsageError(
-            "IRC421", f"--input {text!r} is no name=shape", help="write --input name=8x3x224x224"
+            "IRC421", f"--input {text!r} is not name=shape", help="write --input name=8x3x224x224"
         )
     return name, tuple(int(size) for size in sizes)
 
@@ -280,7 +319,7 @@ def parse_constant(text: str) -> tuple[str, Any]:
         parsed = None
     if not equals or not name or not isinstance(parsed, bool | int | float | list):
         raise UsageError(
-            "IRC421", f"--constant {text!r} is no name=value", help="write --constant shape=[3,4]"
+            "IRC421", f"--constant {text!r} is not name=value", help="write --constant shape=[3,4]"
         )
     return name, cast("Any", parsed)
 
@@ -293,12 +332,14 @@ def parse_role(text: str) -> tuple[str, str]:
     """
     pattern, equals, role = text.rpartition("=")
     if not equals or not pattern or not role:
-        raise UsageError("IRC421", f"--role {text!r} is no name=role", help="write --role 'position*=buffer'")
+        raise UsageError(
+            "IRC421", f"--role {text!r} is not name=role", help="write --role 'position*=buffer'"
+        )
     return pattern, role
 
 
 def training_loss(result: Any) -> Tensor:
-    """What the command line trains with: a result that is a scalar, else the mean squares of its floats."""
+    """Returns the command line's loss: a result that is a scalar, else the mean squares of its floats."""
     from ..torch_support.pytree import flatten
 
     leaves = (leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor) and leaf.requires_grad)

@@ -31,19 +31,19 @@ __all__ = ["Optimized", "optimize", "optimize_module"]
 
 @dataclass(frozen=True)
 class Optimized:
-    """All that optimizing a module gives.
+    """The results of optimizing a module.
 
     Args:
         module: The module that trains within the budget.
         captured: The original as a graph.
         program: The graph with costs, schedule and plan.
-        places: Where the tiers are that the module may copy to.
+        tier_configs: The configurations of the tiers that the module may copy to.
     """
 
     module: nn.Module
     captured: Captured
     program: Program
-    places: tuple[TierConfig, ...] = ()
+    tier_configs: tuple[TierConfig, ...] = ()
 
     @property
     def plan(self) -> Plan:
@@ -97,7 +97,7 @@ def optimize(
             times on the device of the model, `"thorough"` more often (both are cached on disk); `"analytic"`
             takes the roofline of a modest CPU. Any other text is the name of a described machine, such as
             `"gtx1080"`, or the path of a file that `irc machine -o` wrote.
-        loss: What the training loop computes from the model's result, where that takes memory of its
+        loss: What the training loop computes from the model's result, if that takes memory of its
             own; a function from the result to a scalar. A loss inside the model needs no mention.
         accumulate_gradients: Add each parameter's gradient to its `.grad` as soon as it is known. The plan
             counts the `.grad` of every trained parameter as there before and after the step, so that a step
@@ -112,9 +112,9 @@ def optimize(
             gradient only later gets its optimizer then.
         specialize_branches: For a model whose Python code looks at the values of its tensors (a check, an
             assert, a branch) and sees the same in every step: it runs once on the example arguments, without
-            gradients, and planned as it goes there. Each step checks what it sees and raises IRC347 where it
+            gradients, and planned as it goes there. Each step checks what it sees and raises IRC347 if it
             is something else; what the forward writes into buffers is written by then.
-        forwards_in_flight: How many forwards run before their backwards, as where a model is called twice for
+        forwards_in_flight: How many forwards run before their backwards, as when a model is called twice for
             one loss. The budget covers them: their inputs, and what each of them saves until its backward.
             All run forward, and then backward, one by one in any order or in one `backward()`; the second of
             them finds gradients, a second set unless they are accumulated as they come. More forwards than
@@ -122,7 +122,7 @@ def optimize(
             once, to the logger `irc`: the budget may not hold.
         swap: Where tensors may go while a step does not need them: `"host:64GiB"` (pinned memory, for a model
             on a GPU), `"disk:/scratch:200GiB"`, or a list of both, the faster first. The budget stays that of
-            the device. Bandwidths are those that `irc machine` measured, or measured now; where `costs`
+            the device. Bandwidths are those that `irc machine` measured, or measured now; if `costs`
             names a machine, that machine's. With `"params"`, `"optimizer"` or `"params,optimizer"` among
             them, parameters, and the state of the optimizers in backward, live in the first of these tiers
             between steps as far as the budget asks for it (a model on the CPU, with a disk). A parameter is
@@ -130,7 +130,7 @@ def optimize(
         plans: How many plans are kept; the least recently used one is given up. 1 refuses other calls than
             the example.
         dynamic: `"batch"` says that the example has the largest batch: calls that differ from it in the first
-            dimension of their tensors alone take over its schedule without a search, where their operations
+            dimension of their tensors alone take over its schedule without a search, if their operations
             are the same and it fits. Others, larger ones among them, are planned as usual.
         same_branches: The old name of `specialize_branches`, until the next version.
         profile: The old name of `costs`, until the next version: None, True and False are `measured`,
@@ -197,12 +197,12 @@ def optimize_module(
     model = unfitted(model)
     refuse_hooks(model)
     device = device_of(model, leaves)
-    places = request.tier_configs(device)
+    tier_configs = request.tier_configs(device)
     have_offloaded = bool(request.plan.which)
-    check_tier_configs(places, {str(device)}, have_offloaded=have_offloaded)
+    check_tier_configs(tier_configs, {str(device)}, have_offloaded=have_offloaded)
     plans_eval = not model.training
-    cache = PlanCacheState(compile_call, request.on(device), request.plans, plans_eval, tiers=places)
+    cache = PlanCacheState(compile_call, request.on(device), request.plans, plans_eval, tiers=tier_configs)
     fitted, plans = bind(model, cache)
     made = plans.warm(fitted, args, dict(kwargs or {}))
     assert isinstance(made, CompiledCall)
-    return Optimized(fitted, made.captured, made.program, places)
+    return Optimized(fitted, made.captured, made.program, tier_configs)

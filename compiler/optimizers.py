@@ -59,7 +59,7 @@ class DescribedOptimizer:
 
 
 def parse_optimizer(text: str) -> DescribedOptimizer:
-    """What a text describes, tried on a parameter of one element.
+    """Parses the text of an optimizer, and tries it on a parameter of one element.
 
     Args:
         text: `NAME` or `NAME:KEY=VALUE,...`; a value is a number, `true` or `false`, or numbers as
@@ -67,7 +67,7 @@ def parse_optimizer(text: str) -> DescribedOptimizer:
 
     Raises:
         UsageError: IRC453 for an unknown optimizer; IRC454 for an option that it does not have, has twice or
-            that has no value; IRC455 for a value of another kind; IRC456 where it refuses a value.
+            that has no value; IRC455 for a value of another kind; IRC456 if it refuses a value.
     """
     name, colon, options = text.partition(":")
     if name not in OPTIMIZERS:
@@ -89,7 +89,7 @@ def parse_optimizer(text: str) -> DescribedOptimizer:
 
 
 def _settings(name: str, options: str) -> Iterator[tuple[str, Setting]]:
-    """What stands behind the colon."""
+    """Parses the settings behind the colon."""
     signature = inspect.signature(OPTIMIZERS[name]).parameters.values()
     known = {option.name: cast(object, option.default) for option in signature if option.name != "params"}
     advice = f"write {name}:KEY=VALUE,... with keys of {', '.join(known)}"
@@ -122,7 +122,7 @@ def _setting(name: str, key: str, text: str, default: object) -> Setting:
 
 
 def _numbers(text: str, count: int) -> tuple[float, ...] | None:
-    """So many finite numbers with slashes between them."""
+    """Parses finite numbers with slashes between them."""
     try:
         found = tuple(map(float, text.split("/")))
     except ValueError:

@@ -1,4 +1,4 @@
-"""What pictures have in common: style, kinds of file, and that the same data give the same file."""
+"""Shared by all pictures: style, kinds of file, and that the same data give the same file."""
 
 from __future__ import annotations
 

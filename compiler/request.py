@@ -1,4 +1,4 @@
-"""A request: what a plan is asked to be, and the one pipeline of passes that follows from it."""
+"""A request: the options of a plan, and the one pipeline of passes that follows from them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _example(graph: Graph, signature: Any, program: Program | None) -> Example:
 
 @dataclass(frozen=True)
 class Request:
-    """All that is asked of a plan. Every way into the compiler makes one, with `of` or `of_passes`.
+    """The options of a plan. Every way into the compiler makes one, with `of` or `of_passes`.
 
     Args:
         rewrites: Passes that change the graph before its operations have costs.
@@ -230,7 +230,7 @@ class Request:
 
     @property
     def optimizer(self) -> OptimizerFactory | None:
-        """What makes the optimizers that step within backward."""
+        """The factory of the optimizers that step within backward."""
         return None if self.release is None else self.release.optimizer
 
     @property
@@ -245,7 +245,7 @@ class Request:
         return self if self.tiers is None else replace(self, tiers=measured_tiers(self.tiers, device))
 
     def tier_configs(self, device: torch.device) -> tuple[TierConfig, ...]:
-        """Where the tiers are for a model on a device."""
+        """The configurations of the tiers for a model on a device."""
         return () if self.tiers is None else tier_configs(self.tiers, device)
 
     def with_less(self, nbytes: int) -> Request:

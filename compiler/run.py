@@ -27,7 +27,7 @@ __all__ = ["Report", "check_folder"]
 
 @dataclass(frozen=True)
 class Report:
-    """What a run showed.
+    """The measurements of a run.
 
     Args:
         budget_bytes: What was asked for.
@@ -35,7 +35,7 @@ class Report:
         measured_bytes: The step's peak from allocator events, static bytes included.
         predicted_overhead: The plan's extra time.
         steps: The fitted module's steps.
-        comparison: The original beside it, where it was asked for.
+        comparison: The original beside it, if it was asked for.
         original_bytes: The original's measured peak.
         failures: What does not hold; empty when all is well.
         state: The trained parameters and buffers.
@@ -147,7 +147,7 @@ def check_folder(written: Written, steps: int, *, with_original: bool) -> Report
 
     Args:
         written: The folder, read.
-        steps: How many: of the folder's optimizer, or of plain SGD where it has none.
+        steps: How many: of the folder's optimizer, or of plain SGD if it has none.
         with_original: Load the original, give it the folder's weights and compare every step. It has the same
             optimizer in an ordinary loop: one for all parameters, after backward.
 
@@ -226,7 +226,7 @@ def _measured_alone(written: Written) -> int:
 
 
 def _state_bytes(optimizers: Iterable[Optimizer]) -> int:
-    """What the state of optimizers takes, on the device and in tiers."""
+    """Returns the bytes of the optimizers' state, on the device and in tiers."""
     tensors = (
         value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()
     )
@@ -234,7 +234,7 @@ def _state_bytes(optimizers: Iterable[Optimizer]) -> int:
 
 
 def _trained(seen: Comparison) -> str:
-    """How far apart the steps were: by gradients, or by the parameters where an optimizer takes them."""
+    """Returns the differences of the steps: by gradients, or by the parameters if an optimizer takes them."""
     if seen.parameters is None:
         return (
             f"largest gradient difference {seen.gradient_difference:.3g} (largest gradient "

@@ -19,10 +19,10 @@ __all__ = ["device_of", "measured_tiers", "offer", "tier_configs", "what_moves"]
 
 
 def what_moves(swap: str | Sequence[str]) -> tuple[list[str], str]:
-    """What `swap` of `irc.optimize` says: the tiers, and what lives there, as `PlanMemory.offloaded`.
+    """Parses `swap` of `irc.optimize`: the tiers, and what lives there, as `PlanMemory.offload`.
 
     Raises:
-        UsageError: IRC423 where something is to live in a tier and no tier is named.
+        UsageError: IRC423 if something is to live in a tier and no tier is named.
     """
     texts = [swap] if isinstance(swap, str) else [*swap]
     tiers: list[str] = []
@@ -52,7 +52,7 @@ def offer(swap: str | Sequence[str], costs: str) -> OfferTiers:
 
     Raises:
         UsageError: IRC423 to IRC429 for what names no tier; IRC408 for a machine without such a tier; IRC447
-            for what lives in a tier, where the caller does not plan that.
+            for what lives in a tier, if the caller does not plan that.
     """
     _, offloaded = what_moves(swap)
     if offloaded != "none":
@@ -110,7 +110,7 @@ _REPEATS = 5
 
 
 def _speedup(device: torch.device) -> float:
-    """How many seconds of the cost table, which are those of one thread, pass in a second of a step.
+    """Returns the seconds of the cost table, which are those of one thread, that pass in a second of a step.
 
     It is that of a matrix product; what is bound by memory gains less from threads, so that copies are
     rather counted as too slow.
@@ -131,7 +131,7 @@ def _speedup(device: torch.device) -> float:
 
 
 def tier_configs(offer: OfferTiers, device: torch.device) -> tuple[TierConfig, ...]:
-    """Where the tiers that are offered are for a module on `device`.
+    """Returns the configurations of the offered tiers for a module on `device`.
 
     A plan for another machine may name the host of a GPU; if the module is on the CPU, what goes there
     is written to a scratch file: the numbers and the memory beside it are the same.
@@ -152,10 +152,10 @@ def tier_configs(offer: OfferTiers, device: torch.device) -> tuple[TierConfig, .
 
 
 _UNLIMITED = 1 << 62
-"""The capacity of a place whose tier is not measured yet."""
+"""The capacity of a tier that is not measured yet."""
 
 
 def device_of(model: Any, leaves: Sequence[Any]) -> torch.device:
-    """Where a model is: its first parameter or buffer, or the first tensor among its arguments."""
+    """Returns the device of a model's first parameter or buffer, or of its first tensor argument."""
     tensors = (*model.parameters(), *model.buffers(), *(x for x in leaves if isinstance(x, torch.Tensor)))
     return next((tensor.device for tensor in tensors), torch.device("cpu"))

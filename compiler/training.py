@@ -42,8 +42,8 @@ class Step:
 
     Args:
         loss: Value of the loss.
-        seconds: Time of forward, loss and backward, and of the optimizer where one is named: processor
-            seconds on CPU, else seconds of the clock; those also where copies to tiers are waited for.
+        seconds: Time of forward, loss and backward, and of the optimizer if one is named: processor
+            seconds on CPU, else seconds of the clock; those also if copies to tiers are waited for.
     """
 
     loss: float
@@ -126,7 +126,7 @@ class Comparison:
 
 
 def train(module: nn.Module, inputs: Sequence[Any], steps: int) -> list[Step]:
-    """Trains `steps` steps on the same inputs: of plain SGD, where no optimizer runs within backward."""
+    """Trains `steps` steps on the same inputs: of plain SGD, if no optimizer runs within backward."""
     found: list[Step] = []
     for _ in range(steps):
         found.append(_step(module, inputs, _clock(module))[0])
@@ -156,7 +156,7 @@ def measured_peak_bytes(
         module: A module that has run at least once (kernels choose their workspaces on the first run).
         inputs: Arguments of the step.
         static_bytes: Bytes of parameters, buffers and inputs, which the events do not show; for a module that
-            releases its gradients with the reserved bytes, and where several forwards are in flight with the
+            releases its gradients with the reserved bytes, and if several forwards are in flight with the
             inputs of each of them.
         keywords: Keyword arguments of the step.
         loss: A function from the result to a scalar; the result is held until backward ends.

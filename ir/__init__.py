@@ -49,6 +49,7 @@ from .pipeline.timing import (
     simulate_pipeline,
 )
 from .plan import AnnotationEffect, Decision, Plan, TierUse
+from .printable import printable
 from .schedule import Compute, Fetch, Free, Instruction, Loss, Offload, Schedule, Wait, with_frees
 from .signature import Autocast, Branch, Delivery, Origin, Signature, Slot
 from .text import (
@@ -156,6 +157,7 @@ __all__ = [
     "print_graph",
     "print_program",
     "print_schedule",
+    "printable",
     "require",
     "same_graph",
     "same_schedule",

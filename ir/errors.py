@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from .printable import printable
+
 __all__ = [
     "BackwardError",
     "BudgetError",
@@ -17,6 +19,10 @@ __all__ = [
     "VerificationError",
     "first_line",
 ]
+
+
+_MOST = 4000
+"""The most characters of a message; names of others may stand in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +42,7 @@ class Location:
     def __str__(self) -> str:
         parts = [self.source, self.module and f"module {self.module}"]
         parts.append(self.onnx_node and f"ONNX node {self.onnx_node}")
-        return ", ".join(part for part in parts if part)
+        return printable(", ".join(part for part in parts if part))
 
 
 class IrcError(Exception):
@@ -54,11 +60,12 @@ class IrcError(Exception):
     def __init__(
         self, code: str, message: str, *, at: Location | None = None, help: str | None = None
     ) -> None:
+        message = printable(message, _MOST)
         super().__init__(code, message)
         self.code = code
         self.message = message
         self.at = at
-        self.help = help
+        self.help = None if help is None else printable(help, _MOST)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self).__new__, (type(self), *self.args), self.__dict__  # other processes send them
@@ -78,9 +85,9 @@ class IrcError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of the message of an error of other code; its type if the message is empty."""
+    """Returns the first line of what an error of other code says, or its type if it says nothing."""
     lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else type(error).__name__
+    return printable(lines[0], 300) if lines else type(error).__name__
 
 
 class VerificationError(IrcError):

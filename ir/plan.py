@@ -12,6 +12,7 @@ from typing import Any
 from .annotation import Annotation, Policy, named_annotations
 from .errors import UsageError
 from .graph import Gradients
+from .printable import printable
 from .units import format_bytes
 
 __all__ = ["AnnotationEffect", "Decision", "Plan", "TierUse"]
@@ -191,7 +192,7 @@ class Plan:
             *(("annotations", text) for text in self._annotations_in_force),
             ("strategy", f"{self.strategy}, costs {self.costs}, planned in {self.seconds_to_plan:.1f} s"),
         ]
-        return "\n".join(f"{name:>16}  {text}" for name, text in rows)
+        return "\n".join(f"{name:>16}  {printable(text, 1000)}" for name, text in rows)
 
     @property
     def _more_static(self) -> str:
@@ -254,7 +255,12 @@ class Plan:
             (d for d in self.decisions if d.action != "keep" or d.annotation), key=lambda d: -d.nbytes
         )
         rows = [
-            (d.storage, d.operation, format_bytes(d.nbytes), d.action, d.reason, d.location) for d in changed
+            (
+                *map(printable, (d.storage, d.operation)),
+                format_bytes(d.nbytes),
+                *map(printable, (d.action, d.reason, d.location)),
+            )
+            for d in changed
         ]
         header = ("storage", "made by", "size", "action", "reason", "where")
         widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
@@ -266,7 +272,7 @@ class Plan:
         total = format_bytes(sum(d.nbytes for d in kept))
         lines.append(f"{len(kept)} storages are kept until backward reads them ({total})")
         return "\n".join(
-            [*lines, *(f"{annotation.by}: {annotation.effect}" for annotation in self.annotations)]
+            [*lines, *(printable(f"{note.by}: {note.effect}", 1000) for note in self.annotations)]
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -95,7 +95,19 @@ def network(way: str) -> nn.Module:
 
 @pytest.mark.parametrize(
     ("way", "marks"),
-    [*((way, "") for way in WAYS), ("plain", "a"), ("plain", "b"), ("plain", "ab"), ("selective", "ab")],
+    [
+        ("plain", "ab"),
+        ("selective", ""),
+        *(
+            pytest.param(way, marks, marks=pytest.mark.slow)
+            for way, marks in [
+                *((way, "") for way in WAYS if way != "selective"),
+                ("plain", "a"),
+                ("plain", "b"),
+                ("selective", "ab"),
+            ]
+        ),
+    ],
 )
 def test_steps_are_those_of_the_original(way: str, marks: str) -> None:
     model: Any = network(way)
@@ -216,6 +228,7 @@ def as_on_an_accelerator(node: Node) -> str | None:
     return nondeterminism(replace(node, results=tuple(moved(value) for value in node.results)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_routing_is_not_decided_anew(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On an accelerator, experts are chosen once; everywhere the numbers are the original's."""

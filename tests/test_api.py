@@ -101,7 +101,7 @@ def test_keyword_arguments(net: Net) -> None:
     for power in (2, 3):
         kwargs["power"] = power
         assert same(gradients(fitted, X, **kwargs), gradients(net, X, **kwargs))
-    strict = optimize(copy.deepcopy(net), (X,), example_kwargs=kwargs, plans=1)
+    strict = optimize(copy.deepcopy(net), (X,), example_kwargs=kwargs, plans=1, strategy="eviction")
     with pytest.raises(irc.UsageError, match="IRC501"):
         strict(X, gain=kwargs["gain"], power=2)
 

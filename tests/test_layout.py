@@ -23,8 +23,8 @@ ROOMS = ("ir", "torch_support", "passes", "frontends", "backends", "compiler", "
 def test_links_resolve(name: str) -> None:
     link = PACKAGE / name
     assert link.is_dir() and link.resolve() == ROOT / name, (
-        f"src/irc/{name} is no link to the folder {name}/ at the root: check the repository out again with "
-        "symbolic links (git config core.symlinks true; on Windows, in developer mode)"
+        f"src/irc/{name} is not a link to the folder {name}/ at the root: check the repository out again "
+        "with symbolic links (git config core.symlinks true; on Windows, in developer mode)"
     )
 
 

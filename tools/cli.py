@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from ..ir import IrcError, UsageError
+from ..ir import IrcError, UsageError, printable
 from . import export, inspect, machine, optimize, pareto, run, schedule
 from .options import EXITS
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get("IRC_TRACEBACK"):
             raise
-        text = " ".join(str(error).split())
+        text = printable(" ".join(str(error).split()), 1000)
         print(
             f"error[IRC000]: internal error: {type(error).__name__}: {text}\n"
             "  help: this is a defect of irc; set IRC_TRACEBACK=1 to see where",
@@ -59,7 +59,7 @@ def _report(error: IrcError) -> None:
 
 def _report_notes(error: BaseException) -> None:
     for note in getattr(error, "__notes__", ()):
-        print(f"  note: {note}", file=sys.stderr)
+        print(f"  note: {printable(note, 1000)}", file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:

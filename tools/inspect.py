@@ -64,7 +64,7 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _inspected(loaded: Loaded, options: argparse.Namespace, progress: Progress) -> Inspection:
-    """What a step of the model needs."""
+    """Inspects what a step of the model needs."""
     with progress.phase("capturing and measuring"):
         from ..compiler.model_source import training_loss
         from ..compiler.request import Request

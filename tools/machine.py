@@ -23,7 +23,7 @@ def add(commands: Commands) -> None:
         help="measure this machine, for plans that swap and for plans made elsewhere",
         epilog=EXITS,
     )
-    machine.add_argument("--device", default="", help="cpu, cuda or cuda:1; a GPU where there is one")
+    machine.add_argument("--device", default="", help="cpu, cuda or cuda:1; a GPU if there is one")
     machine.add_argument(
         "--scratch",
         default="",

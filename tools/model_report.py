@@ -1,11 +1,11 @@
-"""What a model needs to train: its tensors by role, its largest storages, its peak, its smallest budget."""
+"""A report of what a model needs to train: tensors by role, largest storages, peak, smallest budget."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from ..ir import InputRole, Storage, format_bytes, liveness
+from ..ir import InputRole, Storage, format_bytes, liveness, printable
 from ..passes import CheckpointProblem, Planner, Program, smallest_budget
 
 __all__ = ["Inspection", "inspect_program"]
@@ -118,7 +118,7 @@ def inspect_program(program: Program, top: int) -> Inspection:
         shape = ", ".join(map(str, value.type.shape))
         where = str(node.at) if node.at is not None else ""
         of_type = f"{value.type.dtype.value}[{shape}]"
-        rows.append(Row(storage.name, storage.nbytes, of_type, f"{node.name} ({node.op})", where))
+        rows.append(Row(storage.name, storage.nbytes, of_type, printable(f"{node.name} ({node.op})"), where))
     at_peak = baseline.instructions[timeline.peak_index]
     node = getattr(at_peak, "node", None)
     return Inspection(
@@ -129,7 +129,7 @@ def inspect_program(program: Program, top: int) -> Inspection:
         floor_bytes=floor,
         step_seconds=problem.step_seconds,
         costs=program.costs.source,
-        peak_operation="the loss" if node is None else f"{node.name} ({node.op})",
+        peak_operation="the loss" if node is None else printable(f"{node.name} ({node.op})"),
         largest=tuple(rows),
     )
 

@@ -1,4 +1,4 @@
-"""What an ONNX file takes and gives, and what becomes of each of its weights and constants."""
+"""A report of an ONNX file: its inputs and outputs, and what becomes of each of its weights and constants."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import nn
 from ..frontends.onnx import OnnxModule, output_shapes
 from ..frontends.onnx.binding import Shape, describe
 from ..frontends.onnx.module import Stored
+from ..ir import printable
 
 __all__ = ["FileReport", "report_of"]
 
@@ -43,22 +44,21 @@ class FileReport:
 
     def table(self) -> str:
         """The report for a person."""
-        lines = [f"{'input':>12}  {name:<44} {kind}" for name, kind in self.inputs.items()]
-        lines += [
-            f"{'output':>12}  {name:<44} {'not known before a run' if shape is None else describe(shape)}"
-            for name, shape in self.outputs.items()
-        ]
+        lines = [f"{'input':>12}  {printable(name):<44} {kind}" for name, kind in self.inputs.items()]
+        for name, shape in self.outputs.items():
+            shown = "not known before a run" if shape is None else describe(shape)
+            lines.append(f"{'output':>12}  {printable(name):<44} {shown}")
         if self.stored:
             lines.append("weights and constants of the file (change one with --role NAME=ROLE):")
         for row in self.stored:
             of_type = f"{row.dtype}[{', '.join(map(str, row.shape))}]"
-            lines.append(f"{row.role:>12}  {row.name:<44} {of_type:<26} {row.why}")
+            lines.append(f"{row.role:>12}  {printable(row.name):<44} {of_type:<26} {row.why}")
         if self.open_axes:
-            lines.append(
-                f"to see what a step needs, bind {', '.join(self.open_axes)} with --batch or --input"
-            )
+            names = printable(", ".join(self.open_axes))
+            lines.append(f"to see what a step needs, bind {names} with --batch or --input")
         if self.undrawn:
-            lines.append(f"no example is drawn for {', '.join(self.undrawn)}, so that no step is measured")
+            names = printable(", ".join(self.undrawn))
+            lines.append(f"no example is drawn for {names}, so that no step is measured")
         return "\n".join(lines)
 
 

@@ -107,7 +107,9 @@ def _optimize(options: argparse.Namespace) -> int:
         if options.explain or options.verbose:
             print(optimized.plan.explain())
         if options.output is not None:
-            print(f"{'written':>16}  {options.output} (train it with: irc run {options.output} --check)")
+            trust = " --trust" if source.is_factory else ""
+            command = f"irc run {options.output} --check{trust}"
+            print(f"{'written':>16}  {options.output} (train it with: {command})")
     return 0
 
 

@@ -121,7 +121,7 @@ def add_verbosity(parser: argparse.ArgumentParser) -> None:
 
 
 def source_of(options: argparse.Namespace) -> Source:
-    """Where the model comes from, as the options say it."""
+    """Returns the origin of the model, as the options say it."""
     from ..compiler.model_source import Source, parse_constant, parse_input, parse_role
 
     if options.batch is not None and options.batch <= 0:
@@ -142,7 +142,9 @@ def mark(module: nn.Module, options: argparse.Namespace) -> None:
             if not path or (policy is Policy.RECOMPUTE and path in options.keep):
                 raise UsageError(
                     "IRC400",
-                    f"--keep and --recompute both name {path!r}" if path else "an empty path is no submodule",
+                    f"--keep and --recompute both name {path!r}"
+                    if path
+                    else "an empty path names no submodule",
                     help="give --keep or --recompute the path of a submodule, as layer3",
                 )
             mark(module, policy, path)
@@ -154,7 +156,7 @@ def model_name(model: str) -> str:
 
 
 def optimizer_of(options: argparse.Namespace) -> DescribedOptimizer | None:
-    """What --optimizer names."""
+    """Returns the optimizer that --optimizer names."""
     if options.optimizer is None:
         return None
     from ..compiler.optimizers import parse_optimizer

@@ -73,14 +73,14 @@ _DEFAULTS = {
     "partition": "best",
     "link": "10GB",
 }
-"""Options that only pipelines have, as they are where they are not given."""
+"""Options that only pipelines have, as they are if they are not given."""
 
 
 def is_pipeline(options: argparse.Namespace) -> bool:
     """Whether `irc optimize` was asked for a pipeline.
 
     Raises:
-        UsageError: IRC400 for options of pipelines where it was not.
+        UsageError: IRC400 for options of pipelines if it was not.
     """
     if options.stages is not None or options.device is not None:
         return True
@@ -169,9 +169,10 @@ def optimize_pipeline(options: argparse.Namespace) -> int:
             print(f"{'considered':>16}  {line}")
         print(pipeline.plan.summary())
         if options.output is not None:
+            trust = " --trust" if source.is_factory else ""
             print(
                 f"{'written':>16}  {options.output} (train it with: torchrun "
-                f"--nproc_per_node={pipeline.plan.devices} -m irc run {options.output} --check)"
+                f"--nproc_per_node={pipeline.plan.devices} -m irc run {options.output} --check{trust})"
             )
     return 0
 
@@ -193,13 +194,18 @@ def _budgets(options: argparse.Namespace) -> list[str]:
 
 def run_written(options: argparse.Namespace) -> int:
     """Trains some steps of a written pipeline; the first rank prints the report."""
+    from ..compiler.pipeline.artifact import written_source
     from ..compiler.pipeline.run import in_group, run_pipeline
 
+    original = None
+    if options.check:
+        original = written_source(options.folder).trusted(options.original, is_trusted=options.trust)
     with in_group() as rank:
         report = run_pipeline(
             options.folder,
             options.steps,
             with_original=options.check,
+            original=original,
             weights=options.weights,
             save_weights=options.save_weights,
         )

@@ -1,4 +1,4 @@
-"""What goes on, shown on the terminal."""
+"""Progress, shown on the terminal."""
 
 from __future__ import annotations
 

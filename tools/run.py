@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-from ..ir import UsageError
+from ..ir import IrcError, UsageError, VerificationError, first_line
 from .options import (
     EXITS,
     Commands,
@@ -26,6 +28,16 @@ def add(commands: Commands) -> None:
     run.add_argument("--steps", type=int, default=3, metavar="N", help="training steps (3)")
     run.add_argument("--check", action="store_true", help="compare each step with the original model")
     run.add_argument(
+        "--original",
+        metavar="MODEL",
+        help="compare with this model: file.onnx, package.module:factory or file.py:factory",
+    )
+    run.add_argument(
+        "--trust",
+        action="store_true",
+        help="compare with the factory that the folder names, and so run code that a file asks for",
+    )
+    run.add_argument(
         "--weights", type=Path, metavar="FILE", help="begin a pipeline with these weights, of whatever cut"
     )
     run.add_argument(
@@ -38,12 +50,14 @@ def add(commands: Commands) -> None:
 def _run(options: argparse.Namespace) -> int:
     if options.steps < 1:
         raise UsageError("IRC400", f"--steps {options.steps} is not positive", help="give 1 or more")
+    if (options.original is not None or options.trust) and not options.check:
+        raise UsageError("IRC400", "--original and --trust are for --check", help="add --check")
     if (options.folder / "pipeline.json").is_file():
         return run_written(options)
     if options.weights is not None:
         raise UsageError(
             "IRC400",
-            f"--weights of {options.folder}, which is no pipeline",
+            f"--weights of {options.folder}, which is not a pipeline",
             help="optimize the model with these weights in it",
         )
     progress = Progress(options)
@@ -52,8 +66,20 @@ def _run(options: argparse.Namespace) -> int:
         from ..compiler.run import check_folder
 
         written = read_folder(options.folder)
+        if options.check:
+            source = written.source.trusted(options.original, is_trusted=options.trust)
+            written = replace(written, source=source)
     with progress.phase("training"):
-        report = check_folder(written, options.steps, with_original=options.check)
+        try:
+            report = check_folder(written, options.steps, with_original=options.check)
+        except (RuntimeError, TypeError, ValueError, LookupError) as error:
+            if isinstance(error, IrcError) or os.environ.get("IRC_TRACEBACK"):
+                raise
+            raise VerificationError(
+                "IRC437",
+                f"a step of {options.folder} fails: {type(error).__name__}: {first_line(error)}",
+                help="write the folder again with irc optimize MODEL -o DIR",
+            ) from error
     if options.json:
         print(json.dumps(report.to_json(), indent=1))
     elif not options.quiet:

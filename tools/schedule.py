@@ -18,7 +18,7 @@ from .options import (
 __all__ = ["add"]
 
 _PIPED_COLUMNS = 160
-"""How wide tables are if they do not go to a terminal."""
+"""The width of tables that do not go to a terminal."""
 
 
 def add(commands: Commands) -> None:
@@ -107,5 +107,5 @@ def _amount(text: str) -> int:
     """Bytes, as 4GiB."""
     nbytes = parse_budget(budget_of(text))
     if not nbytes:
-        raise UsageError("IRC400", f"{text} is no number of bytes", help="give bytes, as 100MiB")
+        raise UsageError("IRC400", f"{text} is not a number of bytes", help="give bytes, as 100MiB")
     return nbytes

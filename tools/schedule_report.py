@@ -24,12 +24,12 @@ __all__ = ["EqualStages", "Refused", "SimulatedStep", "comparison", "simulate_al
 class EqualStages:
     """Devices that all do the same for each micro-batch, whatever the schedule.
 
-    Where a schedule has several stages on a device, each takes its part of these numbers.
+    If a schedule has several stages on a device, each takes its part of these numbers.
 
     Args:
         devices: How many there are.
         micro_batches: How many there are in a step.
-        chunks: Stages of each device, where the schedule leaves it open.
+        chunks: Stages of each device, if the schedule leaves it open.
         forward_seconds: Of one micro-batch on one device.
         input_gradient_seconds: The same.
         weight_gradient_seconds: The same.
@@ -63,7 +63,7 @@ class SimulatedStep:
 
     @property
     def chunks(self) -> int:
-        """How many stages each device has."""
+        """The number of stages of each device."""
         return self.schedule.stages // self.schedule.devices
 
     @property
@@ -82,7 +82,7 @@ class SimulatedStep:
         return f"{nbytes / self.chunks:g}" if self.stages.held_bytes is None else format_bytes(nbytes)
 
     def table(self) -> Table:
-        """What each device does and holds."""
+        """The table of what each device does and holds."""
         from rich import box
         from rich.table import Table
 
@@ -135,7 +135,7 @@ class SimulatedStep:
         }
 
     def drawn(self) -> DrawnStep:
-        """What the picture shows of it."""
+        """The part of it that the picture shows."""
         from .schedule_picture import DrawnStep
 
         return DrawnStep(self.title, self.schedule, self.timeline, *self.memory_unit)

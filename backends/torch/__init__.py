@@ -11,7 +11,7 @@ from .compiled_plan import (
     unpack_signature,
 )
 from .deliver import deliver
-from .emit import emit_source, saved_values
+from .emit import check_names, emit_source, saved_values
 from .guards.attribute_reads import recording_attribute_reads
 from .history import held_by_history
 from .hooks import refuse_hooks
@@ -44,6 +44,7 @@ __all__ = [
     "TierConfig",
     "Tiers",
     "bind",
+    "check_names",
     "check_tensor",
     "check_tier_configs",
     "compile_program",

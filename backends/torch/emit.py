@@ -1,4 +1,9 @@
-"""Emits a schedule as straight-line Python: a line for each computation and copy, a `del` for each free."""
+"""Emits a schedule as straight-line Python: a line for each computation and copy, a `del` for each free.
+
+Names and texts of a graph may come from a file of others, and what is emitted is executed. So each of them
+goes through a function that returns one kind of token and nothing else: `_plain` an identifier, `_comment`
+the rest of a line, `_literal` a constant. Operations, keywords and symbols that are not names are refused.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,8 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+
+import torch
 
 from ...ir import (
     PAUSE,
@@ -29,12 +36,14 @@ from ...ir import (
     Symbol,
     Trait,
     Value,
+    VerificationError,
     Wait,
+    printable,
 )
 from .gradient_dependencies import zero_without
 from .offload.table import copied_value, copy_keys, last_fetches
 
-__all__ = ["emit_source", "is_partial", "saved_values"]
+__all__ = ["check_names", "emit_source", "is_partial", "saved_values"]
 
 _HEADER = '''"""One training step as straight-line Python, written by irc.
 
@@ -180,9 +189,7 @@ class _Emitter:
         """The key of the copy that a `Wait` is for."""
         self.names: dict[Value, str] = {}
         self.operations: dict[str, str] = {}
-        self.taken = {"inputs", "saved", "tangents", "given", "release", "exchange", "torch", "_"}
-        if self.keys:
-            self.taken.add("copies")
+        self.taken: set[str] = set(_RESERVED)
 
     def source(self) -> str:
         """Writes the module: docstring, imports, tables, forward and backward."""
@@ -235,15 +242,15 @@ class _Emitter:
         return f"{', exchange' if self.exchanges else ''}{', copies' if self.keys else ''}"
 
     def _input_table(self) -> list[str]:
-        rows = [f"#   {self._name(i.value)}: {i.role.value} {i.target}" for i in self.statics]
-        return ["# inputs:", *rows]
+        rows = [_comment(f"  {self._name(i.value)}: {i.role.value} {i.target}") for i in self.statics]
+        return [_comment("inputs:"), *rows]
 
     def _copy_table(self) -> list[str]:
         rows: list[str] = []
         for (storage, tier), key in self.keys.items():
             value = copied_value(self.schedule, storage)
-            rows.append(f"#   {key}: {self._name(value)} to {tier}, {value.type.nbytes} B")
-        return ["", "# copies:", *rows] if rows else []
+            rows.append(_comment(f"  {key}: {self._name(value)} to {tier}, {value.type.nbytes} B"))
+        return ["", _comment("copies:"), *rows] if rows else []
 
     # ------------------------------------------------------------------ functions
 
@@ -291,7 +298,7 @@ class _Emitter:
                 case Compute(node, retained):
                     if node.at is not None and node.at != location:
                         location = node.at
-                        yield f"# {location}"
+                        yield _comment(str(location))
                     yield from self._compute(node, retained)
                 case Free(storage):
                     values = dict.fromkeys(self._filling(storage))
@@ -352,23 +359,22 @@ class _Emitter:
         if offloaded is not None:  # a parameter under another of its names
             value = offloaded.value
         if value not in self.names:
-            plain = re.sub(r"\W", "_", value.name)
-            if not plain or plain[0].isdigit() or keyword.iskeyword(plain):
-                plain = f"v_{plain}"
-            name, count = plain, 1
-            while name in self.taken:
-                count += 1
-                name = f"{plain}_{count}"
-            self.taken.add(name)
-            self.names[value] = name
+            self.names[value] = self._unique(_plain(value.name))
         return self.names[value]
 
     def _operation(self, op: str) -> str:
         if op not in self.operations:
-            name = re.sub(r"\W", "_", op.removesuffix(".default"))
-            self.taken.add(name)
-            self.operations[op] = name
+            self.operations[op] = self._unique(_plain(op.removesuffix(".default")))
         return self.operations[op]
+
+    def _unique(self, plain: str) -> str:
+        """Returns a name that nothing else in the source has."""
+        name, count = plain, 1
+        while name in self.taken:
+            count += 1
+            name = f"{plain}_{count}"
+        self.taken.add(name)
+        return name
 
     def _expression(self, value: Value) -> str:
         producer = self.producers.get(value)
@@ -384,16 +390,16 @@ class _Emitter:
             arguments = [self._argument(argument) for argument in node.arguments]
             if parameter.storage in self.graph.state_of and node.releases is Gradients.APPLIED:
                 arguments.append(self._name(self.graph.state_of[parameter.storage].value))
-            return f"release({name!r}, {', '.join(arguments)})"
+            return f"release({_literal(name)}, {', '.join(arguments)})"
         match node.op, node.arguments:
             case op, (Value() as value, key) if op == SEND:
-                return f"exchange.send({key!r}, {self._argument(value)})"
+                return f"exchange.send({self._argument(key)}, {self._argument(value)})"
             case op, (key,) if op == RECEIVE:
-                return f"exchange.receive({key!r})"
+                return f"exchange.receive({self._argument(key)})"
             case op, _ if op == PAUSE:
                 return "yield"
             case _:
-                pass
+                check_names(node)
         arguments = [self._argument(argument) for argument in node.arguments]
         arguments += [f"{key}={self._argument(argument)}" for key, argument in node.keywords]
         return f"{self._operation(node.op)}({', '.join(arguments)})"
@@ -405,13 +411,11 @@ class _Emitter:
             case tuple():
                 return f"[{', '.join(self._argument(item) for item in argument)}]"
             case Symbol("device", name):
-                return f"torch.device({name!r})"
+                return f"torch.device({_literal(name)})"
             case Symbol(_, name):
                 return f"torch.{name}"
-            case float() if not math.isfinite(argument):
-                return f"float({str(argument)!r})"
             case _:
-                return repr(argument)
+                return _literal(argument)
 
     def _zeros(self, node: Node) -> str:
         made = ["None" if value is None else self._zero(value) for value in node.results]
@@ -419,8 +423,9 @@ class _Emitter:
 
     def _zero(self, value: Value) -> str:
         kind = value.type
-        options = f"dtype=torch.{kind.dtype.value}, device={kind.device!r}"
-        return f"torch.empty_strided({kind.shape!r}, {kind.strides!r}, {options}).zero_()"
+        options = f"dtype=torch.{kind.dtype.value}, device={_literal(kind.device)}"
+        shape, strides = self._argument(kind.shape), self._argument(kind.strides)
+        return f"torch.empty_strided({shape}, {strides}, {options}).zero_()"
 
     def _list(self, values: Iterable[Value | None]) -> str:
         return ", ".join("None" if value is None else self._expression(value) for value in values)
@@ -429,3 +434,77 @@ class _Emitter:
         """Lists the saved values; an output goes in as an alias, or it would refer to itself."""
         outputs = {base for value in self.outputs if value is not None for base in self._bases([value])}
         return ", ".join(f"{self._name(v)}.detach()" if v in outputs else self._name(v) for v in self.saved)
+
+
+# ---------------------------------------------------------------------- names and texts of others
+
+_RESERVED = frozenset(
+    (
+        *("inputs", "saved", "tangents", "given", "release", "exchange", "copies"),
+        *("forward", "backward", "torch", "float", "complex", "_"),
+    )
+)
+"""The names that the emitted source has itself."""
+
+_OPERATION = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*){2}")
+_SYMBOLS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
+
+
+def check_names(node: Node) -> None:
+    """Refuses an operation whose own name, keywords or symbols cannot be names in Python.
+
+    Args:
+        node: Not one of irc's own operations, which are no names in Python.
+
+    Raises:
+        VerificationError: IRC132.
+    """
+    if not _OPERATION.fullmatch(node.op) or any(map(keyword.iskeyword, node.op.split("."))):
+        raise VerificationError("IRC132", f"{printable(node.op)} is not an operation of torch", at=node.at)
+    for key, _ in node.keywords:
+        if not key.isascii() or not key.isidentifier() or keyword.iskeyword(key):
+            raise VerificationError(
+                "IRC132", f"{printable(key)} is not a keyword of {printable(node.op)}", at=node.at
+            )
+    for symbol in _symbols((*node.arguments, *(argument for _, argument in node.keywords))):
+        if symbol.kind == "device":
+            continue
+        kind = _SYMBOLS.get(symbol.kind)
+        if kind is None or not isinstance(getattr(torch, symbol.name, None), kind):
+            raise VerificationError("IRC132", f"{printable(symbol.name)} is not a name of torch", at=node.at)
+
+
+def _symbols(arguments: Iterable[Argument]) -> Iterator[Symbol]:
+    for argument in arguments:
+        if isinstance(argument, Symbol):
+            yield argument
+        elif isinstance(argument, tuple):
+            yield from _symbols(argument)
+
+
+def _plain(name: str) -> str:
+    """Returns an identifier like a name, in ASCII: Python takes some other letters for one another."""
+    plain = re.sub(r"[^A-Za-z0-9_]", "_", name[:80])
+    return f"v_{plain}" if not plain or plain[0].isdigit() or keyword.iskeyword(plain) else plain
+
+
+def _comment(text: str) -> str:
+    """Returns a comment; nothing in the text ends its line."""
+    return f"# {printable(text)}"
+
+
+def _literal(value: object) -> str:
+    """Returns a constant as Python, which gives an equal constant of the same type."""
+    match value:
+        case bool() | None:
+            return repr(value)
+        case int():
+            return int.__repr__(value)
+        case float():
+            return float.__repr__(value) if math.isfinite(value) else f"float({float.__repr__(value)!r})"
+        case complex():
+            return f"complex({_literal(value.real)}, {_literal(value.imag)})"
+        case str():
+            return str.__repr__(value)
+        case _:
+            raise VerificationError("IRC132", f"a {type(value).__name__} is not a constant of a program")

@@ -27,7 +27,7 @@ __all__ = ["Backend", "backend"]
 _LOG = logging.getLogger(__name__)
 
 _VARIANTS = 8
-"""So many sets of sizes are kept of one graph."""
+"""The number of sets of sizes that are kept of one graph."""
 
 
 def backend(
@@ -49,7 +49,7 @@ def backend(
     comes again, its graphs are planned together.
 
     Graphs that have nothing to differentiate run as they are, if there is room for them; under `no_grad`,
-    which is no training step, nothing is counted.
+    which is not a training step, nothing is counted.
 
     Args:
         budget: Bytes, `"4GiB"` or `"4GB"`. It covers the parameters, buffers, inputs and outputs of all
@@ -62,7 +62,7 @@ def backend(
             Dynamo leaves to Python, a larger loss, the state of the optimizer. They come off the budget.
             Without it, a graph that takes what such code has computed with autograd is refused.
         model: What will be compiled. Its parameters and buffers count from the start. Without it, the modules
-            that the compiled function can see do, which is all of them where the model itself is compiled.
+            that the compiled function can see do, which is all of them if the model itself is compiled.
         profile: The old name of `costs`, until the next version.
 
     Raises:
@@ -77,7 +77,7 @@ def backend(
 
 
 class Backend:
-    """What `irc.backend` returns; one for each model, or for all models that share a budget.
+    """A backend of `torch.compile`: one for each model, or for all models that share a budget.
 
     Args:
         budget: As in `irc.backend`.
@@ -112,7 +112,7 @@ class Backend:
         self._numbers = itertools.count(1)
 
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """What runs a graph; Dynamo calls this once for each."""
+        """Returns the function that runs a graph; Dynamo calls this once for each."""
         with self._lock:
             self._budget.alive.note(tensors_of_frame())
         return _Compiled(self, graph).run
@@ -142,7 +142,7 @@ class Backend:
 
     @property
     def baseline_bytes(self) -> int:
-        """The same where nothing runs twice, as in eager."""
+        """The same if nothing runs twice, as in eager."""
         with self._lock:
             return self._budget.baseline_bytes
 
@@ -198,7 +198,7 @@ class Unplanned:
 
     Args:
         name: Its number, and where it is in the user's code.
-        nbytes: What it takes beside its arguments; 0 where gradients are off, which is no training step.
+        nbytes: What it takes beside its arguments; 0 if gradients are off, which is not a training step.
     """
 
     name: str
@@ -215,7 +215,7 @@ class _Compiled:
         self.variants: OrderedDict[Hashable, Variant | Unplanned] = OrderedDict()
 
     def run(self, *args: Any) -> Any:
-        """What the graph returns for these arguments."""
+        """Runs the graph on these arguments."""
         variant = self._variant(args)
         if isinstance(variant, Unplanned):
             return self.backend.pass_by(variant, self.graph, args)
@@ -229,7 +229,7 @@ class _Compiled:
         return pytree.tree_unflatten(deliver(signature.deliveries, inputs, outputs), tree)
 
     def _variant(self, args: Sequence[Any]) -> Variant | Unplanned:
-        """What was captured for arguments of these sizes; Dynamo may have left sizes open."""
+        """Returns the capture for arguments of these sizes; Dynamo may have left sizes open."""
         own = (_size(arg) for arg, name in zip(args, self.names, strict=True) if name is None)
         key = (torch.is_grad_enabled(), *own)
         if key in self.variants:

@@ -16,7 +16,7 @@ from ...passes.subgraphs.subgraph import Choice, Subgraph, SubgraphSolutions
 __all__ = ["Backward", "Gradient", "PendingRun", "Run", "Variant", "gradients_of"]
 
 _PROGRAMS = 8
-"""So many compiled schedules are kept of one graph."""
+"""The number of compiled schedules that are kept of one graph."""
 
 
 @dataclass(eq=False)
@@ -59,7 +59,7 @@ class Variant:
         return self._compiled[id(schedule)][1:]
 
     def gradient_bytes(self) -> list[int]:
-        """For each static input the bytes of its gradient, 0 where there is none."""
+        """For each static input the bytes of its gradient, 0 if there is none."""
         graph = self.graph
         sizes = {
             o.target: o.value.storage.nbytes
@@ -80,9 +80,9 @@ class Gradient(NamedTuple):
 
     Args:
         nbytes: Its size.
-        taker: The run whose output it is the gradient of; None where it stays, or nobody knows who takes it.
+        taker: The run whose output it is the gradient of; None if it stays, or nobody knows who takes it.
         place: Of that output among the taker's.
-        leaf: What tells the leaf apart whose gradient it is; 0 where it is not a leaf's.
+        leaf: What tells the leaf apart whose gradient it is; 0 if it is not a leaf's.
     """
 
     nbytes: int
@@ -130,7 +130,7 @@ class PendingRun(Run):
 
     @property
     def program(self) -> Program:
-        """What runs."""
+        """The program that runs."""
         return self.variant.compiled(self.choice.schedule)[0]
 
     @property
@@ -194,7 +194,7 @@ def gradients_of(
 
 @dataclass(frozen=True)
 class Backward:
-    """What is alive during the backward of a run beside what the run itself takes.
+    """The memory that is alive during the backward of a run, beside what the run itself takes.
 
     Of two runs that depend on each other, the backward of the later one comes first. Of others, either may:
     a stranger still holds what it has saved, or has made its gradients.
@@ -255,7 +255,7 @@ def _sum(gradients: Iterable[Gradient]) -> int:
 
 
 def _handed_bytes(handed: Iterable[Gradient], run: Run, downstream: Sequence[Run]) -> int:
-    """Of what runs downstream hand on, the bytes that exist during a backward beside its own tangents."""
+    """Returns the bytes handed on by runs downstream that exist during a backward beside its own tangents."""
     arrived: set[int] = set()
     kept: dict[int, int] = {}
     total = 0

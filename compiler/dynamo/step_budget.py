@@ -25,29 +25,29 @@ __all__ = ["StepBudget"]
 _LOG = logging.getLogger(__name__)
 
 _PARTS = 64
-"""So many runs, each above certain others, are known at once."""
+"""The number of runs, each above certain others, that are known at once."""
 
 _OTHERS = 4
-"""So many choices are kept of a run, beside the one that was planned with the others of its step."""
+"""The number of choices kept of a run, beside the one that was planned with the others of its step."""
 
 _FIRST_LOOK = 8
 """A new graph above others is first planned in one part in so many of the time limit."""
 
 _SPARE = 128
-"""Where more is alive than at the last planning, one part in so many of the budget is left for more of it."""
+"""One part in this many of the budget is left for more, if what is alive grew since the last planning."""
 
 
 class StepBudget:
     """Admits runs of graphs one by one, so that the whole step stays within the budget.
 
     A run is known by the runs that wait for their backward when it begins. For a new one, a plan is made in
-    what is left; where that does not suffice, the runs that wait give up what they can compute again. When a
+    what is left; if that does not suffice, the runs that wait give up what they can compute again. When a
     known run comes again, all runs of its step are planned together.
 
     Args:
         budget_bytes: Of a step, on one device.
         time_limit: Seconds for each planning.
-        outside_bytes: What the step takes outside of the graphs; None where nobody said.
+        outside_bytes: What the step takes outside of the graphs; None if nobody said.
         known: Tensors that are there from the start.
 
     Attributes:
@@ -143,7 +143,7 @@ class StepBudget:
     # ------------------------------------------------------------------ who is who
 
     def _part(self, variant: Variant) -> Subgraph:
-        """What a run is in its step: a graph above those that wait."""
+        """Returns the run as a part of its step: a graph above those that wait."""
         waiting = [pending_run.subgraph for pending_run in self.pending_runs]
         parent = waiting[-1] if waiting else None
         is_chain = parent is None or [*parent.below, parent] == waiting
@@ -189,7 +189,7 @@ class StepBudget:
                 "IRC542",
                 f"{variant.name} takes what was computed outside of compiled graphs, with autograd: how much "
                 "memory that takes is not known, and the budget could not be kept",
-                help="say how many bytes it takes, with outside= of irc.backend (0 where it is nothing to "
+                help="say how many bytes it takes, with outside= of irc.backend (0 if it is nothing to "
                 "speak of), or compile what Dynamo left out: TORCH_LOGS=graph_breaks names it",
             )
         self.alive.note((*saved, *leaves))
@@ -202,7 +202,7 @@ class StepBudget:
     # ------------------------------------------------------------------ what is alive around a run
 
     def _look(self, run: Run) -> tuple[_Now, bool]:
-        """What is alive around a run and around those that wait; and whether it is more than ever before."""
+        """Returns the memory alive around a run and those that wait, and whether it never was more."""
         alive_bytes = self.alive.alive_bytes()
         graph = run.variant.graph
         handed_bytes = outputs_bytes(graph)
@@ -234,7 +234,7 @@ class StepBudget:
         ]
 
     def _loose_beside(self, run: Run) -> int:
-        """What the losses of other runs hold while this one runs backward: the gradients of outputs.
+        """Returns the bytes of output gradients that losses of other runs hold while this one runs backward.
 
         A run that this one does not depend on may have a loss of its own, which still waits for its backward.
         """
@@ -309,7 +309,7 @@ class StepBudget:
         return Subgraph(subgraph.name, subgraph.solutions, ambient=now.ambient.plus(now.waiting_bytes)), {}
 
     def _plan_together(self, root: Subgraph) -> None:
-        """Plans all subgraphs of a tree; with something to spare where they were planned before."""
+        """Plans all subgraphs of a tree; with something to spare if they were planned before."""
         started = time.monotonic()
         rooms = [self.room_bytes - self.budget_bytes // _SPARE, self.room_bytes]
         choices: dict[Subgraph, Choice] | None = None
@@ -374,7 +374,7 @@ class StepBudget:
 
     @property
     def baseline_bytes(self) -> int:
-        """The peak where nothing runs twice."""
+        """The peak if nothing runs twice."""
         chosen = {subgraph: subgraph.solutions.baseline for subgraph in self.subgraphs.values()}
         peaks = (
             subgraph.peak_bytes(chosen) for subgraph in chosen if all(p in chosen for p in subgraph.below)
@@ -421,7 +421,7 @@ class StepBudget:
 
 @dataclass(frozen=True)
 class _Now:
-    """What is alive around a run, and around the backwards of the runs that wait, whatever is chosen.
+    """The memory alive around a run, and around the backwards of the runs that wait, whatever is chosen.
 
     Args:
         run: The run.
@@ -441,7 +441,7 @@ class _Now:
 
     @property
     def waiting_bytes(self) -> int:
-        """What those that wait have saved."""
+        """The bytes that the runs that wait have saved."""
         return sum(pending_run.choice.footprint.saved_bytes for pending_run in self.pending_runs)
 
     @property

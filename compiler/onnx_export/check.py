@@ -29,24 +29,24 @@ from .evaluating import evaluate, random_node
 __all__ = ["Check", "check_written"]
 
 _TOLERANCE = 1e-3
-"""Of the largest element of an output: how far onnxruntime may be from the module."""
+"""The share of an output's largest element that onnxruntime may be from the module."""
 _SLACK = 4
-"""How much farther than the original file from the original module, where that is farther (a variance that
+"""The factor by which it may be farther than the original file is from the original module (a variance that
 is a difference of large numbers, say)."""
 _ROUNDINGS = 16
-"""Of a module whose element types are not the file's: how many roundings of the coarser type its outputs may
+"""If a module's element types are not the file's: the number of roundings of the coarser type its outputs may
 be from the file's, as a share of the largest element."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """How a written file was checked.
+    """The checks that a written file went through, and their outcome.
 
     Args:
         read_again: What the file, imported again, has in common with the module.
         checked: Who computed the file's outputs, or why nobody could.
         difference: The largest difference from the module's, as a share of the largest element of the output;
-            None where the outputs were not compared.
+            None if the outputs were not compared.
     """
 
     read_again: str
@@ -64,7 +64,7 @@ def check_written(module: OnnxModule, draft: Path, inputs: Sequence[Any] | None 
         module: What was written.
         draft: The file; copies of it lie beside it meanwhile.
         inputs: What the outputs are computed from, in the order of `input_specs`; drawn without it. For
-            onnxruntime they are drawn also where the import has changed the batch that the file fixes.
+            onnxruntime they are drawn also if the import has changed the batch that the file fixes.
 
     Raises:
         VerificationError: IRC322 when a weight or an output is another one.
@@ -106,7 +106,7 @@ def _defect(what: str) -> VerificationError:
 
 
 def _imported(module: OnnxModule, path: Path) -> OnnxModule:
-    """The module of another file of the same graph, imported as `module` was, in eval mode, where that is."""
+    """The module of another file of the same graph, imported as `module` was, in eval mode, if that is."""
     try:
         again = _import(module, path)
     except IrcError as error:
@@ -215,7 +215,7 @@ def _check_outputs(
 
 @dataclass(frozen=True)
 class _Run:
-    """What went in and what came out."""
+    """The inputs and outputs of one run."""
 
     inputs: Sequence[Any]
     outputs: list[Any]
@@ -224,7 +224,7 @@ class _Run:
 def _outputs(
     module: OnnxModule, inputs: Sequence[Any] | None, casts: Mapping[torch.dtype, torch.dtype]
 ) -> _Run | str:
-    """What the module computes from these inputs, or from drawn ones; else why it cannot."""
+    """Computes the module's outputs from these inputs, or from drawn ones; else says why it cannot."""
     if inputs is not None:
         return _Run(inputs, evaluated(module, _cast(inputs, casts)))
     try:
@@ -273,7 +273,7 @@ def _device(module: OnnxModule) -> torch.device:
 
 
 def _by_onnxruntime(module: OnnxModule, path: Path, inputs: Sequence[Any]) -> tuple[str, float | None]:
-    """Who computed the outputs of the file, and how far they are from those of its module."""
+    """Names the runtime that computed the file's outputs, and their distance from those of its module."""
     notes: list[str] = []
     if _changed_batch(module, read(path)) is not None:  # onnxruntime takes the batch that the file has
         notes.append("at the batch of the file")
@@ -305,7 +305,7 @@ def _by_onnxruntime(module: OnnxModule, path: Path, inputs: Sequence[Any]) -> tu
 
 
 def _own_difference(module: OnnxModule, draft: Path, inputs: Sequence[Any]) -> float | None:
-    """How far onnxruntime is from the module with the weights of the original file."""
+    """Returns the distance of onnxruntime from the module with the weights of the original file."""
     assert module.path is not None
     original = draft.with_name(f"original-{draft.name}")
     try:
@@ -317,7 +317,7 @@ def _own_difference(module: OnnxModule, draft: Path, inputs: Sequence[Any]) -> f
 
 
 def run_onnxruntime(path: Path, feed: Mapping[str, Any]) -> tuple[str, list[Any]]:
-    """Who ran the file, and its outputs."""
+    """Runs the file; returns the runtime's name and the outputs."""
     import onnxruntime as ort
 
     options = ort.SessionOptions()

@@ -1,4 +1,4 @@
-"""How far the outputs of two runs of one graph are apart."""
+"""Distances between the outputs of two runs of one graph."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["apart", "furthest"]
 def furthest(expected: Sequence[Any], found: Sequence[Any]) -> float:
     """The largest of the differences (see `apart`) between outputs; those that are lists, by element.
 
-    Infinity where they are not as many.
+    Infinity if they are not as many.
     """
     mine, other = list(_flat(expected)), list(_flat(found))
     if len(mine) != len(other):
@@ -32,7 +32,7 @@ def _flat(outputs: Sequence[Any]) -> Iterator[Any]:
 
 
 def apart(module_output: Any, other_output: Any) -> float:
-    """How far two outputs are apart, as a share of the largest element, which counts as 0.001 at least.
+    """Returns the distance of two outputs, as a share of the largest element, which counts as 0.001 at least.
 
     Equal infinities, and NaN and NaN, are not apart; NaN and a number are infinitely far. Strings, and values
     that are absent, are equal or infinitely far.

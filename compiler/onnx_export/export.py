@@ -31,7 +31,7 @@ class ExportReport:
         written: How many weights were written.
         checked: Who computed the file's outputs, or why nobody could.
         difference: The largest difference from the module's, as a share of the largest element of the output;
-            None where the outputs were not compared.
+            None if the outputs were not compared.
         read_again: What the file, imported again, has in common with the module.
     """
 
@@ -75,7 +75,7 @@ def export_onnx(
         module: What `from_onnx` returned, or a fitted copy of it.
         path: The new file, `*.onnx`; of models over 1 GiB the weights lie beside it, as `<path>.data`.
         inputs: What the outputs are compared on, in the order of the module's inputs. Normal floats and whole
-            numbers of 0 and 1 are drawn without it; where the module cannot run on these, floats of 0 and 1.
+            numbers of 0 and 1 are drawn without it; if the module cannot run on these, floats of 0 and 1.
 
     Raises:
         UsageError: IRC320 when the file cannot be written, IRC321 when the module came from no file, or a

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 FILES = ("front.json", "front.csv", "front.svg", "front.png")
-"""What `Front.save` writes."""
+"""The files that `Front.save` writes."""
 
 _FORMAT = "irc-front-1"
 PROOF_GAP = 1e-4
@@ -51,7 +51,7 @@ class Point:
         peak_bytes: Predicted peak of a step under the plan.
         seconds: Predicted time of a step under the plan.
         overhead: Its extra time, as a fraction of the baseline's.
-        bound: No schedule within the budget, with this order of backward, has a smaller overhead; where
+        bound: No schedule within the budget, with this order of backward, has a smaller overhead; if
             there are tiers, none that copies to them either.
         proved: Whether overhead and bound agree to 1e-4.
         strategy: What found the plan.
@@ -75,11 +75,11 @@ class Point:
 
     @property
     def copied_bytes(self) -> int:
-        """What a step copies, out and back."""
+        """The bytes that a step copies, out and back."""
         return sum(use.out_bytes + use.in_bytes for use in self.tiers)
 
     def tier_bytes(self, tier: str) -> tuple[int, int, int]:
-        """What a step copies to a tier, what it copies back, and the most that the tier holds."""
+        """Returns the bytes that a step copies to a tier and back, and the most that the tier holds."""
         uses = ((use.out_bytes, use.in_bytes, use.held_bytes) for use in self.tiers if use.tier == tier)
         return next(uses, (0, 0, 0))
 
@@ -90,7 +90,7 @@ class Refusal:
 
     Args:
         budget_bytes: The budget.
-        code: Of the refusal: IRC204 where nothing fits, IRC205 where the time limit ended.
+        code: Of the refusal: IRC204 if nothing fits, IRC205 if the time limit ended.
         reason: The refusal in words.
         plan_seconds: How long planning took.
     """
@@ -103,7 +103,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Where a known strategy stands; it looks at no budget."""
+    """The peak and the time of a known strategy; it does not look at a budget."""
 
     strategy: str
     peak_bytes: int
@@ -112,7 +112,7 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What a front says about the model whatever the budget.
+    """The facts of a front that hold whatever the budget.
 
     Args:
         baseline_bytes: Peak of a step that computes nothing twice.
@@ -145,7 +145,7 @@ class Survey:
 
 
 def merge(outcomes: Iterable[Point | Refusal]) -> tuple[tuple[Point, ...], tuple[Refusal, ...]]:
-    """What is known at each budget once all outcomes are; the largest budget first.
+    """Merges all outcomes into what is known at each budget, the largest first.
 
     A plan serves every budget that its peak fits in, and a bound holds for every smaller budget. So the
     overhead never falls, the peak never rises and the bound never falls as the budget shrinks. Of plans that
@@ -186,7 +186,7 @@ def _restated(plan: Point, budget_bytes: int, bound: float, plan_seconds: float)
 
 
 def find_knee(points: Sequence[Point]) -> Point | None:
-    """Where the front bends most: beyond it, each byte saved costs clearly more time than before.
+    """Finds the point at which the front bends most: beyond it, each byte saved costs clearly more time.
 
     It is the plan furthest below the chord, the straight line between the ends of the front, with peak
     and overhead both scaled to 0..1.
@@ -195,7 +195,7 @@ def find_knee(points: Sequence[Point]) -> Point | None:
         points: Of a merged front.
 
     Returns:
-        The plan, at the smallest budget that it is best for; None where none is below the chord.
+        The plan, at the smallest budget that it is best for; None if none is below the chord.
 
     Source:
         Satopaa, Albrecht, Irwin, Raghavan: Finding a "Kneedle" in a Haystack (2011); ours takes the
@@ -241,7 +241,7 @@ class Front:
 
     @property
     def knee(self) -> Point | None:
-        """Where the front bends most, as `find_knee` defines it; None where it does not bend."""
+        """The point at which the front bends most, as `find_knee` defines it; None if it does not bend."""
         return find_knee(self.points)
 
     def of_baseline(self, nbytes: int) -> float:
@@ -291,7 +291,7 @@ class Front:
             yield "waited"
 
     def _copies(self, point: Point) -> Iterator[str]:
-        """What is copied out and back for each tier, and how long it is waited for."""
+        """Describes the bytes copied out and back for each tier, and the time waited for them."""
         for tier in self.survey.tiers:
             out_bytes, in_bytes, _ = point.tier_bytes(tier.name)
             yield self._amount(out_bytes)
@@ -353,7 +353,7 @@ class Front:
     def to_csv(self) -> str:
         """The points as comma-separated values with a header; refused budgets have a code alone.
 
-        Where there are tiers, each has columns for what is copied out and back and what it holds at most.
+        If there are tiers, each has columns for what is copied out and back and what it holds at most.
         """
         text = io.StringIO()
         names = [field.name for field in fields(Point) if field.name not in ("tiers", "exposed_seconds")]

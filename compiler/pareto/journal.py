@@ -24,14 +24,14 @@ _Record = TypeVar("_Record")
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What points belong to; points of two identities do not mix.
+    """The run that points belong to; points of two identities do not mix.
 
     Args:
         irc: Its version.
         program: Digest of the graph's text, without the places in the user's code.
         costs: Digest of seconds and workspaces.
         options: How budgets are chosen and planned, as text.
-        tiers: Where plans may copy, as text; empty where nowhere.
+        tiers: Where plans may copy, as text; empty if nowhere.
     """
 
     irc: str
@@ -58,7 +58,7 @@ class Identity:
         )
 
     def differences(self, other: Identity) -> str:
-        """What differs, in words."""
+        """Describes the differences."""
         words = {
             "irc": "version of irc",
             "program": "model",
@@ -106,7 +106,7 @@ def check_folder(folder: Path, *, restart: bool = False) -> None:
 
 @dataclass
 class Journal:
-    """What is known so far of a front; with a folder, on disk at once.
+    """The points known so far of a front; with a folder, on disk at once.
 
     Args:
         folder: Where `points.jsonl` stands; None keeps everything in memory.

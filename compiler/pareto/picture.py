@@ -45,14 +45,14 @@ def draw_front(front: Front, path: Path, suffix: str) -> None:
 
 
 def _panels(figure: Figure, front: Front) -> list[Axes]:
-    """One for the front, and where there are tiers one below it for what is copied."""
+    """One for the front, and if there are tiers one below it for what is copied."""
     if not front.survey.tiers:
         return [figure.add_subplot()]
     return list(figure.subplots(2, 1, sharex=True, height_ratios=(4, 1)))
 
 
 def steps(front: Front) -> tuple[list[int], list[float], list[float]]:
-    """What is known at any memory, between the budgets too.
+    """Returns the best overhead and bound known at any memory, between the budgets too.
 
     With memory between two peaks the plan with the smaller one is the best known; a bound holds for all
     memory up to its budget.
@@ -162,7 +162,7 @@ def _draw_knee(axes: Axes, front: Front) -> None:
 
 
 def _draw_copies(axes: Axes, front: Front) -> None:
-    """What each plan copies to each tier, at the memory that it takes; the next plan begins at its own."""
+    """Draws the bytes that each plan copies to each tier, at the memory that it takes."""
     divisor, unit, _ = memory_unit(front.survey.baseline_bytes)
     plans = {point.peak_bytes: point for point in reversed(front.points)}
     right = max(front.survey.baseline_bytes, *plans)

@@ -56,7 +56,7 @@ class Sweep:
         budgets: The budgets instead, as for `irc.optimize`.
         strategy: As for `irc.optimize`.
         time_limit: Seconds for the search at each budget.
-        offered: The tiers that plans may copy to; None where nothing is copied.
+        offered: The tiers that plans may copy to; None if nothing is copied.
     """
 
     points: int = _POINTS
@@ -104,7 +104,7 @@ class Sweep:
         return " ".join((*self.swap, *map(str, described)))
 
     def measured(self, model: nn.Module, leaves: Sequence[Any]) -> Sweep:
-        """The same, with the tiers of this machine measured where those are offered.
+        """The same, with the tiers of this machine measured if those are offered.
 
         Args:
             model: What would copy.
@@ -322,7 +322,7 @@ def _plan(planner: Planner, select: PlanMemory) -> Plan:
 
 
 def _point(plan: Plan, *, is_bound: bool) -> Point:
-    """A plan as a point; what was proved of schedules without copies says nothing where there are tiers."""
+    """A plan as a point; what was proved of schedules without copies says nothing if there are tiers."""
     bound = plan.lower_bound_overhead if is_bound else 0.0
     return Point(
         budget_bytes=plan.budget_bytes,

@@ -1,4 +1,4 @@
-"""Ranks that refuse together: where one of them cannot go on, the others do not wait for it."""
+"""Ranks that refuse together: if one of them cannot go on, the others do not wait for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _Said = TypeVar("_Said")
 
 
 def said_by_all(said: _Said, group: dist.ProcessGroup | None = None) -> list[_Said]:
-    """What each rank says, the first one first; all ranks call it.
+    """Gathers what each rank says, the first one first; all ranks call it.
 
     Args:
         said: Of this rank; it can be pickled.
@@ -26,10 +26,10 @@ def said_by_all(said: _Said, group: dist.ProcessGroup | None = None) -> list[_Sa
 
 
 def first_failure(said: str, group: dist.ProcessGroup | None = None) -> str:
-    """What the first rank says that has something to say; all ranks call it.
+    """Returns the failure of the first rank that has one; all ranks call it.
 
     Args:
-        said: What went wrong on this rank; empty where nothing did.
+        said: What went wrong on this rank; empty if nothing did.
         group: As in `said_by_all`.
     """
     return next(filter(None, said_by_all(said, group)), "")

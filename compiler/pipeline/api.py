@@ -36,7 +36,7 @@ class Pipeline:
         captured: One micro-batch of the model as a graph.
         stages: What runs.
         loss: As in `irc.pipeline`.
-        considered: What `auto` looked at; nothing where all was given.
+        considered: What `auto` looked at; nothing if all was given.
     """
 
     model: nn.Module
@@ -105,7 +105,7 @@ def pipeline(
         model: An `nn.Module`, in train() mode.
         example_args: Arguments of one training step of the whole batch.
         budget: Bytes of each device: `"4GiB"`, or one for each device, with its speed beside the one that
-            costs are measured on where that differs: `["16GiB", "8GiB@0.5"]`. It covers parameters,
+            costs are measured on if that differs: `["16GiB", "8GiB@0.5"]`. It covers parameters,
             gradients, buffers, the batch, activations of all micro-batches in flight, what is sent and
             received, workspaces, and the state and steps of `optimizer`. Different devices take their stages
             in the order that is best (`plan.device_names`, `plan.budget_bytes`).
@@ -115,7 +115,7 @@ def pipeline(
         schedule: `gpipe`, `1f1b`, `interleaved`, `zb-h1`, `zbv` or `dualpipev`; `auto` takes the best.
         chunks: Stages of each device, for `interleaved` (2).
         loss: A function from the model's result, and the arguments of a micro-batch, to a scalar: called as
-            `loss(result, *args)`. Without it the result is the loss, where it is a scalar, else the mean of
+            `loss(result, *args)`. Without it the result is the loss, if it is a scalar, else the mean of
             its squares.
         strategy: As in `irc.optimize`.
         time_limit: Seconds for planning.
@@ -208,7 +208,7 @@ def _agreed(
                 captured, stages, considered = choice.captured, choice.stages, choice.considered
             else:
                 stages = plan_stages(captured, request)
-            said = [(stages.texts(), stages.places, considered)]
+            said = [(stages.texts(), stages.tier_configs, considered)]
         except IrcError as error:
             failure, said = error, [str(error)]
     dist.broadcast_object_list(said)
@@ -216,7 +216,7 @@ def _agreed(
         raise failure
     if isinstance(said[0], str):
         raise UsageError("IRC484", f"planning failed on the first rank: {said[0]}")
-    (plan_text, order_text, *texts), places, considered = said[0]
+    (plan_text, order_text, *texts), tier_configs, considered = said[0]
     plan = PipelinePlan.from_json(json.loads(plan_text))
     if captured is None:
         captured = capture(plan.micro_batches)
@@ -230,6 +230,6 @@ def _agreed(
         captured.constants,
         plan,
         request.optimizer,
-        places,
+        tier_configs,
     )
     return Pipeline(model, captured, stages, loss, considered)

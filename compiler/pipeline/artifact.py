@@ -32,28 +32,35 @@ from ..artifact import (
     CONSTANT,
     EXAMPLE,
     PIPELINE_FILE,
-    check_operations,
     delivery_from_json,
     delivery_to_json,
     in_layout,
-    place_from_json,
-    place_to_json,
     put_folder,
+    tier_from_json,
+    tier_to_json,
     undamaged,
 )
 from ..model_source import Source
 from ..optimizers import DescribedOptimizer, parse_optimizer
+from ..written_operations import check_operations
 from .api import Pipeline
 from .trainer import Stages, state_of
 
-__all__ = ["WrittenPipeline", "is_pipeline", "read_pipeline", "unread_state", "write_pipeline"]
+__all__ = [
+    "WrittenPipeline",
+    "is_pipeline",
+    "read_pipeline",
+    "unread_state",
+    "write_pipeline",
+    "written_source",
+]
 
 _STATE = (InputRole.PARAMETER, InputRole.BUFFER)
 
 
 @dataclass(frozen=True)
 class WrittenPipeline:
-    """What the folder of a pipeline holds.
+    """The contents of a pipeline's folder.
 
     Args:
         stages: What runs.
@@ -113,7 +120,7 @@ def _write(folder: Path, pipeline: Pipeline, source: Source, examples: Sequence[
     described = {
         **stages.plan.to_json(),
         "order": str(stages.order),
-        "places": [place_to_json(place) for place in stages.places],
+        "tier_configs": [tier_to_json(config) for config in stages.tier_configs],
         "last_differs": bool(stages.last_schedules),
         "source": asdict(source.located()),
         "deliveries": [delivery_to_json(delivery) for delivery in stages.deliveries],
@@ -139,7 +146,7 @@ def _write_stage(folder: Path, name: str, schedule: Schedule) -> None:
 
 
 def read_pipeline(folder: Path, rank: int | None = None) -> WrittenPipeline:
-    """What `write_pipeline` wrote, checked.
+    """Reads what `write_pipeline` wrote, and checks it.
 
     Args:
         folder: Where.
@@ -154,24 +161,36 @@ def read_pipeline(folder: Path, rank: int | None = None) -> WrittenPipeline:
         plan = PipelinePlan.from_json(described)
         order = PipelineSchedule.parse(described["order"])
         deliveries = tuple(delivery_from_json(row) for row in described["deliveries"])
-        source = Source(**described["source"])
+        source = Source.from_json(described["source"])
         ties = {str(name): str(its) for name, its in described["ties"].items()}
         optimizer = None if plan.optimizer is None else parse_optimizer(plan.optimizer)
         names = tuple(map(str, described["names"]))
-        places = tuple(place_from_json(row) for row in described["places"])
+        tier_configs = tuple(tier_from_json(row) for row in described["tier_configs"])
         has_last = bool(described["last_differs"])
     order.verify()
     send_lag(order)
-    schedules = tuple(_schedule(folder, f"stage-{index}", places) for index in range(order.stages))
-    last = tuple(_schedule(folder, f"stage-{index}-last", places) for index in range(order.stages * has_last))
+    schedules = tuple(_schedule(folder, f"stage-{index}", tier_configs) for index in range(order.stages))
+    last = tuple(
+        _schedule(folder, f"stage-{index}-last", tier_configs) for index in range(order.stages * has_last)
+    )
     for each in (schedules, last) if last else (schedules,):
         verify_exchanges([schedule.graph for schedule in each])
     with undamaged(folder / "weights.safetensors"):
         mine = range(order.stages) if rank is None else order.stages_on(rank)
         state, constants, examples = _tensors(folder, [schedules[k] for k in mine], ties)
-    stages = Stages(order, schedules, last, deliveries, constants, plan, optimizer, places)
+    stages = Stages(order, schedules, last, deliveries, constants, plan, optimizer, tier_configs)
     state |= {name: state[first] for name, first in ties.items() if first in state}
     return WrittenPipeline(stages, state, examples, source, ties, names)
+
+
+def written_source(folder: Path) -> Source:
+    """Reads the origin of the model of a written pipeline.
+
+    Raises:
+        UsageError: IRC431 when the file is missing or damaged.
+    """
+    with undamaged(folder / PIPELINE_FILE):
+        return Source.from_json(json.loads((folder / PIPELINE_FILE).read_text())["source"])
 
 
 def unread_state(folder: Path, written: WrittenPipeline) -> dict[str, Tensor]:
@@ -185,7 +204,7 @@ def unread_state(folder: Path, written: WrittenPipeline) -> dict[str, Tensor]:
         return {name: opened.get_tensor(first) for name, first in firsts if first not in read}
 
 
-def _schedule(folder: Path, name: str, places: Sequence[TierConfig]) -> Schedule:
+def _schedule(folder: Path, name: str, tier_configs: Sequence[TierConfig]) -> Schedule:
     file = folder / f"{name}.irc"
     if not file.is_file():
         raise UsageError(
@@ -196,7 +215,7 @@ def _schedule(folder: Path, name: str, places: Sequence[TierConfig]) -> Schedule
     with undamaged(file):
         schedule = parse_program(file.read_text())
     verify_graph(schedule.graph)
-    tiers = [Tier(place.name, place.capacity_bytes, math.inf, math.inf) for place in places]
+    tiers = [Tier(config.name, config.capacity_bytes, math.inf, math.inf) for config in tier_configs]
     verify_schedule(schedule, {}, tiers=tiers)
     check_operations(schedule.graph)
     return schedule

@@ -26,10 +26,10 @@ class Considered:
         devices: How many.
         micro_batches: How many.
         schedule: Its name.
-        bound_seconds: No plan of it takes less; None where it was not looked at.
-        step_seconds: Of the plan; None where none was made.
-        peak_bytes: On the device that has most; None where no plan was made.
-        why_not: Why no plan was made; empty where one was.
+        bound_seconds: No plan of it takes less; None if it was not looked at.
+        step_seconds: Of the plan; None if none was made.
+        peak_bytes: On the device that has most; None if no plan was made.
+        why_not: Why no plan was made; empty if one was.
         which: Each of the devices, as `DeviceRequest` names it.
     """
 
@@ -57,9 +57,9 @@ def _many(count: int, what: str) -> str:
 
 
 def considered_lines(considered: Sequence[Considered]) -> list[str]:
-    """What was looked at, for a person: plans one by one, the others by why there is none.
+    """Describes the candidates for a person: plans one by one, the others by why there is none.
 
-    Devices are named where they differ.
+    Devices are named if they differ.
     """
     differ = len({name for one in considered for name in one.which}) > 1
     lines = [one.text(names_devices=differ) for one in considered if one.step_seconds is not None]
@@ -113,7 +113,7 @@ def choose(capture: Callable[[int], Captured], request: PipelineRequest, batch: 
     """Plans the ways to run a pipeline that a request leaves open, the most promising ones first.
 
     Numbers of micro-batches are those that divide the batch, two of them at most from one power of two to the
-    next. Where a part of the devices is used, that is the fastest ones, or those with most memory. A way
+    next. If a part of the devices is used, that is the fastest ones, or those with most memory. A way
     whose bound is above the best plan's step is not planned. In turns a third of the time that is left goes
     into capturing and measuring micro-batches of several sizes, the rest into plans, each with a part of it.
 
@@ -123,9 +123,9 @@ def choose(capture: Callable[[int], Captured], request: PipelineRequest, batch: 
         batch: The size of a whole batch.
 
     Raises:
-        BudgetError: IRC486 of the way that came nearest, where none fits.
-        UsageError: IRC487 where the batch does not divide; IRC498 where no way was left.
-        UnsupportedError: Where the model uses what is not supported.
+        BudgetError: IRC486 of the way that came nearest, if none fits.
+        UsageError: IRC487 if the batch does not divide; IRC498 if no way was left.
+        UnsupportedError: If the model uses what is not supported.
     """
     started = time.monotonic()
     deadline = started + request.time_limit
@@ -159,7 +159,7 @@ def choose(capture: Callable[[int], Captured], request: PipelineRequest, batch: 
 
 
 class _Choosing:
-    """What was looked at so far, and the best of it."""
+    """The candidates considered so far, and the best of them."""
 
     def __init__(self, request: PipelineRequest, deadline: float) -> None:
         self.request = request
@@ -180,7 +180,7 @@ class _Choosing:
             self.considered.append(self._considered(candidate, len(candidates) - number))
 
     def _considered(self, candidate: _Candidate, left: int) -> Considered:
-        """What comes of a candidate, of so many that are left."""
+        """Plans one candidate, of the given number that are left."""
         seconds = self.deadline - time.monotonic()
         if self.best is not None and candidate.bound_seconds >= self.best[1].plan.step_seconds:
             return candidate.considered(why_not="no plan can be shorter than the best one")
@@ -222,7 +222,7 @@ def _considered(request: PipelineRequest, why_not: str) -> Considered:
 
 @dataclass(frozen=True)
 class _Candidates:
-    """What may be planned, the shortest estimated step first, and what may not.
+    """The candidates to plan, the shortest estimated step first, and those refused.
 
     Args:
         found: What may be planned.
@@ -310,7 +310,7 @@ def _micro_batches(request: PipelineRequest, batch: int) -> list[int]:
     """Numbers of micro-batches, those around four for each device first.
 
     Raises:
-        UsageError: IRC487 where the given one does not divide the batch, or there is no batch.
+        UsageError: IRC487 if the given one does not divide the batch, or there is no batch.
     """
     if request.micro_batches != AUTO:
         return [request.count_of_micro_batches]
@@ -328,4 +328,4 @@ def _micro_batches(request: PipelineRequest, batch: int) -> list[int]:
 
 
 _EACH_POWER = 2
-"""So many numbers of micro-batches are looked at from one power of two to the next."""
+"""The count of micro-batch numbers tried from one power of two to the next."""

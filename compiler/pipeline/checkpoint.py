@@ -24,7 +24,7 @@ from .agreement import first_failure, said_by_all
 __all__ = ["load_checkpoint", "load_state", "save_checkpoint"]
 
 _MODEL, _STATE = "model.", "optimizer."
-"""What the names of entries begin with: then comes the model's name, for state also what it is there."""
+"""The prefixes of the entries' names; the model's name follows, for state also its key there."""
 
 _METADATA = ".metadata"
 """The file by which torch knows a checkpoint."""
@@ -41,7 +41,7 @@ def save_checkpoint(
 ) -> None:
     """Writes what each rank has, in the format of torch.distributed.checkpoint; all ranks call it.
 
-    It appears when it is whole, and takes the place of an earlier one. Where a process dies between these
+    It appears when it is whole, and takes the place of an earlier one. If a process dies between these
     two, the earlier one is beside it under a hidden name.
 
     Args:
@@ -96,7 +96,7 @@ def _begun(folder: Path) -> tuple[str, str]:
         target = folder.resolve()
         is_free = not target.exists() or (target.is_dir() and not any(target.iterdir()))
         if not is_free and not (target / _METADATA).is_file():
-            return "", "something that is no checkpoint is there"
+            return "", "something that is not a checkpoint is there"
         target.parent.mkdir(parents=True, exist_ok=True)
         return str(staging_folder(target.parent, target.name)), ""
     except (OSError, ValueError, RuntimeError) as error:
@@ -145,7 +145,7 @@ def load_checkpoint(
         group: The ranks; None for all.
 
     Raises:
-        UsageError: IRC497 when the folder is no checkpoint, is damaged, or is one of another model or
+        UsageError: IRC497 when the folder is not a checkpoint, is damaged, or is one of another model or
             optimizer; nothing is changed then.
     """
     wanted: dict[str, Any] = {}
@@ -193,18 +193,18 @@ def _alone_without_a_warning() -> Generator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong, in a line: on the first rank where it did."""
+    """Returns the first rank's failure, in a line."""
     if isinstance(error, dcp.api.CheckpointException):
         error = min(error.failures.items())[1][0]
     return first_line(error)
 
 
 def _known(folder: Path) -> Mapping[str, Any]:
-    """What a checkpoint holds, by the names of its entries."""
+    """Reads the entries of a checkpoint, by name."""
     try:
         return dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     except Exception as error:  # whatever unpickling meets
-        raise UsageError("IRC497", f"{folder} is no checkpoint: {error}", help=_HELP) from error
+        raise UsageError("IRC497", f"{folder} is not a checkpoint: {error}", help=_HELP) from error
 
 
 _StateOf = dict[str, tuple[nn.Parameter, str]]
@@ -247,7 +247,7 @@ def _state_of(parameters: Mapping[str, nn.Parameter], known: Mapping[str, Any]) 
 
 
 def _empty(meta: object) -> Tensor | None:
-    """Memory for an entry; None for what is no tensor."""
+    """Memory for an entry; None for what is not a tensor."""
     is_tensor = isinstance(meta, TensorStorageMetadata)
     return torch.empty(meta.size, dtype=meta.properties.dtype) if is_tensor else None
 

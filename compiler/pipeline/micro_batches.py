@@ -21,7 +21,7 @@ _HELP = "call it as it was planned, or plan again"
 
 
 def batch_of(args: Sequence[Any]) -> int:
-    """The first dimension of the first tensor that has one; 0 where there is none."""
+    """The first dimension of the first tensor that has one; 0 if there is none."""
     leaves = flatten(tuple(args))[0]
     sizes = (leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim())
     return next(sizes, 0)
@@ -59,7 +59,7 @@ def micro_batches_of(args: Sequence[Any], count: int) -> list[tuple[Any, ...]]:
 
 @dataclass(frozen=True)
 class PlannedCall:
-    """How the model was called when its pipeline was planned.
+    """The call that the pipeline was planned for.
 
     Args:
         model: What was planned.
@@ -150,7 +150,7 @@ def _planned_type(entry: Input, is_read: bool) -> str:
 
 
 def _text(dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], device: str | None) -> str:
-    """A type; strides are shown where they are not those of a contiguous tensor, and matter."""
+    """A type; strides are shown if they are not those of a contiguous tensor, and matter."""
     steps = tuple(step for size, step in zip(shape, strides, strict=True) if size > 1)
     expected, plain = 1, list[int]()
     for size in reversed([size for size in shape if size > 1]):

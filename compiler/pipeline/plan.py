@@ -36,7 +36,7 @@ from .trainer import PipelineLoss, Stages
 __all__ = ["MicroBatch", "captured_micro_batch", "devices_of", "optimizer_steps_of", "plan_stages"]
 
 _LINK_SECONDS = 20e-6
-"""What is assumed that a transfer takes beside its bytes."""
+"""The assumed latency of a transfer, in seconds."""
 
 
 def captured_micro_batch(
@@ -78,7 +78,7 @@ class MicroBatch:
         program: The same with costs.
         cost: What found them, for the graphs of stages.
         optimizer_steps: What the steps of an optimizer take.
-        tiers: Offers the tiers that stages may copy to; None where there are none.
+        tiers: Offers the tiers that stages may copy to; None if there are none.
     """
 
     captured: Captured
@@ -120,7 +120,7 @@ class MicroBatch:
         return replace(self, program=self.cost.run(replace(apart, original=None)))
 
     def plan(self, request: PipelineRequest, time_limit: float) -> Stages:
-        """Plans its pipeline; where nothing fits, with dropout taken apart.
+        """Plans its pipeline; if nothing fits, with dropout taken apart.
 
         The bound holds for both.
 
@@ -200,7 +200,7 @@ def _device(program: Program) -> torch.device:
 
 
 def optimizer_steps_of(graph: Graph, optimizer: OptimizerFactory) -> OptimizerSteps:
-    """What the steps of an optimizer take for the parameters of a graph.
+    """Returns the cost of an optimizer's steps for the parameters of a graph.
 
     Raises:
         UnsupportedError: IRC508 for an optimizer that takes no steps parameter by parameter.

@@ -1,4 +1,4 @@
-"""What a pipeline is asked to be: devices, micro-batches, schedule, and what stages compute again."""
+"""The request of a pipeline: devices, micro-batches, schedule, and what stages compute again."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class DeviceRequest:
     Args:
         budget_bytes: What its memory is for.
         speed: How fast it is, beside the device that costs are measured on.
-        name: As torch names it, such as `cuda:0`; empty where that is left open.
+        name: As torch names it, such as `cuda:0`; empty if that is left open.
     """
 
     budget_bytes: int
@@ -52,8 +52,8 @@ class DeviceRequest:
         """A device as `[NAME=]BYTES[@SPEED]`, such as `cuda:0=16GiB`, `8GiB@0.5` or `4GiB`.
 
         Raises:
-            UsageError: IRC401 for what is no number of bytes; IRC482 for a part of something, a speed that is
-                not above 0, or a name that torch does not know.
+            UsageError: IRC401 for what is not a number of bytes; IRC482 for a part of something, a speed
+                that is not above 0, or a name that torch does not know.
         """
         if not isinstance(text, str):
             return DeviceRequest(parse_budget(text, 0))
@@ -92,7 +92,7 @@ def _check_name(name: str) -> None:
 
 @dataclass(frozen=True)
 class PipelineRequest:
-    """What a pipeline is asked to be.
+    """All options of a pipeline, checked.
 
     Args:
         devices: How many devices it runs on; `auto` for as many of those in `budget` as are best.
@@ -129,7 +129,7 @@ class PipelineRequest:
 
         Raises:
             UsageError: IRC401 or IRC482 for devices or the link, IRC403 for strategy or time limit, IRC467 or
-                IRC468 for a schedule, IRC469 for what is no number, IRC495 for a mode of checkpointing,
+                IRC468 for a schedule, IRC469 for what is not a number, IRC495 for a mode of checkpointing,
                 IRC499 for an unknown partition; as `offer` for tiers.
         """
         numbers: tuple[tuple[str, object], ...] = (
@@ -172,19 +172,19 @@ class PipelineRequest:
 
     @property
     def count_of_devices(self) -> int:
-        """How many devices there are to choose from."""
+        """The number of devices to choose from."""
         if isinstance(self.devices, int):
             return self.devices
         return 1 if isinstance(self.budget, int | str) else len(self.budget)
 
     @property
     def count_of_micro_batches(self) -> int:
-        """How many micro-batches there are, where that is not open."""
+        """The number of micro-batches, if it is not open."""
         assert isinstance(self.micro_batches, int), "the number of micro-batches is open"
         return self.micro_batches
 
     def order(self) -> PipelineSchedule:
-        """The order of work, where nothing is open.
+        """The order of work, if nothing is open.
 
         Raises:
             UsageError: IRC467 or IRC468.
@@ -219,7 +219,7 @@ class PipelineRequest:
         """Each device.
 
         Raises:
-            UsageError: IRC401 for what is no number of bytes; IRC482 for another number of budgets than
+            UsageError: IRC401 for what is not a number of bytes; IRC482 for another number of budgets than
                 devices, and as `DeviceRequest.parse`.
         """
         given = self.budget
@@ -255,7 +255,7 @@ class PipelineRequest:
         """Bytes that go from one device to another in a second.
 
         Raises:
-            UsageError: IRC401 for what is no number of bytes, IRC482 for a part of something.
+            UsageError: IRC401 for what is not a number of bytes, IRC482 for a part of something.
         """
         if isinstance(self.link, str) and self.link.strip().endswith("%"):
             raise UsageError("IRC482", f"the link takes {self.link} a second", help="give bytes, as 10GB")

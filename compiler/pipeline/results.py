@@ -1,4 +1,4 @@
-"""What a pipeline's last stage hands out that no operation makes: arguments, buffers and constants."""
+"""Results of a pipeline's last stage that no operation makes: arguments, buffers and constants."""
 
 from __future__ import annotations
 

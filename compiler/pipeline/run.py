@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from ...ir import InputRole, Trait, UnsupportedError, UsageError, format_bytes
 from ...passes.costs.allocations import peak_bytes
 from ...torch_support.pytree import flatten
-from ..model_source import load_for_micro_batches, training_loss
+from ..model_source import Source, load_for_micro_batches, training_loss
 from ..training import Differences, optimizer_of_all
 from ..written_files import check_folder
 from .artifact import WrittenPipeline, read_pipeline, unread_state
@@ -36,14 +36,14 @@ _LIMIT = datetime.timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank saw.
+    """The measurements of one rank.
 
     Args:
         budget_bytes: Of its device.
         predicted_bytes: Its predicted peak.
         measured_bytes: Its peak, from allocator events, with what is there between steps.
         gradient_difference: The largest difference of a gradient's element from the original's on one device;
-            None where nothing was compared.
+            None if nothing was compared.
         gradient_scale: The largest element of the original's gradients of this rank's parameters.
         worst_gradient: The largest difference as a multiple of what rounding may make.
         buffer_difference: The largest difference of a buffer's element.
@@ -65,7 +65,7 @@ class PipelineReport:
     Args:
         ranks: What each rank saw; one report where all stages ran in one process.
         losses: The mean loss of each step.
-        original_losses: The same of the original on one device; empty where nothing was compared.
+        original_losses: The same of the original on one device; empty if nothing was compared.
         seconds: Of the clock, for each step.
         predicted_seconds: As planned, for a device of each stage's own.
         is_alone: Whether all stages ran in one process, for which nothing was promised.
@@ -82,7 +82,7 @@ class PipelineReport:
 
     @property
     def failures(self) -> list[str]:
-        """What was promised and not kept."""
+        """The promises that were not kept."""
         found: list[str] = []
         for index, rank in enumerate(self.ranks):
             most = min(rank.predicted_bytes, rank.budget_bytes)
@@ -149,7 +149,7 @@ class PipelineReport:
 
 @contextlib.contextmanager
 def in_group() -> Generator[int | None]:
-    """The rank in the group that torchrun started, or None where it did not; the group ends afterwards."""
+    """The rank in the group that torchrun started, or None if it did not; the group ends afterwards."""
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         yield None
         return
@@ -166,6 +166,7 @@ def run_pipeline(
     steps: int,
     *,
     with_original: bool,
+    original: Source | None = None,
     weights: Path | None = None,
     save_weights: Path | None = None,
 ) -> PipelineReport:
@@ -176,17 +177,20 @@ def run_pipeline(
         steps: How many.
         with_original: Load the original on each rank, train it there on one device, micro-batch by
             micro-batch, and compare losses, gradients and buffers of each step.
+        original: The source of the original; None for the one that the folder names, whose code runs then.
         weights: A safetensors file with the model's names to begin with, instead of what was written.
         save_weights: A safetensors file for what was trained, by the model's names.
 
     Raises:
         UnsupportedError: IRC494 for a plan for accelerators.
-        UsageError: IRC435 where there is no folder for the weights; IRC431 for a folder that is damaged;
+        UsageError: IRC435 if there is no folder for the weights; IRC431 for a folder that is damaged;
             IRC432 when the original is another model now; IRC488 for another number of ranks than devices;
             IRC497 for weights of another model; IRC434 when weights cannot be written.
     """
     rank = dist.get_rank() if dist.is_initialized() else None
     written = read_pipeline(folder, rank)
+    if original is not None:
+        written = replace(written, source=original)
     _refuse_accelerators(written)
     if save_weights is not None:
         check_folder(save_weights)
@@ -196,7 +200,7 @@ def run_pipeline(
     examples = _needed(written, trainer)
     micro_batches = written.stages.plan.micro_batches
     note = _why_not(written) if with_original and rank is not None else ""
-    original = _Original(written, folder, weights) if with_original and not note else None
+    whole = _Original(written, folder, weights) if with_original and not note else None
     differences, buffers = Differences(), Differences()
     losses: list[float] = []
     its: list[float] = []
@@ -207,19 +211,19 @@ def run_pipeline(
             for parameter in trainer.parameters():
                 parameter.grad = None
             before = torch.get_rng_state()
-            if original is not None:
-                its.append(original.step(micro_batches))
+            if whole is not None:
+                its.append(whole.step(micro_batches))
                 torch.set_rng_state(before)
             started = time.perf_counter()
             found = trainer.step(*examples)
             seconds.append(time.perf_counter() - started)
             losses.append(_everywhere(sum(found) / micro_batches if found else math.nan, written))
-            if original is not None:
-                differences.add(original.gradients(trainer))
-                buffers.add(original.buffers(trainer))
-                original.update()
+            if whole is not None:
+                differences.add(whole.gradients(trainer))
+                buffers.add(whole.buffers(trainer))
+                whole.update()
             _update(trainer)
-    del original
+    del whole
 
     def step() -> None:
         trainer.step(*examples)
@@ -311,7 +315,7 @@ def _needed(written: WrittenPipeline, trainer: PipelineTrainer) -> list[Tensor]:
 
 
 def _static_bytes(trainer: PipelineTrainer, examples: Sequence[Tensor]) -> int:
-    """What is there between steps: parameters, gradients, state, buffers, constants and the batch."""
+    """Returns the bytes between steps: parameters, gradients, state, buffers, constants and the batch."""
     order = trainer.stages.order
     mine = range(order.stages) if trainer.is_alone else order.stages_on(dist.get_rank())
     programs = [trainer.programs[stage] for stage in mine]

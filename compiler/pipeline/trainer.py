@@ -40,12 +40,12 @@ class Stages:
     Args:
         order: In which order each device works.
         schedules: Of the stages.
-        last_schedules: Of the stages for the last micro-batch, where they differ; else none.
+        last_schedules: Of the stages for the last micro-batch, if they differ; else none.
         deliveries: How the leaves of the model's result are made.
         constants: Tensors that the model's code creates from nothing.
         plan: The certificate.
-        optimizer: Makes the optimizer that the plan counts; None where it counts none.
-        places: Where the tiers are that stages copy to.
+        optimizer: Makes the optimizer that the plan counts; None if it counts none.
+        tier_configs: The configurations of the tiers that stages copy to.
     """
 
     order: PipelineSchedule
@@ -55,7 +55,7 @@ class Stages:
     constants: Mapping[str, Tensor]
     plan: PipelinePlan
     optimizer: OptimizerFactory | None = None
-    places: tuple[TierConfig, ...] = ()
+    tier_configs: tuple[TierConfig, ...] = ()
 
     def texts(self) -> list[str]:
         """Plan, order and schedules as texts."""
@@ -70,12 +70,12 @@ class PipelineTrainer:
         stages: What runs.
         state: The model's parameters and buffers by name.
         rebuild: Nests the leaves of the model's result as the model does.
-        loss: From the result, and the arguments of a micro-batch; None takes the result where it is a scalar,
+        loss: From the result, and the arguments of a micro-batch; None takes the result if it is a scalar,
             else the mean of its squares.
         device: Of this rank.
         group: The ranks, one for each device of the plan; None for all ranks. In a process that belongs to
             no group all stages run here.
-        call: How the model was called at planning; None where that is not known.
+        call: How the model was called at planning; None if that is not known.
         saved: The names in the model's `state_dict`; None for all.
 
     Raises:
@@ -105,7 +105,7 @@ class PipelineTrainer:
             [compile_program(schedule, stages.constants) for schedule in schedules]
             for schedules in (stages.schedules, stages.last_schedules)
         )
-        tiers = Tiers(stages.places)
+        tiers = Tiers(stages.tier_configs)
         for program in (*self.programs, *last_programs):
             tiers.check(program.copies)
         devices = stages.plan.devices
@@ -162,7 +162,7 @@ class PipelineTrainer:
 
         Raises:
             UsageError: IRC487 for a batch that does not divide, or is of another size or type than planned,
-                on any rank; IRC490 for another call than the planned one; IRC491 where a step has failed
+                on any rank; IRC490 for another call than the planned one; IRC491 if a step has failed
                 before on some rank. No rank has begun its step then.
         """
         refusal: UsageError | None = None
@@ -210,11 +210,11 @@ class PipelineTrainer:
     def optimizer(self) -> Optimizer:
         """The planned optimizer of this rank's parameters; it takes its steps parameter by parameter.
 
-        `foreach` is off even where it was asked for: the budget is that of one parameter's step. On a rank
+        `foreach` is off even if it was asked for: the budget is that of one parameter's step. On a rank
         that trains nothing it has no parameters, and does nothing.
 
         Raises:
-            UsageError: IRC496 where the pipeline was planned without one; IRC508 when none can be made.
+            UsageError: IRC496 if the pipeline was planned without one; IRC508 when none can be made.
         """
         if self.stages.optimizer is None:
             raise UsageError(
@@ -232,7 +232,7 @@ class PipelineTrainer:
         return made
 
     def parameters(self) -> list[nn.Parameter]:
-        """What this rank trains: the parameters of its stages, each once."""
+        """The parameters of this rank's stages, each once."""
         found = {id(parameter): parameter for parameter in self.rank.parameters.values()}
         return [parameter for parameter in found.values() if parameter.requires_grad]
 
@@ -281,8 +281,8 @@ class PipelineTrainer:
         """Takes over what `save` wrote, under whatever cut and schedule; all ranks call it, between steps.
 
         Raises:
-            UsageError: IRC497 when it is no checkpoint, is damaged, or is one of another model or optimizer;
-                nothing is changed then.
+            UsageError: IRC497 when it is not a checkpoint, is damaged, or is one of another model or
+                optimizer; nothing is changed then.
         """
         tensors, named = self.state_dict(), self._named()
         optimizer, factory = self._planned_optimizer, self.stages.optimizer

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.model_files import MODELS, planned_folder
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -26,20 +29,30 @@ from irc.ir import Delivery, IrcError, Origin, UnsupportedError, UsageError, Ver
 FILES = ["model.py", "plan.json", "program.irc", "weights.safetensors"]
 
 
-def optimized(models: Path, name: str, budget: str = "90%") -> tuple[Optimized, Source, tuple[Tensor, ...]]:
-    source = Source(f"{models}:{name}")
-    loaded = load(source)
-    request = Request.of(budget, time_limit=1, loss=training_loss)
-    found = optimize_module(loaded.module, loaded.args, request)
-    examples = pytree.tree_leaves(loaded.args)
-    return found, source, tuple(leaf for leaf in examples if isinstance(leaf, Tensor))
+Optimize = Callable[[str], tuple[Optimized, Source, tuple[Tensor, ...]]]
+
+
+@pytest.fixture(scope="module")
+def optimized(tmp_path_factory: pytest.TempPathFactory) -> Optimize:
+    """Optimizes the model of a name, once for all tests."""
+    models = tmp_path_factory.mktemp("models") / "models.py"
+    models.write_text(MODELS)
+
+    @functools.cache
+    def optimize(name: str) -> tuple[Optimized, Source, tuple[Tensor, ...]]:
+        source = Source(f"{models}:{name}")
+        loaded = load(source)
+        request = Request.of("90%", time_limit=1, loss=training_loss)
+        found = optimize_module(loaded.module, loaded.args, request)
+        examples = pytree.tree_leaves(loaded.args)
+        return found, source, tuple(leaf for leaf in examples if isinstance(leaf, Tensor))
+
+    return optimize
 
 
 @pytest.fixture
-def written(models: Path, tmp_path: Path) -> Path:
-    out = tmp_path / "out"
-    write_folder(out, *optimized(models, "noisy"))
-    return out
+def written(models: Path) -> Path:
+    return planned_folder(models, "noisy", "--budget", "90%", "--time-limit", "1")
 
 
 def names(folder: Path) -> list[str]:
@@ -62,9 +75,9 @@ def edit_program(folder: Path, edit: Callable[[str], str]) -> None:
 
 
 def test_nothing_is_left_when_writing_fails(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    optimized: Optimize, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    what = optimized(models, "noisy")
+    what = optimized("noisy")
     before = names(tmp_path)
 
     def fail(*_: Any) -> None:
@@ -86,9 +99,9 @@ def test_nothing_is_left_when_writing_fails(
 
 @pytest.mark.parametrize("failing", ["save_file", "rename"])
 def test_an_older_folder_survives_a_failure(
-    models: Path, written: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+    optimized: Optimize, written: Path, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
-    what = optimized(models, "mlp")
+    what = optimized("mlp")
     before = {name: (written / name).read_bytes() for name in names(written)}
     around = names(written.parent)
     rename = os.replace
@@ -109,9 +122,9 @@ def test_an_older_folder_survives_a_failure(
     assert names(written.parent) == around
 
 
-def test_an_older_folder_is_replaced(models: Path, written: Path) -> None:
+def test_an_older_folder_is_replaced(optimized: Optimize, written: Path) -> None:
     around = names(written.parent)
-    write_folder(written, *optimized(models, "mlp"))
+    write_folder(written, *optimized("mlp"))
     assert read_folder(written).source.model.endswith("models.py:mlp")
     assert names(written) == FILES and names(written.parent) == around
     modes = {(written / name).stat().st_mode for name in FILES}
@@ -152,11 +165,12 @@ def test_a_refused_target_costs_no_planning(
     assert status == 2 and "is not empty" in capsys.readouterr().err
 
 
-def test_a_result_that_no_file_holds(models: Path, tmp_path: Path) -> None:
-    found, source, examples = optimized(models, "mlp")
+def test_a_result_that_no_file_holds(optimized: Optimize, tmp_path: Path) -> None:
+    found, source, examples = optimized("mlp")
     odd: Any = object()
     deliveries = (*found.captured.signature.deliveries, Delivery(Origin.CONSTANT, constant=odd))
-    object.__setattr__(found.captured.signature, "deliveries", deliveries)
+    signature = replace(found.captured.signature, deliveries=deliveries)
+    found = replace(found, captured=replace(found.captured, signature=signature))
     with pytest.raises(UnsupportedError, match="returns a object") as caught:
         write_folder(tmp_path / "out", found, source, examples)
     assert caught.value.code == "IRC434" and not (tmp_path / "out").exists()
@@ -166,8 +180,8 @@ def test_a_result_that_no_file_holds(models: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["noisy", "tied", "nested"])
-def test_a_folder_holds_the_model(models: Path, tmp_path: Path, name: str) -> None:
-    found, source, examples = optimized(models, name)
+def test_a_folder_holds_the_model(optimized: Optimize, tmp_path: Path, name: str) -> None:
+    found, source, examples = optimized(name)
     write_folder(tmp_path / "out", found, source, examples)
     written = read_folder(tmp_path / "out")
     assert written.plan == found.plan and written.source == source

@@ -117,7 +117,7 @@ def test_shapes_of_inputs() -> None:
     assert parse_input("x=8x3") == ("x", (8, 3)) == parse_input("x=8, 3")
     assert parse_input("a=b=2") == ("a=b", (2,))
     for text in ("x", "x=", "=2", "x=ax2", "x=-1", "x=2x", "x=\N{SUPERSCRIPT TWO}", f"x={'9' * 5000}"):
-        with pytest.raises(UsageError, match="is no name=shape"):
+        with pytest.raises(UsageError, match="is not name=shape"):
             parse_input(text)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.model_files import planned_folder
 
 from irc.backends.torch import StandaloneModule
 from irc.compiler.artifact import Written, read_folder
@@ -60,8 +61,8 @@ def frozen():
     return nn.Linear(8, 8).requires_grad_(False), (torch.randn(4, 8, requires_grad=True),)
 '''
 
-FAST = ("--costs", "analytic", "--time-limit", "1", "-q")
-AMPLE = ("--costs", "analytic", "--time-limit", "60", "-q")
+FAST = ("--costs", "analytic", "--time-limit", "1")
+AMPLE = ("--costs", "analytic", "--time-limit", "60")
 """A search for homes that is cut short may find nothing; one of this model ends by itself."""
 
 
@@ -74,10 +75,7 @@ def here(models: Path) -> Path:
 def optimized(
     here: Path, name: str, *options: str, budget: str = "90%", search: Sequence[str] = FAST
 ) -> Path:
-    out = here.parent / "out"
-    argv = ["optimize", f"{here}:{name}", "--budget", budget, *search, "-o", str(out), *options]
-    assert cli.main(argv) == 0
-    return out
+    return planned_folder(here, name, "--budget", budget, *search, *options)
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +101,7 @@ def ordinary(here: Path, name: str, text: str, steps: int) -> dict[str, torch.Te
 # ---------------------------------------------------------------------- the whole way
 
 
+@pytest.mark.slow
 def test_a_model_larger_than_its_budget_trains(
     swapped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,7 +111,9 @@ def test_a_model_larger_than_its_budget_trains(
     held_bytes = 3 * sum(parameter.nbytes for parameter in module.parameters())  # AdamW keeps two moments
     assert plan.peak_bytes <= plan.budget_bytes < held_bytes and plan.offloaded_bytes > 0
     trained = tmp_path / "trained.safetensors"
-    assert cli.main(["run", str(out), "--steps", "3", "--check", "--save-weights", str(trained)]) == 0
+    assert (
+        cli.main(["run", str(out), "--steps", "3", "--check", "--trust", "--save-weights", str(trained)]) == 0
+    )
     text = capsys.readouterr().out
     assert text.startswith("optimizer: adamw:lr=0.01, within backward\nstep 1: loss ")
     assert "largest parameter difference 0 (" in text and ": bit-equal\n" in text
@@ -173,6 +174,7 @@ def test_a_described_optimizer_lets_a_fitted_module_be_pickled(here: Path) -> No
 # ---------------------------------------------------------------------- memory
 
 
+@pytest.mark.slow
 def test_what_lives_in_a_tier_is_there_before_the_first_step(swapped: Path) -> None:
     written = read_folder(swapped)
     offloaded_parameters = {
@@ -183,7 +185,7 @@ def test_what_lives_in_a_tier_is_there_before_the_first_step(swapped: Path) -> N
     assert offloaded_parameters
     state = {name: tensor.clone() for name, tensor in written.state.items()}
     module = StandaloneModule(
-        written.program, state, written.deliveries, written.plan, written.places, written.optimizer
+        written.program, state, written.deliveries, written.plan, written.tier_configs, written.optimizer
     )
     assert module.tiers.held_bytes["disk"] >= sum(copied.nbytes for copied in offloaded_parameters.values())
     for name, parameter in module.named_parameters():
@@ -198,6 +200,7 @@ def test_what_lives_in_a_tier_is_there_before_the_first_step(swapped: Path) -> N
     assert module.tiers.held_bytes["disk"] > held_bytes, "the first step makes the state"
 
 
+@pytest.mark.slow
 def test_the_originals_peak_is_that_of_its_whole_step(swapped: Path) -> None:
     report = check_folder(read_folder(swapped), 1, with_original=True)
     module = load(Source(f"{swapped.parent / 'models.py'}:wide")).module
@@ -223,9 +226,9 @@ def test_measuring_a_step_with_its_optimizer_leaves_no_trace() -> None:
 
 
 def test_a_changed_original_is_noticed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = optimized(here, "mlp", "--optimizer", "adamw:lr=1e-2")
+    out = optimized(here, "mlp", "--optimizer", "adamw")
     here.write_text(here.read_text().replace("nn.GELU()", "nn.SiLU()"))
-    assert cli.main(["run", str(out), "--check"]) == 1
+    assert cli.main(["run", str(out), "--check", "--trust"]) == 1
     found = capsys.readouterr()
     assert "not bit-equal" in found.out and "parameters by " in found.err and "error[IRC130]" in found.err
 
@@ -255,7 +258,7 @@ def test_outputs_and_their_number_count(here: Path) -> None:
 
 
 def test_state_that_is_larger_than_planned_is_a_failure(here: Path) -> None:
-    written = read_folder(optimized(here, "mlp", "--optimizer", "sgd"))
+    written = read_folder(optimized(here, "mlp", "--optimizer", "sgd:lr=1e-2"))
     larger: Written = replace(written, optimizer=parse_optimizer("adamw"))
     failures = check_folder(larger, 1, with_original=False).failures
     assert any("the state of adamw takes" in failure for failure in failures)
@@ -290,7 +293,7 @@ def test_folders_without_an_optimizer(here: Path) -> None:
     out = optimized(here, "mlp")
     plan = json.loads((out / "plan.json").read_text())
     assert plan["optimizer"] is None
-    for key in ("optimizer", "offloaded_bytes", "places"):  # as earlier versions wrote it
+    for key in ("optimizer", "offloaded_bytes", "tier_configs"):  # as earlier versions wrote it
         del plan[key]
     (out / "plan.json").write_text(json.dumps(plan))
     assert check_folder(read_folder(out), 2, with_original=True).failures == ()
@@ -300,6 +303,7 @@ def test_folders_without_an_optimizer(here: Path) -> None:
     assert caught.value.code == "IRC431"
 
 
+@pytest.mark.slow
 def test_a_plan_that_claims_other_bytes_in_tiers(swapped: Path, tmp_path: Path) -> None:
     out = shutil.copytree(swapped, tmp_path / "out")
     plan = json.loads((out / "plan.json").read_text())

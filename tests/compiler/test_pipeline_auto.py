@@ -136,6 +136,7 @@ def test_malformed_requests_are_refused(request_: PipelineRequest, code: str) ->
         request_.check()
 
 
+@pytest.mark.slow
 def test_a_slow_device_with_enough_memory_is_found() -> None:
     """The fast one has no room for a stage."""
     module, args = pipeline_models.tied()
@@ -191,7 +192,7 @@ def test_the_command_says_what_it_looked_at(tmp_path: Path, capsys: pytest.Captu
     assert main([*usual, *devices, "-o", str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out
     assert "considered  " in said and "other ways: " in said
-    assert main(["run", str(tmp_path / "out"), "--check", "--steps", "1", "-q"]) == 0
+    assert main(["run", str(tmp_path / "out"), "--check", "--trust", "--steps", "1", "-q"]) == 0
     assert main([*usual, *devices, "--json", "-q"]) == 0
     rows = json.loads(capsys.readouterr().out)["considered"]
     assert {"devices", "micro_batches", "schedule", "bound_seconds", "why_not"} <= rows[0].keys()

@@ -110,7 +110,7 @@ def test_ranks_that_copy_hold_what_is_predicted(tmp_path: Path) -> None:
         assert sum(stage.copied_bytes for stage in pipe.plan.stages) > 0
         folder = tmp_path / schedule
         write_pipeline(folder, pipe, source, args)
-        assert read_pipeline(folder).stages.places == pipe.stages.places
+        assert read_pipeline(folder).stages.tier_configs == pipe.stages.tier_configs
         folders.append(str(folder))
     results = tmp_path / "results"
     arguments = (2, str(tmp_path / "meeting"), tuple(folders), str(results))

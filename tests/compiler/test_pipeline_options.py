@@ -131,6 +131,7 @@ def test_each_device_keeps_to_its_own_budget_wherever_it_is_put() -> None:
         assert all(peak <= budget for peak, budget in zip(plan.peak_bytes, plan.budget_bytes, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_the_optimizer_of_a_plan_steps_as_on_one_device(schedule: str) -> None:
     model, args = pipeline_models.tied()
@@ -335,14 +336,16 @@ def test_one_device_that_holds_all_takes_no_longer_than_the_bound() -> None:
     ("arguments", "code", "status"),
     [
         (["--stages", "2", "--micro-batches", "3"], "IRC487", 2),
-        (["--stages", "99", "--micro-batches", "4"], "IRC485", 2),
+        pytest.param(["--stages", "99", "--micro-batches", "4"], "IRC485", 2, marks=pytest.mark.slow),
         (["--stages", "2", "--micro-batches", "4", "--schedule", "none"], "IRC467", 2),
         (["--stages", "0", "--micro-batches", "4"], "IRC469", 2),
         (["--stages", "2"], "IRC400", 2),
         (["--stages", "2", "--micro-batches", "4", "--swap", "params"], "IRC423", 2),
         (["--stages", "2", "--micro-batches", "4", "--budget", "1MiB,1MiB,1MiB"], "IRC482", 2),
         (["--stages", "2", "--micro-batches", "4", "--budget", "50%"], "IRC482", 2),
-        (["--stages", "2", "--micro-batches", "4", "--budget", "4KiB"], "IRC486", 3),
+        pytest.param(
+            ["--stages", "2", "--micro-batches", "4", "--budget", "4KiB"], "IRC486", 3, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_refusals(
@@ -393,4 +396,4 @@ def test_the_batch_of_an_onnx_file_is_divided(tmp_path: Path) -> None:
         "1",
     ]
     assert main(["optimize", str(file), *given, "-o", str(tmp_path / "out"), "-q"]) == 0
-    assert main(["run", str(tmp_path / "out"), "--check", "-q"]) == 0
+    assert main(["run", str(tmp_path / "out"), "--check", "--trust", "-q"]) == 0

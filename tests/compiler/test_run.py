@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.model_files import planned_folder
 from torch import nn
 
 from irc.compiler.artifact import read_folder
@@ -17,21 +18,17 @@ from irc.compiler.run import check_folder
 from irc.compiler.training import compare, measured_peak_bytes
 from irc.tools import cli
 
+QUICK = ("--budget", "90%", "--time-limit", "1")
+
 
 @pytest.fixture
-def optimize(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
-    out = tmp_path / "out"
-    argv = ["optimize", f"{models}:mlp", "--budget", "90%", "--time-limit", "1", "-q", "-o", str(out)]
-    assert cli.main(argv) == 0
-    return out
+def optimize(models: Path) -> Path:
+    return planned_folder(models, "mlp", *QUICK)
 
 
 @pytest.mark.parametrize("name", ["noisy", "tied", "nested"])
-def test_numbers_and_memory_hold(models: Path, tmp_path: Path, name: str) -> None:
-    out = tmp_path / "out"
-    argv = ["optimize", f"{models}:{name}", "--budget", "90%", "--time-limit", "1", "-q", "-o", str(out)]
-    assert cli.main(argv) == 0
-    written = read_folder(out)
+def test_numbers_and_memory_hold(models: Path, name: str) -> None:
+    written = read_folder(planned_folder(models, name, *QUICK))
     before = torch.get_rng_state()
     report = check_folder(written, 3, with_original=True)
     assert torch.equal(before, torch.get_rng_state())
@@ -47,14 +44,33 @@ def test_a_changed_original_is_noticed(
     models: Path, optimize: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     models.write_text(models.read_text().replace("nn.GELU()", "nn.SiLU()"))
-    assert cli.main(["run", str(optimize), "--check"]) == 1
+    assert cli.main(["run", str(optimize), "--check", "--trust"]) == 1
     found = capsys.readouterr()
     assert "not bit-equal" in found.out
     match = re.search(r"error\[IRC130\]: the numbers differ .* gradients by ([0-9.e-]+)", found.err)
     assert match is not None and float(match[1]) > 0
-    assert cli.main(["run", str(optimize), "--check", "--json"]) == 1
+    assert cli.main(["run", str(optimize), "--check", "--trust", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert report["failures"] and not report["bit_equal"] and report["loss_difference"] > 0
+
+
+def test_the_code_that_a_folder_names_runs_if_the_user_says_so(
+    models: Path, optimize: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran = tmp_path / "ran"
+    models.write_text(f"open({str(ran)!r}, 'w').close()\n" + models.read_text())
+    assert cli.main(["run", str(optimize), "--check"]) == 2
+    refused = capsys.readouterr().err
+    assert "error[IRC436]" in refused and f"{models}:mlp" in refused and "--trust" in refused
+    assert cli.main(["run", str(optimize), "--steps", "1"]) == 0 and not ran.exists()
+    assert cli.main(["run", str(optimize), "--trust"]) == 2 and not ran.exists()
+    assert cli.main(["run", str(optimize), "--check", "--original", f"{models}:mlp"]) == 0 and ran.exists()
+    ran.unlink()
+    plan = json.loads((optimize / "plan.json").read_text())
+    for damaged in ({"model": 3}, {"model": "x", "batch": "y"}, {}):
+        (optimize / "plan.json").write_text(json.dumps(plan | {"source": damaged}))
+        assert cli.main(["run", str(optimize), "--check", "--trust"]) == 2
+        assert "error[IRC431]" in capsys.readouterr().err
 
 
 def test_an_original_of_another_shape_or_gone(
@@ -62,13 +78,13 @@ def test_an_original_of_another_shape_or_gone(
 ) -> None:
     text = models.read_text()
     models.write_text(text.replace("range(8)", "range(7)"))
-    assert cli.main(["run", str(optimize), "--check"]) == 2
+    assert cli.main(["run", str(optimize), "--check", "--trust"]) == 2
     assert "error[IRC432]" in (err := capsys.readouterr().err) and "14.weight" in err
     models.write_text(text.replace("torch.randn(64, 32)", "torch.randn(63, 32)"))
-    assert cli.main(["run", str(optimize), "--check"]) == 2
+    assert cli.main(["run", str(optimize), "--check", "--trust"]) == 2
     assert "takes other inputs" in capsys.readouterr().err
     models.unlink()
-    assert cli.main(["run", str(optimize), "--check"]) == 2
+    assert cli.main(["run", str(optimize), "--check", "--trust"]) == 2
     assert "error[IRC420]: there is no file" in capsys.readouterr().err
     assert cli.main(["run", str(optimize)]) == 0, "the program itself needs no original"
 

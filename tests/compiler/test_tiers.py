@@ -79,6 +79,7 @@ def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
         assert torch.equal(tensor, theirs[name]), name
 
 
+@pytest.mark.slow
 def test_a_model_that_swaps_trains_as_the_original(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("IRC_SWAP_CHECK", "1")
     found, other, images = fitted(tmp_path)
@@ -90,6 +91,7 @@ def test_a_model_that_swaps_trains_as_the_original(tmp_path: Path, monkeypatch: 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_measured_peak_is_the_predicted_one(tmp_path: Path) -> None:
     found, _, images = fitted(tmp_path)
     trained(found, images, 1)
@@ -182,12 +184,12 @@ def test_the_command_swaps(
     out = capsys.readouterr().out
     assert re.search(r"copies  [0-9.]+ [KM]iB to disk and", out), out
     described = json.loads((folder / "plan.json").read_text())
-    (place,) = described["places"]
+    (place,) = described["tier_configs"]
     assert (place["kind"], place["name"], place["folder"]) == ("disk", "disk", str(scratch))
     assert place["capacity_bytes"] == 1 << 30
     assert "offload @" in (folder / "program.irc").read_text()
     assert "copies.offload(" in (folder / "model.py").read_text()
-    assert cli.main(["run", str(folder), "--steps", "2", "--check"]) == 0
+    assert cli.main(["run", str(folder), "--steps", "2", "--check", "--trust"]) == 0
     assert "bit" in capsys.readouterr().out
     scratch.rmdir()
     assert cli.main(["run", str(folder), "--steps", "1"]) != 0

@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import shutil
+import tempfile
+from pathlib import Path
+
+from irc.tools import cli
+
+__all__ = ["MODELS", "planned_folder"]
+
 MODELS = '''
 import torch
 from torch import nn
@@ -87,3 +96,24 @@ def branching():
 
     return Branching(), torch.randn(2, 4)
 '''
+
+
+@functools.cache
+def _planned(text: str, name: str, options: tuple[str, ...]) -> tempfile.TemporaryDirectory[str]:
+    """Plans a model of a file with this text; the folder goes with the process."""
+    folder = tempfile.TemporaryDirectory(prefix="irc-planned-")
+    models, out = Path(folder.name, "models.py"), Path(folder.name, "out")
+    models.write_text(text)
+    assert cli.main(["optimize", f"{models}:{name}", *options, "-q", "-o", str(out)]) == 0
+    return folder
+
+
+def planned_folder(models: Path, name: str, *options: str) -> Path:
+    """Returns a folder `out` beside `models`, as `irc optimize` writes it; each plan is made once."""
+    made = Path(_planned(models.read_text(), name, options).name)
+    out = models.parent / "out"
+    shutil.rmtree(out, ignore_errors=True)
+    shutil.copytree(made / "out", out)
+    plan = out / "plan.json"
+    plan.write_text(plan.read_text().replace(str(made / "models.py"), str(models)))
+    return out

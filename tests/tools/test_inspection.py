@@ -18,10 +18,10 @@ from irc.tools.model_report import inspect_program
 def program(models: Path, name: str) -> Program:
     loaded = load(Source(f"{models}:{name}"))
     captured = capture(loaded.module, loaded.args, loss=training_loss)
-    return PassManager(cost_passes("measured")).run(Program(captured.graph))
+    return PassManager(cost_passes("analytic")).run(Program(captured.graph))
 
 
-@pytest.mark.parametrize("name", ["mlp", "noisy", "tied"])
+@pytest.mark.parametrize("name", ["mlp", pytest.param("noisy", marks=pytest.mark.slow), "tied"])
 def test_inspection_agrees_with_the_plan(models: Path, name: str) -> None:
     costed = program(models, name)
     found = inspect_program(costed, 5)
@@ -35,6 +35,7 @@ def test_inspection_agrees_with_the_plan(models: Path, name: str) -> None:
     assert liveness(costed.baseline, costed.costs.workspace_bytes).peak_bytes == found.baseline_peak_bytes
 
 
+@pytest.mark.slow
 def test_roles_and_sizes(models: Path) -> None:
     found = inspect_program(program(models, "noisy"), 100)
     assert found.roles["parameter"] == (10, 4 * (16 * 16 + 16) * 4 + 2 * 16 * 4)
@@ -51,10 +52,10 @@ def test_a_tied_weight_is_counted_once(models: Path) -> None:
 
 
 def test_the_table(models: Path) -> None:
-    found = inspect_program(program(models, "mlp"), 2)
+    found = inspect_program(program(models, "tied"), 2)
     text = found.table()
     assert (
         f"({found.baseline_peak_bytes:,} bytes)" in text and f"({found.minimum_budget_bytes:,} bytes" in text
     )
-    assert text.count("float32[64, 32]") == 2 and "%" in text
+    assert text.count("float32[") == 2 and "%" in text
     assert "largest" not in replace(found, largest=()).table()

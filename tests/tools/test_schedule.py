@@ -73,7 +73,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["--schedule", "interleaved", "--micro-batches", "9"], "error[IRC468]"),
         (["--forward", "-1"], "error[IRC466]"),
         (["--held", "4Gb"], "error[IRC401]"),
-        (["--held", "60%"], "error[IRC400]: 60% is no number of bytes"),
+        (["--held", "60%"], "error[IRC400]: 60% is not a number of bytes"),
         (["--picture", "x.gif"], "error[IRC400]: --picture x.gif is of no known kind"),
         (["--picture", "missing/x.svg"], "error[IRC435]: there is no folder missing"),
         (["--trace", "x.json"], "error[IRC400]: --trace is for one schedule"),

@@ -25,7 +25,7 @@ def test_numbers_that_do_not_fit_are_left_out() -> None:
     assert ">399</text>" not in draw_pipelines([step.drawn()], "svg").decode()
 
 
-@examples(20)
+@examples(8)
 @given(pipelines())
 def test_any_step_can_be_drawn(sample: Sample) -> None:
     timeline = simulate_pipeline(sample.schedule, sample.costs, sample.transfers)

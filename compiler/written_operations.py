@@ -1,0 +1,81 @@
+"""The limits of a written program: operations that make tensors of tensors and numbers, and plain indices."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+
+from ..backends.torch import check_names
+from ..ir import PAUSE, RECEIVE, SEND, Graph, InputRole, OutputRole, VerificationError, printable
+
+__all__ = ["check_operations"]
+
+_NAMESPACES = ("aten", "prims")
+_TENSORS = ("Tensor", "Optional[Tensor]", "List[Tensor]", "List[Optional[Tensor]]")
+_NUMBERS = ("int", "bool", "float", "complex", "number")
+_READ = frozenset(
+    (
+        *_TENSORS,
+        *(form.format(kind) for kind in _NUMBERS for form in ("{}", "Optional[{}]", "List[{}]")),
+        *("Optional[List[int]]", "Optional[List[float]]", "Device", "Optional[Device]"),
+        "Optional[Generator]",  # no text form holds a generator
+    )
+)
+"""The types of arguments that name nothing outside of the program, as schemas of torch print them."""
+
+_CHOICES = frozenset(
+    (
+        *("activation", "algorithm", "api_name", "approximate", "assert_msg", "driver", "indexing"),
+        *("interpolation", "mode", "norm", "ord", "p", "pad_mode", "padding", "padding_side", "reduce"),
+        *("rounding_mode", "side", "UPLO"),
+    )
+)
+"""The arguments of operations that are texts, and choose a way to compute or are part of an error."""
+
+_INDEX = re.compile("0|[1-9][0-9]{0,8}")
+_OPERATION: Any = type(torch.ops.aten.relu.default)
+
+
+def check_operations(graph: Graph) -> None:
+    """Refuses what a program of a folder may not run, before anything of it does.
+
+    An operation that takes the name of a file, a storage or a generator, that prints, or that is of a library
+    other than torch, is refused.
+
+    Raises:
+        VerificationError: IRC132.
+    """
+    indexed = [i.target for i in graph.inputs if i.role in (InputRole.INPUT, InputRole.TANGENT)]
+    indexed += [o.target for o in graph.outputs if o.role is OutputRole.OUTPUT]
+    for target in indexed:
+        if not _INDEX.fullmatch(target):
+            raise VerificationError("IRC132", f"{printable(target)} is not the index of an input or output")
+    for node in graph.nodes:
+        if node.releases is not None or node.op in (SEND, RECEIVE, PAUSE):
+            continue
+        check_names(node)
+        found: Any = torch.ops
+        for part in node.op.split("."):
+            found = getattr(found, part, None)
+        if not isinstance(found, _OPERATION) or not _is_pure(found):
+            raise VerificationError(
+                "IRC132", f"{printable(node.op)} is not an operation that a folder may hold", at=node.at
+            )
+
+
+def _is_pure(operation: Any) -> bool:
+    """Whether an operation reads tensors and numbers, and does nothing but make and write tensors."""
+    schema = operation._schema
+    types = [str(each.type) for each in (*schema.arguments, *schema.returns)]
+    return (
+        operation.namespace in _NAMESPACES
+        and not set(_TENSORS).isdisjoint(types)
+        and all(
+            str(argument.type) in _READ
+            or (str(argument.type) in ("str", "Optional[str]") and argument.name in _CHOICES)
+            for argument in schema.arguments
+        )
+        and all(str(result.type) in (*_TENSORS, *_NUMBERS) for result in schema.returns)
+    )

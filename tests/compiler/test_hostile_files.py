@@ -1,0 +1,202 @@
+"""Files of others: no text in them runs, reaches the terminal as it is, or makes an internal error."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from google.protobuf.descriptor import FieldDescriptor
+from onnx import TensorProto, helper, numpy_helper
+from support.model_files import planned_folder
+
+from irc.tools import cli
+
+
+def hostile(ran: Path) -> dict[str, str]:
+    """Texts that would make a file if they ran, or would confuse a terminal; none of these may show."""
+    code = f"open({str(ran)!r}, 'w').close()"
+    return {
+        "line": f"w\n{code}\n#",
+        "return": f"w\r{code}\r#",
+        "separator": f"w\u2028{code}\u2028#",
+        "quote": f"'''\"\"\"\n{code}\n\"\"\"'''",
+        "call": f"x=({code})",
+        "terminal": "\x1b[2J\x1b]0;owned\x07\u202e",
+        "nul": "a\x00b",
+        "long": "n" * 100_000,
+    }
+
+
+KINDS = tuple(hostile(Path()))
+
+
+@pytest.fixture
+def tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., int]:
+    """Runs a command; nothing of a file may have run, and what is printed is printable and short."""
+
+    def run(*argv: object) -> int:
+        capsys.readouterr()
+        status = cli.main([str(argument) for argument in argv])
+        out, err = capsys.readouterr()
+        assert not (tmp_path / "ran").exists(), "code of the file ran"
+        assert "IRC000" not in err, err[:2000]
+        assert all(line.isprintable() for line in (out + err).split("\n"))
+        assert len(out) + len(err) < 20_000
+        return status
+
+    return run
+
+
+# ---------------------------------------------------------------------- ONNX files
+
+
+def small() -> onnx.ModelProto:
+    """Two layers with attributes of text, a function's worth of names, and documentation."""
+    weight = numpy_helper.from_array(np.eye(4, dtype=np.float32), "w")
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["h"], name="first", doc_string="of a node"),
+        helper.make_node("Gelu", ["h"], ["g"], name="second", approximate="tanh"),
+        helper.make_node("ReduceSum", ["g"], ["y"], name="third", keepdims=0),
+    ]
+    value = helper.make_tensor_value_info
+    given, made = value("x", TensorProto.FLOAT, ["n", 4]), value("y", TensorProto.FLOAT, [])
+    graph = helper.make_graph(nodes, "graph", [given], [made], [weight], doc_string="of a graph")
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
+    model.producer_name, model.domain, model.doc_string = "producer", "domain", "of a model"
+    helper.set_model_props(model, {"key": "value"})
+    return model
+
+
+def texts_of(message: Any) -> Iterator[tuple[Any, str, int | None, str]]:
+    """The fields of a message that are text: the message that has it, its name, its index and the text."""
+    for field, value in message.ListFields():
+        many = list(value) if field.is_repeated else [value]
+        for index, each in enumerate(many):
+            if field.type == FieldDescriptor.TYPE_MESSAGE:
+                yield from texts_of(each)
+            elif field.type == FieldDescriptor.TYPE_STRING or (field.name == "s" and each):
+                text = each if isinstance(each, str) else each.decode()
+                yield message, field.name, index if field.is_repeated else None, text
+
+
+TEXTS = sorted({text for *_, text in texts_of(small())})
+
+
+def rewritten(old: str, new: str) -> onnx.ModelProto:
+    """The model with a text, wherever it stands, written as another."""
+    model = small()
+    for message, name, index, text in list(texts_of(model)):
+        if text != old:
+            continue
+        value: Any = new.encode() if name == "s" else new
+        if index is None:
+            setattr(message, name, value)
+        else:
+            getattr(message, name)[index] = value
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", TEXTS)
+def test_texts_of_an_onnx_file(text: str, tmp_path: Path, tried: Callable[..., int]) -> None:
+    for kind, new in hostile(tmp_path / "ran").items():
+        path, out = tmp_path / "m.onnx", tmp_path / kind
+        path.write_bytes(rewritten(text, new).SerializeToString())
+        plan = (
+            "--budget",
+            "100%",
+            "--strategy",
+            "keep-all",
+            "--costs",
+            "analytic",
+            "--batch",
+            2,
+            "--explain",
+        )
+        status = tried("optimize", path, *plan, "-o", out)
+        assert status in (0, 2, 4)
+        if not status:
+            assert tried("run", out, "--steps", 1, "--check") == 0
+        tried("inspect", path, "--batch", 2, "--costs", "analytic")
+
+
+# ---------------------------------------------------------------------- written folders
+
+
+@pytest.fixture
+def folder(models: Path) -> Path:
+    return planned_folder(models, "noisy", "--budget", "90%", "--time-limit", "1")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_of_a_written_program(
+    kind: str, folder: Path, tmp_path: Path, tried: Callable[..., int]
+) -> None:
+    """Names, targets, locations, operations, keywords and symbols: one of each at a time."""
+    new, path = json.dumps(hostile(tmp_path / "ran")[kind]), folder / "program.irc"
+    text = path.read_text()
+    names = (r'"[^"\n]+"', r"(?<=[%@])[A-Za-z0-9_.]+", r"aten\.[\w.]+(?=\()", r"\w+(?==)", r"\w+(?=\()")
+    for pattern in names:
+        found = sorted(set(re.findall(pattern, text)))
+        assert found
+        for old in found[:: max(1, len(found) // 4)]:
+            changed = re.sub(rf"{pattern}", lambda m, old=old: new if m[0] == old else m[0], text)
+            path.write_text(changed)
+            assert tried("run", folder, "--steps", 1) in (0, 1, 2, 4)
+
+
+def fields(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The paths of all that JSON data hold."""
+    if path:
+        yield path
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, value in list(items)[:4]:
+        yield from fields(value, (*path, key))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_of_a_plan(kind: str, folder: Path, tmp_path: Path, tried: Callable[..., int]) -> None:
+    new, path = hostile(tmp_path / "ran")[kind], folder / "plan.json"
+    plan = json.loads(path.read_text())
+    for where in fields(plan):
+        changed = json.loads(json.dumps(plan))
+        holder = changed
+        for key in where[:-1]:
+            holder = holder[key]
+        holder[where[-1]] = new
+        path.write_text(json.dumps(changed))
+        assert tried("run", folder, "--steps", 1, "--check") in (1, 2)  # nobody said --trust
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        'aten.from_file.default("/etc/hostname", true, 4)',
+        'aten.save.default("/tmp/x")',
+        'aten.warn.default("x", 2)',
+        "aten.manual_seed.default(1)",
+        "prim.Print.default(%x)",
+        "profiler._record_function_enter.default()",
+        "os.system.default()",
+        "builtins.open.default()",
+    ],
+)
+def test_operations_that_reach_outside_are_refused(
+    operation: str, folder: Path, tried: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = folder / "program.irc"
+    text, count = re.subn(
+        r"(?m)^(  \S+ = )aten\.tanh\.default\(%\w+\)", rf"\g<1>{operation}", path.read_text()
+    )
+    assert count
+    path.write_text(text)
+    assert cli.main(["run", str(folder), "--steps", "1"]) in (1, 2)
+    assert re.match(r"error\[IRC(1|43)", capsys.readouterr().err)
+    shutil.rmtree(folder)

@@ -28,7 +28,7 @@ from irc.compiler.tiers import device_of, measured_tiers, offer, tier_configs
 from irc.compiler.training import compare_step, measured_peak_bytes
 from irc.frontends.torch import Captured, capture
 from irc.ir import BudgetError, Graph, Plan, TimeLimitError, UsageError
-from irc.passes import PassManager, PlanMemory, Planner, Program, SelectCheckpoints, smallest_budget
+from irc.passes import PassManager, PlanMemory, Planner, Program, smallest_budget
 
 from . import models
 
@@ -312,8 +312,6 @@ class Fitter:
     @property
     def smallest_bytes(self) -> int:
         """The smallest budget that a schedule was found for."""
-        if not self.program.tiers:
-            return self.planner.minimum_bytes(is_thorough=True)
         return smallest_budget(self.planner)
 
     def fit(self, budget: int | str) -> tuple[nn.Module, Plan]:
@@ -397,9 +395,9 @@ def fit_share(
 
 def _chosen_schedule(planner: Planner, budget: int, time_limit: float) -> Program:
     try:
-        return SelectCheckpoints(budget=budget, time_limit=time_limit).choose(planner)
+        return PlanMemory(budget=budget, time_limit=time_limit).choose(planner)
     except TimeLimitError:
-        return SelectCheckpoints(budget=budget, time_limit=_PATIENCE * time_limit).choose(planner)
+        return PlanMemory(budget=budget, time_limit=_PATIENCE * time_limit).choose(planner)
 
 
 def broken_promises(

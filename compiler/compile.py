@@ -14,7 +14,7 @@ from ..backends.torch import Compilation, CompiledPlan, ReservedMemory, compile_
 from ..backends.torch.guards.attribute_reads import Names, recording_attribute_reads
 from ..frontends.torch import Captured, capture
 from ..ir import BudgetError, Gradients, Graph, Input, InputRole, OutputRole, Plan, UsageError
-from ..passes import PassManager, PlanMemory, Program, offloadable_in
+from ..passes import PassManager, Program, offloadable_in
 from ..passes.costs.optimizer_costs import optimizer_of
 from ..passes.costs.table import StepCost
 from ..passes.remat.reuse_schedule import reuse_schedule
@@ -219,7 +219,7 @@ def _can_run(program: Program, request: Request, reserved: ReservedMemory) -> bo
 def _with_offloaded(graph: Graph, request: Request) -> Graph:
     """The graph with what is known to live in a tier."""
     plan = request.plan
-    if not isinstance(plan, PlanMemory) or plan.offloaded_names is None:
+    if plan.offloaded_names is None:
         return graph
     candidates = offloadable_in("", graph, plan.which)
     kept = tuple(offloaded for offloaded in candidates if offloaded.name in plan.offloaded_names)

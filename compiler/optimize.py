@@ -19,7 +19,7 @@ from ..backends.torch import (
 )
 from ..frontends.torch import Captured, Loss
 from ..ir import Plan, UsageError
-from ..passes import PlanMemory, Program
+from ..passes import Program
 from ..passes.costs.optimizer_costs import OptimizerFactory
 from ..torch_support.pytree import flatten
 from .compile import CompiledCall, compile_call
@@ -198,7 +198,7 @@ def optimize_module(
     refuse_hooks(model)
     device = device_of(model, leaves)
     tier_configs = request.tier_configs(device)
-    have_offloaded = isinstance(request.plan, PlanMemory) and bool(request.plan.which)
+    have_offloaded = bool(request.plan.which)
     check_tier_configs(tier_configs, {str(device)}, have_offloaded=have_offloaded)
     plans_eval = not model.training
     cache = PlanCacheState(compile_call, request.on(device), request.plans, plans_eval, tiers=tier_configs)

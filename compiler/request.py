@@ -22,7 +22,6 @@ from ..passes import (
     PlanMemory,
     Program,
     ReleaseGradients,
-    SelectCheckpoints,
     SplitConvolutions,
 )
 from ..passes.costs.optimizer_costs import OptimizerFactory
@@ -77,7 +76,7 @@ class Request:
 
     rewrites: tuple[Pass, ...]
     cost: Cost
-    plan: SelectCheckpoints
+    plan: PlanMemory
     tiers: OfferTiers | None = None
     release: ReleaseGradients | None = None
     loss: Loss | None = None
@@ -119,11 +118,11 @@ class Request:
         """
         *rewrites, cost = cost_passes(costs)
         assert isinstance(cost, Cost)
-        plan: SelectCheckpoints = SelectCheckpoints(budget, strategy, time_limit)
-        tiers = None
+        tiers, offload = None, "none"
         if swap is not None:
             named, offload = what_moves(swap)
-            plan, tiers = PlanMemory(budget, strategy, time_limit, offload=offload), offer(named, costs)
+            tiers = offer(named, costs)
+        plan = PlanMemory(budget, strategy, time_limit, offload)
         hold = HoldForwards(forwards_in_flight)
         hold.check(applies=optimizer is not None)
         if forwards_in_flight > 1:
@@ -164,7 +163,7 @@ class Request:
             raise UsageError(
                 "IRC405",
                 "no pass of the pipeline chooses a schedule",
-                help="add select-checkpoints{budget=...}",
+                help="add plan-memory{budget=...}",
             )
         found.setdefault("cost", Cost(profile="cpu"))
         request = Request(tuple(rewrites), **found, **others)
@@ -200,6 +199,7 @@ class Request:
             check = getattr(step, "check", None)
             if check is not None:
                 check()
+        self.plan.check_tiers(has_tiers=self.tiers is not None)
 
     # ------------------------------------------------------------------ the pipeline
 
@@ -266,7 +266,7 @@ class Request:
         """
         assert program.plan is not None
         plan = replace(self.plan, budget=program.plan.budget_bytes)
-        if isinstance(plan, PlanMemory) and plan.which:
+        if plan.which:
             names = tuple(offloaded.name for offloaded in program.graph.offloaded_parameters)
             plan = replace(plan, offloaded_names=names)
         release = self.release
@@ -288,7 +288,7 @@ _ROLES: Mapping[str, type] = {
     "release": ReleaseGradients,
     "cost": Cost,
     "tiers": OfferTiers,
-    "plan": SelectCheckpoints,
+    "plan": PlanMemory,
 }
 """The fields of a request that are passes, in the order in which they run, behind the rewrites."""
 

@@ -30,7 +30,7 @@ class Annotation:
     """An annotation of the user.
 
     Args:
-        policy: What is asked for.
+        policy: The demand.
         by: Who annotations it, as the user knows it, such as `irc.keep(layer3)`; unique in a graph.
     """
 

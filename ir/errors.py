@@ -50,9 +50,9 @@ class IrcError(Exception):
 
     Args:
         code: Stable code, such as `IRC204`.
-        message: What is wrong, with numbers and units.
-        at: Where, when one place is at fault.
-        help: What to do next.
+        message: The fault, with numbers and units.
+        at: The place, if one is at fault.
+        help: The next thing to do.
     """
 
     exit_status: ClassVar[int] = 1
@@ -107,10 +107,10 @@ class BudgetError(IrcError):
 
     Args:
         code: Stable code.
-        message: What is wrong.
+        message: The fault.
         minimum_bytes: The smallest budget that is known to fit.
         at: The operation at the peak.
-        help: What to do next.
+        help: The next thing to do.
     """
 
     exit_status = 3

@@ -12,7 +12,7 @@ EXTRAS = {
     "onnx": {"onnx": "onnx", "onnx-ir": "onnx_ir", "onnxruntime": "onnxruntime"},
     "plot": {"matplotlib": "matplotlib"},
 }
-"""Of each extra: its packages by the names that pip knows, with the names that Python imports."""
+"""The packages of each extra by the names that pip knows, with the names that Python imports."""
 
 
 def require(extra: str, purpose: str) -> None:

@@ -129,8 +129,8 @@ class Node:
         is_sequence: The operation returns a tuple or list (even of one), not a single tensor.
         region: Forward or backward.
         traits: See `Trait`.
-        at: Where it came from.
-        annotation: What the user asks of the results; only of a forward operation that is not a view.
+        at: Its origin.
+        annotation: The annotation of its results; only of a forward operation that is not a view.
     """
 
     name: str
@@ -210,7 +210,7 @@ class Input:
 
     Args:
         value: The value that it binds.
-        role: What it is. A tangent is the gradient of an output: it arrives after the loss.
+        role: Its role. A tangent is the gradient of an output: it arrives after the loss.
         target: Dotted name of the parameter or buffer, index of the input, index of the output (tangent).
         requires_grad: Whether it asks for a gradient.
     """
@@ -242,12 +242,13 @@ class Output:
 class OffloadedParameter:
     """A tensor that lives in a tier between steps, and is on the device only while a schedule has it there.
 
-    It is written where the gradient of its parameter is applied; a schedule copies it back to the tier then.
+    It is written by the node that applies the gradient of its parameter; a schedule copies it back to the
+    tier then.
 
     Args:
         value: A parameter's, or one of a storage of its own for the state of its optimizer: all of the state
             that can move, as bytes. It fills its storage.
-        tier: Where it lives.
+        tier: The tier that it lives in.
         parameter: Dotted name of the parameter, the first one if it has several.
         is_state: Whether it is the state of the optimizer that applies the parameter's gradient.
     """
@@ -278,14 +279,15 @@ class Graph:
         outputs: Outputs of the forward, then gradients.
         loss_bytes: The most that the caller's loss and its backward take between forward and backward,
             beyond the outputs and the tangents.
-        loss_held_bytes: What of it stays until backward returns: the loss itself and its gradient.
-        loss_saved_bytes: What of it the loss holds from its forward to its backward, where other forwards run
-            in between.
-        reserved_bytes: What else exists before the step and after it, outside of the graph: the `.grad` that
+        loss_held_bytes: The part of it that stays until backward returns: the loss itself and its gradient.
+        loss_saved_bytes: The part of it that the loss holds from its forward to its backward, if other
+            forwards run in between.
+        reserved_bytes: Bytes that exist before the step and after it, outside of the graph: the `.grad` that
             gradients are accumulated into, or the state of the optimizers that apply them. Offloaded
-            state is part of it.
+            state is part of them.
         annotations: All that the user asks for, those that concern no node too.
-        forwards_in_flight: How many forwards may have run whose backward has not (see `in_flight`).
+        forwards_in_flight: The most forwards that have run while their backward has not (see
+            `live_forwards`).
         offloaded_parameters: The parameters, and states of optimizers, that live in a tier between steps.
 
     All inputs but tangents and offloaded parameters are static: on the device before and after the step.

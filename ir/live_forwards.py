@@ -9,12 +9,12 @@ in the caller's hands.
   either the forward has run (`loss_saved_bytes`) or the backward too (tangents and `loss_held_bytes`).
 - A finished call holds F bytes: its outputs, its loss, and the gradients of its inputs.
 - Once one call is finished there is a set of gradients, G bytes, to which the later ones are added: in
-  `.grad`, or within one `backward()` in the autograd engine, until that ends. Where gradients are released
+  `.grad`, or within one `backward()` in the autograd engine, until that ends. If gradients are released
   there is none, or it is part of `reserved_bytes`.
 - Parameters, buffers and constants are shared. Inputs are not, and count n times in `Graph.static_bytes`.
 
 Before the loss no call is finished: the others hold at most (n - 1) H. At the loss and after it k of them may
-be finished: (n - 1 - k) H + k F, and G where k > 0. That is linear in k from 1 on, so its largest value is at
+be finished: (n - 1 - k) H + k F, and G if k > 0. That is linear in k from 1 on, so its largest value is at
 k = 0, 1 or n - 1. H depends on the schedule and all else on the graph, so each of these is an `Others`.
 
 A step may also find `.grad` there. Then calls may follow each other in any order, and any of them may share
@@ -42,15 +42,15 @@ class Others:
     """Holds the bytes of other calls in one of the cases that may be the worst.
 
     Args:
-        waiting: How many of them wait.
-        nbytes: What the finished ones hold, and `.grad`.
+        waiting: The number of them that wait.
+        nbytes: The bytes that the finished ones hold, and `.grad`.
     """
 
     waiting: int
     nbytes: int
 
     def bytes_at(self, held_bytes: int) -> int:
-        """All that they hold, where a waiting call holds `held_bytes`."""
+        """The bytes that they hold if a waiting call holds `held_bytes`."""
         return self.waiting * held_bytes + self.nbytes
 
 

@@ -19,7 +19,7 @@ class Timeline:
 
     Args:
         during_bytes: The most that is alive while the instruction runs, its workspace included.
-        after_bytes: What is alive once it has run.
+        after_bytes: The bytes alive once it has run.
     """
 
     during_bytes: tuple[int, ...]
@@ -43,8 +43,8 @@ def liveness(
 
     Args:
         schedule: Need not be valid: a storage that is freed twice is counted as freed once.
-        workspace_bytes: What each node takes from the allocator while it runs, beyond the storages of
-            its results; a missing node takes nothing.
+        workspace_bytes: The bytes that each node takes from the allocator while it runs, beyond the storages
+            of its results; a missing node takes nothing.
         with_gradients: Whether `.grad` is there already, and the gradients that are delivered are added to
             it. Else a step starts without gradients, or with those that `reserved_bytes` counts.
 

@@ -17,7 +17,7 @@ class Rule:
 
     Args:
         operations: Names without the overload.
-        reason: What decides the numbers.
+        reason: The cause that decides the numbers.
         on_cpu: Whether the CPU's kernels are concerned too; those of accelerators always are.
         is_equal: Whether the numbers are equal after all, for a node on an accelerator (False) or the CPU.
     """

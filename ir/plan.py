@@ -40,7 +40,7 @@ class Decision:
         operation: The operation that makes it.
         nbytes: Its size.
         action: `keep`, `recompute`, `swap` or `free` (backward does not need it).
-        runs_again: How many times its operation runs again.
+        runs_again: The number of times that its operation runs again.
         seconds: Time of these runs.
         reason: Why, in words.
         location: The origin of the operation, or "".
@@ -87,7 +87,7 @@ class AnnotationEffect:
 
     Args:
         by: The annotation, such as `irc.keep(layer3)`.
-        policy: What is asked for: the name of one of `Policy`.
+        policy: The demand: the name of one of `Policy`.
         effect: The effect in words, also when there is none.
     """
 
@@ -106,9 +106,9 @@ class Plan:
     """A schedule's certificate. All bytes are on one footing: static bytes included, one device.
 
     Args:
-        budget_bytes: What was asked for.
+        budget_bytes: The budget that was asked for.
         peak_bytes: Predicted peak of a training step under the plan.
-        baseline_peak_bytes: The same where everything is kept, as in eager.
+        baseline_peak_bytes: The same if everything is kept, as in eager.
         static_bytes: Parameters, buffers and constants, the inputs of each forward in flight, and the
             reserved bytes.
         minimum_budget_bytes: The smallest budget that a schedule was found for.
@@ -117,22 +117,22 @@ class Plan:
         overhead: Predicted extra time, as a fraction of the baseline's.
         lower_bound_overhead: No schedule within the budget, with this order of backward, costs less.
         proven_optimal: Whether the gap is closed (to 1e-4 of the step's time).
-        strategy: What found the schedule.
-        costs: Where seconds and workspaces come from.
+        strategy: The strategy that found the schedule.
+        costs: The source of seconds and workspaces.
         decisions: One for each forward storage.
-        seconds_to_plan: How long planning took.
-        gradients: What becomes of the gradients of parameters: the name of one of `Gradients`.
-        reserved_bytes: What that takes from step to step: `.grad` if they are accumulated, the optimizers'
-            state if they are applied.
-        annotations: What each annotation of the user did. Overhead, bound, smallest budget and floor are
+        seconds_to_plan: The time that planning took.
+        gradients: The fate of the gradients of parameters: the name of one of `Gradients`.
+        reserved_bytes: The bytes that this takes from step to step: `.grad` if they are accumulated, the
+            optimizers' state if they are applied.
+        annotations: The effect of each annotation of the user. Overhead, bound, smallest budget and floor are
             those of schedules that honour them.
-        forwards_in_flight: How many forwards may have run whose backward has not: all n run, then their
-            backwards, one by one in any order or all in one. All bytes are for so many, budget and baseline
-            too. A backward that retains its graph counts as one more.
-        peak_with_gradients_bytes: Predicted peak where the `.grad` of all trained parameters is there from
+        forwards_in_flight: The most forwards that have run while their backward has not: all n run, then
+            their backwards, one by one in any order or all in one. All bytes are for so many, budget and
+            baseline too. A backward that retains its graph counts as one more.
+        peak_with_gradients_bytes: Predicted peak if the `.grad` of all trained parameters is there from
             the start, so that the gradients are added to it when backward ends; forwards and backwards may
             then follow each other in any order. None if the plan was written by an earlier version.
-        tiers: What is copied to each tier that is used.
+        tiers: The copies to each tier that is used.
         exposed_seconds: Predicted time of a step in which copies are waited for; part of the overhead.
         offloaded_bytes: Parameters and optimizer state that live in a tier between steps; not part of
             the static bytes.

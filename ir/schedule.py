@@ -41,7 +41,7 @@ class Offload:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Allocate `storage` on the device and begin to copy it back from the tier, where it stays."""
+    """Allocate `storage` on the device and begin to copy it back from the tier, which keeps its copy."""
 
     storage: Storage
     tier: str

@@ -30,7 +30,7 @@ class Delivery:
     """Says how one leaf of the user's result is made.
 
     Args:
-        origin: Where it comes from.
+        origin: Its origin.
         index: Position among the graph's static inputs (`INPUT`) or forward outputs (`COMPUTED`, `OUTPUT`).
         view: Shape, strides and offset (in elements) of the view; None for the whole tensor.
         constant: The value itself, for `CONSTANT`.
@@ -57,8 +57,8 @@ class Branch:
 
     Args:
         delivery: The tensor, as one more result of the forward.
-        read: How it is read: `__bool__`, `__float__`, `__index__`, `__int__` or `item`.
-        value: What is read from it in each step that the graph holds for.
+        read: The way it is read: `__bool__`, `__float__`, `__index__`, `__int__` or `item`.
+        value: The value that is read from it in each step that the graph holds for.
         where: The line of the module's code.
     """
 
@@ -77,12 +77,13 @@ class Signature:
         out_tree: The same for the result.
         leaves: For each leaf of the arguments: a `Slot` if it is a tensor, or else the constant that
             the graph was specialised to.
-        deliveries: How each leaf of the result is made.
+        deliveries: The way each leaf of the result is made.
         modes: The `training` flag of every submodule at capture, by dotted path ("" is the root).
         autocast: The device types for which automatic casting was on at capture.
         unused: The forward outputs that have a gradient in the original, and none in the graph, because the
             loss that it was captured for does not use them.
-        branches: What the module's Python code reads from tensors, where the graph was specialised to that.
+        branches: The values that the module's Python code reads from tensors, if the graph is specialised to
+            them.
     """
 
     in_tree: object

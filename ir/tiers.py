@@ -1,4 +1,4 @@
-"""Memory beside the device: where storages go while a step does not need them, and how long that takes."""
+"""Memory beside the device, for storages that a step does not need for a while, and the time of copies."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Tier:
     """A memory that storages can be copied to and from, beside the computations.
 
     Args:
-        name: How schedules call it: `host`, `disk`.
+        name: Its name in schedules: `host`, `disk`.
         capacity_bytes: The most that it may hold at once.
         out_bytes_per_second: From the device, beside computations.
         in_bytes_per_second: To the device, beside computations.
-        latency_seconds: What each copy takes beyond its bytes.
+        latency_seconds: The time that each copy takes beyond its bytes.
         is_duplex: Whether a copy each way may run at once; else the two share one channel. A channel carries
             one copy at a time, in the order in which they are begun.
     """

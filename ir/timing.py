@@ -18,8 +18,8 @@ class Copy:
     """One copy between the device and a tier.
 
     Args:
-        storage: What is copied.
-        tier: From where, or to where.
+        storage: The storage that is copied.
+        tier: The tier that it is copied from, or to.
         direction: Which way.
         step: The instruction that begins it.
         start_seconds: When its channel takes it up.
@@ -70,7 +70,7 @@ def step_times(schedule: Schedule, seconds: Mapping[Node, float], tiers: Sequenc
     """Computes when each instruction of `schedule` runs, and each copy.
 
     Computations run one after the other. A copy begins at its instruction, runs beside the
-    computations once the channel is free, and delays them where a `Wait` comes before its end.
+    computations once the channel is free, and delays them if a `Wait` comes before its end.
 
     Args:
         schedule: Need not be valid; who waits for what nobody copies does not wait.

@@ -104,7 +104,7 @@ class Storage:
     Args:
         name: Unique in the graph.
         nbytes: Bytes that the allocator takes for it, rounding included.
-        device: Where it lives.
+        device: The device that it lives on.
     """
 
     name: str

@@ -32,7 +32,8 @@ def parse_budget(budget: int | str, baseline_bytes: int | None = None) -> int:
 
     Args:
         budget: Bytes, or text such as `4GiB`, `1.5GB`, `60%`.
-        baseline_bytes: What `%` refers to; None if only the form is to be checked (a percentage is 0).
+        baseline_bytes: The bytes that `%` refers to; None if only the form is to be checked (a percentage is
+            0).
 
     Raises:
         UsageError: IRC401 when it is not a positive amount of bytes; bits (`4Gb`) are refused.

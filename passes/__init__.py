@@ -1,17 +1,19 @@
 """Passes: what operations cost, and which schedule is chosen."""
 
+import warnings
+from typing import Any
+
 from .costs.machines import MACHINES, Machine, machine_named
 from .costs.measure_costs import Cost
 from .costs.table import Costs, analytic_costs
 from .offload.offer_tiers import OfferTiers
 from .offload.offloaded_parameters import OFFLOADABLE, offloadable_in
-from .offload.plan_memory import PlanMemory, smallest_budget
-from .pass_manager import Observer, Pass, PassManager, Timing, parse_passes
+from .pass_manager import Observer, Pass, PassManager, parse_passes
+from .plan_memory import PlanMemory, smallest_budget
 from .program import Program
 from .remat.planner import Planner, recomputation_problem
 from .remat.problem import CheckpointProblem, Recomputations, Solution
 from .remat.reuse_schedule import reuse_schedule
-from .remat.select_checkpoints import STRATEGIES, SelectCheckpoints, minimum_budget
 from .rewrites.hold_forwards import HoldForwards
 from .rewrites.release_gradients import ReleaseGradients
 from .rewrites.split_convolutions import SplitConvolutions
@@ -20,7 +22,6 @@ from .rewrites.split_dropout import SplitDropout
 __all__ = [
     "MACHINES",
     "OFFLOADABLE",
-    "STRATEGIES",
     "CheckpointProblem",
     "Cost",
     "Costs",
@@ -35,17 +36,22 @@ __all__ = [
     "Program",
     "Recomputations",
     "ReleaseGradients",
-    "SelectCheckpoints",
     "Solution",
     "SplitConvolutions",
     "SplitDropout",
-    "Timing",
     "analytic_costs",
     "machine_named",
-    "minimum_budget",
     "offloadable_in",
     "parse_passes",
     "recomputation_problem",
     "reuse_schedule",
     "smallest_budget",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The name of a pass in the version before, which goes with the next one."""
+    if name == "SelectCheckpoints":
+        warnings.warn("SelectCheckpoints is now PlanMemory", DeprecationWarning, stacklevel=2)
+        return PlanMemory
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

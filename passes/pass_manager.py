@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -12,15 +13,14 @@ from typing import Any, ClassVar, Protocol
 from ..ir import IrcError, UsageError, verify_graph, verify_schedule
 from .costs.measure_costs import Cost
 from .offload.offer_tiers import OfferTiers
-from .offload.plan_memory import PlanMemory
+from .plan_memory import PlanMemory
 from .program import Program
-from .remat.select_checkpoints import SelectCheckpoints
 from .rewrites.hold_forwards import HoldForwards
 from .rewrites.release_gradients import ReleaseGradients
 from .rewrites.split_convolutions import SplitConvolutions
 from .rewrites.split_dropout import SplitDropout
 
-__all__ = ["Observer", "Pass", "PassManager", "Timing", "parse_passes"]
+__all__ = ["Observer", "Pass", "PassManager", "parse_passes"]
 
 
 class Pass(Protocol):
@@ -45,20 +45,6 @@ class Observer(Protocol):
         ...
 
 
-@dataclass
-class Timing:
-    """Collects the seconds that each pass took."""
-
-    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
-
-    def before(self, step: Pass, program: Program) -> None:
-        """Nothing to do."""
-
-    def after(self, step: Pass, program: Program, seconds: float) -> None:
-        """Adds the pass's time."""
-        self.seconds[step.name] = self.seconds.get(step.name, 0.0) + seconds
-
-
 _PASSES: dict[str, type[Any]] = {
     step.name: step
     for step in (
@@ -68,10 +54,13 @@ _PASSES: dict[str, type[Any]] = {
         HoldForwards,
         Cost,
         OfferTiers,
-        SelectCheckpoints,
         PlanMemory,
     )
 }
+
+
+_RENAMED = {"select-checkpoints": "plan-memory"}
+"""Passes by their names in the version before, which go with the next one."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +79,7 @@ class PassManager:
         """The program after all passes.
 
         Raises:
-            IrcError: What a pass raises, with a note that names the pass.
+            IrcError: The error of a pass, with a note that names the pass.
         """
         _verify(program)
         for step in self.passes:
@@ -139,7 +128,7 @@ _STEP = re.compile(r"\s*([A-Za-z][\w-]*)\s*(?:\{([^{}]*)\})?\s*(,|$)")
 
 
 def parse_passes(text: str) -> tuple[Pass, ...]:
-    """The passes of a pipeline such as `cost{profile=cpu},select-checkpoints{budget=4GiB}`.
+    """The passes of a pipeline such as `cost{profile=cpu},plan-memory{budget=4GiB}`.
 
     Raises:
         UsageError: IRC404 for text that is no pipeline, an unknown pass or option, or a value that does
@@ -167,6 +156,9 @@ def parse_passes(text: str) -> tuple[Pass, ...]:
 
 
 def _parse_pass(name: str, options: str) -> Pass:
+    if name in _RENAMED:
+        warnings.warn(f"the pass {name} is now {_RENAMED[name]}", DeprecationWarning, stacklevel=3)
+        name = _RENAMED[name]
     if name not in _PASSES:
         raise UsageError("IRC404", f"there is no pass {name!r}", help=f"passes: {', '.join(_PASSES)}")
     kind = _PASSES[name]

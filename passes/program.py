@@ -1,4 +1,4 @@
-"""What flows through a pipeline of passes: a graph, and what the passes have learned and chosen."""
+"""The program that flows through a pipeline of passes: a graph, its costs, its schedule and its plan."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Program:
 
     Args:
         graph: The training graph.
-        costs: What its operations cost, once known.
+        costs: The costs of its operations, once known.
         schedule: The straight line of instructions, once chosen.
         plan: The certificate of that choice.
-        original: The graph as it was captured, where a pass has rewritten it; None where it is the same.
-        tiers: Where storages may go, beside the device; the fastest first.
+        original: The graph as it was captured, if a pass has rewritten it; None if it is the same.
+        tiers: The tiers that storages may go to, beside the device; the fastest first.
     """
 
     graph: Graph

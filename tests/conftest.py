@@ -9,7 +9,9 @@ import pytest
 gc.disable()  # until all tests are collected: what is imported until then stays
 
 import torch  # noqa: E402
-from hypothesis import HealthCheck, settings  # noqa: E402
+from hypothesis import given  # noqa: E402
+from hypothesis.strategies import integers, text  # noqa: E402
+from support.examples import load_profile  # noqa: E402
 from support.model_files import MODELS  # noqa: E402
 
 pytest_plugins = ["pytester", "support.speed"]
@@ -17,11 +19,12 @@ pytest_plugins = ["pytester", "support.speed"]
 torch.set_num_threads(1)
 
 
-settings.register_profile("irc", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("irc")
+def pytest_configure(config: pytest.Config) -> None:
+    load_profile(config.option.markexpr == "fast")
 
 
 def pytest_collection_finish() -> None:
+    gc.freeze()
     gc.enable()
 
 
@@ -40,6 +43,7 @@ def _warm(_own_cache: None) -> None:  # pyright: ignore[reportUnusedFunction]
 
     x = torch.ones(2, 2)
     irc.optimize(torch.nn.Linear(2, 2), x, "100%")(x).sum().backward()
+    given(text() | integers())(lambda _: None)()  # hypothesis reads the constants of all modules once
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -19,7 +19,7 @@ from benchmarks.models.experts import mixtral
 from irc.backends.torch import compile_program, fit
 from irc.frontends.torch import capture
 from irc.ir import Node, Region, Trait, nondeterminism
-from irc.passes import Planner, Program, SelectCheckpoints
+from irc.passes import PlanMemory, Planner, Program
 
 
 class Calls(nn.Module):
@@ -243,7 +243,7 @@ def test_routing_is_not_decided_anew(device: str, monkeypatch: pytest.MonkeyPatc
     assert once == ({"aten.topk.default", "aten.scatter.src"} if device == "cuda" else set())
     planner = Planner(Program(graph))
     least = planner.minimum_bytes(is_thorough=True)
-    schedule = SelectCheckpoints(least, time_limit=2).choose(planner).schedule
+    schedule = PlanMemory(least, time_limit=2).choose(planner).schedule
     assert schedule is not None
     for order in (schedule.computed, *(simulated.order for _, simulated in planner.candidates().candidates)):
         ran = [node.op for node in order if node.op in once and node.region is Region.FORWARD]

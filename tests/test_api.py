@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 import irc
 from irc.frontends.torch import capture
-from irc.passes import Cost, PassManager, Program, SelectCheckpoints
+from irc.passes import Cost, PassManager, PlanMemory, Program
 
 torch.set_num_threads(1)
 
@@ -190,7 +190,7 @@ def test_arguments_that_are_wrong(net: Net) -> None:
 
 def test_a_pipeline_from_python(net: Net) -> None:
     program = Program(capture(net, (X,)).graph)
-    done = PassManager([Cost(profile="cpu"), SelectCheckpoints("100%", strategy="keep-all")]).run(program)
+    done = PassManager([Cost(profile="cpu"), PlanMemory("100%", strategy="keep-all")]).run(program)
     assert done.plan is not None and done.schedule is not None and done.plan.overhead == 0
     assert irc.passes.PassManager is PassManager
 

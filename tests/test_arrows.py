@@ -39,9 +39,6 @@ STILL_CIRCLES = {("compiler/pareto/front.py", "compiler/pareto/picture.py")}
 SOLVERS = {"passes/combinatorial.py", "passes/milp.py"}
 """The files that import OR-Tools: the doors that others use."""
 
-IR_IMPORTS = {"networkx"}
-"""The packages that `ir` imports beside Python's own: neither torch nor onnx is among them."""
-
 
 @dataclass(frozen=True)
 class Import:
@@ -120,7 +117,7 @@ def test_the_product_stands_without_tests_and_benchmarks(room: str) -> None:
 
 
 def test_the_intermediate_representation_is_free_of_torch() -> None:
-    known = {*sys.stdlib_module_names, *IR_IMPORTS, "irc"}
+    known = {*sys.stdlib_module_names, "irc"}
     found = [
         f"{path}:{each.line} imports {each.module}"
         for path in files_of("ir")

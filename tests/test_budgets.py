@@ -15,7 +15,7 @@ from irc.compiler.request import cost_passes
 from irc.compiler.training import measured_peak_bytes
 from irc.frontends.torch import capture
 from irc.ir import BudgetError, Plan
-from irc.passes import PassManager, Planner, Program, SelectCheckpoints
+from irc.passes import PassManager, PlanMemory, Planner, Program
 
 BUDGETS = 30
 Model = Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]
@@ -28,7 +28,7 @@ MODELS: dict[str, Model] = {
 
 
 def planned(planner: Planner, budget_bytes: int, time_limit: float) -> tuple[Program, Plan]:
-    program = SelectCheckpoints(budget_bytes, time_limit=time_limit).choose(planner)
+    program = PlanMemory(budget_bytes, time_limit=time_limit).choose(planner)
     assert program.plan is not None
     return program, program.plan
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support import speed
 
-INI = "[pytest]\nmarkers = slow\n    fast\n"
+INI = "[pytest]\nmarkers = slow\n    fast\n    default\n"
 WITH = ("-p", "support.speed", "-p", "no:cacheprovider")
 BURN = """
 import pytest, time
@@ -37,6 +37,9 @@ OF_IR = """
 import pytest
 
 def test_quick_of_ir(): pass
+
+@pytest.mark.default
+def test_longer_of_ir(): pass
 
 @pytest.mark.slow
 def test_slow_of_ir(): pass
@@ -75,9 +78,9 @@ def test_a_machine_is_as_slow_as_it_computes(monkeypatch: pytest.MonkeyPatch) ->
     ("expression", "expected"),
     [
         ("fast", ["quick_of_ir"]),
-        ("not slow", ["quick_of_ir", "quick_of_tools"]),
+        ("not slow", ["longer_of_ir", "quick_of_ir", "quick_of_tools"]),
         ("slow", ["slow_of_ir", "any_of_benchmarks"]),
-        ("", ["any_of_benchmarks", "quick_of_ir", "quick_of_tools", "slow_of_ir"]),
+        ("", ["any_of_benchmarks", "longer_of_ir", "quick_of_ir", "quick_of_tools", "slow_of_ir"]),
     ],
 )
 def test_each_test_is_slow_or_not_and_fast_ones_are_not(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..ir import InputRole, Storage, format_bytes, liveness, printable
-from ..passes import CheckpointProblem, Program, minimum_budget
+from ..passes import CheckpointProblem, Planner, Program, smallest_budget
 
 __all__ = ["Inspection", "inspect_program"]
 
@@ -109,7 +109,8 @@ def inspect_program(program: Program, top: int) -> Inspection:
     problem = CheckpointProblem(program.original or graph, program.costs)
     baseline = problem.eager.schedule
     timeline = liveness(baseline, program.costs.workspace_bytes)
-    minimum, floor = minimum_budget(program)
+    planner = Planner(program)
+    minimum, floor = smallest_budget(planner), planner.problem.floor_bytes
     made = sorted(problem.producer.items(), key=lambda item: -item[0].nbytes)[:top]
     rows: list[Row] = []
     for storage, node in made:

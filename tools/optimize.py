@@ -146,11 +146,11 @@ def _refuse_beside_passes(options: argparse.Namespace) -> None:
     """
     machine = None if options.costs in ("measured", "thorough", "analytic") else options.costs
     others = (
-        ("--budget", options.budget is not None, "write select-checkpoints{budget=...}"),
+        ("--budget", options.budget is not None, "write plan-memory{budget=...}"),
         (
             "--forwards-in-flight",
             options.forwards_in_flight != 1,
-            "write hold-forwards{count=...} before select-checkpoints{...}",
+            "write hold-forwards{count=...} before plan-memory{...}",
         ),
         (
             "--swap",

@@ -12,7 +12,7 @@ from typing import Any
 from irc.frontends.torch import capture
 from irc.ir import BudgetError, Graph, Plan, TimeLimitError, UsageError, stored_bytes
 from irc.passes import Costs, Machine, PlanMemory, Planner, Program, Solution, analytic_costs
-from irc.passes.offload.remat_and_offload import OffloadProblem
+from irc.passes.offload.offload_problem import OffloadProblem
 from irc.passes.offload.strategies import LOOK_AHEADS, lms_all
 
 from ..journal import Journal

@@ -13,17 +13,11 @@ from torch import Tensor
 from ...backends.torch import AliveTensors, held_by_history
 from ...ir import BudgetError, TimeLimitError, UnsupportedError, format_bytes
 from ...passes import CheckpointProblem
-from ...passes.subgraphs.footprint import Footprint, footprint, outputs_bytes, tangents_bytes
+from ...passes.subgraphs.choose_together import choose_together
+from ...passes.subgraphs.footprint import Footprint, footprint, outputs_bytes, saved_by, tangents_bytes
 from ...passes.subgraphs.leaner_backward import leaner_backwards
-from ...passes.subgraphs.subgraph import (
-    AmbientMemory,
-    Choice,
-    Subgraph,
-    choose_together,
-    minimum_bytes,
-    plan_subgraph,
-    saved_by,
-)
+from ...passes.subgraphs.plan_subgraph import minimum_bytes, plan_subgraph
+from ...passes.subgraphs.subgraph import AmbientMemory, Choice, Subgraph
 from .pending_runs import Backward, Gradient, PendingRun, Run, Variant, gradients_of
 
 __all__ = ["StepBudget"]

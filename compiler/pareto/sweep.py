@@ -27,10 +27,9 @@ from ...passes import (
     PlanMemory,
     Planner,
     Program,
-    SelectCheckpoints,
     smallest_budget,
 )
-from ...passes.offload.remat_and_offload import OffloadProblem
+from ...passes.offload.offload_problem import OffloadProblem
 from ...passes.offload.strategies import LOOK_AHEADS, OFFLOAD_STRATEGIES, lms_all
 from ...passes.remat.strategies import known_strategies
 from ...torch_support.pytree import flatten
@@ -78,14 +77,15 @@ class Sweep:
             raise UsageError("IRC440", f"a front of {points!r} points", help="give 2 points or more")
         for budget in self.budgets:
             parse_budget(budget)
-        self.chooser("100%").check()
+        chooser = self.chooser("100%")
+        chooser.check()
+        chooser.check_tiers(has_tiers=self.offered is not None)
         if self.offered is not None:
             self.offered.check()
 
-    def chooser(self, budget: int | str) -> SelectCheckpoints:
+    def chooser(self, budget: int | str) -> PlanMemory:
         """The pass that plans within a budget."""
-        kind = SelectCheckpoints if self.offered is None else PlanMemory
-        return kind(budget, self.strategy, self.time_limit)
+        return PlanMemory(budget, self.strategy, self.time_limit)
 
     @property
     def copies(self) -> bool:
@@ -302,7 +302,7 @@ def _plan_within(
     return outcome
 
 
-def _plan(planner: Planner, select: SelectCheckpoints) -> Plan:
+def _plan(planner: Planner, select: PlanMemory) -> Plan:
     """Plans for one budget, and verifies the plan.
 
     Raises:
@@ -345,7 +345,7 @@ def _survey(planner: Planner, sweep: Sweep) -> Survey:
     Raises:
         BudgetError: IRC443 when all budgets are below the smallest feasible one.
     """
-    baseline = _plan(planner, SelectCheckpoints(_EVERY_SCHEDULE, "keep-all", time_limit=0))
+    baseline = _plan(planner, PlanMemory(_EVERY_SCHEDULE, "keep-all", time_limit=0))
     work = OffloadProblem(planner.problem, planner.program.tiers, baseline.baseline_peak_bytes)
     minimum_bytes = planner.minimum_bytes(is_thorough=True)
     if sweep.copies:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import networkx
+from graphlib import CycleError, TopologicalSorter
 
 from ..errors import VerificationError
 from ..graph import RECEIVE, SEND, Graph, Region
@@ -30,9 +29,9 @@ class Expect:
     """A device posts the receives of an action: memory is there for them from here on.
 
     Args:
-        stage: Which stage receives.
+        stage: The stage that receives.
         is_forward: Whether it receives activations; else gradients.
-        micro_batch: Of which micro-batch.
+        micro_batch: The micro-batch.
     """
 
     stage: int
@@ -124,7 +123,7 @@ def _runs(schedule: PipelineSchedule, lag: int) -> bool:
     Between two actions a device waits for what it sent too long ago, and then posts receives: those of the
     action after the next one.
     """
-    order: networkx.DiGraph[tuple[str, int, int]] = networkx.DiGraph()
+    order: TopologicalSorter[tuple[str, int, int]] = TopologicalSorter()
     place: dict[Action, tuple[int, int]] = {}
     made: dict[tuple[int, Work, int], Action] = {}
     for device, line in enumerate(schedule.lines):
@@ -132,22 +131,26 @@ def _runs(schedule: PipelineSchedule, lag: int) -> bool:
             place[action] = device, index
             if action.work is not Work.WEIGHT_GRADIENT:
                 made[action.stage, reading_work(action.work), action.micro_batch] = action
-            order.add_edge(("act", device, index), ("wait", device, index))
-            order.add_edge(("wait", device, index), ("act", device, index + 1))
+            order.add(("wait", device, index), ("act", device, index))
+            order.add(("act", device, index + 1), ("wait", device, index))
     posted_before: dict[tuple[int, Work], tuple[int, int]] = {}
     for reader, (device, index) in place.items():
         for key in needed_before(reader, schedule.stages):
-            order.add_edge(("act", *place[made[key]]), ("act", device, index))
+            order.add(("act", device, index), ("act", *place[made[key]]))
         if receives_of(schedule, reader) is None:
             continue
         sender = place[made[needed_before(reader, schedule.stages)[-1]]]
         channel = reader.stage, reading_work(reader.work)
         if channel in posted_before and posted_before[channel][1] >= 0:
-            order.add_edge(("wait", *posted_before[channel]), ("act", *sender))
+            order.add(("act", *sender), ("wait", *posted_before[channel]))
         posted_before[channel] = device, index - 2
         if index >= 2:
-            order.add_edge(("wait", device, index - 2), ("wait", sender[0], sender[1] + lag))
-    return networkx.is_directed_acyclic_graph(order)
+            order.add(("wait", sender[0], sender[1] + lag), ("wait", device, index - 2))
+    try:
+        order.prepare()
+    except CycleError:
+        return False
+    return True
 
 
 def sent_values(graph: Graph, region: Region) -> tuple[Value, ...]:
@@ -164,7 +167,7 @@ def verify_exchanges(graphs: Sequence[Graph]) -> None:
     """Raises unless each stage receives what its neighbours send, in the same order and layout.
 
     Args:
-        graphs: Of all stages.
+        graphs: The graphs of all stages.
 
     Raises:
         VerificationError: IRC142.

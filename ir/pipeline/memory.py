@@ -22,11 +22,11 @@ class StageMemory:
     Args:
         static_bytes: There for the whole step: parameters, gradients, buffers, the model's arguments of all
             micro-batches.
-        forward_bytes: The most during forward, with the loss, where what is sent stays until it has ended.
+        forward_bytes: The most during forward, with the loss, if what is sent stays until it has ended.
         held_bytes: Between forward and backward.
         backward_bytes: The same during backward, or during its part up to the pause.
         paused_bytes: Between the two parts of backward; 0 if it has one.
-        rest_bytes: The most during the second part, where what was sent in the first and kept stays until the
+        rest_bytes: The most during the second part, if what was sent in the first and kept stays until the
             second has ended; 0 if there is none.
         arriving: Bytes received for forward and for backward.
         passing: Bytes sent in forward and in backward that the stage itself does not keep then: they are
@@ -90,11 +90,11 @@ def stage_memory(
     """The memory of a stage by its schedule, as `liveness` counts it.
 
     Args:
-        schedule: Of the stage's graph, for one forward in flight.
-        workspace_bytes: Of its operations.
-        micro_batches: How many micro-batches' arguments are there.
-        kept_bytes: What else is there for the whole step, such as the state of an optimizer.
-        borrowed: What it receives that does not count.
+        schedule: A schedule of the stage's graph, for one forward in flight.
+        workspace_bytes: The workspaces of its operations.
+        micro_batches: The number of micro-batches whose arguments are there.
+        kept_bytes: Other bytes that are there for the whole step, such as the state of an optimizer.
+        borrowed: The received storages that do not count.
     """
     graph = schedule.graph
     assert graph.forwards_in_flight == 1, "the pipeline's schedule says what else is in flight"
@@ -133,8 +133,8 @@ def borrowed_storages(lender: Schedule, schedule: Schedule) -> frozenset[Storage
     """Returns the storages received in forward that the sending stage holds until its own backward.
 
     Args:
-        lender: Of the stage that sends.
-        schedule: Of the next stage, on the same device.
+        lender: The schedule of the stage that sends.
+        schedule: The schedule of the next stage, on the same device.
     """
     loss = next(k for k, step in enumerate(lender.instructions) if isinstance(step, Loss))
     freed = {step.storage for step in lender.instructions[:loss] if isinstance(step, Free)}
@@ -167,8 +167,8 @@ def _let_go_bytes(schedule: Schedule, place: int, storages: Collection[Storage])
     pause too. What backward reads of either stays counted.
 
     Args:
-        schedule: Of a stage.
-        place: Of the loss, or of the pause.
+        schedule: The schedule of a stage.
+        place: The place of the loss, or of the pause.
         storages: Results, and their gradients.
     """
     graph = schedule.graph
@@ -186,14 +186,14 @@ def _is_forward(graph: Graph, storage: Storage) -> bool:
 def _most_bytes(
     schedule: Schedule, during_bytes: Sequence[int], border: int, *, sent_after: int | None = None
 ) -> list[int]:
-    """The bytes during each instruction, where what is sent stays, up to a border and from there to the end.
+    """The bytes during each instruction if what is sent stays, up to a border and from there to the end.
 
     Args:
-        schedule: Of a stage.
-        during_bytes: Where it goes when it is freed.
+        schedule: The schedule of a stage.
+        during_bytes: The bytes if it goes when it is freed.
         border: An instruction from which on nothing stays that was freed before.
-        sent_after: From which instruction on it matters for the part behind the border what is sent; the
-            border itself if None.
+        sent_after: The instruction from which on it matters for the part behind the border what is sent;
+            None for the border itself.
     """
     found: list[int] = []
     sent: set[Storage] = set()
@@ -247,10 +247,10 @@ def device_peak_bytes(
     handed to another waits there.
 
     Args:
-        schedule: In which order devices work.
-        memory: Of each stage.
+        schedule: The order in which devices work.
+        memory: The memory of each stage.
         shared_bytes: For each device, what the static bytes of its stages count more than once.
-        last_memory: Of each stage for the last micro-batch, where that differs; static bytes count as before.
+        last_memory: The memory for the last micro-batch, if that differs; static bytes count as before.
     """
     lag = send_lag(schedule)
     shared = shared_bytes or [0] * schedule.devices
@@ -329,8 +329,8 @@ def _leaving_bytes(
     """Returns the bytes that the last actions sent to other devices and do not keep, for each boundary.
 
     Args:
-        schedule: In which order devices work.
-        memory: Of each stage.
+        schedule: The order in which devices work.
+        memory: The memory of each stage.
         recent: The last actions of a device, and the one that runs.
 
     Returns:

@@ -18,17 +18,17 @@ class StageSummary:
 
     Args:
         stage: Its place.
-        device: Where it runs.
+        device: The device that it runs on.
         first: The origin of its first operation, in words.
-        operations: How many operations of the model it runs forward.
-        parameter_bytes: Of its parameters.
+        operations: The number of operations of the model that it runs forward.
+        parameter_bytes: The bytes of its parameters.
         forward_seconds: Predicted time of its forward.
         backward_seconds: Predicted time of its backward, with what it computes again.
-        copied_bytes: What it copies out to tiers.
+        copied_bytes: The bytes that it copies out to tiers.
         again_seconds: Predicted time of what it computes again.
-        held_bytes: What a micro-batch holds there between forward and backward.
-        forward_bytes: What it sends to the next stage.
-        backward_bytes: What it sends to the stage before.
+        held_bytes: The bytes that a micro-batch holds there between forward and backward.
+        forward_bytes: The bytes that it sends to the next stage.
+        backward_bytes: The bytes that it sends to the stage before.
         in_flight: The most micro-batches that it holds at once.
     """
 
@@ -53,20 +53,20 @@ class PipelinePlan:
 
     Args:
         schedule: The name of the order of work.
-        micro_batches: How many a step has.
-        budget_bytes: Of each device.
-        speeds: Of each device, beside the one that costs are for.
-        device_names: What each device was called; empty texts where that was left open.
-        optimizer: Whose state and steps are counted; None if none is.
-        peak_bytes: Predicted, of each device.
+        micro_batches: The micro-batches of a step.
+        budget_bytes: The budget of each device.
+        speeds: The speed of each device, relative to the one that costs are for.
+        device_names: The name of each device; an empty text if it has none.
+        optimizer: The optimizer whose state and steps are counted; None if there is none.
+        peak_bytes: Predicted peak of each device.
         step_seconds: Predicted time of a step.
         bound_seconds: No partition takes less on these devices.
         single_seconds: Time of the operations of a step on one device, each once for each micro-batch.
         bubble: The part of the devices' time in which they do not compute.
-        stages: What each stage does.
-        cuts: Before which of the model's forward operations it is cut.
-        costs: Where seconds and workspaces come from.
-        planning_seconds: How long planning took.
+        stages: The summary of each stage.
+        cuts: The positions of the model's forward operations before which it is cut.
+        costs: The source of seconds and workspaces.
+        planning_seconds: The time that planning took.
     """
 
     schedule: str

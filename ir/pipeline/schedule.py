@@ -36,7 +36,7 @@ class Action:
 
     Args:
         stage: From 0.
-        work: What is done.
+        work: The kind of work.
         micro_batch: From 0.
     """
 
@@ -86,10 +86,10 @@ class PipelineSchedule:
     the stage after it and for its own forward; a device takes its actions in order, one at a time.
 
     Args:
-        name: As the command line calls it.
+        name: The name on the command line.
         device_of: The device of each stage.
-        micro_batches: How many there are in a step.
-        lines: What each device does, in order.
+        micro_batches: The micro-batches of a step.
+        lines: The actions of each device, in order.
         overlapped: Forwards that are one with the whole backward right after them: what both make leaves the
             device when both have run, as with torch's DualPipeV. In the text form a `+` joins the two.
     """
@@ -124,7 +124,7 @@ class PipelineSchedule:
 
         Raises:
             VerificationError: IRC461 for an action that is there twice, is missing, or that no device has;
-                IRC462 for one on the wrong device; IRC463 where a stage's backward on a micro-batch is
+                IRC462 for one on the wrong device; IRC463 if a stage's backward on a micro-batch is
                 both whole and split; IRC464 for a device that does things in an impossible order; IRC465
                 for devices that wait for each other.
         """
@@ -262,7 +262,7 @@ def execution_order(schedule: PipelineSchedule) -> list[tuple[Action, tuple[Acti
         none, as its result leaves with that of the backward after it.
 
     Raises:
-        VerificationError: IRC464 where a device does something before what it needs of itself; IRC465 where
+        VerificationError: IRC464 if a device does something before what it needs of itself; IRC465 if
             devices wait for each other.
     """
     done: set[_Result] = set()
@@ -314,8 +314,8 @@ class InFlight:
     """The most micro-batches, of one stage or of all stages of a device, that wait at the same time.
 
     Args:
-        until_input: Between forward and the gradient of the inputs.
-        until_weight: Between forward and the last work on them; the same where no backward is split.
+        until_input: The most between forward and the gradient of the inputs.
+        until_weight: The most between forward and the last work on them; the same if no backward is split.
     """
 
     until_input: int

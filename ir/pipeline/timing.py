@@ -30,11 +30,12 @@ class StageCost:
         input_gradient_seconds: Time of the part of its backward for its inputs.
         weight_gradient_seconds: Time of the part for its parameters.
         backward_seconds: Time of its backward in one; None if it is the sum of both parts.
-        static_bytes: What is there for the whole step: parameters, gradients, optimizer state.
-        held_bytes: What a micro-batch holds from the start of its forward until the end of its backward, or
-            of the part for the inputs. With its outputs, without buffers for what it receives.
-        held_after_input_bytes: What it holds from there until the end of the part for the parameters.
-        working_bytes: What each kind of work takes more, while it runs; none if it is not named.
+        static_bytes: The bytes that are there for the whole step: parameters, gradients, optimizer state.
+        held_bytes: The bytes that a micro-batch holds from the start of its forward until the end of its
+            backward, or of the part for the inputs. With its outputs, without buffers for what it receives.
+        held_after_input_bytes: The bytes that it holds from there until the end of the part for the
+            parameters.
+        working_bytes: The bytes that each kind of work takes more while it runs; none if it is not named.
     """
 
     forward_seconds: float
@@ -130,7 +131,7 @@ class PipelineTimeline:
     """A step of a pipeline.
 
     Args:
-        lines: What each device does, in order.
+        lines: The actions of each device, in order.
         transfers: Those between devices; of each link in the order in which they go.
         memory: The bytes of each device, from the start of the step; the last number holds until its end.
             Changes at one time are one point after the other.
@@ -177,21 +178,21 @@ def simulate_pipeline(
     keeps_received: bool = True,
     keeps_sent: bool = False,
 ) -> PipelineTimeline:
-    """A step of `schedule`: each action as soon as its device is free and what it needs has arrived.
+    """Simulates a step: each action runs as soon as its device is free and what it needs has arrived.
 
-    What an overlapped forward makes leaves with what its backward makes.
+    The results of an overlapped forward leave with those of its backward.
     Transfers run beside computations, and on each link from one device to another one after the other, in the
-    order in which what they carry is made. An action waits for the same work of the stage next to it also
-    where no transfer is between the two.
+    order in which what they carry is made. An action waits for the same work of the stage next to it even
+    if no transfer is between the two.
 
     With `keeps_received` and `keeps_sent`, the bytes depend on the order of each device's actions alone, and
     not on times.
 
     Args:
-        schedule: A valid one.
-        costs: One for each stage.
-        transfers: What stages send each other, at most one for each pair and direction.
-        last_costs: Of the last micro-batch, where they differ; their static bytes do not count.
+        schedule: A valid schedule.
+        costs: The cost of each stage.
+        transfers: The transfers between stages, at most one for each pair and direction.
+        last_costs: The costs of the last micro-batch, if they differ; their static bytes do not count.
         keeps_received: Whether there is a buffer for each micro-batch of each transfer during the whole step,
             as torch.distributed.pipelining has them, even if both stages are on one device; else there is
             one from the start of a transfer until the work that reads it has ended.

@@ -21,7 +21,7 @@ class Cost:
         profile: `device` measures each distinct operation on the device that its tensors live on;
             the name of a described machine (`cpu`, `a100`, `gtx1080`), or the path of a machine's file,
             computes costs from its roofline.
-        repeats: Timed runs of an operation, where they are measured.
+        repeats: Timed runs of an operation, if they are measured.
         cache: Whether measurements are kept on disk and taken from there.
     """
 

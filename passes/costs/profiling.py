@@ -46,8 +46,6 @@ __all__ = [
     "run_seconds",
 ]
 
-Progress = Callable[[int, int], None]
-
 
 @dataclass(frozen=True, slots=True)
 class Measured:
@@ -62,9 +60,7 @@ class Measured:
     workspace_bytes: int
 
 
-def profile_costs(
-    graph: Graph, *, store: ProfileStore | None = None, repeats: int = 5, progress: Progress | None = None
-) -> Costs:
+def profile_costs(graph: Graph, *, store: ProfileStore | None = None, repeats: int = 5) -> Costs:
     """Measures costs on the devices that the graph's tensors live on.
 
     Each distinct operation (name, constants, operand types) runs on made-up tensors: once to warm up and to
@@ -75,7 +71,6 @@ def profile_costs(
         graph: The graph whose operations are measured.
         store: The store of earlier measurements; None measures everything anew.
         repeats: The number of timed runs of an operation; long operations get fewer, but two at least.
-        progress: Called with (done, total) as distinct operations are measured.
 
     Raises:
         IrcError: IRC411 when an operation does not run by itself.
@@ -89,7 +84,7 @@ def profile_costs(
     device = _device_of(graph)
     known = store.load(device)
     missing = [(key, node) for key, node in distinct.items() if key not in known]
-    measured = _measure([node for _, node in missing], repeats, progress)
+    measured = _measure([node for _, node in missing], repeats)
     fresh = dict(zip((key for key, _ in missing), measured, strict=True))
     if fresh:
         store.save(device, fresh)
@@ -179,21 +174,17 @@ def _processor() -> str:
 # ---------------------------------------------------------------------- operations
 
 
-def _measure(nodes: Sequence[Node], repeats: int, progress: Progress | None) -> list[Measured]:
+def _measure(nodes: Sequence[Node], repeats: int) -> list[Measured]:
     """Measures times and workspaces: one pass for times, which warms kernels up, and one for allocations."""
     if not nodes:
         return []  # and not a profiler session, which would end one that is open
     seconds: list[float] = []
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         with one_thread():
-            for done, node in enumerate(nodes):
-                if progress is not None:
-                    progress(done, len(nodes))
+            for node in nodes:
                 with _explained(node):
                     seconds.append(_best_seconds(node, _runner(node), repeats))
         workspaces = _workspaces(nodes)
-    if progress is not None and nodes:
-        progress(len(nodes), len(nodes))
     return [Measured(*pair) for pair in zip(seconds, workspaces, strict=True)]
 
 
@@ -364,7 +355,7 @@ _MARK_BYTES = 1_000_003
 
 
 def _mark() -> None:
-    """An allocation of a size that no tensor has: it marks where a run begins and ends."""
+    """An allocation of a size that no tensor has: it marks the beginning and the end of a run."""
     torch.empty(_MARK_BYTES, dtype=torch.uint8)
 
 

@@ -18,10 +18,10 @@ class OfferTiers:
 
     Args:
         swap: The tiers, such as `host:64GiB` or `host+disk:/scratch:200GiB`.
-        machine: Whose bandwidths they have: a described machine, or the path of a file of `irc machine`.
-            Empty is the machine at hand, whose tiers are given.
+        machine: The machine whose bandwidths they have: a described one, or the path of a file of `irc
+            machine`. Empty is the machine at hand, whose tiers are given.
         tiers: The tiers of the machine at hand, measured.
-        asked: What `swap` says, where its text cannot be cut at each `+`: a folder may have one in its name.
+        asked: The parts of `swap`, if its text cannot be cut at each `+`: a folder may have one in its name.
     """
 
     name: ClassVar[str] = "offer-tiers"
@@ -43,7 +43,7 @@ class OfferTiers:
             self.offered()
 
     def requests(self) -> tuple[TierRequest, ...]:
-        """What was asked for."""
+        """The tiers that were asked for."""
         return self.asked or parse_tiers(self.swap.split("+"))
 
     def run(self, program: Program, /) -> Program:

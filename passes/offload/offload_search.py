@@ -12,9 +12,10 @@ from ...ir import Gradients, OffloadedParameter, Tier
 from ..remat.planner import Planner
 from ..remat.problem import CheckpointProblem
 from ..remat.search import Incumbent
+from .offload_problem import OffloadProblem
 from .offloaded_parameters import LEAST_BYTES, LoadedProgram, offloadable_in
 from .prefetch import prefetch
-from .remat_and_offload import OffloadProblem, bound_with_copies, least_budget, search_with_copies
+from .remat_and_offload import bound_with_copies, least_budget, search_with_copies
 from .strategies import known_offload_solutions
 
 __all__ = ["OffloadSearch"]

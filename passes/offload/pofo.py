@@ -13,7 +13,7 @@ from ...ir import Storage, Tier
 from ..remat.chain import Block, blocks_of
 from ..remat.problem import CheckpointProblem, Solution
 from ..remat.strategies import keeping
-from .remat_and_offload import OffloadProblem
+from .offload_problem import OffloadProblem
 
 __all__ = ["Segment", "pofo", "segments_within"]
 

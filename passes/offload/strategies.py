@@ -13,8 +13,8 @@ from ...ir import Direction, Tier
 from ..remat.chain import articulations
 from ..remat.problem import CheckpointProblem, Solution
 from ..remat.strategies import every_k, per_block, segments, sqrt_n
+from .offload_problem import OffloadProblem
 from .pofo import pofo
-from .remat_and_offload import OffloadProblem
 from .schedule_copies import Order
 from .swaps import Gap, Swap
 
@@ -52,7 +52,7 @@ def swap_all(work: OffloadProblem, deadline: float = math.inf) -> Iterator[Solut
 # ---------------------------------------------------------------------- Large Model Support
 
 
-def lms_all(work: OffloadProblem, look_ahead: int, *, threshold_bytes: int | None = None) -> Solution:
+def lms_all(work: OffloadProblem, look_ahead: int) -> Solution:
     """Large Model Support: all that forward makes and backward reads is copied out and fetched again.
 
     Memory is not looked at; see `_Ahead` for the times.
@@ -61,13 +61,12 @@ def lms_all(work: OffloadProblem, look_ahead: int, *, threshold_bytes: int | Non
         work: The problem; its budget does not matter.
         look_ahead: The distance, in operations before its first reader in backward, at which a storage is
             fetched.
-        threshold_bytes: Storages up to this size stay; None for tiny ones.
 
     Source:
         Le et al., TFLMS: Large Model Support in TensorFlow by Graph Rewriting (2018).
     """
     order = work.order(work.problem.keep_all)
-    gaps = _crossing(work.problem, order, threshold_bytes)
+    gaps = _crossing(work.problem, order)
     ahead = _Ahead(order, gaps, work.tiers, look_ahead)
     return work.simulate(order.schedule(ahead.swaps))
 
@@ -134,10 +133,10 @@ def _checkpointings(problem: CheckpointProblem) -> Iterator[Solution]:
 # ---------------------------------------------------------------------- swaps at fixed distances
 
 
-def _crossing(problem: CheckpointProblem, order: Order, threshold_bytes: int | None = None) -> list[Gap]:
-    """The gaps that forward ends in, of storages larger than the threshold; the earliest made first."""
+def _crossing(problem: CheckpointProblem, order: Order) -> list[Gap]:
+    """The gaps that forward ends in, but those of tiny storages; the earliest made first."""
     loss = len(order.forward)
-    threshold = problem.keep_all.peak_bytes * _SMALL_PART if threshold_bytes is None else threshold_bytes
+    threshold = problem.keep_all.peak_bytes * _SMALL_PART
     gaps = (gap for gap in order.gaps if gap.after < loss < gap.before)
     return sorted((gap for gap in gaps if gap.storage.nbytes > threshold), key=lambda gap: gap.made)
 

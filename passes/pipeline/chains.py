@@ -63,7 +63,6 @@ def best_chain(
     cost: StageCost,
     *,
     micro_batches: int,
-    limit_seconds: float = math.inf,
     seconds: float = math.inf,
 ) -> Chain | None:
     """Finds the stages with the shortest step, `sum + (micro_batches - 1) * largest`, as of GPipe and 1F1B.
@@ -80,8 +79,6 @@ def best_chain(
         kinds: The class of the device of each stage, in their order.
         cost: Tells the cost of a stage; it is asked at most once for each.
         micro_batches: The micro-batches of a step, at least one.
-        limit_seconds: Stages with a load from here on are left out. If a step is known, its seconds over
-            `micro_batches` lose nothing that is better, and save time on many order ideals.
         seconds: The time limit, after which the best chain so far is the answer.
 
     Returns:
@@ -90,7 +87,7 @@ def best_chain(
     Raises:
         TimeoutError: When the time ended before any chain was found.
     """
-    search = _Search(between, kinds, cost, micro_batches, limit_seconds)
+    search = _Search(between, kinds, cost, micro_batches)
     return search.best(time.monotonic() + seconds)
 
 
@@ -135,13 +132,11 @@ class _Search:
         kinds: Sequence[int],
         cost: StageCost,
         micro_batches: int,
-        limit_seconds: float,
     ) -> None:
         self.between = between
         self.kinds = kinds
         self.cost = cost
         self.micro_batches = micro_batches
-        self.limit_seconds = limit_seconds
         self.told: dict[tuple[int, int], float] = {}
         self.numbers = itertools.count(0, -1)
         self.best_found: _Begun | None = None
@@ -158,7 +153,7 @@ class _Search:
         sums[-1, last] = 0.0
         largest = sums.copy()
         for first in reversed(range(last)):
-            ends, loads = self.between.stages(first, self.limit_seconds)
+            ends, loads = self.between.stages(first, math.inf)
             for stage, kind in enumerate(self.kinds):
                 sums[stage, first] = (loads[kind] + sums[stage + 1, ends]).min(initial=np.inf)
                 behind = np.maximum(loads[kind], largest[stage + 1, ends])
@@ -211,7 +206,7 @@ class _Search:
         stage = len(begun.items)
         if stage == len(self.kinds):
             return
-        ends, loads = self.between.stages(begun.at, self.limit_seconds)
+        ends, loads = self.between.stages(begun.at, math.inf)
         load = loads[self.kinds[stage]]
         can_end = (load < np.inf) & (self.left_sum[stage + 1, ends] < np.inf)
         ends, load = ends[can_end], load[can_end]

@@ -18,7 +18,7 @@ class DeviceClass:
 
     Args:
         name: Such as `accelerator`.
-        count: How many there are; a partition may leave some without nodes.
+        count: The number of them; a partition may leave some without nodes.
         capacity_bytes: The memory of each; infinite if memory does not matter.
         pays_transfers: Whether transfers count in its load. The host, in whose memory they end, pays none.
     """

@@ -14,6 +14,9 @@ from .placement import Dataflow, place_backward
 
 __all__ = ["LinearOrder"]
 
+_MOST_CUT_POINTS = 160
+"""The most cut points that are looked at: those that the fewest bytes cross, spread over the order."""
+
 
 class LinearOrder:
     """The operations of forward in their order, each with the operations of backward that belong to it.
@@ -28,8 +31,6 @@ class LinearOrder:
             storage.
         order: The operations of forward in an order in which each comes after what it reads; None for the
             order in which they run.
-        most_cut_points: The most cut points that are looked at: those that the fewest bytes cross, spread
-            over the order.
     """
 
     def __init__(
@@ -38,7 +39,6 @@ class LinearOrder:
         costs: Costs,
         release_seconds: Mapping[Storage, float] | None = None,
         order: Sequence[Node] | None = None,
-        most_cut_points: int = 160,
     ) -> None:
         self.flow = Dataflow(graph)
         self.costs = costs
@@ -49,7 +49,7 @@ class LinearOrder:
             {node: position for position, node in enumerate(self.operations)},
             max(len(self.operations), 1),
         )
-        self.cut_points = self._cut_points(most_cut_points)
+        self.cut_points = self._cut_points()
 
     @property
     def graph(self) -> Graph:
@@ -70,7 +70,7 @@ class LinearOrder:
         nothing = (0, 0)
         return [nothing, *boundary_bytes(self.flow, self.placement, len(self.operations)), nothing]
 
-    def _cut_points(self, most: int) -> tuple[int, ...]:
+    def _cut_points(self) -> tuple[int, ...]:
         """Chooses the cut points to look at: 0, the end, and positions that something crosses."""
         count = len(self.operations)
         apart = {position for group in self.flow.together for position in self._within(group)}
@@ -79,11 +79,11 @@ class LinearOrder:
             for position in range(1, count)
             if position not in apart and self.crossing_bytes[position][0]
         ]
-        if len(inner) <= most:
+        if len(inner) <= _MOST_CUT_POINTS:
             return (0, *inner, count)
         seconds = self._prefix([self._seconds[k] for k in range(count)])
         chosen: set[int] = set()
-        step = seconds[-1] / most
+        step = seconds[-1] / _MOST_CUT_POINTS
         buckets = itertools.groupby(
             inner, key=lambda position: int(seconds[position] / step) if step else position
         )

@@ -126,7 +126,7 @@ def _gpipe(device: int, p: int, m: int, v: int) -> _Steps:
 
 
 def _one_forward_one_backward(device: int, p: int, m: int, v: int) -> _Steps:
-    """As many forwards ahead as there are stages behind, then one forward and one backward in turn.
+    """Runs as many forwards ahead as there are stages behind, then one forward and one backward in turn.
 
     It takes any p and m; torch's Schedule1F1B refuses m < p.
 

@@ -11,7 +11,7 @@ from ...ir.live_forwards import loss_waiting_bytes
 from ...ir.pipeline.memory import StageMemory, borrowed_storages, stage_memory
 from ...ir.pipeline.timing import StageCost
 from ...ir.timing import step_times
-from ..offload.plan_memory import PlanMemory
+from ..plan_memory import PlanMemory
 from ..program import Program
 from ..remat.planner import Planner
 from ..rewrites.hold_forwards import HoldForwards

@@ -32,37 +32,24 @@ from ...ir import (
     step_times,
     stored_bytes,
 )
+from .choice import ChosenSchedule
 from .problem import CheckpointProblem, Solution
-from .search import Incumbent
 
 __all__ = ["certify"]
 
 _PROOF_GAP = 1e-4
 
 
-def certify(
-    problem: CheckpointProblem,
-    budget_bytes: int,
-    incumbent: Incumbent,
-    *,
-    baseline_bytes: int,
-    minimum_bytes: int,
-    seconds: float,
-    floor_bytes: int | None = None,
-    tiers: Sequence[Tier] = (),
-) -> Plan:
-    """Makes the plan of what a search found.
+def certify(chosen: ChosenSchedule, budget_bytes: int, *, baseline_bytes: int, seconds: float) -> Plan:
+    """Makes the plan of a schedule.
 
     Args:
-        problem: The problem that was searched.
+        chosen: The schedule, and what is known about smaller budgets.
         budget_bytes: The budget that was asked for.
-        incumbent: The schedule, and the bound.
         baseline_bytes: The peak of the graph as it was captured, if nothing runs twice.
-        minimum_bytes: The smallest peak that a schedule is known for.
-        seconds: How long planning took.
-        floor_bytes: The bytes that no schedule can go below; None for the floor of the problem.
-        tiers: The tiers that the schedule may copy to.
+        seconds: The time that planning took.
     """
+    problem, incumbent, tiers = chosen.problem, chosen.incumbent, chosen.tiers
     step = problem.step_seconds
     overhead = max(incumbent.best.seconds / step - 1, 0.0) if step else 0.0
     bound = min(incumbent.bound_seconds / step, overhead) if step else 0.0
@@ -75,8 +62,8 @@ def certify(
         peak_bytes=incumbent.best.peak_bytes,
         baseline_peak_bytes=baseline_bytes,
         static_bytes=problem.graph.static_bytes,
-        minimum_budget_bytes=min(minimum_bytes, incumbent.best.peak_bytes),
-        floor_bytes=problem.floor_bytes if floor_bytes is None else floor_bytes,
+        minimum_budget_bytes=min(chosen.minimum_bytes, incumbent.best.peak_bytes),
+        floor_bytes=chosen.floor_bytes,
         step_seconds=step,
         overhead=overhead,
         lower_bound_overhead=bound,

@@ -1,4 +1,4 @@
-"""A training graph as a chain of blocks: the cuts where forward hangs on one storage, and costs of blocks."""
+"""A training graph as a chain of blocks: the cuts that only one storage crosses, and costs of blocks."""
 
 from __future__ import annotations
 

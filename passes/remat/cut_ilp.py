@@ -74,7 +74,7 @@ class Relaxation:
 
     def __post_init__(self) -> None:
         problem = self.problem
-        self.model = Model(name="select-checkpoints")
+        self.model = Model(name="plan-memory")
         self.large = [s for s in problem.producer if s.nbytes > self.small_bytes or s in problem.transient]
         self.is_large = set(self.large)
         self.wanted = set(problem.wanted)

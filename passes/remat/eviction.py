@@ -31,7 +31,7 @@ def evict_greedily(
     Args:
         problem: The recomputation problem.
         budget_bytes: The most that may be alive at once, static bytes included.
-        distance_weight: How much the distance to the next use counts; 0 ignores it.
+        distance_weight: The weight of the distance to the next use; 0 ignores it.
         deadline: `time.monotonic()` at which to give up.
 
     Returns:

@@ -92,7 +92,7 @@ class Planner:
 
 
 def recomputation_problem(program: Program) -> CheckpointProblem:
-    """Chooses the problem that `select-checkpoints` solves.
+    """Chooses the problem that `plan-memory` solves.
 
     Candidates are the graph as it was captured, as it was rewritten, and with only those convolutions
     taken apart for which that takes no more memory; each in its own order of backward and with large

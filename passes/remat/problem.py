@@ -8,8 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import networkx as nx
-
 from ...ir import (
     Compute,
     Graph,
@@ -174,13 +172,10 @@ class CheckpointProblem:
     @cached_property
     def wanted(self) -> tuple[Storage, ...]:
         """The storages that backward reads, and those that it could make them from; in forward order."""
-        flow: nx.DiGraph[Storage | str] = nx.DiGraph()
-        flow.add_node("backward")
-        flow.add_edges_from((storage, "backward") for storage in self.read_positions)
-        for storage, node in self.producer.items():
-            if node.is_recomputable:
-                flow.add_edges_from((read, storage) for read in self.forward_reads[node])
-        found = nx.ancestors(flow, "backward")
+        found = set(self.read_positions)
+        for storage, node in reversed(self.producer.items()):
+            if storage in found and node.is_recomputable:
+                found.update(self.forward_reads[node])
         return tuple(storage for storage in self.producer if storage in found)
 
     @cached_property

@@ -72,7 +72,7 @@ class RetentionProgramme:
 
     Args:
         problem: The recomputation problem.
-        recomputations: What may run again before each step of the base order.
+        recomputations: The operations that may run again before each step of the base order.
         budget_bytes: The most that may be alive at once; None asks for the least peak instead.
         rows: The steps whose memory was a row before; those found here are added.
         below_seconds: A limit: only schedules that recompute for less are asked for.

@@ -8,6 +8,7 @@ from dataclasses import replace
 from ...ir import Graph, Node, Region, Schedule, VerificationError, verify_graph, verify_schedule
 from ..program import Program
 from .certificate import certify
+from .choice import ChosenSchedule
 from .problem import CheckpointProblem
 from .search import Incumbent
 
@@ -48,14 +49,14 @@ def reuse_schedule(chosen: Program, program: Program, budget_bytes: int) -> Prog
     if carried.peak_bytes > budget_bytes:
         return None
     original = CheckpointProblem(program.original or program.graph, program.costs)
-    plan = certify(
+    reused = ChosenSchedule(
         problem,
-        budget_bytes,
         Incumbent(f"{chosen.plan.strategy}, carried over", carried),
-        baseline_bytes=original.keep_all.peak_bytes,
         minimum_bytes=min(carried.peak_bytes, original.keep_all.peak_bytes),
-        seconds=time.monotonic() - started,
+        floor_bytes=problem.floor_bytes,
     )
+    baseline_bytes, seconds = original.keep_all.peak_bytes, time.monotonic() - started
+    plan = certify(reused, budget_bytes, baseline_bytes=baseline_bytes, seconds=seconds)
     return replace(program, graph=graph, schedule=carried.schedule, plan=plan)
 
 

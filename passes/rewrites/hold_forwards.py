@@ -59,7 +59,7 @@ class HoldForwards:
             raise UsageError(
                 "IRC565",
                 f"{self.name} comes after a schedule was chosen",
-                help="put it before: hold-forwards{count=2},select-checkpoints{...}",
+                help="put it before: hold-forwards{count=2},plan-memory{...}",
             )
         original = program.original and replace(program.original, forwards_in_flight=self.count)
         return replace(

@@ -95,7 +95,7 @@ class ReleaseGradients:
             raise UsageError(
                 "IRC413",
                 f"{self.name} comes after the operations' costs were found",
-                help="put it before them: release-gradients{...},cost{...},select-checkpoints{...}",
+                help="put it before them: release-gradients{...},cost{...},plan-memory{...}",
             )
         costs: Mapping[Value, StepCost] | None = None
         if self.optimizer is not None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ...ir import Graph, Loss, Node, OutputRole, Schedule, liveness
+from ...ir import Compute, Graph, Loss, Node, OutputRole, Schedule, Storage, liveness
 
-__all__ = ["Footprint", "footprint", "outputs_bytes", "tangents_bytes"]
+__all__ = ["Footprint", "footprint", "outputs_bytes", "saved_by", "tangents_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +56,16 @@ def outputs_bytes(graph: Graph) -> int:
 def tangents_bytes(graph: Graph) -> int:
     """Bytes of the gradients of the outputs."""
     return sum(storage.nbytes for storage in graph.tangent_storages)
+
+
+def saved_by(schedule: Schedule) -> frozenset[Storage]:
+    """The storages that a schedule holds between forward and backward, without the outputs."""
+    alive: set[Storage] = set()
+    for instruction in schedule.instructions:
+        if isinstance(instruction, Loss):
+            break
+        if isinstance(instruction, Compute):
+            alive |= instruction.retained
+        else:
+            alive.discard(instruction.storage)
+    return frozenset(alive) - schedule.graph.output_storages

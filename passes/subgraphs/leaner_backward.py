@@ -9,8 +9,7 @@ from dataclasses import replace
 from ...ir import Storage
 from ..remat.eviction import evict_greedily
 from ..remat.problem import CheckpointProblem, Solution
-from .footprint import outputs_bytes, tangents_bytes
-from .subgraph import saved_by
+from .footprint import outputs_bytes, saved_by, tangents_bytes
 
 __all__ = ["leaner_backwards"]
 

@@ -7,33 +7,17 @@ memory, and the subgraphs above it as a loss that takes as much as they do.
 
 from __future__ import annotations
 
-import contextlib
-import math
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from ...ir import BudgetError, Compute, Graph, Loss, Plan, Schedule, Storage, TimeLimitError
-from ..milp import LinearSum, Model, add_memory_row, solve
+from ...ir import Graph, Plan, Schedule
 from ..program import Program
-from ..remat.certificate import certify
-from ..remat.eviction import evict_greedily
 from ..remat.planner import Planner
 from ..remat.problem import CheckpointProblem, Solution
-from ..remat.search import Incumbent
-from ..remat.select_checkpoints import SelectCheckpoints
-from .footprint import Footprint, footprint, outputs_bytes, tangents_bytes
+from .footprint import Footprint, footprint
 
-__all__ = [
-    "AmbientMemory",
-    "Choice",
-    "Subgraph",
-    "SubgraphSolutions",
-    "choose_together",
-    "minimum_bytes",
-    "plan_subgraph",
-    "saved_by",
-]
+__all__ = ["AmbientMemory", "Choice", "KnownSchedule", "Subgraph", "SubgraphSolutions"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +126,30 @@ class Subgraph:
         )
 
 
+class KnownSchedule(NamedTuple):
+    """A schedule of a graph.
+
+    Args:
+        problem: The problem that it solves.
+        solution: The schedule.
+        footprint: The memory that it takes.
+    """
+
+    problem: CheckpointProblem
+    solution: Solution
+    footprint: Footprint
+
+    @property
+    def numbers(self) -> tuple[float, int, int, int]:
+        """The numbers of which a schedule with smaller ones is better."""
+        taken = self.footprint
+        return self.solution.seconds, taken.saved_bytes, taken.backward_bytes, taken.forward_bytes
+
+    def beats(self, other: KnownSchedule) -> bool:
+        """Whether it is no worse than another one in time and in all bytes."""
+        return all(a <= b for a, b in zip(self.numbers, other.numbers, strict=True))
+
+
 @dataclass(eq=False)
 class SubgraphSolutions:
     """A graph with costs, and the schedules that are found for it once, whatever the budget.
@@ -183,7 +191,7 @@ class SubgraphSolutions:
         if all(solution is not known for _, known in self._learned):
             self._learned.append((problem, solution))
 
-    def schedules(self, deadline: float) -> list[tuple[CheckpointProblem, Solution, Footprint]]:
+    def schedules(self, deadline: float) -> list[KnownSchedule]:
         """Lists the schedules that no other one beats in time and in all bytes.
 
         Args:
@@ -191,270 +199,12 @@ class SubgraphSolutions:
         """
         planner = self._known
         found = [(planner.problem, solution) for _, solution in planner.candidates(deadline).candidates]
-        taken = [(p, s, footprint(s.schedule, p.costs.workspace_bytes)) for p, s in (*found, *self._learned)]
-        taken.sort(key=lambda entry: _numbers(entry[1], entry[2]))
-        best: list[tuple[CheckpointProblem, Solution, Footprint]] = []
-        for entry in taken:
-            mine = _numbers(entry[1], entry[2])
-            others = (_numbers(s, f) for _, s, f in best)
-            if not any(all(a <= b for a, b in zip(other, mine, strict=True)) for other in others):
-                best.append(entry)
-        return best
-
-
-def _numbers(solution: Solution, taken: Footprint) -> tuple[float, int, int, int]:
-    return solution.seconds, taken.saved_bytes, taken.backward_bytes, taken.forward_bytes
-
-
-# ---------------------------------------------------------------------- one subgraph within its share
-
-
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """The part of the budget for one subgraph, and what the others take between its two runs."""
-
-    budget_bytes: int
-    loss_bytes: int
-    loss_held_bytes: int
-
-    def of(self, graph: Graph) -> Graph:
-        """Gives the graph a loss that takes what the others take."""
-        return replace(graph, loss_bytes=self.loss_bytes, loss_held_bytes=self.loss_held_bytes)
-
-    def program(self, program: Program) -> Program:
-        """Does the same for a program."""
-        original = None if program.original is None else self.of(program.original)
-        return replace(program, graph=self.of(program.graph), original=original)
-
-
-def _share(subgraph: Subgraph, budget_bytes: int, chosen: Mapping[Subgraph, Footprint]) -> _Share:
-    """The share of a subgraph, with the others as chosen; those above it that are not chosen do not count."""
-    assert subgraph.ambient is not None
-    graph, ambient = subgraph.solutions.graph, subgraph.ambient
-    below = sum(chosen[other].saved_bytes for other in subgraph.below)
-    above = [p for p in subgraph.tree if p is not subgraph and all(q in chosen for q in (p, *p.below))]
-    # the bytes there are while this subgraph's saved bytes wait, without these
-    waiting = max([ambient.loss_bytes + below, *(p.peak_bytes(chosen, subgraph) for p in above)])
-    held = max(ambient.backward_bytes - ambient.forward_bytes, 0)
-    handed = outputs_bytes(graph) + tangents_bytes(graph)
-    return _Share(
-        budget_bytes=budget_bytes - (ambient.forward_bytes - graph.static_bytes) - below,
-        loss_bytes=max(waiting - ambient.forward_bytes - below - handed, held),
-        loss_held_bytes=held,
-    )
-
-
-def plan_subgraph(
-    subgraph: Subgraph, budget_bytes: int, chosen: Mapping[Subgraph, Footprint], *, time_limit: float
-) -> Choice:
-    """Plans the best schedule for a subgraph in what the others leave of the budget.
-
-    Args:
-        subgraph: The subgraph.
-        budget_bytes: The budget of the whole step.
-        chosen: The footprints of the other subgraphs; it must have those below, and subgraphs above that are
-            not in it do not count.
-        time_limit: Seconds for the search.
-
-    Raises:
-        BudgetError: IRC204 when no schedule was found within what is left.
-        TimeLimitError: IRC205 when the time limit ended before one was found, and greedy eviction finds none.
-    """
-    share = _share(subgraph, budget_bytes, chosen)
-    planner = Planner(share.program(subgraph.solutions.program))
-    if share.budget_bytes < planner.problem.floor_bytes:
-        raise BudgetError(
-            "IRC204",
-            f"{share.budget_bytes} bytes are left, {planner.problem.floor_bytes} the least",
-            minimum_bytes=budget_bytes - share.budget_bytes + planner.problem.floor_bytes,
-        )
-    try:
-        done = SelectCheckpoints(share.budget_bytes, time_limit=time_limit).choose(planner)
-    except TimeLimitError:
-        evicted = evict_greedily(planner.problem, share.budget_bytes)
-        if evicted is None:
-            raise
-        return certified(subgraph, budget_bytes, chosen, planner.problem, evicted, name="eviction")
-    assert done.schedule is not None and done.plan is not None
-    of_planner = planner.problem.graph is done.graph
-    problem = planner.problem if of_planner else planner.original
-    split = next(k for k, i in enumerate(done.schedule.instructions) if isinstance(i, Loss))
-    before = [i.node for i in done.schedule.instructions[:split] if isinstance(i, Compute)]
-    after = [i.node for i in done.schedule.instructions[split:] if isinstance(i, Compute)]
-    solution = problem.simulate_order(before, after)
-    return Choice(problem, solution, footprint(solution.schedule, problem.costs.workspace_bytes), done.plan)
-
-
-def minimum_bytes(
-    subgraph: Subgraph, budget_bytes: int, chosen: Mapping[Subgraph, Footprint], deadline: float
-) -> int:
-    """The smallest budget of the step that the subgraph has a schedule for, with the others as chosen."""
-    share = _share(subgraph, budget_bytes, chosen)
-    needed = Planner(share.program(subgraph.solutions.program)).minimum_bytes(deadline)
-    return budget_bytes - share.budget_bytes + needed
-
-
-def certified(
-    subgraph: Subgraph,
-    budget_bytes: int,
-    chosen: Mapping[Subgraph, Footprint],
-    problem: CheckpointProblem,
-    solution: Solution,
-    *,
-    name: str,
-) -> Choice:
-    """Makes a known schedule the choice for a subgraph, in its share; its bound is the step's time."""
-    share = _share(subgraph, budget_bytes, chosen)
-    shared = CheckpointProblem(share.of(problem.graph), problem.costs, problem.sequence)
-    split = sum(1 for _ in _before_loss(solution.schedule))
-    again = shared.simulate_order(solution.order[:split], solution.order[split:])
-    plan = certify(
-        shared,
-        share.budget_bytes,
-        Incumbent(name, again),
-        baseline_bytes=subgraph.solutions.baseline_bytes,
-        minimum_bytes=again.peak_bytes,
-        seconds=0.0,
-    )
-    return Choice(shared, again, footprint(again.schedule, problem.costs.workspace_bytes), plan)
-
-
-def _before_loss(schedule: Schedule) -> Iterator[Compute]:
-    for instruction in schedule.instructions:
-        if isinstance(instruction, Loss):
-            return
-        if isinstance(instruction, Compute):
-            yield instruction
-
-
-def saved_by(schedule: Schedule) -> frozenset[Storage]:
-    """The storages that a schedule holds between forward and backward, without the outputs."""
-    alive: set[Storage] = set()
-    for instruction in schedule.instructions:
-        if isinstance(instruction, Loss):
-            break
-        if isinstance(instruction, Compute):
-            alive |= instruction.retained
-        else:
-            alive.discard(instruction.storage)
-    return frozenset(alive) - schedule.graph.output_storages
-
-
-# ---------------------------------------------------------------------- all subgraphs together
-
-_GAP = 1e-3
-"""The absolute gap of the programme, as a fraction of the time of a step that computes nothing twice."""
-
-_TRIES = 4
-_SLACK = 10_000
-"""If a choice is over the budget, within the solver's tolerance, one part in this many is taken off."""
-
-
-def choose_together(root: Subgraph, budget_bytes: int, *, time_limit: float) -> dict[Subgraph, Choice] | None:
-    """Chooses schedules for all known subgraphs of a tree, such that every path through it fits the budget.
-
-    First an integer programme with the least time in total picks one of the known schedules for each
-    subgraph. Then each subgraph is planned anew in what the others leave to it.
-
-    Args:
-        root: The lowest subgraph.
-        budget_bytes: The budget of the whole step.
-        time_limit: The time limit in seconds.
-
-    Returns:
-        The choices; None if the known schedules do not fit together.
-    """
-    deadline = time.monotonic() + time_limit
-    subgraphs = [subgraph for subgraph in root.tree if subgraph.ambient is not None]
-    if len(subgraphs) == 1:
-        try:
-            return {root: plan_subgraph(root, budget_bytes, {}, time_limit=time_limit)}
-        except (BudgetError, TimeLimitError):
-            return None
-    picked = _pick(subgraphs, budget_bytes, deadline)
-    if picked is None:
-        return None
-    chosen = {subgraph: taken for subgraph, (_, _, taken) in picked.items()}
-    choices: dict[Subgraph, Choice] = {}
-    for index, subgraph in enumerate(subgraphs):
-        problem, solution, _ = picked[subgraph]
-        better: Choice | None = None
-        left = (deadline - time.monotonic()) / (len(subgraphs) - index)
-        if left > 0:
-            with contextlib.suppress(BudgetError, TimeLimitError):
-                better = plan_subgraph(subgraph, budget_bytes, chosen, time_limit=left)
-        if better is None or better.solution.seconds > solution.seconds:
-            better = certified(subgraph, budget_bytes, chosen, problem, solution, name="shared")
-        choices[subgraph] = better
-        chosen[subgraph] = better.footprint
-    return choices
-
-
-_Picked = dict[Subgraph, tuple[CheckpointProblem, Solution, Footprint]]
-
-
-def _pick(subgraphs: Sequence[Subgraph], budget_bytes: int, deadline: float) -> _Picked | None:
-    pools = list(dict.fromkeys(subgraph.solutions for subgraph in subgraphs))
-    each = max(deadline - time.monotonic(), 0.0) / 2 / len(pools)
-    schedules = {solutions: solutions.schedules(time.monotonic() + each) for solutions in pools}
-    room_bytes = budget_bytes
-    for _ in range(_TRIES):
-        picked = _solve(subgraphs, schedules, room_bytes, deadline)
-        if picked is None:
-            return None
-        chosen = {subgraph: taken for subgraph, (_, _, taken) in picked.items()}
-        over = max(subgraph.peak_bytes(chosen) for subgraph in subgraphs) - budget_bytes
-        if over <= 0:
-            return picked
-        room_bytes -= max(over, budget_bytes // _SLACK)
-    return None
-
-
-def _solve(
-    subgraphs: Sequence[Subgraph],
-    schedules: Mapping[SubgraphSolutions, list[tuple[CheckpointProblem, Solution, Footprint]]],
-    room_bytes: int,
-    deadline: float,
-) -> _Picked | None:
-    """Solves the programme: one schedule for each subgraph; forward, loss and backward fit into the room."""
-    model = Model()
-    takes = {
-        subgraph: [model.add_binary_variable() for _ in schedules[subgraph.solutions]]
-        for subgraph in subgraphs
-    }
-    pairs = {
-        subgraph: [
-            (taken, variable)
-            for (_, _, taken), variable in zip(schedules[subgraph.solutions], takes[subgraph], strict=True)
+        known = [
+            KnownSchedule(problem, solution, footprint(solution.schedule, problem.costs.workspace_bytes))
+            for problem, solution in (*found, *self._learned)
         ]
-        for subgraph in subgraphs
-    }
-    for subgraph in subgraphs:
-        assert subgraph.ambient is not None
-        model.add_linear_constraint(LinearSum(takes[subgraph]) == 1)
-        below = [(t.saved_bytes, v) for other in subgraph.below for t, v in pairs[other]]
-        own = pairs[subgraph]
-        for ambient_bytes, terms in (
-            (subgraph.ambient.forward_bytes, [(t.forward_bytes, v) for t, v in own]),
-            (subgraph.ambient.loss_bytes, [(t.saved_bytes, v) for t, v in own]),
-            (subgraph.ambient.backward_bytes, [(t.backward_bytes, v) for t, v in own]),
-        ):
-            add_memory_row(model, [*below, *terms], room_bytes - ambient_bytes)
-    seconds = [
-        solution.seconds * variable
-        for subgraph in subgraphs
-        for (_, solution, _), variable in zip(schedules[subgraph.solutions], takes[subgraph], strict=True)
-    ]
-    model.minimize(LinearSum(seconds))
-    least = math.fsum(min(s.seconds for _, s, _ in schedules[subgraph.solutions]) for subgraph in subgraphs)
-    outcome = solve(model, seconds=max(deadline - time.monotonic(), 1.0), gap=_GAP * least)
-    values = outcome.values
-    if values is None:
-        return None
-    return {
-        subgraph: max(
-            zip(schedules[subgraph.solutions], takes[subgraph], strict=True),
-            key=lambda pair, found=values: found[pair[1]],
-        )[0]
-        for subgraph in subgraphs
-    }
+        best: list[KnownSchedule] = []
+        for schedule in sorted(known, key=lambda schedule: schedule.numbers):
+            if not any(other.beats(schedule) for other in best):
+                best.append(schedule)
+        return best

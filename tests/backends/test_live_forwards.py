@@ -20,7 +20,7 @@ from irc.compiler.model_source import training_loss
 from irc.compiler.training import measured_peak_bytes
 from irc.frontends.torch import Captured, capture
 from irc.ir import Graph, Schedule
-from irc.passes import Cost, HoldForwards, PassManager, Planner, Program, ReleaseGradients, SelectCheckpoints
+from irc.passes import Cost, HoldForwards, PassManager, PlanMemory, Planner, Program, ReleaseGradients
 from irc.passes.costs.allocations import peak_bytes
 
 torch.set_num_threads(1)
@@ -340,7 +340,7 @@ class Prepared:
         return Planner(HoldForwards(count).run(self.program))
 
     def fitted(self, planner: Planner, budget: int | str) -> Any:
-        chosen = SelectCheckpoints(budget, time_limit=1.0).choose(planner)
+        chosen = PlanMemory(budget, time_limit=1.0).choose(planner)
         assert chosen.schedule is not None and chosen.plan is not None
         plan = replace(chosen.plan, gradients=chosen.graph.gradients.value)
         compiled = compile_program(chosen.schedule, self.captured.constants)

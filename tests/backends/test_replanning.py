@@ -736,7 +736,7 @@ def costed(count: int) -> Program:
 def test_a_schedule_is_carried_over_only_where_it_fits() -> None:
     torch.manual_seed(0)
     large, small = costed(8), costed(3)
-    chosen = irc.passes.SelectCheckpoints("100%", strategy="auto", time_limit=2).run(large)
+    chosen = irc.passes.PlanMemory("100%", strategy="auto", time_limit=2).run(large)
     assert chosen.plan is not None and chosen.schedule is not None
     carried = reuse_schedule(chosen, small, chosen.plan.budget_bytes)
     assert carried is not None and carried.plan is not None and carried.schedule is not None
@@ -794,7 +794,7 @@ def test_a_root_attribute_that_changes_is_refused_with_one_plan() -> None:
 def test_a_plan_that_is_not_for_its_call_is_refused() -> None:
     module = tanh()
     captured = capture(module, rows(3))
-    graph = irc.passes.SelectCheckpoints("100%", strategy="keep-all").run(Program(captured.graph))
+    graph = irc.passes.PlanMemory("100%", strategy="keep-all").run(Program(captured.graph))
     assert graph.schedule is not None
     first = CompiledPlan(compile_program(graph.schedule, captured.constants), captured.signature)
     state = PlanCacheState(lambda *_: Compilation(first, {}, "any"), "any", 2, False, (first,))

@@ -334,7 +334,7 @@ def test_wrong_options(here: Path, options: str, code: str, capsys: pytest.Captu
 
 
 def test_a_pipeline_as_text_has_no_optimizer(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["optimize", f"{here}:mlp", "--optimizer", "adamw", "--passes", "cost,select-checkpoints"]
+    argv = ["optimize", f"{here}:mlp", "--optimizer", "adamw", "--passes", "cost,plan-memory"]
     assert cli.main(argv) == 2
     assert "error[IRC400]: --passes and --optimizer exclude each other" in capsys.readouterr().err
 

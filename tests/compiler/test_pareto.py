@@ -37,7 +37,6 @@ from irc.passes import (
     PlanMemory,
     Planner,
     Program,
-    SelectCheckpoints,
     smallest_budget,
 )
 
@@ -751,14 +750,14 @@ def test_budgets_that_are_refused(program: Program) -> None:
 
 
 def test_a_front_without_a_plan_is_refused(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    choose = SelectCheckpoints.choose
+    choose = PlanMemory.choose
 
-    def too_slow(step: SelectCheckpoints, planner: Planner) -> Program:
+    def too_slow(step: PlanMemory, planner: Planner) -> Program:
         if step.strategy == "auto":
             raise irc.TimeLimitError("IRC205", "the time limit ended")
         return choose(step, planner)
 
-    monkeypatch.setattr(SelectCheckpoints, "choose", too_slow)
+    monkeypatch.setattr(PlanMemory, "choose", too_slow)
     refused("IRC444", lambda: trace(program, None), irc.TimeLimitError)
 
 

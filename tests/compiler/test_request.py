@@ -33,9 +33,9 @@ def test_the_printed_pipeline_of_a_request_is_that_request(options: dict[str, ob
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("cost,split-convolutions,select-checkpoints", "split-convolutions comes too late"),
-        ("select-checkpoints,cost", "cost comes too late"),
-        ("cost,cost,select-checkpoints", "cost comes too late"),
+        ("cost,split-convolutions,plan-memory", "split-convolutions comes too late"),
+        ("plan-memory,cost", "cost comes too late"),
+        ("cost,cost,plan-memory", "cost comes too late"),
         ("split-convolutions,cost", "chooses a schedule"),
     ],
 )
@@ -46,4 +46,4 @@ def test_a_pipeline_out_of_order_is_refused(text: str, words: str) -> None:
 
 
 def test_costs_are_analytic_if_no_pass_finds_them() -> None:
-    assert Request.of_passes(parse_passes("select-checkpoints")).cost.profile == "cpu"
+    assert Request.of_passes(parse_passes("plan-memory")).cost.profile == "cpu"

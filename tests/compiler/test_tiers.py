@@ -201,7 +201,7 @@ def test_the_command_swaps(
     ("options", "code", "text"),
     [
         (["--swap", "tape:1GiB"], "IRC424", "tape"),
-        (["--swap", "disk", "--passes", "cost,select-checkpoints{budget=60%}"], "IRC400", "--swap"),
+        (["--swap", "disk", "--passes", "cost,plan-memory{budget=60%}"], "IRC400", "--swap"),
         (["--swap", "disk:/nowhere/at/all"], "IRC427", "/nowhere/at/all"),
     ],
 )

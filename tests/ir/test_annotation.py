@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
+from support.examples import examples
 from support.strategies import Sample, graphs, with_annotations
 
 from irc.ir import (
@@ -82,7 +83,7 @@ def test_the_text_of_annotations_is_read_back() -> None:
 
 
 @given(with_annotations(graphs()))
-@settings(max_examples=60)
+@examples(60)
 def test_any_graph_with_annotations_reads_back_what_it_prints(sample: Sample) -> None:
     verify_graph(sample.graph)
     text = print_graph(sample.graph)

@@ -91,6 +91,7 @@ def test_commands_refuse_without_a_traceback(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.default
 @pytest.mark.parametrize(
     "command", ["inspect models.py:mlp --costs analytic", "schedule --stages 2 --micro-batches 2"]
 )

@@ -4,9 +4,10 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.calls import Calls, several
+from support.examples import examples
 from support.exhaustive import at_random, chains, problem_of
 from support.strategies import Sample, graphs
 
@@ -24,7 +25,7 @@ from irc.ir import (
 from irc.passes import CheckpointProblem, Costs
 from irc.passes.rewrites.release_gradients import release_gradients
 
-SOME = settings(max_examples=60)
+SOME = examples(30)
 seeds = st.integers(0, 1 << 32)
 samples = several(chains() | graphs())
 
@@ -40,6 +41,7 @@ def test_the_peak_is_that_of_the_worst_order_of_all(sample: Sample, seed: int) -
         verify_schedule(simulated.schedule, sample.workspace_bytes, peak_bytes=replayed)
 
 
+@pytest.mark.default
 @given(samples, seeds)
 @SOME
 def test_the_peak_with_gradients_is_that_of_the_worst_order_of_more_calls(sample: Sample, seed: int) -> None:

@@ -6,8 +6,9 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.pipelining import Sample, pipelines, slow_bytes, slow_times
 
 from irc.ir import UsageError, VerificationError
@@ -77,7 +78,7 @@ def test_an_overlapped_forward_leaves_with_its_backward() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=300)
+@examples(300)
 @given(pipelines())
 def test_times_are_those_of_the_slow_simulator(sample: Sample) -> None:
     timeline = simulate_pipeline(sample.schedule, sample.costs, sample.transfers)

@@ -6,13 +6,14 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.exhaustive import chains, cheapest_in_class, cheapest_of_all, problem_of
 from support.strategies import Sample, graphs, with_annotations
 
 from irc.ir import BudgetError, Graph, Plan, Storage, parse_graph, same_graph, verify_graph, verify_schedule
-from irc.passes import CheckpointProblem, Costs, Program, SelectCheckpoints
+from irc.passes import CheckpointProblem, Costs, PlanMemory, Program
 from irc.passes.program import without_annotations
 from irc.passes.remat import exact
 from irc.passes.remat.candidates import find_candidates
@@ -23,9 +24,9 @@ from irc.passes.remat.problem import Solution
 from irc.passes.remat.search import search
 from irc.passes.remat.strategies import known_strategies
 
-SOME = settings(max_examples=60)
-FEW = settings(max_examples=25)
-VERY_FEW = settings(max_examples=12)
+SOME = examples(60)
+FEW = examples(25)
+VERY_FEW = examples(12)
 samples = with_annotations(chains() | graphs())
 small = with_annotations(chains(max_forward=6, max_kept=6))
 
@@ -166,13 +167,14 @@ def test_the_way_of_large_graphs_honours_every_annotation(sample: Sample, percen
     assert best <= found.best.seconds * (1 + 1e-9)
 
 
+@pytest.mark.default
 @given(samples, st.integers(0, 100))
 @FEW
 def test_a_plan_says_what_each_annotation_did(sample: Sample, percent: int) -> None:
     problem = problem_of(sample)
     low, high = problem.floor_bytes, problem.keep_all.peak_bytes
     program = Program(sample.graph, problem.costs)
-    step = SelectCheckpoints(low + (high - low) * percent // 100)
+    step = PlanMemory(low + (high - low) * percent // 100)
     try:
         plan = step.run(program).plan
     except BudgetError as error:
@@ -247,7 +249,7 @@ def costs_of(graph: Graph) -> Costs:
 
 def plan_on(text: str, budget: int | str = "200%") -> Plan:
     graph = parse_graph(text)
-    plan = SelectCheckpoints(budget).run(Program(graph, costs_of(graph))).plan
+    plan = PlanMemory(budget).run(Program(graph, costs_of(graph))).plan
     assert plan is not None
     return plan
 
@@ -317,12 +319,12 @@ backward:
 def test_a_refusal_says_what_the_step_needs_without_the_annotations() -> None:
     graph = parse_graph(WIDE)
     program = Program(graph, costs_of(graph))
-    assert SelectCheckpoints(3024).run(program).schedule is not None
+    assert PlanMemory(3024).run(program).schedule is not None
     with pytest.raises(BudgetError, match="IRC204") as caught:
-        SelectCheckpoints(3023).run(program)
+        PlanMemory(3023).run(program)
     assert caught.value.minimum_bytes == 3024
     needs = "annotations are in force (irc.keep(wide)), and without them it needs 1.98 KiB (2032 bytes)"
     assert needs in caught.value.message
     with pytest.raises(BudgetError, match="IRC204") as caught:
-        SelectCheckpoints(3023, "keep-all").run(program)
+        PlanMemory(3023, "keep-all").run(program)
     assert caught.value.message.endswith("; annotations are in force (irc.keep(wide))")

@@ -1,7 +1,8 @@
 """Large gradients made last: any order is one of backward, and memory is what it is for."""
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
+from support.examples import examples
 from support.exhaustive import chains, problem_of
 from support.strategies import Sample, graphs
 from torch import nn
@@ -11,7 +12,7 @@ from irc.ir import Region, verify_schedule
 from irc.passes import CheckpointProblem, Cost, Program, recomputation_problem
 from irc.passes.rewrites.backward_order import weight_gradients_last
 
-FEW = settings(max_examples=60)
+FEW = examples(60)
 
 
 @given(chains() | graphs())

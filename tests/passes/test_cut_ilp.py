@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from itertools import product
 from random import Random
 
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.exhaustive import (
     Choice,
     at_random,
@@ -26,7 +27,7 @@ from irc.passes.remat.eviction import evict_greedily
 from irc.passes.remat.exact import best_of_class, lower_bound
 from irc.passes.remat.problem import Solution
 
-SMALL = settings(max_examples=40)
+SMALL = examples(20)
 MANY_SECONDS = 60.0
 samples = chains() | graphs()
 

@@ -3,8 +3,9 @@
 import math
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.exhaustive import chains, cheapest_of_all, problem_of
 from support.strategies import Sample, graphs
 
@@ -12,7 +13,7 @@ from irc.ir import parse_graph, verify_schedule
 from irc.passes import CheckpointProblem, Costs
 from irc.passes.remat.eviction import evict_greedily
 
-SOME = settings(max_examples=80)
+SOME = examples(80)
 samples = chains() | graphs()
 weights = st.sampled_from((0.0, 0.25, 0.5, 1.0))
 
@@ -69,7 +70,7 @@ def test_nothing_fits_below_the_floor(sample: Sample) -> None:
 
 
 @given(chains(), st.integers(0, 100))
-@settings(max_examples=40)
+@examples(40)
 def test_it_is_never_better_than_the_best(sample: Sample, percent: int) -> None:
     problem = problem_of(sample)
     assume(len(problem.producer) <= 6)

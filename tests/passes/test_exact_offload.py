@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.exact_offload.choice import schedule_of
 from support.exact_offload.line import ExactProblem, line
-from support.exact_offload.programme import SwapProgramme
 from support.exact_offload.solve import Exact, best_with_swaps
+from support.examples import examples
 from support.exhaustive import chains, problem_of
 from support.exhaustive_swaps import Fastest, fastest_with_swaps
 from support.strategies import Sample, graphs, with_annotations
@@ -38,7 +38,8 @@ from irc.ir import (
     verify_schedule,
 )
 from irc.passes import CheckpointProblem
-from irc.passes.offload.remat_and_offload import OffloadProblem, search_with_copies
+from irc.passes.offload.offload_problem import OffloadProblem
+from irc.passes.offload.remat_and_offload import search_with_copies
 from irc.passes.offload.strategies import known_offload_solutions
 from irc.passes.remat.candidates import find_candidates
 from irc.passes.remat.exact import best_of_class
@@ -127,21 +128,23 @@ def compare(problem: CheckpointProblem, places: Sequence[Tier], budget_bytes: in
     assert found.bound_seconds >= reference.seconds - ROUNDING * problem.step_seconds
 
 
-@settings(max_examples=60)
+@pytest.mark.default
+@examples(30)
 @given(st.data(), samples)
 def test_it_is_as_fast_as_exhaustive_search_finds(data: st.DataObject, sample: Sample) -> None:
     problem = problems(sample)
     compare(problem, [data.draw(tiers(problem))], data.draw(budgets(problem)))
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(st.data(), samples)
 def test_a_small_tier_is_used_again_when_it_has_room(data: st.DataObject, sample: Sample) -> None:
     problem = problems(sample)
     compare(problem, [data.draw(tiers(problem, small=True))], data.draw(budgets(problem)))
 
 
-@settings(max_examples=25)
+@pytest.mark.default
+@examples(25)
 @given(st.data(), samples)
 def test_each_storage_goes_to_the_better_of_two_tiers(data: st.DataObject, sample: Sample) -> None:
     problem = problems(sample)
@@ -149,7 +152,7 @@ def test_each_storage_goes_to_the_better_of_two_tiers(data: st.DataObject, sampl
     compare(problem, places, data.draw(budgets(problem)))
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(st.data(), with_annotations(samples))
 def test_what_a_annotation_keeps_from_staying_does_not_stay_in_a_tier(
     data: st.DataObject, sample: Sample
@@ -165,7 +168,7 @@ def test_what_a_annotation_keeps_from_staying_does_not_stay_in_a_tier(
     assert problem.transient.isdisjoint(copied)
 
 
-@settings(max_examples=20)
+@examples(8)
 @given(st.data(), chains(max_forward=6) | running(graphs(max_forward=6)))
 def test_without_tiers_it_recomputes_as_the_integer_programme_does(
     data: st.DataObject, sample: Sample
@@ -180,7 +183,7 @@ def test_without_tiers_it_recomputes_as_the_integer_programme_does(
         assert found.step_seconds == pytest.approx(expected.best.seconds, abs=ROUNDING * problem.step_seconds)
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(st.data(), chains(max_forward=6))
 def test_a_tier_never_makes_it_slower_and_one_of_no_use_not_faster(
     data: st.DataObject, sample: Sample
@@ -199,7 +202,8 @@ def test_a_tier_never_makes_it_slower_and_one_of_no_use_not_faster(
         assert none.step_seconds == pytest.approx(alone.step_seconds, abs=rounding)
 
 
-@settings(max_examples=40)
+@pytest.mark.default
+@examples(25)
 @given(st.data(), chains(max_forward=4, max_kept=4))
 def test_what_stays_for_other_forwards_in_flight_counts(data: st.DataObject, sample: Sample) -> None:
     graph = replace(sample.graph, forwards_in_flight=data.draw(st.integers(2, 3)))
@@ -298,6 +302,8 @@ def test_a_channel_carries_copies_in_the_order_in_which_they_start() -> None:
     """Wherever the solver says that they are begun, which may be long before."""
     exact = ExactProblem(one_way_chain(), (HOST,), 14)
     steps = tuple(line(exact.problem, exact.pauses))
+    from support.exact_offload.programme import SwapProgramme
+
     choice = SwapProgramme(exact, steps).solve(MANY_SECONDS).choice
     assert choice is not None
     back = [begin for begin in choice.begins if isinstance(begin.instruction, Fetch)]
@@ -334,7 +340,7 @@ NEARLY = 0.05
 """The part of its time by which the plan of a tiny graph may be slower than the best there is."""
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@examples(25)
 @given(st.data(), samples)
 def test_the_plan_of_a_tiny_graph_is_nearly_the_best_and_its_bound_is_below(
     data: st.DataObject, sample: Sample

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.calls import Calls, several
+from support.examples import examples
 from support.exhaustive import Choice, chains, cheapest_in_class, cheapest_of_all, problem_of
 from support.strategies import Sample, graphs
 
@@ -19,11 +20,12 @@ from irc.passes import (
     Costs,
     HoldForwards,
     PassManager,
+    PlanMemory,
+    Planner,
     Program,
     ReleaseGradients,
-    SelectCheckpoints,
-    minimum_budget,
     parse_passes,
+    smallest_budget,
 )
 from irc.passes.remat.cut_ilp import Relaxation
 from irc.passes.remat.eviction import evict_greedily
@@ -31,7 +33,7 @@ from irc.passes.remat.exact import best_of_class, lower_bound
 from irc.passes.remat.retention_ilp import RetentionProgramme
 from irc.passes.remat.solution_merging import complete
 
-SMALL = settings(max_examples=15)
+SMALL = examples(15)
 MANY_SECONDS = 60.0
 samples = several(chains(max_forward=7) | graphs(max_forward=7))
 
@@ -125,12 +127,13 @@ def program_of(sample: Sample, count: int) -> Program:
 @SMALL
 def test_a_plan_holds_in_every_order(sample: Sample, count: int, percent: int) -> None:
     program = program_of(sample, count)
-    least, floor = minimum_budget(program)
+    planner = Planner(program)
+    least, floor = smallest_budget(planner), planner.problem.floor_bytes
     most = CheckpointProblem(
         program.graph, Costs(sample.seconds, sample.workspace_bytes, "")
     ).keep_all.peak_bytes
     budget = least + (most - least) * percent // 100
-    chosen = SelectCheckpoints(budget).run(program)
+    chosen = PlanMemory(budget).run(program)
     plan, schedule = chosen.plan, chosen.schedule
     assert plan is not None and schedule is not None and floor <= least <= plan.peak_bytes <= budget
     assert plan.forwards_in_flight == count and plan.baseline_peak_bytes == most
@@ -138,7 +141,7 @@ def test_a_plan_holds_in_every_order(sample: Sample, count: int, percent: int) -
     free_order = Calls(schedule, sample.workspace_bytes, count, free_order=True)
     assert plan.peak_with_gradients_bytes == free_order.peak_bytes() >= plan.peak_bytes
     with pytest.raises(BudgetError) as caught:
-        SelectCheckpoints(least - 1).run(program)
+        PlanMemory(least - 1).run(program)
     assert caught.value.minimum_bytes == least
     what = "a training step" if count == 1 else f"a training step with {count} forwards in flight"
     assert caught.value.message.startswith(f"{what} needs ")
@@ -191,10 +194,10 @@ def test_what_one_forward_may_keep_several_may_not() -> None:
     program = Program(graph, Costs(seconds, dict.fromkeys(graph.nodes, 0), "analytic:test"))
     here, beside = 40 + 40 + 4 + 4 + 40, 40 + 4 + 4
     for count, budget, again in ((1, 8 + here, "keep"), (2, 12 + here + beside, "recompute")):
-        plan = SelectCheckpoints(budget).run(HoldForwards(count).run(program)).plan
+        plan = PlanMemory(budget).run(HoldForwards(count).run(program)).plan
         assert plan is not None and plan.peak_bytes == budget and plan.proven_optimal
         assert {d.storage: d.action for d in plan.decisions} == {"a": "keep", "b": again}
-    kept = SelectCheckpoints("100%").run(HoldForwards(2).run(program)).plan
+    kept = PlanMemory("100%").run(HoldForwards(2).run(program)).plan
     assert kept is not None and kept.peak_bytes == 12 + here + beside + 40
 
 
@@ -222,7 +225,7 @@ def test_a_number_that_is_none_is_refused(count: Any) -> None:
 def test_the_pass_comes_before_the_choice() -> None:
     graph = parse_graph(CHAIN)
     costs = Costs(dict.fromkeys(graph.nodes, 1.0), dict.fromkeys(graph.nodes, 0), "analytic:test")
-    chosen = SelectCheckpoints("100%").run(Program(graph, costs))
+    chosen = PlanMemory("100%").run(Program(graph, costs))
     with pytest.raises(UsageError, match=r"IRC565.*after a schedule was chosen"):
         HoldForwards(2).run(chosen)
 

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.exhaustive import problem_of
 from support.strategies import Sample, with_annotations
 from support.swapping import chain, program_of, samples, tiers, works
@@ -31,14 +32,15 @@ from irc.ir import (
     stored_bytes,
     verify_schedule,
 )
-from irc.passes import STRATEGIES, CheckpointProblem, PlanMemory, Planner, SelectCheckpoints, Solution
+from irc.passes import CheckpointProblem, PlanMemory, Planner, Solution
+from irc.passes.offload.local_search import improve
+from irc.passes.offload.offload_problem import OffloadProblem
 from irc.passes.offload.pofo import Segment, segments_within
-from irc.passes.offload.remat_and_offload import OffloadProblem, improve
 from irc.passes.offload.strategies import LOOK_AHEADS, OFFLOAD_STRATEGIES, known_offload_solutions, lms_all
 from irc.passes.remat.chain import Block, articulations, blocks_of
 from irc.passes.remat.search import Incumbent
 
-SMALL = settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+SMALL = examples(12)
 
 
 def verified(work: OffloadProblem, solution: Solution, budget_bytes: int | None = None) -> None:
@@ -74,6 +76,7 @@ def test_lms_and_swap_compute_nothing_twice(work: OffloadProblem) -> None:
             assert solution.order == work.problem.keep_all.order
 
 
+@pytest.mark.default
 @SMALL
 @given(samples | with_annotations(samples), tiers(), st.integers(0, 8))
 def test_the_joint_plan_is_no_slower_than_any_strategy(
@@ -137,10 +140,6 @@ def test_lms_swaps_all_that_backward_reads(chain_work: OffloadProblem) -> None:
     assert solution.peak_bytes < problem.keep_all.peak_bytes
     assert solution.seconds > problem.step_seconds
     assert lms_all(chain_work, 0).seconds > solution.seconds
-    assert lms_all(chain_work, 1, threshold_bytes=599).seconds == solution.seconds
-    assert lms_all(chain_work, 1, threshold_bytes=600).schedule.instructions == (
-        problem.keep_all.schedule.instructions
-    )
 
 
 # ------------------------------------------------------------------------------------------- chains, POFO
@@ -339,9 +338,6 @@ def test_what_is_wrong_with_a_strategy_is_said(chain_work: OffloadProblem) -> No
         PlanMemory(strategy="mls").check()
     assert caught.value.code == "IRC403"
     assert caught.value.help is not None and "lms, ome, pofo, swap, recompute" in caught.value.help
-    with pytest.raises(UsageError, match="there is no strategy 'lms'"):
-        SelectCheckpoints(strategy="lms").check()
-    assert SelectCheckpoints.strategies == STRATEGIES
     program = program_of(straight(), ())
     with pytest.raises(UsageError, match="strategy lms copies, and there is no tier") as caught:
         PlanMemory(strategy="lms").run(program)

@@ -1,13 +1,15 @@
 """Parameters and optimizer state that live in a tier: what can, what a plan of it promises, when it moves."""
 
+import functools
 import time
 from dataclasses import replace
 from random import Random
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.exhaustive import at_random
 from support.offloaded_parameters import FAR, applied, offload_schedule, offloaded_names
 from support.strategies import Sample
@@ -48,7 +50,7 @@ from irc.passes import (
 from irc.passes.offload.offload_search import OffloadSearch
 from irc.passes.offload.prefetch import prefetch
 
-SMALL = settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+SMALL = examples(40)
 
 
 @SMALL
@@ -96,7 +98,8 @@ def test_copies_that_run_ahead_stay_within_the_budget_and_cost_no_time(
     assert after.compute_seconds == before.compute_seconds
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@pytest.mark.default
+@examples(10)
 @given(applied(), st.integers(0, 8), st.sampled_from((1.0, 30.0, 2.0**30)))
 def test_what_is_chosen_fits_and_no_schedule_found_is_below_the_bound(
     sample: Sample, part: int, rate: float
@@ -147,13 +150,19 @@ def program(model: nn.Module, *args: torch.Tensor, applies: bool = True) -> Prog
     return replace(done, tiers=(Tier("disk", 1 << 34, 1e9, 1e9),))
 
 
+@functools.cache
+def trained(*, applies: bool = True) -> Program:
+    """The program of `perceptron`, with AdamW or without an optimizer."""
+    return program(perceptron(), torch.ones(4, 128), applies=applies)
+
+
 def perceptron() -> nn.Module:
     layers = [layer for _ in range(4) for layer in (nn.Linear(128, 128), nn.ReLU())]
     return nn.Sequential(*layers)
 
 
 def test_state_comes_first_and_small_parameters_stay() -> None:
-    graph = program(perceptron(), torch.ones(4, 128)).graph
+    graph = trained().graph
     offloaded_parameters = offloadable_in("disk", graph, OFFLOADABLE)
     assert [offloaded.is_state for offloaded in offloaded_parameters] == [True] * 4 + [False] * 4
     assert {offloaded.storage.nbytes for offloaded in offloaded_parameters if offloaded.is_state} == {
@@ -161,10 +170,7 @@ def test_state_comes_first_and_small_parameters_stay() -> None:
     }
     assert all(offloaded.parameter.endswith("weight") for offloaded in offloaded_parameters)
     assert [offloaded.is_state for offloaded in offloadable_in("disk", graph, ["params"])] == [False] * 4
-    assert (
-        offloadable_in("disk", program(perceptron(), torch.ones(4, 128), applies=False).graph, ["optimizer"])
-        == ()
-    )
+    assert offloadable_in("disk", trained(applies=False).graph, ["optimizer"]) == ()
 
 
 def test_what_shares_its_memory_stays() -> None:
@@ -203,8 +209,9 @@ def test_a_parameter_that_nothing_reads_lives_in_the_tier_and_never_comes() -> N
 # ---------------------------------------------------------------------------- the pass
 
 
+@pytest.mark.default
 def test_a_budget_below_what_is_static_is_met_and_said_in_the_plan() -> None:
-    before = program(perceptron(), torch.ones(4, 128))
+    before = trained()
     budget_bytes = before.graph.static_bytes * 2 // 3
     chosen = PlanMemory(budget=budget_bytes, time_limit=5, offload="params+optimizer").run(before)
     plan = chosen.plan
@@ -232,15 +239,14 @@ def test_a_budget_below_what_is_static_is_met_and_said_in_the_plan() -> None:
 
 
 def test_a_budget_that_holds_all_leaves_all_on_the_device() -> None:
-    chosen = PlanMemory(budget="100%", time_limit=5, offload="params").run(
-        program(perceptron(), torch.ones(4, 128))
-    )
+    chosen = PlanMemory(budget="100%", time_limit=5, offload="params").run(trained())
     assert chosen.plan is not None and chosen.graph.offloaded_parameters == () and chosen.plan.tiers == ()
     assert chosen.plan.overhead == 0.0
 
 
+@pytest.mark.default
 def test_without_time_a_plan_or_the_time_limit_is_the_answer() -> None:
-    before = program(perceptron(), torch.ones(4, 128))
+    before = trained()
     budget_bytes = before.graph.static_bytes * 2 // 3
     try:
         plan = PlanMemory(budget=budget_bytes, time_limit=0.0, offload="params+optimizer").run(before).plan
@@ -250,6 +256,7 @@ def test_without_time_a_plan_or_the_time_limit_is_the_answer() -> None:
         assert plan is not None and plan.peak_bytes <= budget_bytes and plan.lower_bound_overhead == 0.0
 
 
+@pytest.mark.default
 def test_annotations_are_honoured_beside_what_lives_in_a_tier() -> None:
     model = perceptron()
     irc.recompute(model.get_submodule("1"))
@@ -265,7 +272,7 @@ def test_annotations_are_honoured_beside_what_lives_in_a_tier() -> None:
 
 
 def test_known_offloaded_parameters_are_taken() -> None:
-    before = program(perceptron(), torch.ones(4, 128))
+    before = trained()
     names = ("parameter 2.weight", "optimizer state of 4.weight")
     chosen = PlanMemory(budget="100%", time_limit=5, offload="params+optimizer", offloaded_names=names).run(
         before
@@ -274,7 +281,7 @@ def test_known_offloaded_parameters_are_taken() -> None:
 
 
 def test_a_tier_with_little_room_takes_what_it_can() -> None:
-    before = program(perceptron(), torch.ones(4, 128))
+    before = trained()
     small = replace(before, tiers=(Tier("disk", 200_000, 1e9, 1e9),))
     search = OffloadSearch(Planner(small), OFFLOADABLE, 1 << 30)
     assert sum(offloaded.storage.nbytes for offloaded in search.offloaded_parameters) <= 200_000
@@ -290,7 +297,7 @@ def test_a_tier_with_little_room_takes_what_it_can() -> None:
         (
             PlanMemory(offload="buffers"),
             "IRC403",
-            "'buffers' is nothing that can live in a tier between steps",
+            "'buffers' cannot live in a tier between steps",
         ),
         (
             PlanMemory(offload="params", strategy="lms"),
@@ -306,7 +313,7 @@ def test_options_that_make_no_sense_are_refused(step: PlanMemory, code: str, mes
 
 
 def test_nothing_to_move_and_nowhere_to_go_are_refused() -> None:
-    before = program(perceptron(), torch.ones(4, 128), applies=False)
+    before = trained(applies=False)
     with pytest.raises(
         UsageError, match="nothing of this model can live in tier disk as optimizer"
     ) as caught:

@@ -5,11 +5,13 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.exhaustive import chains
 from support.strategies import Sample
 
+import irc.passes
 from irc.ir import (
     BudgetError,
     Compute,
@@ -26,14 +28,13 @@ from irc.passes import (
     Observer,
     Pass,
     PassManager,
+    PlanMemory,
     Program,
     ReleaseGradients,
-    SelectCheckpoints,
-    Timing,
     parse_passes,
 )
 
-FEW = settings(max_examples=20)
+FEW = examples(20)
 
 
 def program_of(sample: Sample) -> Program:
@@ -50,7 +51,7 @@ steps = st.one_of(
         cache=st.booleans(),
     ),
     st.builds(
-        SelectCheckpoints,
+        PlanMemory,
         budget=st.integers(1, 1 << 50) | st.sampled_from(("4GiB", "1.5 GB", "60%", "100%")),
         strategy=st.sampled_from(("auto", "ilp", "eviction", "sqrt-n", "every-8", "keep-all")),
         time_limit=st.floats(0, 1e9),
@@ -64,13 +65,21 @@ def test_a_pipeline_reads_back_what_it_prints(passes: list[Pass]) -> None:
     assert parse_passes(str(PassManager(passes))) == tuple(passes)
 
 
+def test_a_pass_is_read_by_its_name_in_the_version_before() -> None:
+    with pytest.warns(DeprecationWarning, match="the pass select-checkpoints is now plan-memory"):
+        (step,) = parse_passes("select-checkpoints{budget=4GiB,strategy=sqrt-n}")
+    assert step == PlanMemory("4GiB", "sqrt-n")
+    with pytest.warns(DeprecationWarning, match="SelectCheckpoints is now PlanMemory"):
+        assert irc.passes.SelectCheckpoints is PlanMemory
+
+
 def test_a_pipeline_in_words() -> None:
-    text = " cost{ profile = cpu } , select-checkpoints{budget=4GiB,time_limit=5},cost"
+    text = " cost{ profile = cpu } , plan-memory{budget=4GiB,time_limit=5},cost"
     passes = parse_passes(text)
-    assert passes == (Cost("cpu"), SelectCheckpoints("4GiB", time_limit=5.0), Cost())
+    assert passes == (Cost("cpu"), PlanMemory("4GiB", time_limit=5.0), Cost())
     assert str(PassManager(passes)) == (
         "cost{profile=cpu,repeats=5,cache=true},"
-        "select-checkpoints{budget=4GiB,strategy=auto,time-limit=5.0},"
+        "plan-memory{budget=4GiB,strategy=auto,time-limit=5.0,offload=none},"
         "cost{profile=device,repeats=5,cache=true}"
     )
 
@@ -82,7 +91,7 @@ def test_a_pipeline_in_words() -> None:
             "",
             "the pipeline is empty",
             "passes: release-gradients, split-convolutions, split-dropout, hold-forwards, cost, offer-tiers, "
-            "select-checkpoints, plan-memory",
+            "plan-memory",
         ),
         ("cost,", "the pipeline ends in a comma", "name another pass, or drop the comma"),
         (
@@ -104,7 +113,7 @@ def test_a_pipeline_in_words() -> None:
             "costs",
             "there is no pass 'costs'",
             "passes: release-gradients, split-convolutions, split-dropout, hold-forwards, cost, offer-tiers, "
-            "select-checkpoints, plan-memory",
+            "plan-memory",
         ),
         (
             "cost{machine=cpu}",
@@ -119,8 +128,8 @@ def test_a_pipeline_in_words() -> None:
         ("cost{cache=1}", "option cache of pass cost is '1'", "give a value like true"),
         ("cost{repeats=5.0}", "option repeats of pass cost is '5.0'", "give a value like 5"),
         (
-            "select-checkpoints{time-limit=soon}",
-            "option time-limit of pass select-checkpoints is 'soon'",
+            "plan-memory{time-limit=soon}",
+            "option time-limit of pass plan-memory is 'soon'",
             "give a value like 60.0",
         ),
         ("cost{cache=true,cache=false}", "option cache of pass cost is given twice", "give it once"),
@@ -198,29 +207,25 @@ def failure(passes: Sequence[Pass], program: Program, observers: Sequence[Observ
 @FEW
 def test_observers_are_called_in_order(sample: Sample) -> None:
     seen: list[str] = []
-    timing = Timing()
-    observers: list[Observer] = [Recorder("a", seen), timing, Recorder("b", seen)]
-    result = PassManager([Rename(), SelectCheckpoints(), Rename()], observers).run(program_of(sample))
+    observers: list[Observer] = [Recorder("a", seen), Recorder("b", seen)]
+    result = PassManager([Rename(), PlanMemory(), Rename()], observers).run(program_of(sample))
     assert result.plan is not None and result.schedule is not None
     assert seen == [
         f"{who} {when} {what} {planned}"
         for what, *states in (
             ("rename", False, False),
-            ("select-checkpoints", False, True),
+            ("plan-memory", False, True),
             ("rename", True, True),
         )
         for when, planned in zip(("before", "after"), states, strict=True)
         for who in ("a", "b")
     ]
-    assert list(timing.seconds) == ["rename", "select-checkpoints"]
 
 
 @given(chains(), st.booleans())
 @FEW
 def test_a_pass_that_breaks_the_program_is_named(sample: Sample, planned: bool) -> None:
-    passes = (
-        [SelectCheckpoints(), ForgetsTheOutput(), Rename()] if planned else [ForgetsTheOutput(), Rename()]
-    )
+    passes = [PlanMemory(), ForgetsTheOutput(), Rename()] if planned else [ForgetsTheOutput(), Rename()]
     seen: list[str] = []
     error = failure(passes, program_of(sample), [Recorder("a", seen)])
     assert isinstance(error, VerificationError)
@@ -231,7 +236,7 @@ def test_a_pass_that_breaks_the_program_is_named(sample: Sample, planned: bool) 
 @given(chains())
 @FEW
 def test_a_claim_that_is_not_true_is_caught(sample: Sample) -> None:
-    error = failure([SelectCheckpoints(), ClaimsLess()], program_of(sample))
+    error = failure([PlanMemory(), ClaimsLess()], program_of(sample))
     assert error.code == "IRC129"
     assert error.__notes__ == ["in pass claims-less{}"]
 
@@ -239,10 +244,10 @@ def test_a_claim_that_is_not_true_is_caught(sample: Sample) -> None:
 @given(chains())
 @FEW
 def test_an_error_of_a_pass_names_it_with_its_options(sample: Sample) -> None:
-    error = failure([Rename(), SelectCheckpoints(1)], program_of(sample))
+    error = failure([Rename(), PlanMemory(1)], program_of(sample))
     assert isinstance(error, BudgetError)
-    assert error.__notes__ == ["in pass select-checkpoints{budget=1,strategy=auto,time-limit=60.0}"]
-    error = failure([SelectCheckpoints(strategy="best")], program_of(sample))
+    assert error.__notes__ == ["in pass plan-memory{budget=1,strategy=auto,time-limit=60.0,offload=none}"]
+    error = failure([PlanMemory(strategy="best")], program_of(sample))
     assert error.code == "IRC403"
 
 
@@ -262,7 +267,7 @@ def test_what_is_broken_from_the_start_is_refused_before_any_pass(sample: Sample
 def test_a_program_prints_its_graph_and_then_its_schedule(sample: Sample) -> None:
     program = program_of(sample)
     assert str(program) == print_graph(sample.graph)
-    result = PassManager([SelectCheckpoints()]).run(program)
+    result = PassManager([PlanMemory()]).run(program)
     assert result.schedule is not None
     assert str(result) == print_schedule(result.schedule)
     first = result.schedule.instructions[0]

@@ -75,8 +75,8 @@ def _cases(name: str) -> list[tuple[int, int, int]]:
     chunks = SCHEDULES[name].chunks
     return [
         (p, m, v)
-        for p in range(1, 7)
-        for m in [*range(1, 15), 16, 24, 30]
+        for p in range(1, 6)
+        for m in [*range(1, 9), 12, 15]
         for v in ((1, 2, 3) if chunks is None else (chunks,))
     ]
 

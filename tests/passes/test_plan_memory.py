@@ -9,8 +9,9 @@ from random import Random
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import HealthCheck, assume, find, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.exhaustive import at_random
 from support.strategies import Sample
 from support.swapping import chain, program_of, samples, works
@@ -37,20 +38,22 @@ from irc.passes import (
     PlanMemory,
     Planner,
     Program,
-    SelectCheckpoints,
     machine_named,
     parse_passes,
 )
 from irc.passes.offload import remat_and_offload as joint
 from irc.passes.offload.cut_ilp import OffloadRelaxation
-from irc.passes.offload.remat_and_offload import OffloadProblem, improve, least_budget, search_with_copies
+from irc.passes.offload.local_search import improve
+from irc.passes.offload.offload_problem import OffloadProblem
+from irc.passes.offload.remat_and_offload import least_budget, search_with_copies
 from irc.passes.offload.schedule_copies import Order, schedule_copies
 from irc.passes.offload.strategies import OFFLOAD_STRATEGIES, known_offload_solutions
 from irc.passes.remat.candidates import Candidates, find_candidates
 from irc.passes.remat.cut_ilp import Relaxation
 from irc.passes.remat.search import Incumbent, search
 
-SMALL = settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+FAST = Tier("host", 1 << 60, 1e12, 1e12)
+SMALL = examples(20)
 
 
 def later(seconds: float = 20.0) -> float:
@@ -108,6 +111,7 @@ def test_nothing_is_copied_where_all_can_be_kept(work: OffloadProblem) -> None:
 # ------------------------------------------------------------------------------------------------ the bound
 
 
+@pytest.mark.default
 @SMALL
 @given(works(), st.data())
 def test_the_bound_over_cuts_is_below_every_schedule_with_copies(
@@ -192,7 +196,11 @@ def test_improving_makes_nothing_slower_and_keeps_the_budget(work: OffloadProble
 
 
 def test_improving_ends_where_a_step_takes_no_time() -> None:
-    work = find(works(), lambda work: not work.problem.step_seconds)
+    program = chain()
+    assert program.costs is not None
+    idle = replace(program.costs, seconds=dict.fromkeys(program.graph.operations, 0.0))
+    problem = CheckpointProblem(program.graph, idle)
+    work = OffloadProblem(problem, (FAST,), problem.keep_all.peak_bytes)
     fitted = work.with_copies(work.problem.keep_all)
     assert fitted is not None
     incumbent = Incumbent("swap", fitted)
@@ -201,8 +209,6 @@ def test_improving_ends_where_a_step_takes_no_time() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ the passes
-
-FAST = Tier("host", 1 << 60, 1e12, 1e12)
 
 
 @SMALL
@@ -243,7 +249,7 @@ def test_a_chain_whose_copies_keep_pace_costs_nothing() -> None:
     assert made.plan.peak_bytes <= 0.7 * baseline
     assert {d.action for d in made.plan.decisions} >= {"swap", "keep"}
     assert "f0" in made.plan.explain() and "copied to host (500 ms out" in made.plan.explain()
-    alone = SelectCheckpoints("70%").run(program)
+    alone = PlanMemory("70%", "recompute").run(program)
     assert alone.plan is not None and alone.plan.overhead > 0
 
 
@@ -252,16 +258,17 @@ def test_a_chain_whose_copies_are_slow_recomputes() -> None:
     offered = OfferTiers(tiers=(Tier("disk", 1 << 20, 1.0, 1.0),)).run(program)
     made = PlanMemory("70%").run(offered)
     assert made.plan is not None and made.plan.tiers == () and made.plan.exposed_seconds == 0
-    alone = SelectCheckpoints("70%").run(program)
+    alone = PlanMemory("70%", "recompute").run(program)
     assert alone.plan is not None and made.plan.overhead == pytest.approx(alone.plan.overhead)
 
 
+@pytest.mark.default
 def test_both_are_mixed_where_the_channel_is_the_limit() -> None:
     """A copy takes three operations: the best plan copies some values and makes others again."""
     program = chain(8)
     offered = OfferTiers(tiers=(Tier("host", 1 << 20, 200.0, 200.0),)).run(program)
     made = PlanMemory("50%").run(offered)
-    alone = SelectCheckpoints("50%").run(program)
+    alone = PlanMemory("50%", "recompute").run(program)
     swapped = OffloadProblem(
         Planner(offered).problem, offered.tiers, Planner(offered).baseline_bytes // 2
     ).with_copies(Planner(offered).problem.keep_all)

@@ -45,14 +45,11 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Node]:
 
 
 def test_a_profile_covers_every_operation_with_positive_times(graph: Graph) -> None:
-    calls: list[tuple[int, int]] = []
-    costs = profile_costs(graph, repeats=2, progress=lambda done, total: calls.append((done, total)))
+    costs = profile_costs(graph, repeats=2)
     assert set(costs.seconds) == set(costs.workspace_bytes) == set(graph.operations)
     assert all(seconds > 0 for seconds in costs.seconds.values())
     assert all(workspace_bytes >= 0 for workspace_bytes in costs.workspace_bytes.values())
     assert costs.source.startswith(f"profile:torch-{torch.__version__}") and "1-threads" in costs.source
-    total = len({signature(node) for node in graph.operations})
-    assert calls == [(done, total) for done in range(total + 1)]
 
 
 def test_profiling_leaves_the_generator_the_gradients_and_the_model_alone() -> None:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.strategies import Sample, graphs
 
 from irc.ir import (
@@ -32,16 +33,17 @@ from irc.passes import (
     Cost,
     Costs,
     PassManager,
+    PlanMemory,
+    Planner,
     Program,
     ReleaseGradients,
-    SelectCheckpoints,
-    minimum_budget,
     parse_passes,
+    smallest_budget,
 )
 from irc.passes.costs.table import StepCost
 from irc.passes.rewrites.release_gradients import release_gradients
 
-FEW = settings(max_examples=25)
+FEW = examples(15)
 samples = graphs()
 
 
@@ -337,10 +339,10 @@ def test_every_strategy_leaves_updated_parameters_alone(
         program = program_of(sample, released)
         assert program.costs is not None
         baseline = verify_schedule(program.baseline, program.costs.workspace_bytes).peak_bytes
-        least = minimum_budget(program)[0]
+        least = smallest_budget(Planner(program))
         exact = strategy in ("auto", "ilp")
         budget = data.draw(st.integers(least, max(least, baseline))) if exact else 10 * baseline
-        result = SelectCheckpoints(budget, strategy, 5.0).run(program)
+        result = PlanMemory(budget, strategy, 5.0).run(program)
         assert result.schedule is not None
         verify_schedule(result.schedule, program.costs.workspace_bytes, budget_bytes=budget)
 
@@ -445,6 +447,6 @@ def test_a_large_gradient_of_an_input_does_not_wait_beyond_the_update_that_it_mu
     for released in (release_gradients(graph), release_gradients(graph, step_costs(graph))):
         nothing = dict.fromkeys(released.operations, 0)
         program = Program(released, Costs(dict.fromkeys(released.operations, 1.0), nothing, "analytic:test"))
-        result = SelectCheckpoints("100%", "auto", 5.0).run(program)
+        result = PlanMemory("100%", "auto", 5.0).run(program)
         assert result.schedule is not None
         verify_schedule(result.schedule, nothing)

@@ -6,19 +6,20 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.exact_offload.solve import best_with_swaps
+from support.examples import examples
 from support.exhaustive import at_random, chains, problem_of
 from support.strategies import Sample, graphs
 from support.swapping import chain, works
 
 from irc.ir import Region, Tier, Trait, parse_graph, step_times, verify_schedule
 from irc.passes import CheckpointProblem, Costs
-from irc.passes.offload.remat_and_offload import OffloadProblem
+from irc.passes.offload.offload_problem import OffloadProblem
 from irc.passes.offload.schedule_copies import Copies, Order, schedule_copies
 
-SMALL = settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+SMALL = examples(40)
 
 
 def checked(work: OffloadProblem, order: Order, effort: int) -> Copies | None:

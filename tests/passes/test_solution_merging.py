@@ -4,8 +4,9 @@ import time
 from random import Random
 from unittest.mock import patch
 
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.exhaustive import at_random, chains, cheapest_in_class, problem_of
 from support.strategies import Sample, graphs
 
@@ -18,7 +19,7 @@ from irc.passes.remat.problem import Solution
 from irc.passes.remat.search import search
 from irc.passes.remat.solution_merging import SolutionMerger, complete, united, with_neighbours
 
-FEW = settings(max_examples=40, deadline=None)
+FEW = examples(40)
 samples = chains() | graphs()
 
 
@@ -106,7 +107,7 @@ def test_uniting_keeps_the_first_order_and_adds_each_operation_once(sample: Samp
 
 
 @given(chains(max_forward=9), st.integers(10, 90))
-@settings(max_examples=15, deadline=None)
+@examples(15)
 def test_the_way_of_large_graphs_holds_on_small_ones(sample: Sample, percent: int) -> None:
     """Within the budget, no worse than its seeds, and the bound is below the exhaustive optimum."""
     problem = problem_of(sample)

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from support.examples import examples
 from torch import nn
 
 import irc
@@ -48,7 +49,7 @@ def convolutions(draw: st.DrawFn) -> tuple[nn.Module, torch.Tensor]:
 
 @pytest.mark.slow
 @given(convolutions())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_gradients_are_equal_bit_for_bit(case: tuple[nn.Module, torch.Tensor]) -> None:
     """Left out is what torch itself computes otherwise each time: it reads memory that nothing wrote."""
     model, x = case

@@ -5,8 +5,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.exhaustive import chains, problem_of, subsets
 from support.strategies import Sample, graphs
 
@@ -25,7 +26,7 @@ from irc.passes.remat.strategies import (
     sqrt_n,
 )
 
-SOME = settings(max_examples=80)
+SOME = examples(80)
 samples = chains() | graphs()
 
 

@@ -6,25 +6,22 @@ from collections.abc import Mapping
 from dataclasses import replace
 from random import Random
 
-from hypothesis import assume, given, settings
+import pytest
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.exhaustive import at_random, chains, problem_of
 from support.strategies import Sample, graphs
 
 from irc.ir import liveness, verify_schedule
 from irc.passes import CheckpointProblem, Costs, Program, Solution
-from irc.passes.subgraphs.footprint import Footprint, footprint, outputs_bytes, tangents_bytes
+from irc.passes.subgraphs.choose_together import choose_together
+from irc.passes.subgraphs.footprint import Footprint, footprint, outputs_bytes, saved_by, tangents_bytes
 from irc.passes.subgraphs.leaner_backward import leaner_backwards
-from irc.passes.subgraphs.subgraph import (
-    AmbientMemory,
-    Subgraph,
-    SubgraphSolutions,
-    choose_together,
-    plan_subgraph,
-    saved_by,
-)
+from irc.passes.subgraphs.plan_subgraph import plan_subgraph
+from irc.passes.subgraphs.subgraph import AmbientMemory, Subgraph, SubgraphSolutions
 
-FEW = settings(max_examples=25, deadline=None)
+FEW = examples(12)
 samples = chains() | graphs()
 seeds = st.integers(0, 1 << 32)
 
@@ -63,6 +60,7 @@ def test_a_footprint_says_when_a_schedule_takes_what(sample: Sample, seed: int) 
     assert taken.backward_bytes >= least
 
 
+@pytest.mark.default
 @given(samples, samples, st.integers(0, 100))
 @FEW
 def test_the_choice_for_two_parts_fits_and_is_no_worse_than_the_best_pair(

@@ -63,6 +63,7 @@ def check(found: Machine) -> None:
 # ---------------------------------------------------------------------- irc machine
 
 
+@pytest.mark.default
 def test_a_measured_machine_is_planned_for(command: Run, models: Path, tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     arguments = ["machine", "--quick", "--device", "cpu", "--scratch", tmp_path, "--name", "mine", "-o", path]
@@ -153,6 +154,7 @@ def test_a_device_without_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 # ---------------------------------------------------------------------- --profile MACHINE
 
 
+@pytest.mark.default
 def test_a_described_machine_is_planned_for(command: Run, models: Path) -> None:
     step: list[float] = []
     for name in ("cpu", "gtx1080"):
@@ -179,7 +181,7 @@ def test_the_module_takes_the_path_of_a_machine(tmp_path: Path) -> None:
     [
         (["--budget", "1MB", "--costs", "abacus"], "IRC410", "no machine is called 'abacus'"),
         (["--budget", "1MB", "--costs", "missing.json"], "IRC414", "missing.json cannot be read"),
-        (["--costs", "gtx1080", "--passes", "cost,select-checkpoints{budget=1GB}"], "IRC400", "exclude"),
+        (["--costs", "gtx1080", "--passes", "cost,plan-memory{budget=1GB}"], "IRC400", "exclude"),
     ],
 )
 def test_a_machine_that_is_none_is_refused(

@@ -52,7 +52,7 @@ CASES: dict[str, str] = {
     "language-70": "language --budget 70% --strategy eviction",
     "dropping-80": "dropping --budget 80%",
     "recurrent": "recurrent --budget 97000 --strategy eviction",
-    "passes": "mlp --passes split-convolutions,cost{{profile=v100}},select-checkpoints{{budget=60%}}",
+    "passes": "mlp --passes split-convolutions,cost{{profile=v100}},plan-memory{{budget=60%}}",
     "pipe-1f1b": "language --budget 4MiB --stages 2 --micro-batches 4",
     "pipe-gpipe": "mlp --budget 4MiB --stages 3 --micro-batches 4 --schedule gpipe --checkpoint always",
     "pipe-zbv": "unet --budget 4MiB --stages 2 --micro-batches 4 --schedule zbv",

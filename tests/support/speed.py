@@ -1,7 +1,8 @@
 """Tests by speed: `fast` within `test`, and `slow` beside it; a test that is not marked `slow` is quick.
 
 `make fast` runs the tests of `FAST`, `make test` all that are not slow, and `make slow` the others. A test is
-slow if it has the marker, or if it is in one of the places of `SLOW`.
+slow if it has the marker, or if it is in one of the places of `SLOW`. A test in one of the places of `FAST`
+that takes more than half a second of the processor is marked `default`: `make fast` leaves it out.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ FAST = (
     "test_layout.py",
     "test_speed.py",
 )
-"""Folders and files that `make fast` runs, but for what is slow in them."""
+"""Folders and files that `make fast` runs, except for tests in them that are marked `default` or `slow`."""
 
 SLOW = (
     "benchmarks",
@@ -104,7 +105,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if is_in(item.path, SLOW):
             item.add_marker("slow")
-        elif is_in(item.path, FAST) and item.get_closest_marker("slow") is None:
+        elif is_in(item.path, FAST) and not any(map(item.get_closest_marker, ("default", "slow"))):
             item.add_marker("fast")
 
 

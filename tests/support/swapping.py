@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from irc.ir import Tier, parse_program
 from irc.passes import Costs, Program
-from irc.passes.offload.remat_and_offload import OffloadProblem
+from irc.passes.offload.offload_problem import OffloadProblem
 from support.exhaustive import chains, problem_of
 from support.strategies import Sample, graphs
 

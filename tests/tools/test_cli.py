@@ -270,7 +270,7 @@ def test_run_as_json(irc: Run, models: Path, tmp_path: Path) -> None:
 
 def test_verbose_says_what_took_how_long(irc: Run, models: Path) -> None:
     status, out, err = irc("optimize", f"{models}:mlp", "--budget", "80%", "-v", *FAST)
-    assert status == 0 and "pass select-checkpoints: " in err and "pass cost: " in err
+    assert status == 0 and "pass plan-memory: " in err and "pass cost: " in err
     assert "storage " in out and "recompute" in out
 
 
@@ -278,13 +278,13 @@ def test_the_pipeline_is_printed_back(irc: Run) -> None:
     status, text, _ = irc("optimize", "m.py:f", "--budget", "4GiB", "--strategy", "every-4", "--print-passes")
     assert status == 0
     assert str(PassManager(parse_passes(text.strip()))) == text.strip()
-    assert "select-checkpoints{budget=4GiB,strategy=every-4,time-limit=60.0}" in text
+    assert "plan-memory{budget=4GiB,strategy=every-4,time-limit=60.0,offload=none}" in text
     again = irc("optimize", "m.py:f", "--passes", text.strip(), "--print-passes")
     assert again == (0, text, "")
 
 
 def test_a_pipeline_as_text_is_what_runs(irc: Run, models: Path) -> None:
-    passes = "cost{profile=a100},select-checkpoints{budget=100%,strategy=keep-all}"
+    passes = "cost{profile=a100},plan-memory{budget=100%,strategy=keep-all}"
     status, text, _ = irc("optimize", f"{models}:mlp", "--passes", passes)
     assert status == 0 and "keep-all, costs analytic:a100" in text
 
@@ -310,7 +310,7 @@ def test_a_pipeline_as_text_is_what_runs(irc: Run, models: Path) -> None:
         ("optimize {m}:mlp --budget 60% --time-limit soon", "IRC400", "'soon'"),
         ("optimize {m}:mlp --budget 60% -v -q", "IRC400", "not allowed with"),
         ("optimize {m}:mlp --budget 60% --passes cost", "IRC400", "exclude each other"),
-        ("optimize {m}:mlp --passes cost{{profile=tpu}},select-checkpoints", "IRC410", "'tpu'"),
+        ("optimize {m}:mlp --passes cost{{profile=tpu}},plan-memory", "IRC410", "'tpu'"),
         ("optimize {m}:mlp --passes cost,fuse", "IRC404", "'fuse'"),
         ("optimize {m}:mlp --passes cost{{speed=1}}", "IRC404", "'speed=1'"),
         ("optimize {m}:mlp --passes cost", "IRC405", "chooses a schedule"),
@@ -332,7 +332,7 @@ def test_a_pipeline_as_text_is_what_runs(irc: Run, models: Path) -> None:
         ("pareto {m}:none --swap tape:1GiB", "IRC424", "'tape'"),
         ("pareto {m}:none --swap disk:/nowhere/at/all", "IRC427", "/nowhere/at/all"),
         ("pareto {m}:none --swap disk --swap disk", "IRC426", "2 times"),
-        ("pareto {m}:mlp --strategy lms", "IRC403", "'lms'"),
+        ("pareto {m}:mlp --strategy lms", "IRC403", "strategy lms copies"),
         ("pareto {m}:mlp -o {m}", "IRC442", "Not a directory"),
         ("inspect nowhere", "IRC420", "no ONNX file and no factory"),
         ("inspect {m}:mlp --top -1", "IRC400", "negative"),
@@ -429,7 +429,7 @@ def test_an_interrupt_is_one_line(irc: Run, models: Path, monkeypatch: pytest.Mo
 
 def test_notes_are_shown(irc: Run, models: Path) -> None:
     _, _, err = irc("optimize", f"{models}:mlp", "--budget", "1kB", *FAST)
-    assert "  note: in pass select-checkpoints{budget=1kB" in err
+    assert "  note: in pass plan-memory{budget=1kB" in err
     assert BudgetError.exit_status == 3
 
 

@@ -11,7 +11,7 @@ from irc.compiler.model_source import Source, load, training_loss
 from irc.compiler.request import cost_passes
 from irc.frontends.torch import capture
 from irc.ir import liveness
-from irc.passes import PassManager, Program, SelectCheckpoints
+from irc.passes import PassManager, PlanMemory, Program
 from irc.tools.model_report import inspect_program
 
 
@@ -26,7 +26,7 @@ def test_inspection_agrees_with_the_plan(models: Path, name: str) -> None:
     costed = program(models, name)
     found = inspect_program(costed, 5)
     budget = found.minimum_budget_bytes
-    planned = PassManager([SelectCheckpoints(budget, time_limit=0.5)]).run(costed)
+    planned = PassManager([PlanMemory(budget, time_limit=0.5)]).run(costed)
     assert planned.plan is not None and planned.plan.peak_bytes <= budget
     assert planned.plan.minimum_budget_bytes == budget
     assert planned.plan.baseline_peak_bytes == found.baseline_peak_bytes

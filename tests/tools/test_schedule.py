@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from support.pipelining import Sample, pipelines
 
 from irc.ir.pipeline.schedule import PipelineSchedule
 from irc.ir.pipeline.timing import simulate_pipeline
 from irc.passes.pipeline import SCHEDULES, pipeline_schedule
 from irc.tools.cli import main
-from irc.tools.schedule_picture import DrawnStep, draw_pipelines
 from irc.tools.schedule_report import EqualStages, simulate_known
 from irc.tools.schedule_trace import trace_events
 
@@ -137,32 +136,3 @@ def test_pictures_are_written(
     assert first.startswith(begin)
     _output(capsys, "--stages", "2", "--micro-batches", "4", "--picture", str(path))
     assert path.read_bytes() == first
-
-
-def test_a_picture_shows_every_device_and_micro_batch() -> None:
-    step = simulate_known("1f1b", EqualStages(3, 5))
-    text = draw_pipelines([step.drawn()], "svg").decode()
-    assert step.title in text
-    for device in range(3):
-        assert text.count(f">device {device}</text>") == 2  # at its row, and at its memory
-    for micro_batch in range(5):
-        assert text.count(f'">{micro_batch}</text>') >= 6  # forward and backward on each device
-    assert "forward (F)" in text and "backward (B)" in text and "weight gradients" not in text
-
-
-def test_numbers_that_do_not_fit_are_left_out() -> None:
-    step = simulate_known("gpipe", EqualStages(2, 400))
-    assert ">399</text>" not in draw_pipelines([step.drawn()], "svg").decode()
-
-
-@settings(max_examples=8)
-@given(pipelines())
-def test_any_step_can_be_drawn(sample: Sample) -> None:
-    timeline = simulate_pipeline(sample.schedule, sample.costs, sample.transfers)
-    drawn = DrawnStep("any", sample.schedule, timeline, 1.0, "bytes")
-    assert draw_pipelines([drawn], "svg").count(b">any</text>") == 1
-
-
-def test_a_step_without_time_can_be_drawn() -> None:
-    nothing = EqualStages(2, 2, forward_seconds=0, input_gradient_seconds=0, weight_gradient_seconds=0)
-    assert b"0 s, bubble 0.0%" in draw_pipelines([simulate_known("gpipe", nothing).drawn()], "svg")

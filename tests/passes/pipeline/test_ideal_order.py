@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -11,13 +12,13 @@ from hypothesis import strategies as st
 from support.strategies import Sample, graphs
 from torch import Tensor, nn
 
-from irc.compiler.pipeline.api import Pipeline, pipeline
-from irc.compiler.pipeline.micro_batches import micro_batches_of
-from irc.compiler.pipeline.plan import captured_micro_batch
 from irc.ir import Graph, Region
 from irc.passes import Costs
 from irc.passes.pipeline import PARTITIONS, Devices, LinearOrder, pipeline_schedule
 from irc.passes.pipeline.ideal_order import ideal_order
+
+if TYPE_CHECKING:
+    from irc.compiler.pipeline.api import Pipeline
 
 
 class Towers(nn.Module):
@@ -40,6 +41,8 @@ class Towers(nn.Module):
 
 
 def planned(model: nn.Module, x: Tensor, partition: str = "best") -> Pipeline:
+    from irc.compiler.pipeline.api import pipeline
+
     return pipeline(
         model,
         (x,),
@@ -61,7 +64,10 @@ def stage_parameters(pipe: Pipeline) -> list[set[str]]:
     ]
 
 
+@pytest.mark.default
 def test_a_slow_link_parts_towers_that_run_in_turns() -> None:
+    from irc.compiler.pipeline.micro_batches import micro_batches_of
+
     torch.manual_seed(0)
     model, x = Towers(), torch.randn(64, 64)
     twin = copy.deepcopy(model)
@@ -91,8 +97,11 @@ def test_no_other_way_of_cutting_is_better() -> None:
     assert planned(Towers(), x, partition="uniform").plan.step_seconds > 1.2 * best.step_seconds
 
 
+@pytest.mark.default
 @pytest.mark.parametrize("draws", [False, True])
 def test_random_numbers_keep_their_order(draws: bool) -> None:
+    from irc.compiler.pipeline.plan import captured_micro_batch
+
     torch.manual_seed(0)
     graph = captured_micro_batch(Towers(draws=draws), (torch.randn(16, 64),), None).graph
     equal = Devices((1 << 40,) * 2, (1.0, 1.0), 1e3)

@@ -12,7 +12,6 @@ from irc.passes.remat.problem import CheckpointProblem
 
 from .choice import schedule_of
 from .line import ExactProblem, Step, line
-from .programme import SwapProgramme
 
 __all__ = ["Exact", "best_with_swaps"]
 
@@ -109,6 +108,8 @@ class _Search:
         self, below_seconds: float = math.inf, *, any_will_do: bool = False, effort: float = math.inf
     ) -> Exact:
         """Solves, and simulates what was chosen; the arguments are those of the programme."""
+        from .programme import SwapProgramme  # OR-Tools' CP-SAT imports pandas
+
         programme = SwapProgramme(self.exact, self.steps, below_seconds)
         left = self.deadline - time.monotonic()
         solved = programme.solve(left, any_will_do=any_will_do, effort=effort)

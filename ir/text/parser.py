@@ -1,39 +1,14 @@
-"""The text form of graphs and schedules: one statement a line, printed and read back without loss.
-
-```
-graph loss_bytes=8 {
-  storage @s0 24 cpu
-  storage @s1 24 cpu
-  annotation keep "irc.keep(act)"
-  input %x: float32[2,3]{3,1} @s0 input "0"
-forward:
-  relu = aten.relu.default(%x) -> %relu: float32[2,3]{3,1} @s1 loc(module="act") annotation("irc.keep(act)")
-  output %relu "0"
-}
-schedule {
-  compute relu keep(@s1)
-  loss
-}
-```
-
-A name that is not a plain identifier stands as a JSON string: `%"layer 1"`. `#` starts a comment.
-A single tensor follows `->` bare; the results of an operation that returns a list stand in parentheses.
-A tensor lives on the device of its storage, unless `on DEVICE` says otherwise.
-Other instructions are `free @s1`, `offload @s1 to host`, `fetch @s1 from host` and `wait @s1`.
-`offloaded %w disk "layer.weight"` says that a parameter lives in a tier between steps, and
-`offloaded state %m: uint8[8]{1} @m disk "layer.weight"` that the state of its optimizer does.
-"""
+"""Parses the text form: recursive descent over the tokens of one line at a time."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
-from .annotation import Annotation, Policy
-from .errors import Location, UsageError
-from .graph import (
+from ..annotation import Annotation, Policy
+from ..errors import Location, UsageError
+from ..graph import (
     Argument,
     Graph,
     Input,
@@ -46,175 +21,22 @@ from .graph import (
     Symbol,
     Trait,
 )
-from .schedule import Compute, Fetch, Free, Instruction, Loss, Offload, Schedule, Wait
-from .types import DType, Storage, TensorType, Value
+from ..schedule import Compute, Fetch, Free, Instruction, Loss, Offload, Schedule, Wait
+from ..types import DType, Storage, TensorType, Value
+from .tokens import LOCATION_FIELDS, OPTIONAL, TOKEN, WORD
 
-__all__ = [
-    "parse_graph",
-    "parse_program",
-    "print_graph",
-    "print_program",
-    "print_schedule",
-    "same_graph",
-    "same_schedule",
-]
+__all__ = ["parse_graph", "parse_program"]
 
 _T = TypeVar("_T")
 
-_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*(?::\d+)?", re.ASCII)
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.]*", re.ASCII)
-_STRING = r'"(?:[^"\\]|\\.)*"'
-_TOKEN = re.compile(
-    rf"[%@](?:{_NAME.pattern}|{_STRING})"
-    rf"|{_STRING}"
-    r"|-?\d+(?:\.\d*)?(?:e[+-]?\d+)?|-inf\b"
-    rf"|{_WORD.pattern}"
-    r"|->|#.*|\S",
-    re.ASCII,
-)
 _MAX_DEPTH = 64
-_OPTIONAL = {"loss_held_bytes": 0, "loss_saved_bytes": 0, "reserved_bytes": 0, "forwards_in_flight": 1}
-"""The fields that a graph's first line states unless they have these values."""
-_LOCATION_FIELDS = (("module", "module"), ("onnx", "onnx_node"), ("source", "source"))
-
-
-# ---------------------------------------------------------------------------------------------- printing
-
-
-def print_graph(graph: Graph) -> str:
-    """The text of `graph`, which `parse_graph` reads back."""
-    return "\n".join(_graph_lines(graph)) + "\n"
-
-
-def print_schedule(schedule: Schedule) -> str:
-    """The text of the instructions alone; the nodes and storages are named, not described."""
-    return "\n".join(_schedule_lines(schedule)) + "\n"
-
-
-def print_program(schedule: Schedule) -> str:
-    """The text of a graph followed by its schedule, which `parse_program` reads back."""
-    return print_graph(schedule.graph) + print_schedule(schedule)
-
-
-def same_graph(a: Graph, b: Graph) -> bool:
-    """Whether two graphs are equal in structure and in every name, though their nodes are other objects."""
-    return print_graph(a) == print_graph(b)
-
-
-def same_schedule(a: Schedule, b: Schedule) -> bool:
-    """Whether two schedules have equal instructions over equal graphs."""
-    return print_program(a) == print_program(b)
-
-
-def _graph_lines(graph: Graph) -> Iterator[str]:
-    optional = ((name, getattr(graph, name), usual) for name, usual in _OPTIONAL.items())
-    more = "".join(f" {name}={number}" for name, number, usual in optional if number != usual)
-    yield f"graph loss_bytes={graph.loss_bytes}{more} {{"
-    for storage in graph.storages:
-        yield f"  storage {_sigil('@', storage.name)} {storage.nbytes} {_word(storage.device)}"
-    for annotation in graph.annotations:
-        yield f"  annotation {annotation.policy.value} {json.dumps(annotation.by)}"
-    for entry in graph.inputs:
-        grad = " requires_grad" if entry.requires_grad else ""
-        yield f"  input {_result(entry.value)} {entry.role.value} {json.dumps(entry.target)}{grad}"
-    for offloaded in graph.offloaded_parameters:
-        what = f"state {_result(offloaded.value)}" if offloaded.is_state else _argument(offloaded.value)
-        yield f"  offloaded {what} {_word(offloaded.tier)} {json.dumps(offloaded.parameter)}"
-    region: Region | None = None
-    for node in graph.nodes:
-        if node.region is not region:
-            region = node.region
-            yield f"{region.value}:"
-        yield f"  {_node(node)}"
-    for output in graph.outputs:
-        yield f"  {output.role.value} {_argument(output.value)} {json.dumps(output.target)}"
-    yield "}"
-
-
-def _schedule_lines(schedule: Schedule) -> Iterator[str]:
-    yield "schedule {"
-    for instruction in schedule.instructions:
-        match instruction:
-            case Compute(node, retained):
-                names = ", ".join(_sigil("@", name) for name in sorted(s.name for s in retained))
-                yield f"  compute {_word(node.name)} keep({names})"
-            case Free(storage):
-                yield f"  free {_sigil('@', storage.name)}"
-            case Loss():
-                yield "  loss"
-            case Offload(storage, tier):
-                yield f"  offload {_sigil('@', storage.name)} to {_word(tier)}"
-            case Fetch(storage, tier):
-                yield f"  fetch {_sigil('@', storage.name)} from {_word(tier)}"
-            case Wait(storage):
-                yield f"  wait {_sigil('@', storage.name)}"
-    yield "}"
-
-
-def _node(node: Node) -> str:
-    arguments = [_argument(argument) for argument in node.arguments]
-    arguments += [f"{_word(key)}={_argument(argument)}" for key, argument in node.keywords]
-    text = f"{_word(node.name)} = {_word(node.op)}({', '.join(arguments)})"
-    results = ", ".join("none" if value is None else _result(value) for value in node.results)
-    if node.is_sequence:
-        text += f" -> ({results})"
-    elif node.results:
-        text += f" -> {results}"
-    if node.traits:
-        text += f" traits({', '.join(sorted(trait.value for trait in node.traits))})"
-    if node.at is not None:
-        fields = ((key, getattr(node.at, field)) for key, field in _LOCATION_FIELDS)
-        text += f" loc({', '.join(f'{key}={json.dumps(part)}' for key, part in fields if part is not None)})"
-    if node.annotation is not None:
-        text += f" annotation({json.dumps(node.annotation.by)})"
-    return text
-
-
-def _result(value: Value) -> str:
-    shape, strides = (",".join(map(str, sizes)) for sizes in (value.type.shape, value.type.strides))
-    device = "" if value.type.device == value.storage.device else f" on {_word(value.type.device)}"
-    text = f"{value.type.dtype.value}[{shape}]{{{strides}}}{device}"
-    return f"{_sigil('%', value.name)}: {text} {_sigil('@', value.storage.name)}"
-
-
-def _argument(argument: Argument) -> str:
-    match argument:
-        case Value():
-            return _sigil("%", argument.name)
-        case None:
-            return "none"
-        case bool():
-            return "true" if argument else "false"
-        case complex():
-            return f"complex({argument.real!r}, {argument.imag!r})"
-        case str():
-            return json.dumps(argument)
-        case Symbol(kind, name):
-            shown = json.dumps(kind) if kind == "complex" else _word(kind)
-            return f"{shown}({_word(name)})"
-        case tuple():
-            items = ", ".join(_argument(item) for item in argument)
-            return f"({items},)" if len(argument) == 1 else f"({items})"
-        case _:
-            return repr(argument)
-
-
-def _word(name: str) -> str:
-    return name if _WORD.fullmatch(name) else json.dumps(name)
-
-
-def _sigil(sigil: str, name: str) -> str:
-    return sigil + (name if _NAME.fullmatch(name) else json.dumps(name))
-
-
-# ----------------------------------------------------------------------------------------------- parsing
 
 
 def parse_graph(text: str) -> Graph:
     """The graph that `text` describes.
 
     Args:
-        text: What `print_graph` printed, or the like written by hand.
+        text: The text form of a graph, printed or written by hand.
 
     Raises:
         UsageError: IRC101 with the line number, what was expected and what was found.
@@ -229,7 +51,7 @@ def parse_program(text: str) -> Schedule:
     """The schedule that `text` describes: a graph, then the instructions that run it.
 
     Args:
-        text: What `print_program` printed, or the like written by hand.
+        text: The text form of a graph and its schedule, printed or written by hand.
 
     Raises:
         UsageError: IRC101 with the line number, what was expected and what was found.
@@ -258,7 +80,7 @@ class _Parser:
         while self.line < len(self.lines):
             text = self.lines[self.line]
             self.line += 1
-            tokens: list[str] = _TOKEN.findall(text)
+            tokens: list[str] = TOKEN.findall(text)
             if tokens and tokens[-1][0] == "#":
                 tokens.pop()
             if tokens:
@@ -329,7 +151,7 @@ class _Parser:
         token = self.tokens[self.position]
         if token[:1] == '"':
             return self.string()
-        if not _WORD.fullmatch(token):
+        if not WORD.fullmatch(token):
             self.fail(what)
         self.position += 1
         return token
@@ -409,7 +231,7 @@ class _Parser:
         self.expect("loss_bytes")
         self.expect("=")
         loss_bytes = self.integer("bytes")
-        optional = dict(_OPTIONAL)
+        optional = dict(OPTIONAL)
         for name in optional:
             if self.accept(name):
                 self.expect("=")
@@ -562,7 +384,7 @@ class _Parser:
         fields: dict[str, str] = {}
 
         def field() -> None:
-            key = self.one_of(dict(_LOCATION_FIELDS), "a part of a location")
+            key = self.one_of(dict(LOCATION_FIELDS), "a part of a location")
             self.expect("=")
             fields[key] = self.string()
 

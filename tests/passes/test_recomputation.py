@@ -5,15 +5,16 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.exhaustive import chains, cheapest_in_class, cheapest_of_all, problem_of
 from support.strategies import Sample, graphs
 
 from irc.ir import BudgetError, Plan, TimeLimitError, UsageError, parse_graph, print_schedule, verify_schedule
-from irc.passes import Costs, Planner, Program, SelectCheckpoints, minimum_budget
+from irc.passes import Costs, PlanMemory, Planner, Program, smallest_budget
 
-FEW = settings(max_examples=25)
+FEW = examples(15)
 samples = chains() | graphs()
 
 
@@ -23,7 +24,7 @@ def program_of(sample: Sample) -> Program:
 
 def plan_of(program: Program, budget: int | str, strategy: str = "auto", time_limit: float = 60.0) -> Plan:
     """The plan, once its schedule has been checked against all that the plan says."""
-    result = SelectCheckpoints(budget, strategy, time_limit).run(program)
+    result = PlanMemory(budget, strategy, time_limit).run(program)
     assert result.plan is not None and result.schedule is not None and program.costs is not None
     plan, costs = result.plan, program.costs
     verify_schedule(
@@ -46,7 +47,7 @@ def test_a_smaller_budget_never_has_a_larger_peak_nor_a_lower_cost(
     sample: Sample, data: st.DataObject
 ) -> None:
     program, problem = program_of(sample), problem_of(sample)
-    least, most = minimum_budget(program)[0], problem.keep_all.peak_bytes
+    least, most = smallest_budget(Planner(program)), problem.keep_all.peak_bytes
     amounts = sorted(data.draw(st.lists(st.integers(least, most), min_size=2, max_size=3)))
     plans = [plan_of(program, amount) for amount in amounts]
     for smaller, larger in pairwise(plans):
@@ -79,11 +80,12 @@ def test_no_schedule_of_the_class_is_better_and_none_at_all_is_below_the_bound(
 @FEW
 def test_the_smallest_budget_fits_and_a_byte_less_does_not(sample: Sample) -> None:
     program = program_of(sample)
-    least, floor = minimum_budget(program)
+    planner = Planner(program)
+    least, floor = smallest_budget(planner), planner.problem.floor_bytes
     plan = plan_of(program, least)
     assert (plan.peak_bytes, plan.minimum_budget_bytes, plan.floor_bytes) == (least, least, floor)
     with pytest.raises(BudgetError) as caught:
-        SelectCheckpoints(least - 1).run(program)
+        PlanMemory(least - 1).run(program)
     assert (caught.value.code, caught.value.minimum_bytes) == ("IRC204", least)
     assert caught.value.help is not None and f"{least} bytes" in caught.value.help
 
@@ -103,8 +105,8 @@ def test_a_budget_of_the_baseline_changes_nothing(sample: Sample, more: int) -> 
 @FEW
 def test_the_same_question_has_the_same_answer(sample: Sample, percent: int) -> None:
     program, problem = program_of(sample), problem_of(sample)
-    least, most = minimum_budget(program)[0], problem.keep_all.peak_bytes
-    step = SelectCheckpoints(least + (most - least) * percent // 100)
+    least, most = smallest_budget(Planner(program)), problem.keep_all.peak_bytes
+    step = PlanMemory(least + (most - least) * percent // 100)
     first, second = step.run(program), step.run(program)
     assert first.plan is not None and second.plan is not None
     assert first.schedule is not None and second.schedule is not None
@@ -118,7 +120,7 @@ def test_without_time_the_best_so_far_is_returned(sample: Sample) -> None:
     program, problem = program_of(sample), problem_of(sample)
     most = problem.keep_all.peak_bytes
     assert plan_of(program, most, time_limit=0).overhead == 0.0
-    if minimum_budget(program)[0] == most:
+    if smallest_budget(Planner(program)) == most:
         return
     try:
         plan_of(program, most - 1, time_limit=0)
@@ -136,7 +138,7 @@ def test_without_time_the_best_so_far_is_returned(sample: Sample) -> None:
 def test_named_strategies_keep_the_budget_or_say_what_they_need(sample: Sample, strategy: str) -> None:
     program = program_of(sample)
     most = problem_of(sample).keep_all.peak_bytes
-    for budget in (most, most - 1, minimum_budget(program)[0]):
+    for budget in (most, most - 1, smallest_budget(Planner(program))):
         try:
             plan = plan_of(program, budget, strategy)
         except BudgetError as error:
@@ -152,7 +154,7 @@ def test_named_strategies_keep_the_budget_or_say_what_they_need(sample: Sample, 
 @FEW
 def test_decisions_tell_what_the_schedule_does(sample: Sample) -> None:
     program, problem = program_of(sample), problem_of(sample)
-    plan = plan_of(program, minimum_budget(program)[0])
+    plan = plan_of(program, smallest_budget(Planner(program)))
     assert [d.storage for d in plan.decisions] == [s.name for s in problem.producer]
     total = sum(problem.costs.seconds[n] for n in problem.graph.operations)
     again = {d.operation: d.seconds for d in plan.decisions}
@@ -202,7 +204,7 @@ def chain() -> Program:
 
 
 def test_the_large_and_cheap_value_is_recomputed() -> None:
-    result = SelectCheckpoints(1040).run(chain())
+    result = PlanMemory(1040).run(chain())
     assert result.schedule is not None and result.plan is not None
     assert (
         print_schedule(result.schedule)
@@ -256,14 +258,14 @@ accumulate_gradients=True takes no second set
 
 def test_what_does_not_fit_is_refused_with_the_smallest_budget_that_would() -> None:
     with pytest.raises(BudgetError) as caught:
-        SelectCheckpoints("900B").run(chain())
+        PlanMemory("900B").run(chain())
     assert str(caught.value) == (
         "error[IRC204]: a training step needs 1020 B (1020 bytes) at least, over the budget of 900 B "
         "(900 bytes); 200 B of it are parameters, buffers and inputs\n"
         "  help: raise the budget to 1020 bytes, or lower the batch size"
     )
     with pytest.raises(BudgetError, match="by strategy keep-all") as caught:
-        SelectCheckpoints(1100, "keep-all").run(chain())
+        PlanMemory(1100, "keep-all").run(chain())
     assert caught.value.minimum_bytes == 1120
     assert (
         caught.value.help == "raise the budget to 1120 bytes, or lower the batch size, or use strategy auto"
@@ -274,24 +276,24 @@ def test_a_percentage_is_one_of_the_baseline() -> None:
     plan = plan_of(chain(), "92.5%")
     assert (plan.budget_bytes, plan.baseline_peak_bytes) == (1036, 1120)
     with pytest.raises(BudgetError, match=r"over the budget of 11 B \(11 bytes\)"):
-        SelectCheckpoints("1%").run(chain())
+        PlanMemory("1%").run(chain())
 
 
 @pytest.mark.parametrize(
     ("step", "code", "message"),
     [
-        (SelectCheckpoints("4Gb"), "IRC401", "'4Gb': there is no unit 'Gb' (a small b is for bits)"),
-        (SelectCheckpoints(0), "IRC401", "the budget is 0 bytes; it must be positive"),
-        (SelectCheckpoints(strategy="best"), "IRC403", "there is no strategy 'best'"),
-        (SelectCheckpoints(strategy="every-0"), "IRC403", "there is no strategy 'every-0'"),
-        (SelectCheckpoints(strategy="every-"), "IRC403", "there is no strategy 'every-'"),
-        (SelectCheckpoints(strategy="every-<k>"), "IRC403", "there is no strategy 'every-<k>'"),
-        (SelectCheckpoints(strategy="every-\u00b2"), "IRC403", "there is no strategy 'every-\u00b2'"),
-        (SelectCheckpoints(time_limit=-1), "IRC403", "the time limit is -1 seconds"),
-        (SelectCheckpoints(time_limit=math.nan), "IRC403", "the time limit is nan seconds"),
+        (PlanMemory("4Gb"), "IRC401", "'4Gb': there is no unit 'Gb' (a small b is for bits)"),
+        (PlanMemory(0), "IRC401", "the budget is 0 bytes; it must be positive"),
+        (PlanMemory(strategy="best"), "IRC403", "there is no strategy 'best'"),
+        (PlanMemory(strategy="every-0"), "IRC403", "there is no strategy 'every-0'"),
+        (PlanMemory(strategy="every-"), "IRC403", "there is no strategy 'every-'"),
+        (PlanMemory(strategy="every-<k>"), "IRC403", "there is no strategy 'every-<k>'"),
+        (PlanMemory(strategy="every-\u00b2"), "IRC403", "there is no strategy 'every-\u00b2'"),
+        (PlanMemory(time_limit=-1), "IRC403", "the time limit is -1 seconds"),
+        (PlanMemory(time_limit=math.nan), "IRC403", "the time limit is nan seconds"),
     ],
 )
-def test_malformed_options_are_refused(step: SelectCheckpoints, code: str, message: str) -> None:
+def test_malformed_options_are_refused(step: PlanMemory, code: str, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         step.run(chain())
     assert (caught.value.code, caught.value.message) == (code, message)
@@ -316,7 +318,7 @@ backward:
     plan = plan_of(Program(graph, Costs({}, {}, "analytic:test")), 16)
     assert (plan.peak_bytes, plan.overhead, plan.step_seconds, plan.proven_optimal) == (16, 0.0, 0.0, True)
     with pytest.raises(BudgetError) as caught:
-        SelectCheckpoints(15).run(Program(graph, Costs({}, {}, "analytic:test")))
+        PlanMemory(15).run(Program(graph, Costs({}, {}, "analytic:test")))
     assert (caught.value.minimum_bytes, caught.value.at) == (16, None)
 
 
@@ -334,7 +336,7 @@ def test_a_graph_without_backward_has_a_plan() -> None:
     plan = plan_of(program, "100%")
     assert (plan.peak_bytes, plan.floor_bytes, plan.overhead) == (600, 600, 0.0)
     with pytest.raises(BudgetError) as caught:
-        SelectCheckpoints(599).run(program)
+        PlanMemory(599).run(program)
     assert caught.value.minimum_bytes == 600 and str(caught.value.at) == "m.py:2"
 
 
@@ -346,10 +348,10 @@ def test_a_named_strategy_is_the_one_that_is_used_also_where_all_fits() -> None:
     budget = planner.baseline_bytes
     assert planner.problem.keep_all.peak_bytes > budget
     for strategy in ("auto", "keep-all"):
-        kept = SelectCheckpoints(budget, strategy).choose(planner).plan
+        kept = PlanMemory(budget, strategy).choose(planner).plan
         assert kept is not None and (kept.strategy, kept.overhead) == ("keep-all", 0)
     with pytest.raises(BudgetError, match="by strategy sqrt-n"):
-        SelectCheckpoints(budget, "sqrt-n").choose(planner)
+        PlanMemory(budget, "sqrt-n").choose(planner)
 
 
 def heavier(costs: Costs) -> Costs:
@@ -359,5 +361,5 @@ def heavier(costs: Costs) -> Costs:
 
 def test_blocks_that_are_not_there_are_refused() -> None:
     with pytest.raises(UsageError, match="finds no blocks") as caught:
-        SelectCheckpoints("100%", "per-block").run(chain())
+        PlanMemory("100%", "per-block").run(chain())
     assert caught.value.code == "IRC403" and caught.value.help is not None

@@ -1,0 +1,22 @@
+"""Tokens of the text form."""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["LOCATION_FIELDS", "NAME", "OPTIONAL", "TOKEN", "WORD"]
+
+WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*(?::\d+)?", re.ASCII)
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.]*", re.ASCII)
+_STRING = r'"(?:[^"\\]|\\.)*"'
+TOKEN = re.compile(
+    rf"[%@](?:{NAME.pattern}|{_STRING})"
+    rf"|{_STRING}"
+    r"|-?\d+(?:\.\d*)?(?:e[+-]?\d+)?|-inf\b"
+    rf"|{WORD.pattern}"
+    r"|->|#.*|\S",
+    re.ASCII,
+)
+OPTIONAL = {"loss_held_bytes": 0, "loss_saved_bytes": 0, "reserved_bytes": 0, "forwards_in_flight": 1}
+"""The fields that a graph's first line states unless they have these values."""
+LOCATION_FIELDS = (("module", "module"), ("onnx", "onnx_node"), ("source", "source"))

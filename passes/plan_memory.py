@@ -1,0 +1,171 @@
+"""The pass that chooses what to compute again and what to copy to tiers, within a budget in bytes."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, cast
+
+from ..ir import UsageError, parse_budget
+from .offload.choose_offload import choose_copies, choose_offloaded
+from .offload.offload_problem import OffloadProblem
+from .offload.offloaded_parameters import OFFLOADABLE
+from .offload.remat_and_offload import least_budget
+from .offload.strategies import OFFLOAD_STRATEGIES
+from .program import Program
+from .remat.certificate import certify
+from .remat.choice import ChosenSchedule, Limits
+from .remat.choose_recomputation import STRATEGIES, choose_recomputation
+from .remat.planner import Planner
+
+__all__ = ["PlanMemory", "smallest_budget"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanMemory:
+    """Chooses a schedule whose peak is within the budget, at the least loss of time.
+
+    It recomputes; if the program has tiers, it copies to them too.
+
+    Args:
+        budget: Bytes of the device, `4GiB`, `4GB`, or `60%` of the baseline peak, which is `100%`.
+        strategy: `auto` takes the best of all. For comparison, `ilp`, `eviction`, `min-cut`, `per-block`,
+            `sqrt-n`, `every-8` (any k), `keep-none` and `keep-all` recompute, and copy nothing. With tiers,
+            `lms` copies as Large Model Support, `ome` recomputes between checkpoints and copies some of
+            these, `pofo` plans a chain of blocks, `swap` copies and computes nothing twice, and `recompute`
+            is `auto` without copies.
+        time_limit: Seconds for the search; the best schedule so far counts when they are over.
+        offload: The kinds that may live in the first tier between steps: `params`, `optimizer`,
+            `params+optimizer` or `none`. How much of it does is chosen.
+        offloaded_names: The names of what is offloaded, once known. Not part of the text form.
+    """
+
+    name: ClassVar[str] = "plan-memory"
+    strategies: ClassVar[tuple[str, ...]] = (*STRATEGIES, *OFFLOAD_STRATEGIES, "recompute")
+
+    budget: int | str = "100%"
+    strategy: str = "auto"
+    time_limit: float = 60.0
+    offload: str = "none"
+    offloaded_names: tuple[str, ...] | None = field(default=None, metadata={"in_text": False})
+
+    def check(self) -> None:
+        """Refuses malformed options.
+
+        Raises:
+            UsageError: IRC401 for a malformed budget; IRC403 for an unknown strategy or time limit, for what
+                cannot live in a tier, and for a strategy that leaves all of it on the device.
+        """
+        parse_budget(self.budget)
+        self._check_types()
+        named = tuple(name for name in self.strategies if "<" not in name)
+        if self.strategy not in named and not re.fullmatch(r"every-[1-9][0-9]{0,8}", self.strategy):
+            raise UsageError(
+                "IRC403",
+                f"there is no strategy {self.strategy!r}",
+                help=f"choose one of {', '.join(self.strategies)}",
+            )
+        if not 0 <= self.time_limit < math.inf:
+            raise UsageError(
+                "IRC403",
+                f"the time limit is {self.time_limit} seconds",
+                help="give a number of seconds, 0 or more",
+            )
+        unknown = [what for what in self.which if what not in OFFLOADABLE]
+        if unknown:
+            raise UsageError(
+                "IRC403",
+                f"{unknown[0]!r} cannot live in a tier between steps",
+                help=f"choose of {', '.join(OFFLOADABLE)}, or none",
+            )
+        if self.which and self.strategy != "auto":
+            raise UsageError(
+                "IRC403",
+                f"strategy {self.strategy} leaves parameters and optimizer state on the device",
+                help="use strategy auto, or leave params and optimizer out of what is swapped",
+            )
+
+    def check_tiers(self, *, has_tiers: bool) -> None:
+        """Refuses options that need a tier if there is none.
+
+        Args:
+            has_tiers: Whether there are tiers to copy to.
+
+        Raises:
+            UsageError: IRC403 for a strategy that copies, and for what shall live in a tier.
+        """
+        if has_tiers:
+            return
+        if self.strategy in OFFLOAD_STRATEGIES:
+            raise UsageError(
+                "IRC403",
+                f"strategy {self.strategy} copies, and there is no tier to copy to",
+                help="offer one: --swap host, or the pass offer-tiers before; or use strategy auto",
+            )
+        if self.which:
+            raise UsageError(
+                "IRC403",
+                f"{self.offload} shall live in a tier, and there is none",
+                help="offer one beside it: --swap disk:/scratch, or the pass offer-tiers before",
+            )
+
+    def _check_types(self) -> None:
+        strategy, time_limit = cast("tuple[object, object]", (self.strategy, self.time_limit))
+        is_number = isinstance(time_limit, (int, float)) and not isinstance(time_limit, bool)
+        if not isinstance(strategy, str) or not is_number:
+            raise UsageError(
+                "IRC403",
+                f"strategy is {strategy!r} and time_limit {time_limit!r}",
+                help="give the strategy's name as a text, and the time limit as a number of seconds",
+            )
+
+    @property
+    def which(self) -> Sequence[str]:
+        """The kinds that may live in a tier."""
+        return () if self.offload == "none" else tuple(self.offload.split("+"))
+
+    def run(self, program: Program, /) -> Program:
+        """The program with a schedule and its plan.
+
+        Raises:
+            BudgetError: IRC204 when no schedule was found within the budget.
+            TimeLimitError: IRC205 when the time limit ended before any schedule was found.
+            UsageError: IRC401 and IRC403 as of `check` and `check_tiers`; IRC404 if nothing of the graph can
+                live in a tier.
+        """
+        return self.choose(Planner(program))
+
+    def choose(self, planner: Planner, /) -> Program:
+        """Does what `run` does, with all that the planner knows from other budgets of the same program."""
+        self.check()
+        self.check_tiers(has_tiers=bool(planner.program.tiers))
+        limits = Limits(parse_budget(self.budget, planner.baseline_bytes), self.time_limit)
+        choice = self._choice(planner, limits)
+        program = planner.program_of(choice.problem)
+        assert program.costs is not None
+        plan = certify(
+            choice,
+            limits.budget_bytes,
+            baseline_bytes=planner.baseline_bytes,
+            seconds=time.monotonic() - limits.started,
+        )
+        return replace(program, schedule=choice.incumbent.best.schedule, plan=plan)
+
+    def _choice(self, planner: Planner, limits: Limits) -> ChosenSchedule:
+        if self.which:
+            return choose_offloaded(planner, self.which, self.offloaded_names, limits)
+        if planner.program.tiers and self.strategy in ("auto", *OFFLOAD_STRATEGIES):
+            return choose_copies(planner, self.strategy, limits)
+        strategy = "auto" if self.strategy == "recompute" else self.strategy
+        return choose_recomputation(planner, strategy, limits)
+
+
+def smallest_budget(planner: Planner) -> int:
+    """The smallest budget that a schedule was found for, with copies if the program has tiers, in bytes."""
+    if not planner.program.tiers:
+        return planner.minimum_bytes(is_thorough=True)
+    work = OffloadProblem(planner.problem, planner.program.tiers, planner.problem.keep_all.peak_bytes)
+    return least_budget(work, planner.candidates(is_thorough=True))

@@ -1,0 +1,111 @@
+"""Chooses what to keep for backward and what to compute again, within a budget in bytes."""
+
+from __future__ import annotations
+
+from ...ir import UsageError
+from .candidates import Candidates
+from .choice import ChosenSchedule, Limits, out_of_time, over_budget
+from .eviction import evict_greedily
+from .planner import Planner
+from .problem import CheckpointProblem, Solution
+from .search import Incumbent, search
+from .strategies import every_k, keep_all, keep_none, min_cut_candidates, per_block, sqrt_n
+
+__all__ = ["STRATEGIES", "choose_recomputation"]
+
+STRATEGIES = (
+    "auto",
+    "ilp",
+    "eviction",
+    "min-cut",
+    "per-block",
+    "sqrt-n",
+    "every-<k>",
+    "keep-none",
+    "keep-all",
+)
+
+
+def choose_recomputation(planner: Planner, strategy: str, limits: Limits) -> ChosenSchedule:
+    """Chooses a schedule that copies nothing.
+
+    Args:
+        planner: The planner of a program.
+        strategy: One of `STRATEGIES`, or `every-8` (any k).
+        limits: The limits of the search.
+
+    Raises:
+        BudgetError: IRC204 when no schedule was found within the budget.
+        TimeLimitError: IRC205 when the time limit ended before any schedule was found.
+        UsageError: IRC403 if `per-block` finds no blocks.
+    """
+    problem = planner.problem
+    keeps_all = strategy in ("auto", "ilp", "keep-all")
+    kept_bytes = planner.original.keep_all.peak_bytes
+    if keeps_all and problem.keep_all.peak_bytes > limits.budget_bytes >= kept_bytes:
+        problem = planner.original  # the captured graph fits as it is, the rewritten one does not
+        incumbent = Incumbent("keep-all", problem.keep_all)
+    else:
+        searched = _searched if strategy in ("auto", "ilp") else _named
+        incumbent = searched(planner, strategy, limits)
+        planner.add_solution(limits.budget_bytes, incumbent)
+    return ChosenSchedule(problem, incumbent, planner.minimum_bytes(limits.deadline), problem.floor_bytes)
+
+
+def _searched(planner: Planner, _: str, limits: Limits) -> Incumbent:
+    """The fastest of all."""
+    problem, budget_bytes, deadline = planner.problem, limits.budget_bytes, limits.deadline
+    candidates = planner.candidates(deadline)
+    incumbent = search(problem, budget_bytes, candidates, deadline=deadline)
+    if incumbent is None and budget_bytes >= problem.floor_bytes:
+        candidates = planner.candidates(deadline, is_thorough=True)
+        incumbent = search(problem, budget_bytes, candidates, deadline=deadline)
+    if incumbent is not None:
+        incumbent.bound_seconds = max(incumbent.bound_seconds, planner.bound_seconds(budget_bytes))
+        return incumbent
+    minimum_bytes = min(candidates.minimum_bytes, planner.original.keep_all.peak_bytes)
+    if budget_bytes >= problem.floor_bytes and not candidates.is_complete:
+        raise out_of_time(limits, minimum_bytes)
+    raise over_budget(planner, budget_bytes, minimum_bytes, is_known=candidates.is_complete)
+
+
+def _named(planner: Planner, strategy: str, limits: Limits) -> Incumbent:
+    """The strategy's own schedule: if it has several, the fastest that fits."""
+    problem, budget_bytes = planner.problem, limits.budget_bytes
+    candidates = planner.candidates(limits.deadline)
+    schedules = _by_name(problem, strategy, budget_bytes, candidates)
+    if not schedules and strategy == "eviction" and not candidates.is_complete:
+        raise out_of_time(limits, candidates.minimum_bytes)
+    if not schedules and strategy == "per-block":
+        raise UsageError(
+            "IRC403",
+            "strategy per-block finds no blocks in the names of this model's modules",
+            help="use strategy auto, or put the blocks into a Sequential or ModuleList",
+        )
+    fitting = [s for s in schedules if s.peak_bytes <= budget_bytes]
+    if not fitting:
+        reached = min((s.peak_bytes for s in schedules), default=problem.keep_all.peak_bytes)
+        raise over_budget(planner, budget_bytes, reached, strategy=strategy)
+    return Incumbent(strategy, min(fitting, key=lambda s: (s.seconds, s.peak_bytes)))
+
+
+def _by_name(
+    problem: CheckpointProblem, strategy: str, budget_bytes: int, candidates: Candidates
+) -> list[Solution]:
+    match strategy:
+        case "keep-all":
+            return [keep_all(problem)]
+        case "keep-none":
+            return [keep_none(problem)]
+        case "sqrt-n":
+            return [sqrt_n(problem)]
+        case "per-block":
+            return list(per_block(problem))
+        case "min-cut":
+            return list(min_cut_candidates(problem))
+        case "eviction":
+            evicted = evict_greedily(problem, budget_bytes)
+            found = [s for name, s in candidates.candidates if name == strategy]
+            return found if evicted is None else [*found, evicted]
+        case _:
+            return [every_k(problem, int(strategy.removeprefix("every-")))]

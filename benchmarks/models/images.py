@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -17,7 +17,6 @@ __all__ = [
     "Inception",
     "classified",
     "densenet121",
-    "densenet201",
     "inception_v3",
     "resnet18",
     "resnet34",
@@ -131,7 +130,7 @@ class Bottleneck(nn.Module):
 
 
 def _resnet(
-    depths: Sequence[int], width: int, classes: int, block: type[Basic | Bottleneck] = Bottleneck
+    depths: Sequence[int], width: int, classes: int, block: type[Basic | Bottleneck]
 ) -> list[nn.Module]:
     blocks: list[nn.Module] = []
     channels = width
@@ -144,82 +143,31 @@ def _resnet(
     return [*_stem(width), *blocks, *head]
 
 
-@benchmark
-def resnet18(
-    *,
-    batch: int = 4,
-    size: int = 224,
-    classes: int = 1000,
-    width: int = 64,
-    depths: Sequence[int] = (2, 2, 2, 2),
-) -> Example:
-    """ResNet-18 for images [batch, 3, size, size], of blocks of two convolutions."""
-    return classified(_resnet(depths, width, classes, Basic), batch, size, classes)
+def _resnet_of(
+    name: str, depths: Sequence[int], block: type[Basic | Bottleneck] = Bottleneck
+) -> Callable[..., Example]:
+    """The factory of a ResNet; the stride is in the 3x3 convolutions."""
+
+    def make(
+        *,
+        batch: int = 4,
+        size: int = 224,
+        classes: int = 1000,
+        width: int = 64,
+        depths: Sequence[int] = depths,
+    ) -> Example:
+        return classified(_resnet(depths, width, classes, block), batch, size, classes)
+
+    make.__name__ = name
+    return benchmark(make)
 
 
-@benchmark
-def resnet34(
-    *,
-    batch: int = 4,
-    size: int = 224,
-    classes: int = 1000,
-    width: int = 64,
-    depths: Sequence[int] = (3, 4, 6, 3),
-) -> Example:
-    """ResNet-34 for images [batch, 3, size, size], of blocks of two convolutions."""
-    return classified(_resnet(depths, width, classes, Basic), batch, size, classes)
-
-
-@benchmark
-def resnet50(
-    *,
-    batch: int = 4,
-    size: int = 224,
-    classes: int = 1000,
-    width: int = 64,
-    depths: Sequence[int] = (3, 4, 6, 3),
-) -> Example:
-    """ResNet-50 for images [batch, 3, size, size], with the stride in the 3x3 convolutions."""
-    return classified(_resnet(depths, width, classes), batch, size, classes)
-
-
-@benchmark
-def resnet101(
-    *,
-    batch: int = 4,
-    size: int = 224,
-    classes: int = 1000,
-    width: int = 64,
-    depths: Sequence[int] = (3, 4, 23, 3),
-) -> Example:
-    """ResNet-101 for images [batch, 3, size, size], with the stride in the 3x3 convolutions."""
-    return classified(_resnet(depths, width, classes), batch, size, classes)
-
-
-@benchmark
-def resnet152(
-    *,
-    batch: int = 4,
-    size: int = 224,
-    classes: int = 1000,
-    width: int = 64,
-    depths: Sequence[int] = (3, 8, 36, 3),
-) -> Example:
-    """ResNet-152 for images [batch, 3, size, size], with the stride in the 3x3 convolutions."""
-    return classified(_resnet(depths, width, classes), batch, size, classes)
-
-
-@benchmark
-def resnet200(
-    *,
-    batch: int = 4,
-    size: int = 224,
-    classes: int = 1000,
-    width: int = 64,
-    depths: Sequence[int] = (3, 24, 36, 3),
-) -> Example:
-    """ResNet-200 for images [batch, 3, size, size], with the stride in the 3x3 convolutions."""
-    return classified(_resnet(depths, width, classes), batch, size, classes)
+resnet18 = _resnet_of("resnet18", (2, 2, 2, 2), Basic)
+resnet34 = _resnet_of("resnet34", (3, 4, 6, 3), Basic)
+resnet50 = _resnet_of("resnet50", (3, 4, 6, 3))
+resnet101 = _resnet_of("resnet101", (3, 4, 23, 3))
+resnet152 = _resnet_of("resnet152", (3, 8, 36, 3))
+resnet200 = _resnet_of("resnet200", (3, 24, 36, 3))
 
 
 # ---------------------------------------------------------------------- DenseNet
@@ -274,19 +222,6 @@ def densenet121(
     depths: Sequence[int] = (6, 12, 24, 16),
 ) -> Example:
     """DenseNet-121 for images [batch, 3, size, size]."""
-    return classified(_densenet(depths, growth, classes), batch, size, classes)
-
-
-@benchmark
-def densenet201(
-    *,
-    batch: int = 4,
-    size: int = 224,
-    classes: int = 1000,
-    growth: int = 32,
-    depths: Sequence[int] = (6, 12, 48, 32),
-) -> Example:
-    """DenseNet-201 for images [batch, 3, size, size]."""
     return classified(_densenet(depths, growth, classes), batch, size, classes)
 
 

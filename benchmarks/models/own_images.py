@@ -1,4 +1,4 @@
-"""Models of images of our own: cells, generators, flows, and the benchmark models in small."""
+"""Models of images of our own: cells, generators and flows."""
 
 from __future__ import annotations
 
@@ -11,31 +11,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations
 
 from .images import Classifier
-from .registry import MODELS, Instance, architecture, enter
-
-_IMAGES: dict[str, Any] = {"batch": 4, "size": 64, "classes": 10}
-_TOKENS: dict[str, Any] = {"batch": 4, "sequence": 32, "depth": 2, "width": 16, "heads": 2, "vocabulary": 40}
-_SMALL: dict[str, dict[str, Any]] = {
-    "resnet50": {**_IMAGES, "width": 4, "depths": (2, 1, 1)},
-    "densenet121": {**_IMAGES, "growth": 4, "depths": (2, 2, 2)},
-    "vgg16": {**_IMAGES, "batch": 32, "width": 4, "hidden": 8},
-    "inception_v3": {**_IMAGES, "batch": 8, "size": 111, "thin": 8},
-    "unet": {"batch": 2, "size": 64, "base": 4},
-    "lstm": {"batch": 16, "sequence": 6, "vocabulary": 20, "embedding": 4, "hidden": 4},
-    "gpt2": {"batch": 4, "sequence": 32, "depth": 3, "width": 16, "heads": 2},
-    "t5": _TOKENS,
-    "bart": _TOKENS,
-    "mixtral": {**_TOKENS, "heads": 4, "shared": 2, "hidden": 8, "experts": 4},
-}
-
-
-def _enter_benchmark(name: str, settings: dict[str, Any]) -> None:
-    enter(f"own-{name.replace('_', '-')}", lambda: Instance(*MODELS[name](**settings)))
-
-
-for _name, _settings in _SMALL.items():
-    _enter_benchmark(_name, _settings)
-
+from .registry import Instance, architecture
 
 # ---------------------------------------------------------------------- NASNet
 

@@ -121,7 +121,7 @@ def test_a_wrong_command_ends_with_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["--only", "gpt2,gpt-2"]) == 2
-    assert "IRC345" in (said := capsys.readouterr().err) and "'gpt-2'" in said and "own-resnet50" in said
+    assert "IRC345" in (said := capsys.readouterr().err) and "'gpt-2'" in said and "word2vec" in said
     assert main(["--only", "neural-ode", "--json", str(tmp_path / "none" / "rows.json")]) == 2
     assert "there is no folder" in capsys.readouterr().err
     (other := tmp_path / "other.json").write_text('{"rows": [1]}')

@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 
 from irc import __version__
-from irc.compiler.written_files import to_markdown
 from irc.ir import BudgetError
 
 from .command import chosen, parser_of, run_command, write_page
 from .journal import Journal
 from .models.amoebanet import AmoebaNet, amoebanet_d
+from .pages import to_markdown
 from .torchgpipe.programs import MACHINE, Simulation, again_seconds, model_bytes
 
 __all__ = ["Row", "Setting", "main", "rows_of", "settings"]

@@ -24,12 +24,12 @@ import torch
 
 from irc.compiler.compare import Numbers
 from irc.compiler.training import compare, measured_peak_bytes
-from irc.compiler.written_files import to_markdown
 from irc.ir import IrcError, Plan, UnsupportedError, UsageError, first_line
 
 from .command import chosen, parser_of, run_command, run_rows, write_json, write_page
 from .harness import broken_promises, fit_share
 from .models.architectures import ARCHITECTURES, Instance, Maker, loss_of
+from .pages import to_markdown
 
 __all__ = ["HEADER", "Row", "main", "measure"]
 

@@ -27,14 +27,15 @@ from typing import Any
 from irc import __version__
 from irc.compiler.model_source import load
 from irc.compiler.pictures import check_picture
-from irc.compiler.written_files import replace_section, write_whole
 from irc.ir import UsageError, format_bytes
+from irc.ir.files import write_whole
 
 from .bench_picture import draw
 from .bench_points import ModelResult, Scope, measure_model
 from .bench_report import render
 from .command import chosen, parser_of, run_command, write_json, write_page
 from .harness import Settings, model_source
+from .pages import replace_section
 from .torch_methods import FAMILIES
 
 __all__ = ["main"]

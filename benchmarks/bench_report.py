@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from irc.compiler.written_files import to_markdown
-
 from .bench_points import IRC, TORCH, ModelResult, Point
 from .harness import TimeRatio
+from .pages import to_markdown
 
 __all__ = ["render"]
 

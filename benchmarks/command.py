@@ -13,10 +13,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from irc.compiler.written_files import check_folder, replace_section, write_whole
 from irc.ir import IrcError, UsageError
+from irc.ir.files import check_folder, write_whole
 
 from .harness import threads
+from .pages import replace_section
 
 __all__ = ["chosen", "parser_of", "run_command", "run_row_alone", "run_rows", "write_json", "write_page"]
 

@@ -32,11 +32,11 @@ from torch.optim import Optimizer
 from irc.compiler.model_source import training_loss
 from irc.compiler.optimize import optimize
 from irc.compiler.training import measured_peak_bytes
-from irc.compiler.written_files import to_markdown
 from irc.ir import BudgetError, format_bytes
 
 from .command import chosen, parser_of, run_command, run_row_alone, run_rows, write_json, write_page
 from .harness import Settings, load_named, step_of
+from .pages import to_markdown
 
 __all__ = ["HEADER", "PLANS", "Row", "main", "measure_row"]
 

@@ -14,7 +14,6 @@ import torch
 
 from irc import __version__
 from irc.compiler.pipeline.request import CHECKPOINT_MODES
-from irc.compiler.written_files import to_markdown
 from irc.ir import BudgetError
 from irc.passes.pipeline import PlannedPipeline
 
@@ -23,6 +22,7 @@ from .journal import Journal
 from .models.images import resnet101
 from .models.registry import Example
 from .models.stacked_unet import stacked_unet
+from .pages import to_markdown
 from .torchgpipe.programs import MACHINE, Simulation, again_seconds
 
 __all__ = ["NETWORKS", "Experiment", "Row", "experiments", "main", "row_of"]

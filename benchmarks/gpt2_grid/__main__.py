@@ -6,11 +6,11 @@ import argparse
 from collections.abc import Iterator, Sequence
 
 from irc.compiler.pipeline.request import CHECKPOINT_MODES
-from irc.compiler.written_files import replace_section
 from irc.ir import UsageError, parse_budget
 
 from ..command import parser_of, run_command, write_page
 from ..models.gpt2_grid import GRID, gpt2
+from ..pages import replace_section
 from .own_plan import OwnPlan, Planning, RankRun, run_on_ranks
 from .page import Page, told
 from .published import PLANS, PublishedRow, published

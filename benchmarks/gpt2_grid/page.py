@@ -8,9 +8,9 @@ from functools import cached_property
 
 import numpy as np
 
-from irc.compiler.written_files import to_markdown
 from irc.ir import format_bytes
 
+from ..pages import to_markdown
 from .own_plan import OwnPlan, RankRun
 from .workspace import TERMS, DeviceRow, errors, fitted, held_out
 

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import torch
 
-from irc.compiler.written_files import to_markdown
-
 from ..command import parser_of, run_command, run_rows, write_page
+from ..pages import to_markdown
 from .exporting import WAYS, ExportFailed, Way, export
 from .round_trip import Original, Row, round_trip
 from .subjects import SUBJECTS

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from irc import __version__
-from irc.compiler.written_files import replace_section
 from irc.ir import UsageError
 
 from ..command import parser_of, run_command, write_page
 from ..journal import Journal
+from ..pages import replace_section
 from .page import to_section
 from .rows import Limits, Row, tasks
 

@@ -11,12 +11,12 @@ from functools import partial
 from pathlib import Path
 
 from irc import __version__
-from irc.compiler.written_files import replace_section
 from irc.ir import Graph, UsageError
 from irc.passes import Machine, Planner, machine_named
 
 from ..command import chosen, parser_of, run_command, write_page
 from ..journal import Journal
+from ..pages import replace_section
 from .page import Fitted, to_section
 from .published import MODELS, Case, cases, largest_batches
 from .simulated import (

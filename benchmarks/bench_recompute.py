@@ -19,7 +19,6 @@ import platform
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -67,16 +66,10 @@ def _run(options: argparse.Namespace) -> int:
     about = _about(options)
     journal = Journal.open(options.journal, about["measured"], _FORMAT, ModelResult)
     sources = {name.rpartition(":")[2]: model_source(name) for name in names}
-
-    def results() -> list[ModelResult]:
-        return [result for found in journal.found.values() for result in found]
-
-    def measured(name: str) -> list[ModelResult]:
-        return [measure_model(name, load(sources[name]), scope, settings, report=_report)]
-
-    tasks = ((name, partial(measured, name)) for name in sources)
-    journal.complete(tasks, lambda _: _write(options, about, results()))
-    _write(options, about, results())
+    for name, source in sources.items():
+        if name not in journal.found:
+            journal.append(name, [measure_model(name, load(source), scope, settings, report=_report)])
+        _write(options, about, [result for found in journal.found.values() for result in found])
     found = [journal.found[name][0] for name in sources]
     print(render(about, found, None), flush=True)
     return int(any(point.failures for result in found for point in result.points))

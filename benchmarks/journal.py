@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -75,23 +75,6 @@ class Journal(Generic[_Entry]):
         """
         self.found[key] = list(entries)
         self.lines.append({"key": key, "entries": [asdict(each) for each in entries]})
-
-    def complete(
-        self, tasks: Iterable[tuple[str, Callable[[], Sequence[_Entry]]]], tell: Callable[[str], None]
-    ) -> None:
-        """Does the tasks whose keys are not there yet.
-
-        Args:
-            tasks: Each with its key.
-            tell: Is called with each key after its task was done.
-
-        Raises:
-            UsageError: IRC442 when the file cannot be written.
-        """
-        for key, task in tasks:
-            if key not in self.found:
-                self.append(key, task())
-                tell(key)
 
 
 def from_json(kind: Any, data: Any) -> Any:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 from irc.frontends.torch import capture
 from irc.ir import BudgetError, Graph, Plan, TimeLimitError, UsageError, stored_bytes
@@ -15,7 +13,6 @@ from irc.passes import Costs, Machine, PlanMemory, Planner, Program, Solution, a
 from irc.passes.offload.remat_and_offload import OffloadProblem
 from irc.passes.offload.strategies import LOOK_AHEADS, lms_all
 
-from ..journal import Journal
 from ..models import MODELS
 from ..models.registry import Example
 from .published import Case
@@ -27,7 +24,6 @@ __all__ = [
     "entries",
     "fitted",
     "largest_original",
-    "open_journal",
     "program_on",
     "reached",
 ]
@@ -59,19 +55,6 @@ class Entry:
     bound_seconds: float
     plan_seconds: float
     note: str
-
-
-def open_journal(path: Path | None, options: Mapping[str, Any]) -> Journal[Entry]:
-    """The journal of the tables.
-
-    Args:
-        path: The file; None keeps everything in memory.
-        options: What the entries depend on beside their keys.
-
-    Raises:
-        UsageError: As of `Journal.open`.
-    """
-    return Journal.open(path, options, "irc-swap-tables-1", Entry)
 
 
 def _benchmark(model: str, batch: int) -> Example:

@@ -15,8 +15,6 @@ from .registry import check, every, having, the
 from .steps import train, trains
 from .trial import Side, Trial
 
-__all__: list[str] = []
-
 
 def _orders(*order: int) -> Any:
     """Forwards for as many micro-batches as named, then their backwards in this order."""

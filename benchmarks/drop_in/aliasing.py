@@ -19,8 +19,6 @@ from .registry import check, every, having, the
 from .steps import OPTIMIZERS, one_step, train, trains
 from .trial import Side, Trial
 
-__all__: list[str] = []
-
 
 def _relations(side: Side, result: Any) -> Any:
     """Which results, arguments and parameters are one tensor or share memory, and what each result is."""
@@ -119,8 +117,7 @@ def _own_relations(name: str, function: Made, *, grad: bool = False) -> None:
         module, arguments = _results(function, grad=grad)
         trial.same(trial.fit(module, arguments, _any_loss), script)
 
-    run.__doc__ = "Aliases, views, and what a loss over all of it gives are eager's."
-    check(6, name=name)(run)
+    check(6, name=name, promise="Aliases, views, and what a loss over all of it gives are eager's.")(run)
 
 
 def _any_loss(result: Any) -> Tensor:

@@ -110,5 +110,4 @@ def trains_own(
         module, arguments = make()
         trains(trial, trial.fit(module, arguments, loss), step=step, tolerance=tolerance)
 
-    run.__doc__ = promise
-    check(row, name=name, refusable=refusable)(run)
+    check(row, name=name, refusable=refusable, promise=promise)(run)

@@ -13,8 +13,6 @@ from .registry import check, every, having
 from .steps import trains
 from .trial import Pair, Side, Trial
 
-__all__: list[str] = []
-
 
 def _cast(dtype: torch.dtype = torch.bfloat16, *, enabled: bool = True) -> torch.autocast:
     return torch.autocast("cpu", dtype=dtype, enabled=enabled)

@@ -18,8 +18,6 @@ from .registry import OWN, check, every, having, the
 from .steps import train, trains
 from .trial import Pair, Script, Side, Trial
 
-__all__: list[str] = []
-
 _SMOOTH = the("transformer", "experts", "structures")
 
 
@@ -131,8 +129,7 @@ def _equal_or_not_implemented(
                 ) from refusal
             raise
 
-    run.__doc__ = promise
-    check(13, models, name=name, in_backward=True)(run)
+    check(13, models, name=name, in_backward=True, promise=promise)(run)
 
 
 _EQUAL = (

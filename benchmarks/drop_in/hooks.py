@@ -20,8 +20,6 @@ from .registry import check, every, the
 from .steps import one_step, train
 from .trial import Side, Trial
 
-__all__: list[str] = []
-
 _MODELS = the("convolution", "transformer")
 Register = Callable[[nn.Module, Callable[..., None]], Any]
 """Registers a hook that records its calls, and returns the handle."""
@@ -242,8 +240,13 @@ def _global_hook(
 
         _named(lambda: trial.same(trial.pair(), script))
 
-    run.__doc__ = "A hook on every module of the process: the same calls, or a refusal."
-    check(17, models, name=name, refusable=True)(run)
+    check(
+        17,
+        models,
+        name=name,
+        refusable=True,
+        promise="A hook on every module of the process: the same calls, or a refusal.",
+    )(run)
 
 
 _global_hook("global forward hook", lambda hook: module_hooks.register_module_forward_hook(hook))

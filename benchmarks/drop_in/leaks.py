@@ -22,8 +22,6 @@ from .registry import check, every, having, the
 from .steps import OPTIMIZERS, one_step, train
 from .trial import Side, Trial
 
-__all__: list[str] = []
-
 
 @contextlib.contextmanager
 def _no_collection() -> Generator[None]:

@@ -14,8 +14,6 @@ from .registry import check, every, having, the
 from .steps import one_step, train, trains
 from .trial import Script, Side, Trial
 
-__all__: list[str] = []
-
 
 @check_step(12, every())
 def evaluation(side: Side, optimizer: torch.optim.Optimizer) -> Any:

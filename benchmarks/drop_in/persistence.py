@@ -19,8 +19,6 @@ from .registry import check, every, the
 from .steps import OPTIMIZERS, one_step, train
 from .trial import Pair, Side, Trial
 
-__all__: list[str] = []
-
 _MODELS = the("convolution", "transformer", "structures")
 
 
@@ -146,8 +144,7 @@ def _copied(name: str, promise: str, copied: Callable[[nn.Module], nn.Module], m
             module.zero_grad()
         trial.same(pair, train("SGD"))
 
-    run.__doc__ = promise
-    check(11, models or every(), name=name)(run)
+    check(11, models or every(), name=name, promise=promise)(run)
 
 
 def _through_file(module: nn.Module) -> nn.Module:

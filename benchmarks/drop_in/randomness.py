@@ -18,8 +18,6 @@ from .registry import check, every, having
 from .steps import one_step, train, trains
 from .trial import Side, Trial
 
-__all__: list[str] = []
-
 _DROPPING = having("dropout")
 
 

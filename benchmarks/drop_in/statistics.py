@@ -13,8 +13,6 @@ from .registry import check, having
 from .steps import one_step, train, trains
 from .trial import Side, Trial
 
-__all__: list[str] = []
-
 _NORMED = having("batch norm")
 
 

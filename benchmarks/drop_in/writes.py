@@ -18,8 +18,6 @@ from .registry import check, every, having
 from .steps import one_step, trains
 from .trial import Pair, Side, Trial
 
-__all__: list[str] = []
-
 
 @check(5, having("in-place"))
 def relu_in_place(trial: Trial) -> None:
@@ -187,8 +185,7 @@ def _user_write(name: str, promise: str, change: Change) -> None:
     def run(trial: Trial) -> None:
         _same_or_raises(trial, trial.pair(), change)
 
-    run.__doc__ = promise
-    check(5, every(), name=name, in_backward=True)(run)
+    check(5, every(), name=name, in_backward=True, promise=promise)(run)
 
 
 def _weights(side: Side) -> list[Tensor]:

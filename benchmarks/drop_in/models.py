@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from ..models.sequences import TransformerBlock
-
 __all__ = ["MODELS", "Arguments", "Calls", "Subject", "the"]
 
 
@@ -147,6 +145,30 @@ class _UNet(nn.Module):
 # ---------------------------------------------------------------------- sequences
 
 
+class _Block(nn.Module):
+    """Attention and a perceptron, with dropout in both."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.project = nn.Linear(width, 3 * width)
+        self.mix = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        queries, keys, values = (
+            t.view(batch, length, self.heads, -1).transpose(1, 2)
+            for t in self.project(self.norm1(x)).chunk(3, -1)
+        )
+        mixed = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        x = x + self.dropout(self.mix(mixed.transpose(1, 2).reshape(batch, length, width)))
+        return x + self.dropout(self.mlp(self.norm2(x)))
+
+
 class _Transformer(nn.Module):
     """A language model whose head is its embedding."""
 
@@ -154,7 +176,7 @@ class _Transformer(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(13, 8)
         self.positions = nn.Parameter(torch.randn(16, 8) * 0.1)
-        self.blocks = nn.ModuleList(TransformerBlock(8, 2, 0.1) for _ in range(2))
+        self.blocks = nn.ModuleList(_Block(8, 2) for _ in range(2))
         self.norm = nn.LayerNorm(8)
         self.head = nn.Linear(8, 13, bias=False)
         self.head.weight = self.embedding.weight

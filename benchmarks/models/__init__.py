@@ -11,7 +11,6 @@ from .amoebanet import amoebanet_d
 from .images import Classifier as Classifier
 from .images import (
     densenet121,
-    inception_v3,
     resnet18,
     resnet34,
     resnet50,
@@ -31,7 +30,6 @@ __all__ = [
     "densenet121",
     "gpt2",
     "gpt2_no_dropout",
-    "inception_v3",
     "inception_v4",
     "lstm",
     "resnet18",

@@ -24,7 +24,6 @@ SMALL: dict[str, dict[str, Any]] = {
     "densenet121": {**IMAGES, "growth": 4, "depths": (2, 2, 2)},
     "gpt2": BLOCKS,
     "gpt2_no_dropout": BLOCKS,
-    "inception_v3": {**IMAGES, "batch": 8, "size": 111, "thin": 4},
     "inception_v4": {**IMAGES, "batch": 8, "size": 75, "thin": 16, "depths": (1, 1, 1)},
     "lstm": {"batch": 8, "sequence": 6, "vocabulary": 20, "embedding": 4, "hidden": 4},
     "resnet18": {**IMAGES, "batch": 8, "width": 4, "depths": (2, 1)},
@@ -44,10 +43,9 @@ def test_every_model_has_a_small_version_and_is_found_by_its_name() -> None:
     assert all(getattr(models, name) is factory for name, factory in MODELS.items())
 
 
-# Of torchvision's and timm's models (Inception-v3 without its auxiliary classifier), and of t5-small.
+# Of torchvision's and timm's models, and of t5-small.
 PARAMETERS = {
     "densenet121": 7_978_856,
-    "inception_v3": 23_834_568,
     "inception_v4": 42_679_816,
     "resnet18": 11_689_512,
     "resnet34": 21_797_672,

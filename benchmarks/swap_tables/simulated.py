@@ -67,17 +67,15 @@ def captured(model: str, batch: int, make: Maker | None = None) -> Graph:
     return capture(module, args).graph
 
 
-def program_on(graph: Graph, machine: Machine, *, has_workspaces: bool = False) -> Program:
-    """The graph with the machine's costs, and with its host memory as a tier.
+def program_on(graph: Graph, machine: Machine) -> Program:
+    """The graph with the times of a machine's roofline, no workspaces, and its host memory as a tier.
 
     Args:
         graph: A training step.
-        machine: Its roofline gives the times.
-        has_workspaces: Whether operations need the workspace of `analytic_costs`; else none.
+        machine: What it runs on.
     """
     costs = analytic_costs(graph, machine)
-    if not has_workspaces:
-        costs = Costs(costs.seconds, dict.fromkeys(costs.workspace_bytes, 0), costs.source)
+    costs = Costs(costs.seconds, dict.fromkeys(costs.workspace_bytes, 0), costs.source)
     return Program(graph, costs, tiers=tuple(tier for tier in machine.tiers if tier.name == "host"))
 
 

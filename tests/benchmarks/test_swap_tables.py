@@ -92,13 +92,6 @@ def test_entries_are_within_their_budgets_and_joint_is_the_fastest(graph: Graph)
     assert joint.bound_seconds <= joint.seconds * (1 + 1e-9)
 
 
-def test_workspaces_are_left_out_unless_asked_for(graph: Graph) -> None:
-    bare, bounded = (Planner(program_on(graph, GPU, has_workspaces=w)) for w in (False, True))
-    assert bare.baseline_bytes < bounded.baseline_bytes
-    assert bare.problem.step_seconds == bounded.problem.step_seconds
-    assert [tier.name for tier in bare.program.tiers] == ["host"]
-
-
 def test_one_rate_is_fitted(graph: Graph) -> None:
     machine = fitted(GPU, graph, 0.25)
     step = Planner(program_on(graph, machine)).problem.step_seconds

@@ -81,8 +81,8 @@ def from_json(kind: Any, data: Any) -> Any:
     """A dataclass, of dataclasses, enumerations, tuples and lists, from what `asdict` and JSON made of it.
 
     Raises:
-        KeyError: A field is missing.
-        TypeError: The data has another shape.
+        KeyError: There is no such field.
+        TypeError: A field is missing, or the data has another shape.
         ValueError: An enumeration has no such member.
     """
     if is_dataclass(kind) and isinstance(kind, type):
@@ -91,9 +91,7 @@ def from_json(kind: Any, data: Any) -> Any:
     origin, inner = get_origin(kind), get_args(kind)
     if origin is types.UnionType and data is not None:
         return from_json(next(each for each in inner if each is not type(None)), data)
-    if data is not None and (
-        origin in (tuple, list) or (origin is not None and issubclass(origin, Sequence))
-    ):
+    if data is not None and origin in (tuple, list, Sequence):
         found = [from_json(inner[place], each) for place, each in _placed(inner, data)]
         return found if origin is list else tuple(found)
     return kind(data) if isinstance(kind, type) and issubclass(kind, Enum) else data

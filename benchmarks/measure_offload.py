@@ -211,14 +211,14 @@ def _fitted(
     """A copy of the module, fitted.
 
     Raises:
-        BudgetError: The budget is none of `min`, and too small.
+        BudgetError: The budget is too small, and is not `min`.
     """
     swap = {"swap": [f"disk:{scratch}"], "disk": [f"disk:{scratch}", "params,optimizer"]}.get(plan)
 
     def fitted(nbytes: int | str) -> Any:
         return optimize(
             copy.deepcopy(original),
-            args,
+            tuple(args),
             nbytes,
             swap=swap,
             optimizer_in_backward=_adamw if plan in ("device", "disk") else None,
@@ -309,7 +309,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     if options.row is not None:
         settings = Settings(options.time_limit, options.repeats, options.seed, options.costs)
-        print(json.dumps(asdict(measure_row(*options.row, options.scratch, settings))))
+        model, budget, plan = options.row
+        print(json.dumps(asdict(measure_row(model, budget, plan, options.scratch, settings))))
         return 0
     plans = chosen(options.plans, PLANS, "plan")
 

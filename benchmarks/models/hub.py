@@ -75,11 +75,10 @@ _KINDS: dict[str, Callable[..., Tensor]] = {
 
 def _batch(asked: str | Mapping[str, Any]) -> dict[str, Any]:
     """The keyword arguments of a step."""
-    if isinstance(asked, str):
-        if asked in _MADE:
-            return _MADE[asked]()
-        asked = _table()["batches"][asked]
-    return {k: _KINDS[v[0]](*v[1:]) if isinstance(v, list) else v for k, v in asked.items()}
+    if isinstance(asked, str) and asked in _MADE:
+        return _MADE[asked]()
+    kinds: Mapping[str, Any] = _table()["batches"][asked] if isinstance(asked, str) else asked
+    return {k: _KINDS[v[0]](*v[1:]) if isinstance(v, list) else v for k, v in kinds.items()}
 
 
 def _next_token() -> dict[str, Any]:

@@ -8,17 +8,16 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from irc import __version__
-from irc.compiler.written_files import to_markdown
 from irc.ir import BudgetError
 
-from .command import chosen, parser_of, run_command, write_page
-from .journal import Journal
+from .command import chosen, parser_of, run_command, run_tasks
 from .models.amoebanet import AmoebaNet, amoebanet_d
+from .pages import to_markdown
 from .torchgpipe.programs import MACHINE, Simulation, again_seconds, model_bytes
 
 __all__ = ["Row", "Setting", "main", "rows_of", "settings"]
@@ -226,16 +225,16 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace) -> int:
     known = {setting.name: setting for setting in settings()}
     names = chosen(options.settings, known, "setting of AmoebaNet-D", "IRC489")
-    about = {"irc": __version__, "machine": MACHINE.to_json(), "time_limit": options.time_limit}
-    journal = Journal.open(options.journal, about, "irc-amoebanet-plans-1", Row)
-    for name in names:
-        if name not in journal.found:
-            journal.append(name, rows_of(known[name], options.time_limit))
-        for row in journal.found[name]:
-            print(name, *_cells(known[name], row), sep=" | ", flush=True)
-        found = [(known[name], journal.found[name]) for name in names if name in journal.found]
-        write_page(options.markdown, _page(found, options.time_limit))
-    last = [(known[name], journal.found[name][-1]) for name in names]
+    limit: float = options.time_limit
+    found = run_tasks(
+        options,
+        "irc-amoebanet-plans-1",
+        {"machine": MACHINE.to_json(), "time_limit": limit},
+        Row,
+        lambda _: ((name, partial(rows_of, known[name], limit)) for name in names),
+        lambda found: _page([(known[name], found[name]) for name in names if name in found], limit),
+    )
+    last = [(known[name], found[name][-1]) for name in names]
     return int(any(not r.fits or r.activation_bytes > s.published_bytes for s, r in last))
 
 

@@ -13,23 +13,22 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import os
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
 from irc.compiler.compare import Numbers
 from irc.compiler.training import compare, measured_peak_bytes
-from irc.compiler.written_files import to_markdown
 from irc.ir import IrcError, Plan, UnsupportedError, UsageError, first_line
 
 from .command import chosen, parser_of, run_command, run_rows, write_json, write_page
 from .harness import broken_promises, fit_share
+from .journal import Journal
 from .models.architectures import ARCHITECTURES, Instance, Maker, loss_of
+from .pages import to_markdown
 
 __all__ = ["HEADER", "Row", "main", "measure"]
 
@@ -210,6 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         only=None,
         time_limit=2.0,
         threads=1,
+        journal=None,
         json=None,
         markdown=None,
     )
@@ -218,45 +218,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     names = chosen(options.only, ARCHITECTURES, "architecture", "IRC345")
+    about = {"torch": torch.__version__, "time_limit": options.time_limit}
+    journal = Journal.open(options.journal, about, "irc-architectures-1", Row)
+
+    def rows() -> Iterator[Row]:
+        for name in names:
+            if name not in journal.found:
+                journal.append(name, [measure(name, ARCHITECTURES[name], time_limit=options.time_limit)])
+            yield journal.found[name][0]
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        _, text, status = run_rows(_rows(options, names), _table)
+        found, text, status = run_rows(rows(), _table)
     write_page(options.markdown, text, _SECTION)
+    write_json(options.json, {"torch": torch.__version__, "rows": found})
     return status
-
-
-def _rows(options: argparse.Namespace, names: Sequence[str]) -> Iterator[Row]:
-    """The rows of architectures; those that the file of an earlier run has are not measured again."""
-    known, rows = _known(options.json), list[Row]()
-    for name in names:
-        rows.append(known.get(name) or measure(name, ARCHITECTURES[name], time_limit=options.time_limit))
-        write_json(options.json, {"torch": torch.__version__, "rows": rows})
-        yield rows[-1]
-
-
-def _known(path: Path | None) -> dict[str, Row]:
-    """The rows that an earlier run with this version of torch has written, by name.
-
-    Raises:
-        UsageError: IRC435 where the file holds something else.
-    """
-    if path is None or not path.exists():
-        return {}
-    try:
-        data = json.loads(path.read_text())
-        found = [
-            replace(
-                Row(**row),
-                numbers=tuple(Numbers(**n) for n in row["numbers"]),
-                failures=tuple(row["failures"]),
-            )
-            for row in data["rows"]
-        ]
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise UsageError(
-            "IRC435", f"{path} holds no rows of architectures: {error}", help="name another file"
-        ) from error
-    return {row.name: row for row in found} if data["torch"] == torch.__version__ else {}
 
 
 def _table(rows: Sequence[Row]) -> str:

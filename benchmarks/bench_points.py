@@ -13,9 +13,8 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any
 
 from torch import nn
 
@@ -117,21 +116,6 @@ class Point:
     refusal: str | None = None
     failures: tuple[str, ...] = ()
 
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> Point:
-        """The point of `ModelResult.to_json`."""
-        values = dict(data, failures=tuple(data["failures"]))
-        if (times := values["times"]) is not None:
-            cpu, wall = TimeRatio(**times["cpu"]), TimeRatio(**times["wall"])
-            values["times"] = Times(times["cpu_seconds"], times["wall_seconds"], cpu, wall)
-        if values["numbers"] is not None:
-            numbers: dict[str, Any] = dict(values["numbers"])
-            numbers.update((key, math.inf) for key, value in numbers.items() if value is None)
-            values["numbers"] = Numbers(**numbers)
-        if values["plan"] is not None:
-            values["plan"] = Planned(**values["plan"])
-        return Point(**values)
-
 
 @dataclass(frozen=True)
 class ModelResult:
@@ -177,32 +161,6 @@ class ModelResult:
             if point.plan is not None and point.peak_bytes is not None and point.peak_bytes <= peak_bytes
         ]
         return self.points[min(fitting)[2]] if fitting else None
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON-ready data; a difference that is no number is null."""
-        return _finite(asdict(self))
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> ModelResult:
-        """The result of `to_json`.
-
-        Raises:
-            KeyError: A field is missing.
-            TypeError: The data has another shape.
-        """
-        values = {field.name: data[field.name] for field in fields(ModelResult)}
-        values["load"] = tuple(values["load"])
-        values["operations"] = values["operations"] and tuple(values["operations"])
-        values["points"] = tuple(map(Point.from_json, values["points"]))
-        return ModelResult(**values)
-
-
-def _finite(data: Any) -> Any:
-    if isinstance(data, dict):
-        return {key: _finite(value) for key, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [_finite(value) for value in data]
-    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 # ---------------------------------------------------------------------- one model

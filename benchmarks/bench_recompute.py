@@ -5,7 +5,7 @@
 PyTorch's methods are `checkpoint_sequential`, checkpoint per block, selective checkpoint per block and
 `torch.compile` with each `activation_memory_budget`. irc is planned at shares of eager's peak and at every
 peak that PyTorch reached. All modules of a model are alive at once and take turns. The JSON file is written
-after each model; `--resume` keeps the models that it holds already.
+after each model; with `--journal` an interrupted run goes on.
 
 Exit status 1: irc's numbers differ from the original's, its measured peak is over the predicted one or the
 budget, or it has no plan for its smallest budget or for a peak that PyTorch reached.
@@ -14,7 +14,6 @@ budget, or it has no plan for its smallest budget or for a peak that PyTorch rea
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import sys
@@ -27,14 +26,16 @@ from typing import Any
 from irc import __version__
 from irc.compiler.model_source import load
 from irc.compiler.pictures import check_picture
-from irc.compiler.written_files import replace_section, write_whole
 from irc.ir import UsageError, format_bytes
+from irc.ir.files import write_whole
 
 from .bench_picture import draw
 from .bench_points import ModelResult, Scope, measure_model
 from .bench_report import render
 from .command import chosen, parser_of, run_command, write_json, write_page
 from .harness import Settings, model_source
+from .journal import Journal
+from .pages import replace_section
 from .torch_methods import FAMILIES
 
 __all__ = ["main"]
@@ -63,18 +64,15 @@ def _run(options: argparse.Namespace) -> int:
     if options.plot is not None:
         check_picture(options.plot, "--plot")
     about = _about(options)
-    done: dict[str, ModelResult] = {}
-    if options.resume:
-        about, done = _resumed(options.json, about)
-    results: list[ModelResult] = []
-    for name in names:
-        short = name.rpartition(":")[2]
-        if short not in done:
-            done[short] = measure_model(short, load(model_source(name)), scope, settings, report=_report)
-        results.append(done[short])
-        _write(options, about, list(done.values()))
-    print(render(about, results, None), flush=True)
-    return int(any(point.failures for result in results for point in result.points))
+    journal = Journal.open(options.journal, about["measured"], _FORMAT, ModelResult)
+    sources = {name.rpartition(":")[2]: model_source(name) for name in names}
+    for name, source in sources.items():
+        if name not in journal.found:
+            journal.append(name, [measure_model(name, load(source), scope, settings, report=_report)])
+        _write(options, about, [result for found in journal.found.values() for result in found])
+    found = [journal.found[name][0] for name in sources]
+    print(render(about, found, None), flush=True)
+    return int(any(point.failures for result in found for point in result.points))
 
 
 def _report(line: str) -> None:
@@ -92,9 +90,11 @@ def _about(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "command": options.command,
         "began": datetime.now(UTC).isoformat(timespec="seconds"),
-        "hardware": _hardware(),
-        "versions": {"irc": __version__, "Python": platform.python_version(), **versions},
-        "options": {name: getattr(options, name) for name in wanted},
+        "measured": {
+            "hardware": _hardware(),
+            "versions": {"irc": __version__, "Python": platform.python_version(), **versions},
+            "options": {name: getattr(options, name) for name in wanted},
+        },
     }
 
 
@@ -112,41 +112,14 @@ def _hardware() -> str:
 
 def _write(options: argparse.Namespace, about: dict[str, Any], results: Sequence[ModelResult]) -> None:
     """Writes JSON, picture and Markdown, each as a whole, where the options say."""
-    write_json(options.json, {"format": _FORMAT, **about, "models": [result.to_json() for result in results]})
+    write_json(options.json, {"format": _FORMAT, **about, "models": results})
     if options.plot is not None:
-        wall = about["options"]["threads"] > 1
+        wall = about["measured"]["options"]["threads"] > 1
         write_whole(options.plot, draw(results, options.plot.suffix.removeprefix("."), wall=wall))
     if options.markdown is not None:
         folder = options.markdown.resolve().parent
         picture = None if options.plot is None else os.path.relpath(options.plot.resolve(), folder)
         write_page(options.markdown, render(about, results, picture), _SECTION)
-
-
-def _resumed(path: Path | None, about: dict[str, Any]) -> tuple[dict[str, Any], dict[str, ModelResult]]:
-    """How the models in the file were measured, and the models.
-
-    Raises:
-        UsageError: IRC436 when the file is of another run.
-    """
-    if path is None:
-        raise UsageError("IRC400", "--resume needs --json", help="name the file of the run to go on with")
-    if not path.exists():
-        return about, {}
-    help = "use the same options on the same machine, or leave --resume out to begin anew"
-    try:
-        data = json.loads(path.read_text())
-        if data["format"] != _FORMAT:
-            raise KeyError("format")
-        before = {key: data[key] for key in about}
-        done = {result.model: result for result in map(ModelResult.from_json, data["models"])}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError("IRC436", f"{path} is no file of this benchmark: {error}", help=help) from error
-    for key in ("hardware", "versions", "options"):
-        if before[key] != about[key]:
-            raise UsageError(
-                "IRC436", f"{path} was measured with {key} {before[key]}, not {about[key]}", help=help
-            )
-    return before, done
 
 
 # ---------------------------------------------------------------------- options
@@ -178,6 +151,7 @@ def _parser() -> argparse.ArgumentParser:
         threads=1,
         seed=0,
         costs="thorough",
+        journal=None,
         json=None,
         markdown=None,
     )
@@ -189,7 +163,6 @@ def _parser() -> argparse.ArgumentParser:
     for option, default, help in listed:
         parser.add_argument(option, default=default, metavar="A,B", help=f"{help} ({default})")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw time over memory there (.svg, .png)")
-    parser.add_argument("--resume", action="store_true", help="keep the models that the JSON file holds")
     return parser
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from irc.compiler.written_files import to_markdown
-
 from .bench_points import IRC, TORCH, ModelResult, Point
 from .harness import TimeRatio
+from .pages import to_markdown
 
 __all__ = ["render"]
 
@@ -20,11 +19,11 @@ def render(about: dict[str, Any], results: Sequence[ModelResult], picture: str |
     """The section that the benchmark generates.
 
     Args:
-        about: How it was measured: `command`, `hardware`, `versions`, `options`.
+        about: How it was measured: `command`, `began`, and `measured` with `hardware`, `versions`, `options`.
         results: The models.
         picture: Where the picture is, as a link from the page.
     """
-    wall = about["options"]["threads"] > 1
+    wall = about["measured"]["options"]["threads"] > 1
     parts = [f"`{about['command']}`", _conditions(about), "### irc at no more memory", _heads(results, wall)]
     if picture is not None:
         parts.append(f"![Time over peak memory, both over eager's, for each model]({picture})")
@@ -34,11 +33,12 @@ def render(about: dict[str, Any], results: Sequence[ModelResult], picture: str |
 
 
 def _conditions(about: dict[str, Any]) -> str:
-    options = about["options"]
-    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    measured = about["measured"]
+    options = measured["options"]
+    versions = ", ".join(f"{name} {version}" for name, version in measured["versions"].items())
     threads = "1 thread" if options["threads"] == 1 else f"{options['threads']} threads"
     return (
-        f"Begun {about['began'].replace('T', ' ').replace('+00:00', '')} UTC on {about['hardware']}; "
+        f"Begun {about['began'].replace('T', ' ').replace('+00:00', '')} UTC on {measured['hardware']}; "
         f"{versions}; {threads}, {options['repeats']} rounds, {options['time_limit']:g} s for the search "
         "of each plan."
     )

@@ -8,17 +8,30 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from irc.compiler.written_files import check_folder, replace_section, write_whole
+from irc import __version__
 from irc.ir import IrcError, UsageError
+from irc.ir.files import check_folder, write_whole
 
 from .harness import threads
+from .journal import Journal
+from .pages import replace_section
 
-__all__ = ["chosen", "parser_of", "run_command", "run_row_alone", "run_rows", "write_json", "write_page"]
+__all__ = [
+    "chosen",
+    "parser_of",
+    "run_command",
+    "run_row_alone",
+    "run_rows",
+    "run_tasks",
+    "write_json",
+    "write_page",
+]
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -57,6 +70,7 @@ class Row(Protocol):
 
 
 _Row = TypeVar("_Row", bound=Row)
+_Entry = TypeVar("_Entry", bound="DataclassInstance")
 
 
 def parser_of(name: str, description: str, **shared: Any) -> argparse.ArgumentParser:
@@ -124,6 +138,41 @@ def run_rows(rows: Iterable[_Row], page: Callable[[Sequence[_Row]], str]) -> tup
     text = page(found)
     print(text, flush=True)
     return found, text, int(any(row.has_failed for row in found))
+
+
+def run_tasks(
+    options: argparse.Namespace,
+    form: str,
+    about: Mapping[str, Any],
+    entry: type[_Entry],
+    tasks: Callable[[Mapping[str, list[_Entry]]], Iterable[tuple[str, Callable[[], Sequence[_Entry]]]]],
+    page: Callable[[Mapping[str, list[_Entry]]], str],
+    section: str | None = None,
+) -> Mapping[str, list[_Entry]]:
+    """Does what the journal of an earlier run does not hold, and writes the page after each task.
+
+    Args:
+        options: With `journal` and `markdown`.
+        form: Of the journal, with its version.
+        about: What the entries depend on beside their keys and the version of irc.
+        entry: The dataclass of the journal's entries.
+        tasks: Yields tasks, each with its key; it is given what was found so far.
+        page: Makes the text of the page of what was found so far.
+        section: Of the page; all of it if None.
+
+    Returns:
+        What was found, by key.
+    """
+    if options.markdown is not None and section is not None:
+        replace_section(options.markdown, section, "")  # a page without it must not show after hours
+    journal = Journal.open(options.journal, {"irc": __version__, **about}, form, entry)
+    for key, task in tasks(journal.found):
+        if key not in journal.found:
+            journal.append(key, task())
+            print(f"{time.strftime('%H:%M:%S')} {key}", *journal.found[key], sep="\n    ", flush=True)
+            write_page(options.markdown, page(journal.found), section)
+    write_page(options.markdown, page(journal.found), section)
+    return journal.found
 
 
 def run_row_alone(options: argparse.Namespace, name: str, row: Sequence[str]) -> dict[str, Any]:

@@ -24,11 +24,10 @@ from irc.backends.torch import compile_program, fit
 from irc.compiler.compare import Numbers
 from irc.compiler.model_source import Loaded, Source, load, training_loss
 from irc.compiler.request import cost_passes
-from irc.compiler.tiers import device_of, measured_tiers, offer, tier_configs
 from irc.compiler.training import compare_step, measured_peak_bytes
 from irc.frontends.torch import Captured, capture
 from irc.ir import BudgetError, Graph, Plan, TimeLimitError, UsageError
-from irc.passes import PassManager, PlanMemory, Planner, Program, smallest_budget
+from irc.passes import PassManager, PlanMemory, Planner, Program
 
 from . import models
 
@@ -278,7 +277,6 @@ class Fitter:
     Args:
         original: What to plan for.
         settings: How to measure and search.
-        swap: Where plans may copy to, as in `irc.optimize`; nothing where they may not.
 
     Attributes:
         static_bytes: What plans count as existing before a step: parameters, buffers, inputs, constants.
@@ -290,18 +288,13 @@ class Fitter:
         IrcError: What capturing and measuring costs raise.
     """
 
-    def __init__(self, original: Original, settings: Settings, swap: str | None = None) -> None:
+    def __init__(self, original: Original, settings: Settings) -> None:
         self.copy = original.copy()
         self.settings = settings
         started = time.perf_counter()
         self.captured: Captured = capture(self.copy, original.args, loss=training_loss)
         captured = time.perf_counter()
-        device = device_of(self.copy, original.args)
-        offered = [] if swap is None else [offer(swap, settings.costs)]
-        offered = [measured_tiers(step, device) for step in offered]
-        passes = [*cost_passes(settings.costs), *offered]
-        self.places = tuple(place for step in offered for place in tier_configs(step, device))
-        self.program = PassManager(passes).run(Program(self.captured.graph))
+        self.program = PassManager(cost_passes(settings.costs)).run(Program(self.captured.graph))
         self.capture_seconds = captured - started
         self.cost_seconds = time.perf_counter() - captured
         trained = (p for p in original.module.parameters() if p.requires_grad)
@@ -312,7 +305,7 @@ class Fitter:
     @property
     def smallest_bytes(self) -> int:
         """The smallest budget that a schedule was found for."""
-        return smallest_budget(self.planner)
+        return self.planner.minimum_bytes(is_thorough=True)
 
     def fit(self, budget: int | str) -> tuple[nn.Module, Plan]:
         """The copy fitted to a budget, and the plan. Modules fitted earlier stay usable.
@@ -329,7 +322,7 @@ class Fitter:
         plan = program.plan
         assert program.schedule is not None and plan is not None
         compiled = compile_program(program.schedule, self.captured.constants)
-        return fit(self.copy, compiled, self.captured.signature, plan, tiers=self.places), plan
+        return fit(self.copy, compiled, self.captured.signature, plan), plan
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
+from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 
 from irc.compiler.journal import JsonLines
 from irc.ir import UsageError
 
-__all__ = ["Journal"]
+__all__ = ["Journal", "from_json"]
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -24,7 +26,7 @@ class Journal(Generic[_Entry]):
 
     Args:
         lines: The file.
-        found: By key, such as `gtx1080 resnet50-32`. Entries are dataclasses of what JSON can hold.
+        found: By key, such as `gtx1080 resnet50-32`. Entries are what `from_json` can make.
     """
 
     lines: JsonLines
@@ -51,7 +53,7 @@ class Journal(Generic[_Entry]):
 
         def take(number: int, row: Any) -> None:
             if number > 1:
-                found[row["key"]] = [entry(**each) for each in row["entries"]]
+                found[row["key"]] = [from_json(entry, each) for each in row["entries"]]
             elif row["format"] != form:
                 raise ValueError(f"its format is {row['format']!r}, not {form!r}")
             elif row["options"] != options:
@@ -73,3 +75,29 @@ class Journal(Generic[_Entry]):
         """
         self.found[key] = list(entries)
         self.lines.append({"key": key, "entries": [asdict(each) for each in entries]})
+
+
+def from_json(kind: Any, data: Any) -> Any:
+    """A dataclass, of dataclasses, enumerations, tuples and lists, from what `asdict` and JSON made of it.
+
+    Raises:
+        KeyError: There is no such field.
+        TypeError: A field is missing, or the data has another shape.
+        ValueError: An enumeration has no such member.
+    """
+    if is_dataclass(kind) and isinstance(kind, type):
+        hints = get_type_hints(kind)
+        return kind(**{name: from_json(hints[name], value) for name, value in data.items()})
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is types.UnionType and data is not None:
+        return from_json(next(each for each in inner if each is not type(None)), data)
+    if data is not None and origin in (tuple, list, Sequence):
+        found = [from_json(inner[place], each) for place, each in _placed(inner, data)]
+        return found if origin is list else tuple(found)
+    return kind(data) if isinstance(kind, type) and issubclass(kind, Enum) else data
+
+
+def _placed(inner: Sequence[Any], data: Sequence[Any]) -> Iterable[tuple[int, Any]]:
+    """Each element with the place of its type: all have the first one in a list, or a tuple of any length."""
+    is_open = len(inner) == 1 or inner[-1] is Ellipsis
+    return ((0 if is_open else place, each) for place, each in enumerate(data))

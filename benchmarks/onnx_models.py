@@ -28,13 +28,13 @@ from torch import Tensor
 from irc.compiler.onnx_export.differences import apart
 from irc.compiler.onnx_export.export import ExportReport, export_onnx
 from irc.compiler.training import measured_peak_bytes
-from irc.compiler.written_files import to_markdown
 from irc.frontends.onnx import OnnxModule, from_onnx
 from irc.frontends.onnx.binding import bound
 from irc.ir import IrcError, UnsupportedError, UsageError, first_line
 
 from .command import parser_of, run_command, run_rows, write_page
 from .harness import fit_share
+from .pages import to_markdown
 
 __all__ = ["MODELS", "Model", "Row", "main", "measure"]
 

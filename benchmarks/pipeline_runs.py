@@ -22,7 +22,6 @@ from irc.compiler.pipeline.artifact import write_pipeline
 from irc.compiler.pipeline.micro_batches import micro_batches_of
 from irc.compiler.pipeline.plan import captured_micro_batch, plan_stages
 from irc.compiler.pipeline.request import PipelineRequest
-from irc.compiler.written_files import to_markdown
 from irc.ir import BudgetError, IrcError, format_bytes
 from irc.passes.costs.profiling import device_name
 from irc.torch_support.pytree import flatten
@@ -32,6 +31,7 @@ from .models.amoebanet import amoebanet_d
 from .models.images import unet
 from .models.registry import Example
 from .models.sequences import TransformerBlock, t5
+from .pages import to_markdown
 
 __all__ = [
     "SOURCES",

@@ -12,17 +12,15 @@ from pathlib import Path
 
 import torch
 
-from irc import __version__
 from irc.compiler.pipeline.request import CHECKPOINT_MODES
-from irc.compiler.written_files import to_markdown
 from irc.ir import BudgetError
 from irc.passes.pipeline import PlannedPipeline
 
-from .command import chosen, parser_of, run_command, write_page
-from .journal import Journal
+from .command import chosen, parser_of, run_command, run_tasks
 from .models.images import resnet101
 from .models.registry import Example
 from .models.stacked_unet import stacked_unet
+from .pages import to_markdown
 from .torchgpipe.programs import MACHINE, Simulation, again_seconds
 
 __all__ = ["NETWORKS", "Experiment", "Row", "experiments", "main", "row_of"]
@@ -55,6 +53,11 @@ class Experiment:
     batch: int
     micro_batches: int
     samples_per_second: float
+
+    @property
+    def key(self) -> str:
+        """Names the row."""
+        return f"{self.network} {self.name}"
 
     @property
     def devices(self) -> int:
@@ -188,16 +191,22 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace) -> int:
     names = chosen(options.networks, NETWORKS, "network of torchgpipe's tables of speed", "IRC489")
-    about = {"irc": __version__, "machine": MACHINE.to_json(), "time_limit": options.time_limit}
-    journal = Journal.open(options.journal, about, "irc-torchgpipe-speed-2", Row)
-    for experiment in experiments():
-        key = f"{experiment.network} {experiment.name}"
-        if experiment.network in names and key not in journal.found:
-            journal.append(key, [row_of(experiment, NETWORKS[experiment.network], options.time_limit)])
-            print(key, journal.found[key][0], flush=True)
-            write_page(options.markdown, _page(journal, options.time_limit))
-    write_page(options.markdown, _page(journal, options.time_limit))
+    limit: float = options.time_limit
+    run_tasks(
+        options,
+        "irc-torchgpipe-speed-2",
+        {"machine": MACHINE.to_json(), "time_limit": limit},
+        Row,
+        lambda _: (
+            (each.key, partial(_rows, each, limit)) for each in experiments() if each.network in names
+        ),
+        lambda found: _page(found, limit),
+    )
     return 0
+
+
+def _rows(experiment: Experiment, time_limit: float) -> list[Row]:
+    return [row_of(experiment, NETWORKS[experiment.network], time_limit)]
 
 
 _HEADER = [
@@ -273,20 +282,19 @@ micro-batches on their way, the fastest schedule on eight devices. The planned r
 they compute little or nothing twice: they say what the memory allows, and were not run."""
 
 
-def _page(journal: Journal[Row], time_limit: float) -> str:
+def _page(rows: Mapping[str, Sequence[Row]], time_limit: float) -> str:
     """The page, as Markdown."""
     tables: list[str] = []
     for network in NETWORKS:
         found = [
-            (experiment, journal.found[key][0])
-            for experiment in experiments()
-            if experiment.network == network
-            and (key := f"{experiment.network} {experiment.name}") in journal.found
+            (each, rows[each.key][0])
+            for each in experiments()
+            if each.network == network and each.key in rows
         ]
         if found:
             first, baseline = found[0]
-            rows = [_cells(experiment, row, first, baseline) for experiment, row in found]
-            tables.append(f"## {network}\n\n{to_markdown(_HEADER, rows)}")
+            cells = [_cells(experiment, row, first, baseline) for experiment, row in found]
+            tables.append(f"## {network}\n\n{to_markdown(_HEADER, cells)}")
     command = "python -m benchmarks.torchgpipe_speed"
     if time_limit != _TIME_LIMIT:
         command += f" --time-limit {time_limit:g}"

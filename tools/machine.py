@@ -46,7 +46,7 @@ def add(commands: Commands) -> None:
 def _machine(options: argparse.Namespace) -> int:
     progress = Progress(options)
     with progress.phase("loading"):
-        from ..compiler.written_files import check_folder
+        from ..ir.files import check_folder
         from ..passes.costs.this_machine import measure_machine, store
 
     if options.output is not None:

@@ -57,7 +57,7 @@ def add(commands: Commands) -> None:
 
 def _schedule(options: argparse.Namespace) -> int:
     from ..compiler.pictures import check_picture
-    from ..compiler.written_files import check_folder, write_whole
+    from ..ir.files import check_folder, write_whole
     from .schedule_report import EqualStages, SimulatedStep, comparison, simulate_all, simulate_known
 
     for path in (options.trace, options.picture):

@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from irc.compiler.written_files import write_whole
 from irc.ir import UsageError
+from irc.ir.files import write_whole
 
 from ..command import chosen as names_in
 from ..command import parser_of, run_command, write_json

@@ -9,12 +9,11 @@ from torch import Tensor
 
 from irc.passes.costs.allocations import peak_bytes
 
+from .cases import check_script, check_step
 from .comparison import Difference
 from .registry import check, every, having, the
 from .steps import train, trains
 from .trial import Side, Trial
-
-__all__: list[str] = []
 
 
 def _orders(*order: int) -> Any:
@@ -63,35 +62,27 @@ def two_forwards_and_one_loss(trial: Trial) -> None:
     trains(trial, trial.pair(), step=step, tolerance=tolerance)
 
 
-@check(15, every())
-def gradients_accumulate(trial: Trial) -> None:
+@check_step(15, every())
+def gradients_accumulate(side: Side, optimizer: torch.optim.Optimizer) -> Any:
     """Four micro-batches before each step of the optimizer: .grad is the sum, in place."""
-
-    def step(side: Side, optimizer: torch.optim.Optimizer) -> Any:
-        optimizer.zero_grad()
-        same: list[bool] = []
-        held: list[Tensor | None] = []
-        for _ in range(4):
-            (side.loss() / 4).backward()
-            now = [p.grad for p in side.module.parameters()]
-            same.append(not held or all(a is b for a, b in zip(now, held, strict=True)))
-            held = now
-        optimizer.step()
-        return same
-
-    trains(trial, trial.pair(), step=step)
+    optimizer.zero_grad()
+    same: list[bool] = []
+    held: list[Tensor | None] = []
+    for _ in range(4):
+        (side.loss() / 4).backward()
+        now = [p.grad for p in side.module.parameters()]
+        same.append(not held or all(a is b for a, b in zip(now, held, strict=True)))
+        held = now
+    optimizer.step()
+    return same
 
 
-@check(15, every())
-def gradients_are_set_to_zero(trial: Trial) -> None:
+@check_step(15, every())
+def gradients_are_set_to_zero(side: Side, optimizer: torch.optim.Optimizer) -> Any:
     """zero_grad(set_to_none=False) keeps the tensors of .grad, and the next backward adds to them."""
-
-    def step(side: Side, optimizer: torch.optim.Optimizer) -> Any:
-        optimizer.zero_grad(set_to_none=False)
-        side.loss().backward()
-        optimizer.step()
-
-    trains(trial, trial.pair(), step=step)
+    optimizer.zero_grad(set_to_none=False)
+    side.loss().backward()
+    optimizer.step()
 
 
 @check(15, every())
@@ -189,32 +180,24 @@ def _at_most(measured: int, bound: int, what: str, whose: str = "the predicted p
         raise Difference(f"{what} takes {measured:,} bytes, {whose} is {bound:,}")
 
 
-@check(15, having("dropout"))
-def evaluation_between_forward_and_backward(trial: Trial) -> None:
+@check_step(15, having("dropout"))
+def evaluation_between_forward_and_backward(side: Side, optimizer: torch.optim.Optimizer) -> Any:
     """An evaluation between forward and backward does not touch what backward needs."""
-
-    def step(side: Side, optimizer: torch.optim.Optimizer) -> Any:
-        optimizer.zero_grad()
-        loss = side.loss()
-        side.module.eval()
-        with torch.no_grad():
-            seen = side()
-        side.module.train()
-        loss.backward()
-        optimizer.step()
-        return loss.detach(), seen
-
-    trains(trial, trial.pair(), step=step)
+    optimizer.zero_grad()
+    loss = side.loss()
+    side.module.eval()
+    with torch.no_grad():
+        seen = side()
+    side.module.train()
+    loss.backward()
+    optimizer.step()
+    return loss.detach(), seen
 
 
-@check(15, every())
-def a_forward_that_is_given_up(trial: Trial) -> None:
+@check_script(15, every())
+def a_forward_that_is_given_up(side: Side) -> Any:
     """A forward whose result is dropped, between the forward and the backward of another."""
-
-    def script(side: Side) -> Any:
-        loss = side.loss()
-        side.loss()
-        loss.backward()
-        return loss.detach(), train("SGD", 1)(side)
-
-    trial.same(trial.pair(), script)
+    loss = side.loss()
+    side.loss()
+    loss.backward()
+    return loss.detach(), train("SGD", 1)(side)

@@ -12,14 +12,12 @@ from torch.utils import _pytree as pytree
 
 from irc.passes.costs.allocations import peak_bytes
 
+from .cases import check_script, check_step, fitted, trains_own
 from .comparison import Difference
 from .models import Arguments, Calls
-from .own import trains_own
 from .registry import check, every, having, the
 from .steps import OPTIMIZERS, one_step, train, trains
 from .trial import Side, Trial
-
-__all__: list[str] = []
 
 
 def _relations(side: Side, result: Any) -> Any:
@@ -42,14 +40,10 @@ def _relations(side: Side, result: Any) -> Any:
     return found, described
 
 
-@check(6, every())
-def results_alias_what_they_alias(trial: Trial) -> None:
+@check_script(6, every())
+def results_alias_what_they_alias(side: Side) -> Any:
     """Results share memory with arguments, parameters and each other exactly where eager's do."""
-
-    def script(side: Side) -> Any:
-        return _relations(side, side())
-
-    trial.same(trial.pair(), script)
+    return _relations(side, side())
 
 
 @check(6, the("aliases"))
@@ -58,36 +52,28 @@ def aliases_train(trial: Trial) -> None:
     trains(trial, trial.pair())
 
 
-@check(6, the("aliases"))
-def a_write_is_seen_through_an_alias(trial: Trial) -> None:
+@check_step(6, the("aliases"))
+def a_write_is_seen_through_an_alias(side: Side, optimizer: torch.optim.Optimizer) -> Any:
     """What the script writes into one result is there in the results that alias it, and in the gradients."""
-
-    def step(side: Side, optimizer: torch.optim.Optimizer) -> Any:
-        optimizer.zero_grad()
-        result = side()
-        result[0].mul_(2.0)
-        seen = [leaf.detach().clone() for leaf in result]
-        loss = side.lossy(result)
-        loss.backward()
-        optimizer.step()
-        return seen, loss.detach()
-
-    trains(trial, trial.pair(), step=step)
+    optimizer.zero_grad()
+    result = side()
+    result[0].mul_(2.0)
+    seen = [leaf.detach().clone() for leaf in result]
+    loss = side.lossy(result)
+    loss.backward()
+    optimizer.step()
+    return seen, loss.detach()
 
 
-@check(6, the("aliases"))
-def a_result_that_is_a_parameter(trial: Trial) -> None:
+@check_step(6, the("aliases"))
+def a_result_that_is_a_parameter(side: Side, optimizer: torch.optim.Optimizer) -> Any:
     """A returned parameter (and a view of it) is the parameter: a loss on it adds to its gradient."""
-
-    def step(side: Side, optimizer: torch.optim.Optimizer) -> Any:
-        optimizer.zero_grad()
-        result = side()
-        loss = side.lossy(result) + result[6].square().mean() + result[7].sin().mean()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    trains(trial, trial.pair(), step=step)
+    optimizer.zero_grad()
+    result = side()
+    loss = side.lossy(result) + result[6].square().mean() + result[7].sin().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
 
 
 @check(6, the("aliases"))
@@ -131,8 +117,7 @@ def _own_relations(name: str, function: Made, *, grad: bool = False) -> None:
         module, arguments = _results(function, grad=grad)
         trial.same(trial.fit(module, arguments, _any_loss), script)
 
-    run.__doc__ = "Aliases, views, and what a loss over all of it gives are eager's."
-    check(6, name=name)(run)
+    check(6, name=name, promise="Aliases, views, and what a loss over all of it gives are eager's.")(run)
 
 
 def _any_loss(result: Any) -> Tensor:
@@ -193,16 +178,12 @@ def arguments_that_are_views_of_one_tensor(trial: Trial) -> None:
 # ---------------------------------------------------------------------- row 7
 
 
-@check(7, having("ties"))
-def ties_train(trial: Trial) -> None:
+@check_step(7, having("ties"), pair=fitted)
+def ties_train(side: Side, optimizer: torch.optim.Optimizer) -> Any:
     """A tied weight has one gradient, the sum of both uses, and takes one step."""
-
-    def step(side: Side, optimizer: torch.optim.Optimizer) -> Any:
-        seen = one_step(side, optimizer)
-        module = side.module
-        return seen, module.head.weight is module.embedding.weight, len(list(module.parameters()))
-
-    trains(trial, trial.fit(trial.subject.make(), trial.subject.arguments()), step=step)
+    seen = one_step(side, optimizer)
+    module = side.module
+    return seen, module.head.weight is module.embedding.weight, len(list(module.parameters()))
 
 
 @check(7, having("ties"))
@@ -222,16 +203,12 @@ def ties_keep_identity(trial: Trial) -> None:
     trial.same(pair, script)
 
 
-@check(7, having("ties"), refusable=True)
-def untied_after_planning(trial: Trial) -> None:
+@check_script(7, having("ties"), refusable=True)
+def untied_after_planning(side: Side) -> Any:
     """A tie that the script undoes is undone, or the next step is refused."""
-
-    def script(side: Side) -> Any:
-        seen = train("SGD", 1)(side)
-        side.module.head.weight = nn.Parameter(side.module.head.weight.detach().clone())
-        return seen, train("SGD", 2)(side)
-
-    trial.same(trial.pair(), script)
+    seen = train("SGD", 1)(side)
+    side.module.head.weight = nn.Parameter(side.module.head.weight.detach().clone())
+    return seen, train("SGD", 2)(side)
 
 
 @check(7, refusable=True)
@@ -249,19 +226,15 @@ def tied_after_planning(trial: Trial) -> None:
     trial.same(trial.fit(module, Arguments((torch.randn(8, 6),))), script)
 
 
-@check(7, having("ties"), refusable=True)
-def ties_through_an_assigned_state(trial: Trial) -> None:
+@check_script(7, having("ties"), refusable=True)
+def ties_through_an_assigned_state(side: Side) -> Any:
     """load_state_dict(assign=True) unties in eager (each name gets its own tensor): so here, or refused."""
-
-    def script(side: Side) -> Any:
-        state = {name: value.clone() for name, value in side.module.state_dict().items()}
-        side.module.load_state_dict(state, assign=True)
-        side.mark()
-        optimizer = OPTIMIZERS["SGD"](side.module.parameters())
-        tied = side.module.head.weight is side.module.embedding.weight
-        return tied, [one_step(side, optimizer) for _ in range(3)]
-
-    trial.same(trial.pair(), script)
+    state = {name: value.clone() for name, value in side.module.state_dict().items()}
+    side.module.load_state_dict(state, assign=True)
+    side.mark()
+    optimizer = OPTIMIZERS["SGD"](side.module.parameters())
+    tied = side.module.head.weight is side.module.embedding.weight
+    return tied, [one_step(side, optimizer) for _ in range(3)]
 
 
 class _Shared(nn.Module):

@@ -7,13 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .cases import check_script, check_step, trains_own
 from .models import Arguments, Calls
-from .own import trains_own
 from .registry import check, every, having
 from .steps import trains
 from .trial import Pair, Side, Trial
-
-__all__: list[str] = []
 
 
 def _cast(dtype: torch.dtype = torch.bfloat16, *, enabled: bool = True) -> torch.autocast:
@@ -70,39 +68,31 @@ def autocast_around_everything(trial: Trial) -> None:
     trains(trial, _planned_under_autocast(trial), around=_cast)
 
 
-@check(4, _MODELS)
-def autocast_switched_off_inside(trial: Trial) -> None:
+@check_step(4, _MODELS)
+def autocast_switched_off_inside(side: Side, optimizer: torch.optim.Optimizer) -> Any:
     """autocast(enabled=False) within another: the step runs as without, in a model planned without."""
-
-    def step(side: Side, optimizer: torch.optim.Optimizer) -> Any:
-        optimizer.zero_grad()
-        with _cast(), _cast(enabled=False):
-            loss = side.loss()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    trains(trial, trial.pair(), step=step)
+    optimizer.zero_grad()
+    with _cast(), _cast(enabled=False):
+        loss = side.loss()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
 
 
-@check(4, _MODELS)
-def autocast_within_autocast(trial: Trial) -> None:
+@check_step(4, _MODELS, pair=_planned_under_autocast)
+def autocast_within_autocast(side: Side, optimizer: torch.optim.Optimizer) -> Any:
     """One autocast within another of the same kind; evaluation without it in between."""
-
-    def step(side: Side, optimizer: torch.optim.Optimizer) -> Any:
-        optimizer.zero_grad()
+    optimizer.zero_grad()
+    with _cast():
         with _cast():
-            with _cast():
-                loss = side.loss()
-            with torch.no_grad():
-                seen = side()
+            loss = side.loss()
         with torch.no_grad():
-            unseen = side()
-        loss.backward()
-        optimizer.step()
-        return loss.detach(), seen, unseen
-
-    trains(trial, _planned_under_autocast(trial), step=step)
+            seen = side()
+    with torch.no_grad():
+        unseen = side()
+    loss.backward()
+    optimizer.step()
+    return loss.detach(), seen, unseen
 
 
 @check(4, _MODELS)
@@ -132,54 +122,42 @@ def no_autocast_after_planning_with(trial: Trial) -> None:
     trains(trial, _planned_under_autocast(trial))
 
 
-@check(4, _MODELS, refusable=True)
-def another_autocast_than_planned(trial: Trial) -> None:
+@check_script(4, _MODELS, refusable=True, pair=_planned_under_autocast)
+def another_autocast_than_planned(side: Side) -> Any:
     """A model planned under bfloat16 and run under float16: as eager under float16, or refused."""
-
-    def script(side: Side) -> Any:
-        with _cast(torch.float16):
-            return side.loss().detach()
-
-    trial.same(_planned_under_autocast(trial), script)
+    with _cast(torch.float16):
+        return side.loss().detach()
 
 
-@check(4, _MODELS)
-def a_gradient_scaler(trial: Trial) -> None:
+@check_script(4, _MODELS, pair=_planned_under_autocast)
+def a_gradient_scaler(side: Side) -> Any:
     """scale, backward, unscale_, clip, step, update; a step whose gradients overflow is skipped."""
-
-    def script(side: Side) -> Any:
-        optimizer = torch.optim.SGD(side.module.parameters(), lr=0.05)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
-        seen: list[Any] = []
-        for factor in (1.0, float("inf"), 1.0, 1.0):
-            optimizer.zero_grad()
-            with _cast():
-                loss = side.loss() * factor
-            scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            norm = nn.utils.clip_grad_norm_(side.module.parameters(), 0.5)
-            scaler.step(optimizer)
-            scaler.update()
-            seen.append((norm, scaler.get_scale()))
-        return seen
-
-    trial.same(_planned_under_autocast(trial), script)
-
-
-@check(4, _MODELS)
-def accumulation_within_one_autocast(trial: Trial) -> None:
-    """Two forwards and backwards within one autocast region (whose cache of cast weights both use)."""
-
-    def step(side: Side, optimizer: torch.optim.Optimizer) -> Any:
+    optimizer = torch.optim.SGD(side.module.parameters(), lr=0.05)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+    seen: list[Any] = []
+    for factor in (1.0, float("inf"), 1.0, 1.0):
         optimizer.zero_grad()
         with _cast():
-            losses = [side.loss(), side.loss()]
-        for loss in losses:
-            loss.backward()
-        optimizer.step()
-        return [loss.detach() for loss in losses]
+            loss = side.loss() * factor
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norm = nn.utils.clip_grad_norm_(side.module.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append((norm, scaler.get_scale()))
+    return seen
 
-    trains(trial, _planned_under_autocast(trial), step=step)
+
+@check_step(4, _MODELS, pair=_planned_under_autocast)
+def accumulation_within_one_autocast(side: Side, optimizer: torch.optim.Optimizer) -> Any:
+    """Two forwards and backwards within one autocast region (whose cache of cast weights both use)."""
+    optimizer.zero_grad()
+    with _cast():
+        losses = [side.loss(), side.loss()]
+    for loss in losses:
+        loss.backward()
+    optimizer.step()
+    return [loss.detach() for loss in losses]
 
 
 def _regions() -> tuple[nn.Module, Arguments]:

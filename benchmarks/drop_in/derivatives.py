@@ -11,13 +11,12 @@ from torch.autograd import forward_ad
 
 from irc.ir import IrcError
 
+from .cases import check_script, check_step
 from .comparison import Difference
 from .models import Arguments, Calls
 from .registry import OWN, check, every, having, the
 from .steps import train, trains
 from .trial import Pair, Script, Side, Trial
-
-__all__: list[str] = []
 
 _SMOOTH = the("transformer", "experts", "structures")
 
@@ -25,17 +24,13 @@ _SMOOTH = the("transformer", "experts", "structures")
 # ---------------------------------------------------------------------- row 13, what must work
 
 
-@check(13, every())
-def grad_of_parameters(trial: Trial) -> None:
+@check_script(13, every())
+def grad_of_parameters(side: Side) -> Any:
     """autograd.grad of some parameters gives eager's gradients, and leaves .grad alone."""
-
-    def script(side: Side) -> Any:
-        parameters = list(side.module.parameters())
-        some = parameters[::2]
-        gradients = torch.autograd.grad(side.loss(), some, allow_unused=True)
-        return gradients, [p.grad for p in parameters], train("SGD", 1)(side)
-
-    trial.same(trial.pair(), script)
+    parameters = list(side.module.parameters())
+    some = parameters[::2]
+    gradients = torch.autograd.grad(side.loss(), some, allow_unused=True)
+    return gradients, [p.grad for p in parameters], train("SGD", 1)(side)
 
 
 @check(13, having("tensor"))
@@ -54,31 +49,23 @@ def grad_of_the_input(trial: Trial) -> None:
     trial.same(trial.fit(trial.subject.make(), arguments), script)
 
 
-@check(13, every())
-def backward_into_some_inputs(trial: Trial) -> None:
+@check_script(13, every())
+def backward_into_some_inputs(side: Side) -> Any:
     """backward(inputs=[...]) fills these gradients alone."""
-
-    def script(side: Side) -> Any:
-        parameters = list(side.module.parameters())
-        side.loss().backward(inputs=parameters[:2])
-        return [p.grad is None for p in parameters], train("SGD", 1)(side)
-
-    trial.same(trial.pair(), script)
+    parameters = list(side.module.parameters())
+    side.loss().backward(inputs=parameters[:2])
+    return [p.grad is None for p in parameters], train("SGD", 1)(side)
 
 
-@check(13, having("tensor"))
-def backward_with_a_gradient(trial: Trial) -> None:
+@check_script(13, having("tensor"))
+def backward_with_a_gradient(side: Side) -> Any:
     """result.backward(gradient) and autograd.grad(grad_outputs=...) without a loss."""
-
-    def script(side: Side) -> Any:
-        result = side()
-        result.backward(torch.linspace(-1, 1, result.numel()).view_as(result))
-        other = side()
-        given = torch.ones_like(other).t() if other.ndim == 2 else torch.ones_like(other)
-        given = given.t() if other.ndim == 2 else given
-        return torch.autograd.grad(other, list(side.module.parameters()), given, allow_unused=True)
-
-    trial.same(trial.pair(), script)
+    result = side()
+    result.backward(torch.linspace(-1, 1, result.numel()).view_as(result))
+    other = side()
+    given = torch.ones_like(other).t() if other.ndim == 2 else torch.ones_like(other)
+    given = given.t() if other.ndim == 2 else given
+    return torch.autograd.grad(other, list(side.module.parameters()), given, allow_unused=True)
 
 
 @check(13, having("tensor"))
@@ -142,8 +129,7 @@ def _equal_or_not_implemented(
                 ) from refusal
             raise
 
-    run.__doc__ = promise
-    check(13, models, name=name, in_backward=True)(run)
+    check(13, models, name=name, in_backward=True, promise=promise)(run)
 
 
 _EQUAL = (
@@ -276,56 +262,44 @@ _equal_or_not_implemented("batched gradients", _EQUAL, _batched_grad, _EXPERTS)
 # ---------------------------------------------------------------------- row 14
 
 
-@check(14, every())
-def backward_twice_with_a_retained_graph(trial: Trial) -> None:
+@check_step(14, every())
+def backward_twice_with_a_retained_graph(side: Side, optimizer: torch.optim.Optimizer) -> Any:
     """retain_graph=True and a second backward: gradients double, the generator's state does not move."""
-
-    def step(side: Side, optimizer: torch.optim.Optimizer) -> Any:
-        optimizer.zero_grad()
-        loss = side.loss()
-        loss.backward(retain_graph=True)
-        once = [None if p.grad is None else p.grad.clone() for p in side.module.parameters()]
-        loss.backward(retain_graph=True)
-        loss.backward()
-        optimizer.step()
-        return loss.detach(), once
-
-    trains(trial, trial.pair(), step=step)
+    optimizer.zero_grad()
+    loss = side.loss()
+    loss.backward(retain_graph=True)
+    once = [None if p.grad is None else p.grad.clone() for p in side.module.parameters()]
+    loss.backward(retain_graph=True)
+    loss.backward()
+    optimizer.step()
+    return loss.detach(), once
 
 
-@check(14, every())
-def a_second_backward_without_a_retained_graph(trial: Trial) -> None:
+@check_script(14, every())
+def a_second_backward_without_a_retained_graph(side: Side) -> Any:
     """It raises RuntimeError, as in eager, and changes no gradient."""
-
-    def script(side: Side) -> Any:
-        loss = side.loss()
+    loss = side.loss()
+    loss.backward()
+    once = [None if p.grad is None else p.grad.clone() for p in side.module.parameters()]
+    try:
         loss.backward()
-        once = [None if p.grad is None else p.grad.clone() for p in side.module.parameters()]
-        try:
-            loss.backward()
-        except RuntimeError as error:
-            return once, [p.grad for p in side.module.parameters()], "retain_graph" in str(error)
-        return "no error"
-
-    trial.same(trial.pair(), script)
+    except RuntimeError as error:
+        return once, [p.grad for p in side.module.parameters()], "retain_graph" in str(error)
+    return "no error"
 
 
-@check(14, having("several results"))
-def losses_on_several_results(trial: Trial) -> None:
+@check_step(14, having("several results"))
+def losses_on_several_results(side: Side, optimizer: torch.optim.Optimizer) -> Any:
     """A loss for each result, backward in either order with a retained graph."""
-
-    def step(side: Side, optimizer: torch.optim.Optimizer) -> Any:
-        seen: list[Any] = []
-        for order in (1, -1):
-            optimizer.zero_grad()
-            losses = _two_losses(side())[::order]
-            losses[0].backward(retain_graph=True)
-            seen.append([None if p.grad is None else p.grad.clone() for p in side.module.parameters()])
-            losses[1].backward()
-        optimizer.step()
-        return seen
-
-    trains(trial, trial.pair(), step=step)
+    seen: list[Any] = []
+    for order in (1, -1):
+        optimizer.zero_grad()
+        losses = _two_losses(side())[::order]
+        losses[0].backward(retain_graph=True)
+        seen.append([None if p.grad is None else p.grad.clone() for p in side.module.parameters()])
+        losses[1].backward()
+    optimizer.step()
+    return seen
 
 
 def _two_losses(result: Any) -> list[Tensor]:

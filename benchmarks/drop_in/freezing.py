@@ -13,8 +13,6 @@ from .registry import check, every, having, the
 from .steps import train, trains
 from .trial import Pair, Side, Trial
 
-__all__: list[str] = []
-
 _MODELS = the("convolution", "transformer", "structures")
 
 
@@ -36,8 +34,12 @@ def _enter_pattern(seed: int) -> None:
     def run(trial: Trial) -> None:
         trains(trial, _pattern(trial, seed))
 
-    run.__doc__ = "The same parameters and inputs have None for a gradient, and the others eager's."
-    check(8, _MODELS, name=f"freeze pattern {seed}")(run)
+    check(
+        8,
+        _MODELS,
+        name=f"freeze pattern {seed}",
+        promise="The same parameters and inputs have None for a gradient, and the others eager's.",
+    )(run)
 
 
 for _seed in (1, 2, 3):
@@ -88,8 +90,7 @@ def _flip(name: str, promise: str, flip: Any, *, back: bool = False) -> None:
 
         trial.same(trial.pair(), script)
 
-    run.__doc__ = promise
-    check(8, every(), name=name, refusable=not back)(run)
+    check(8, every(), name=name, refusable=not back, promise=promise)(run)
 
 
 def _flip_first(side: Side, trains_on: bool) -> None:

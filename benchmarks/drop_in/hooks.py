@@ -13,14 +13,12 @@ from torch.utils import _pytree as pytree
 
 from irc.ir import IrcError
 
+from .cases import check_script, trains_own
 from .comparison import Difference
 from .models import Arguments, Calls
-from .own import trains_own
 from .registry import check, every, the
 from .steps import one_step, train
 from .trial import Side, Trial
-
-__all__: list[str] = []
 
 _MODELS = the("convolution", "transformer")
 Register = Callable[[nn.Module, Callable[..., None]], Any]
@@ -127,79 +125,61 @@ _module_hooks()
 # ---------------------------------------------------------------------- parameters and tensors
 
 
-@check(17, every())
-def hooks_on_parameters(trial: Trial) -> None:
+@check_script(17, every())
+def hooks_on_parameters(side: Side) -> Any:
     """register_hook on every parameter sees eager's gradients once each; what it returns is the gradient."""
-
-    def script(side: Side) -> Any:
-        calls: dict[str, list[Tensor]] = {}
-        handles = [
-            parameter.register_hook(
-                lambda g, name=name: calls.setdefault(name, []).append(g.clone()) or g * 2
-            )
-            for name, parameter in side.module.named_parameters()
-        ]
-        seen = train("SGD", 2)(side)
-        for handle in handles:
-            handle.remove()
-        return seen, dict(sorted(calls.items())), train("SGD", 1)(side)
-
-    trial.same(trial.pair(), script)
+    calls: dict[str, list[Tensor]] = {}
+    handles = [
+        parameter.register_hook(lambda g, name=name: calls.setdefault(name, []).append(g.clone()) or g * 2)
+        for name, parameter in side.module.named_parameters()
+    ]
+    seen = train("SGD", 2)(side)
+    for handle in handles:
+        handle.remove()
+    return seen, dict(sorted(calls.items())), train("SGD", 1)(side)
 
 
-@check(17, every())
-def hooks_after_accumulation(trial: Trial) -> None:
+@check_script(17, every())
+def hooks_after_accumulation(side: Side) -> Any:
     """register_post_accumulate_grad_hook is called once for each parameter, with .grad in place."""
-
-    def script(side: Side) -> Any:
-        calls: dict[str, list[Tensor]] = {}
-        for name, parameter in side.module.named_parameters():
-            parameter.register_post_accumulate_grad_hook(
-                lambda p, name=name: calls.setdefault(name, []).append(p.grad.clone())
-            )
-        side.loss().backward()
-        side.loss().backward()
-        return dict(sorted(calls.items()))
-
-    trial.same(trial.pair(), script)
+    calls: dict[str, list[Tensor]] = {}
+    for name, parameter in side.module.named_parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda p, name=name: calls.setdefault(name, []).append(p.grad.clone())
+        )
+    side.loss().backward()
+    side.loss().backward()
+    return dict(sorted(calls.items()))
 
 
-@check(17, every())
-def an_optimizer_in_a_hook(trial: Trial) -> None:
+@check_script(17, every())
+def an_optimizer_in_a_hook(side: Side) -> Any:
     """The recipe with an optimizer for each parameter, stepped in a post-accumulate hook."""
+    parameters = list(side.module.parameters())
+    optimizers = {p: torch.optim.SGD([p], lr=0.05) for p in parameters}
 
-    def script(side: Side) -> Any:
-        parameters = list(side.module.parameters())
-        optimizers = {p: torch.optim.SGD([p], lr=0.05) for p in parameters}
+    def step(parameter: Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
 
-        def step(parameter: Tensor) -> None:
-            optimizers[parameter].step()
-            optimizers[parameter].zero_grad()
-
-        for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(step)
-        for _ in range(3):
-            side.loss().backward()
-
-    trial.same(trial.pair(), script)
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(step)
+    for _ in range(3):
+        side.loss().backward()
 
 
-@check(17, every(), in_backward=True)
-def hooks_on_results(trial: Trial) -> None:
+@check_script(17, every(), in_backward=True)
+def hooks_on_results(side: Side) -> Any:
     """register_hook and retain_grad on the results see and change eager's gradients."""
-
-    def script(side: Side) -> Any:
-        calls: list[Tensor] = []
-        result = side()
-        leaves = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad]
-        for leaf in leaves:
-            if not leaf.is_leaf:
-                leaf.retain_grad()
-                leaf.register_hook(lambda g: calls.append(g.clone()) or g * 0.5)
-        side.lossy(result).backward()
-        return sorted(calls, key=lambda g: (g.numel(), float(g.sum()))), [leaf.grad for leaf in leaves]
-
-    trial.same(trial.pair(), script)
+    calls: list[Tensor] = []
+    result = side()
+    leaves = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad]
+    for leaf in leaves:
+        if not leaf.is_leaf:
+            leaf.retain_grad()
+            leaf.register_hook(lambda g: calls.append(g.clone()) or g * 0.5)
+    side.lossy(result).backward()
+    return sorted(calls, key=lambda g: (g.numel(), float(g.sum()))), [leaf.grad for leaf in leaves]
 
 
 @check(17, the("convolution", "u-net", "experts"))
@@ -218,19 +198,15 @@ def hooks_on_inputs(trial: Trial) -> None:
     trial.same(trial.fit(trial.subject.make(), arguments), script)
 
 
-@check(17, every())
-def hooks_on_the_graph_of_a_result(trial: Trial) -> None:
+@check_script(17, every())
+def hooks_on_the_graph_of_a_result(side: Side) -> Any:
     """A hook on the result's grad_fn is called once in backward."""
-
-    def script(side: Side) -> Any:
-        calls: list[int] = []
-        loss = side.loss()
-        assert loss.grad_fn is not None
-        loss.grad_fn.register_hook(lambda *given: calls.append(len(given)))
-        loss.backward()
-        return calls
-
-    trial.same(trial.pair(), script)
+    calls: list[int] = []
+    loss = side.loss()
+    assert loss.grad_fn is not None
+    loss.grad_fn.register_hook(lambda *given: calls.append(len(given)))
+    loss.backward()
+    return calls
 
 
 # ---------------------------------------------------------------------- values changed, globals, torch's own
@@ -240,17 +216,13 @@ def _halves(module: nn.Module, args: Any, result: Any) -> Any:
     return result * 0.5
 
 
-@check(17, _MODELS, refusable=True)
-def a_hook_that_changes_a_layer_s_result(trial: Trial) -> None:
+@check_script(17, _MODELS, refusable=True)
+def a_hook_that_changes_a_layer_s_result(side: Side) -> Any:
     """A forward hook on a layer that returns another result, after planning: honoured, or refused."""
-
-    def script(side: Side) -> Any:
-        handle = _child(side.module).register_forward_hook(_halves)
-        seen = train("SGD", 2)(side)
-        handle.remove()
-        return seen
-
-    trial.same(trial.pair(), script)
+    handle = _child(side.module).register_forward_hook(_halves)
+    seen = train("SGD", 2)(side)
+    handle.remove()
+    return seen
 
 
 def _global_hook(
@@ -268,8 +240,13 @@ def _global_hook(
 
         _named(lambda: trial.same(trial.pair(), script))
 
-    run.__doc__ = "A hook on every module of the process: the same calls, or a refusal."
-    check(17, models, name=name, refusable=True)(run)
+    check(
+        17,
+        models,
+        name=name,
+        refusable=True,
+        promise="A hook on every module of the process: the same calls, or a refusal.",
+    )(run)
 
 
 _global_hook("global forward hook", lambda hook: module_hooks.register_module_forward_hook(hook))
@@ -281,33 +258,25 @@ _global_hook(
 )
 
 
-@check(17, _MODELS, refusable=True)
-def saved_tensors_hooks(trial: Trial) -> None:
+@check_script(17, _MODELS, refusable=True)
+def saved_tensors_hooks(side: Side) -> Any:
     """Within saved_tensors_hooks (such as save_on_cpu) the numbers are eager's, or the step is refused."""
-
-    def script(side: Side) -> Any:
-        with torch.autograd.graph.save_on_cpu():
-            loss = side.loss()
-        loss.backward()
-        return loss.detach()
-
-    trial.same(trial.pair(), script)
+    with torch.autograd.graph.save_on_cpu():
+        loss = side.loss()
+    loss.backward()
+    return loss.detach()
 
 
-@check(17, _MODELS)
-def hooks_on_state(trial: Trial) -> None:
+@check_script(17, _MODELS)
+def hooks_on_state(side: Side) -> Any:
     """state_dict and load_state_dict hooks are called as in the original."""
-
-    def script(side: Side) -> Any:
-        calls: list[Any] = []
-        module = side.module
-        module.register_state_dict_post_hook(lambda m, state, prefix, local: calls.append(("saved", prefix)))
-        module.register_load_state_dict_pre_hook(lambda *given: calls.append(("loads", given[2])))
-        module.register_load_state_dict_post_hook(lambda m, keys: calls.append("loaded"))
-        module.load_state_dict(module.state_dict())
-        return calls, train("SGD", 1)(side)
-
-    trial.same(trial.pair(), script)
+    calls: list[Any] = []
+    module = side.module
+    module.register_state_dict_post_hook(lambda m, state, prefix, local: calls.append(("saved", prefix)))
+    module.register_load_state_dict_pre_hook(lambda *given: calls.append(("loads", given[2])))
+    module.register_load_state_dict_post_hook(lambda m, keys: calls.append("loaded"))
+    module.load_state_dict(module.state_dict())
+    return calls, train("SGD", 1)(side)
 
 
 def _small(part: nn.Module) -> tuple[nn.Module, Arguments]:
@@ -364,14 +333,10 @@ def parametrized_after_planning(trial: Trial) -> None:
     trial.same(trial.fit(module, arguments), script)
 
 
-@check(17, _MODELS)
-def a_hook_that_changes_the_model_s_result(trial: Trial) -> None:
+@check_script(17, _MODELS)
+def a_hook_that_changes_the_model_s_result(side: Side) -> Any:
     """A forward hook on the model itself that returns another result: it trains as in eager."""
-
-    def script(side: Side) -> Any:
-        handle = side.module.register_forward_hook(_halves)
-        seen = train("SGD", 2)(side)
-        handle.remove()
-        return seen
-
-    trial.same(trial.pair(), script)
+    handle = side.module.register_forward_hook(_halves)
+    seen = train("SGD", 2)(side)
+    handle.remove()
+    return seen

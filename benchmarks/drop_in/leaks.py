@@ -15,13 +15,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from irc.passes.costs.allocations import allocation_events
 
+from .cases import check_script, fitted
 from .comparison import Difference, check_same, state_of
 from .models import Arguments
 from .registry import check, every, having, the
 from .steps import OPTIMIZERS, one_step, train
 from .trial import Side, Trial
-
-__all__: list[str] = []
 
 
 @contextlib.contextmanager
@@ -205,24 +204,20 @@ def an_exception_in_a_hook(trial: Trial) -> None:
     _recovers(trial, fail, lambda side: len(list(side.module.parameters())))
 
 
-@check(19, having("tokens"))
-def arguments_that_fail(trial: Trial) -> None:
+@check_script(19, having("tokens"))
+def arguments_that_fail(side: Side) -> Any:
     """A token outside of the vocabulary raises IndexError as in eager, and the next step is right."""
-
-    def script(side: Side) -> Any:
-        (tokens,) = side.arguments.args
-        side.arguments = Arguments((tokens + 13,))
-        seen: list[str] = []
-        for _ in range(2):
-            try:
-                side.loss().backward()
-            except IndexError as error:
-                seen.append(type(error).__name__)
-        side.arguments = Arguments((tokens,))
-        side.module.zero_grad()
-        return seen, train("SGD", 2)(side)
-
-    trial.same(trial.pair(), script)
+    (tokens,) = side.arguments.args
+    side.arguments = Arguments((tokens + 13,))
+    seen: list[str] = []
+    for _ in range(2):
+        try:
+            side.loss().backward()
+        except IndexError as error:
+            seen.append(type(error).__name__)
+    side.arguments = Arguments((tokens,))
+    side.module.zero_grad()
+    return seen, train("SGD", 2)(side)
 
 
 @check(19, every())
@@ -292,14 +287,10 @@ def two_modules_in_two_threads(trial: Trial) -> None:
         check_same(state_of(pair.ours.module), state_of(first.original.module), "the state afterwards")
 
 
-@check(20, _WITHOUT_DROPOUT)
-def trained_in_another_thread(trial: Trial) -> None:
+@check_script(20, _WITHOUT_DROPOUT, pair=fitted)
+def trained_in_another_thread(side: Side) -> Any:
     """A module planned in one thread and trained in another."""
-
-    def script(side: Side) -> Any:
-        return _in_threads(lambda: train("SGD")(side))[0]
-
-    trial.same(trial.fit(trial.subject.make(), trial.subject.arguments()), script)
+    return _in_threads(lambda: train("SGD")(side))[0]
 
 
 @check(20, the("experts", "structures"))
@@ -318,16 +309,12 @@ def gradients_in_two_threads(trial: Trial) -> None:
         check_same(found, wanted, "the gradients of a thread")
 
 
-@check(20, the("u-net", "experts"))
-def backward_in_another_thread(trial: Trial) -> None:
+@check_script(20, the("u-net", "experts"))
+def backward_in_another_thread(side: Side) -> Any:
     """The forward in one thread, its backward in another."""
-
-    def script(side: Side) -> Any:
-        loss = side.loss()
-        _in_threads(loss.backward)
-        return loss.detach()
-
-    trial.same(trial.pair(), script)
+    loss = side.loss()
+    _in_threads(loss.backward)
+    return loss.detach()
 
 
 class _Numbered(Dataset[Any]):

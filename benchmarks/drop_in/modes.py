@@ -8,42 +8,33 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from .cases import check_script, check_step
 from .models import Arguments, Calls
 from .registry import check, every, having, the
 from .steps import one_step, train, trains
 from .trial import Script, Side, Trial
 
-__all__: list[str] = []
 
-
-@check(12, every())
-def evaluation(trial: Trial) -> None:
+@check_step(12, every())
+def evaluation(side: Side, optimizer: torch.optim.Optimizer) -> Any:
     """eval() under no_grad gives eager's results between the steps, and no graph."""
-
-    def step(side: Side, optimizer: torch.optim.Optimizer) -> Any:
-        seen = one_step(side, optimizer)
-        side.module.eval()
-        with torch.no_grad():
-            result = side()
-        side.module.train()
-        return seen, result
-
-    trains(trial, trial.pair(), step=step)
+    seen = one_step(side, optimizer)
+    side.module.eval()
+    with torch.no_grad():
+        result = side()
+    side.module.train()
+    return seen, result
 
 
-@check(12, every())
-def without_gradients(trial: Trial) -> None:
+@check_step(12, every())
+def without_gradients(side: Side, optimizer: torch.optim.Optimizer) -> Any:
     """no_grad, set_grad_enabled(False) and inference_mode in train(), between the steps."""
-
-    def step(side: Side, optimizer: torch.optim.Optimizer) -> Any:
-        seen: list[Any] = []
-        for context in (torch.no_grad(), torch.set_grad_enabled(False), torch.inference_mode()):
-            with context:
-                result = side()
-                seen.append((result, torch.is_inference_mode_enabled()))
-        return pytree.tree_map_only(Tensor, _values, seen), one_step(side, optimizer)
-
-    trains(trial, trial.pair(), step=step)
+    seen: list[Any] = []
+    for context in (torch.no_grad(), torch.set_grad_enabled(False), torch.inference_mode()):
+        with context:
+            result = side()
+            seen.append((result, torch.is_inference_mode_enabled()))
+    return pytree.tree_map_only(Tensor, _values, seen), one_step(side, optimizer)
 
 
 def _values(tensor: Tensor) -> tuple[Tensor, bool, bool]:
@@ -63,17 +54,13 @@ def evaluation_on_other_shapes(trial: Trial) -> None:
     trial.same(trial.pair(), script)
 
 
-@check(12, every())
-def gradients_in_eval(trial: Trial) -> None:
+@check_script(12, every())
+def gradients_in_eval(side: Side) -> Any:
     """A backward in eval() after planning in train() gives eager's gradients."""
-
-    def script(side: Side) -> Any:
-        side.module.eval()
-        loss = side.loss()
-        loss.backward()
-        return loss.detach()
-
-    trial.same(trial.pair(), script)
+    side.module.eval()
+    loss = side.loss()
+    loss.backward()
+    return loss.detach()
 
 
 def _submodule_eval(side: Side) -> nn.Module:
@@ -83,18 +70,14 @@ def _submodule_eval(side: Side) -> nn.Module:
 _PARTS = the("convolution", "transformer", "u-net", "recurrent")
 
 
-@check(12, having("dropout"), refusable=True)
-def a_submodule_in_eval_after_planning(trial: Trial) -> None:
+@check_script(12, having("dropout"), refusable=True)
+def a_submodule_in_eval_after_planning(side: Side) -> Any:
     """A submodule that goes into eval() after a step is honoured, or refused."""
-
-    def script(side: Side) -> Any:
-        before = train("SGD", 1)(side)
-        for child in side.module.modules():
-            if isinstance(child, (nn.Dropout, nn.GRU)):
-                child.eval()
-        return before, train("SGD", 2)(side)
-
-    trial.same(trial.pair(), script)
+    before = train("SGD", 1)(side)
+    for child in side.module.modules():
+        if isinstance(child, (nn.Dropout, nn.GRU)):
+            child.eval()
+    return before, train("SGD", 2)(side)
 
 
 @check(12, having("dropout"))
@@ -107,32 +90,24 @@ def a_submodule_in_eval_at_planning(trial: Trial) -> None:
     trains(trial, trial.fit(module, trial.subject.arguments()))
 
 
-@check(12, _PARTS)
-def modes_there_and_back(trial: Trial) -> None:
+@check_script(12, _PARTS)
+def modes_there_and_back(side: Side) -> Any:
     """A submodule in eval() and back in train(): training goes on."""
-
-    def script(side: Side) -> Any:
-        before = train("SGD", 1)(side)
-        _submodule_eval(side).train()
-        side.module.eval().train()
-        return before, train("SGD", 2)(side)
-
-    trial.same(trial.pair(), script)
+    before = train("SGD", 1)(side)
+    _submodule_eval(side).train()
+    side.module.eval().train()
+    return before, train("SGD", 2)(side)
 
 
-@check(12, _PARTS)
-def a_submodule_called_alone(trial: Trial) -> None:
+@check_script(12, _PARTS)
+def a_submodule_called_alone(side: Side) -> Any:
     """A submodule that the script calls by itself runs as in the original, with gradients."""
-
-    def script(side: Side) -> Any:
-        first = next(side.module.children())
-        if isinstance(first, nn.ModuleList):
-            first = first[0]
-        result = first(side.arguments.args[0])
-        result.square().mean().backward()
-        return result.detach(), train("SGD", 1)(side)
-
-    trial.same(trial.pair(), script)
+    first = next(side.module.children())
+    if isinstance(first, nn.ModuleList):
+        first = first[0]
+    result = first(side.arguments.args[0])
+    result.square().mean().backward()
+    return result.detach(), train("SGD", 1)(side)
 
 
 class _Methods(nn.Module):
@@ -193,17 +168,13 @@ def a_model_that_asks_for_its_mode(trial: Trial) -> None:
 _TO_FLOAT64: Script = train("SGD", 2)
 
 
-@check(12, the("convolution", "transformer"), refusable=True)
-def another_element_type_after_planning(trial: Trial) -> None:
+@check_script(12, the("convolution", "transformer"), refusable=True)
+def another_element_type_after_planning(side: Side) -> Any:
     """model.double() after planning trains in float64, or is refused."""
-
-    def script(side: Side) -> Any:
-        side.module.double()
-        side.arguments = _doubled(side.arguments)
-        side.mark()
-        return _TO_FLOAT64(side)
-
-    trial.same(trial.pair(), script)
+    side.module.double()
+    side.arguments = _doubled(side.arguments)
+    side.mark()
+    return _TO_FLOAT64(side)
 
 
 def _doubled(arguments: Arguments) -> Arguments:

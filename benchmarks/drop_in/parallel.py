@@ -20,8 +20,6 @@ from .registry import check, the
 from .steps import OPTIMIZERS
 from .trial import Pair, Side, Trial
 
-__all__: list[str] = []
-
 _MODELS = the("convolution", "transformer")
 
 
@@ -84,8 +82,7 @@ def _ddp(
         _same_on_ranks(trial, trial.twin(pair), _ddp_steps("SGD", micro=micro, **options))
         _same_on_ranks(trial, pair, _ddp_steps("AdamW", micro=micro, **options))
 
-    body.__doc__ = promise
-    check(9, models, name=name)(body)
+    check(9, models, name=name, promise=promise)(body)
 
 
 _EQUAL = "Gradients and parameters on both ranks are those of DDP on the original."
@@ -192,8 +189,12 @@ def _sharded(name: str, shard: Callable[[nn.Module], Any]) -> None:
             _own_part(side)
         _named(lambda: trial.same(pair, _sharded_steps(shard)))
 
-    body.__doc__ = "fully_shard of a fitted module: equal, or refused by name before the first step."
-    check(10, name=name, refusable=True)(body)
+    check(
+        10,
+        name=name,
+        refusable=True,
+        promise="fully_shard of a fitted module: equal, or refused by name before the first step.",
+    )(body)
 
 
 _sharded("fully_shard of a fitted module", _fully_shard)

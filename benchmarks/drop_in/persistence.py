@@ -13,35 +13,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .cases import check_script, check_step
 from .comparison import Difference, check_same, state_of
 from .registry import check, every, the
-from .steps import OPTIMIZERS, one_step, train, trains
+from .steps import OPTIMIZERS, one_step, train
 from .trial import Pair, Side, Trial
-
-__all__: list[str] = []
 
 _MODELS = the("convolution", "transformer", "structures")
 
 
-@check(11, every())
-def names_of_the_state(trial: Trial) -> None:
+@check_script(11, every())
+def names_of_the_state(side: Side) -> Any:
     """state_dict has eager's keys, order, shapes and metadata; so have parameters, buffers and modules."""
-
-    def script(side: Side) -> Any:
-        module = side.module
-        state = module.state_dict()
-        names = [
-            list(state),
-            [tuple(value.shape) for value in state.values()],
-            dict(getattr(state, "_metadata", {})),
-            [name for name, _ in module.named_parameters()],
-            [name for name, _ in module.named_buffers()],
-            [name for name, _ in module.named_modules()],
-            [name for name, _ in module.named_children()],
-        ]
-        return names, [type(child).__name__ for child in list(module.modules())[1:]], repr(state)
-
-    trial.same(trial.pair(), script)
+    module = side.module
+    state = module.state_dict()
+    names = [
+        list(state),
+        [tuple(value.shape) for value in state.values()],
+        dict(getattr(state, "_metadata", {})),
+        [name for name, _ in module.named_parameters()],
+        [name for name, _ in module.named_buffers()],
+        [name for name, _ in module.named_modules()],
+        [name for name, _ in module.named_children()],
+    ]
+    return names, [type(child).__name__ for child in list(module.modules())[1:]], repr(state)
 
 
 @check(11, _MODELS)
@@ -78,41 +73,33 @@ def strict_loading_both_ways(trial: Trial) -> None:
     trial.same(pair, train("AdamW"))
 
 
-@check(11, every())
-def a_file_of_the_state(trial: Trial) -> None:
+@check_script(11, every())
+def a_file_of_the_state(side: Side) -> Any:
     """torch.save of the state, torch.load with weights_only, and loading into both modules."""
-
-    def script(side: Side) -> Any:
-        seen = train("SGD", 1)(side)
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "state.pt"
-            torch.save(side.module.state_dict(), path)
-            train("SGD", 1)(side)
-            side.module.load_state_dict(torch.load(path, weights_only=True))
-        return seen, train("SGD", 1)(side)
-
-    trial.same(trial.pair(), script)
+    seen = train("SGD", 1)(side)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "state.pt"
+        torch.save(side.module.state_dict(), path)
+        train("SGD", 1)(side)
+        side.module.load_state_dict(torch.load(path, weights_only=True))
+    return seen, train("SGD", 1)(side)
 
 
-@check(11, every())
-def a_checkpoint_that_is_resumed(trial: Trial) -> None:
+@check_script(11, every())
+def a_checkpoint_that_is_resumed(side: Side) -> Any:
     """Model, optimizer and generator saved after a step and loaded into a new fitted module: goes on."""
-
-    def script(side: Side) -> Any:
-        optimizer = OPTIMIZERS["AdamW"](side.module.parameters())
-        one_step(side, optimizer)
-        file = io.BytesIO()
-        torch.save((side.module.state_dict(), optimizer.state_dict(), torch.get_rng_state()), file)
-        one_step(side, optimizer)
-        file.seek(0)
-        model, steps, generator = torch.load(file, weights_only=True)
-        side.module.load_state_dict(model)
-        resumed = OPTIMIZERS["AdamW"](side.module.parameters())
-        resumed.load_state_dict(steps)
-        torch.set_rng_state(generator)
-        return [one_step(side, resumed) for _ in range(2)]
-
-    trial.same(trial.pair(), script)
+    optimizer = OPTIMIZERS["AdamW"](side.module.parameters())
+    one_step(side, optimizer)
+    file = io.BytesIO()
+    torch.save((side.module.state_dict(), optimizer.state_dict(), torch.get_rng_state()), file)
+    one_step(side, optimizer)
+    file.seek(0)
+    model, steps, generator = torch.load(file, weights_only=True)
+    side.module.load_state_dict(model)
+    resumed = OPTIMIZERS["AdamW"](side.module.parameters())
+    resumed.load_state_dict(steps)
+    torch.set_rng_state(generator)
+    return [one_step(side, resumed) for _ in range(2)]
 
 
 @check(11, _MODELS)
@@ -157,8 +144,7 @@ def _copied(name: str, promise: str, copied: Callable[[nn.Module], nn.Module], m
             module.zero_grad()
         trial.same(pair, train("SGD"))
 
-    run.__doc__ = promise
-    check(11, models or every(), name=name)(run)
+    check(11, models or every(), name=name, promise=promise)(run)
 
 
 def _through_file(module: nn.Module) -> nn.Module:
@@ -175,23 +161,19 @@ _copied("a pickled module", _TRAINS, lambda module: pickle.loads(pickle.dumps(mo
 _copied("torch.save of a whole module", _TRAINS, _through_file, _PICKLED)
 
 
-@check(11, _PICKLED)
-def averaged_weights(trial: Trial) -> None:
+@check_script(11, _PICKLED)
+def averaged_weights(side: Side) -> Any:
     """torch.optim.swa_utils.AveragedModel (an EMA) of the fitted module follows it, and evaluates."""
-
-    def script(side: Side) -> Any:
-        averaged = torch.optim.swa_utils.AveragedModel(
-            side.module, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
-        )
-        optimizer = OPTIMIZERS["SGD"](side.module.parameters())
-        for _ in range(3):
-            one_step(side, optimizer)
-            averaged.update_parameters(side.module)
-        averaged.eval()
-        with torch.no_grad():
-            return averaged(*side.arguments.args), list(averaged.state_dict())
-
-    trial.same(trial.pair(), script)
+    averaged = torch.optim.swa_utils.AveragedModel(
+        side.module, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+    )
+    optimizer = OPTIMIZERS["SGD"](side.module.parameters())
+    for _ in range(3):
+        one_step(side, optimizer)
+        averaged.update_parameters(side.module)
+    averaged.eval()
+    with torch.no_grad():
+        return averaged(*side.arguments.args), list(averaged.state_dict())
 
 
 @check(11, _MODELS)
@@ -222,53 +204,41 @@ def within_another_module(trial: Trial) -> None:
     trial.same(trial.pair(), script)
 
 
-@check(11, _MODELS)
-def parameters_are_written_and_replaced(trial: Trial) -> None:
+@check_script(11, _MODELS)
+def parameters_are_written_and_replaced(side: Side) -> Any:
     """Weights that the script writes (init functions), and .data that it sets, are those of the next step."""
-
-    def script(side: Side) -> Any:
-        seen = train("SGD", 1)(side)
-        with torch.no_grad():
-            for parameter in side.module.parameters():
-                nn.init.normal_(parameter, std=0.1)
-        seen = seen, train("SGD", 1)(side)
+    seen = train("SGD", 1)(side)
+    with torch.no_grad():
         for parameter in side.module.parameters():
-            parameter.data = parameter.data * 0.5
-        return seen, train("SGD", 1)(side)
+            nn.init.normal_(parameter, std=0.1)
+    seen = seen, train("SGD", 1)(side)
+    for parameter in side.module.parameters():
+        parameter.data = parameter.data * 0.5
+    return seen, train("SGD", 1)(side)
 
-    trial.same(trial.pair(), script)
 
-
-@check(11, _MODELS, refusable=True)
-def state_that_is_assigned(trial: Trial) -> None:
+@check_script(11, _MODELS, refusable=True)
+def state_that_is_assigned(side: Side) -> Any:
     """load_state_dict(assign=True) and setattr of a new Parameter are seen by the next step."""
-
-    def script(side: Side) -> Any:
-        module = side.module
-        state: dict[str, Tensor] = {name: value.clone() for name, value in module.state_dict().items()}
-        module.load_state_dict(state, assign=True)
-        side.mark()
-        name = next(name for name, _ in module.named_parameters())
-        path, _, last = name.rpartition(".")
-        setattr(module.get_submodule(path), last, nn.Parameter(state[name] * 0.5))
-        side.mark()
-        return train("SGD", 2)(side)
-
-    trial.same(trial.pair(), script)
+    module = side.module
+    state: dict[str, Tensor] = {name: value.clone() for name, value in module.state_dict().items()}
+    module.load_state_dict(state, assign=True)
+    side.mark()
+    name = next(name for name, _ in module.named_parameters())
+    path, _, last = name.rpartition(".")
+    setattr(module.get_submodule(path), last, nn.Parameter(state[name] * 0.5))
+    side.mark()
+    return train("SGD", 2)(side)
 
 
-@check(11, _MODELS)
-def flattened_parameters(trial: Trial) -> None:
+@check_step(11, _MODELS)
+def flattened_parameters(side: Side, optimizer: torch.optim.Optimizer) -> Any:
     """parameters_to_vector, clip_grad_norm_, zero_grad, requires_grad_ and apply work as before."""
-
-    def step(side: Side, optimizer: torch.optim.Optimizer) -> Any:
-        seen: list[str] = []
-        side.module.apply(lambda child: seen.append(type(child).__name__))
-        side.module.zero_grad()
-        side.loss().backward()
-        norm = nn.utils.clip_grad_norm_(side.module.parameters(), 0.1)
-        nn.utils.clip_grad_value_(side.module.parameters(), 0.01)
-        optimizer.step()
-        return norm, seen[:-1], nn.utils.parameters_to_vector(side.module.parameters()).detach()
-
-    trains(trial, trial.pair(), step=step)
+    seen: list[str] = []
+    side.module.apply(lambda child: seen.append(type(child).__name__))
+    side.module.zero_grad()
+    side.loss().backward()
+    norm = nn.utils.clip_grad_norm_(side.module.parameters(), 0.1)
+    nn.utils.clip_grad_value_(side.module.parameters(), 0.01)
+    optimizer.step()
+    return norm, seen[:-1], nn.utils.parameters_to_vector(side.module.parameters()).detach()

@@ -11,14 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from .cases import check_script, check_step, fitted, trains_own
 from .comparison import Difference, check_same, state_of
 from .models import Arguments, Calls
-from .own import trains_own
 from .registry import check, every, having
 from .steps import one_step, train, trains
 from .trial import Side, Trial
-
-__all__: list[str] = []
 
 _DROPPING = having("dropout")
 
@@ -26,14 +24,10 @@ _DROPPING = having("dropout")
 # ---------------------------------------------------------------------- row 2
 
 
-@check(2, every())
-def three_steps(trial: Trial) -> None:
+@check_step(2, every(), pair=fitted)
+def three_steps(side: Side, optimizer: torch.optim.Optimizer) -> Any:
     """Losses, gradients, parameters and the generator's state are the original's after each step."""
-
-    def step(side: Side, optimizer: torch.optim.Optimizer) -> Any:
-        return one_step(side, optimizer), torch.get_rng_state()
-
-    trains(trial, trial.fit(trial.subject.make(), trial.subject.arguments()), step=step)
+    return one_step(side, optimizer), torch.get_rng_state()
 
 
 @check(2, _DROPPING)
@@ -48,47 +42,35 @@ def two_runs_from_one_seed(trial: Trial) -> None:
     check_same(left[1], left[0], "the second run")
 
 
-@check(2, _DROPPING)
-def a_forward_alone_draws_once(trial: Trial) -> None:
+@check_script(2, _DROPPING)
+def a_forward_alone_draws_once(side: Side) -> Any:
     """A forward without backward takes as many random numbers as in eager."""
-
-    def script(side: Side) -> Any:
-        with torch.no_grad():
-            side()
-        return side.loss().detach(), torch.rand(2), train("SGD", 2)(side)
-
-    trial.same(trial.pair(), script)
+    with torch.no_grad():
+        side()
+    return side.loss().detach(), torch.rand(2), train("SGD", 2)(side)
 
 
-@check(2, _DROPPING)
-def the_script_draws_between_forward_and_backward(trial: Trial) -> None:
+@check_step(2, _DROPPING)
+def the_script_draws_between_forward_and_backward(side: Side, optimizer: torch.optim.Optimizer) -> Any:
     """Numbers drawn between forward and backward and after it are those that eager would give."""
-
-    def step(side: Side, optimizer: torch.optim.Optimizer) -> Any:
-        optimizer.zero_grad()
-        loss = side.loss()
-        between = torch.rand(3)
-        loss.backward()
-        after = torch.rand(3)
-        optimizer.step()
-        return between, after
-
-    trains(trial, trial.pair(), step=step)
+    optimizer.zero_grad()
+    loss = side.loss()
+    between = torch.rand(3)
+    loss.backward()
+    after = torch.rand(3)
+    optimizer.step()
+    return between, after
 
 
-@check(2, _DROPPING)
-def the_script_seeds_between_forward_and_backward(trial: Trial) -> None:
+@check_step(2, _DROPPING)
+def the_script_seeds_between_forward_and_backward(side: Side, optimizer: torch.optim.Optimizer) -> Any:
     """A seed set between forward and backward changes no mask of the forward, and stays set."""
-
-    def step(side: Side, optimizer: torch.optim.Optimizer) -> Any:
-        optimizer.zero_grad()
-        loss = side.loss()
-        torch.manual_seed(3)
-        loss.backward()
-        optimizer.step()
-        return torch.rand(3)
-
-    trains(trial, trial.pair(), step=step)
+    optimizer.zero_grad()
+    loss = side.loss()
+    torch.manual_seed(3)
+    loss.backward()
+    optimizer.step()
+    return torch.rand(3)
 
 
 @check(2, _DROPPING)

@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from irc.compiler.written_files import to_markdown
 from irc.ir import errors
+
+from ..pages import to_markdown
 
 __all__ = ["FOLDERS", "Raised", "collect", "page"]
 

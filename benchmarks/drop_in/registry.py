@@ -133,6 +133,7 @@ def check(
     models: tuple[str, ...] = (OWN,),
     *,
     name: str | None = None,
+    promise: str | None = None,
     refusable: bool = False,
     in_backward: bool = False,
 ) -> Callable[[Callable[[Trial], None]], Callable[[Trial], None]]:
@@ -141,16 +142,18 @@ def check(
     Args:
         row: As in `Check`.
         models: As in `Check`.
-        name: Where it is another than the function's.
+        name: If it is another than the function's.
+        promise: If it is another than the beginning of the function's docstring.
         refusable: As in `Check`.
         in_backward: As in `Check`.
     """
 
     def enter(run: Callable[[Trial], None]) -> Callable[[Trial], None]:
         called = name or run.__name__.strip("_").replace("_", " ")
-        assert called not in CHECKS and row in ROWS and run.__doc__
-        promise = inspect.cleandoc(run.__doc__).split("\n\n")[0].replace("\n", " ")
-        CHECKS[called] = Check(row, called, promise, models, run, refusable or in_backward, in_backward)
+        about = promise or run.__doc__
+        assert called not in CHECKS and row in ROWS and about
+        about = inspect.cleandoc(about).split("\n\n")[0].replace("\n", " ")
+        CHECKS[called] = Check(row, called, about, models, run, refusable or in_backward, in_backward)
         return run
 
     return enter

@@ -17,8 +17,6 @@ from .registry import check, every, having, the
 from .steps import train
 from .trial import Pair, Side, Trial
 
-__all__: list[str] = []
-
 
 def _over(trial: Trial, *shapes: tuple[int, int]) -> Callable[[Side], Any]:
     """A script that takes one step for each (batch, length), with an optimizer over all of them."""

@@ -7,13 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .cases import Made, check_script, check_step, fitted, trains_own
 from .models import Arguments, Calls
-from .own import Made, trains_own
 from .registry import check, having
 from .steps import one_step, train, trains
 from .trial import Side, Trial
-
-__all__: list[str] = []
 
 _NORMED = having("batch norm")
 
@@ -23,41 +21,29 @@ def _norms(module: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:  # pyrig
     return [child for child in module.modules() if isinstance(child, kind)]
 
 
-@check(1, _NORMED)
-def statistics_after_training(trial: Trial) -> None:
+@check_step(1, _NORMED, pair=fitted)
+def statistics_after_training(side: Side, optimizer: torch.optim.Optimizer) -> Any:
     """Running statistics and num_batches_tracked are bit-equal after each of the steps."""
-
-    def step(side: Side, optimizer: torch.optim.Optimizer) -> Any:
-        return one_step(side, optimizer), [buffer.clone() for buffer in side.module.buffers()]
-
-    trains(trial, trial.fit(trial.subject.make(), trial.subject.arguments()), step=step)
+    return one_step(side, optimizer), [buffer.clone() for buffer in side.module.buffers()]
 
 
-@check(1, _NORMED)
-def a_forward_without_backward_counts(trial: Trial) -> None:
+@check_step(1, _NORMED)
+def a_forward_without_backward_counts(side: Side, optimizer: torch.optim.Optimizer) -> Any:
     """A forward whose backward never runs updates the statistics once, as in eager."""
-
-    def step(side: Side, optimizer: torch.optim.Optimizer) -> Any:
-        first = side().detach()
-        counted = [buffer.clone() for buffer in side.module.buffers()]
-        return first, counted, one_step(side, optimizer), side().detach()
-
-    trains(trial, trial.pair(), step=step)
+    first = side().detach()
+    counted = [buffer.clone() for buffer in side.module.buffers()]
+    return first, counted, one_step(side, optimizer), side().detach()
 
 
-@check(1, _NORMED)
-def evaluation_between_steps(trial: Trial) -> None:
+@check_step(1, _NORMED)
+def evaluation_between_steps(side: Side, optimizer: torch.optim.Optimizer) -> Any:
     """eval() normalises by the running statistics and leaves them alone; train() goes on as before."""
-
-    def step(side: Side, optimizer: torch.optim.Optimizer) -> Any:
-        trained = one_step(side, optimizer)
-        side.module.eval()
-        with torch.no_grad():
-            seen = side()
-        side.module.train()
-        return trained, seen
-
-    trains(trial, trial.pair(), step=step)
+    trained = one_step(side, optimizer)
+    side.module.eval()
+    with torch.no_grad():
+        seen = side()
+    side.module.train()
+    return trained, seen
 
 
 @check(1, _NORMED)
@@ -88,29 +74,21 @@ def one_norm_is_frozen(trial: Trial) -> None:
     trains(trial, trial.fit(module, trial.subject.arguments()))
 
 
-@check(1, _NORMED, refusable=True)
-def a_norm_is_frozen_after_planning(trial: Trial) -> None:
+@check_script(1, _NORMED, refusable=True)
+def a_norm_is_frozen_after_planning(side: Side) -> Any:
     """A BatchNorm that goes into eval() after a step is honoured, or refused."""
-
-    def script(side: Side) -> Any:
-        before = train("SGD", 1)(side)
-        _norms(side.module)[1].eval()
-        return before, train("SGD", 2)(side)
-
-    trial.same(trial.pair(), script)
+    before = train("SGD", 1)(side)
+    _norms(side.module)[1].eval()
+    return before, train("SGD", 2)(side)
 
 
-@check(1, _NORMED)
-def statistics_are_reset(trial: Trial) -> None:
+@check_script(1, _NORMED)
+def statistics_are_reset(side: Side) -> Any:
     """reset_running_stats() between steps is seen by the next one."""
-
-    def script(side: Side) -> Any:
-        seen = train("SGD", 2)(side)
-        for norm in _norms(side.module):
-            norm.reset_running_stats()
-        return seen, train("SGD", 1)(side)
-
-    trial.same(trial.pair(), script)
+    seen = train("SGD", 2)(side)
+    for norm in _norms(side.module):
+        norm.reset_running_stats()
+    return seen, train("SGD", 1)(side)
 
 
 def _own(norm: nn.Module, x: Tensor, times: int = 1) -> tuple[nn.Module, Arguments]:

@@ -18,8 +18,6 @@ from .registry import check, having, the
 from .steps import train, trains
 from .trial import Side, Trial, Unavailable
 
-__all__: list[str] = []
-
 _SEVERAL = having("several results")
 
 
@@ -97,8 +95,7 @@ def _structure(
         module = Calls(forward, lin=nn.Linear(4, 6))
         trial.same(trial.fit(module, arguments(), _any_loss), script)
 
-    run.__doc__ = promise
-    check(16, name=name, refusable=refusable)(run)
+    check(16, name=name, refusable=refusable, promise=promise)(run)
 
 
 def _h(m: Any, x: Tensor) -> Tensor:
@@ -231,8 +228,7 @@ def _called(
         module = Calls(forward, lin=nn.Linear(4, 6))
         trial.same(trial.fit(module, Arguments(*example)), script)
 
-    run.__doc__ = promise
-    check(16, name=name, refusable=True)(run)
+    check(16, name=name, refusable=True, promise=promise)(run)
 
 
 _X = torch.linspace(-1, 1, 32).view(8, 4)

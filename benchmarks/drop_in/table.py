@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from irc.compiler.written_files import to_markdown
-
+from ..pages import to_markdown
 from .models import MODELS
 from .plans import PLANS
 from .registry import OWN, ROWS, Check, Outcome, Verdict

@@ -11,14 +11,12 @@ from torch.nn import functional
 
 from irc.ir import IrcError
 
+from .cases import check_script, check_step, trains_own
 from .comparison import check_same
 from .models import Arguments, Calls
-from .own import trains_own
 from .registry import check, every, having
 from .steps import one_step, trains
 from .trial import Pair, Side, Trial
-
-__all__: list[str] = []
 
 
 @check(5, having("in-place"))
@@ -187,8 +185,7 @@ def _user_write(name: str, promise: str, change: Change) -> None:
     def run(trial: Trial) -> None:
         _same_or_raises(trial, trial.pair(), change)
 
-    run.__doc__ = promise
-    check(5, every(), name=name, in_backward=True)(run)
+    check(5, every(), name=name, in_backward=True, promise=promise)(run)
 
 
 def _weights(side: Side) -> list[Tensor]:
@@ -245,33 +242,25 @@ def statistics_are_written_before_backward_in_eval(trial: Trial) -> None:
     _same_or_raises(trial, pair, change)
 
 
-@check(5, every())
-def an_optimizer_s_step_before_backward(trial: Trial) -> None:
+@check_script(5, every(), raises=RuntimeError)
+def an_optimizer_s_step_before_backward(side: Side) -> Any:
     """forward, optimizer step, backward: raises where eager raises."""
-
-    def script(side: Side) -> Any:
-        optimizer = torch.optim.SGD(side.module.parameters(), lr=0.05)
-        one_step(side, optimizer)
-        loss = side.loss()
-        optimizer.step()
-        side.mark()
-        loss.backward()
-
-    trial.same(trial.pair(), script, raises=RuntimeError)
+    optimizer = torch.optim.SGD(side.module.parameters(), lr=0.05)
+    one_step(side, optimizer)
+    loss = side.loss()
+    optimizer.step()
+    side.mark()
+    loss.backward()
 
 
-@check(5, having("tensor"))
-def the_script_writes_into_the_result_and_trains_on_it(trial: Trial) -> None:
+@check_step(5, having("tensor"))
+def the_script_writes_into_the_result_and_trains_on_it(side: Side, optimizer: torch.optim.Optimizer) -> Any:
     """A result that the script changes in place before its loss: gradients are eager's."""
-
-    def step(side: Side, optimizer: torch.optim.Optimizer) -> Any:
-        optimizer.zero_grad()
-        result = side()
-        result.mul_(0.5).add_(1.0)
-        result[0] = 0.0
-        loss = side.lossy(result)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    trains(trial, trial.pair(), step=step)
+    optimizer.zero_grad()
+    result = side()
+    result.mul_(0.5).add_(1.0)
+    result[0] = 0.0
+    loss = side.lossy(result)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()

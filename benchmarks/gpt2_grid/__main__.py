@@ -1,4 +1,4 @@
-"""The command: replays the grid, fits what is left, plans the same model, and writes the page."""
+"""The command: replays the grid, plans the same model, and writes the page."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import argparse
 from collections.abc import Iterator, Sequence
 
 from irc.compiler.pipeline.request import CHECKPOINT_MODES
-from irc.compiler.written_files import replace_section
 from irc.ir import UsageError, parse_budget
 
 from ..command import parser_of, run_command, write_page
 from ..models.gpt2_grid import GRID, gpt2
+from ..pages import replace_section
 from .own_plan import OwnPlan, Planning, RankRun, run_on_ranks
 from .page import Page, told
-from .published import PLANS, PublishedRow, published
+from .published import PLANS, DeviceRow, PublishedRow, published
 from .replay import Held, Run, replayed, stages_of
-from .workspace import DeviceRow
 
 __all__ = ["main"]
 

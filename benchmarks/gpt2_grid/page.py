@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import numpy as np
-
-from irc.compiler.written_files import to_markdown
 from irc.ir import format_bytes
 
+from ..pages import to_markdown
 from .own_plan import OwnPlan, RankRun
-from .workspace import TERMS, DeviceRow, errors, fitted, held_out
+from .published import DeviceRow
 
-__all__ = ["Page", "told"]
+__all__ = ["Page", "errors", "told"]
 
 _MIB = 2**20
-_NOT_SHOWN = ("fitted to all", "fitted to other K")
-"""Predictions that the table of all rows leaves out."""
 _PLAN_HEADER = [
     "schedule",
     "divided",
@@ -47,34 +44,17 @@ class Page:
     runs: tuple[RankRun, ...] = ()
 
     @cached_property
-    def _terms(self) -> list[tuple[float, ...]]:
-        return [each.terms() for each in self.devices]
-
-    @cached_property
-    def published(self) -> list[float]:
+    def published(self) -> list[int]:
         """Bytes of each device."""
         return [each.published_bytes for each in self.devices]
 
     @cached_property
-    def predictions(self) -> dict[str, list[float]]:
+    def predictions(self) -> dict[str, list[int]]:
         """Bytes of each device by several models, the simplest one first."""
-        found = {
-            "tensors": [float(each.held.alive_bytes) for each in self.devices],
-            "with the allocator": [float(each.held.reserved_bytes) for each in self.devices],
+        return {
+            "tensors": [each.held.alive_bytes for each in self.devices],
+            "with the allocator": [each.held.reserved_bytes for each in self.devices],
         }
-        counts = [each.row.run.micro_batches for each in self.devices]
-        devices = [each.row.devices for each in self.devices]
-        found["fitted to all"] = [float(np.dot(terms, self.coefficients)) for terms in self._terms]
-        if len(set(counts)) > 1:
-            found["fitted to other M"] = held_out(self._terms, self.published, counts)
-        if len(set(devices)) > 1:
-            found["fitted to other K"] = held_out(self._terms, self.published, devices)
-        return found
-
-    @cached_property
-    def coefficients(self) -> list[float]:
-        """Of all rows."""
-        return fitted(self._terms, self.published)
 
     def summary(self) -> str:
         """How far each model is off."""
@@ -87,8 +67,8 @@ class Page:
         each = self.devices[worst]
         return [
             name,
-            f"{float(np.mean(np.abs(off))):.2%}",
-            f"{float(np.median(np.abs(off))):.2%}",
+            f"{statistics.mean(map(abs, off)):.2%}",
+            f"{statistics.median(map(abs, off)):.2%}",
             f"{off[worst]:+.1%}",
             f"K = {each.row.devices}, M = {each.row.run.micro_batches}, {_mode(each)}, device {each.device}",
         ]
@@ -101,8 +81,7 @@ class Page:
 
     def text(self) -> str:
         """What goes between the markers of the page, as Markdown."""
-        parts = ["### Errors", self.summary(), "### Coefficients", self._of_coefficients()]
-        parts += ["### All rows", self._grid()]
+        parts = ["### Errors", self.summary(), "### All rows", self._grid()]
         if self.plans:
             parts += ["### Plans", to_markdown(_PLAN_HEADER, [_plan_cells(own) for own in self.plans])]
         if self.runs:
@@ -110,15 +89,8 @@ class Page:
             parts += ["### Ranks", to_markdown(_RUN_HEADER, cells)]
         return "\n\n".join(parts)
 
-    def _of_coefficients(self) -> str:
-        cells = [
-            [name, f"{value / _MIB:.1f} MiB" if name == "a device" else f"{value:.3f}"]
-            for name, value in zip(TERMS, self.coefficients, strict=True)
-        ]
-        return to_markdown(["term", "coefficient"], cells)
-
     def _grid(self) -> str:
-        names = [name for name in self.predictions if name not in _NOT_SHOWN]
+        names = list(self.predictions)
         header = [
             "K",
             "M",
@@ -147,6 +119,11 @@ class Page:
                 ]
             )
         return to_markdown(header, rows)
+
+
+def errors(predicted: Sequence[float], bytes_: Sequence[float]) -> list[float]:
+    """By which part of it each prediction is above what it should be."""
+    return [ours / its - 1 for ours, its in zip(predicted, bytes_, strict=True)]
 
 
 def _mode(each: DeviceRow) -> str:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from .replay import Run
+from .replay import Held, Run
 
-__all__ = ["PLANS", "PublishedRow", "published"]
+__all__ = ["PLANS", "DeviceRow", "PublishedRow", "published"]
 
 PLANS = {1: (16,), 2: (8, 8), 4: (5, 3, 3, 5)}
 """For each number of devices, how many of the model's 16 modules each stage has."""
@@ -33,6 +33,26 @@ class PublishedRow:
     reserved_bytes: tuple[int, ...]
     parameters: int
     parameter_memory_bytes: int
+
+
+@dataclass(frozen=True)
+class DeviceRow:
+    """A device of a published row.
+
+    Args:
+        row: The published row.
+        device: Which of its devices.
+        held: What the replay found.
+    """
+
+    row: PublishedRow
+    device: int
+    held: Held
+
+    @property
+    def published_bytes(self) -> int:
+        """What was reserved."""
+        return self.row.reserved_bytes[self.device]
 
 
 @cache

@@ -8,12 +8,9 @@ seeds its own generator and leaves the caller's as it was. `MODELS` has all of t
 from __future__ import annotations
 
 from .amoebanet import amoebanet_d
-from .experts import mixtral
 from .images import Classifier as Classifier
 from .images import (
     densenet121,
-    densenet201,
-    inception_v3,
     resnet18,
     resnet34,
     resnet50,
@@ -25,22 +22,16 @@ from .images import (
 )
 from .inception_v4 import inception_v4
 from .registry import MODELS as MODELS
-from .sequences import bart, gpt2, gpt2_no_dropout, gpt2x24, gpt2x24_no_dropout, lstm, t5
+from .sequences import gpt2, gpt2_no_dropout, lstm, t5
 
 # The factories, as many as in MODELS.
 __all__ = [
     "amoebanet_d",
-    "bart",
     "densenet121",
-    "densenet201",
     "gpt2",
     "gpt2_no_dropout",
-    "gpt2x24",
-    "gpt2x24_no_dropout",
-    "inception_v3",
     "inception_v4",
     "lstm",
-    "mixtral",
     "resnet18",
     "resnet34",
     "resnet50",

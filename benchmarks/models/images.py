@@ -1,8 +1,8 @@
-"""Image models: ResNet, DenseNet, VGG, Inception and U-Net."""
+"""Image models: ResNet, DenseNet, VGG and U-Net."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -12,13 +12,9 @@ from torch.nn import functional
 from .registry import Example, benchmark
 
 __all__ = [
-    "Branches",
     "Classifier",
-    "Inception",
     "classified",
     "densenet121",
-    "densenet201",
-    "inception_v3",
     "resnet18",
     "resnet34",
     "resnet50",
@@ -131,7 +127,7 @@ class Bottleneck(nn.Module):
 
 
 def _resnet(
-    depths: Sequence[int], width: int, classes: int, block: type[Basic | Bottleneck] = Bottleneck
+    depths: Sequence[int], width: int, classes: int, block: type[Basic | Bottleneck]
 ) -> list[nn.Module]:
     blocks: list[nn.Module] = []
     channels = width
@@ -144,82 +140,31 @@ def _resnet(
     return [*_stem(width), *blocks, *head]
 
 
-@benchmark
-def resnet18(
-    *,
-    batch: int = 4,
-    size: int = 224,
-    classes: int = 1000,
-    width: int = 64,
-    depths: Sequence[int] = (2, 2, 2, 2),
-) -> Example:
-    """ResNet-18 for images [batch, 3, size, size], of blocks of two convolutions."""
-    return classified(_resnet(depths, width, classes, Basic), batch, size, classes)
+def _resnet_of(
+    name: str, depths: Sequence[int], block: type[Basic | Bottleneck] = Bottleneck
+) -> Callable[..., Example]:
+    """The factory of a ResNet; the stride is in the 3x3 convolutions."""
+
+    def make(
+        *,
+        batch: int = 4,
+        size: int = 224,
+        classes: int = 1000,
+        width: int = 64,
+        depths: Sequence[int] = depths,
+    ) -> Example:
+        return classified(_resnet(depths, width, classes, block), batch, size, classes)
+
+    make.__name__ = name
+    return benchmark(make)
 
 
-@benchmark
-def resnet34(
-    *,
-    batch: int = 4,
-    size: int = 224,
-    classes: int = 1000,
-    width: int = 64,
-    depths: Sequence[int] = (3, 4, 6, 3),
-) -> Example:
-    """ResNet-34 for images [batch, 3, size, size], of blocks of two convolutions."""
-    return classified(_resnet(depths, width, classes, Basic), batch, size, classes)
-
-
-@benchmark
-def resnet50(
-    *,
-    batch: int = 4,
-    size: int = 224,
-    classes: int = 1000,
-    width: int = 64,
-    depths: Sequence[int] = (3, 4, 6, 3),
-) -> Example:
-    """ResNet-50 for images [batch, 3, size, size], with the stride in the 3x3 convolutions."""
-    return classified(_resnet(depths, width, classes), batch, size, classes)
-
-
-@benchmark
-def resnet101(
-    *,
-    batch: int = 4,
-    size: int = 224,
-    classes: int = 1000,
-    width: int = 64,
-    depths: Sequence[int] = (3, 4, 23, 3),
-) -> Example:
-    """ResNet-101 for images [batch, 3, size, size], with the stride in the 3x3 convolutions."""
-    return classified(_resnet(depths, width, classes), batch, size, classes)
-
-
-@benchmark
-def resnet152(
-    *,
-    batch: int = 4,
-    size: int = 224,
-    classes: int = 1000,
-    width: int = 64,
-    depths: Sequence[int] = (3, 8, 36, 3),
-) -> Example:
-    """ResNet-152 for images [batch, 3, size, size], with the stride in the 3x3 convolutions."""
-    return classified(_resnet(depths, width, classes), batch, size, classes)
-
-
-@benchmark
-def resnet200(
-    *,
-    batch: int = 4,
-    size: int = 224,
-    classes: int = 1000,
-    width: int = 64,
-    depths: Sequence[int] = (3, 24, 36, 3),
-) -> Example:
-    """ResNet-200 for images [batch, 3, size, size], with the stride in the 3x3 convolutions."""
-    return classified(_resnet(depths, width, classes), batch, size, classes)
+resnet18 = _resnet_of("resnet18", (2, 2, 2, 2), Basic)
+resnet34 = _resnet_of("resnet34", (3, 4, 6, 3), Basic)
+resnet50 = _resnet_of("resnet50", (3, 4, 6, 3))
+resnet101 = _resnet_of("resnet101", (3, 4, 23, 3))
+resnet152 = _resnet_of("resnet152", (3, 8, 36, 3))
+resnet200 = _resnet_of("resnet200", (3, 24, 36, 3))
 
 
 # ---------------------------------------------------------------------- DenseNet
@@ -277,19 +222,6 @@ def densenet121(
     return classified(_densenet(depths, growth, classes), batch, size, classes)
 
 
-@benchmark
-def densenet201(
-    *,
-    batch: int = 4,
-    size: int = 224,
-    classes: int = 1000,
-    growth: int = 32,
-    depths: Sequence[int] = (6, 12, 48, 32),
-) -> Example:
-    """DenseNet-201 for images [batch, 3, size, size]."""
-    return classified(_densenet(depths, growth, classes), batch, size, classes)
-
-
 # ---------------------------------------------------------------------- VGG
 
 
@@ -311,127 +243,6 @@ def vgg16(
         parts += [nn.Linear(features, hidden), nn.ReLU(inplace=True), nn.Dropout(0.5)]
         features = hidden
     return classified([*parts, nn.Linear(features, classes)], batch, size, classes)
-
-
-# ---------------------------------------------------------------------- Inception
-
-
-class Branches(nn.Module):
-    """Several ways from one input, with their results side by side.
-
-    Args:
-        branches: Each maps [batch, channels, h, w]; all results have the same height and width.
-    """
-
-    def __init__(self, *branches: nn.Module) -> None:
-        super().__init__()
-        self.branches = nn.ModuleList(branches)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The results of the branches, joined along the channels."""
-        return torch.cat([branch(x) for branch in self.branches], 1)
-
-
-class Inception:
-    """The modules of Inception-v3 (Szegedy et al. 2016), figures 5 to 7 and 10.
-
-    Args:
-        thin: Divides every number of channels; 16 is the most.
-    """
-
-    def __init__(self, thin: int) -> None:
-        self.thin = thin
-
-    def convolution(
-        self, channels: int, width: int, kernel: int | tuple[int, int], stride: int = 1, *, same: bool = True
-    ) -> nn.Module:
-        """A convolution with BatchNorm and ReLU; `same` pads it so that the size stays, at stride 1."""
-        height, breadth = (kernel, kernel) if isinstance(kernel, int) else kernel
-        padding = (height // 2, breadth // 2) if same else 0
-        source = channels if channels == 3 else channels // self.thin
-        width //= self.thin
-        convolution = nn.Conv2d(source, width, (height, breadth), stride, padding, bias=False)
-        return nn.Sequential(convolution, nn.BatchNorm2d(width, eps=0.001), nn.ReLU(inplace=True))
-
-    def chain(self, channels: int, *steps: tuple[int, int | tuple[int, int]]) -> nn.Sequential:
-        """Convolutions in a row, each given by its width and kernel."""
-        sources = [channels, *(width for width, _ in steps)]
-        return nn.Sequential(
-            *(self.convolution(a, b, kernel) for a, (b, kernel) in zip(sources, steps, strict=False))
-        )
-
-    def pooled(self, channels: int, width: int) -> nn.Module:
-        """The mean of each 3x3 neighbourhood, then a 1x1 convolution."""
-        return nn.Sequential(nn.AvgPool2d(3, 1, padding=1), self.convolution(channels, width, 1))
-
-    def square(self, channels: int, pool: int) -> nn.Module:
-        """Figure 5: 1x1, 5x5, twice 3x3, and a pool; 224 + `pool` channels."""
-        return Branches(
-            self.convolution(channels, 64, 1),
-            self.chain(channels, (48, 1), (64, 5)),
-            self.chain(channels, (64, 1), (96, 3), (96, 3)),
-            self.pooled(channels, pool),
-        )
-
-    def long(self, channels: int, width: int) -> nn.Module:
-        """Figure 6: convolutions of 1x7 and 7x1; 768 channels."""
-        return Branches(
-            self.convolution(channels, 192, 1),
-            self.chain(channels, (width, 1), (width, (1, 7)), (192, (7, 1))),
-            self.chain(
-                channels, (width, 1), (width, (7, 1)), (width, (1, 7)), (width, (7, 1)), (192, (1, 7))
-            ),
-            self.pooled(channels, 192),
-        )
-
-    def wide(self, channels: int) -> nn.Module:
-        """Figure 7: 1x3 and 3x1 beside each other; 2048 channels."""
-        return Branches(
-            self.convolution(channels, 320, 1),
-            nn.Sequential(self.convolution(channels, 384, 1), self.crossed(384)),
-            nn.Sequential(self.chain(channels, (448, 1), (384, 3)), self.crossed(384)),
-            self.pooled(channels, 192),
-        )
-
-    def crossed(self, channels: int) -> nn.Module:
-        """1x3 and 3x1 from the same input; 768 channels."""
-        return Branches(self.convolution(channels, 384, (1, 3)), self.convolution(channels, 384, (3, 1)))
-
-    def halved(self, channels: int, *branches: tuple[nn.Module, int, int]) -> nn.Module:
-        """Figure 10: each branch ends in a 3x3 convolution of stride 2, from and to channels; and a pool."""
-        ends = (
-            nn.Sequential(start, self.convolution(source, width, 3, 2, same=False))
-            for start, source, width in branches
-        )
-        return Branches(*ends, nn.MaxPool2d(3, 2))
-
-    def parts(self, classes: int) -> list[nn.Module]:
-        """The whole network."""
-        long = self.chain(768, (192, 1), (192, (1, 7)), (192, (7, 1)))
-        return [
-            self.convolution(3, 32, 3, 2, same=False),
-            self.convolution(32, 32, 3, same=False),
-            self.convolution(32, 64, 3),
-            nn.MaxPool2d(3, 2),
-            self.convolution(64, 80, 1),
-            self.convolution(80, 192, 3, same=False),
-            nn.MaxPool2d(3, 2),
-            *(self.square(channels, pool) for channels, pool in ((192, 32), (256, 64), (288, 64))),
-            self.halved(288, (nn.Identity(), 288, 384), (self.chain(288, (64, 1), (96, 3)), 96, 96)),
-            *(self.long(768, width) for width in (128, 160, 160, 192)),
-            self.halved(768, (self.convolution(768, 192, 1), 192, 320), (long, 192, 192)),
-            *(self.wide(channels) for channels in (1280, 2048)),
-            nn.AdaptiveAvgPool2d(1),
-            nn.Dropout(0.5),
-            nn.Flatten(),
-            nn.Linear(2048 // self.thin, classes),
-        ]
-
-
-@benchmark
-def inception_v3(*, batch: int = 4, size: int = 299, classes: int = 1000, thin: int = 1) -> Example:
-    """Inception-v3 without the auxiliary classifier, for images [batch, 3, size, size], size 75 or more."""
-    return classified(Inception(thin).parts(classes), batch, size, classes)
 
 
 # ---------------------------------------------------------------------- U-Net

@@ -2,20 +2,70 @@
 
 from __future__ import annotations
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from .images import Branches, Inception, classified
+from .images import classified
 from .registry import Example, benchmark
 
 __all__ = ["inception_v4"]
 
 
-class InceptionV4(Inception):
+class Branches(nn.Module):
+    """Several ways from one input, with their results side by side.
+
+    Args:
+        branches: Each maps [batch, channels, h, w]; all results have the same height and width.
+    """
+
+    def __init__(self, *branches: nn.Module) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(branches)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The results of the branches, joined along the channels."""
+        return torch.cat([branch(x) for branch in self.branches], 1)
+
+
+class InceptionV4:
     """The modules of Inception-v4, figures 3 to 9 of the paper.
 
     Args:
         thin: Divides every number of channels; 32 is the most.
     """
+
+    def __init__(self, thin: int) -> None:
+        self.thin = thin
+
+    def convolution(
+        self, channels: int, width: int, kernel: int | tuple[int, int], stride: int = 1, *, same: bool = True
+    ) -> nn.Module:
+        """A convolution with BatchNorm and ReLU; `same` pads it so that the size stays, at stride 1."""
+        height, breadth = (kernel, kernel) if isinstance(kernel, int) else kernel
+        padding = (height // 2, breadth // 2) if same else 0
+        source = channels if channels == 3 else channels // self.thin
+        width //= self.thin
+        convolution = nn.Conv2d(source, width, (height, breadth), stride, padding, bias=False)
+        return nn.Sequential(convolution, nn.BatchNorm2d(width, eps=0.001), nn.ReLU(inplace=True))
+
+    def chain(self, channels: int, *steps: tuple[int, int | tuple[int, int]]) -> nn.Sequential:
+        """Convolutions in a row, each given by its width and kernel."""
+        sources = [channels, *(width for width, _ in steps)]
+        return nn.Sequential(
+            *(self.convolution(a, b, kernel) for a, (b, kernel) in zip(sources, steps, strict=False))
+        )
+
+    def pooled(self, channels: int, width: int) -> nn.Module:
+        """The mean of each 3x3 neighbourhood, then a 1x1 convolution."""
+        return nn.Sequential(nn.AvgPool2d(3, 1, padding=1), self.convolution(channels, width, 1))
+
+    def halved(self, channels: int, *branches: tuple[nn.Module, int, int]) -> nn.Module:
+        """Figures 7 and 8: branches that end in a 3x3 convolution of stride 2, and a pool."""
+        ends = (
+            nn.Sequential(start, self.convolution(source, width, 3, 2, same=False))
+            for start, source, width in branches
+        )
+        return Branches(*ends, nn.MaxPool2d(3, 2))
 
     def stem(self) -> list[nn.Module]:
         """Figure 3: images to 384 channels at an eighth of the size."""

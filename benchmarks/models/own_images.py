@@ -1,4 +1,4 @@
-"""Models of images of our own: cells, generators, flows, and the benchmark models in small."""
+"""Models of images of our own: cells, generators and flows."""
 
 from __future__ import annotations
 
@@ -11,31 +11,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations
 
 from .images import Classifier
-from .registry import MODELS, Instance, architecture, enter
-
-_IMAGES: dict[str, Any] = {"batch": 4, "size": 64, "classes": 10}
-_TOKENS: dict[str, Any] = {"batch": 4, "sequence": 32, "depth": 2, "width": 16, "heads": 2, "vocabulary": 40}
-_SMALL: dict[str, dict[str, Any]] = {
-    "resnet50": {**_IMAGES, "width": 4, "depths": (2, 1, 1)},
-    "densenet121": {**_IMAGES, "growth": 4, "depths": (2, 2, 2)},
-    "vgg16": {**_IMAGES, "batch": 32, "width": 4, "hidden": 8},
-    "inception_v3": {**_IMAGES, "batch": 8, "size": 111, "thin": 8},
-    "unet": {"batch": 2, "size": 64, "base": 4},
-    "lstm": {"batch": 16, "sequence": 6, "vocabulary": 20, "embedding": 4, "hidden": 4},
-    "gpt2": {"batch": 4, "sequence": 32, "depth": 3, "width": 16, "heads": 2},
-    "t5": _TOKENS,
-    "bart": _TOKENS,
-    "mixtral": {**_TOKENS, "heads": 4, "shared": 2, "hidden": 8, "experts": 4},
-}
-
-
-def _enter_benchmark(name: str, settings: dict[str, Any]) -> None:
-    enter(f"own-{name.replace('_', '-')}", lambda: Instance(*MODELS[name](**settings)))
-
-
-for _name, _settings in _SMALL.items():
-    _enter_benchmark(_name, _settings)
-
+from .registry import Instance, Maker, architecture, enter
 
 # ---------------------------------------------------------------------- NASNet
 
@@ -127,12 +103,6 @@ def _classifier(module: nn.Module, size: int = 32, batch: int = 8) -> Instance:
     return Instance(Classifier(module), (images, labels))
 
 
-@architecture
-def nasnet() -> Instance:
-    """NASNet-A with three cells."""
-    return _classifier(CellNetwork(8, 10))
-
-
 # ---------------------------------------------------------------------- other blocks
 
 
@@ -165,12 +135,6 @@ class Mixer(nn.Module):
             x = x + tokens(next(norms)(x).mT).mT
             x = x + channels(next(norms)(x))
         return self.head(x.mean(1))
-
-
-@architecture
-def mlp_mixer() -> Instance:
-    """MLP-Mixer."""
-    return _classifier(Mixer(64, 32, 3))
 
 
 class ShuffleUnit(nn.Module):
@@ -255,12 +219,6 @@ class Autoencoder(nn.Module):
         return {"loss": error + divergence, "made": made.detach()}
 
 
-@architecture
-def variational_autoencoder() -> Instance:
-    """A variational autoencoder of images."""
-    return Instance(Autoencoder(16, 8), (torch.randn(32, 3, 16, 16),))
-
-
 class StraightThrough(torch.autograd.Function):
     """The nearest code forward, the identity backward: an autograd function as users write them."""
 
@@ -308,12 +266,6 @@ class QuantizedAutoencoder(nn.Module):
             self.codes.lerp_(chosen.T @ rows / chosen.sum(0).clamp(min=1)[:, None], 0.01)
         made = self.decoder(quantized.view_as(states).permute(0, 3, 1, 2))
         return functional.mse_loss(made, images) + 0.25 * functional.mse_loss(rows, quantized.detach())
-
-
-@architecture
-def vq_vae() -> Instance:
-    """A vector-quantized autoencoder with a custom autograd function and buffers that it updates."""
-    return Instance(QuantizedAutoencoder(16, 12), (torch.randn(16, 3, 16, 16),))
 
 
 @architecture
@@ -381,12 +333,6 @@ class StyleGenerator(nn.Module):
         return self.colours(x)
 
 
-@architecture
-def style_generator() -> Instance:
-    """A small StyleGAN2 generator."""
-    return Instance(StyleGenerator(16, 3), (torch.randn(8, 8),))
-
-
 class Denoiser(nn.Module):
     """A residual block of a diffusion U-Net with the time's embedding (Ho et al. 2020).
 
@@ -442,12 +388,6 @@ class Diffusion(nn.Module):
         )
 
 
-@architecture
-def diffusion_unet() -> Instance:
-    """A diffusion model with its random times and noise in the forward."""
-    return Instance(Diffusion(16), (torch.randn(8, 3, 16, 16),))
-
-
 class Coupling(nn.Module):
     """An affine coupling layer of RealNVP (Dinh et al. 2017).
 
@@ -489,12 +429,6 @@ class Flow(nn.Module):
             x, determinant = coupling(x)
             total = total + determinant
         return -(self.prior.log_prob(x).sum(-1) + total).mean()
-
-
-@architecture
-def normalizing_flow() -> Instance:
-    """RealNVP for vectors."""
-    return Instance(Flow(6), (torch.randn(128, 16),))
 
 
 @architecture
@@ -558,3 +492,17 @@ def unet_3d() -> Instance:
     down = [*convolved(1), *convolved(4), *convolved(4), nn.MaxPool3d(2), *convolved(4)]
     up = [nn.Upsample(scale_factor=2, mode="trilinear"), *convolved(4), *convolved(4), nn.Conv3d(4, 2, 1)]
     return Instance(nn.Sequential(*down, *up), (torch.randn(2, 1, 12, 12, 12),))
+
+
+_INSTANCES: dict[str, Maker] = {
+    "nasnet": lambda: _classifier(CellNetwork(8, 10)),
+    "mlp-mixer": lambda: _classifier(Mixer(64, 32, 3)),
+    "variational-autoencoder": lambda: Instance(Autoencoder(16, 8), (torch.randn(32, 3, 16, 16),)),
+    "vq-vae": lambda: Instance(QuantizedAutoencoder(16, 12), (torch.randn(16, 3, 16, 16),)),
+    "style-generator": lambda: Instance(StyleGenerator(16, 3), (torch.randn(8, 8),)),
+    "diffusion-unet": lambda: Instance(Diffusion(16), (torch.randn(8, 3, 16, 16),)),
+    "normalizing-flow": lambda: Instance(Flow(6), (torch.randn(128, 16),)),
+}
+
+for _name, _make in _INSTANCES.items():
+    enter(_name, _make)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
 
-from .registry import Instance, architecture
+from .registry import Instance, Maker, architecture, enter
 
 # ---------------------------------------------------------------------- recurrent
 
@@ -41,24 +41,6 @@ def _tagged(recurrent: nn.Module, width: int) -> Instance:
     return Instance(Tagger(recurrent, width), (tokens, tags))
 
 
-@architecture
-def gru() -> Instance:
-    """A tagger with a bidirectional GRU of two layers."""
-    return _tagged(nn.GRU(8, 8, 2, dropout=0.2, batch_first=True, bidirectional=True), 16)
-
-
-@architecture
-def rnn() -> Instance:
-    """A tagger with Elman's network of two layers."""
-    return _tagged(nn.RNN(8, 16, 2, nonlinearity="relu", batch_first=True), 16)
-
-
-@architecture
-def projected_lstm() -> Instance:
-    """A tagger with an LSTM whose state is projected."""
-    return _tagged(nn.LSTM(8, 16, proj_size=8, batch_first=True), 8)
-
-
 class Cells(nn.Module):
     """LSTM cells that a Python loop runs.
 
@@ -80,12 +62,6 @@ class Cells(nn.Module):
             state = self.norm(hidden), memory
             found.append(state[0])
         return torch.stack(found, 1), found[-1]
-
-
-@architecture
-def lstm_cells() -> Instance:
-    """A tagger whose LSTM is a loop over cells with LayerNorm."""
-    return _tagged(Cells(16), 16)
 
 
 class ConvolutionalLSTM(nn.Module):
@@ -111,12 +87,6 @@ class ConvolutionalLSTM(nn.Module):
             hidden = o.sigmoid() * memory.tanh()
             total += functional.mse_loss(self.head(hidden), following)
         return total
-
-
-@architecture
-def convolutional_lstm() -> Instance:
-    """A convolutional LSTM that predicts frames."""
-    return Instance(ConvolutionalLSTM(8), (torch.rand(4, 6, 1, 12, 12),))
 
 
 class WaveNet(nn.Module):
@@ -146,12 +116,6 @@ class WaveNet(nn.Module):
             more, skip = mix(value.tanh() * opening.sigmoid()).chunk(2, 1)
             x, skipped = x + more, skipped + skip
         return functional.cross_entropy(self.leave(skipped.relu()), samples[:, 1:])
-
-
-@architecture
-def wavenet() -> Instance:
-    """A WaveNet of quantized sound."""
-    return Instance(WaveNet(16, 4), (torch.randint(32, (4, 128)),))
 
 
 class DeepSpeech(nn.Module):
@@ -240,12 +204,6 @@ class Latents(nn.Module):
 
 
 @architecture
-def set_transformer() -> Instance:
-    """A set transformer of points."""
-    return Instance(Latents(16, 8), (torch.randn(16, 40, 3),))
-
-
-@architecture
 def checkpointed_transformer() -> Instance:
     """A stack whose layers the model itself checkpoints with `torch.utils.checkpoint`."""
     from torch.utils.checkpoint import checkpoint
@@ -298,12 +256,6 @@ class PointNet(nn.Module):
         features = self.features(turn @ points).max(-1).values
         orthogonal = torch.linalg.matrix_norm(turn @ turn.mT - torch.eye(3)).mean()
         return functional.cross_entropy(self.head(features), labels) + 0.001 * orthogonal
-
-
-@architecture
-def point_net() -> Instance:
-    """PointNet."""
-    return Instance(PointNet(16), (torch.randn(8, 3, 64), torch.randint(4, (8,))))
 
 
 class GraphAttention(nn.Module):
@@ -433,12 +385,6 @@ class Contrast(nn.Module):
         return loss
 
 
-@architecture
-def momentum_contrast() -> Instance:
-    """MoCo with a frozen encoder and a queue that the forward writes."""
-    return Instance(Contrast(8, 64), (torch.randn(16, 3, 16, 16), torch.randn(16, 3, 16, 16)))
-
-
 # ---------------------------------------------------------------------- functions
 
 
@@ -497,12 +443,6 @@ class Dynamics(nn.Module):
         return torch.stack(path)
 
 
-@architecture
-def neural_ode() -> Instance:
-    """A neural differential equation."""
-    return Instance(Dynamics(16, 5), (torch.randn(64, 4),))
-
-
 class Radiance(nn.Module):
     """A radiance field with its volume rendering (Mildenhall et al. 2020).
 
@@ -534,12 +474,6 @@ class Radiance(nn.Module):
         return functional.mse_loss(rendered, colours)
 
 
-@architecture
-def radiance_field() -> Instance:
-    """NeRF with random depths."""
-    return Instance(Radiance(32, 8), tuple(torch.rand(64, 3) for _ in range(3)))
-
-
 class Physics(nn.Module):
     """A network whose loss is a differential equation: its forward differentiates it (Raissi et al. 2019).
 
@@ -562,12 +496,6 @@ class Physics(nn.Module):
         slope = torch.func.vmap(torch.func.jacrev(value))(points)
         curvature = torch.func.vmap(torch.func.hessian(value))(points)
         return (slope[:, 0] - 0.1 * curvature[:, 1, 1]).square().mean()
-
-
-@architecture
-def physics_informed() -> Instance:
-    """A physics-informed network: `torch.func` within the forward."""
-    return Instance(Physics(16), (torch.rand(64, 2),))
 
 
 class Sparsemax(nn.Module):
@@ -605,12 +533,6 @@ class Sparsemax(nn.Module):
         return functional.cross_entropy(self.head(total), labels) + 0.001 * entropy
 
 
-@architecture
-def tabnet() -> Instance:
-    """TabNet's sequence of sparse masks (Arik and Pfister 2021)."""
-    return Instance(Sparsemax(12), (torch.randn(128, 12), torch.randint(2, (128,))))
-
-
 class Words(nn.Module):
     """word2vec with negative samples that the forward draws (Mikolov et al. 2013).
 
@@ -633,12 +555,6 @@ class Words(nn.Module):
         near = functional.logsigmoid((inner * self.outer(contexts)).sum(-1))
         far = functional.logsigmoid(-(self.outer(others) @ inner[..., None])[..., 0]).sum(-1)
         return -(near + far).mean()
-
-
-@architecture
-def word2vec() -> Instance:
-    """word2vec with negative sampling."""
-    return Instance(Words(64, 16), (torch.randint(64, (128,)), torch.randint(64, (128,))))
 
 
 @architecture
@@ -669,12 +585,6 @@ class Orthogonal(nn.Module):
         return state
 
 
-@architecture
-def orthogonal_rnn() -> Instance:
-    """A recurrent network whose matrix is orthogonal."""
-    return Instance(Orthogonal(12), (torch.randn(32, 6, 4),))
-
-
 class Ensemble(nn.Module):
     """Perceptrons that `torch.vmap` runs side by side.
 
@@ -696,7 +606,26 @@ class Ensemble(nn.Module):
         return torch.vmap(member)(self.first, self.second)
 
 
-@architecture
-def ensemble() -> Instance:
-    """An ensemble with `torch.vmap`."""
-    return Instance(Ensemble(4), (torch.randn(64, 8),))
+_INSTANCES: dict[str, Maker] = {
+    "gru": lambda: _tagged(nn.GRU(8, 8, 2, dropout=0.2, batch_first=True, bidirectional=True), 16),
+    "rnn": lambda: _tagged(nn.RNN(8, 16, 2, nonlinearity="relu", batch_first=True), 16),
+    "projected-lstm": lambda: _tagged(nn.LSTM(8, 16, proj_size=8, batch_first=True), 8),
+    "lstm-cells": lambda: _tagged(Cells(16), 16),
+    "convolutional-lstm": lambda: Instance(ConvolutionalLSTM(8), (torch.rand(4, 6, 1, 12, 12),)),
+    "wavenet": lambda: Instance(WaveNet(16, 4), (torch.randint(32, (4, 128)),)),
+    "set-transformer": lambda: Instance(Latents(16, 8), (torch.randn(16, 40, 3),)),
+    "point-net": lambda: Instance(PointNet(16), (torch.randn(8, 3, 64), torch.randint(4, (8,)))),
+    "momentum-contrast": lambda: Instance(
+        Contrast(8, 64), (torch.randn(16, 3, 16, 16), torch.randn(16, 3, 16, 16))
+    ),
+    "neural-ode": lambda: Instance(Dynamics(16, 5), (torch.randn(64, 4),)),
+    "radiance-field": lambda: Instance(Radiance(32, 8), tuple(torch.rand(64, 3) for _ in range(3))),
+    "physics-informed": lambda: Instance(Physics(16), (torch.rand(64, 2),)),
+    "tabnet": lambda: Instance(Sparsemax(12), (torch.randn(128, 12), torch.randint(2, (128,)))),
+    "word2vec": lambda: Instance(Words(64, 16), (torch.randint(64, (128,)), torch.randint(64, (128,)))),
+    "orthogonal-rnn": lambda: Instance(Orthogonal(12), (torch.randn(32, 6, 4),)),
+    "ensemble": lambda: Instance(Ensemble(4), (torch.randn(64, 8),)),
+}
+
+for _name, _make in _INSTANCES.items():
+    enter(_name, _make)

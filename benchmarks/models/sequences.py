@@ -1,8 +1,6 @@
-"""Sequence models: GPT-2 blocks, an LSTM classifier, and T5 and BART of `transformers`."""
+"""Sequence models: GPT-2 blocks, an LSTM classifier, and T5 of `transformers`."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,17 +9,7 @@ from torch.nn import functional
 from .images import Classifier
 from .registry import Example, benchmark, transformers_for
 
-__all__ = ["bart", "gpt2", "gpt2_no_dropout", "gpt2x24", "gpt2x24_no_dropout", "lstm", "t5"]
-
-
-def heads_of(x: Tensor, heads: int) -> Tensor:
-    """[batch, sequence, heads * size] as [batch, heads, sequence, size]."""
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
-
-
-def without_heads(x: Tensor) -> Tensor:
-    """[batch, heads, sequence, size] as [batch, sequence, heads * size]."""
-    return x.transpose(1, 2).flatten(2)
+__all__ = ["TransformerBlock", "gpt2", "gpt2_no_dropout", "lstm", "t5"]
 
 
 # ---------------------------------------------------------------------- GPT-2
@@ -55,8 +43,10 @@ class TransformerBlock(nn.Module):
 
     def attend(self, x: Tensor) -> Tensor:
         """Causal self-attention of [batch, sequence, width], the heads side by side in the result."""
-        q, k, v = (heads_of(part, self.heads) for part in self.queries_keys_values(x).chunk(3, 2))
-        return without_heads(functional.scaled_dot_product_attention(q, k, v, is_causal=True))
+        parts = self.queries_keys_values(x).chunk(3, 2)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return attended.transpose(1, 2).flatten(2)
 
 
 class TransformerStack(nn.Module):
@@ -106,22 +96,6 @@ def gpt2_no_dropout(
     return gpt2(batch=batch, sequence=sequence, depth=depth, width=width, heads=heads, dropout=0.0)
 
 
-@benchmark
-def gpt2x24(
-    *, batch: int = 4, sequence: int = 256, depth: int = 24, width: int = 768, heads: int = 12
-) -> Example:
-    """Twenty-four GPT-2 blocks with dropout 0.1."""
-    return gpt2(batch=batch, sequence=sequence, depth=depth, width=width, heads=heads)
-
-
-@benchmark
-def gpt2x24_no_dropout(
-    *, batch: int = 4, sequence: int = 256, depth: int = 24, width: int = 768, heads: int = 12
-) -> Example:
-    """Twenty-four GPT-2 blocks without dropout."""
-    return gpt2(batch=batch, sequence=sequence, depth=depth, width=width, heads=heads, dropout=0.0)
-
-
 # ---------------------------------------------------------------------- LSTM
 
 
@@ -167,11 +141,11 @@ def lstm(
     return Classifier(model), (tokens, torch.randint(classes, (batch,)))
 
 
-# ---------------------------------------------------------------------- encoder and decoder
+# ---------------------------------------------------------------------- T5
 
 
 class Translator(nn.Module):
-    """An encoder and a decoder of `transformers` with their loss.
+    """T5 of `transformers` with its loss.
 
     Args:
         model: A model for conditional generation.
@@ -186,22 +160,6 @@ class Translator(nn.Module):
         return self.model(input_ids=source, decoder_input_ids=target, labels=labels, use_cache=False).loss
 
 
-def _translated(name: str, settings: dict[str, Any], batch: int, sequence: int) -> Example:
-    """A model with tokens of a source, of a target, and of the target one token on.
-
-    Args:
-        name: Of the classes of `transformers`.
-        settings: Of its configuration.
-        batch: Sentences.
-        sequence: Tokens of each.
-    """
-    transformers = transformers_for(name)
-    configuration = getattr(transformers, f"{name}Config")(**settings, use_cache=False)
-    model = Translator(getattr(transformers, f"{name}ForConditionalGeneration")(configuration))
-    tokens = torch.randint(settings["vocab_size"], (2, batch, sequence + 1))
-    return model, (tokens[0, :, 1:].clone(), tokens[1, :, :-1].clone(), tokens[1, :, 1:].clone())
-
-
 @benchmark
 def t5(
     *,
@@ -213,41 +171,18 @@ def t5(
     vocabulary: int = 32128,
     dropout: float = 0.1,
 ) -> Example:
-    """T5, small (Raffel et al. 2020)."""
-    settings = {
-        "vocab_size": vocabulary,
-        "d_model": width,
-        "d_kv": width // heads,
-        "d_ff": 4 * width,
-        "num_layers": depth,
-        "num_heads": heads,
-        "dropout_rate": dropout,
-    }
-    return _translated("T5", settings, batch, sequence)
-
-
-@benchmark
-def bart(
-    *,
-    batch: int = 4,
-    sequence: int = 128,
-    depth: int = 6,
-    width: int = 512,
-    heads: int = 8,
-    vocabulary: int = 50265,
-    dropout: float = 0.1,
-) -> Example:
-    """BART with the width of T5's small one (Lewis et al. 2020)."""
-    settings = {
-        "vocab_size": vocabulary,
-        "d_model": width,
-        "encoder_layers": depth,
-        "decoder_layers": depth,
-        "encoder_attention_heads": heads,
-        "decoder_attention_heads": heads,
-        "encoder_ffn_dim": 4 * width,
-        "decoder_ffn_dim": 4 * width,
-        "max_position_embeddings": sequence,
-        "dropout": dropout,
-    }
-    return _translated("Bart", settings, batch, sequence)
+    """T5, small (Raffel et al. 2020), with tokens of a source, a target, and the target one token on."""
+    transformers = transformers_for("T5")
+    configuration = transformers.T5Config(
+        vocab_size=vocabulary,
+        d_model=width,
+        d_kv=width // heads,
+        d_ff=4 * width,
+        num_layers=depth,
+        num_heads=heads,
+        dropout_rate=dropout,
+        use_cache=False,
+    )
+    model = Translator(transformers.T5ForConditionalGeneration(configuration))
+    tokens = torch.randint(vocabulary, (2, batch, sequence + 1))
+    return model, (tokens[0, :, 1:].clone(), tokens[1, :, :-1].clone(), tokens[1, :, 1:].clone())

@@ -6,8 +6,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
-from irc.compiler.written_files import to_markdown
-
+from ..pages import to_markdown
 from .cases import GROUPS, SUBSETS
 from .results import Outcome, Report, Result, count
 

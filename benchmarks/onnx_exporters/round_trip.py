@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -74,6 +75,44 @@ class Row:
     compared: float = 0.0
     export_failure: str | None = None
     failures: tuple[str, ...] = ()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether something does not hold."""
+        return bool(self.failures)
+
+    def cells(self) -> tuple[str, ...]:
+        """The row for a table."""
+        if self.export_failure is not None:
+            return (self.model, self.way.split()[0], *["-"] * 8, f"torch: {self.export_failure}")
+        tensors, numbers = self.parameters
+        return (
+            self.model,
+            self.way.split()[0],
+            str(self.opset),
+            f"{tensors} ({numbers:,})",
+            f"{self.named} of {self.original[0]}",
+            f"{self.ties[0]} of {self.ties[1]}" if self.ties[1] else "-",
+            str(self.statistics) if self.statistics else "-",
+            f"{self.keys[0]} of {self.keys[2]}",
+            f"{self.outputs:.1e}",
+            f"{self.gradients:.1e}"
+            + ("" if self.compared == 1 else f" ({math.floor(1000 * self.compared) / 10:g}%)"),
+            f"FAIL: {'; '.join(self.failures)}" if self.failures else self._result(),
+        )
+
+    def _result(self) -> str:
+        """What the file has of the original; irc has that."""
+        if self.parameters == self.original and self.named == self.original[0]:
+            return "same"
+        parts = [f"file has {self.parameters[0]} of {self.original[0]}"]
+        if self.moved:
+            parts.append(f"{self.moved} transposed, packed or copied")
+        if self.folded:
+            parts.append(f"{self.folded} computed with" + (f", into {self.made}" if self.made else ""))
+        if self.ties[0] < self.ties[1]:
+            parts.append(f"{self.ties[1] - self.ties[0]} tied written twice")
+        return ": ".join((parts[0], "; ".join(parts[1:]))) if parts[1:] else parts[0]
 
 
 @dataclass

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import argparse
 import math
-import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-from irc import __version__
-from irc.compiler.written_files import replace_section
 from irc.ir import UsageError
 
-from ..command import parser_of, run_command, write_page
-from ..journal import Journal
+from ..command import parser_of, run_command, run_tasks
 from .page import to_section
 from .rows import Limits, Row, tasks
 
@@ -66,40 +63,19 @@ def _run(options: argparse.Namespace) -> int:
                 f"--{name.replace('_', '-')} is {value:g}",
                 help=f"give a number from {least:g} on",
             )
-    if options.markdown is not None:
-        replace_section(options.markdown, _SECTION, "")
     limits = Limits(options.seconds, options.plain_seconds, options.workers)
     names = options.graphs and [name.strip() for name in options.graphs.split(",")]
-    settings = {
-        "irc": __version__,
-        "seconds": limits.seconds,
-        "plain_seconds": limits.plain_seconds,
-        "workers": limits.workers,
-        "bandwidth_gbps": options.bandwidth_gbps,
-    }
-    journal = Journal.open(options.journal, settings, "irc-partition-tables-1", Row)
-    for key, task in tasks(options.data, names, limits, options.bandwidth_gbps):
-        if key not in journal.found:
-            journal.append(key, task())
-            print(_told(key, journal.found[key]), flush=True)
-            _write(options, journal)
-    _write(options, journal)
+    gbps: float = options.bandwidth_gbps
+    run_tasks(
+        options,
+        "irc-partition-tables-1",
+        {**asdict(limits), "bandwidth_gbps": gbps},
+        Row,
+        lambda _: tasks(options.data, names, limits, gbps),
+        lambda found: to_section(found, gbps),
+        _SECTION,
+    )
     return 0
-
-
-def _write(options: argparse.Namespace, journal: Journal[Row]) -> None:
-    section = to_section(journal.found, options.bandwidth_gbps)
-    write_page(options.markdown, section, _SECTION)
-
-
-def _told(key: str, rows: Sequence[Row]) -> str:
-    """What was found, for the terminal."""
-    lines = [f"{time.strftime('%H:%M:%S')} {key}"]
-    for row in rows:
-        load = "nothing in time" if row.max_load_ms is None else f"{row.max_load_ms:.4f} ms"
-        proved = ", proved" if row.is_proved else f", bound {row.bound_ms:.4f} ms" if row.bound_ms else ""
-        lines.append(f"    {row.method}: {load}{proved} ({row.plan_seconds:.2f} s)")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from irc.compiler.written_files import to_markdown
-
+from ..pages import to_markdown
 from .rows import DEVICES, Known, Row, known
 
 __all__ = ["to_section"]

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import argparse
 import math
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 
-from irc import __version__
-from irc.compiler.written_files import replace_section
 from irc.ir import Graph, UsageError
 from irc.passes import Machine, Planner, machine_named
 
-from ..command import chosen, parser_of, run_command, write_page
-from ..journal import Journal
+from ..command import chosen, parser_of, run_command, run_tasks
 from .page import Fitted, to_section
 from .published import MODELS, Case, cases, largest_batches
 from .simulated import (
@@ -26,7 +21,6 @@ from .simulated import (
     entries,
     fitted,
     largest_original,
-    open_journal,
     original,
     program_on,
     reached,
@@ -73,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
 class _Work:
     """What all rows share."""
 
-    journal: Journal[Entry]
+    found: Mapping[str, Sequence[Entry]]
     seconds: float
     make: Maker | None
     graphs: dict[tuple[str, int], Graph] = field(default_factory=dict[tuple[str, int], Graph])
@@ -94,32 +88,27 @@ class _Work:
 def _run(options: argparse.Namespace, make: Maker | None) -> int:
     machine = machine_named(options.costs)
     picked = _picked(options)
-    if options.markdown is not None:
-        replace_section(options.markdown, _SECTION, "")
     if machine.tier("host") is None:
         raise UsageError(
             "IRC408", f"machine {machine.name} has no tier host", help="choose one of a GPU, such as gtx1080"
         )
     if not 0 <= options.seconds < math.inf:
         raise UsageError("IRC400", f"--seconds is {options.seconds:g}", help="give 0 seconds or more")
-    settings = {"irc": __version__, "machine": machine.to_json(), "seconds": options.seconds}
-    work = _Work(open_journal(options.journal, settings), options.seconds, make)
     fit = next(case for case in cases() if case.model == _BATCH_MODEL)
     target = fit.published["original"].seconds
+    work = _Work({}, options.seconds, make)
     machines = (machine, fitted(machine, work.graph(fit.model, fit.batch), target))
     about = [Fitted(machines[0], None), Fitted(machines[1], (fit, target))]
-    for key, found in _rows(work, machines, picked, is_quick=options.quick):
-        work.journal.append(key, found)
-        print(_told(key, found), flush=True)
-        _write(options.markdown, about, picked, work.journal)
-    _write(options.markdown, about, picked, work.journal)
+    run_tasks(
+        options,
+        "irc-swap-tables-1",
+        {"machine": machine.to_json(), "seconds": options.seconds},
+        Entry,
+        lambda found: _rows(replace(work, found=found), machines, picked, is_quick=options.quick),
+        lambda found: to_section(about, picked, found),
+        _SECTION,
+    )
     return 0
-
-
-def _write(
-    path: Path | None, about: Sequence[Fitted], picked: Sequence[Case], journal: Journal[Entry]
-) -> None:
-    write_page(path, to_section(about, picked, journal.found), _SECTION)
 
 
 def _picked(options: argparse.Namespace) -> list[Case]:
@@ -128,10 +117,13 @@ def _picked(options: argparse.Namespace) -> list[Case]:
     return [case for case in found if case.model in _QUICK and case.batch < 100] if options.quick else found
 
 
+_Task = tuple[str, Callable[[], list[Entry]]]
+
+
 def _rows(
     work: _Work, machines: Sequence[Machine], picked: Sequence[Case], *, is_quick: bool
-) -> Iterator[tuple[str, list[Entry]]]:
-    """What is not in the journal yet, the base batches first."""
+) -> Iterator[_Task]:
+    """All rows, the base batches first."""
     base = [case for case in picked if case.batch < 100]
     for case in base:
         yield from _cases(work, machines, case)
@@ -142,47 +134,37 @@ def _rows(
             yield from _cases(work, machines, case)
 
 
-def _cases(work: _Work, machines: Sequence[Machine], case: Case) -> Iterator[tuple[str, list[Entry]]]:
+def _cases(work: _Work, machines: Sequence[Machine], case: Case) -> Iterator[_Task]:
+    def found(machine: Machine) -> list[Entry]:
+        return list(entries(work.planner(machine, case.model, case.batch), case, work.seconds))
+
     for machine in machines:
-        key = f"{machine.name} {case.name}"
-        if key not in work.journal.found:
-            planner = work.planner(machine, case.model, case.batch)
-            yield key, list(entries(planner, case, work.seconds))
+        yield f"{machine.name} {case.name}", partial(found, machine)
 
 
-def _batches(work: _Work, machines: Sequence[Machine]) -> Iterator[tuple[str, list[Entry]]]:
+def _batches(work: _Work, machines: Sequence[Machine]) -> Iterator[_Task]:
     """The largest batch of the original, and the joint plan at larger ones, one machine after the other."""
     known = largest_batches()
     budget_bytes = known["original"].device_bytes
-    key = f"{machines[0].name} {_BATCH_MODEL} original"
-    if key not in work.journal.found:
 
-        def baseline(batch: int) -> int:
-            return work.planner(machines[0], _BATCH_MODEL, batch).baseline_bytes
+    def baseline(batch: int) -> int:
+        return work.planner(machines[0], _BATCH_MODEL, batch).baseline_bytes
 
+    def largest_of_original() -> list[Entry]:
         largest = largest_original(baseline, budget_bytes, known["original"].batch)
-        found = original(work.planner(machines[0], _BATCH_MODEL, largest))
-        yield key, [replace(found, note=str(largest))]
-    largest = int(work.journal.found[key][0].note)
+        return [replace(original(work.planner(machines[0], _BATCH_MODEL, largest)), note=str(largest))]
+
+    def joint(machine: Machine, batch: int) -> list[Entry]:
+        planner = work.planner(machine, _BATCH_MODEL, batch)
+        return [original(planner), reached(planner, "joint", budget_bytes, work.seconds)]
+
+    key = f"{machines[0].name} {_BATCH_MODEL} original"
+    yield key, largest_of_original
+    largest = int(work.found[key][0].note)
     for growth in _GROWTH:
         batch = math.ceil(largest * known["ome"].batch / known["original"].batch * growth)
         for machine in machines:
-            key = f"{machine.name} {_BATCH_MODEL} batch {batch}"
-            if key not in work.journal.found:
-                planner = work.planner(machine, _BATCH_MODEL, batch)
-                yield key, [original(planner), reached(planner, "joint", budget_bytes, work.seconds)]
-
-
-def _told(key: str, found: Sequence[Entry]) -> str:
-    """A row for the terminal."""
-    step = found[0].seconds or math.nan
-    lines = [f"{time.strftime('%H:%M:%S')} {key}: original {found[0].peak_bytes / 1e6:,.0f} MB, {step:.3f} s"]
-    for entry in found[1:]:
-        reached_bytes = f"{entry.peak_bytes / 1e6:,.0f} MB"
-        did = "does not fit" if entry.seconds is None else f"{entry.seconds / step - 1:+.1%}"
-        within = f"within {entry.budget_bytes / 1e6:,.0f} MB" if entry.budget_bytes else "all swapped"
-        lines.append(f"    {entry.strategy} {within}: {reached_bytes}, {did} ({entry.plan_seconds:.0f} s)")
-    return "\n".join(lines)
+            yield f"{machine.name} {_BATCH_MODEL} batch {batch}", partial(joint, machine, batch)
 
 
 if __name__ == "__main__":

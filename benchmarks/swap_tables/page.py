@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from irc.compiler.written_files import to_markdown
 from irc.passes import Machine
 
+from ..pages import to_markdown
 from .published import Case, Published, largest_batches
 from .simulated import Entry
 

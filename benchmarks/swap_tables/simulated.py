@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 from irc.frontends.torch import capture
 from irc.ir import BudgetError, Graph, Plan, TimeLimitError, UsageError, stored_bytes
@@ -15,7 +13,6 @@ from irc.passes import Costs, Machine, PlanMemory, Planner, Program, Solution, a
 from irc.passes.offload.offload_problem import OffloadProblem
 from irc.passes.offload.strategies import LOOK_AHEADS, lms_all
 
-from ..journal import Journal
 from ..models import MODELS
 from ..models.registry import Example
 from .published import Case
@@ -27,7 +24,6 @@ __all__ = [
     "entries",
     "fitted",
     "largest_original",
-    "open_journal",
     "program_on",
     "reached",
 ]
@@ -61,19 +57,6 @@ class Entry:
     note: str
 
 
-def open_journal(path: Path | None, options: Mapping[str, Any]) -> Journal[Entry]:
-    """The journal of the tables.
-
-    Args:
-        path: The file; None keeps everything in memory.
-        options: What the entries depend on beside their keys.
-
-    Raises:
-        UsageError: As of `Journal.open`.
-    """
-    return Journal.open(path, options, "irc-swap-tables-1", Entry)
-
-
 def _benchmark(model: str, batch: int) -> Example:
     return MODELS[model](batch=batch)
 
@@ -84,17 +67,15 @@ def captured(model: str, batch: int, make: Maker | None = None) -> Graph:
     return capture(module, args).graph
 
 
-def program_on(graph: Graph, machine: Machine, *, has_workspaces: bool = False) -> Program:
-    """The graph with the machine's costs, and with its host memory as a tier.
+def program_on(graph: Graph, machine: Machine) -> Program:
+    """The graph with the times of a machine's roofline, no workspaces, and its host memory as a tier.
 
     Args:
         graph: A training step.
-        machine: Its roofline gives the times.
-        has_workspaces: Whether operations need the workspace of `analytic_costs`; else none.
+        machine: What it runs on.
     """
     costs = analytic_costs(graph, machine)
-    if not has_workspaces:
-        costs = Costs(costs.seconds, dict.fromkeys(costs.workspace_bytes, 0), costs.source)
+    costs = Costs(costs.seconds, dict.fromkeys(costs.workspace_bytes, 0), costs.source)
     return Program(graph, costs, tiers=tuple(tier for tier in machine.tiers if tier.name == "host"))
 
 

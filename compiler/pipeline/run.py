@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ...ir import InputRole, Trait, UnsupportedError, UsageError, format_bytes
+from ...ir.files import check_folder
 from ...passes.costs.allocations import peak_bytes
 from ...torch_support.pytree import flatten
 from ..model_source import Source, load_for_micro_batches, training_loss
 from ..training import Differences, optimizer_of_all
-from ..written_files import check_folder
 from .artifact import WrittenPipeline, read_pipeline, unread_state
 from .micro_batches import micro_batches_of
 from .trainer import PipelineTrainer, state_of

@@ -6,7 +6,7 @@ import json
 import math
 import warnings
 from collections.abc import Generator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from benchmarks.bench_points import ModelResult, Planned, Point, Scope, Times, m
 from benchmarks.bench_recompute import main
 from benchmarks.bench_report import render
 from benchmarks.harness import Settings, TimeRatio
+from benchmarks.journal import from_json
 from irc.compiler.compare import Numbers
 from irc.compiler.model_source import Loaded
 
@@ -103,7 +104,7 @@ def test_every_method_has_a_row_and_irc_one_at_no_more_memory() -> None:
     assert result.within(result.eager_bytes) is not None
     assert sum("checkpoint per block: 0." in line for line in lines) == 2
     assert result.operations is not None and min(result.operations) > 5
-    assert ModelResult.from_json(json.loads(json.dumps(result.to_json()))) == result
+    assert from_json(ModelResult, json.loads(json.dumps(asdict(result)))) == result
 
 
 def test_what_cannot_run_is_a_row_with_the_reason() -> None:
@@ -115,7 +116,7 @@ def test_what_cannot_run_is_a_row_with_the_reason() -> None:
     assert compiled.refusal is not None and compiled.times is None and compiled.failures == ()
     assert (ours.system, ours.name) == ("irc", "capture") and ours.failures == (ours.refusal,)
     assert result.operations is None and result.capture_seconds is None
-    assert ModelResult.from_json(json.loads(json.dumps(result.to_json()))) == result
+    assert from_json(ModelResult, json.loads(json.dumps(asdict(result)))) == result
 
 
 def test_a_broken_promise_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,9 +171,11 @@ def about(threads: int = 1) -> dict[str, Any]:
     return {
         "command": "bench it",
         "began": "2030-01-01T00:00:00+00:00",
-        "hardware": "abacus",
-        "versions": {"torch": "9"},
-        "options": {"threads": threads, "repeats": 2, "time_limit": 60.0},
+        "measured": {
+            "hardware": "abacus",
+            "versions": {"torch": "9"},
+            "options": {"threads": threads, "repeats": 2, "time_limit": 60.0},
+        },
     }
 
 
@@ -259,6 +262,7 @@ def command(tmp_path: Path) -> list[str]:
     return [
         *("--methods", "blocks", "--ratios", "0.9,min", "--repeats", "1", "--time-limit", "2"),
         *("--costs", "analytic", "--json", str(tmp_path / "out.json")),
+        *("--journal", str(tmp_path / "rows.jsonl")),
     ]
 
 
@@ -281,33 +285,15 @@ def test_the_command_goes_on_where_it_stopped(
         return measure_model(name, *args, **options)
 
     monkeypatch.setattr(bench_recompute, "measure_model", noted)
-    models = ["--models", f"{short},{long}", "--resume"]
+    models = ["--models", f"{short},{long}"]
     assert main([*models, *command, "--markdown", str(page), "--plot", str(picture)]) in (0, 1)
     second = json.loads((tmp_path / "out.json").read_text())
     assert measured == ["long"] and second["models"][0] == first["models"][0]
-    assert second["began"] == first["began"]
     text = page.read_text()
     assert text.startswith("Prose.\n") and text.endswith("\nMore.\n") and "old" not in text
     assert "### short" in text and "### long" in text and "](page.svg)" in text
     assert "<svg" in picture.read_text()
     assert "checkpoint per block" in capsys.readouterr().out
-
-
-def test_another_run_is_not_gone_on_with(
-    tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out.json"
-    models = ["--models", f"{tmp_path}/factory.py:short"]
-    assert main([*models, *command]) in (0, 1)
-    capsys.readouterr()
-    assert main([*models, *command, "--resume", "--repeats", "2"]) == 2
-    assert "IRC436" in (told := capsys.readouterr().err) and "'repeats': 1" in told
-    out.write_text("{")
-    assert main([*models, *command, "--resume"]) == 2
-    assert "IRC436" in capsys.readouterr().err
-    out.write_text(json.dumps({"format": "other"}))
-    assert main([*models, *command, "--resume"]) == 2
-    assert "IRC436" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -319,7 +305,6 @@ def test_another_run_is_not_gone_on_with(
         (["--models", "resnet51"], "resnet51"),
         (["--plot", "picture.bmp"], "picture.bmp"),
         (["--json", "no/such/folder/out.json"], "no/such/folder"),
-        (["--resume"], "--resume needs --json"),
         (["--markdown", str(Path(__file__).with_name("test_harness.py"))], "has no section bench_recompute"),
     ],
 )
@@ -336,12 +321,7 @@ def test_a_wrong_command_is_told_before_anything_is_measured(
 
 def test_failures_set_the_exit_status(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     fine = replace(made_up(), points=made_up().points[:-1])
+    command = command[: command.index("--journal")]
     for result, status in ((fine, 0), (made_up(), 1)):
         monkeypatch.setattr(bench_recompute, "measure_model", lambda *_, r=result, **__: r)  # pyright: ignore[reportUnknownLambdaType]
         assert main(["--models", "gpt2", *command]) == status
-
-
-def test_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["--help"])
-    assert stopped.value.code == 0 and "usage:" in capsys.readouterr().out

@@ -12,7 +12,7 @@ from benchmarks.__main__ import benchmarks
 
 def test_every_benchmark_has_a_line() -> None:
     found = benchmarks()
-    assert {"architectures", "bench_recompute", "drop_in", "gpt2_grid", "measure_swap"} <= found.keys()
+    assert {"architectures", "bench_recompute", "drop_in", "gpt2_grid", "measure_offload"} <= found.keys()
     assert "command" not in found and "harness" not in found and all(found.values())
 
 

@@ -21,17 +21,11 @@ BLOCKS: dict[str, Any] = {"batch": 4, "sequence": 32, "depth": 3, "width": 16, "
 TOKENS: dict[str, Any] = {**BLOCKS, "vocabulary": 40, "depth": 2}
 SMALL: dict[str, dict[str, Any]] = {
     "amoebanet_d": {**IMAGES, "layers": 3, "filters": 16},
-    "bart": TOKENS,
     "densenet121": {**IMAGES, "growth": 4, "depths": (2, 2, 2)},
-    "densenet201": {**IMAGES, "growth": 4, "depths": (1, 3, 2)},
     "gpt2": BLOCKS,
     "gpt2_no_dropout": BLOCKS,
-    "gpt2x24": {**BLOCKS, "depth": 8},
-    "gpt2x24_no_dropout": BLOCKS,
-    "inception_v3": {**IMAGES, "batch": 8, "size": 111, "thin": 4},
     "inception_v4": {**IMAGES, "batch": 8, "size": 75, "thin": 16, "depths": (1, 1, 1)},
     "lstm": {"batch": 8, "sequence": 6, "vocabulary": 20, "embedding": 4, "hidden": 4},
-    "mixtral": {**TOKENS, "heads": 4, "shared": 2, "hidden": 8, "experts": 4},
     "resnet18": {**IMAGES, "batch": 8, "width": 4, "depths": (2, 1)},
     "resnet34": {**IMAGES, "batch": 8, "width": 4, "depths": (3,)},
     "resnet50": {**IMAGES, "width": 4, "depths": (2, 1, 1)},
@@ -49,11 +43,9 @@ def test_every_model_has_a_small_version_and_is_found_by_its_name() -> None:
     assert all(getattr(models, name) is factory for name, factory in MODELS.items())
 
 
-# Of torchvision's and timm's models (Inception-v3 without its auxiliary classifier), and of t5-small.
+# Of torchvision's and timm's models, and of t5-small.
 PARAMETERS = {
     "densenet121": 7_978_856,
-    "densenet201": 20_013_928,
-    "inception_v3": 23_834_568,
     "inception_v4": 42_679_816,
     "resnet18": 11_689_512,
     "resnet34": 21_797_672,
@@ -130,13 +122,22 @@ def step(module: nn.Module, args: tuple[Tensor, ...]) -> dict[str, Tensor]:
     return found
 
 
-# What small versions can be planned for whose first layers take most of the memory.
-BUDGETS = {"inception_v4": "85%", "resnet18": "85%", "resnet34": "85%", "vgg16": "95%"}
+# One of each kind; more than 70% where the first layers of the small version take most of the memory.
+BUDGETS = {
+    "densenet121": "70%",
+    "gpt2": "70%",
+    "inception_v4": "85%",
+    "lstm": "70%",
+    "resnet18": "85%",
+    "resnet50": "70%",
+    "t5": "70%",
+    "unet": "70%",
+    "vgg16": "95%",
+}
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_plan_for_70_percent_trains_as_the_original(name: str) -> None:
-    budget = BUDGETS.get(name, "70%")
+@pytest.mark.parametrize(("name", "budget"), BUDGETS.items())
+def test_a_plan_within_a_budget_trains_as_the_original(name: str, budget: str) -> None:
     module, args = MODELS[name](**SMALL[name])
     original = copy.deepcopy(module)
     fitted = irc.optimize(module, args, budget, time_limit=1.0)
@@ -153,34 +154,7 @@ def test_a_plan_for_70_percent_trains_as_the_original(name: str) -> None:
 
 
 def test_without_dropout_nothing_is_drawn() -> None:
-    for name in ("gpt2_no_dropout", "gpt2x24_no_dropout"):
-        module, args = MODELS[name](**SMALL[name])
-        assert torch.equal(module(*args), module(*args))
-    module, args = MODELS["gpt2x24"](**SMALL["gpt2x24"])
+    module, args = MODELS["gpt2_no_dropout"](**BLOCKS)
+    assert torch.equal(module(*args), module(*args))
+    module, args = MODELS["gpt2"](**BLOCKS)
     assert not torch.equal(module(*args), module(*args))
-
-
-def test_a_token_goes_to_two_experts_that_share_it() -> None:
-    module, args = MODELS["mixtral"](**SMALL["mixtral"])
-    mixture = next(part for part in module.modules() if type(part).__name__ == "Mixture")
-    states = torch.randn(*args[0].shape, BLOCKS["width"])
-    weights = mixture.get_submodule("router")(states)
-    chosen: Tensor = mixture.weights(states)  # pyright: ignore[reportCallIssue, reportAssignmentType]
-    assert torch.equal((chosen > 0).sum(-1), torch.full(args[0].shape, 2))
-    assert torch.allclose(chosen.sum(-1), torch.ones(args[0].shape))
-    assert torch.equal(chosen.argmax(-1), weights.argmax(-1))
-
-
-def test_later_tokens_are_not_seen() -> None:
-    module, (tokens, labels) = MODELS["mixtral"](**SMALL["mixtral"])
-    module.eval()
-    states: list[Tensor] = []
-    last = list(module.get_submodule("blocks").children())[-1]
-    last.register_forward_hook(lambda m, i, output: states.append(output.detach()))
-    module(tokens, labels)
-    changed = tokens.clone()
-    changed[:, 20] = (changed[:, 20] + 1) % 40
-    module(changed, labels)
-    before, after = states
-    assert torch.equal(before[:, :20], after[:, :20])
-    assert not torch.equal(before[:, 20:], after[:, 20:])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,9 @@ from benchmarks.onnx_exporters import __main__ as command
 from benchmarks.onnx_exporters import exporting, round_trip
 from benchmarks.onnx_exporters.elements import Elements
 from benchmarks.onnx_exporters.exporting import Way, export
-from benchmarks.onnx_exporters.import_time import Worker, import_times
 from benchmarks.onnx_exporters.round_trip import Original, Row
 from benchmarks.onnx_exporters.subjects import Subject
 from irc.frontends.onnx import OnnxModule, from_onnx
-from irc.ir import UsageError
 
 
 class Net(nn.Module):
@@ -208,45 +205,3 @@ def test_what_torch_cannot_export_is_torchs_word(
     assert command.main(["--tiny", "--only", "LSTM legacy"]) == 0
     text = capsys.readouterr().out
     assert "torch: RuntimeError: no such operator" in text and "1 that torch did not write" in text
-
-
-# ---------------------------------------------------------------------- times
-
-
-def _peer(folder: Path, source: str) -> Path:
-    """The Python of an environment whose onnx2torch is this source."""
-    (folder / "onnx2torch.py").write_text(source)
-    python = folder / "python"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH={folder} exec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    return python
-
-
-CONVERT = """
-class Module:
-    def parameters(self):
-        return []
-def convert(path):
-    if "net" not in path:
-        raise NotImplementedError("this\\nand that")
-    return Module()
-"""
-
-
-def test_both_importers_are_timed_on_the_same_files(kept: Path, tmp_path: Path) -> None:
-    broken = tmp_path / "broken.onnx"
-    broken.write_bytes(b"")
-    peer = _peer(tmp_path, CONVERT)
-    (timed, refused), versions = import_times({"net": kept, "broken": broken}, peer, rounds=2)
-    assert len(timed.own) == len(timed.peer) == 2 and timed.own_trained == 87 and timed.peer_trained == 0
-    assert timed.ratio is not None and timed.ratio > 1 and versions["torch"] == torch.__version__
-    assert refused.refusal == "NotImplementedError: this" and refused.ratio is None
-    assert refused.failure is not None and "IRC311" in refused.failure
-
-
-@pytest.mark.parametrize("source", [None, "raise ImportError('no')"])
-def test_a_python_without_the_peer_is_refused(source: str | None, tmp_path: Path) -> None:
-    python = tmp_path / "none" if source is None else _peer(tmp_path, source)
-    with pytest.raises(UsageError, match="IRC450") as caught:
-        Worker("onnx2torch", python)
-    assert str(python) in str(caught.value) and "pip install onnx2torch" in str(caught.value)

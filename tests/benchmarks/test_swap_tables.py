@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +20,6 @@ from benchmarks.swap_tables.simulated import (
     entries,
     fitted,
     largest_original,
-    open_journal,
     program_on,
 )
 from irc.ir import Graph, UsageError
@@ -94,13 +92,6 @@ def test_entries_are_within_their_budgets_and_joint_is_the_fastest(graph: Graph)
     assert joint.bound_seconds <= joint.seconds * (1 + 1e-9)
 
 
-def test_workspaces_are_left_out_unless_asked_for(graph: Graph) -> None:
-    bare, bounded = (Planner(program_on(graph, GPU, has_workspaces=w)) for w in (False, True))
-    assert bare.baseline_bytes < bounded.baseline_bytes
-    assert bare.problem.step_seconds == bounded.problem.step_seconds
-    assert [tier.name for tier in bare.program.tiers] == ["host"]
-
-
 def test_one_rate_is_fitted(graph: Graph) -> None:
     machine = fitted(GPU, graph, 0.25)
     step = Planner(program_on(graph, machine)).problem.step_seconds
@@ -139,7 +130,7 @@ def test_the_command_writes_a_page_and_goes_on(tmp_path: Path, capsys: pytest.Ca
     assert main([*options, "--markdown", str(page)], make=counted) == 0
     assert made == [("resnet50", 32)]
     printed = capsys.readouterr().out
-    assert printed.count("joint within 1,231 MB") == 2
+    assert printed.count("strategy='joint'") == 4 and printed.count("gtx1080") == 2
     text = page.read_text()
     assert text.startswith("<!-- begin swap-tables -->") and "Not planned yet" not in text
     assert "## gtx1080, fitted" in text
@@ -167,27 +158,6 @@ def test_wrong_commands_are_refused(
 
 
 ENTRY = Entry("original", 0, 10_000_000, 0, 1.0, 0.0, 0.0, "80")
-
-
-def test_a_journal_that_was_cut_off_goes_on(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    open_journal(path, {"seconds": 1}).append("a", [ENTRY])
-    whole = path.read_bytes()
-    path.write_bytes(whole + b'{"key": "b", "entr')
-    journal = open_journal(path, {"seconds": 1})
-    assert journal.found == {"a": [ENTRY]} and path.read_bytes() == whole
-    journal.append("b", [replace(ENTRY, seconds=None)])
-    assert open_journal(path, {"seconds": 1}).found["b"][0].seconds is None
-    path.write_bytes(whole + b'{"key": "b"}\n')
-    with pytest.raises(UsageError, match="damaged in line 3") as caught:
-        open_journal(path, {"seconds": 1})
-    assert caught.value.code == "IRC446"
-    with pytest.raises(UsageError, match="cannot be written") as caught:
-        open_journal(tmp_path / "no" / "rows.jsonl", {})
-    assert caught.value.code == "IRC442"
-    path.write_text(json.dumps({"format": "other"}) + "\n")
-    with pytest.raises(UsageError, match="damaged in line 1"):
-        open_journal(path, {})
 
 
 # ----------------------------------------------------------------------------------------------- the page

@@ -1,14 +1,13 @@
-"""Tables as Markdown, and files that hold a generated part between two markers."""
+"""Tables as Markdown, and pages that hold a generated part between two markers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..ir import UsageError
-from ..ir.files import check_folder, write_whole
+from irc.ir import UsageError
 
-__all__ = ["check_folder", "replace_section", "to_markdown", "write_whole"]
+__all__ = ["replace_section", "to_markdown"]
 
 
 def to_markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -53,9 +53,10 @@ class _Annotate(TorchFunctionMode):
         self.scopes = scopes
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        where = getattr(self.root, "current_location", None) or Location(
+        held = vars(self.root)  # each call asks, and a module looks in many places for what it lacks
+        where = held.get("current_location") or Location(
             module=self.path[-1] if self.path and self.path[-1] else None,
-            onnx_node=getattr(self.root, "current_node", None),
+            onnx_node=held.get("current_node"),
             source=user_line(inspect.currentframe()),
         )
         notes = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from irc.backends.torch import compile_program, fit
-from irc.frontends.torch import capture
+from irc.frontends.torch import Captured, capture
 from irc.ir import Graph, Node, Region, Schedule, Storage, verify_graph, verify_schedule, with_frees
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "Case",
     "Model",
     "assert_same",
+    "captured_case",
     "fitted",
     "image",
     "keep_all",
@@ -266,13 +268,20 @@ CASES: dict[str, Case] = {
     "no elements": Case(_linear(lambda m, x: m.lin(x)), lambda: (torch.randn(0, 4),)),
     "transformer layer": Case(_transformer, lambda: (torch.randn(2, 5, 16),)),
     "LSTM": Case(
-        lambda: nn.LSTM(4, 6, num_layers=3, dropout=0.4, bidirectional=True, batch_first=True),
-        lambda: (torch.randn(2, 3, 4),),
+        lambda: nn.LSTM(4, 6, num_layers=2, dropout=0.4, bidirectional=True, batch_first=True),
+        lambda: (torch.randn(2, 2, 4),),
     ),
-    "GRU": Case(lambda: nn.GRU(4, 6, num_layers=2, dropout=0.4), lambda: (torch.randn(5, 2, 4),)),
+    "GRU": Case(lambda: nn.GRU(4, 6, num_layers=2, dropout=0.4), lambda: (torch.randn(3, 2, 4),)),
     "weight norm": Case(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))),
     "spectral norm": Case(lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))),
 }
+
+
+@functools.cache
+def captured_case(name: str) -> Captured:
+    """The captured step of a case. It holds no tensor of its module, so all modules of the case share it."""
+    case = CASES[name]
+    return capture(case.module(), case.arguments(), case.keywords())
 
 
 def outcome(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:

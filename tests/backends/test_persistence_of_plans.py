@@ -61,8 +61,17 @@ def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
     return found
 
 
-@every_way
-@pytest.mark.parametrize("options", [{}, {"dynamic": "batch"}, {"accumulate_gradients": True}])
+@pytest.mark.parametrize(
+    ("way", "options"),
+    [
+        ("pickle", {}),
+        ("pickle", {"dynamic": "batch"}),
+        ("pickle", {"accumulate_gradients": True}),
+        ("torch.save", {}),
+        ("deepcopy", {}),
+        ("deepcopy", {"accumulate_gradients": True}),
+    ],
+)
 def test_a_copy_goes_on_with_all_plans_and_plans_more(
     way: str, options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:

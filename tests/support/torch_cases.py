@@ -25,6 +25,7 @@ __all__ = [
     "assert_same",
     "captured_case",
     "fitted",
+    "fitted_from",
     "image",
     "keep_all",
     "net",
@@ -93,7 +94,10 @@ def recompute_some(graph: Graph, seed: int) -> Schedule:
 def fitted(
     module: nn.Module, *args: Any, schedule: Callable[[Graph], Schedule] = keep_all, **kwargs: Any
 ) -> nn.Module:
-    captured = capture(module, args, kwargs)
+    return fitted_from(capture(module, args, kwargs), module, schedule)
+
+
+def fitted_from(captured: Captured, module: nn.Module, schedule: Callable[[Graph], Schedule]) -> nn.Module:
     verify_graph(captured.graph)
     chosen = schedule(captured.graph)
     verify_schedule(chosen, {})

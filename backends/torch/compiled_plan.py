@@ -40,7 +40,7 @@ class CompiledPlan:
             bytes of `.grad`, or of the optimizer's state.
         reads: The attributes of the root that the forward reads.
         state: The modes and settings of the submodules that it was planned for; none stands for those that
-            the module has when the fitting is bound to it.
+            the module has when the plan is bound to it.
         names: What was read of each module while the call was captured; nothing says that all settings count.
         constants_bytes: What its peak counts of the constants of other plans.
         reason: The call that it was made for, in words.

@@ -23,10 +23,10 @@ from .program import Program
 from .step import run_step
 from .wrappers import refuse_shards
 
-__all__ = ["bind", "fit"]
+__all__ = ["bind", "bind_program"]
 
 
-def fit(
+def bind_program(
     module: nn.Module,
     program: Program,
     signature: Signature,
@@ -51,10 +51,8 @@ def fit(
     """
     compiled = CompiledPlan(program, signature, plan)
     plans_eval = not dict(signature.modes)[""]
-    fittings, tiers = (compiled,), tuple(tiers)
-    fitted, plans = bind(
-        module, PlanCacheState(None, None, 1, plans_eval, fittings, plan, optimizers or {}, tiers=tiers)
-    )
+    state = PlanCacheState(None, None, 1, plans_eval, (compiled,), plan, optimizers or {}, tiers=tuple(tiers))
+    fitted, plans = bind(module, state)
     plans.check()
     return fitted
 
@@ -103,7 +101,7 @@ class _Fitted(Persistent):
     def irc_optimizers(self) -> dict[str, Optimizer]:
         """The optimizers that take their steps within backward, by the name of their parameter."""
         plans: PlanCache = self.__dict__[FITTED]
-        return dict(plans.release.optimizers)
+        return dict(plans.in_backward.optimizers)
 
     @property
     def irc_traffic(self) -> dict[str, Traffic]:
@@ -117,13 +115,13 @@ class _Fitted(Persistent):
         if torch.is_grad_enabled() and plans.apply_to(self):
             found = plans.find(self, args, kwargs)
             if found is not None:
-                fitting, inputs = found
-                program, signature = fitting.program, fitting.signature
-                release = plans.release if program.released else None
+                compiled, inputs = found
+                program, signature = compiled.program, compiled.signature
+                in_backward = plans.in_backward if program.released else None
                 if program.copies.has_offloaded:
                     refuse_shards(type(self))
                 outputs = run_step(
-                    program, inputs, release, plans.live_forwards, signature.unused, plans.tiers
+                    program, inputs, in_backward, plans.live_forwards, signature.unused, plans.tiers
                 )
                 _check_branches(signature, inputs, outputs)
                 return _deliver(signature, inputs, outputs)

@@ -31,7 +31,7 @@ class PlanCacheState:
         request: What is asked of its plans; None refuses calls that miss.
         limit: How many plans are kept.
         plans_eval: Whether a call in eval() is a step of training: the root was in eval() when it was bound.
-        fittings: The plans, the most recently used first.
+        compiled_plans: The plans, the most recently used first.
         first_plan: The plan of the example arguments, which may be given up by now.
         optimizers: The optimizer of each parameter alone, by its name, if gradients are applied.
         reserved: What the gradients that any plan so far released take from step to step, by the name of the
@@ -43,7 +43,7 @@ class PlanCacheState:
     request: Any
     limit: int
     plans_eval: bool
-    fittings: tuple[CompiledPlan, ...] = ()
+    compiled_plans: tuple[CompiledPlan, ...] = ()
     first_plan: Plan | None = None
     optimizers: Mapping[str, Optimizer] = field(default_factory=dict[str, Optimizer])
     reserved: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -54,8 +54,8 @@ class PlanCacheState:
 
     def __reduce__(self) -> tuple[Any, ...]:
         known = {each.name: getattr(self, each.name) for each in fields(self)}
-        known["fittings"] = tuple(
-            each for each in self.fittings if _why_not((each.state, each.reads)) is None
+        known["compiled_plans"] = tuple(
+            each for each in self.compiled_plans if _why_not((each.state, each.reads)) is None
         )
         why_not = _why_not(self.request)
         if why_not is not None:

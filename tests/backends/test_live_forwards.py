@@ -15,7 +15,7 @@ from support.torch_cases import Model, assert_same, fitted, image, keep_all, net
 from torch import Tensor, nn
 
 import irc
-from irc.backends.torch import StandaloneModule, compile_program, fit
+from irc.backends.torch import StandaloneModule, bind_program, compile_program
 from irc.compiler.model_source import training_loss
 from irc.compiler.training import measured_peak_bytes
 from irc.frontends.torch import Captured, capture
@@ -58,13 +58,13 @@ def accumulating(
 ) -> nn.Module:
     captured = capture(module, args)
     graph = ReleaseGradients().run(Program(captured.graph)).graph
-    return fit(module, compile_program(schedule(graph), captured.constants), captured.signature)
+    return bind_program(module, compile_program(schedule(graph), captured.constants), captured.signature)
 
 
 def planned_for(count: int, module: nn.Module, *args: Any) -> nn.Module:
     captured = capture(module, args)
     graph = HoldForwards(count).run(Program(captured.graph)).graph
-    return fit(module, compile_program(keep_all(graph), captured.constants), captured.signature)
+    return bind_program(module, compile_program(keep_all(graph), captured.constants), captured.signature)
 
 
 # ---------------------------------------------------------------------- the same numbers
@@ -234,7 +234,7 @@ def test_a_forward_that_fails_is_not_counted(
 ) -> None:
     module, x = nn.Linear(4, 4), torch.randn(3, 4)
     ours = planned_for(1, module, x)
-    program = ours.__dict__["_irc"].fittings[0].program
+    program = ours.__dict__["_irc"].compiled_plans[0].program
 
     def fails(inputs: object) -> object:
         raise MemoryError("there is none left")
@@ -344,7 +344,7 @@ class Prepared:
         assert chosen.schedule is not None and chosen.plan is not None
         plan = replace(chosen.plan, gradients=chosen.graph.gradients.value)
         compiled = compile_program(chosen.schedule, self.captured.constants)
-        return fit(self.module, compiled, self.captured.signature, plan)
+        return bind_program(self.module, compiled, self.captured.signature, plan)
 
 
 @cache

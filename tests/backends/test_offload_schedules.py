@@ -17,7 +17,7 @@ from support.random_copies import TIERS, waited_for, waits_that_matter, with_ran
 from support.torch_cases import CASES, assert_same, captured_case, keep_all, outcome, recompute_some
 from torch import nn
 
-from irc.backends.torch import compile_program, emit_source, fit
+from irc.backends.torch import bind_program, compile_program, emit_source
 from irc.frontends.torch import Captured, capture
 from irc.ir import (
     Compute,
@@ -95,7 +95,7 @@ def fakes(**options: Any) -> tuple[FakeTierConfig, ...]:
 
 def after_a_step(known: Original, schedule: Schedule, configs: tuple[FakeTierConfig, ...]) -> dict[str, Any]:
     program = compile_program(schedule, known.captured.constants)
-    ours = fit(copy.deepcopy(known.module), program, known.captured.signature, tiers=configs)
+    ours = bind_program(copy.deepcopy(known.module), program, known.captured.signature, tiers=configs)
     return outcome(ours, known.args, known.kwargs)
 
 

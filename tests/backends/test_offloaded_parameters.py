@@ -27,9 +27,9 @@ from irc.backends.torch import (
     DiskTierConfig,
     HostTierConfig,
     TierConfig,
+    bind_program,
     compile_program,
     emit_source,
-    fit,
 )
 from irc.backends.torch.offload.scratch import ScratchFile
 from irc.backends.torch.original import FITTED
@@ -84,7 +84,7 @@ def living_elsewhere(
         for name in (program.released if factory is not None else ())
         if factory is not None
     }
-    return fit(module, program, captured.signature, None, optimizers, [place])
+    return bind_program(module, program, captured.signature, None, optimizers, [place])
 
 
 def after_a_step(module: nn.Module, args: Any, kwargs: Any, optimizer: Optimizer | None) -> dict[str, Any]:
@@ -522,7 +522,7 @@ def test_pinned_memory_is_refused_for_parameters() -> None:
     program = compile_program(offload_schedule(captured.graph, 1), captured.constants)
     optimizers = {name: adamw([module.get_parameter(name)]) for name in program.released}
     with pytest.raises(TierError, match="IRC575"):
-        fit(module, program, captured.signature, None, optimizers, [HostTierConfig("far", ROOM)])
+        bind_program(module, program, captured.signature, None, optimizers, [HostTierConfig("far", ROOM)])
 
 
 def test_a_module_that_torch_shards_is_refused(tmp_path: Path) -> None:

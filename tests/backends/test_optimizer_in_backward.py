@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 import irc
-from irc.backends.torch import StandaloneModule, compile_program, fit
+from irc.backends.torch import StandaloneModule, bind_program, compile_program
 from irc.compiler.model_source import training_loss
 from irc.compiler.training import compare, measured_peak_bytes
 from irc.frontends.torch import Captured, capture
@@ -81,7 +81,7 @@ def released_from(
         for name in (program.released if factory is not None else ())
         if factory is not None
     }
-    return fit(module, program, captured.signature, None, optimizers)
+    return bind_program(module, program, captured.signature, None, optimizers)
 
 
 # ---------------------------------------------------------------------- the same numbers

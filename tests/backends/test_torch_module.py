@@ -31,7 +31,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from benchmarks import models
-from irc.backends.torch import compile_program, emit_source, fit
+from irc.backends.torch import bind_program, compile_program, emit_source
 from irc.compiler.training import measured_peak_bytes
 from irc.frontends.torch import capture
 from irc.ir import (
@@ -506,7 +506,7 @@ def test_recomputing_schedules_give_the_same_bits_in_exactly_the_predicted_memor
     for seed in range(4):
         schedule = recompute_some(graph, seed) if seed else keep_all(graph)
         predicted = verify_schedule(schedule, costs.workspace_bytes).peak_bytes - graph.static_bytes
-        ours = fit(module, compile_program(schedule, captured.constants), captured.signature)
+        ours = bind_program(module, compile_program(schedule, captured.constants), captured.signature)
         ours.load_state_dict(start)
         ours.zero_grad()
         step(ours, args)
@@ -534,7 +534,7 @@ def _tensor_bytes() -> int:
 def test_nothing_leaks_without_the_garbage_collector() -> None:
     module, args = _conv()
     captured = capture(module, args)
-    ours = fit(
+    ours = bind_program(
         module, compile_program(recompute_some(captured.graph, 1), captured.constants), captured.signature
     )
     step(ours, args)
@@ -689,7 +689,7 @@ def test_a_tensor_returned_twice_has_one_gradient_as_in_eager() -> None:
     captured = capture(module, (x,), loss=loss)
     schedule = keep_all(captured.graph)
     predicted = liveness(schedule, profile_costs(captured.graph).workspace_bytes).peak_bytes
-    ours = fit(module, compile_program(schedule, captured.constants), captured.signature)
+    ours = bind_program(module, compile_program(schedule, captured.constants), captured.signature)
     result = ours(x)
     assert result["states"] is result["again"]
     loss(result).backward()

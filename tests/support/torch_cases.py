@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from irc.backends.torch import compile_program, fit
+from irc.backends.torch import bind_program, compile_program
 from irc.frontends.torch import Captured, capture
 from irc.ir import Graph, Node, Region, Schedule, Storage, verify_graph, verify_schedule, with_frees
 
@@ -101,7 +101,7 @@ def fitted_from(captured: Captured, module: nn.Module, schedule: Callable[[Graph
     verify_graph(captured.graph)
     chosen = schedule(captured.graph)
     verify_schedule(chosen, {})
-    return fit(module, compile_program(chosen, captured.constants), captured.signature)
+    return bind_program(module, compile_program(chosen, captured.constants), captured.signature)
 
 
 # ---------------------------------------------------------------------- same numbers

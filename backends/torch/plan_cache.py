@@ -34,7 +34,7 @@ from .optimizer_hooks import guard_optimizer_calls
 from .optimizer_in_backward import OptimizersInBackward, check_deliveries, check_parameters
 from .original import Original
 from .plan_cache_state import PlanCacheState
-from .tracing import is_tracing, planning, settled
+from .tracing import is_tracing, parameters_lock, planning
 from .transforms import refuse_transforms
 from .wrappers import refuse_cached_parametrizations, refuse_subclass, refuse_subclasses
 
@@ -68,7 +68,7 @@ class PlanCache:
         self.live_forwards = LiveForwards()
         self.tiers = Tiers(state.tiers)
         self.reserved = dict(state.reserved)
-        with settled:
+        with parameters_lock:
             module_state = ModuleState(root)
             planned = (
                 replace(compiled, state=compiled.state or module_state.state)
@@ -76,15 +76,15 @@ class PlanCache:
             )
             self._entries = tuple(CacheEntry(each.with_attribute_paths(root), root) for each in planned)
             """The plans, the most recently used one first."""
-            self._snapshot = self._known(module_state)
+            self._module_state = self._known(module_state)
         for entry in self._entries:
             self._guard(entry)
 
     def state(self, root: nn.Module) -> PlanCacheState:
         """The plans apart from the module, without those for submodules that it has no more."""
         kept: tuple[CompiledPlan, ...] = ()
-        with settled:
-            if self._snapshot.changed_part() is None:
+        with parameters_lock:
+            if self._module_state.changed_part() is None:
                 state = ModuleState(root).state
                 kept = tuple(
                     replace(compiled, state=() if compiled.is_for(state) else compiled.state)
@@ -147,27 +147,27 @@ class PlanCache:
                 other classes; IRC533 within a transform.
         """
         if kwargs:
-            kwargs = dict(sorted(kwargs.items()))  # as at capture: their order is no difference
+            kwargs = dict(sorted(kwargs.items()))  # as at capture: their order makes no difference
         leaves, tree = flatten_arguments((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for index, tensor in enumerate(tensors):
             refuse_subclass(tensor, "input", str(index))
         refuse_transforms(chain(tensors, root.parameters()))
-        with settled:
+        with parameters_lock:
             call = CallKey(root, args, kwargs, leaves, tree, tensors, self._current(root), autocast_state())
             found = self._hit(call)
         if callable(found):
-            difference = found()
+            failure = found()
             if self._request is None:
-                raise difference.error()
+                raise failure.error()
             if not call.trains():
                 return None
-            if not difference.is_plannable:
-                raise difference.error()
-            _refuse_modes(difference)
+            if not failure.is_plannable:
+                raise failure.error()
+            _refuse_modes(failure)
             refuse_subclasses(root, leaves)
             with planning:
-                with settled:
+                with parameters_lock:
                     found = self._hit(call)  # another thread may have planned it by now
                 if callable(found):
                     found = self._plan(root, call, found())
@@ -183,11 +183,10 @@ class PlanCache:
             UnsupportedError: IRC509 and IRC510 for what stands in the way of releasing gradients.
         """
         with planning:
-            original = Original(root)
-            made, reserved = self._compiled(original, args, kwargs)
-            with settled:
-                module_state = self._current(root)
-                entry = self._entry(made, original, root, module_state, reserved)
+            compiled, made = self._compiled(root, args, kwargs)
+            with parameters_lock:
+                state = self._current(root).state
+                entry = CacheEntry(replace(compiled, state=state), root)
                 self._adopt(entry, made.optimizers)
                 self._add(entry)
             self.first_plan = made.compiled.plan
@@ -198,16 +197,16 @@ class PlanCache:
 
     def _current(self, root: nn.Module) -> ModuleState:
         """The modules as they are now; plans for other modules are given up."""
-        part = self._snapshot.changed_part()
+        part = self._module_state.changed_part()
         if part is not None:
             if self._request is None:
                 raise part_failure(part).error()
-            self._entries, self._snapshot = (), ModuleState(root)
-        elif not self._snapshot.has_same_state(root):
-            self._snapshot = self._known(ModuleState(root))
-        refuse_hooks_of(root, self._snapshot.names[1:], self._snapshot.submodules)
+            self._entries, self._module_state = (), ModuleState(root)
+        elif not self._module_state.has_same_state(root):
+            self._module_state = self._known(ModuleState(root))
+        refuse_hooks_of(root, self._module_state.names[1:], self._module_state.submodules)
         refuse_cached_parametrizations(root)
-        return self._snapshot
+        return self._module_state
 
     def _known(self, module_state: ModuleState) -> ModuleState:
         """Replaces the state by an equal one of a plan, so that the next comparison is by identity."""
@@ -233,60 +232,44 @@ class PlanCache:
     # ------------------------------------------------------------------ planning
 
     def _compiled(
-        self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Compilation, ReservedMemory]:
-        """A call compiled, and what its plan counts beside itself."""
+        self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[CompiledPlan, Compilation]:
+        """Compiles a call; its plan shares the constants of the plans beside it, and counts them."""
         assert self._compile is not None
+        original = Original(root)
         reserved = ReservedMemory(dict(self.reserved), storage_bytes(constants_of(self.compiled_plans)))
         with torch.inference_mode(False):  # under it there is no backward
-            return self._compile(original.module, args, kwargs, self._request, reserved), reserved
-
-    def _entry(
-        self,
-        made: Compilation,
-        original: Original,
-        root: nn.Module,
-        module_state: ModuleState,
-        reserved: ReservedMemory,
-        reason: str | None = None,
-    ) -> CacheEntry:
-        """A compiled call bound to its module."""
-        written = constants_of(self.compiled_plans, are_held=False)
+            made = self._compile(original.module, args, kwargs, self._request, reserved)
         compiled = made.compiled.with_attribute_paths(root)
-        return CacheEntry(
-            replace(
-                compiled,
-                program=sharing(compiled.program, written, compiled.attribute_paths or ()),
-                reads=original.reads(),
-                state=module_state.state,
-                constants_bytes=reserved.constants_bytes,
-                reason=reason or compiled.reason,
-            ),
-            root,
+        written = constants_of(self.compiled_plans, are_held=False)
+        compiled = replace(
+            compiled,
+            program=sharing(compiled.program, written, compiled.attribute_paths or ()),
+            reads=original.reads(),
+            constants_bytes=reserved.constants_bytes,
         )
+        return compiled, made
 
-    def _plan(
-        self, root: nn.Module, call: CallKey, difference: GuardFailure
-    ) -> tuple[CacheEntry, list[Tensor]]:
+    def _plan(self, root: nn.Module, call: CallKey, failure: GuardFailure) -> tuple[CacheEntry, list[Tensor]]:
         """A new plan for a call that differs from those before, and its inputs."""
         started = time.perf_counter()
-        original = Original(root)
         try:
-            made, reserved = self._compiled(original, call.args, call.kwargs)
+            compiled, made = self._compiled(root, call.args, call.kwargs)
         except BudgetError as error:
             raise BudgetError(
                 "IRC520",
-                f"this call is not the planned one ({difference.message}), and no schedule for it fits: "
+                f"this call is not the planned one ({failure.message}), and no schedule for it fits: "
                 f"{error.message}",
                 minimum_bytes=error.minimum_bytes,
                 at=error.at,
                 help="call the module with less at once, or call irc.optimize with a larger budget",
             ) from error
         except IrcError as error:
-            error.add_note(f"while planning for another call: {difference.message}")
+            error.add_note(f"while planning for another call: {failure.message}")
             raise
-        entry = self._entry(made, original, root, call.module_state, reserved, difference.message)
-        with settled:
+        compiled = replace(compiled, state=call.module_state.state, reason=failure.message)
+        entry = CacheEntry(compiled, root)
+        with parameters_lock:
             found = entry.bind(call)
             if callable(found):
                 raise UsageError(
@@ -370,7 +353,7 @@ class PlanCache:
             )
 
 
-def _refuse_modes(difference: GuardFailure) -> None:
+def _refuse_modes(failure: GuardFailure) -> None:
     """Refuses to plan within a dispatch mode: it would be traced and measured with the operations.
 
     Raises:
@@ -380,7 +363,7 @@ def _refuse_modes(difference: GuardFailure) -> None:
     if modes:
         raise UnsupportedError(
             "IRC523",
-            f"this call is not the planned one ({difference.message}), and no other is planned within "
+            f"this call is not the planned one ({failure.message}), and no other is planned within "
             f"{modes[-1]}",
             help="call the module once in the same way outside of it",
         )

@@ -89,7 +89,7 @@ def _no_input(name: str, names: Sequence[str]) -> UsageError:
 
 
 def bind_inputs(
-    graph: ir.Graph, batch: int | None = None, inputs: Mapping[str, Sequence[int]] | None = None
+    graph: ir.Graph, batch: int | None, inputs: Mapping[str, Sequence[int]] | None
 ) -> list[InputSpec]:
     """Name, shape and element type of each input.
 

@@ -27,7 +27,7 @@ _EXTERNAL_HELP = "keep the model's external data beside it, under the same names
 _FunctionId: TypeAlias = tuple[str, str, str]
 
 
-def check_proto(model: onnx.ModelProto, path: str, in_place: str | None = None) -> None:
+def check_proto(model: onnx.ModelProto, path: str, in_place: str | None) -> None:
     """Refuse a model that contradicts itself.
 
     Sizes are compared with the bytes that are there, so that reading a tensor afterwards takes no more memory

@@ -32,8 +32,9 @@ __all__ = ["State"]
 class State:
     """Watches a module while it is traced.
 
-    Looked at is what its attributes lead to (containers, objects with attributes, generators), and what its
-    code leads to: attributes of its classes, globals and closures of their functions. See `reached`.
+    It looks at what the module's attributes lead to (containers, objects with attributes, generators), and at
+    what its code leads to: attributes of its classes, globals and closures of their functions. See
+    `own_reach` and `code_reach`.
 
     Args:
         module: The module.

@@ -708,6 +708,7 @@ def test_smaller_batches_take_over_the_schedule_of_the_largest(
         ours(*draw(192))
 
 
+@pytest.mark.slow
 def test_what_is_not_a_batch_gets_a_search_of_its_own() -> None:
     ours, original = pair(Sequence(), (torch.randint(11, (4, 6)),), dynamic="batch")
     assert_steps_agree(ours, original, torch.randint(11, (4, 5)))

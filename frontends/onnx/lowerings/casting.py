@@ -23,7 +23,7 @@ def element_type(c: Call, code: int) -> torch.dtype:
     return dtype
 
 
-def cast_to(c: Call, x: Tensor, dtype: torch.dtype, saturate: bool = True) -> Tensor:
+def cast_to(c: Call, x: Tensor, dtype: torch.dtype, saturate: bool) -> Tensor:
     """Casts to an element type; to eight bits through float32, and with `saturate` within its range."""
     if x.dtype is dtype:
         return x

@@ -170,7 +170,7 @@ def extremes(x: Tensor) -> tuple[Tensor, Tensor]:
 # become float32 anyway, in float32.
 
 
-def shifted(x: Tensor, zero: Tensor | None, dtype: torch.dtype = torch.float64) -> Tensor:
+def shifted(x: Tensor, zero: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Whole numbers less their zero point, in a float type."""
     wide = x.to(dtype)
     return wide if zero is None else wide - zero.to(dtype)

@@ -51,13 +51,13 @@ class PlannedCall(NamedTuple):
 
 
 class PlanCache:
-    """What makes a module a fitted one.
+    """The plans of a fitted module, by which it trains.
 
     Plans hold no parameter, buffer or input. What they hold on the device is constants that the model's code
     writes down; equal ones are shared.
 
     Args:
-        state: What was planned, and what plans other calls.
+        state: The plans, and the compiler of other calls.
         root: The module whose parameters it trains.
     """
 
@@ -81,7 +81,7 @@ class PlanCache:
             self._guard(entry)
 
     def state(self, root: nn.Module) -> PlanCacheState:
-        """The plans apart from the module, without those for submodules that it has no more."""
+        """Returns the plans apart from the module, without those for submodules that it no longer has."""
         kept: tuple[CompiledPlan, ...] = ()
         with parameters_lock:
             if self._module_state.changed_part() is None:
@@ -132,15 +132,15 @@ class PlanCache:
     def find(
         self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[CompiledPlan, list[Tensor]] | None:
-        """The plan for a call and the inputs of its program, planned now if there is none.
+        """Returns the plan for a call and the inputs of its program; plans now if there is none.
 
         Returns:
-            None where nothing asks for a gradient.
+            None if nothing asks for a gradient.
 
         Raises:
-            IrcError: IRC501, IRC502, IRC503 or IRC507 for another call than planned, where no other may be.
+            IrcError: IRC501, IRC502, IRC503 or IRC507 for another call than planned, if that one is refused.
             BudgetError: IRC520 when no schedule for this call fits into the budget.
-            UsageError: IRC521 when what the call is made of changes while it is planned; IRC530 where the
+            UsageError: IRC521 when what the call is made of changes while it is planned; IRC530 if the
                 class of the module was changed.
             UnsupportedError: IRC505, IRC532 and IRC534 for hooks and wrappers of submodules; IRC538 within
                 `parametrize.cached()`; IRC523 within a dispatch mode; IRC531 for tensors of
@@ -196,7 +196,7 @@ class PlanCache:
     # ------------------------------------------------------------------ looking up
 
     def _current(self, root: nn.Module) -> ModuleState:
-        """The modules as they are now; plans for other modules are given up."""
+        """Returns the modules as they are now; gives up plans for other modules."""
         part = self._module_state.changed_part()
         if part is not None:
             if self._request is None:
@@ -217,7 +217,7 @@ class PlanCache:
         return module_state
 
     def _hit(self, call: CallKey) -> tuple[CacheEntry, list[Tensor]] | Explain:
-        """The plan for a call with its inputs, or how the call differs from the example, or from the last."""
+        """Returns the plan for a call with its inputs, or tells how the call differs from the example."""
         explain: Explain | None = None
         for place, entry in enumerate(self._entries):
             found = entry.bind(call)
@@ -251,7 +251,7 @@ class PlanCache:
         return compiled, made
 
     def _plan(self, root: nn.Module, call: CallKey, failure: GuardFailure) -> tuple[CacheEntry, list[Tensor]]:
-        """A new plan for a call that differs from those before, and its inputs."""
+        """Plans a call that differs from those before; returns the plan and its inputs."""
         started = time.perf_counter()
         try:
             compiled, made = self._compiled(root, call.args, call.kwargs)
@@ -311,7 +311,8 @@ class PlanCache:
         """Makes a plan the most recently used one.
 
         Returns:
-            Those that are given up: beyond the limit, and those whose peak no longer counts all that stays.
+            The plans that are given up: those beyond the limit, and those whose peak does not count all that
+            stays.
         """
         self.reserved |= entry.compiled.reserved
         kept = [entry]

@@ -296,7 +296,7 @@ def transformer() -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 
 def wide() -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """Whose peak lies where its gradients are; two of its layers are tied."""
+    """A model whose peak is made of gradients; two of its layers are tied."""
     torch.manual_seed(0)
     layers: list[Any] = [nn.Linear(48, 48) for _ in range(8)]
     layers[7].weight = layers[0].weight

@@ -183,7 +183,7 @@ def test_threads_train_copies_and_the_same_module_at_once(config: TierConfig) ->
 
 @torch.library.custom_op("irc_tests::fragile", mutates_args=())
 def fragile(x: Tensor, weight: Tensor) -> Tensor:
-    """Fails where it finds a number that is not finite."""
+    """Fails if it finds a number that is not finite."""
     if not bool(x.isfinite().all()):
         raise ArithmeticError("not finite")
     return x * weight

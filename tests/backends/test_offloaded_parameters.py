@@ -173,7 +173,7 @@ def test_gradients_of_parameters_that_live_elsewhere_are_accumulated(name: str) 
 
 
 class Rebinding(Optimizer):
-    """Makes its state where it has none, anew in each step, and gives parameters other memory."""
+    """Makes its state if it has none, anew in each step, and gives parameters other memory."""
 
     def __init__(self, params: list[nn.Parameter]) -> None:
         super().__init__(params, {})

@@ -301,14 +301,14 @@ def test_elsewhere_than_in_the_planned_step_gradients_are_ordinary() -> None:
 
 
 def wide(depth: int = 3) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """A model whose peak lies where its gradients are."""
+    """A model whose peak is made of gradients."""
     torch.manual_seed(0)
     layers = (layer for _ in range(depth) for layer in (nn.Linear(96, 96), nn.Tanh()))
     return nn.Sequential(*layers), (torch.randn(4, 96),)
 
 
 def deep() -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """A model whose peak lies where its activations are."""
+    """A model whose peak is made of activations."""
     torch.manual_seed(0)
     return net(), (torch.randn(16, 3, 14, 14),)
 

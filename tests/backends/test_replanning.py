@@ -64,7 +64,7 @@ def rows(count: int) -> tuple[Tensor]:
 
 
 def chain() -> nn.Module:
-    """A model whose peak lies where its activations are, which can be computed again."""
+    """A model whose peak is made of activations, which can be computed again."""
     layers = (layer for _ in range(5) for layer in (nn.Linear(32, 32), nn.Tanh()))
     return nn.Sequential(*layers)
 

@@ -16,7 +16,7 @@ _NARROW = FLOAT8 | {torch.float8_e8m0fnu}
 
 
 def element_type(c: Call, code: int) -> torch.dtype:
-    """The torch element type of a code; refused where torch has none."""
+    """The torch element type of a code; refused if torch has none."""
     dtype = torch_dtype(code)
     if dtype is None:
         c.refuse(f"to {ir.DataType(code).name}")

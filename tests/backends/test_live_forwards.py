@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.torch_cases import Model, assert_same, fitted, image, keep_all, net, recompute_some
+from support.torch_cases import Model, assert_same, fitted, image, keep_all, net, recompute_some, slow_among
 from torch import Tensor, nn
 
 import irc
@@ -384,7 +384,7 @@ def test_the_measured_peak_of_several_forwards_is_the_predicted_one(
     assert warnings_of(caplog) == []
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_among(MODELS, "transformer", "convolutions"))
 def test_a_step_that_finds_gradients_takes_what_is_predicted(name: str) -> None:
     model = prepared(name, False)
     module, args = model.module, model.args
@@ -410,7 +410,7 @@ def test_a_step_that_finds_gradients_takes_what_is_predicted(name: str) -> None:
         step()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_among(MODELS, "transformer", "convolutions"))
 def test_accumulation_as_gradients_come_takes_no_second_set(name: str) -> None:
     model, returned = prepared(name, True), prepared(name, False)
     fitted = model.fitted(model.planner(1), "100%")
@@ -424,7 +424,7 @@ def test_accumulation_as_gradients_come_takes_no_second_set(name: str) -> None:
         assert plan.peak_bytes < there_bytes - 0.5 * sum(p.nbytes for p in model.module.parameters())
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_among(MODELS, "transformer", "convolutions"))
 def test_a_retained_graph_takes_no_more_than_one_more_forward_in_flight(name: str) -> None:
     model = prepared(name, False)
     fitted, args = model.fitted(model.planner(2), "100%"), model.args

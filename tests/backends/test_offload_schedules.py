@@ -14,7 +14,15 @@ import pytest
 import torch
 from support.fake_tier import FakeTierConfig
 from support.random_copies import TIERS, waited_for, waits_that_matter, with_random_copies, without
-from support.torch_cases import CASES, assert_same, captured_case, keep_all, outcome, recompute_some
+from support.torch_cases import (
+    CASES,
+    assert_same,
+    captured_case,
+    keep_all,
+    outcome,
+    recompute_some,
+    slow_among,
+)
 from torch import nn
 
 from irc.backends.torch import bind_program, compile_program, emit_source
@@ -99,7 +107,7 @@ def after_a_step(known: Original, schedule: Schedule, configs: tuple[FakeTierCon
     return outcome(ours, known.args, known.kwargs)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_among(MODELS, "transformer layer", "values with many readers"))
 def test_random_schedules_give_the_original_s_bits(name: str) -> None:
     known = original(name)
     copies = 0
@@ -124,7 +132,7 @@ def is_float(schedule: Schedule, storage: Storage) -> bool:
     return all(value.type.dtype.is_float for value in schedule.graph.producers[storage].values)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_among(MODELS, "transformer layer", "values with many readers"))
 def test_each_wait_that_is_removed_is_caught(name: str) -> None:
     """By the verifier always. By the numbers where they are used: not those that are never fetched again."""
     known = original(name)

@@ -21,6 +21,7 @@ from support.torch_cases import (
     net,
     outcome,
     recompute_some,
+    slow_among,
     unfused,
 )
 from torch import Tensor, nn
@@ -88,7 +89,7 @@ def released_from(
 
 
 @pytest.mark.parametrize("schedule", [keep_all, recomputing])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_among(CASES, "LSTM"))
 def test_accumulated_gradients_are_those_of_the_engine(
     name: str, schedule: Callable[[Graph], Schedule]
 ) -> None:
@@ -142,7 +143,7 @@ def one_step(module: nn.Module, args: Any, kwargs: Any, optimizer: Optimizer | N
 
 
 @pytest.mark.parametrize(("factory", "schedule"), [(momentum, recomputing), (adamw, keep_all)])
-@pytest.mark.parametrize("name", INSIDE)
+@pytest.mark.parametrize("name", slow_among(INSIDE, "LSTM"))
 def test_steps_within_backward_are_those_of_the_ordinary_loop(
     name: str, factory: OptimizerFactory, schedule: Callable[[Graph], Schedule]
 ) -> None:
@@ -338,7 +339,7 @@ def minimum_of(make: Callable[..., Any], way: str) -> int:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("make", [wide, deep])
-@pytest.mark.parametrize("budget", ["100%", "tight"])
+@pytest.mark.parametrize("budget", slow_among(["100%", "tight"], "100%"))
 def test_the_measured_peak_is_the_predicted_one(make: Callable[..., Any], way: str, budget: str) -> None:
     fitted, args = planned(make, way, minimum_of(make, way) if budget == "tight" else budget)
     plan = plan_of(fitted)

@@ -472,6 +472,7 @@ def test_threads_that_miss_at_once_plan_once(caplog: pytest.LogCaptureFixture) -
     assert len(ours.irc_plans) == 3
 
 
+@pytest.mark.slow
 def test_modules_in_two_threads_plan_each_for_itself() -> None:
     torch.manual_seed(0)
     models = [pair(tanh(), rows(5)) for _ in range(2)]

@@ -23,6 +23,7 @@ from support.torch_cases import (
     net,
     outcome,
     recompute_some,
+    slow_among,
     unfused,
     views,
 )
@@ -484,10 +485,7 @@ def step(module: nn.Module, args: Sequence[Tensor]) -> None:
     module(*args).backward()
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["gpt2", "conv", "losses", *(pytest.param(name, marks=pytest.mark.slow) for name in ("unet", "lstm"))],
-)
+@pytest.mark.parametrize("name", slow_among(_training_models(), "unet", "lstm"))
 def test_recomputing_schedules_give_the_same_bits_in_exactly_the_predicted_memory(name: str) -> None:
     module, args = _training_models()[name]()
     original: nn.Module = copy.deepcopy(module)

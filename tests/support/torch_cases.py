@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -31,6 +32,7 @@ __all__ = [
     "net",
     "outcome",
     "recompute_some",
+    "slow_among",
     "unfused",
     "views",
 ]
@@ -279,6 +281,11 @@ CASES: dict[str, Case] = {
     "weight norm": Case(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))),
     "spectral norm": Case(lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))),
 }
+
+
+def slow_among(names: Iterable[str], *slow: str) -> list[Any]:
+    """Parameters of a test: names, some of them marked slow."""
+    return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in names]
 
 
 @functools.cache

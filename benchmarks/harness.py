@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from irc.backends.torch import compile_program, fit
+from irc.backends.torch import bind_program, compile_program
 from irc.compiler.compare import Numbers
 from irc.compiler.model_source import Loaded, Source, load, training_loss
 from irc.compiler.request import cost_passes
@@ -322,7 +322,7 @@ class Fitter:
         plan = program.plan
         assert program.schedule is not None and plan is not None
         compiled = compile_program(program.schedule, self.captured.constants)
-        return fit(self.copy, compiled, self.captured.signature, plan), plan
+        return bind_program(self.copy, compiled, self.captured.signature, plan), plan
 
 
 @dataclass(frozen=True)
@@ -382,7 +382,9 @@ def fit_share(
         program = _chosen_schedule(planner, budget, time_limit)
     plan = program.plan
     assert program.schedule is not None and plan is not None
-    fitted = fit(module, compile_program(program.schedule, captured.constants), captured.signature, plan)
+    fitted = bind_program(
+        module, compile_program(program.schedule, captured.constants), captured.signature, plan
+    )
     return FittedShare(fitted, plan, captured.graph, budget / planner.baseline_bytes, is_smallest)
 
 

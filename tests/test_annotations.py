@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import irc
-from irc.backends.torch import compile_program, fit
+from irc.backends.torch import bind_program, compile_program
 from irc.frontends.torch import capture
 from irc.ir import Node, Region, Trait, nondeterminism
 from irc.passes import PlanMemory, Planner, Program
@@ -261,6 +261,6 @@ def test_routing_is_not_decided_anew(device: str, monkeypatch: pytest.MonkeyPatc
         ran = [node.op for node in order if node.op in once and node.region is Region.FORWARD]
         assert sorted(ran) == sorted(once)
     assert len(schedule.computed) > len(graph.operations)
-    fitted = fit(model, compile_program(schedule, captured.constants), captured.signature)
+    fitted = bind_program(model, compile_program(schedule, captured.constants), captured.signature)
     for mine, its in zip(steps(fitted, args), steps(original, args), strict=True):
         assert torch.equal(mine, its)

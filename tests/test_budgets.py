@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import models
-from irc.backends.torch import compile_program, fit
+from irc.backends.torch import bind_program, compile_program
 from irc.compiler.model_source import training_loss
 from irc.compiler.request import cost_passes
 from irc.compiler.training import measured_peak_bytes
@@ -45,7 +45,7 @@ def test_over_thirty_budgets_nothing_is_above_its_promise_and_more_memory_is_nev
         budget = low + (high - low) * index // (BUDGETS - 1)
         program, plan = planned(planner, budget, time_limit=0.5)
         assert program.schedule is not None
-        fitted: Any = fit(
+        fitted: Any = bind_program(
             module, compile_program(program.schedule, captured.constants), captured.signature, plan
         )
         if index % 3 == 0:

@@ -15,7 +15,7 @@ _LIBRARIES = frozenset(sys.stdlib_module_names | {"torch", "numpy", __name__.par
 _OF_PYTHON = (types.SimpleNamespace, argparse.Namespace)
 _CLOSED = (enum.Enum, type, BaseException, types.ModuleType)
 _NEUTRAL = frozenset({"abc", "builtins", "collections.abc", "typing"})
-"""Bases in these say nothing about where a class comes from."""
+"""Bases in these modules say nothing about the origin of a class."""
 
 
 def is_of_library(module: str) -> bool:

@@ -1,6 +1,6 @@
 """Flattens arguments and results: torch's trees, and dataclasses that torch's pytree does not know.
 
-Such a dataclass is opened where tensors are somewhere within its object: into all that the object holds,
+Such a dataclass is opened if tensors are somewhere within its object: into all that the object holds,
 fields and other attributes. It is made anew from that without `__init__` and `__post_init__`. An attribute
 that is neither opened nor a tensor is then one object for all calls, even if each run of a forward makes
 its own (`self.id = object()` in `__post_init__`).
@@ -28,7 +28,7 @@ class Dataclass:
 
     Args:
         kind: The dataclass.
-        held: What the object holds, by name.
+        held: The items of the object, by name.
     """
 
     def __init__(self, kind: type, held: dict[str, Any]) -> None:
@@ -55,8 +55,8 @@ class Kept:
     """Stands for an object of a dataclass that stays itself, and shows what is in it.
 
     Args:
-        value: The object; a tensor where only the nesting counts.
-        held: What it holds, by name, and what the dataclasses hold that are within it.
+        value: The object; a tensor if only the nesting counts.
+        held: Its items by name, and those of the dataclasses within it.
     """
 
     def __init__(self, value: Any, held: list[dict[str, Any]]) -> None:

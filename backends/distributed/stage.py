@@ -69,8 +69,8 @@ class Stage(_PipelineStageBase):
         device: torch.device,
         mailboxes: StageMailboxes,
         pending_sends: PendingSends,
-        results: Results | None = None,
-        group: dist.ProcessGroup | None = None,
+        results: Results | None,
+        group: dist.ProcessGroup | None,
     ) -> None:
         super().__init__(nn.Module(), index, count, device, group)
         self.worker = worker

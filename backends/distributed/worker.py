@@ -47,11 +47,11 @@ class StageWorker:
         self,
         program: Program,
         state: Mapping[str, Tensor],
-        others: Mapping[int, Program] | None = None,
-        tiers: Tiers | None = None,
+        others: Mapping[int, Program],
+        tiers: Tiers | None,
     ) -> None:
         self.program = program
-        self.others = others or {}
+        self.others = others
         self.tiers = tiers or Tiers()
         self.parameters: dict[str, nn.Parameter] = {}
         self.buffers: dict[str, Tensor] = {}

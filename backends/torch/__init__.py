@@ -15,7 +15,7 @@ from .emit import check_names, emit_source, saved_values
 from .guards.attribute_reads import recording_attribute_reads
 from .history import held_by_history
 from .hooks import refuse_hooks
-from .module import bind, fit
+from .module import bind, bind_program
 from .offload import DiskTierConfig, HostTierConfig, TierConfig, Tiers, check_tier_configs
 from .original import Original, unfitted
 from .pending_backward import PendingBackward
@@ -44,13 +44,13 @@ __all__ = [
     "TierConfig",
     "Tiers",
     "bind",
+    "bind_program",
     "check_names",
     "check_tensor",
     "check_tier_configs",
     "compile_program",
     "deliver",
     "emit_source",
-    "fit",
     "held_by_history",
     "pack_signature",
     "planning",

@@ -30,19 +30,19 @@ __all__ = [
 
 @dataclass(frozen=True)
 class CompiledPlan:
-    """What planning gives. It holds no tensor of the module, and copies of the module share it.
+    """The result of planning a call. It holds no tensor of the module, and copies of the module share it.
 
     Args:
-        program: What its schedule compiled to.
-        signature: How to call it.
+        program: The compiled schedule.
+        signature: Its calling convention.
         plan: Its certificate.
-        reserved: What the gradients that it releases take from step to step, by the name of the parameter:
+        reserved: The memory that released gradients take from step to step, by the name of the parameter:
             bytes of `.grad`, or of the optimizer's state.
         reads: The attributes of the root that the forward reads.
         state: The modes and settings of the submodules that it was planned for; none stands for those that
-            the module has when the fitting is bound to it.
-        names: What was read of each module while the call was captured; nothing says that all settings count.
-        constants_bytes: What its peak counts of the constants of other plans.
+            the module has when the plan is bound to it.
+        names: The attributes that capture read of each module; if it is empty, all settings count.
+        constants_bytes: The bytes of other plans' constants that its peak counts.
         reason: The call that it was made for, in words.
         attribute_paths: The paths in the module of tensors that are constants of the program, by their names;
             None if they are not known yet. The tensors are looked up in each call.
@@ -60,10 +60,10 @@ class CompiledPlan:
     attribute_paths: Mapping[str, AttributePath] | None = None
 
     def with_attribute_paths(self, module: nn.Module) -> CompiledPlan:
-        """The same, where it is known which constants of the program the module holds.
+        """Returns a plan that knows which constants of the program the module holds.
 
         Args:
-            module: What was planned.
+            module: The module that was planned.
         """
         if self.attribute_paths is not None:
             return self
@@ -88,26 +88,26 @@ def _compiled_plan(known: dict[str, Any]) -> CompiledPlan:
 
 
 def pack_signature(signature: Signature) -> tuple[Signature, Any, Any]:
-    """A signature for a pickle: torch writes the trees in it in a form that it deprecates."""
+    """Returns a signature for a pickle: torch writes the trees in it in a form that it deprecates."""
     nested = (_nested(tree) for tree in (signature.in_tree, signature.out_tree))
     return replace(signature, in_tree=None, out_tree=None), *nested
 
 
 def unpack_signature(packed: tuple[Signature, Any, Any]) -> Signature:
-    """What `pack_signature` was given."""
+    """Returns the signature that `pack_signature` was given."""
     signature, *nested = packed
     in_tree, out_tree = (flatten(each)[1] for each in nested)
     return replace(signature, in_tree=in_tree, out_tree=out_tree)
 
 
 def _nested(tree: Any) -> Any:
-    """Arguments that nest as a tree does; dataclasses are opened for tensors."""
+    """Returns arguments that nest as a tree does; dataclasses are opened for tensors."""
     return pytree.tree_unflatten([torch.empty(0)] * tree.num_leaves, tree)
 
 
 @dataclass(frozen=True, slots=True)
 class ReservedMemory:
-    """What a fitted module holds on to besides the plan that is to be made, and that its peak has to count.
+    """Memory that a fitted module holds besides the plan that is to be made, and that its peak has to count.
 
     Args:
         reserved: Bytes of `.grad` or of the optimizer's state, by the name of the parameter, for all whose
@@ -125,8 +125,8 @@ class Compilation:
 
     Args:
         compiled: The plan of the call.
-        optimizers: Those of parameters that had none before, by name.
-        request: What later calls are compiled with.
+        optimizers: The optimizers of parameters that had none before, by name.
+        request: The request with which later calls are compiled.
     """
 
     compiled: CompiledPlan

@@ -36,7 +36,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(storages.values())
 
 
-def sharing(program: Program, known: Sequence[Tensor], held: Container[str] = ()) -> Program:
+def sharing(program: Program, known: Sequence[Tensor], held: Container[str]) -> Program:
     """Replaces the constants of a program by equal ones that other plans hold.
 
     Args:

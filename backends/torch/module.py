@@ -23,10 +23,10 @@ from .program import Program
 from .step import run_step
 from .wrappers import refuse_shards
 
-__all__ = ["bind", "fit"]
+__all__ = ["bind", "bind_program"]
 
 
-def fit(
+def bind_program(
     module: nn.Module,
     program: Program,
     signature: Signature,
@@ -37,12 +37,12 @@ def fit(
     """Binds one program to a module; other calls than its own are refused.
 
     Args:
-        module: What was captured.
-        program: What its schedule compiled to.
-        signature: How to call it.
+        module: The module that was captured.
+        program: The compiled schedule.
+        signature: Its calling convention.
         plan: Its certificate.
         optimizers: The optimizer of each parameter alone, by its name, if the program applies gradients.
-        tiers: Where the tiers are that the program copies to, one for each name.
+        tiers: The configs of the tiers that the program copies to, one for each name.
 
     Raises:
         TierError: IRC575 or IRC576 for a tier that is not made for the plan's tensors, or not given.
@@ -51,10 +51,8 @@ def fit(
     """
     compiled = CompiledPlan(program, signature, plan)
     plans_eval = not dict(signature.modes)[""]
-    fittings, tiers = (compiled,), tuple(tiers)
-    fitted, plans = bind(
-        module, PlanCacheState(None, None, 1, plans_eval, fittings, plan, optimizers or {}, tiers=tiers)
-    )
+    state = PlanCacheState(None, None, 1, plans_eval, (compiled,), plan, optimizers or {}, tiers=tuple(tiers))
+    fitted, plans = bind(module, state)
     plans.check()
     return fitted
 
@@ -68,7 +66,7 @@ def bind(module: nn.Module, state: PlanCacheState) -> tuple[nn.Module, PlanCache
     its attribute `irc_plan`, and `plan` if the module has none of its own.
 
     Args:
-        module: What trains.
+        module: The module that trains.
         state: The cache, which may be empty.
 
     Returns:
@@ -87,11 +85,11 @@ def bind(module: nn.Module, state: PlanCacheState) -> tuple[nn.Module, PlanCache
 
 
 class _Fitted(Persistent):
-    """Runs a program where one applies, and the original forward elsewhere."""
+    """Runs a program if one applies, else the original forward."""
 
     @property
     def irc_plan(self) -> Plan | None:
-        """What was chosen for the example arguments, and the proof of how good it is."""
+        """The plan for the example arguments, with the proof of how good it is."""
         return self.__dict__[FITTED].first_plan
 
     @property
@@ -103,11 +101,11 @@ class _Fitted(Persistent):
     def irc_optimizers(self) -> dict[str, Optimizer]:
         """The optimizers that take their steps within backward, by the name of their parameter."""
         plans: PlanCache = self.__dict__[FITTED]
-        return dict(plans.release.optimizers)
+        return dict(plans.in_backward.optimizers)
 
     @property
     def irc_traffic(self) -> dict[str, Traffic]:
-        """What was copied to each tier and back so far, and how long computing stood still for it."""
+        """The bytes copied to each tier and back so far, and the seconds that computing waited for them."""
         return self.__dict__[FITTED].tiers.traffic
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -117,13 +115,13 @@ class _Fitted(Persistent):
         if torch.is_grad_enabled() and plans.apply_to(self):
             found = plans.find(self, args, kwargs)
             if found is not None:
-                fitting, inputs = found
-                program, signature = fitting.program, fitting.signature
-                release = plans.release if program.released else None
+                compiled, inputs = found
+                program, signature = compiled.program, compiled.signature
+                in_backward = plans.in_backward if program.released else None
                 if program.copies.has_offloaded:
                     refuse_shards(type(self))
                 outputs = run_step(
-                    program, inputs, release, plans.live_forwards, signature.unused, plans.tiers
+                    program, inputs, in_backward, plans.live_forwards, signature.unused, plans.tiers
                 )
                 _check_branches(signature, inputs, outputs)
                 return _deliver(signature, inputs, outputs)
@@ -144,7 +142,7 @@ def _check_branches(signature: Signature, inputs: list[Tensor], outputs: tuple[T
         if found != branch.value and (found == found or branch.value == branch.value):  # two NaN are the same
             raise IrcError(
                 "IRC347",
-                f"the model's code reads {found} where it read {branch.value} from the example arguments: "
+                f"the model's code reads {found}; it read {branch.value} from the example arguments: "
                 "this step takes another branch than the plan",
                 at=Location(source=branch.where),
                 help="plan without specialize_branches to see what can be done about this line, or use the "

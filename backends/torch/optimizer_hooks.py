@@ -31,10 +31,10 @@ _owners: Any = WeakIdKeyDictionary()
 _CLIPPING = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip_grads_with_norm_")
 
 
-def guard_optimizer_calls(parameters: Iterable[Tensor], release: OptimizersInBackward) -> None:
-    """Refuses to clip or scale gradients of these parameters from now on, as long as `release` lives."""
+def guard_optimizer_calls(parameters: Iterable[Tensor], in_backward: OptimizersInBackward) -> None:
+    """Refuses to clip or scale gradients of these parameters from now on, as long as `in_backward` lives."""
     for parameter in parameters:
-        _owners[parameter] = weakref.ref(release)
+        _owners[parameter] = weakref.ref(in_backward)
     _install()
 
 
@@ -89,8 +89,8 @@ def _guarded_scale(scale: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _applies(node: Any) -> bool:
-    release = getattr(node, "release", None)
-    return isinstance(release, OptimizersInBackward) and bool(release.optimizers)
+    in_backward = getattr(node, "in_backward", None)
+    return isinstance(in_backward, OptimizersInBackward) and bool(in_backward.optimizers)
 
 
 def _graph(roots: list[Any]) -> Iterator[Any]:

@@ -95,9 +95,11 @@ class OptimizersInBackward:
             state.tensors = moving_state(optimizer, held)
 
 
-def exclusive(release: OptimizersInBackward | None) -> contextlib.AbstractContextManager[Any]:
+def exclusive(in_backward: OptimizersInBackward | None) -> contextlib.AbstractContextManager[Any]:
     """Keeps other threads from reading or updating parameters that are updated within backward."""
-    return release.lock if release is not None and release.optimizers else contextlib.nullcontext()
+    return (
+        in_backward.lock if in_backward is not None and in_backward.optimizers else contextlib.nullcontext()
+    )
 
 
 _accumulating = threading.Lock()
@@ -112,13 +114,15 @@ def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
             parameter.grad.add_(gradient)
 
 
-def check_parameters(program: Program, bound: Callable[[int], Tensor], release: OptimizersInBackward) -> None:
+def check_parameters(
+    program: Program, tensor_of: Callable[[int], Tensor], in_backward: OptimizersInBackward
+) -> None:
     """Refuses parameters for which somebody waits for a gradient that never reaches the autograd engine.
 
     Args:
         program: The program that releases the gradients.
-        bound: Returns the tensor that a static input of the program binds.
-        release: The object that takes the gradients.
+        tensor_of: Returns the tensor that a static input of the program binds.
+        in_backward: The object that takes the gradients.
 
     Raises:
         UnsupportedError: IRC509 for a parameter with hooks, one that is computed from others, or a step
@@ -129,13 +133,13 @@ def check_parameters(program: Program, bound: Callable[[int], Tensor], release: 
     if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
         raise _unnoticed("DistributedDataParallel would wait for the gradients")
     for name, released in program.released.items():
-        parameter = bound(released.index)
+        parameter = tensor_of(released.index)
         if not parameter.is_leaf:
             raise _unnoticed(f"parameter {name} is computed from other tensors")
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # pyright: ignore[reportAttributeAccessIssue]
             raise _unnoticed(f"parameter {name} has a hook, which would not be called")
-        replaced = program.kind is Gradients.APPLIED and _held(release.optimizers[name]) is not parameter
-        if replaced or any(bound(index) is not parameter for index in released.tied):
+        replaced = program.kind is Gradients.APPLIED and _held(in_backward.optimizers[name]) is not parameter
+        if replaced or any(tensor_of(index) is not parameter for index in released.tied):
             raise UsageError(
                 "IRC507",
                 f"parameter {name} is not the one of planning, or shares its memory with another parameter",
@@ -187,8 +191,8 @@ def check_backward(node: Any, program: Program, inputs: list[Tensor], *, keeps_g
             and for a second step of the same parameters in one backward.
         IrcError: IRC511 for a parameter that has a gradient already, which its optimizer would not take.
     """
-    release: OptimizersInBackward = node.release
-    check_parameters(program, inputs.__getitem__, release)
+    in_backward: OptimizersInBackward = node.in_backward
+    check_parameters(program, inputs.__getitem__, in_backward)
     _check_asked(node, program)
     if program.kind is not Gradients.APPLIED:
         return
@@ -196,7 +200,7 @@ def check_backward(node: Any, program: Program, inputs: list[Tensor], *, keeps_g
         raise _not_all(
             "retain_graph=True asks for a second backward, through parameters updated by the first"
         )
-    for other in release.pending:
+    for other in in_backward.pending:
         if other is not node and torch._C._will_engine_execute_node(other):
             raise _not_all("the module ran forward twice, and both are part of this backward")
     parameters = {name: inputs[released.index] for name, released in program.released.items()}

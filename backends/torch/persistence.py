@@ -23,7 +23,7 @@ from .plan_cache_state import PlanCacheState
 
 __all__ = ["Persistent", "fitted_class"]
 
-_FORMAT = 2
+_FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class Carried:
         original: The module that was planned.
         attributes: The attributes of the fitted module that differ from the original's.
         removed: The names of attributes that only the original has.
-        unbound: The plans, without the tensors that the original holds.
+        state: The plans, without the tensors that the original holds.
     """
 
     format: int
     original: nn.Module
     attributes: dict[str, Any]
     removed: tuple[str, ...]
-    unbound: PlanCacheState
+    state: PlanCacheState
 
 
 class Persistent(nn.Module):
@@ -138,7 +138,7 @@ def _carried(fitted: Persistent) -> Carried:
         original=original,
         attributes={k: value for k, value in attributes.items() if k not in theirs or theirs[k] is not value},
         removed=tuple(name for name in theirs if name not in attributes),
-        unbound=plans.unbound(fitted),
+        state=plans.state(fitted),
     )
 
 
@@ -153,4 +153,4 @@ def _restore(fitted: Persistent, carried: Carried) -> None:
     fitted.__class__ = fitted_class(type(fitted), original)
     kept = {name: value for name, value in original.__dict__.items() if name not in carried.removed}
     fitted.__dict__.update({**kept, **carried.attributes, ORIGINAL: original})
-    fitted.__dict__[FITTED] = PlanCache(carried.unbound, fitted)
+    fitted.__dict__[FITTED] = PlanCache(carried.state, fitted)

@@ -34,7 +34,7 @@ from .optimizer_hooks import guard_optimizer_calls
 from .optimizer_in_backward import OptimizersInBackward, check_deliveries, check_parameters
 from .original import Original
 from .plan_cache_state import PlanCacheState
-from .tracing import is_tracing, planning, settled
+from .tracing import is_tracing, parameters_lock, planning
 from .transforms import refuse_transforms
 from .wrappers import refuse_cached_parametrizations, refuse_subclass, refuse_subclasses
 
@@ -51,66 +51,66 @@ class PlannedCall(NamedTuple):
 
 
 class PlanCache:
-    """What makes a module a fitted one.
+    """The plans of a fitted module, by which it trains.
 
     Plans hold no parameter, buffer or input. What they hold on the device is constants that the model's code
     writes down; equal ones are shared.
 
     Args:
-        unbound: What was planned, and what plans other calls.
+        state: The plans, and the compiler of other calls.
         root: The module whose parameters it trains.
     """
 
-    def __init__(self, unbound: PlanCacheState, root: nn.Module) -> None:
-        self.first_plan, self._plans_eval = unbound.first_plan, unbound.plans_eval
-        self._compile, self._request, self.limit = unbound.compile, unbound.request, unbound.limit
-        self.release = OptimizersInBackward(unbound.optimizers)
+    def __init__(self, state: PlanCacheState, root: nn.Module) -> None:
+        self.first_plan, self._plans_eval = state.first_plan, state.plans_eval
+        self._compile, self._request, self.limit = state.compile, state.request, state.limit
+        self.in_backward = OptimizersInBackward(state.optimizers)
         self.live_forwards = LiveForwards()
-        self.tiers = Tiers(unbound.tiers)
-        self.reserved = dict(unbound.reserved)
-        with settled:
+        self.tiers = Tiers(state.tiers)
+        self.reserved = dict(state.reserved)
+        with parameters_lock:
             module_state = ModuleState(root)
-            states = (fitting.state or module_state.state for fitting in unbound.fittings)
-            self._bound = tuple(
-                CacheEntry(replace(fitting, state=state).with_attribute_paths(root), root)
-                for fitting, state in zip(unbound.fittings, states, strict=True)
+            planned = (
+                replace(compiled, state=compiled.state or module_state.state)
+                for compiled in state.compiled_plans
             )
+            self._entries = tuple(CacheEntry(each.with_attribute_paths(root), root) for each in planned)
             """The plans, the most recently used one first."""
-            self._snapshot = self._known(module_state)
-        for bound in self._bound:
-            self._guard(bound)
+            self._module_state = self._known(module_state)
+        for entry in self._entries:
+            self._guard(entry)
 
-    def unbound(self, root: nn.Module) -> PlanCacheState:
-        """The plans apart from the module, without those for submodules that it has no more."""
-        fittings: tuple[CompiledPlan, ...] = ()
-        with settled:
-            if self._snapshot.changed_part() is None:
+    def state(self, root: nn.Module) -> PlanCacheState:
+        """Returns the plans apart from the module, without those for submodules that it no longer has."""
+        kept: tuple[CompiledPlan, ...] = ()
+        with parameters_lock:
+            if self._module_state.changed_part() is None:
                 state = ModuleState(root).state
-                fittings = tuple(
-                    replace(fitting, state=() if fitting.is_for(state) else fitting.state)
-                    for fitting in self.fittings
+                kept = tuple(
+                    replace(compiled, state=() if compiled.is_for(state) else compiled.state)
+                    for compiled in self.compiled_plans
                 )
         return PlanCacheState(
             self._compile,
             self._request,
             self.limit,
             self._plans_eval,
-            fittings,
+            kept,
             self.first_plan,
-            self.release.optimizers,
+            self.in_backward.optimizers,
             self.reserved,
             self.tiers.configs,
         )
 
     @property
-    def fittings(self) -> tuple[CompiledPlan, ...]:
+    def compiled_plans(self) -> tuple[CompiledPlan, ...]:
         """All plans, the most recently used one first."""
-        return tuple(bound.compiled for bound in self._bound)
+        return tuple(entry.compiled for entry in self._entries)
 
     @property
     def calls(self) -> tuple[PlannedCall, ...]:
         """The calls that there are plans for, the most recently used one first."""
-        return tuple(PlannedCall(fitting.reason, fitting.plan) for fitting in self.fittings)
+        return tuple(PlannedCall(compiled.reason, compiled.plan) for compiled in self.compiled_plans)
 
     def check(self) -> None:
         """Makes sure that nobody else waits for gradients that are released, and that copies have a place.
@@ -119,8 +119,8 @@ class PlanCache:
             TierError: IRC575 or IRC576 for a tier that is not made for a plan's tensors, or not given.
             UnsupportedError: IRC509 or IRC510 for what stands in the way of releasing gradients.
         """
-        for bound in self._bound:
-            self._check(bound)
+        for entry in self._entries:
+            self._check(entry)
 
     def apply_to(self, root: nn.Module) -> bool:
         """Whether a call with gradients enabled is a step of training.
@@ -132,47 +132,47 @@ class PlanCache:
     def find(
         self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[CompiledPlan, list[Tensor]] | None:
-        """The plan for a call and the inputs of its program, planned now if there is none.
+        """Returns the plan for a call and the inputs of its program; plans now if there is none.
 
         Returns:
-            None where nothing asks for a gradient.
+            None if nothing asks for a gradient.
 
         Raises:
-            IrcError: IRC501, IRC502, IRC503 or IRC507 for another call than planned, where no other may be.
+            IrcError: IRC501, IRC502, IRC503 or IRC507 for another call than planned, if that one is refused.
             BudgetError: IRC520 when no schedule for this call fits into the budget.
-            UsageError: IRC521 when what the call is made of changes while it is planned; IRC530 where the
+            UsageError: IRC521 when what the call is made of changes while it is planned; IRC530 if the
                 class of the module was changed.
             UnsupportedError: IRC505, IRC532 and IRC534 for hooks and wrappers of submodules; IRC538 within
                 `parametrize.cached()`; IRC523 within a dispatch mode; IRC531 for tensors of
                 other classes; IRC533 within a transform.
         """
         if kwargs:
-            kwargs = dict(sorted(kwargs.items()))  # as at capture: their order is no difference
+            kwargs = dict(sorted(kwargs.items()))  # as at capture: their order makes no difference
         leaves, tree = flatten_arguments((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for index, tensor in enumerate(tensors):
             refuse_subclass(tensor, "input", str(index))
         refuse_transforms(chain(tensors, root.parameters()))
-        with settled:
+        with parameters_lock:
             call = CallKey(root, args, kwargs, leaves, tree, tensors, self._current(root), autocast_state())
             found = self._hit(call)
         if callable(found):
-            difference = found()
+            failure = found()
             if self._request is None:
-                raise difference.error()
+                raise failure.error()
             if not call.trains():
                 return None
-            if not difference.is_plannable:
-                raise difference.error()
-            _refuse_modes(difference)
+            if not failure.is_plannable:
+                raise failure.error()
+            _refuse_modes(failure)
             refuse_subclasses(root, leaves)
             with planning:
-                with settled:
+                with parameters_lock:
                     found = self._hit(call)  # another thread may have planned it by now
                 if callable(found):
                     found = self._plan(root, call, found())
-        bound, inputs = found
-        return bound.compiled, inputs
+        entry, inputs = found
+        return entry.compiled, inputs
 
     def warm(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compilation:
         """Plans the example's call, which misses an empty cache as any other call does.
@@ -183,13 +183,12 @@ class PlanCache:
             UnsupportedError: IRC509 and IRC510 for what stands in the way of releasing gradients.
         """
         with planning:
-            original = Original(root)
-            made, reserved = self._compiled(original, args, kwargs)
-            with settled:
-                module_state = self._current(root)
-                bound = self._entry(made, original, root, module_state, reserved)
-                self._adopt(bound, made.optimizers)
-                self._add(bound)
+            compiled, made = self._compiled(root, args, kwargs)
+            with parameters_lock:
+                state = self._current(root).state
+                entry = CacheEntry(replace(compiled, state=state), root)
+                self._adopt(entry, made.optimizers)
+                self._add(entry)
             self.first_plan = made.compiled.plan
             self._request = made.request if self.limit > 1 else None
         return made
@@ -197,180 +196,165 @@ class PlanCache:
     # ------------------------------------------------------------------ looking up
 
     def _current(self, root: nn.Module) -> ModuleState:
-        """The modules as they are now; plans for other modules are given up."""
-        part = self._snapshot.changed_part()
+        """Returns the modules as they are now; gives up plans for other modules."""
+        part = self._module_state.changed_part()
         if part is not None:
             if self._request is None:
                 raise part_failure(part).error()
-            self._bound, self._snapshot = (), ModuleState(root)
-        elif not self._snapshot.has_same_state(root):
-            self._snapshot = self._known(ModuleState(root))
-        refuse_hooks_of(root, self._snapshot.names[1:], self._snapshot.submodules)
+            self._entries, self._module_state = (), ModuleState(root)
+        elif not self._module_state.has_same_state(root):
+            self._module_state = self._known(ModuleState(root))
+        refuse_hooks_of(root, self._module_state.names[1:], self._module_state.submodules)
         refuse_cached_parametrizations(root)
-        return self._snapshot
+        return self._module_state
 
     def _known(self, module_state: ModuleState) -> ModuleState:
         """Replaces the state by an equal one of a plan, so that the next comparison is by identity."""
-        states = (bound.compiled.state for bound in self._bound)
+        states = (entry.compiled.state for entry in self._entries)
         module_state.state = next(
             (state for state in states if state == module_state.state), module_state.state
         )
         return module_state
 
     def _hit(self, call: CallKey) -> tuple[CacheEntry, list[Tensor]] | Explain:
-        """The plan for a call with its inputs, or how the call differs from the example, or from the last."""
+        """Returns the plan for a call with its inputs, or tells how the call differs from the example."""
         explain: Explain | None = None
-        for place, bound in enumerate(self._bound):
-            found = bound.bind(call)
+        for place, entry in enumerate(self._entries):
+            found = entry.bind(call)
             if not callable(found):
                 if place:
-                    self._bound = (bound, *(other for other in self._bound if other is not bound))
-                return bound, found
-            if explain is None or bound.compiled.plan is self.first_plan:
+                    self._entries = (entry, *(other for other in self._entries if other is not entry))
+                return entry, found
+            if explain is None or entry.compiled.plan is self.first_plan:
                 explain = found
         return explain or partial(part_failure, None)
 
     # ------------------------------------------------------------------ planning
 
     def _compiled(
-        self, original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Compilation, ReservedMemory]:
-        """A call compiled, and what its plan counts beside itself."""
+        self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[CompiledPlan, Compilation]:
+        """Compiles a call; its plan shares the constants of the plans beside it, and counts them."""
         assert self._compile is not None
-        reserved = ReservedMemory(dict(self.reserved), storage_bytes(constants_of(self.fittings)))
-        with torch.inference_mode(False):  # under it there is no backward
-            return self._compile(original.module, args, kwargs, self._request, reserved), reserved
-
-    def _entry(
-        self,
-        made: Compilation,
-        original: Original,
-        root: nn.Module,
-        module_state: ModuleState,
-        reserved: ReservedMemory,
-        reason: str | None = None,
-    ) -> CacheEntry:
-        """A compiled call bound to its module."""
-        written = constants_of(self.fittings, are_held=False)
-        compiled = made.compiled.with_attribute_paths(root)
-        return CacheEntry(
-            replace(
-                compiled,
-                program=sharing(compiled.program, written, compiled.attribute_paths or ()),
-                reads=original.reads(),
-                state=module_state.state,
-                constants_bytes=reserved.constants_bytes,
-                reason=reason or compiled.reason,
-            ),
-            root,
-        )
-
-    def _plan(
-        self, root: nn.Module, call: CallKey, difference: GuardFailure
-    ) -> tuple[CacheEntry, list[Tensor]]:
-        """A new plan for a call that differs from those before, and its inputs."""
-        started = time.perf_counter()
         original = Original(root)
+        reserved = ReservedMemory(dict(self.reserved), storage_bytes(constants_of(self.compiled_plans)))
+        with torch.inference_mode(False):  # under it there is no backward
+            made = self._compile(original.module, args, kwargs, self._request, reserved)
+        compiled = made.compiled.with_attribute_paths(root)
+        written = constants_of(self.compiled_plans, are_held=False)
+        compiled = replace(
+            compiled,
+            program=sharing(compiled.program, written, compiled.attribute_paths or ()),
+            reads=original.reads(),
+            constants_bytes=reserved.constants_bytes,
+        )
+        return compiled, made
+
+    def _plan(self, root: nn.Module, call: CallKey, failure: GuardFailure) -> tuple[CacheEntry, list[Tensor]]:
+        """Plans a call that differs from those before; returns the plan and its inputs."""
+        started = time.perf_counter()
         try:
-            made, reserved = self._compiled(original, call.args, call.kwargs)
+            compiled, made = self._compiled(root, call.args, call.kwargs)
         except BudgetError as error:
             raise BudgetError(
                 "IRC520",
-                f"this call is not the planned one ({difference.message}), and no schedule for it fits: "
+                f"this call is not the planned one ({failure.message}), and no schedule for it fits: "
                 f"{error.message}",
                 minimum_bytes=error.minimum_bytes,
                 at=error.at,
                 help="call the module with less at once, or call irc.optimize with a larger budget",
             ) from error
         except IrcError as error:
-            error.add_note(f"while planning for another call: {difference.message}")
+            error.add_note(f"while planning for another call: {failure.message}")
             raise
-        bound = self._entry(made, original, root, call.module_state, reserved, difference.message)
-        with settled:
-            found = bound.bind(call)
+        compiled = replace(compiled, state=call.module_state.state, reason=failure.message)
+        entry = CacheEntry(compiled, root)
+        with parameters_lock:
+            found = entry.bind(call)
             if callable(found):
                 raise UsageError(
                     "IRC521",
                     f"the call does not match the plan that was made for it: {found().message}",
                     help="do not change the module or its arguments from another thread meanwhile",
                 )
-            self._adopt(bound, made.optimizers)
-            given_up = self._add(bound)
-        self._tell(bound, time.perf_counter() - started, given_up)
-        return bound, found
+            self._adopt(entry, made.optimizers)
+            given_up = self._add(entry)
+        self._tell(entry, time.perf_counter() - started, given_up)
+        return entry, found
 
-    def _adopt(self, bound: CacheEntry, optimizers: Mapping[str, Optimizer]) -> None:
+    def _adopt(self, entry: CacheEntry, optimizers: Mapping[str, Optimizer]) -> None:
         """Lets a new plan release gradients, some of them to new optimizers."""
-        self.release.optimizers.update(optimizers)
+        self.in_backward.optimizers.update(optimizers)
         try:
-            self._check(bound)
+            self._check(entry)
         except IrcError:
             for name in optimizers:
-                del self.release.optimizers[name]
+                del self.in_backward.optimizers[name]
             raise
-        self._guard(bound)
+        self._guard(entry)
 
-    def _check(self, bound: CacheEntry) -> None:
-        program = bound.compiled.program
+    def _check(self, entry: CacheEntry) -> None:
+        program = entry.compiled.program
         self.tiers.check(program.copies)
         if program.released:
-            check_parameters(program, bound.parameter, self.release)
-            check_deliveries(program, bound.compiled.signature.deliveries)
-        self.tiers.residents(program.copies, bound.parameter, self.release.optimizers)
+            check_parameters(program, entry.parameter, self.in_backward)
+            check_deliveries(program, entry.compiled.signature.deliveries)
+        self.tiers.residents(program.copies, entry.parameter, self.in_backward.optimizers)
 
-    def _guard(self, bound: CacheEntry) -> None:
+    def _guard(self, entry: CacheEntry) -> None:
         """Guards the functions that would come too late for gradients that are applied."""
-        if self.release.optimizers:
-            released = bound.compiled.program.released.values()
-            guard_optimizer_calls((bound.parameter(at.index) for at in released), self.release)
+        if self.in_backward.optimizers:
+            released = entry.compiled.program.released.values()
+            guard_optimizer_calls((entry.parameter(at.index) for at in released), self.in_backward)
 
-    def _add(self, bound: CacheEntry) -> list[CompiledPlan]:
+    def _add(self, entry: CacheEntry) -> list[CompiledPlan]:
         """Makes a plan the most recently used one.
 
         Returns:
-            Those that are given up: beyond the limit, and those whose peak no longer counts all that stays.
+            The plans that are given up: those beyond the limit, and those whose peak does not count all that
+            stays.
         """
-        self.reserved |= bound.compiled.reserved
-        kept = [bound]
+        self.reserved |= entry.compiled.reserved
+        kept = [entry]
         given_up: list[CompiledPlan] = []
-        for other in self._bound:
-            others = [each.compiled for each in (*kept, *self._bound)]
+        for other in self._entries:
+            others = [each.compiled for each in (*kept, *self._entries)]
             counts_all = self.reserved.items() <= other.compiled.reserved.items()
             if len(kept) < self.limit and counts_all and fits_beside(other.compiled, others):
                 kept.append(other)
             else:
                 given_up.append(other.compiled)
-        self._bound = tuple(kept)
+        self._entries = tuple(kept)
         return given_up
 
-    def _tell(self, bound: CacheEntry, seconds: float, given_up: Sequence[CompiledPlan]) -> None:
-        plan = bound.compiled.plan
+    def _tell(self, entry: CacheEntry, seconds: float, given_up: Sequence[CompiledPlan]) -> None:
+        plan = entry.compiled.plan
         peak = "" if plan is None else f", with a predicted peak of {format_bytes(plan.peak_bytes)}"
         _log.warning(
             "planned again in %.1f s%s (plan %d of at most %d): %s",
             seconds,
             peak,
-            len(self._bound),
+            len(self._entries),
             self.limit,
-            bound.compiled.reason,
+            entry.compiled.reason,
         )
-        for fitting in given_up:
-            if len(self._bound) < self.limit:
+        for compiled in given_up:
+            if len(self._entries) < self.limit:
                 _log.warning(
                     "gave up the plan for (%s): its peak does not count what the new plan keeps; calls like "
                     "that are planned once more",
-                    fitting.reason,
+                    compiled.reason,
                 )
                 continue
             _log.warning(
                 "gave up the plan for (%s): if such calls come again, give irc.optimize plans=%d or more, "
                 "pad to fewer shapes, or pass numbers that change as tensors",
-                fitting.reason,
+                compiled.reason,
                 self.limit + 1,
             )
 
 
-def _refuse_modes(difference: GuardFailure) -> None:
+def _refuse_modes(failure: GuardFailure) -> None:
     """Refuses to plan within a dispatch mode: it would be traced and measured with the operations.
 
     Raises:
@@ -380,7 +364,7 @@ def _refuse_modes(difference: GuardFailure) -> None:
     if modes:
         raise UnsupportedError(
             "IRC523",
-            f"this call is not the planned one ({difference.message}), and no other is planned within "
+            f"this call is not the planned one ({failure.message}), and no other is planned within "
             f"{modes[-1]}",
             help="call the module once in the same way outside of it",
         )

@@ -28,22 +28,22 @@ class PlanCacheState:
 
     Args:
         compile: Compiles what misses.
-        request: What is asked of its plans; None refuses calls that miss.
-        limit: How many plans are kept.
+        request: The request that its plans meet; None refuses calls that miss.
+        limit: The number of plans that are kept.
         plans_eval: Whether a call in eval() is a step of training: the root was in eval() when it was bound.
-        fittings: The plans, the most recently used first.
+        compiled_plans: The plans, the most recently used first.
         first_plan: The plan of the example arguments, which may be given up by now.
         optimizers: The optimizer of each parameter alone, by its name, if gradients are applied.
-        reserved: What the gradients that any plan so far released take from step to step, by the name of the
-            parameter: bytes of `.grad`, or of the optimizer's state.
-        tiers: Where the tiers are that plans copy to; each module opens its own.
+        reserved: The memory that gradients released by any plan take from step to step, by the name of
+            the parameter: bytes of `.grad`, or of the optimizer's state.
+        tiers: The configs of the tiers that plans copy to; each module opens its own.
     """
 
     compile: Compile | None
     request: Any
     limit: int
     plans_eval: bool
-    fittings: tuple[CompiledPlan, ...] = ()
+    compiled_plans: tuple[CompiledPlan, ...] = ()
     first_plan: Plan | None = None
     optimizers: Mapping[str, Optimizer] = field(default_factory=dict[str, Optimizer])
     reserved: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -54,8 +54,8 @@ class PlanCacheState:
 
     def __reduce__(self) -> tuple[Any, ...]:
         known = {each.name: getattr(self, each.name) for each in fields(self)}
-        known["fittings"] = tuple(
-            each for each in self.fittings if _why_not((each.state, each.reads)) is None
+        known["compiled_plans"] = tuple(
+            each for each in self.compiled_plans if _why_not((each.state, each.reads)) is None
         )
         why_not = _why_not(self.request)
         if why_not is not None:
@@ -73,9 +73,9 @@ def _plan_cache_state(known: dict[str, Any]) -> PlanCacheState:
 
 
 def _why_not(value: object) -> Exception | None:
-    """Why a value cannot be pickled, such as a class that no file holds; None where it can.
+    """Returns why a value cannot be pickled, such as a class that no file holds; None if it can be.
 
-    What is pickled on trial may hold the module that asks; that one carries nothing on trial.
+    A value that is pickled on trial may hold the module that asks; that one then carries nothing.
     """
     if value is None:
         return None

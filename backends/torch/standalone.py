@@ -70,9 +70,9 @@ class StandaloneModule(nn.Module):
         if program.kind is Gradients.APPLIED and optimizer is not None:
             check_deliveries(program, deliveries)
             self.irc_optimizers = {name: optimizer([self.get_parameter(name)]) for name in program.released}
-        self.release = OptimizersInBackward(self.irc_optimizers) if program.released else None
-        if self.release is not None and self.irc_optimizers:
-            guard_optimizer_calls(map(self.get_parameter, self.irc_optimizers), self.release)
+        self.in_backward = OptimizersInBackward(self.irc_optimizers) if program.released else None
+        if self.in_backward is not None and self.irc_optimizers:
+            guard_optimizer_calls(map(self.get_parameter, self.irc_optimizers), self.in_backward)
         self.tiers.residents(program.copies, self._parameter, self.irc_optimizers)
 
     def _register(self, program: Program, state: Mapping[str, Tensor]) -> None:
@@ -113,7 +113,7 @@ class StandaloneModule(nn.Module):
                 help="load its weights into the original model for evaluation",
             )
         inputs = [self._input(index, tensors) for index in range(len(self.program.statics))]
-        outputs = run_step(self.program, inputs, self.release, self.live_forwards, tiers=self.tiers)
+        outputs = run_step(self.program, inputs, self.in_backward, self.live_forwards, tiers=self.tiers)
         leaves = deliver(self.deliveries, inputs, outputs)
         return leaves[0] if len(leaves) == 1 else tuple(leaves)
 

@@ -27,7 +27,7 @@ __all__ = ["in_layout", "run_step"]
 def run_step(
     program: Program,
     inputs: list[Tensor],
-    release: OptimizersInBackward | None = None,
+    in_backward: OptimizersInBackward | None = None,
     live_forwards: LiveForwards | None = None,
     unused: frozenset[int] = frozenset(),
     tiers: Tiers | None = None,
@@ -37,7 +37,7 @@ def run_step(
     Args:
         program: The program to run.
         inputs: The static inputs, in order.
-        release: Takes the gradients that are released within backward; None if none is released.
+        in_backward: Takes the gradients that are released within backward; None if none is released.
         live_forwards: Counts the calls whose backward has not run; None if the caller counts them.
         unused: The forward outputs whose gradients were planned away, as the loss does not use them.
         tiers: The tiers that the program copies to; None if it copies nothing.
@@ -53,19 +53,19 @@ def run_step(
     """
     refuse_transforms(inputs)
     refuse_saved_tensor_hooks()
-    if release is not None:
-        check_parameters(program, inputs.__getitem__, release)
+    if in_backward is not None:
+        check_parameters(program, inputs.__getitem__, in_backward)
     differentiable = (inputs[index] for index in program.differentiable)
-    session = _session(tiers or Tiers(), program, inputs, release) if program.copies else None
-    return _Step.apply(program, inputs, release, live_forwards, unused, session, *differentiable)
+    session = _session(tiers or Tiers(), program, inputs, in_backward) if program.copies else None
+    return _Step.apply(program, inputs, in_backward, live_forwards, unused, session, *differentiable)
 
 
 def _session(
-    tiers: Tiers, program: Program, inputs: list[Tensor], release: OptimizersInBackward | None
+    tiers: Tiers, program: Program, inputs: list[Tensor], in_backward: OptimizersInBackward | None
 ) -> Session:
     """Opens the session that carries out the copies of a step; moves offloaded tensors to their tiers."""
-    optimizers = release.optimizers if release is not None else {}
-    with exclusive(release):
+    optimizers = in_backward.optimizers if in_backward is not None else {}
+    with exclusive(in_backward):
         offloaded_parameters = tiers.residents(program.copies, inputs.__getitem__, optimizers)
     return tiers.session(program.copies, offloaded_parameters)
 
@@ -82,7 +82,7 @@ class _Step(torch.autograd.Function):
         ctx: Any,
         program: Program,
         inputs: list[Tensor],
-        release: OptimizersInBackward | None,
+        in_backward: OptimizersInBackward | None,
         live_forwards: LiveForwards | None,
         unused: frozenset[int],
         copies: Session | None,
@@ -90,16 +90,16 @@ class _Step(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         if live_forwards is not None:
             live_forwards.enter(ctx, program)
-        with exclusive(release):
+        with exclusive(in_backward):
             versions = [(k, inputs[k]._version) for k in program.read_by_backward]
             released = [(at.index, inputs[at.index]._version) for at in program.released.values()]
             with torch._C._DisableAutocast(), _given_up_on_error(copies):
                 outputs, saved = program.forward(inputs, *_last(copies))
-            if release is not None:
-                release.pending.add(ctx)
+            if in_backward is not None:
+                in_backward.pending.add(ctx)
         # autograd does not let the caller write into a view that this function made
         outputs = [output.detach() if output._is_view() else output for output in outputs]
-        ctx.program, ctx.inputs, ctx.saved, ctx.release = program, inputs, saved, release
+        ctx.program, ctx.inputs, ctx.saved, ctx.in_backward = program, inputs, saved, in_backward
         ctx.live_forwards, ctx.unused, ctx.copies = live_forwards, unused, copies
         ctx.versions, ctx.released, ctx.went = versions, released, frozenset[int]()
         ctx.watched = list[Watched]()
@@ -119,7 +119,7 @@ class _Step(torch.autograd.Function):
         if ctx.saved is None:
             _refuse_second_backward(ctx.program, ctx.went, given)
         ctx.went |= given
-        with exclusive(ctx.release):
+        with exclusive(ctx.in_backward):
             results = _run_backward(ctx, gradients, given)
         program: Program = ctx.program
         picked = (_pick(program, results, program.gradients[k], given) for k in program.differentiable)
@@ -131,11 +131,11 @@ def _run_backward(
 ) -> list[Tensor | None]:
     program: Program = ctx.program
     inputs: list[Tensor] = ctx.inputs
-    release: OptimizersInBackward | None = ctx.release
+    in_backward: OptimizersInBackward | None = ctx.in_backward
     _check_backward(ctx, program, inputs, given)
-    if release is not None:
+    if in_backward is not None:
         check_backward(ctx, program, inputs, keeps_graph=_keeps_graph())
-        release.pending.discard(ctx)
+        in_backward.pending.discard(ctx)
     saved, copies = _take_saved(ctx, program)
     tangents = [
         in_layout(gradient, tangent)
@@ -143,9 +143,9 @@ def _run_backward(
         if tangent is not None
     ]
     more: list[Any] = [sum(1 << index for index in given)] if program.is_partial else []
-    if release is not None:
+    if in_backward is not None:
         written = frozenset(k for k, version in ctx.released if inputs[k]._version != version)
-        more.append(release.sink(program, inputs, given, written))
+        more.append(in_backward.sink(program, inputs, given, written))
     more.extend(_last(copies))
     with torch._C._DisableAutocast(), contextlib.closing(copies) if copies else contextlib.nullcontext():
         try:

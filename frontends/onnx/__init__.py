@@ -73,10 +73,10 @@ def from_onnx(
         path: The file; weights stored beside it are found.
         batch: Size of the leading axis of every input that leaves it open. A file that fixes the same size in
             all its inputs is changed to this one, and refused if its samples would mix.
-        inputs: Whole shapes by input name, where the file leaves axes open.
+        inputs: Whole shapes by input name, for inputs whose axes the file leaves open.
         constants: Inputs whose values are bound now, by name; the module does not take them. If a value
             decides a shape or a branch the module runs without this, but can only be planned with it.
-        roles: What becomes of weights and constants, if the rules of `roles` are wrong about a file:
+        roles: The roles of weights and constants, if the rules of `roles` are wrong about a file:
             `parameter` (trained), `buffer` (kept in the state, not trained) or `constant`, by ONNX name or by
             a pattern such as `*.position_ids`. The first that fits counts.
 

@@ -42,7 +42,7 @@ InputSpec = tuple[str, Shape | None, torch.dtype | None]
 strings, which have no element type."""
 
 BoundSpec = tuple[str, tuple[int, ...] | None, torch.dtype | None]
-"""The same where no axis is open."""
+"""The same if no axis is open."""
 
 
 def bind_constants(graph: ir.Graph, constants: Mapping[str, Constant]) -> dict[str, Tensor]:
@@ -61,7 +61,7 @@ def bind_constants(graph: ir.Graph, constants: Mapping[str, Constant]) -> dict[s
         if dtype is None:
             raise UnsupportedError(
                 "IRC304",
-                f"the input {name!r} is of strings, which do not settle",
+                f"the input {name!r} is of strings, which cannot be bound at import",
                 help="give them to each call",
             )
         try:
@@ -73,7 +73,7 @@ def bind_constants(graph: ir.Graph, constants: Mapping[str, Constant]) -> dict[s
         if not torch.can_cast(tensor.dtype, dtype):
             raise UsageError(
                 "IRC315",
-                f"the value of the input {name!r} is of {tensor.dtype}, where the file has {dtype}",
+                f"the value of the input {name!r} is of {tensor.dtype}; in the file it is {dtype}",
                 help="give a value of that type",
             )
         bound_at_import[name] = tensor.detach().to(dtype)
@@ -89,7 +89,7 @@ def _no_input(name: str, names: Sequence[str]) -> UsageError:
 
 
 def bind_inputs(
-    graph: ir.Graph, batch: int | None = None, inputs: Mapping[str, Sequence[int]] | None = None
+    graph: ir.Graph, batch: int | None, inputs: Mapping[str, Sequence[int]] | None
 ) -> list[InputSpec]:
     """Name, shape and element type of each input.
 
@@ -133,11 +133,11 @@ def is_open(shape: Shape | None) -> bool:
 
 
 def bound(specs: Sequence[InputSpec], sizes: Mapping[str, int] | None = None) -> list[BoundSpec]:
-    """The same inputs, where no axis is open.
+    """The same inputs without open axes.
 
     Args:
         specs: The inputs.
-        sizes: Of open axes, by symbol.
+        sizes: The sizes of open axes, by symbol.
 
     Raises:
         UsageError: IRC317 when one is.
@@ -192,7 +192,7 @@ def check_run(specs: Sequence[InputSpec], shapes: Sequence[tuple[int, ...] | Non
 
     Args:
         specs: The inputs with the symbols of the graph.
-        shapes: What is given for each.
+        shapes: The shape that is given for each.
 
     Raises:
         UsageError: IRC315.

@@ -22,7 +22,7 @@ class Block:
 
     Args:
         inputs: The slots of its own inputs.
-        steps: What it runs.
+        steps: The steps that it runs.
         outputs: The operands that it returns.
     """
 
@@ -60,8 +60,8 @@ class Branch:
         name: See `Step`.
         title: See `Step`.
         condition: One boolean.
-        then: What runs where it holds.
-        otherwise: What runs where it does not.
+        then: The block that runs if it holds.
+        otherwise: The block that runs if it does not.
         results: See `Step`.
         frees: See `Step`.
     """
@@ -99,7 +99,7 @@ class Loop:
         title: See `Step`.
         count: The most iterations; absent when only the condition ends it.
         condition: Whether to begin; absent when it begins always.
-        carried: What the first iteration gets.
+        carried: The values that the first iteration gets.
         body: From iteration number, condition and carried values to condition, carried values, and one more
             value for each stacked result.
         empty: For each stacked result, what it is when nothing runs.
@@ -170,7 +170,7 @@ class Map:
     Args:
         name: See `Step`.
         title: See `Step`.
-        operands: What the body gets: of each list one element at a time, of each tensor the whole.
+        operands: The operands of the body: of each list one element at a time, of each tensor the whole.
         body: From one element of each list to one element of each result.
         results: See `Step`.
         frees: See `Step`.
@@ -210,7 +210,7 @@ class Scanned:
     """Says how a scan reads or stacks along an axis.
 
     Args:
-        axis: Of the whole.
+        axis: The axis of the whole.
         is_backward: Whether the last element comes first.
     """
 
@@ -225,11 +225,11 @@ class Scan:
     Args:
         name: See `Step`.
         title: See `Step`.
-        states: What the first iteration gets.
-        sequences: What is read element by element.
-        reads_as: How each of them is.
+        states: The states that the first iteration gets.
+        sequences: The tensors that are read element by element.
+        reads_as: The way in which each of them is read.
         body: From the states and an element of each sequence to the states and what is stacked.
-        stacks_as: How each of the stacked results is.
+        stacks_as: The way in which each result is stacked.
         empty: For each stacked result, what it is when nothing runs.
         results: See `Step`.
         frees: See `Step`.

@@ -78,7 +78,7 @@ class Account:
         stored: Bytes that the file stores.
     """
 
-    def __init__(self, stored: int = 0) -> None:
+    def __init__(self, stored: int) -> None:
         self.limit = max(_LEAST_LIMIT, _GROWTH * stored)
         self._used = 0
 

@@ -27,7 +27,7 @@ _EXTERNAL_HELP = "keep the model's external data beside it, under the same names
 _FunctionId: TypeAlias = tuple[str, str, str]
 
 
-def check_proto(model: onnx.ModelProto, path: str, in_place: str | None = None) -> None:
+def check_proto(model: onnx.ModelProto, path: str, in_place: str | None) -> None:
     """Refuse a model that contradicts itself.
 
     Sizes are compared with the bytes that are there, so that reading a tensor afterwards takes no more memory
@@ -36,7 +36,7 @@ def check_proto(model: onnx.ModelProto, path: str, in_place: str | None = None) 
     Args:
         model: The model as it was parsed; no external data is read.
         path: The file, for messages and for what is stored beside it.
-        in_place: What stands for the name of the file in weights that are left there, whose size is right.
+        in_place: The name by which weights that are left in the file refer to it; their size is right.
 
     Raises:
         UsageError: IRC306 when a tensor is not what it declares, IRC308 when a name is given twice or
@@ -250,7 +250,7 @@ def _check_external(tensor: onnx.TensorProto, what: str, folder: str, nbytes: in
     if offset < 0 or length < 0:
         raise refuse(f"at offset {offset:,} with {length:,} B: neither can be negative")
     if length != nbytes:
-        raise refuse(f"as {length:,} B, where the shape {list(tensor.dims)} needs {nbytes:,} B")
+        raise refuse(f"as {length:,} B; the shape {list(tensor.dims)} needs {nbytes:,} B")
     if not os.path.lexists(path):
         raise refuse("which is missing")
     if not os.path.isfile(path):

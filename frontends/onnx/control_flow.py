@@ -1,4 +1,4 @@
-"""Branches, loops and scans: taken or unrolled where constants decide, else left to each run."""
+"""Branches, loops and scans: taken or unrolled if constants decide, else left to each run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ControlFlow:
     """Imports the nodes that carry graphs.
 
     Args:
-        tracer: What is known so far, and the steps.
+        tracer: Holds what is known so far, and the steps.
         run_nodes: Imports the nodes of a graph.
     """
 
@@ -354,10 +354,10 @@ class _LoopNode:
 
     Args:
         node: The node.
-        body: What it repeats.
+        body: The block that it repeats.
         count: The most iterations.
         condition: Whether to begin.
-        carried: What the first iteration gets.
+        carried: The values that the first iteration gets.
     """
 
     node: ir.Node
@@ -373,9 +373,9 @@ class _ScanNode:
 
     Args:
         node: The node.
-        body: What it repeats.
-        states: What the first iteration gets.
-        sequences: What it goes through, an element in each iteration.
+        body: The block that it repeats.
+        states: The states that the first iteration gets.
+        sequences: The tensors that it goes through, an element in each iteration.
         reads_as: Along which axis and in which direction, for each sequence.
         stacks_as: The same for each result that is stacked.
     """

@@ -55,7 +55,7 @@ def write_back(
 
     Args:
         source: The original.
-        weights: What to write, by ONNX name; other weights stay. Each is cast to the file's element type.
+        weights: The weights to write, by ONNX name; others stay. Each is cast to the file's element type.
         target: The new file; of large models the weights lie beside it, as `<target>.data`.
 
     Raises:
@@ -125,14 +125,14 @@ def _as_onnx(name: str, tensor: Tensor, stored: ir.TensorProtocol | None) -> ir.
     if shape is not None and shape != list(tensor.shape):
         raise UsageError(
             "IRC321",
-            f"the weight {name!r} is of shape {list(tensor.shape)}, where the file has {shape}",
+            f"the weight {name!r} is of shape {list(tensor.shape)}; in the file it is {shape}",
             help="write back the weights of a module that came from this file",
         )
     return onnx_tensor(tensor.to(dtype or tensor.dtype), name)
 
 
 def _in_place_of(node: ir.Node, value: ir.Value, tensor: ir.TensorProtocol) -> None:
-    """An initializer of the same name, where a node made the weight."""
+    """An initializer of the same name, if a node made the weight."""
     graph = node.graph
     assert isinstance(graph, ir.Graph)
     name = value.name

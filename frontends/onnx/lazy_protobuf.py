@@ -44,7 +44,7 @@ class InPlace:
 
     Args:
         path: The file, with no symbolic link in its path.
-        mark: What stands in the message for the file's name; no file can know it beforehand.
+        mark: The text that stands in the message for the file's name; no file can know it beforehand.
     """
 
     path: str
@@ -84,7 +84,7 @@ def parse(path: str) -> tuple[onnx.ModelProto, InPlace]:
         path: The file. What is not of the format is left to the parser, and to its error.
 
     Raises:
-        Exception: What the parser raises for a file that is not a model.
+        Exception: The error that the parser raises for a file that is not a model.
     """
     place = InPlace(os.path.realpath(path))
     with open(path, "rb") as file:
@@ -160,7 +160,7 @@ def _read_varint(whole: mmap.mmap, at: int) -> tuple[int, int]:
 
 
 def _fields(whole: mmap.mmap, at: int, stop: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """Number, kind, and where each field, its value and its end are."""
+    """Number, kind, and the positions of each field, its value and its end."""
     while at < stop:
         start = at
         key, at = _read_varint(whole, at)

@@ -76,10 +76,10 @@ class OnnxModule(nn.Module):
         input_specs: Name, shape and element type of each input.
         output_names: Names of the outputs.
         onnx_names: The ONNX name of each parameter and buffer.
-        stored: What becomes of each weight and constant of the file.
+        stored: The role of each weight and constant of the file.
         path: The file; `None` for a model that came from memory.
         bound_at_import: The inputs whose values were bound at import, with the values.
-        roles: What the user said at import about the roles of weights and constants.
+        roles: The roles of weights and constants that the user gave at import.
         current_node: While running, the name of the ONNX node that runs; else `None`.
     """
 
@@ -219,9 +219,9 @@ def example_inputs(
     Floats are normal; integers are 0 or 1, which any table of two rows can look up; booleans are either.
 
     Args:
-        module: What `from_onnx` returned.
+        module: The result of `from_onnx`.
         seed: Seed of the generator.
-        sizes: Of open axes, by symbol.
+        sizes: The sizes of open axes, by symbol.
 
     Raises:
         UsageError: IRC317 when an axis of an input has no size.

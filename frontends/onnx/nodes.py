@@ -73,7 +73,7 @@ def _check_node(node: ir.Node, schema: onnx.defs.OpSchema, title: str) -> None:
     ):
         if not least <= count <= most:
             up_to = f"{least} to {most}" if most < 1 << 30 else f"{least} or more"
-            raise refuse(f"has {count} {what}, where it takes {least if least == most else up_to}")
+            raise refuse(f"has {count} {what}; it takes {least if least == most else up_to}")
     for index, (given, formal) in enumerate(zip(node.inputs, schema.inputs, strict=False)):
         if formal.option == options.Single and (given is None or not given.name):
             raise refuse(f"lacks its operand {index} ({formal.name})")
@@ -84,8 +84,7 @@ def _check_node(node: ir.Node, schema: onnx.defs.OpSchema, title: str) -> None:
                 raise refuse(f"lacks its attribute {name!r}")
         elif attribute.type.name != _NAMES[wanted.type] and not (_is_empty(attribute) and _is_list(wanted)):
             raise refuse(
-                f"has the attribute {name!r} of type {attribute.type.name}, where it takes"
-                f" {_NAMES[wanted.type]}"
+                f"has the attribute {name!r} of type {attribute.type.name}; it takes {_NAMES[wanted.type]}"
             )
 
     problem = _body_problem(node)
@@ -146,7 +145,7 @@ def _kinds(op: str, version: int) -> tuple[str | None, ...]:
 
 
 def check_kinds(info: NodeInfo, dtypes: Sequence[torch.dtype | None]) -> None:
-    """Refuse numbers of another kind where a node takes indices or conditions alone.
+    """Refuse numbers of another kind if a node takes indices or conditions alone.
 
     Args:
         info: The node.
@@ -164,7 +163,7 @@ def check_kinds(info: NodeInfo, dtypes: Sequence[torch.dtype | None]) -> None:
         if not (integer if kind == "integers" else dtype is torch.bool):
             raise UsageError(
                 "IRC305",
-                f"{info.title} has an operand {index} of {dtype}, where it takes {kind}",
+                f"{info.title} has an operand {index} of {dtype}; it takes {kind}",
                 at=Location(onnx_node=info.name),
                 help="the operator's page at onnx.ai/onnx/operators says what it takes; mend the file",
             )

@@ -1,7 +1,7 @@
 """Evaluates a graph as far as it is known at import, and traces the steps that compute the rest.
 
 Nodes run once on fake tensors. What is constant folds; what has a known type becomes a step whose sizes are
-settled; and where a size or a type depends on data, the step settles it in each run.
+settled; and if a size or a type depends on data, the step settles it in each run.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class PartialValue:
 
     Args:
         tensor: Its elements if it is constant, else a fake of its type; `None` if only a run tells.
-        operand: Where steps read it; `None` for a constant that no step has read yet.
+        operand: The operand as which steps read it; `None` for a constant that no step has read yet.
     """
 
     tensor: Tensor | None
@@ -73,8 +73,8 @@ class _Applied:
     """An operator with its operands.
 
     Args:
-        info: What is fixed about it.
-        lowering: What it means in torch.
+        info: The facts that are fixed about it.
+        lowering: Its meaning in torch.
         values: Its operands; `None` for one that is left out.
         outputs: Its results.
     """
@@ -316,8 +316,8 @@ class Tracer:
 
         Args:
             node: The node.
-            inputs: What stands for its inputs, such as the elements of a list.
-            outputs: What stands for its outputs, all of them wanted.
+            inputs: The values that stand for its inputs, such as the elements of a list.
+            outputs: The names that stand for its outputs, all of them wanted.
 
         Raises:
             UnsupportedError: IRC302 when the lowering declines it.

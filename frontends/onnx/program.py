@@ -55,7 +55,7 @@ class Frame:
         statics: The module's constants as plain data.
         training: Whether the module is in train mode.
         enter: Told the name of each node before it runs.
-        placed: Puts a constant where the module is.
+        placed: Moves a constant to the device of the module.
     """
 
     values: dict[Operand, Value]
@@ -71,7 +71,7 @@ class Frame:
             kind = "a list of tensors" if isinstance(value, list) else "an array of strings"
             raise RunError(
                 "IRC318",
-                f"{kind} stands where the graph reads one tensor",
+                f"{kind} stands in place of one tensor",
                 help="lists within lists are not values of ONNX: mend the file",
             )
         return value
@@ -136,8 +136,8 @@ class NodeStep:
     """One node to run.
 
     Args:
-        node: What is fixed about it.
-        lowering: What it means in torch.
+        node: The facts that are fixed about it.
+        lowering: Its meaning in torch.
         operands: The operands that it reads.
         results: See `Step`.
         literals: Constants that the lowering worked out at import, in order.
@@ -221,7 +221,7 @@ class Program:
     Args:
         shapes: The shapes of the inputs for which it is specialized; `None` if only a run knows.
         steps: In order.
-        outputs: Where each output is, by name.
+        outputs: The operand that is each output, by name.
         output_shapes: As far as they are known.
         weights: The ONNX name of each weight, by its place.
         statics: The constants as plain data.
@@ -241,7 +241,7 @@ class RunError(UsageError, RuntimeError):
     """Reports a fault of a graph and its inputs that only a run shows; a RuntimeError, as torch's own are."""
 
 
-# What a tracer raises where a step needs to see data.
+# The errors that a tracer raises if a step needs to see data.
 _UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
 # What torch raises for values that do not fit; its subclasses (out of memory, of its tracers) pass.
 _FAULTS = (RuntimeError, IndexError, TypeError, ValueError, ZeroDivisionError, OverflowError, AssertionError)
@@ -296,7 +296,7 @@ def with_frees(steps: Sequence[Step], outputs: Iterable[Output], own: set[int] |
 
     Args:
         steps: In the order that they run in.
-        outputs: What is read after the last.
+        outputs: The operands that are read after the last.
         own: The slots that may be freed; all of them without it.
     """
     seen, done = slots_of(flat(outputs)), list[Step]()

@@ -117,7 +117,7 @@ def normalise(model: ir.Model) -> None:
     try:
         if not _sorted(model.graph):
             TopologicalSortPass()(model)
-        # The pass switches training_mode off where running statistics are unread; this importer ignores it.
+        # The pass switches training_mode off if running statistics are unread; this importer ignores it.
         RemoveUnusedNodesPass()(model)
     except Exception as error:
         raise UsageError(

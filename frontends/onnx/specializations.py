@@ -57,7 +57,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class _WithoutGraph:
-    """Stands in for a graph that is gone: it returns the program for any sizes, whatever is asked for.
+    """Stands in for a graph that is gone: returns the program for any sizes.
 
     Args:
         shapes: The shapes of the import.
@@ -154,7 +154,7 @@ class Specializations:
         """The program to run on inputs of these shapes.
 
         Args:
-            shapes: Of the inputs.
+            shapes: The shapes of the inputs.
             is_traced: Whether a tracer runs it, which sees shapes and no data.
 
         Raises:

@@ -44,7 +44,7 @@ def output_shapes(module: OnnxModule) -> dict[str, Shape | None]:
     """The shape of each output.
 
     Args:
-        module: What `from_onnx` returned.
+        module: The result of `from_onnx`.
 
     Returns:
         By output: for each axis its size, an expression over the symbols of the inputs such as
@@ -239,7 +239,7 @@ class _Expression:
 
     Args:
         source: As onnxruntime writes it.
-        symbols: What stands for what.
+        symbols: The number or expression that stands for each symbol.
     """
 
     source: str
@@ -291,7 +291,7 @@ def _inferred(module: OnnxModule, symbols: Sequence[str]) -> dict[str, list[str]
     inference: Any = SymbolicShapeInference(2**31 - 1, auto_merge=True, guess_output_rank=False, verbose=0)
     try:
         with quiet("onnxruntime.tools.symbolic_shape_infer"):
-            # As `infer_shapes` does, which writes the model into the current folder where it gives up.
+            # As `infer_shapes` does, which writes the model into the current folder if it gives up.
             inference._preprocess(model)
             while inference.run_:
                 inference._infer_impl()

@@ -38,8 +38,8 @@ class Scope:
 
     Args:
         number: Distinguishes the calls of one capture.
-        annotation: What is asked for there; None if torch's policy says it for each operation.
-        where: Where torch's checkpoint is called, as ` at model.py:12 in forward`, or "".
+        annotation: The annotation there; None if torch's policy says it for each operation.
+        where: The line that calls torch's checkpoint, as ` at model.py:12 in forward`, or "".
     """
 
     number: int
@@ -57,7 +57,7 @@ class Scopes:
     """The stretches that are open, in the thread that traces.
 
     Args:
-        root: What is traced.
+        root: The module that is traced.
 
     Attributes:
         asked: All annotations for `root`, its submodules and its ONNX nodes, whether they run or not; and

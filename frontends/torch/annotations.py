@@ -40,7 +40,7 @@ def keep() -> Stretch: ...
 def keep(module: nn.Module | None = None, /) -> nn.Module | Stretch:
     """Annotations that nothing of a module's forward runs again: what backward needs of it stays.
 
-    The mark is on the module and is read by `irc.optimize`; of nested marks the innermost counts. It is no
+    The mark is on the module and is read by `irc.optimize`; of nested marks the innermost counts. It is not
     part of the `state_dict`; copies and pickles of the module have it. Without a module, the result is for
     a part of a forward: `with irc.keep(): ...`, or `@irc.keep()` above a function.
 
@@ -95,7 +95,7 @@ def mark(module: _M, policy: Policy, path: str = "") -> _M:
 
     Args:
         module: A module.
-        policy: What is asked for.
+        policy: The annotation.
         path: Dotted path of a submodule; for an ONNX model, the name of a node, or what the names of several
             nodes begin with up to a slash or a dot.
 

@@ -27,7 +27,7 @@ class Reading:
 
     Args:
         read: The method: `__bool__`, `__float__`, `__index__`, `__int__` or `item`.
-        value: What it returned.
+        value: The value that it returned.
         where: The line of the model's code.
     """
 
@@ -44,8 +44,8 @@ class Branches:
         module: The module.
 
     Attributes:
-        readings: Those of a run on real tensors, in order.
-        tensors: Those that were read in the last traced run, in the same order.
+        readings: The readings of a run on real tensors, in order.
+        tensors: The tensors that were read in the last traced run, in the same order.
     """
 
     module: nn.Module

@@ -73,7 +73,7 @@ class Captured:
 
     Args:
         graph: One training step.
-        signature: How the module's arguments and result map to the graph's inputs and outputs.
+        signature: The mapping of the module's arguments and result to the graph's inputs and outputs.
         constants: Tensors that the module's code creates from nothing, by `Input.target`.
     """
 

@@ -39,12 +39,12 @@ def code_reach(module: nn.Module, own: Iterable[HeldObject]) -> list[HeldObject]
     """Lists what the code of a module leads to: its classes, and globals and closures of its functions.
 
     Of globals, those count that a function names which the forward reaches; others are other code's. Code of
-    torch, numpy and Python counts for nothing. Functions of other files count where the code of the module's
+    torch, numpy and Python counts for nothing. Functions of other files count if the code of the module's
     own files names them, with the functions beside them.
 
     Args:
         module: The module.
-        own: What its attributes lead to: methods of these objects are code, too.
+        own: The objects that its attributes lead to: methods of these objects are code, too.
     """
     children = list(module.modules())
     kinds = {kind: None for child in children for kind in type(child).__mro__ if not is_closed(kind)}
@@ -70,7 +70,7 @@ def code_reach(module: nn.Module, own: Iterable[HeldObject]) -> list[HeldObject]
 class _Code:
     """Functions that were found, with the globals that they name and the cells of their closures.
 
-    Of classes, a method counts where a function names it (some method of that name, whatever the class).
+    A method of a class counts if a function names it (some method of that name, whatever the class).
     """
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class _Code:
         """Notes the functions that these values are, and those that these name.
 
         Args:
-            values: What may be a function, a class, or an object with methods.
+            values: Functions, classes, objects with methods, and others.
             level: 0 for code of the module, 1 for other code: of that, only the same file is followed.
         """
         waiting = deque((value, level, 0) for value in values)

@@ -1,6 +1,6 @@
 """Captures a graph that `torch.compile` (Dynamo) hands to a backend, for one set of concrete arguments."""
 
-# Dynamo writes where an input comes from into the node, as an attribute without a public name.
+# Dynamo writes the source of an input into the node, as an attribute without a public name.
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class CapturedGraph:
 
     Args:
         captured: The training graph; parameters and buffers have the names that they have in the model.
-        bindings: For each static input of it, the position among the graph's arguments, or, where the graph
+        bindings: For each static input of it, the position among the graph's arguments, or, if the graph
             itself holds it, the tensor.
     """
 
@@ -76,10 +76,10 @@ def capture_graph(
     """The training graph of `graph(*args)`; None if there is nothing to differentiate.
 
     Args:
-        graph: What Dynamo traced.
-        args: Its arguments in one call: tensors, and numbers where Dynamo left a size open. The capture
+        graph: The graph that Dynamo traced.
+        args: Its arguments in one call: tensors, and numbers for sizes that Dynamo left open. The capture
             holds for these sizes.
-        names: Of the parameters and buffers among them.
+        names: The names of the parameters and buffers among them.
 
     Raises:
         UnsupportedError: IRC543 for an argument of another kind; what `capture` raises.
@@ -135,7 +135,7 @@ class _LiftedGraph(nn.Module):
     Attributes:
         plain: The positions of the tensors that are arguments.
         stand_ins: Leaves that stand for these tensors while the graph is traced.
-        current_location: Of the operation that runs.
+        current_location: The location of the operation that runs.
     """
 
     def __init__(self, graph: fx.GraphModule, args: Sequence[Any], names: Sequence[str | None]) -> None:
@@ -185,7 +185,7 @@ class _LiftedGraph(nn.Module):
 
 
 class _Located(fx.Interpreter):
-    """Runs a graph, and says of each operation where in the user's code it is."""
+    """Runs a graph, and tells the location of each operation in the user's code."""
 
     def __init__(self, graph: nn.Module, told: _LiftedGraph) -> None:
         super().__init__(graph)

@@ -20,7 +20,7 @@ def forward_bytes(function: Callable[..., Any], args: Sequence[Any]) -> int:
     It runs on tensors without data. Workspaces of operations are not counted.
 
     Args:
-        function: What runs; it must not look at values.
+        function: The function that runs; it must not look at values.
         args: Its arguments.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)

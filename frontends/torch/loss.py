@@ -65,9 +65,9 @@ def loss_bytes(loss: Loss | None, result_leaves: list[Any], result_tree: Any) ->
     Args:
         loss: A function from the module's result to a scalar. None stands for a loss that takes twice the
             outputs' bytes, as cross entropy does in the outputs' own element type, and six times those in
-            half precision under autocast, where it computes in float32; a scalar output is a loss.
+            half precision under autocast, and then computes in float32; a scalar output is a loss.
         result_leaves: The leaves of that result as traced; only the tensors' types are looked at.
-        result_tree: How the leaves nest.
+        result_tree: The nesting of the leaves.
 
     Returns:
         Bytes at the loss's own peak; bytes that stay until backward returns: the loss and its gradient; and
@@ -109,7 +109,7 @@ def unused_outputs(loss: Loss, result_leaves: list[Any], result_tree: Any) -> fr
     Args:
         loss: A function from the module's result to a scalar.
         result_leaves: The leaves of that result as traced; only the tensors' types are looked at.
-        result_tree: How the leaves nest.
+        result_tree: The nesting of the leaves.
 
     Returns:
         Their places among the result's tensors.

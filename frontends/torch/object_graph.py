@@ -71,12 +71,12 @@ class HeldObject:
     """Something that can change, and what it held when it was looked at.
 
     Args:
-        where: How it is reached.
+        where: The path that leads to it.
         value: The container, object, generator, class, table of globals, or cell of a closure.
-        held: What it held: attributes by name, elements by key or in order, or a generator's state.
+        held: Its items: attributes by name, elements by key or in order, or a generator's state.
         is_own: Whether an attribute of the module leads there; otherwise the code of its classes does.
         without: The attributes of a module that are none of its state.
-        names: Of a table of globals, those that are looked at.
+        names: The names that are looked at in a table of globals.
     """
 
     where: Path

@@ -65,7 +65,7 @@ def place_annotations(graph: Graph, notes: Mapping[str, Note], asked: Iterable[A
     """The graph with an annotation on each forward operation that one is about.
 
     Of the stretches around an operation the innermost counts that says what must be: `KEEP`, or `RECOMPUTE`
-    where no result leaves the stretch. Without one the innermost hint stands there. A view has no storage of
+    if no result leaves the stretch. Without one the innermost hint stands there. A view has no storage of
     its own: nothing can be asked for it.
 
     Args:

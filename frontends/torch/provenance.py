@@ -42,9 +42,20 @@ _CONVERSIONS = frozenset(
     }
 )
 
+_ASKED = ("device", "dtype", "is_leaf", "is_quantized", "is_sparse", "layout", "requires_grad", "shape")
+_QUESTIONS = frozenset(
+    {
+        *(getattr(torch.Tensor, name).__get__ for name in _ASKED),
+        torch.Tensor.storage_offset,
+        torch.Tensor.stride,
+        torch.Tensor.untyped_storage,
+    }
+)
+"""Functions that ask about a tensor and compute nothing: most of the calls while a module is traced."""
+
 
 class _Annotate(TorchFunctionMode):
-    """Hands the current location to the tracer before each torch function runs."""
+    """Hands the current location to the tracer before each torch function that may compute something."""
 
     def __init__(self, root: nn.Module, path: list[str], scopes: Scopes) -> None:
         super().__init__()
@@ -53,9 +64,12 @@ class _Annotate(TorchFunctionMode):
         self.scopes = scopes
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        where = getattr(self.root, "current_location", None) or Location(
+        if func in _QUESTIONS:
+            return func(*args, **(kwargs or {}))
+        held = vars(self.root)  # each call asks, and a module looks in many places for what it lacks
+        where = held.get("current_location") or Location(
             module=self.path[-1] if self.path and self.path[-1] else None,
-            onnx_node=getattr(self.root, "current_node", None),
+            onnx_node=held.get("current_node"),
             source=user_line(inspect.currentframe()),
         )
         notes = {

@@ -85,7 +85,7 @@ def refusing_writes(arguments: Any) -> Generator[None]:
     tensors, which are the caller's own, hold afterwards what they held.
 
     Args:
-        arguments: What the forward is given.
+        arguments: The arguments of the forward.
 
     Raises:
         UnsupportedError: IRC556.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 from types import FrameType
@@ -35,7 +36,12 @@ def is_capture(frame: FrameType) -> bool:
 
 def is_library(frame: FrameType) -> bool:
     """Whether code of torch or of the frontends runs here."""
-    return frame.f_code.co_filename.startswith((*_LIBRARIES, "<"))
+    return _is_library_file(frame.f_code.co_filename)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_library_file(name: str) -> bool:
+    return name.startswith((*_LIBRARIES, "<"))
 
 
 def described(frame: FrameType, number: int) -> str:

@@ -1,6 +1,6 @@
 """Watches what a forward does to its module besides computing a result: attributes, buffers, generators."""
 
-# Where torch keeps buffers, parameters and hooks has no public name.
+# The tables in which torch keeps buffers, parameters and hooks have no public names.
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ __all__ = ["State"]
 class State:
     """Watches a module while it is traced.
 
-    Looked at is what its attributes lead to (containers, objects with attributes, generators), and what its
-    code leads to: attributes of its classes, globals and closures of their functions. See `reached`.
+    It looks at what the module's attributes lead to (containers, objects with attributes, generators), and at
+    what its code leads to: attributes of its classes, globals and closures of their functions. See
+    `own_reach` and `code_reach`.
 
     Args:
         module: The module.
@@ -41,8 +42,8 @@ class State:
     Attributes:
         drawn: Generators that the last run of the forward drew from. A forward that seeds one itself leaves
             it as it found it from the second run on, and draws the same in each step.
-        flipped: What the last run left with another number or text than it found.
-        assigned: Where runs left a tensor that they computed.
+        flipped: The items that the last run left with another number or text than it found.
+        assigned: The items in which runs left a tensor that they computed.
         replaced: Buffers and parameters that the last run put others in the place of, with the reason why
             that is not a write into them.
     """

@@ -70,7 +70,7 @@ TRACE_MODES_OF_EXAMPLE = (
 
 
 def _dropout_backward(gradient: Tensor, mask: Tensor, scale: float) -> Any:
-    """In half precision eager on the CPU rounds the scaled mask, where one kernel would round at the end."""
+    """In half precision eager on the CPU rounds the scaled mask, while one kernel would round at the end."""
     if gradient.device.type != "cpu" or gradient.dtype not in (torch.bfloat16, torch.float16):
         return NotImplemented
     return gradient * (mask.type_as(gradient) * scale)

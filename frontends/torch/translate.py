@@ -73,7 +73,7 @@ class Translation:
 
     Args:
         graph: The training graph.
-        deliveries: How each tensor of the flat result is made.
+        deliveries: The recipe for each tensor of the flat result.
         constants: Tensors that the graph refers to and that are not a parameter, buffer or input.
         notes: By the names of nodes, the stretches that annotations are about.
     """

@@ -178,7 +178,7 @@ def _in_parameter_hook(trained: Any) -> None:
 def _in_backward(trained: Any) -> None:
     """An operation of backward fails, with some of the values computed again already."""
     first, second = trained(*arguments())
-    namespace = trained.__dict__["_irc"].fittings[0].program.backward.__globals__
+    namespace = trained.__dict__["_irc"].compiled_plans[0].program.backward.__globals__
     name = next(name for name in namespace if name.startswith("aten_tanh_backward"))
     working = namespace[name]
 

@@ -38,9 +38,9 @@ from support.torch_cases import keep_all, recompute_some
 from irc.backends.torch import (
     DiskTierConfig,
     HostTierConfig,
+    bind_program,
     check_tier_configs,
     compile_program,
-    fit,
 )
 from irc.backends.torch.offload import Session, Tiers, copy_table
 from irc.backends.torch.offload.extents import PAGE_BYTES, Extents
@@ -372,13 +372,13 @@ def test_tiers_that_cannot_hold_the_tensors_are_refused() -> None:
     check_tier_configs([HostTierConfig("host", 1)], ["cuda:0"])
     program = compile_program(away(captured().graph), {})
     with pytest.raises(TierError, match="IRC575"):
-        fit(deep()[0], program, captured().signature, tiers=[HostTierConfig("disk", 1 << 30)])
+        bind_program(deep()[0], program, captured().signature, tiers=[HostTierConfig("disk", 1 << 30)])
 
 
 def test_a_tier_without_a_config_and_two_configs_for_one_tier() -> None:
     program = compile_program(away(captured().graph), {})
     with pytest.raises(TierError, match=r"IRC576.*copies to tier disk, .*\(known: fast\)"):
-        fit(deep()[0], program, captured().signature, tiers=[DiskTierConfig("fast", 1)])
+        bind_program(deep()[0], program, captured().signature, tiers=[DiskTierConfig("fast", 1)])
     with pytest.raises(TierError, match=r"IRC576.*\(known: none\)"):
         Tiers().session(program.copies)
     with pytest.raises(TierError, match=r"IRC576.*the same name: disk, disk"):

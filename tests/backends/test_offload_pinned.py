@@ -16,7 +16,7 @@ from support.swap_cases import captured, deep, held_bytes, left_by, step, tiers_
 from support.torch_cases import keep_all, recompute_some
 from torch import Tensor
 
-from irc.backends.torch import HostTierConfig, compile_program, fit
+from irc.backends.torch import HostTierConfig, bind_program, compile_program
 from irc.backends.torch.offload import pinned, tiers
 from irc.backends.torch.offload.memory import bytes_of
 from irc.frontends.torch import capture
@@ -129,7 +129,9 @@ def test_streams_that_lag_behind_give_the_original_s_bits(
     module, args = deep()
     for seed in range(7):
         schedule = with_random_copies(recompute_some(captured().graph, seed), seed)
-        ours = fit(copy.deepcopy(module), compile_program(schedule, {}), captured().signature, tiers=HOSTS)
+        ours = bind_program(
+            copy.deepcopy(module), compile_program(schedule, {}), captured().signature, tiers=HOSTS
+        )
         original = copy.deepcopy(module)
         for _ in range(2):
             for each in (ours, original):
@@ -157,7 +159,9 @@ def test_the_streams_of_these_tests_do_lag_behind(monkeypatch: pytest.MonkeyPatc
     for seed in range(4):
         schedule = with_random_copies(keep_all(captured().graph), seed, rate=1.0)
         configs = [HostTierConfig(tier.name, 1 << 30) for tier in TIERS]
-        ours = fit(copy.deepcopy(module), compile_program(schedule, {}), captured().signature, tiers=configs)
+        ours = bind_program(
+            copy.deepcopy(module), compile_program(schedule, {}), captured().signature, tiers=configs
+        )
         step(ours, args)
         assert not all(map(torch.equal, left_by(ours), left_by(original)))
 
@@ -184,7 +188,7 @@ def test_a_host_without_pinned_memory_is_told(monkeypatch: pytest.MonkeyPatch) -
 
     module, args = deep()
     schedule = with_random_copies(keep_all(captured().graph), 1, rate=1.0)
-    ours = fit(module, compile_program(schedule, {}), captured().signature, tiers=HOSTS)
+    ours = bind_program(module, compile_program(schedule, {}), captured().signature, tiers=HOSTS)
     monkeypatch.setattr(torch, "empty", none_left)
     with pytest.raises(
         TierError, match=r"IRC570.*holds 0 B of pinned memory, .*: CUDA error: out of memory\n"
@@ -208,7 +212,7 @@ def test_swapped_steps_on_cuda_give_the_same_bits(seed: int) -> None:
     original = copy.deepcopy(module)
     found = capture(module, args, loss=lambda result: result)
     schedule = with_random_copies(recompute_some(found.graph, seed), seed)
-    ours = fit(module, compile_program(schedule, found.constants), found.signature, tiers=HOSTS)
+    ours = bind_program(module, compile_program(schedule, found.constants), found.signature, tiers=HOSTS)
     for _ in range(3):
         for each in (ours, original):
             each.zero_grad()

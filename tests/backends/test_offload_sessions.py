@@ -38,8 +38,8 @@ from irc.backends.torch import (
     StandaloneModule,
     TierConfig,
     Tiers,
+    bind_program,
     compile_program,
-    fit,
     run_step,
 )
 from irc.frontends.torch import capture
@@ -56,7 +56,7 @@ def late(module: nn.Module, schedule: Callable[[Any], Schedule] = away, **option
     chosen = schedule(captured().graph)
     verify_schedule(chosen, {}, tiers=[DISK])
     config = FakeTierConfig("disk", 1 << 30, is_late=True, **options)
-    return fit(module, compile_program(chosen, {}), captured().signature, tiers=[config])
+    return bind_program(module, compile_program(chosen, {}), captured().signature, tiers=[config])
 
 
 @pytest.fixture(params=["disk", "fake"])
@@ -108,7 +108,9 @@ def _raise(_: Any) -> None:
 def test_forwards_in_flight_hold_their_own_copies(make: Any) -> None:
     module, _ = deep()
     plain = compile_program(keep_all(captured().graph), {})
-    original = fit(copy.deepcopy(module), plain, captured().signature)  # one backward adds in the same order
+    original = bind_program(
+        copy.deepcopy(module), plain, captured().signature
+    )  # one backward adds in the same order
     ours = make(module)
     inputs = [torch.randn(256, 48, generator=torch.Generator().manual_seed(k)) for k in range(3)]
     for each in (ours, original):
@@ -157,7 +159,7 @@ def test_threads_train_copies_and_the_same_module_at_once(config: TierConfig) ->
     module.eval()  # the statistics of batch norm are of the order of calls else
     own = capture(module, args, loss=lambda result: result)
     chosen = away_at_the_loss(keep_all(own.graph), "disk")
-    ours = fit(module, compile_program(chosen, own.constants), own.signature, tiers=[config])
+    ours = bind_program(module, compile_program(chosen, own.constants), own.signature, tiers=[config])
     wanted = torch.autograd.grad(module(*args), list(module.parameters()))
     found: list[Any] = []
 
@@ -181,7 +183,7 @@ def test_threads_train_copies_and_the_same_module_at_once(config: TierConfig) ->
 
 @torch.library.custom_op("irc_tests::fragile", mutates_args=())
 def fragile(x: Tensor, weight: Tensor) -> Tensor:
-    """Fails where it finds a number that is not finite."""
+    """Fails if it finds a number that is not finite."""
     if not bool(x.isfinite().all()):
         raise ArithmeticError("not finite")
     return x * weight
@@ -219,7 +221,7 @@ def test_an_operation_that_fails_in_forward_or_in_backward(seed: int, tmp_path: 
     original = copy.deepcopy(module)
     found = capture(module, (x,))
     chosen = with_random_copies(keep_all(found.graph), seed, [DISK], rate=1.0)
-    ours = fit(
+    ours = bind_program(
         module,
         compile_program(chosen, found.constants),
         found.signature,
@@ -264,7 +266,7 @@ def test_an_optimizer_that_fails_within_backward() -> None:
     program = compile_program(chosen, {})
     optimizers = {name: Fails([module.get_parameter(name)]) for name in program.released}
     configs = [FakeTierConfig("disk", 1 << 30, is_late=True)]
-    ours = fit(module, program, captured().signature, None, optimizers, configs)
+    ours = bind_program(module, program, captured().signature, None, optimizers, configs)
     loss = ours(*args)
     assert held_bytes(ours) > 0
     list(optimizers.values())[3].fails = True
@@ -379,7 +381,7 @@ def test_gradients_are_released_within_a_swapped_backward() -> None:
         configs = [FakeTierConfig(tier.name, 1 << 30, seed=seed, is_late=bool(seed % 2)) for tier in TIERS]
         program = compile_program(chosen, {})
         assert "def backward(inputs, saved, tangents, release, copies):" in program.source
-        ours = fit(copy.deepcopy(module), program, captured().signature, tiers=configs)
+        ours = bind_program(copy.deepcopy(module), program, captured().signature, tiers=configs)
         assert_next_step_is_right(ours, copy.deepcopy(original), args)
 
 

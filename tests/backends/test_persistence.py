@@ -150,8 +150,8 @@ def test_a_copy_trains_as_the_original_and_leaves_it_alone(name: str, way: str) 
 
 
 def program_of(module: Any) -> Any:
-    (fitting,) = module.__dict__["_irc"].fittings
-    return fitting.program
+    (compiled,) = module.__dict__["_irc"].compiled_plans
+    return compiled.program
 
 
 def irc_base(module: Any) -> type:
@@ -278,9 +278,9 @@ def test_a_copy_goes_on_with_the_optimizers_it_had(way: str, options: dict[str, 
 def test_a_program_without_its_model_is_copied_too(way: str) -> None:
     module, x = Guarded(), torch.randn(3, 4)
     ours = irc.optimize(module, x, "100%", costs="analytic", time_limit=1, accumulate_gradients=True)
-    (fitting,) = ours.__dict__["_irc"].fittings
+    (compiled,) = ours.__dict__["_irc"].compiled_plans
     alone = StandaloneModule(
-        fitting.program, dict(module.state_dict()), fitting.signature.deliveries, ours.plan
+        compiled.program, dict(module.state_dict()), compiled.signature.deliveries, ours.plan
     )
     twin = WAYS[way](alone)
     assert_same(outcome(twin, (x,), {}), outcome(alone, (x,), {}))
@@ -358,8 +358,8 @@ def test_a_module_that_was_changed_is_copied_and_refused_at_its_step_as_before(w
 
 def test_a_pickle_of_another_format_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     written = pickle.dumps(fitted(nn.Linear(4, 4), torch.randn(3, 4)))
-    monkeypatch.setattr("irc.backends.torch.persistence._FORMAT", 3)
-    with pytest.raises(irc.UsageError, match=r"IRC530.*format 2; this version of irc reads 3") as raised:
+    monkeypatch.setattr("irc.backends.torch.persistence._FORMAT", 4)
+    with pytest.raises(irc.UsageError, match=r"IRC530.*format 3; this version of irc reads 4") as raised:
         pickle.loads(written)
     assert raised.value.help is not None and "state_dict" in raised.value.help
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.torch_cases import assert_same, outcome
+from support.torch_cases import assert_same, outcome, slow_among
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -61,8 +61,17 @@ def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
     return found
 
 
-@every_way
-@pytest.mark.parametrize("options", [{}, {"dynamic": "batch"}, {"accumulate_gradients": True}])
+@pytest.mark.parametrize(
+    ("way", "options"),
+    [
+        ("pickle", {}),
+        ("pickle", {"dynamic": "batch"}),
+        ("pickle", {"accumulate_gradients": True}),
+        ("torch.save", {}),
+        ("deepcopy", {}),
+        ("deepcopy", {"accumulate_gradients": True}),
+    ],
+)
 def test_a_copy_goes_on_with_all_plans_and_plans_more(
     way: str, options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -177,7 +186,7 @@ def test_a_loss_whose_owner_has_the_fitted_module_is_pickled_with_it() -> None:
     twin(*rows(3)).sum().backward()
 
 
-@every_way
+@pytest.mark.parametrize("way", slow_among(WAYS, "torch.save"))
 def test_a_copy_plans_for_itself_under_other_optimizers(way: str) -> None:
     ours = planned(layers(), optimizer_in_backward=torch.optim.AdamW)
     ours[0].requires_grad_(False)

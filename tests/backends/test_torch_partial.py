@@ -72,6 +72,7 @@ def test_an_ignored_output_with_an_infinite_derivative_changes_nothing() -> None
     assert_ignored(original, irc.optimize(copy.deepcopy(original), x, "100%", costs="analytic"), x)
 
 
+@pytest.mark.slow
 def test_an_ignored_output_changes_nothing_where_things_run_twice(
     tight: tuple[nn.Module, Any, Tensor],
 ) -> None:

@@ -329,7 +329,7 @@ NODES: dict[str, tuple[ModelProto, str, str]] = {
     "text for strides": (
         model([n("Conv", ["x", "w"], ["y"], strides="hello")], [_FILTER], x=_IMAGE),
         "IRC305",
-        "has the attribute 'strides' of type STRING, where it takes INTS",
+        "has the attribute 'strides' of type STRING; it takes INTS",
     ),
     "a number for text": (
         model([n("Gelu", ["x"], ["y"], approximate=1)], opset=20),
@@ -341,19 +341,19 @@ NODES: dict[str, tuple[ModelProto, str, str]] = {
         "IRC305",
         "lacks its attribute 'to'",
     ),
-    "no operand": (model([n("Relu", [], ["y"])]), "IRC305", "has 0 operands, where it takes 1"),
+    "no operand": (model([n("Relu", [], ["y"])]), "IRC305", "has 0 operands; it takes 1"),
     "three operands": (model([n("Relu", ["x", "x", "x"], ["y"])]), "IRC305", "has 3 operands"),
     "an empty operand": (model([n("Add", ["x", ""], ["y"])]), "IRC305", "lacks its operand 1 (B)"),
     "no result": (model([n("Relu", ["x"], []), n("Relu", ["x"], ["y"])]), "IRC305", "has 0 results"),
     "fractions as indices": (
         model([n("Gather", ["x", "w"], ["y"])], [stored("w", [0.5], np.float32)]),
         "IRC305",
-        "has an operand 1 of torch.float32, where it takes integers",
+        "has an operand 1 of torch.float32; it takes integers",
     ),
     "numbers as conditions": (
         model([n("Where", ["x", "x", "x"], ["y"])]),
         "IRC305",
-        "where it takes booleans",
+        "it takes booleans",
     ),
     "a branch without results": (
         model(
@@ -404,15 +404,15 @@ def test_attributes_of_operators_beyond_the_specification(tmp_path: Path) -> Non
 
     info = NodeInfo("z", "Odd", "com.acme", 1, {"n": "three", "l": (1.5,)}, (True,))
     odd = Call(info, [], [], [], True, lambda make: make())
-    with pytest.raises(UsageError, match="has the attribute n=three, where it takes an integer"):
+    with pytest.raises(UsageError, match="has the attribute n=three; it takes an integer"):
         odd.int_("n", 0)
-    with pytest.raises(UsageError, match="where it takes a list of integers"):
+    with pytest.raises(UsageError, match="it takes a list of integers"):
         odd.ints_("l")
-    with pytest.raises(UsageError, match="where it takes a number"):
+    with pytest.raises(UsageError, match="it takes a number"):
         odd.float_("n", 0.0)
-    with pytest.raises(UsageError, match="where it takes a string"):
+    with pytest.raises(UsageError, match="it takes a string"):
         odd.str_("l", "")
-    with pytest.raises(UsageError, match="where it takes a list of strings"):
+    with pytest.raises(UsageError, match="it takes a list of strings"):
         odd.strs_("l")
 
 
@@ -475,7 +475,7 @@ def external(location: str, offset: str = "0", length: str = "48") -> TensorProt
         (external("link.bin"), "not in the model's folder"),
         (external("w.bin", "-5"), "at offset -5"),
         (external("w.bin", str(2**63)), "has 100 B of the 9,223,372,036,854,775,856 B needed"),
-        (external("w.bin", "0", "8"), "as 8 B, where the shape [3, 4] needs 48 B"),
+        (external("w.bin", "0", "8"), "as 8 B; the shape [3, 4] needs 48 B"),
         (external("w.bin", "0", "-48"), "with -48 B: neither can be negative"),
         (external("w.bin", "first"), "not a number"),
         (external("folder"), "which is not a file"),

@@ -124,6 +124,7 @@ def test_no_file_can_name_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux tells the peak")
+@pytest.mark.slow
 @pytest.mark.parametrize("inline", [False, True])
 def test_weights_are_in_memory_once(inline: bool, tmp_path: Path) -> None:
     nbytes = 1 << (28 if inline else 27)  # what an import of any size takes beside them is a small share

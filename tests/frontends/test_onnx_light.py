@@ -9,11 +9,13 @@ import onnx
 import onnxruntime as ort
 import pytest
 import torch
+from support.torch_cases import slow_among
 
 from irc.frontends.onnx import OnnxModule, example_inputs, from_onnx
 
 FOLDER = Path(onnx.__file__).parent / "backend" / "test" / "data" / "light"
 MODELS = sorted(path.stem for path in FOLDER.glob("*.onnx"))
+LARGE = ("light_densenet121", "light_inception_v1", "light_inception_v2", "light_vgg19", "light_zfnet512")
 
 
 def run_onnxruntime(path: Path, module: OnnxModule, inputs: tuple[torch.Tensor, ...]) -> list[np.ndarray]:
@@ -31,7 +33,7 @@ def test_there_are_nine() -> None:
     assert len(MODELS) == 9
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_among(MODELS, *LARGE))
 def test_outputs_are_those_of_onnxruntime(name: str) -> None:
     path = FOLDER / f"{name}.onnx"
     module = from_onnx(path)
@@ -45,7 +47,9 @@ def test_outputs_are_those_of_onnxruntime(name: str) -> None:
     assert np.abs(expected).max() > 0
 
 
-@pytest.mark.parametrize("name", ["light_resnet50", "light_densenet121", "light_squeezenet"])
+@pytest.mark.parametrize(
+    "name", slow_among(["light_resnet50", "light_densenet121", "light_squeezenet"], *LARGE)
+)
 def test_weights_are_parameters_and_statistics_are_buffers(name: str) -> None:
     graph = onnx.load(str(FOLDER / f"{name}.onnx")).graph
     statistics = {i for node in graph.node if node.op_type == "BatchNormalization" for i in node.input[3:5]}

@@ -53,7 +53,7 @@ def test_strings_are_joined_and_have_no_examples(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="no example is drawn") as caught:
         example_inputs(module)
     assert caught.value.code == "IRC304"
-    with pytest.raises(UnsupportedError, match="which do not settle"):
+    with pytest.raises(UnsupportedError, match="which cannot be bound at import"):
         from_onnx(path, constants={"a": [1]})
 
 

@@ -123,7 +123,7 @@ def test_a_step_that_branches_otherwise_is_refused(wrong: float, line: str, x: T
     fitted = irc.optimize(linear(_checks), (x,), "100%", costs="analytic", specialize_branches=True)
     other = x.clone()
     other[1, 2] = wrong
-    with pytest.raises(irc.IrcError, match=r"reads (True|False) where it read (True|False)") as raised:
+    with pytest.raises(irc.IrcError, match=r"reads (True|False); it read (True|False)") as raised:
         fitted(other)
     assert raised.value.code == "IRC347" and raised.value.at is not None
     assert "_checks" in str(raised.value.at.source)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from irc.backends.torch import compile_program, fit
+from irc.backends.torch import bind_program, compile_program
 from irc.frontends.torch import Captured, capture
 from irc.ir import RUN_ONCE, Schedule, verify_graph
 from irc.passes import Cost, PassManager, PlanMemory, Program, SplitDropout
@@ -30,7 +30,7 @@ def _planned(captured: Captured, strategy: str, *, is_split: bool) -> Program:
 
 def _trained(model: nn.Module, captured: Captured, schedule: Schedule, x: Tensor) -> list[Tensor | None]:
     """The result and all gradients, from one state of the random numbers."""
-    ours = fit(model, compile_program(schedule, captured.constants), captured.signature)
+    ours = bind_program(model, compile_program(schedule, captured.constants), captured.signature)
     torch.manual_seed(1)
     x = x.clone().requires_grad_()
     result = ours(x)

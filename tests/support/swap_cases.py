@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from irc.backends.torch import DiskTierConfig, Tiers, compile_program, fit
+from irc.backends.torch import DiskTierConfig, Tiers, bind_program, compile_program
 from irc.backends.torch.original import FITTED
 from irc.frontends.torch import Captured, capture
 from irc.ir import Graph, Schedule, Tier, verify_schedule
@@ -63,7 +63,7 @@ def swapping(
     chosen = schedule(captured().graph)
     verify_schedule(chosen, {}, tiers=[DISK])
     place = DiskTierConfig("disk", capacity_bytes, str(folder), **options)
-    return fit(module, compile_program(chosen, {}), captured().signature, tiers=[place])
+    return bind_program(module, compile_program(chosen, {}), captured().signature, tiers=[place])
 
 
 def tiers_of(module: nn.Module) -> Tiers:

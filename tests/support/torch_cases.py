@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from irc.backends.torch import compile_program, fit
-from irc.frontends.torch import capture
+from irc.backends.torch import bind_program, compile_program
+from irc.frontends.torch import Captured, capture
 from irc.ir import Graph, Node, Region, Schedule, Storage, verify_graph, verify_schedule, with_frees
 
 __all__ = [
@@ -22,12 +24,15 @@ __all__ = [
     "Case",
     "Model",
     "assert_same",
+    "captured_case",
     "fitted",
+    "fitted_from",
     "image",
     "keep_all",
     "net",
     "outcome",
     "recompute_some",
+    "slow_among",
     "unfused",
     "views",
 ]
@@ -91,11 +96,14 @@ def recompute_some(graph: Graph, seed: int) -> Schedule:
 def fitted(
     module: nn.Module, *args: Any, schedule: Callable[[Graph], Schedule] = keep_all, **kwargs: Any
 ) -> nn.Module:
-    captured = capture(module, args, kwargs)
+    return fitted_from(capture(module, args, kwargs), module, schedule)
+
+
+def fitted_from(captured: Captured, module: nn.Module, schedule: Callable[[Graph], Schedule]) -> nn.Module:
     verify_graph(captured.graph)
     chosen = schedule(captured.graph)
     verify_schedule(chosen, {})
-    return fit(module, compile_program(chosen, captured.constants), captured.signature)
+    return bind_program(module, compile_program(chosen, captured.constants), captured.signature)
 
 
 # ---------------------------------------------------------------------- same numbers
@@ -266,13 +274,25 @@ CASES: dict[str, Case] = {
     "no elements": Case(_linear(lambda m, x: m.lin(x)), lambda: (torch.randn(0, 4),)),
     "transformer layer": Case(_transformer, lambda: (torch.randn(2, 5, 16),)),
     "LSTM": Case(
-        lambda: nn.LSTM(4, 6, num_layers=3, dropout=0.4, bidirectional=True, batch_first=True),
-        lambda: (torch.randn(2, 3, 4),),
+        lambda: nn.LSTM(4, 6, num_layers=2, dropout=0.4, bidirectional=True, batch_first=True),
+        lambda: (torch.randn(2, 2, 4),),
     ),
-    "GRU": Case(lambda: nn.GRU(4, 6, num_layers=2, dropout=0.4), lambda: (torch.randn(5, 2, 4),)),
+    "GRU": Case(lambda: nn.GRU(4, 6, num_layers=2, dropout=0.4), lambda: (torch.randn(3, 2, 4),)),
     "weight norm": Case(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))),
     "spectral norm": Case(lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))),
 }
+
+
+def slow_among(names: Iterable[str], *slow: str) -> list[Any]:
+    """Parameters of a test: names, some of them marked slow."""
+    return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in names]
+
+
+@functools.cache
+def captured_case(name: str) -> Captured:
+    """The captured step of a case. It holds no tensor of its module, so all modules of the case share it."""
+    case = CASES[name]
+    return capture(case.module(), case.arguments(), case.keywords())
 
 
 def outcome(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:

@@ -110,17 +110,17 @@ _lock = threading.Lock()
 def recording_attribute_reads() -> Generator[AttributeReads]:
     """Records the reads of modules' attributes while the context is open."""
     global _open, _before
-    readings = AttributeReads()
+    reads = AttributeReads()
     with _lock:
         if not _open:
             _before = vars(nn.Module).get("__getattribute__")
             nn.Module.__getattribute__ = _read  # pyright: ignore[reportAttributeAccessIssue]
-        _open = (*_open, readings)
+        _open = (*_open, reads)
     try:
-        yield readings
+        yield reads
     finally:
         with _lock:
-            _open = tuple(each for each in _open if each is not readings)
+            _open = tuple(each for each in _open if each is not reads)
             if not _open and _before is None:
                 del nn.Module.__getattribute__
             elif not _open:
@@ -129,6 +129,6 @@ def recording_attribute_reads() -> Generator[AttributeReads]:
 
 def _read(self: nn.Module, name: str) -> Any:
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-    for readings in _open:
-        readings.note(self, name, frame)
+    for reads in _open:
+        reads.note(self, name, frame)
     return super(nn.Module, self).__getattribute__(name) if _before is None else _before(self, name)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import types
 from collections.abc import Iterable, Mapping
@@ -33,7 +34,7 @@ __all__ = [
 Attributes = tuple[tuple[str, object], ...]
 """Names with values; a `Content` or a `Kind` stands for a value that is not compared directly."""
 
-Known = dict[tuple[int, int], object]
+StandIns = dict[tuple[int, int], object]
 """The stand-ins of objects, by identity and depth."""
 
 
@@ -47,7 +48,7 @@ _NO_SETTINGS = (frozenset(vars(nn.Module())) - {"training"}).union(_MARKS, [RECO
 """The attributes of every module that are not settings: parameters, buffers, submodules, hooks."""
 
 
-def attribute(held: Mapping[str, object], name: str, known: Known | None = None) -> object:
+def attribute(held: Mapping[str, object], name: str, known: StandIns | None = None) -> object:
     """Returns the stand-in of an attribute; for a method its function's, as a copy has another method."""
     value = held.get(name, ABSENT)
     if type(value) is types.MethodType and issubclass(type(value.__self__), nn.Module):
@@ -72,6 +73,29 @@ def _is_same(now: object, wanted: object) -> bool:
     return now is wanted or (now == wanted if isinstance(wanted, (Content, Kind)) else is_equal(now, wanted))
 
 
+class _Compared:
+    """Attributes of one object: most are compared by identity first, the others always by their values.
+
+    Args:
+        held: The object's `__dict__` while the attributes are as planned; empty if that is not known yet.
+        attributes: The names of the attributes, with their stand-ins.
+    """
+
+    def __init__(self, held: Mapping[str, object], attributes: Attributes) -> None:
+        self.others = tuple(
+            (name, wanted)
+            for name, wanted in attributes
+            if isinstance(wanted, Kind) or type(held.get(name)) is types.MethodType
+        )
+        others = {name for name, _ in self.others}
+        self.names = [name for name, _ in attributes if name not in others]
+        self.values = [held.get(name, ABSENT) for name in self.names]
+
+    def are_same(self, held: Mapping[str, object]) -> bool:
+        """Whether those that are compared by identity are the same objects in `held`."""
+        return all(map(operator.is_, map(held.get, self.names, itertools.repeat(ABSENT)), self.values))
+
+
 class Reads:
     """A quick check that the attributes of a root that its forward reads are still the same objects.
 
@@ -81,25 +105,13 @@ class Reads:
     """
 
     def __init__(self, held: Mapping[str, object], attributes: Attributes) -> None:
-        self._slow = tuple(
-            (name, wanted)
-            for name, wanted in attributes
-            if isinstance(wanted, Kind) or type(held.get(name)) is types.MethodType
-        )
-        slow = {name for name, _ in self._slow}
-        self._names = [name for name, _ in attributes if name not in slow]
-        self._values = [held.get(name, ABSENT) for name in self._names]
-        self._watch = Watch(self._values)
+        self._compared = _Compared(held, attributes)
+        self._watch = Watch(self._compared.values)
 
     def holds(self, held: Mapping[str, object]) -> bool:
         """Whether the attributes in `held` are the same objects."""
-        return (
-            all(
-                held.get(name, ABSENT) is value for name, value in zip(self._names, self._values, strict=True)
-            )
-            and has(held, self._slow)
-            and self._watch.holds()
-        )
+        compared = self._compared
+        return compared.are_same(held) and has(held, compared.others) and self._watch.holds()
 
 
 class _Row:
@@ -116,26 +128,21 @@ class _Row:
 
 
 class _Settings:
-    """The settings of a submodule; those that are compared by identity first stand apart from the others."""
+    """The settings of a submodule."""
 
-    def __init__(self, module: nn.Module, known: Known) -> None:
+    def __init__(self, module: nn.Module, known: StandIns) -> None:
         self.module, self.kind, self.held = module, type(module), vars(module)
         self.count = len(self.held)
         # FullyShardedDataParallel sets whole parameters beside their shards while the module runs
         whole = module._parameters if _MARKS[0] in self.held else ()
         names = (name for name in self.held if name not in _NO_SETTINGS and name not in whole)
         self.all = tuple((name, attribute(self.held, name, known)) for name in names)
-        self.others = tuple(
-            pair for pair in self.all if type(pair[1]) is Kind or type(self.held[pair[0]]) is types.MethodType
-        )
-        others = {name for name, _ in self.others}
-        self.names = [name for name, _ in self.all if name not in others]
-        self.values = [self.held[name] for name in self.names]
+        self.compared = _Compared(self.held, self.all)
 
     def is_equal(self) -> bool:
         """Whether all settings equal the recorded ones, and those with a `Content` are the same objects."""
         wanted = dict(self.all)
-        pairs = zip(self.names, self.values, strict=True)
+        pairs = zip(self.compared.names, self.compared.values, strict=True)
         others = (name for name, value in pairs if self.held.get(name, ABSENT) is not value)
         return has(self.held, self.all) and not any(isinstance(wanted[name], Content) for name in others)
 
@@ -179,10 +186,10 @@ class ModuleState:
         self._absent = [
             (name, *pair) for name, row in zip(self.names, self._rows, strict=True) for pair in row.absent
         ]
-        known: Known = {}
+        known: StandIns = {}
         self._settings = [_Settings(module, known) for module in self.submodules]
         self._training, self._dtype = root.training, torch.get_default_dtype()
-        self._watch = Watch(value for each in self._settings for value in each.values)
+        self._watch = Watch(value for each in self._settings for value in each.compared.values)
         of_classes: list[tuple[str, object]] = []
         for kind in _own_classes(named.values()):
             held, names = cast("Mapping[str, object]", vars(kind)), _class_attributes(kind)
@@ -220,11 +227,8 @@ class ModuleState:
         for each in self._settings:
             if len(each.held) != each.count or type(each.module) is not each.kind:
                 return False
-            if (
-                not all(map(operator.is_, map(each.held.get, each.names), each.values))
-                and not each.is_equal()
-            ):
+            if not each.compared.are_same(each.held) and not each.is_equal():
                 return False
-            if each.others and not has(each.held, each.others):
+            if each.compared.others and not has(each.held, each.compared.others):
                 return False
         return self._watch.holds()

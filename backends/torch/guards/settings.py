@@ -32,7 +32,7 @@ from ....torch_support.object_graph import (
 __all__ = ["ABSENT", "Content", "Kind", "Watch", "differing", "is_plain", "kind_of", "stand_in"]
 
 _LIMITS = Limits(depth=4, items=1000, array_bytes=1 << 12)
-"""How far settings are compared: they are looked at in each step, and each difference costs a plan.
+"""The limits of comparisons: settings are looked at in each step, and each difference costs a plan.
 
 Larger containers are compared by their number of items, larger arrays by their class.
 """

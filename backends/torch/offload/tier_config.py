@@ -1,4 +1,4 @@
-"""The config of a tier: where a tier of a plan is on this machine. Nothing is open yet."""
+"""The config of a tier: the place of a plan's tier on this machine. Nothing is open yet."""
 
 from __future__ import annotations
 

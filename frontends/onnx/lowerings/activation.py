@@ -48,7 +48,7 @@ def celu(c: Call) -> Result:
 
 @lowering("Selu")
 def selu(c: Call) -> Result:
-    """A scaled exponential below zero; torch's own where the constants are its own."""
+    """A scaled exponential below zero; torch's own if the constants are its own."""
     # The first version's defaults have fewer digits than today's.
     first = c.node.version < 6
     alpha = c.float_("alpha", 1.6732 if first else 1.67326319217681884765625)

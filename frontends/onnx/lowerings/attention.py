@@ -31,7 +31,7 @@ class _Bias:
     """Holds the keys that each query sees, and what is added to its scores.
 
     Args:
-        allowed: True where the query may look; `None` if it may look at every key.
+        allowed: True for the keys that the query may look at; `None` if it may look at every key.
         added: A float mask; `None` without one.
         empty_rows: Whether a query may be left with no key at all.
     """
@@ -57,9 +57,9 @@ class _Bias:
 def attention(c: Call) -> Result:
     """Scaled dot-product attention: grouped or not, masked, causal, in windows, with or without a cache.
 
-    torch's own operator runs where it means the same. Scores that are an output, capped scores and another
-    precision of the softmax are computed step by step; so are 16-bit floats on a CPU, where the standard says
-    after which steps they are rounded.
+    torch's own operator runs if it means the same. Scores that are an output, capped scores and another
+    precision of the softmax are computed step by step. So are 16-bit floats on a CPU: the standard says after
+    which steps they are rounded.
     """
     if c.has(4) != c.has(5):
         c.refuse("with one of past_key and past_value alone")

@@ -16,14 +16,14 @@ _NARROW = FLOAT8 | {torch.float8_e8m0fnu}
 
 
 def element_type(c: Call, code: int) -> torch.dtype:
-    """The torch element type of a code; refused where torch has none."""
+    """The torch element type of a code; refused if torch has none."""
     dtype = torch_dtype(code)
     if dtype is None:
         c.refuse(f"to {ir.DataType(code).name}")
     return dtype
 
 
-def cast_to(c: Call, x: Tensor, dtype: torch.dtype, saturate: bool = True) -> Tensor:
+def cast_to(c: Call, x: Tensor, dtype: torch.dtype, saturate: bool) -> Tensor:
     """Casts to an element type; to eight bits through float32, and with `saturate` within its range."""
     if x.dtype is dtype:
         return x

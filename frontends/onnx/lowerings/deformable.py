@@ -77,7 +77,7 @@ def _interpolated(x: Tensor, places: Sequence[Tensor], size: Sequence[int]) -> T
 
 @lowering("Col2Im", since=18)
 def col2im(c: Call) -> Result:
-    """Patches, each in a column, back in their places; where they overlap they add up."""
+    """Patches, each in a column, back in their places; overlapping elements add up."""
     x = c[0]
     image, block = c.integers(1, "shape of the image"), c.integers(2, "shape of the patches")
     rank = len(image)

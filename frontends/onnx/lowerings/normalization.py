@@ -97,7 +97,7 @@ def group_normalization(c: Call) -> Result:
 
 @lowering("LRN")
 def lrn(c: Call) -> Result:
-    """Across channels; of an even window the larger half lies after, where torch has it before."""
+    """Across channels; the larger half of an even window lies after, while torch has it before."""
     x, size = c[0], c.int_("size", 1)
     alpha, beta, bias = c.float_("alpha", 1e-4), c.float_("beta", 0.75), c.float_("bias", 1.0)
     if size % 2:

@@ -169,7 +169,7 @@ def lp_pool(c: Call) -> Result:
     """The p-norm of each window."""
     x, p = c[0], c.float_("p", 2.0)
     total = _window_sum(x.abs() ** p, _windows(c, x))
-    # Of zeros alone the root has no slope.
+    # The root of zeros alone has no slope.
     zero = total == 0.0
     return (total.masked_fill(zero, 1.0) ** (1.0 / p)).masked_fill(zero, 0.0)
 

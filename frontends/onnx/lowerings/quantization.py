@@ -6,8 +6,8 @@ and then it has the **straight-through** gradient: rounding counts as the identi
 whose nearest whole number the range of the type cuts to `[low - zero, high - zero]`, a pair of QuantizeLinear
 and DequantizeLinear gives
 
-- to `x` the gradient of its result where that number is within the range, and zero outside;
-- to `scale`, where that is a computed or trained float, the sum of `round(q) - q` within the range and of the
+- to `x` the gradient of its result if that number is within the range, else zero;
+- to `scale`, if that is a computed or trained float, the sum of `round(q) - q` within the range and of the
   bound itself outside, times the gradient of the result. This follows from the same rule and is the
   gradient of learned step sizes (LSQ: Esser et al., 2020) without that paper's factor;
 - to a zero point none, for it is whole.
@@ -170,7 +170,7 @@ def extremes(x: Tensor) -> tuple[Tensor, Tensor]:
 # become float32 anyway, in float32.
 
 
-def shifted(x: Tensor, zero: Tensor | None, dtype: torch.dtype = torch.float64) -> Tensor:
+def shifted(x: Tensor, zero: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Whole numbers less their zero point, in a float type."""
     wide = x.to(dtype)
     return wide if zero is None else wide - zero.to(dtype)

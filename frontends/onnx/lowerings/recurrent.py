@@ -39,9 +39,9 @@ class _Layer:
         reverse: For each direction, whether it runs backwards.
         batch_first: Whether the node keeps the batch before time.
         activations: For each direction.
-        lengths: How long each sample is; `None` if all are as long as the input.
+        lengths: The length of each sample; `None` if all are as long as the input.
         steps: The steps of time, as a column; `None` like the lengths.
-        valid: Which samples still run in each step; `None` if all do.
+        valid: True for the samples that still run, in each step; `None` if all do.
     """
 
     x: Tensor
@@ -57,7 +57,7 @@ class _Layer:
     valid: Tensor | None
 
     def turned(self, x: Tensor, d: int) -> Tensor:
-        """A sequence from its end to its start, where the direction runs backwards."""
+        """A sequence from its end to its start, if the direction runs backwards."""
         if not self.reverse[d]:
             return x
         if self.lengths is None or self.steps is None or self.valid is None:
@@ -125,7 +125,7 @@ def _layer(c: Call, activations: Sequence[str], states: int, gates: int) -> _Lay
 def _check_shapes(c: Call, directions: int, gates: int, states: range, *, batch_first: bool) -> None:
     """Refuses operands that do not fit each other: torch's layers read beyond their ends."""
     if c[0].dim() != 3 or c[2].dim() != 3:
-        c.refuse(f"of shapes {list(c[0].shape)} and {list(c[2].shape)}, where X and R have three dimensions")
+        c.refuse(f"of shapes {list(c[0].shape)} and {list(c[2].shape)}; X and R have three dimensions")
     batch, size, hidden = c[0].shape[0 if batch_first else 1], c[0].shape[2], c[2].shape[2]
     state = (batch, directions, hidden) if batch_first else (directions, batch, hidden)
     wanted = {
@@ -139,9 +139,7 @@ def _check_shapes(c: Call, directions: int, gates: int, states: range, *, batch_
     for index, (name, shape) in wanted.items():
         operand = c.optional(index) if index < 7 or len(states) == 2 else None
         if operand is not None and tuple(operand.shape) != shape:
-            c.refuse(
-                f"of X {list(c[0].shape)} and {name} {list(operand.shape)}, where {name} takes {list(shape)}"
-            )
+            c.refuse(f"of X {list(c[0].shape)} and {name} {list(operand.shape)}; {name} takes {list(shape)}")
     if not hidden:
         c.refuse("with a state of no elements")
 

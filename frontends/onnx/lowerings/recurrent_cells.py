@@ -1,4 +1,4 @@
-"""Recurrent layers step by step, where torch has no layer that means the same."""
+"""Recurrent layers step by step, for those without an equal layer in torch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Activations:
 
     Args:
         names: Their names, in lower case.
-        functions: What they compute; their operands are cut off first where the node says so.
+        functions: The functions; their operands are cut off first if the node says so.
     """
 
     names: tuple[str, ...]
@@ -111,10 +111,10 @@ def scan(
     """Run a cell over time.
 
     Args:
-        projected: What it reads in each step; time first.
+        projected: The operand that it reads in each step; time first.
         states: Its states before the first step; the first of them is its output.
         cell: From what it reads and its states to its next states.
-        valid: Which samples still run in each step; the states of the others stay, and their output is zero.
+        valid: True for samples that still run, in each step; the states of others stay, their output is zero.
             Without it all run.
     """
     outputs: list[Tensor] = []
@@ -153,7 +153,7 @@ def gru_cell(r: Tensor, bias: Tensor | None, functions: Sequence[_Function], res
 
     Args:
         r: Weights of the state.
-        bias: What the state's product with them gets for the hidden gate.
+        bias: The number that is added to the state's product with them for the hidden gate.
         functions: Activations.
         reset_last: Whether the state is reset after its product with the weights.
     """

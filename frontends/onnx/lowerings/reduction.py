@@ -51,7 +51,7 @@ def _highest(dtype: torch.dtype) -> float | int:
     return 1 if dtype is torch.bool else torch.iinfo(dtype).max
 
 
-# What an operator makes of no elements, where torch refuses them.
+# The results of operators for no elements, if torch refuses them.
 _LEAST: dict[str, Callable[[torch.dtype], float | int]] = {"ReduceMax": _lowest, "ReduceMin": _highest}
 
 # What is left of an operator that reduces over no axis at all.

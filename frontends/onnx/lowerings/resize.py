@@ -27,12 +27,12 @@ class _Axis:
     """One axis to resample: its sizes, and the scale the node means, which rounding may part from them.
 
     Args:
-        axis: Which one.
+        axis: Its index.
         size: Its size in the operand.
         out: Its size in the result.
-        scale: How many results there are for each element.
+        scale: The number of results for each element.
         start: The start of the part to resample, as a share of the axis.
-        end: Where it ends.
+        end: Its end.
     """
 
     axis: int
@@ -56,9 +56,9 @@ class _Filter:
 
     Args:
         name: The ONNX mode.
-        reach: How far it reaches, in elements.
+        reach: Its radius, in elements.
         weight: The weight of an element by its distance.
-        antialias: Whether it is stretched where elements get fewer.
+        antialias: Whether it is stretched if elements get fewer.
         exclude: Whether what lies outside has no weight, and is not the outermost element instead.
     """
 

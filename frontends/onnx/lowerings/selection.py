@@ -24,7 +24,7 @@ def compress(c: Call) -> Result:
 
 @lowering("Unique", since=11)
 def unique(c: Call) -> Result:
-    """The different elements, or slices of an axis: in order, or in the order of where each stands first.
+    """The different elements, or slices of an axis: in order, or in the order of their first positions.
 
     Of an element that is there more than once, the first one gets the gradient.
     """
@@ -92,7 +92,7 @@ def _kept(boxes: Tensor, scores: Tensor, most: int, overlap: float, least: float
 
 
 def _overlaps(one: Tensor, others: Tensor) -> Tensor:
-    """Intersection over union; zero where the boxes do not meet."""
+    """Intersection over union; zero if the boxes do not meet."""
     low, high = torch.maximum(one[:, :2], others[:, :2]), torch.minimum(one[:, 2:], others[:, 2:])
     shared = (high - low).clamp(min=0).prod(-1)
     union = (one[:, 2:] - one[:, :2]).prod(-1) + (others[:, 2:] - others[:, :2]).prod(-1) - shared

@@ -1,4 +1,4 @@
-"""Lists of tensors and optional values, where only a run tells what they hold."""
+"""Lists of tensors and optional values whose items only a run tells."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def sequence_empty(c: Call) -> Result:
 
 
 def _position(c: Call, index: int, length: int, end: int) -> int:
-    """A position in a list, counted from its end where negative."""
+    """A position in a list, counted from its end if negative."""
     at = c.integer(index, "position")
     if not -length <= at < length + end:
         raise IndexError(f"position {at} in a list of {length}")

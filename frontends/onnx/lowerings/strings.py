@@ -20,7 +20,7 @@ def string_normalizer(c: Call) -> Result:
     c.str_("locale", "en_US")
     sensitive, stop = bool(c.int_("is_case_sensitive", 0)), c.strs_("stopwords") or []
     if words.ndim not in (1, 2) or (words.ndim == 2 and words.shape[0] != 1):
-        raise ValueError(f"strings of shape {list(words.shape)}, where [C] or [1, C] is expected")
+        raise ValueError(f"strings of shape {list(words.shape)}; [C] or [1, C] is expected")
     if action not in ("NONE", "LOWER", "UPPER"):
         c.refuse(f"with case_change_action={action}")
     stopped = set(stop) if sensitive else {word.lower() for word in stop}

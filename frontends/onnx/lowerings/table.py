@@ -63,13 +63,13 @@ _HARMLESS = frozenset(
 )
 
 
-# Their axes are not those of their first operand, or mean nothing where the scale is one number.
+# Their axes are not those of their first operand, or mean nothing if the scale is one number.
 _OTHER_AXES = ("DequantizeLinear", "QuantizeLinear", "Unsqueeze")
 # They may name the place after the last axis.
 _AXIS_AFTER = ("ConcatFromSequence", "Flatten", "OneHot")
 
 
-SETTLE = "where an input decides it, settle that input at import: from_onnx(path, constants={name: tensor})"
+SETTLE = "if an input decides it, bind that input at import: from_onnx(path, constants={name: tensor})"
 """The help of errors about values that are known only at run time."""
 
 
@@ -122,7 +122,7 @@ class Call:
         node: The node.
         tensors: Operands as tensors or lists of them; `None` if an optional one is absent.
         statics: The same operands as plain data, if they are constants.
-        weights: Which operands are parameters or buffers.
+        weights: The operands that are parameters or buffers.
         training: Whether the module is in train mode.
         make_literal: Turns what follows from shapes alone into a tensor that lives with the module.
         runs: Whether operands hold their elements, so that an operand that is not a constant can be read too.
@@ -209,7 +209,7 @@ class Call:
         return self.statics[index] if index < len(self.statics) else None
 
     def constant(self, index: int, what: str) -> Static:
-        """The operand as plain data, which a run reads even where it depends on the inputs.
+        """The operand as plain data, which a run reads even if it depends on the inputs.
 
         Raises:
             NotConstant: IRC302: its elements are not known, at import or under a tracer.
@@ -248,7 +248,7 @@ class Call:
         return array.reshape(()).item()
 
     def scalar_or_tensor(self, index: int, like: Tensor) -> Tensor | Scalar:
-        """The operand as a Python number where that computes the same as the tensor, else as a tensor.
+        """The operand as a Python number if that computes the same as the tensor, else as a tensor.
 
         That is so for a constant of one element whose rank and type cannot change those of `like`.
         """
@@ -314,7 +314,7 @@ class Call:
     def _mistyped(self, name: str, wanted: str) -> UsageError:
         return UsageError(
             "IRC305",
-            f"{self.node.title} has the attribute {name}={str(self.node.attributes[name])[:80]}, where it"
+            f"{self.node.title} has the attribute {name}={str(self.node.attributes[name])[:80]}; it"
             f" takes {wanted}",
             at=Location(onnx_node=self.node.name),
             help="mend the file: the operator's page at onnx.ai/onnx/operators says what it takes",

@@ -46,7 +46,7 @@ def share_casts(graph: fx.Graph) -> None:
 
 
 def _casts_of(leaf: fx.Node, to: Set[torch.dtype]) -> Iterator[list[fx.Node]]:
-    """Autocast's own casts of one leaf to one type, where there are several; it keeps no other."""
+    """Autocast's own casts of one leaf to one type, if there are several; it keeps no other."""
     found: dict[torch.dtype, list[fx.Node]] = defaultdict(list)
     if leaf.meta["val"].dtype == torch.float32:
         for user in leaf.users:

@@ -1,6 +1,6 @@
-"""Traces some operations as the one kernel that eager runs, where torch's tracer would take them apart."""
+"""Traces some operations as the one kernel that eager runs; torch's tracer would take them apart."""
 
-# What torch takes apart has no public interface.
+# The list of operations that torch takes apart has no public interface.
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations

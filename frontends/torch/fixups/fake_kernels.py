@@ -49,7 +49,7 @@ _torch_dropout_backward = decomposition_table[_DROPOUT_BACKWARD]
 
 
 def _dropout_backward(mode: Any, operation: Any, gradient: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """The CPU's kernel multiplies: its result has the gradient's layout, where torch's rule makes its own."""
+    """The CPU's kernel multiplies: its result has the gradient's layout, but torch's rule makes its own."""
     with mode:
         if gradient.device.type == "cpu":
             return gradient * mask * scale
@@ -89,8 +89,8 @@ def _relaid(operation: Any, strides: _Layout, count: int) -> Callable[..., Any]:
 
     Args:
         operation: For which torch has a rule.
-        strides: Of a result, from the result as torch's rule has it and the operation's arguments.
-        count: How many results have these strides.
+        strides: Returns the strides of a result, from torch's own result and the operation's arguments.
+        count: The number of results with these strides.
     """
     rule = decomposition_table[operation]
 
@@ -110,7 +110,7 @@ def _relaid(operation: Any, strides: _Layout, count: int) -> Callable[..., Any]:
 
 
 def _differ(tensor: Tensor, strides: tuple[int, ...]) -> bool:
-    """Whether strides differ where they matter: not in sizes of one."""
+    """Whether strides differ in axes of more than one element: no others matter."""
     pairs = zip(tensor.shape, tensor.stride(), strides, strict=True)
     return tensor.numel() > 0 and any(size > 1 and a != b for size, a, b in pairs)
 

@@ -1,4 +1,4 @@
-"""Hooks that a module's forward puts on its own tensors: traced where they compute, else refused."""
+"""Hooks that a module's forward puts on its own tensors: traced if they compute, else refused."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _Place = tuple[dict[str, nn.Parameter | None], str]
 
 
 class TiedParameters:
-    """The places of a module where one parameter stands more than once.
+    """The attributes of a module that hold one parameter more than once.
 
     A tracer gives each name a tensor of its own. Then the gradients of the names are summed after the step,
     in another order than eager's, which adds each use of the tensor as backward comes to it: with three uses

@@ -191,18 +191,17 @@ def test_one_row_of_full_size_is_predicted() -> None:
 
 def test_a_small_grid_from_end_to_end(model: nn.Sequential) -> None:
     rows: list[DeviceRow] = []
-    for count in (2, 4):
-        stages = stages_of(model, SMALL, [(4, 4)], count)[0]
-        for run in (Run(name, on, count) for name in ("self", "torchgpipe") for on in (False, True)):
-            helds = [replayed(stage, run) for stage in stages]
-            row = PublishedRow(2, run, tuple(held.reserved_bytes + 2 * MIB for held in helds), 0, 0)
-            rows += [DeviceRow(row, device, held) for device, held in enumerate(helds)]
+    stages = stages_of(model, SMALL, [(4, 4)], 4)[0]
+    for run in (Run(name, on, 4) for name in ("self", "torchgpipe") for on in (False, True)):
+        helds = [replayed(stage, run) for stage in stages]
+        row = PublishedRow(2, run, tuple(held.reserved_bytes + 2 * MIB for held in helds), 0, 0)
+        rows += [DeviceRow(row, device, held) for device, held in enumerate(helds)]
     page = Page(tuple(rows))
     assert errors(page.predictions["with the allocator"], page.published) == pytest.approx(
         [-2 * MIB / nbytes for nbytes in page.published]
     )
     text = page.text()
-    assert "| 2 | 4 | on         | torchgpipe |" in text and text.count("\n| 2 |") == 8
+    assert "| 2 | 4 | on         | torchgpipe |" in text and text.count("\n| 2 |") == 4
 
 
 def test_a_plan_is_within_the_budget() -> None:

@@ -126,7 +126,6 @@ def step(module: nn.Module, args: tuple[Tensor, ...]) -> dict[str, Tensor]:
 BUDGETS = {
     "densenet121": "70%",
     "gpt2": "70%",
-    "inception_v4": "85%",
     "lstm": "70%",
     "resnet18": "85%",
     "resnet50": "70%",

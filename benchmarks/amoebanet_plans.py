@@ -317,7 +317,7 @@ def _page(found: Sequence[tuple[Setting, Sequence[Row]]], time_limit: float) -> 
     if time_limit != _TIME_LIMIT:
         command += f" --time-limit {time_limit:g}"
     return _PAGE.format(
-        command=f"{command} --markdown docs/amoebanet_plans.md",
+        command=f"{command} --markdown docs/results/amoebanet_plans.md",
         batch=_BATCH,
         torch=torch.__version__,
         machine=MACHINE.name,

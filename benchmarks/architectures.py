@@ -2,7 +2,7 @@
 
     python -m benchmarks.architectures
     python -m benchmarks.architectures --only gpt2,bert,swin --json architectures.json
-    python -m benchmarks.architectures --markdown docs/architectures.md
+    python -m benchmarks.architectures --markdown docs/results/architectures.md
 
 Each architecture is a small instance with random weights and one batch, in training mode. Exit status: 1
 where numbers differ, a measured peak is over the predicted one, a predicted one over the budget, or anything

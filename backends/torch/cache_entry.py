@@ -28,7 +28,7 @@ from .guards.guard_failure import (
     tensor_failure,
 )
 from .guards.module_state import Reads, attribute, has, is_equal
-from .wrappers import refuse_subclass
+from .refuse_wrappers import refuse_subclass
 
 __all__ = ["CacheEntry", "Explain", "check_tensor"]
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...ir import UnsupportedError
 from ...torch_support.recorders import is_recorder, is_recording
 from .program import Program
-from .wrappers import refuse_wrapped_parts
+from .refuse_wrappers import refuse_wrapped_parts
 
 __all__ = [
     "refuse_hooks",

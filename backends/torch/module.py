@@ -20,8 +20,8 @@ from .persistence import Persistent, fitted_class
 from .plan_cache import PlanCache, PlannedCall
 from .plan_cache_state import PlanCacheState
 from .program import Program
+from .refuse_wrappers import refuse_shards
 from .step import run_step
-from .wrappers import refuse_shards
 
 __all__ = ["bind", "bind_program"]
 

@@ -13,7 +13,7 @@ from ...ir import UnsupportedError, UsageError
 from ...torch_support.recorders import RECORDERS_MARK
 from .guards.attribute_reads import reads_all
 from .guards.module_state import Attributes, attribute
-from .wrappers import wrapper_of
+from .refuse_wrappers import wrapper_of
 
 __all__ = [
     "FITTED",

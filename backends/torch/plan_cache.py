@@ -34,9 +34,9 @@ from .optimizer_hooks import guard_optimizer_calls
 from .optimizer_in_backward import OptimizersInBackward, check_deliveries, check_parameters
 from .original import Original
 from .plan_cache_state import PlanCacheState
-from .tracing import is_tracing, parameters_lock, planning
-from .transforms import refuse_transforms
-from .wrappers import refuse_cached_parametrizations, refuse_subclass, refuse_subclasses
+from .planning_locks import is_tracing, parameters_lock, planning
+from .refuse_transforms import refuse_transforms
+from .refuse_wrappers import refuse_cached_parametrizations, refuse_subclass, refuse_subclasses
 
 __all__ = ["PlanCache", "PlannedCall"]
 

@@ -19,7 +19,7 @@ from .live_forwards import LiveForwards
 from .offload import Session, State, Tiers
 from .optimizer_in_backward import OptimizersInBackward, check_backward, check_parameters, exclusive
 from .program import Program
-from .transforms import refuse_batches, refuse_second_derivatives, refuse_transforms
+from .refuse_transforms import refuse_batches, refuse_second_derivatives, refuse_transforms
 
 __all__ = ["in_layout", "run_step"]
 

@@ -41,8 +41,8 @@ from ..artifact import (
     undamaged,
 )
 from ..model_source import Source
+from ..operation_allowlist import check_operations
 from ..optimizers import DescribedOptimizer, parse_optimizer
-from ..written_operations import check_operations
 from .api import Pipeline
 from .trainer import Stages, state_of
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from ...ir import Graph
 from ..costs.measure_costs import Cost
 from ..program import Program
-from ..rewrites.backward_order import weight_gradients_last
 from ..rewrites.split_convolutions import rejoined
+from .backward_order import weight_gradients_last
 from .candidates import Candidates, find_candidates
 from .problem import CheckpointProblem, Solution
 from .search import Incumbent

@@ -10,7 +10,7 @@ from torch import nn
 from irc.frontends.torch import capture
 from irc.ir import Region, verify_schedule
 from irc.passes import CheckpointProblem, Cost, Program, recomputation_problem
-from irc.passes.rewrites.backward_order import weight_gradients_last
+from irc.passes.remat.backward_order import weight_gradients_last
 
 FEW = examples(60)
 

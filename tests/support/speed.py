@@ -22,6 +22,7 @@ TESTS = Path(__file__).parents[1]
 FAST = (
     "ir",
     "passes",
+    "backends/test_emitted_names.py",
     "backends/test_torch_partial.py",
     "compiler/test_optimizers.py",
     "compiler/test_written_files.py",

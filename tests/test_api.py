@@ -95,6 +95,7 @@ def test_nothing_of_the_users_model_changes(net: Net) -> None:
     assert all(a is b for a, b in zip(fitted.parameters(), net.parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_keyword_arguments(net: Net) -> None:
     kwargs = {"gain": torch.full((16,), 2.0), "power": 2}
     fitted = optimize(copy.deepcopy(net), (X,), budget="200%", example_kwargs=kwargs)
@@ -145,6 +146,7 @@ def test_kinds_of_budgets(net: Net) -> None:
         assert caught.value.code == "IRC401" and caught.value.help
 
 
+@pytest.mark.slow
 def test_the_minimum_of_a_refusal_is_feasible(net: Net) -> None:
     with pytest.raises(irc.BudgetError) as caught:
         optimize(net, budget=100)

@@ -265,6 +265,7 @@ def test_two_losses_whose_backwards_come_in_the_order_of_their_forwards() -> Non
         assert peak <= min(budget, backend.latest_peak_bytes)
 
 
+@pytest.mark.slow
 def test_gradients_that_are_there_already_and_two_forwards_before_a_backward() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block(), Sum())

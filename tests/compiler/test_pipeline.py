@@ -112,7 +112,8 @@ def check(name: str, report: Any, ranks: int) -> None:
     assert report["losses"] == pytest.approx(report["original_losses"], rel=1e-6), name
 
 
-@pytest.mark.parametrize("model", ["tied", "skips", pytest.param("translator", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_one_process_runs_what_was_planned_for_several(model: str, schedule: str, tmp_path: Path) -> None:
     folder = written(tmp_path / "out", model, planned(model, 2, schedule, 4))

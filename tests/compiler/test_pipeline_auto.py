@@ -70,6 +70,7 @@ def test_no_other_way_has_a_shorter_plan() -> None:
             assert one.bound_seconds == pytest.approx(alone.plan.bound_seconds)
 
 
+@pytest.mark.slow
 def test_what_was_chosen_trains_as_the_original() -> None:
     module, args = pipeline_models.tied()
     twin = copy.deepcopy(module)
@@ -94,6 +95,7 @@ def test_some_numbers_may_be_given() -> None:
     assert {one.schedule for one in pipe.considered} == set(NAMES)
 
 
+@pytest.mark.slow
 def test_more_memory_than_there_is_is_refused() -> None:
     with pytest.raises(BudgetError, match="IRC486"):
         pipeline(model(), (torch.randn(4, 32),), ["8KiB", "8KiB"], stages=AUTO, costs="cpu", time_limit=3)

@@ -175,6 +175,7 @@ def test_ranks_refuse_a_checkpoint_or_a_batch_together(tmp_path: Path) -> None:
     assert "error[IRC497]: another rank refuses the checkpoint: 10.weight is" in first
 
 
+@pytest.mark.slow
 def test_a_checkpoint_takes_the_place_of_an_earlier_one_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,6 +53,7 @@ def test_a_plan_that_computes_again_has_the_same_numbers(tmp_path: Path) -> None
     assert report.failures == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zbv"])
 def test_modes_of_checkpointing_trade_time_for_memory(schedule: str) -> None:
     plans = [

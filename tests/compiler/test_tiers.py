@@ -146,6 +146,7 @@ def test_a_folder_is_not_taken_apart(tmp_path: Path) -> None:
     assert getattr(place, "folder", "") == str(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("released", ["accumulated", "applied"])
 def test_gradients_that_are_released_go_with_copies(released: str, tmp_path: Path) -> None:
     def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -174,6 +175,7 @@ def test_a_host_is_no_tier_for_a_model_on_the_cpu() -> None:
     assert "disk" in (caught.value.help or "")
 
 
+@pytest.mark.slow
 def test_the_command_swaps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

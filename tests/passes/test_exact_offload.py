@@ -143,6 +143,7 @@ def test_a_small_tier_is_used_again_when_it_has_room(data: st.DataObject, sample
     compare(problem, [data.draw(tiers(problem, small=True))], data.draw(budgets(problem)))
 
 
+@pytest.mark.slow
 @pytest.mark.default
 @examples(25)
 @given(st.data(), samples)

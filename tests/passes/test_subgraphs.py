@@ -60,6 +60,7 @@ def test_a_footprint_says_when_a_schedule_takes_what(sample: Sample, seed: int) 
     assert taken.backward_bytes >= least
 
 
+@pytest.mark.slow
 @pytest.mark.default
 @given(samples, samples, st.integers(0, 100))
 @FEW

@@ -1,1 +1,1 @@
-"""Tools: the command line, reports and benchmarks; they join the other folders."""
+"""The command line: a file for each command, its reports and pictures."""

@@ -1,4 +1,4 @@
-"""Guards decide whether a plan is for a call, and say how the call differs if it is not.
+"""Holds what a call is compared by, and how; `CacheEntry.bind` decides by it whether a plan is for the call.
 
 - `call_key`: a call with all that decides which plan is for it.
 - `module_state`: the submodules of a module and their settings, recorded to be compared later.

@@ -33,6 +33,7 @@ from ..ir import (
     Gradients,
     Graph,
     InputRole,
+    IrcError,
     Node,
     Origin,
     OutputRole,
@@ -46,9 +47,11 @@ from ..ir import (
     VerificationError,
     parse_program,
     print_program,
+    printable,
     verify_graph,
     verify_schedule,
 )
+from ..ir.files import read_json
 from .model_source import Source
 from .operation_allowlist import check_operations
 from .optimize import Optimized
@@ -302,13 +305,13 @@ def read_folder(folder: Path) -> Written:
             help="give a folder written by irc optimize MODEL -o DIR",
         )
     with undamaged(folder / "plan.json"):
-        described: dict[str, Any] = json.loads((folder / "plan.json").read_text())
+        described: dict[str, Any] = read_json((folder / "plan.json").read_text())
         plan = Plan.from_json(described)
         deliveries = tuple(delivery_from_json(row) for row in described["deliveries"])
         source = Source.from_json(described["source"])
         by_name = {str(name): int(nbytes) for name, nbytes in described["workspace_bytes"].items()}
         not_saved = frozenset(str(name) for name in described["not_saved"])
-        tier_configs = tuple(tier_from_json(row) for row in described.get("tier_configs", ()))
+        tier_configs = tuple(tier_from_json(row) for row in described["tier_configs"])
         text = described.get("optimizer")
         optimizer = None if text is None else parse_optimizer(text)
     with undamaged(folder / "program.irc"):
@@ -317,17 +320,20 @@ def read_folder(folder: Path) -> Written:
         nodes = {node.name: node for node in schedule.graph.nodes}
         workspace_bytes = {nodes[name]: nbytes for name, nbytes in by_name.items()}
         _check_optimizer(schedule.graph, optimizer)
-    _verify(schedule, plan, workspace_bytes)
+    with undamaged(folder / "plan.json"):
+        _verify(schedule, plan, workspace_bytes)
     with undamaged(folder / "weights.safetensors"):
         tensors = load_file(folder / "weights.safetensors")
         constants, state, examples = _placed(schedule, tensors)
     with undamaged(folder / "plan.json"):
         _check_deliveries(schedule, deliveries)
+    with undamaged(folder / "program.irc"):
+        program = compile_program(schedule, constants)
     return Written(
         plan=plan,
         source=source,
         schedule=schedule,
-        program=compile_program(schedule, constants),
+        program=program,
         state=state,
         examples=examples,
         deliveries=deliveries,
@@ -345,14 +351,18 @@ def undamaged(file: Path) -> Generator[None]:
         yield
     except (
         OSError,
-        ValueError,
-        LookupError,
-        TypeError,
+        ArithmeticError,
         AttributeError,
+        LookupError,
+        RuntimeError,
         SafetensorError,
+        SyntaxError,
+        TypeError,
+        ValueError,
         UsageError,
     ) as error:
-        if isinstance(error, UsageError) and error.code.startswith("IRC43"):
+        is_other = isinstance(error, IrcError) and not isinstance(error, UsageError)
+        if is_other or (isinstance(error, UsageError) and error.code.startswith("IRC43")):
             raise
         text = error.message if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
         raise UsageError(
@@ -376,7 +386,12 @@ def tier_to_json(config: TierConfig) -> dict[str, Any]:
 def tier_from_json(row: dict[str, Any]) -> TierConfig:
     """Reads what `tier_to_json` wrote."""
     known = dict(row)
-    return _TIER_KINDS[known.pop("kind")](**known)
+    config = _TIER_KINDS[known.pop("kind")](**known)
+    folder = getattr(config, "folder", None)
+    is_whole = isinstance(cast(object, config.name), str) and type(config.capacity_bytes) is int
+    if not is_whole or config.capacity_bytes < 0 or not isinstance(folder, str | None):
+        raise ValueError(f"a tier is {printable(repr(row))}")
+    return config
 
 
 def _verify(schedule: Schedule, plan: Plan, workspace_bytes: Mapping[Node, int]) -> None:

@@ -51,7 +51,7 @@ class JsonLines:
         for number, line in enumerate(whole.splitlines(), 1):
             try:
                 take(number, json.loads(line))
-            except (ValueError, LookupError, TypeError, AttributeError) as error:
+            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
                 raise UsageError(
                     "IRC446",
                     f"{self.path} is damaged in line {number}: {type(error).__name__}: {error}",

@@ -93,6 +93,13 @@ class Source:
         for name, kind in kinds.items():
             if not isinstance(getattr(source, name), kind):
                 raise ValueError(f"{name} of its source is {printable(repr(getattr(source, name)))}")
+        for name, shape in (source.inputs or {}).items():
+            if not isinstance(cast(object, shape), list) or not all(type(size) is int for size in shape):
+                raise ValueError(f"the shape of {printable(name)} in its source is {printable(repr(shape))}")
+        if not all(isinstance(cast(object, role), str) for role in (source.roles or {}).values()):
+            raise ValueError("a role of its source is not a text")
+        if len(source.model) > _LONGEST_PATH:
+            raise ValueError(f"the model of its source is {printable(source.model)}")
         return source
 
     def located(self) -> Source:
@@ -112,6 +119,7 @@ class Loaded:
 
 
 _HELP = "give file.onnx, package.module:factory or file.py:factory"
+_LONGEST_PATH = 4096
 
 
 def load(source: Source) -> Loaded:

@@ -34,6 +34,12 @@ _CHOICES = frozenset(
 )
 """The arguments of operations that are texts, and choose a way to compute or are part of an error."""
 
+_REFUSED = re.compile(
+    r"_test_.*|_?backward|set_.*|_?resize.*|requires_grad_|detach_|_make_dual.*|_fw_primal.*|_version|.*_unsafe"
+    r"|_nested_view_from_.*|_?pin_memory|_fused_(adam|sgd|adagrad).*|_cslt_.*|_empty_affine_.*|as_strided_"
+)
+"""The operations, by name, that change what a tensor is, and not its numbers, or that no capture holds."""
+
 _INDEX = re.compile("0|[1-9][0-9]{0,8}")
 _OPERATION: Any = type(torch.ops.aten.relu.default)
 
@@ -52,6 +58,8 @@ def check_operations(graph: Graph) -> None:
     for target in indexed:
         if not _INDEX.fullmatch(target):
             raise VerificationError("IRC132", f"{printable(target)} is not the index of an input or output")
+    if min(graph.loss_bytes, graph.loss_held_bytes, graph.loss_saved_bytes) < 0:
+        raise VerificationError("IRC132", f"the loss takes {graph.loss_bytes} B")
     for node in graph.nodes:
         if node.releases is not None or node.op in (SEND, RECEIVE, PAUSE):
             continue
@@ -71,6 +79,7 @@ def _is_pure(operation: Any) -> bool:
     types = [str(each.type) for each in (*schema.arguments, *schema.returns)]
     return (
         operation.namespace in _NAMESPACES
+        and not _REFUSED.fullmatch(schema.name.partition("::")[2])
         and not set(_TENSORS).isdisjoint(types)
         and all(
             str(argument.type) in _READ

@@ -42,7 +42,7 @@ class Location:
     def __str__(self) -> str:
         parts = [self.source, self.module and f"module {self.module}"]
         parts.append(self.onnx_node and f"ONNX node {self.onnx_node}")
-        return printable(", ".join(part for part in parts if part))
+        return printable(", ".join(part for part in parts if part), 1000)
 
 
 class IrcError(Exception):

@@ -1,14 +1,18 @@
-"""Files that are written as a whole or not at all."""
+"""Files that are written as a whole or not at all, and numbers of files that others wrote."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import os
 from pathlib import Path
+from typing import Any, NoReturn
 
 from .errors import UsageError
+from .printable import printable
 
-__all__ = ["check_folder", "write_whole"]
+__all__ = ["check_folder", "read_json", "write_whole"]
 
 
 def check_folder(path: Path) -> None:
@@ -19,6 +23,35 @@ def check_folder(path: Path) -> None:
     """
     if not path.absolute().parent.is_dir():
         raise UsageError("IRC435", f"there is no folder {path.parent}", help="make it, or name another file")
+
+
+def read_json(text: str | bytes) -> Any:
+    """Returns JSON data whose numbers are finite and, if whole, have at most 63 bits.
+
+    Raises:
+        ValueError: It is not JSON, has another number, or lies too deep.
+    """
+    try:
+        return json.loads(text, parse_int=_whole, parse_float=_finite, parse_constant=_no_number)
+    except RecursionError as error:
+        raise ValueError("lists or objects lie too deep in one another") from error
+
+
+def _whole(text: str) -> int:
+    if len(text) > 20 or abs(int(text)) >= 1 << 63:
+        raise ValueError(f"{printable(text, 40)} is too large for a number of bytes or seconds")
+    return int(text)
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{printable(text, 40)} is not a finite number")
+    return number
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not a finite number")
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from .annotation import Annotation, Policy, named_annotations
 from .errors import UsageError
+from .files import read_json
 from .graph import Gradients
 from .printable import printable
 from .units import format_bytes
@@ -332,7 +333,7 @@ class Plan:
             UsageError: IRC402 when the file is missing or holds no plan.
         """
         try:
-            data = json.loads(Path(path).read_text())
+            data = read_json(Path(path).read_text())
         except (OSError, ValueError) as error:
             raise UsageError(
                 "IRC402", f"{path} cannot be read as a plan: {error}", help="give a plan.json of irc"

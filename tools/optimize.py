@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -124,7 +126,12 @@ def _request(options: argparse.Namespace, progress: Progress) -> Request:
     from ..passes import parse_passes
 
     if options.passes is not None:
-        return Request.of_passes(parse_passes(options.passes), loss=training_loss, observers=[progress])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            passes = parse_passes(options.passes)
+        for warning in caught:
+            print(f"warning: {warning.message}", file=sys.stderr)
+        return Request.of_passes(passes, loss=training_loss, observers=[progress])
     return Request.of(
         budget_of(options.budget),
         strategy=options.strategy,

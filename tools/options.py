@@ -82,10 +82,11 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--costs",
         default="measured",
+        type=_costs,
         metavar="SOURCE",
-        help="of each operation: measured (a few runs each; the default), thorough (more runs), analytic (a "
-        "roofline model of a modest CPU), or the name of a described machine or the path of a file of irc "
-        "machine, to plan for that one",
+        help="where the seconds of operations come from: measured (each runs a few times; the default), "
+        "thorough (more often; both are cached), analytic (a roofline model of a modest CPU), or, to plan for "
+        "another machine, the name of a described one or the path of a file of irc machine",
     )
     for name, const in (("--profile", "thorough"), ("--no-profile", "analytic")):
         nargs = "?" if name == "--profile" else 0
@@ -98,6 +99,19 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add_verbosity(parser)
 
 
+def _costs(text: str) -> str:
+    """Returns a source of costs, checked.
+
+    Raises:
+        UsageError: IRC410, or IRC414 to IRC418 for a file.
+    """
+    from ..passes import machine_named
+
+    if text not in ("measured", "thorough", "analytic"):
+        machine_named(text)
+    return text
+
+
 class _Renamed(argparse.Action):
     """Takes a flag that was renamed to --costs, with a warning; it goes with the next version."""
 
@@ -108,7 +122,11 @@ class _Renamed(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        namespace.costs = values or self.const
+        try:
+            namespace.costs = _costs(values or self.const)
+        except UsageError as error:  # perhaps it is the model
+            help = f"{error.help}; to measure operations, put {option_string} last"
+            raise UsageError(error.code, error.message, help=help) from error
         print(f"warning: {option_string} is now --costs {namespace.costs}", file=sys.stderr)
 
 

@@ -77,8 +77,9 @@ def _run(options: argparse.Namespace) -> int:
                 raise
             raise VerificationError(
                 "IRC437",
-                f"a step of {options.folder} fails: {type(error).__name__}: {first_line(error)}",
-                help="write the folder again with irc optimize MODEL -o DIR",
+                f"a step of {options.folder}{' or of its original' if options.check else ''} fails: "
+                f"{type(error).__name__}: {first_line(error)}",
+                help="set IRC_TRACEBACK=1 to see where; irc optimize MODEL -o DIR writes the folder again",
             ) from error
     if options.json:
         print(json.dumps(report.to_json(), indent=1))

@@ -410,10 +410,8 @@ class _Emitter:
                 return self._expression(argument)
             case tuple():
                 return f"[{', '.join(self._argument(item) for item in argument)}]"
-            case Symbol("device", name):
-                return f"torch.device({_literal(name)})"
-            case Symbol(_, name):
-                return f"torch.{name}"
+            case Symbol():
+                return _symbol(argument)
             case _:
                 return _literal(argument)
 
@@ -451,7 +449,7 @@ _SYMBOLS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch
 
 
 def check_names(node: Node) -> None:
-    """Refuses an operation whose own name, keywords or symbols cannot be names in Python.
+    """Refuses an operation whose own name or keywords cannot be names in Python.
 
     Args:
         node: Not one of irc's own operations, which are no names in Python.
@@ -461,31 +459,34 @@ def check_names(node: Node) -> None:
     """
     if not _OPERATION.fullmatch(node.op) or any(map(keyword.iskeyword, node.op.split("."))):
         raise VerificationError("IRC132", f"{printable(node.op)} is not an operation of torch", at=node.at)
-    for key, _ in node.keywords:
-        if not key.isascii() or not key.isidentifier() or keyword.iskeyword(key):
+    keys = [key for key, _ in node.keywords]
+    for key in keys:
+        is_name = key.isascii() and key.isidentifier() and not keyword.iskeyword(key)
+        if not is_name or key == "__debug__" or keys.count(key) > 1:
             raise VerificationError(
                 "IRC132", f"{printable(key)} is not a keyword of {printable(node.op)}", at=node.at
             )
-    for symbol in _symbols((*node.arguments, *(argument for _, argument in node.keywords))):
-        if symbol.kind == "device":
-            continue
-        kind = _SYMBOLS.get(symbol.kind)
-        if kind is None or not isinstance(getattr(torch, symbol.name, None), kind):
-            raise VerificationError("IRC132", f"{printable(symbol.name)} is not a name of torch", at=node.at)
 
 
-def _symbols(arguments: Iterable[Argument]) -> Iterator[Symbol]:
-    for argument in arguments:
-        if isinstance(argument, Symbol):
-            yield argument
-        elif isinstance(argument, tuple):
-            yield from _symbols(argument)
+def _symbol(symbol: Symbol) -> str:
+    """Returns a named constant of torch as Python.
+
+    Raises:
+        VerificationError: IRC132 if torch has no such constant.
+    """
+    if symbol.kind == "device":
+        return f"torch.device({_literal(symbol.name)})"
+    kind = _SYMBOLS.get(symbol.kind)
+    if kind is None or not isinstance(getattr(torch, symbol.name, None), kind):
+        raise VerificationError("IRC132", f"{printable(symbol.name)} is not a name of torch")
+    return f"torch.{symbol.name}"
 
 
 def _plain(name: str) -> str:
     """Returns an identifier like a name, in ASCII: Python takes some other letters for one another."""
     plain = re.sub(r"[^A-Za-z0-9_]", "_", name[:80])
-    return f"v_{plain}" if not plain or plain[0].isdigit() or keyword.iskeyword(plain) else plain
+    is_special = not plain or plain[0].isdigit() or plain.startswith("__") or keyword.iskeyword(plain)
+    return f"v_{plain}" if is_special else plain
 
 
 def _comment(text: str) -> str:
@@ -499,6 +500,8 @@ def _literal(value: object) -> str:
         case bool() | None:
             return repr(value)
         case int():
+            if abs(value) >= 1 << 64:
+                raise VerificationError("IRC132", "a whole number of a program has more than 64 bits")
             return int.__repr__(value)
         case float():
             return float.__repr__(value) if math.isfinite(value) else f"float({float.__repr__(value)!r})"

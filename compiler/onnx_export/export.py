@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ...ir import UsageError, first_line, require
+from ...ir import UsageError, first_line, printable, require
 from ..artifact import read_folder
 from ..model_source import load
 
@@ -125,11 +125,11 @@ def export_folder(folder: Path, weights: Path | None, path: Path) -> ExportRepor
     from ...frontends.onnx import OnnxModule
 
     written = read_folder(folder)
-    loaded = load(written.source).module
+    loaded = None if written.source.is_factory else load(written.source).module
     if not isinstance(loaded, OnnxModule):
         raise UsageError(
             "IRC321",
-            f"{folder} was made from {written.source.model}, which is no ONNX file",
+            f"{folder} was made from {printable(written.source.model)}, which is not an ONNX file",
             help="torch.onnx.export writes modules of torch",
         )
     state = written.state if weights is None else _read_state(weights)
@@ -148,6 +148,8 @@ def export_folder(folder: Path, weights: Path | None, path: Path) -> ExportRepor
 
 
 def _read_state(path: Path) -> dict[str, Tensor]:
+    if path.exists() and not path.is_file():
+        raise _no_state(path, "is not a file")
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
@@ -160,6 +162,8 @@ def _read_state(path: Path) -> dict[str, Tensor]:
     tensors = cast("dict[str, Any]", state)
     if not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise _no_state(path, "holds no state_dict")
+    if any(tensor.layout is not torch.strided or tensor.is_meta for tensor in tensors.values()):
+        raise _no_state(path, "holds tensors without elements of their own, or sparse ones")
     return tensors
 
 

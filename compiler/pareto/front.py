@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ...ir import Tier, TierUse, UsageError, format_bytes, require
+from ...ir import Tier, TierUse, UsageError, format_bytes, printable, require
 
 __all__ = [
     "FILES",
@@ -263,7 +263,7 @@ class Front:
         lines = ["  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
         for refusal in self.refusals:
             budget = self._amount(refusal.budget_bytes).rjust(widths[1])
-            reason = refusal.reason.partition(";")[0]
+            reason = printable(refusal.reason.partition(";")[0])
             lines.append(f"{'':{widths[0]}}  {budget}  refused, {refusal.code}: {reason}")
         return "\n".join([*lines, *self._remarks()])
 
@@ -279,7 +279,7 @@ class Front:
             f"{point.bound:.2%}",
             "proved" if point.proved else f"{gap:.2%}",
             *self._copies(point),
-            point.strategy,
+            printable(point.strategy, 60),
             f"{point.plan_seconds:.1f} s",
         )
 

@@ -25,6 +25,7 @@ from ...ir import (
     verify_graph,
     verify_schedule,
 )
+from ...ir.files import read_json
 from ...ir.pipeline.exchange import send_lag, verify_exchanges
 from ...ir.pipeline.plan import PipelinePlan
 from ...ir.pipeline.schedule import PipelineSchedule
@@ -157,7 +158,7 @@ def read_pipeline(folder: Path, rank: int | None = None) -> WrittenPipeline:
         VerificationError: When a graph, a schedule or the order of work is not valid.
     """
     with undamaged(folder / PIPELINE_FILE):
-        described: dict[str, Any] = json.loads((folder / PIPELINE_FILE).read_text())
+        described: dict[str, Any] = read_json((folder / PIPELINE_FILE).read_text())
         plan = PipelinePlan.from_json(described)
         order = PipelineSchedule.parse(described["order"])
         deliveries = tuple(delivery_from_json(row) for row in described["deliveries"])
@@ -190,7 +191,7 @@ def written_source(folder: Path) -> Source:
         UsageError: IRC431 when the file is missing or damaged.
     """
     with undamaged(folder / PIPELINE_FILE):
-        return Source.from_json(json.loads((folder / PIPELINE_FILE).read_text())["source"])
+        return Source.from_json(read_json((folder / PIPELINE_FILE).read_text())["source"])
 
 
 def unread_state(folder: Path, written: WrittenPipeline) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...ir.errors import UnsupportedError, UsageError
+from ...ir.printable import printable
 from .bounds import MOST_BYTES, too_large
 from .tensors import torch_dtype
 
@@ -163,7 +164,7 @@ def bound(specs: Sequence[InputSpec], sizes: Mapping[str, int] | None = None) ->
 
 def describe(shape: Shape | None) -> str:
     """A shape for a person, such as `[batch, 3, 224, 224]`."""
-    return "of any rank" if shape is None else f"[{', '.join(map(str, shape))}]"
+    return "of any rank" if shape is None else f"[{', '.join(printable(str(size), 60) for size in shape)}]"
 
 
 def _declared(value: ir.Value) -> Shape | None:

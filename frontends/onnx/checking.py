@@ -61,6 +61,8 @@ def check_proto(model: onnx.ModelProto, path: str, in_place: str | None) -> None
         if repeated:
             raise _twice(f"the function {function.name!r} has two inputs", repeated[0])
         _check_attributes(function.node, folder, in_place)
+        defaults = onnx.NodeProto(name=function.name, attribute=function.attribute_proto)
+        _check_attributes([defaults], folder, in_place)
     _check_functions(model)
 
 

@@ -134,6 +134,8 @@ class _GraphCheck:
         self.written.add(value)
         if node is not None and node.region is Region.BACKWARD:
             self.after_loss.add(value)
+        if min((*value.type.shape, *value.type.strides), default=0) < 0:
+            fail("IRC113", f"{value} has a negative size or stride", node)
         reach_bytes = _reach_bytes(value)
         if reach_bytes is None:
             rank, strides = len(value.type.shape), len(value.type.strides)
@@ -144,10 +146,10 @@ class _GraphCheck:
             fail("IRC113", message, node)
 
     def aliases(self, node: Node) -> None:
-        if Trait.EFFECT in node.traits:
-            return self.effect(node)
         if Trait.EXCHANGE in node.traits or node.op in _EXCHANGES:
             self.exchange(node)
+        if Trait.EFFECT in node.traits:
+            return self.effect(node)
         read = {operand.storage for operand in node.operands}
         for value in node.values:
             if node.is_view and value.storage not in read:

@@ -185,6 +185,8 @@ def read_machine(path: Path) -> Machine:
         UsageError: IRC414 when the file cannot be read; else the errors of `Machine.from_json`.
     """
     help = "give the path of a file that irc machine -o FILE wrote"
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise UsageError("IRC414", f"{path} cannot be read: it is not a file", help=help)
     try:
         data = json.loads(path.read_text())
     except OSError as error:

@@ -200,3 +200,79 @@ def test_operations_that_reach_outside_are_refused(
     assert cli.main(["run", str(folder), "--steps", "1"]) in (1, 2)
     assert re.match(r"error\[IRC(1|43)", capsys.readouterr().err)
     shutil.rmtree(folder)
+
+
+FORGED = ('"irc.send"(%primals_1, dtype({}))', '"irc.receive"(dtype({}))', '"irc.pause"()')
+
+
+@pytest.mark.parametrize("traits", ["effect", "exchange", "exchange, effect", ""])
+@pytest.mark.parametrize("operation", FORGED)
+def test_forged_exchanges_are_refused(
+    operation: str, traits: str, folder: Path, tmp_path: Path, tried: Callable[..., int]
+) -> None:
+    code = json.dumps(f"float32, 0)\nopen({str(tmp_path / 'ran')!r}, 'w').close()\n(")
+    line = f"  forged = {operation.format(code)}" + (f" traits({traits})" if traits else "")
+    path = folder / "program.irc"
+    text = re.sub(r"(?m)^forward:$", lambda _: f"forward:\n{line}", path.read_text())
+    text = re.sub(r"(?m)^schedule \{$", "schedule {\n  compute forged keep()", text)
+    path.write_text(text)
+    assert tried("run", folder, "--steps", 1) in (1, 2)
+
+
+def test_export_runs_no_code_that_a_folder_names(
+    folder: Path, models: Path, tmp_path: Path, tried: Callable[..., int]
+) -> None:
+    models.write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n" + models.read_text())
+    assert tried("export", folder, "-o", tmp_path / "x.onnx") == 2
+
+
+def test_defaults_of_a_function_s_attributes_are_read_from_the_model_s_folder(
+    tmp_path: Path, tried: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    secret = tmp_path / "secret.bin"
+    secret.write_bytes(bytes(16))
+    (tmp_path / "model").mkdir()
+    tensor = TensorProto(data_type=TensorProto.FLOAT, dims=[4], name="k")
+    tensor.data_location = TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value=str(secret))
+    constant = helper.make_node("Constant", [], ["k"])
+    constant.attribute.add(name="value", ref_attr_name="value", type=onnx.AttributeProto.TENSOR)
+    opset = helper.make_opsetid("", 20)
+    body = [constant, helper.make_node("Add", ["x", "k"], ["y"])]
+    function = helper.make_function("of.others", "F", ["x"], ["y"], body, [opset])
+    function.attribute_proto.append(helper.make_attribute("value", tensor))
+    value = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        [helper.make_node("F", ["x"], ["y"], domain="of.others")],
+        "g",
+        [value("x", TensorProto.FLOAT, [4])],
+        [value("y", TensorProto.FLOAT, [4])],
+    )
+    imports = [opset, helper.make_opsetid("of.others", 1)]
+    model = helper.make_model(graph, opset_imports=imports, ir_version=9, functions=[function])
+    path = tmp_path / "model" / "m.onnx"
+    path.write_bytes(model.SerializeToString())
+    assert cli.main(["inspect", str(path)]) == 2
+    assert "error[IRC312]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", ["1" + 400 * "0", "1e400", "-1", "NaN", "true", 5000 * "[" + 5000 * "]"])
+def test_numbers_of_a_plan(number: str, folder: Path, tried: Callable[..., int]) -> None:
+    path = folder / "plan.json"
+    plan = json.loads(path.read_text())
+    for where in fields(plan):
+        changed = json.loads(json.dumps(plan))
+        holder = changed
+        for key in where[:-1]:
+            holder = holder[key]
+        holder[where[-1]] = "a number"
+        path.write_text(json.dumps(changed).replace('"a number"', number))
+        assert tried("run", folder, "--steps", 1) in (0, 1, 2)
+
+
+@pytest.mark.parametrize("row", [{"folder": 1}, {"folder": True}, {"capacity_bytes": -1}, {"name": 3}])
+def test_tiers_of_a_plan(row: dict[str, Any], folder: Path, tried: Callable[..., int]) -> None:
+    plan = json.loads((folder / "plan.json").read_text())
+    tier = {"kind": "disk", "name": "disk", "capacity_bytes": 1 << 20, "folder": None, "is_duplex": False}
+    (folder / "plan.json").write_text(json.dumps(plan | {"tier_configs": [tier | row]}))
+    assert tried("run", folder, "--steps", 1) == 2

@@ -537,6 +537,8 @@ def test_damage_is_named(program: Program, interrupted: Path, line: int, damage:
     with pytest.raises(irc.UsageError, match=text) as caught:
         trace(program, interrupted)
     assert caught.value.code == "IRC446" and caught.value.help
+    if damage == "{}":
+        assert len(trace(program, interrupted, restart=True).points) == 4
 
 
 # ---------------------------------------------------------------------- with copies to tiers

@@ -179,8 +179,8 @@ def test_the_module_takes_the_path_of_a_machine(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["--budget", "1MB", "--costs", "abacus"], "IRC410", "no machine is called 'abacus'"),
-        (["--budget", "1MB", "--costs", "missing.json"], "IRC414", "missing.json cannot be read"),
+        (["--costs", "abacus"], "IRC410", "no machine is called 'abacus'"),
+        (["--costs", "missing.json"], "IRC414", "missing.json cannot be read"),
         (["--costs", "gtx1080", "--passes", "cost,plan-memory{budget=1GB}"], "IRC400", "exclude"),
     ],
 )
@@ -190,6 +190,22 @@ def test_a_machine_that_is_none_is_refused(
     status, out, err = command("optimize", f"{models}:mlp", *arguments)
     assert status == 2 and out == "" and err.startswith(f"error[{code}]: ") and said in err
     assert "\n  help: " in err
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [(["--profile", "v100"], "v100"), (["--no-profile"], "analytic"), (["--profile"], "thorough")],
+)
+def test_the_old_flags_are_taken_with_a_warning(command: Run, models: Path, old: list[str], new: str) -> None:
+    asked = ("optimize", f"{models}:mlp", "--budget", "1MB", "--print-passes")
+    status, text, err = command(*asked, *old)
+    assert status == 0 and err == f"warning: {old[0]} is now --costs {new}\n"
+    assert text == command(*asked, "--costs", new)[1]
+
+
+def test_a_model_in_the_place_of_a_machine_is_named(command: Run, models: Path) -> None:
+    _, _, err = command("optimize", "--profile", f"{models}:mlp", "--budget", "60%")
+    assert "put --profile last" in err
 
 
 # ---------------------------------------------------------------------- tiers

@@ -190,6 +190,12 @@ class Session:
 def _refuse_scattered(tensor: Tensor, copied: CopiedTensor) -> None:
     """Refuses a tensor with gaps, whose kernel gave it another layout than planned."""
     strides = tensor.stride()
+    if str(tensor.dtype).removeprefix("torch.") != copied.type.dtype.value:
+        raise TierError(
+            "IRC578",
+            f"{copied.name} is {tensor.dtype}, planned was {copied.type.dtype.value}",
+            help="plan without swap, and report this model",
+        )
     if strides != copied.type.strides or tensor.shape != copied.type.shape:
         there = TensorType(tuple(tensor.shape), copied.type.dtype, strides)
         if there.shape != copied.type.shape or not there.is_dense:

@@ -361,8 +361,8 @@ def undamaged(file: Path) -> Generator[None]:
         ValueError,
         UsageError,
     ) as error:
-        is_other = isinstance(error, IrcError) and not isinstance(error, UsageError)
-        if is_other or (isinstance(error, UsageError) and error.code.startswith("IRC43")):
+        is_usage = isinstance(error, UsageError)
+        if isinstance(error, IrcError) and (not is_usage or error.code.startswith("IRC43")):
             raise
         text = error.message if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
         raise UsageError(

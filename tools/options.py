@@ -85,8 +85,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         type=_costs,
         metavar="SOURCE",
         help="where the seconds of operations come from: measured (each runs a few times; the default), "
-        "thorough (more often; both are cached), analytic (a roofline model of a modest CPU), or, to plan for "
-        "another machine, the name of a described one or the path of a file of irc machine",
+        "thorough (more often; both are cached), analytic (a roofline model of a modest CPU), or, to plan "
+        "for another machine, the name of a described one or the path of a file of irc machine",
     )
     for name, const in (("--profile", "thorough"), ("--no-profile", "analytic")):
         nargs = "?" if name == "--profile" else 0

@@ -8,7 +8,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..compiler.pareto.front import Point, Refusal
+from ..compiler.pareto.points import Point, Refusal
 from ..ir import format_bytes
 
 __all__ = ["FrontProgress"]

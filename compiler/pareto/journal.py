@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 from ...ir import Tier, TierUse, UsageError, print_graph, require
 from ...passes import Program
 from ..journal import JsonLines
-from .front import FILES, Known, Point, Refusal, Survey
+from .front import FILES
+from .points import Known, Point, Refusal, Survey
 
 __all__ = ["Identity", "Journal", "check_folder"]
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -13,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from ..pictures import STYLE, rendered
-from .front import Front, Known, memory_unit
+from .points import Known, Point, Survey, memory_unit
 
 __all__ = ["draw_front", "steps"]
 
@@ -23,7 +24,35 @@ _TIERS = ("#38761d", "#b45f06")
 _STYLE: dict[Any, Any] = {**STYLE, "font.size": 9.5, "axes.spines.right": False}
 
 
-def draw_front(front: Front, path: Path, suffix: str) -> None:
+class Drawn(Protocol):
+    """The parts of a front that its picture shows; see `Front`."""
+
+    @property
+    def model(self) -> str:
+        """The model's name."""
+        ...
+
+    @property
+    def survey(self) -> Survey:
+        """The facts that hold whatever the budget."""
+        ...
+
+    @property
+    def points(self) -> Sequence[Point]:
+        """The plans, the largest budget first."""
+        ...
+
+    @property
+    def knee(self) -> Point | None:
+        """The point at which the front bends most."""
+        ...
+
+    def of_baseline(self, nbytes: int) -> float:
+        """An amount as a share of the baseline's peak."""
+        ...
+
+
+def draw_front(front: Drawn, path: Path, suffix: str) -> None:
     """Writes the picture of a front that has points.
 
     Args:
@@ -44,14 +73,14 @@ def draw_front(front: Front, path: Path, suffix: str) -> None:
         path.write_bytes(rendered(figure, suffix.removeprefix(".")))
 
 
-def _panels(figure: Figure, front: Front) -> list[Axes]:
+def _panels(figure: Figure, front: Drawn) -> list[Axes]:
     """One for the front, and if there are tiers one below it for what is copied."""
     if not front.survey.tiers:
         return [figure.add_subplot()]
     return list(figure.subplots(2, 1, sharex=True, height_ratios=(4, 1)))
 
 
-def steps(front: Front) -> tuple[list[int], list[float], list[float]]:
+def steps(front: Drawn) -> tuple[list[int], list[float], list[float]]:
     """Returns the best overhead and bound known at any memory, between the budgets too.
 
     With memory between two peaks the plan with the smaller one is the best known; a bound holds for all
@@ -71,7 +100,7 @@ def steps(front: Front) -> tuple[list[int], list[float], list[float]]:
     return edges, reached, bound
 
 
-def _draw_front(axes: Axes, front: Front) -> None:
+def _draw_front(axes: Axes, front: Drawn) -> None:
     divisor, _, _ = memory_unit(front.survey.baseline_bytes)
     edges, reached, bound = steps(front)
     x = [edge / divisor for edge in edges]
@@ -105,7 +134,7 @@ def _draw_front(axes: Axes, front: Front) -> None:
         )
 
 
-def _draw_known(axes: Axes, front: Front) -> None:
+def _draw_known(axes: Axes, front: Drawn) -> None:
     """Known strategies as grey marks, as far as they lie in the picture; keep-all is the baseline."""
     divisor, _, _ = memory_unit(front.survey.baseline_bytes)
     families: dict[str, list[Known]] = {}
@@ -124,7 +153,7 @@ def _draw_known(axes: Axes, front: Front) -> None:
         )
 
 
-def _shown_known(front: Front) -> list[Known]:
+def _shown_known(front: Drawn) -> list[Known]:
     """Those within the range of memory that lose at most twice the time that the front does."""
     left, right = _range(front)
     worst = 2 * max(point.overhead for point in front.points)
@@ -132,7 +161,7 @@ def _shown_known(front: Front) -> list[Known]:
     return [k for k in known if left <= k.peak_bytes <= right and k.overhead <= worst]
 
 
-def _draw_limits(axes: Axes, front: Front) -> None:
+def _draw_limits(axes: Axes, front: Drawn) -> None:
     divisor, _, _ = memory_unit(front.survey.baseline_bytes)
     baseline, floor = front.survey.baseline_bytes, front.survey.floor_bytes
     axes.axvline(
@@ -141,7 +170,7 @@ def _draw_limits(axes: Axes, front: Front) -> None:
     axes.axvline(floor / divisor, color=_GREY, linewidth=1, linestyle=":", label="floor: nothing fits below")
 
 
-def _draw_knee(axes: Axes, front: Front) -> None:
+def _draw_knee(axes: Axes, front: Drawn) -> None:
     divisor, unit, decimals = memory_unit(front.survey.baseline_bytes)
     knee = front.knee
     if knee is None:
@@ -161,7 +190,7 @@ def _draw_knee(axes: Axes, front: Front) -> None:
     axes.annotate("knee", at, (7, 7), textcoords="offset points", color=_KNEE, zorder=4)
 
 
-def _draw_copies(axes: Axes, front: Front) -> None:
+def _draw_copies(axes: Axes, front: Drawn) -> None:
     """Draws the bytes that each plan copies to each tier, at the memory that it takes."""
     divisor, unit, _ = memory_unit(front.survey.baseline_bytes)
     plans = {point.peak_bytes: point for point in reversed(front.points)}
@@ -182,7 +211,7 @@ def _draw_copies(axes: Axes, front: Front) -> None:
     axes.set_axisbelow(True)
 
 
-def _range(front: Front) -> tuple[float, float]:
+def _range(front: Drawn) -> tuple[float, float]:
     """The bytes at the left and right end of the picture."""
     survey = front.survey
     low = min(survey.floor_bytes, *(point.budget_bytes for point in front.points))
@@ -191,7 +220,7 @@ def _range(front: Front) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def _describe(figure: Figure, axes: Axes, front: Front) -> None:
+def _describe(figure: Figure, axes: Axes, front: Drawn) -> None:
     survey = front.survey
     divisor, unit, _ = memory_unit(survey.baseline_bytes)
     left, right = _range(front)

@@ -35,8 +35,9 @@ from ...passes.remat.strategies import known_strategies
 from ...torch_support.pytree import flatten
 from ..request import MEASURED, Request, renamed_costs
 from ..tiers import device_of, measured_tiers, offer, tier_configs
-from .front import PROOF_GAP, Front, Known, Point, Refusal, Survey
+from .front import Front
 from .journal import Identity, Journal, check_folder
+from .points import PROOF_GAP, Known, Point, Refusal, Survey
 
 __all__ = ["FrontObserver", "Sweep", "pareto", "trace_front"]
 

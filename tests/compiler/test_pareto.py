@@ -23,9 +23,10 @@ import irc
 from irc.compiler import tiers as swapping
 from irc.compiler.model_source import Loaded, Source, load
 from irc.compiler.pareto import sweep as tracing
-from irc.compiler.pareto.front import Front, Known, Point, Refusal, Survey, find_knee, memory_unit, merge
+from irc.compiler.pareto.front import Front
 from irc.compiler.pareto.journal import Identity, check_folder
 from irc.compiler.pareto.picture import steps
+from irc.compiler.pareto.points import Known, Point, Refusal, Survey, find_knee, memory_unit, merge
 from irc.compiler.pareto.sweep import Sweep, trace_front
 from irc.compiler.tiers import offer
 from irc.frontends.torch import capture

@@ -13,7 +13,8 @@ from torch import nn
 
 import irc
 from irc.__main__ import main
-from irc.compiler.pareto.front import Front, Survey
+from irc.compiler.pareto.front import Front
+from irc.compiler.pareto.points import Survey
 from irc.ir import EXTRAS, UsageError, require
 
 ROOT = Path(__file__).parents[2]

@@ -46,14 +46,14 @@ def choose_recomputation(planner: Planner, strategy: str, limits: Limits) -> Cho
         problem = planner.original  # the captured graph fits as it is, the rewritten one does not
         incumbent = Incumbent("keep-all", problem.keep_all)
     else:
-        searched = _searched if strategy in ("auto", "ilp") else _named
-        incumbent = searched(planner, strategy, limits)
+        is_search = strategy in ("auto", "ilp")
+        incumbent = _searched(planner, limits) if is_search else _named(planner, strategy, limits)
         planner.add_solution(limits.budget_bytes, incumbent)
     return ChosenSchedule(problem, incumbent, planner.minimum_bytes(limits.deadline), problem.floor_bytes)
 
 
-def _searched(planner: Planner, _: str, limits: Limits) -> Incumbent:
-    """The fastest of all."""
+def _searched(planner: Planner, limits: Limits) -> Incumbent:
+    """Finds the fastest schedule that fits."""
     problem, budget_bytes, deadline = planner.problem, limits.budget_bytes, limits.deadline
     candidates = planner.candidates(deadline)
     incumbent = search(problem, budget_bytes, candidates, deadline=deadline)

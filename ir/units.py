@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from .errors import UsageError
 
-__all__ = ["format_bytes", "parse_budget"]
+__all__ = ["format_bytes", "memory_unit", "parse_budget"]
 
 _UNITS = {
     "": 1,
@@ -77,3 +77,11 @@ def format_bytes(nbytes: float) -> str:
     if unit == "B":
         return f"{int(size)} B"
     return f"{size:.3g} {unit}" if abs(size) < 999.5 else f"{size:.0f} {unit}"
+
+
+def memory_unit(nbytes: int) -> tuple[int, str, int]:
+    """Returns the binary unit for amounts up to `nbytes`: its size, its name, and the decimals to show."""
+    for exponent, name, decimals in ((30, "GiB", 3), (20, "MiB", 1), (10, "KiB", 1)):
+        if nbytes >= 1 << exponent:
+            return 1 << exponent, name, decimals
+    return 1, "B", 0

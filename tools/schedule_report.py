@@ -71,7 +71,7 @@ class SimulatedStep:
         """By what the bytes of the timeline are divided, and what that gives."""
         if self.stages.held_bytes is None:
             return self.chunks, "micro-batches"
-        from ..compiler.pareto.points import memory_unit
+        from ..ir.units import memory_unit
 
         divisor, unit, _ = memory_unit(self.stages.held_bytes)
         return divisor, unit

@@ -51,7 +51,7 @@ class DeviceRow:
 
     @property
     def published_bytes(self) -> int:
-        """What was reserved."""
+        """The bytes that the published run reserved."""
         return self.row.reserved_bytes[self.device]
 
 

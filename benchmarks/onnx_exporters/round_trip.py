@@ -102,7 +102,7 @@ class Row:
         )
 
     def _result(self) -> str:
-        """What the file has of the original; irc has that."""
+        """Describes how the file's weights differ from the original's; irc imports what the file has."""
         if self.parameters == self.original and self.named == self.original[0]:
             return "same"
         parts = [f"file has {self.parameters[0]} of {self.original[0]}"]

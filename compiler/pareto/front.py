@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ...ir import UsageError, format_bytes, printable, require
-from .points import Point, Refusal, Survey, find_knee, memory_unit, merge
+from ...ir.units import memory_unit
+from .points import Point, Refusal, Survey, find_knee, merge
 
 __all__ = ["FILES", "Front"]
 

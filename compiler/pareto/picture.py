@@ -13,8 +13,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
+from ...ir.units import memory_unit
 from ..pictures import STYLE, rendered
-from .points import Known, Point, Survey, memory_unit
+from .points import Known, Point, Survey
 
 __all__ = ["draw_front", "steps"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ...ir import Tier, TierUse
 
-__all__ = ["PROOF_GAP", "Known", "Point", "Refusal", "Survey", "find_knee", "memory_unit", "merge"]
+__all__ = ["PROOF_GAP", "Known", "Point", "Refusal", "Survey", "find_knee", "merge"]
 
 PROOF_GAP = 1e-4
 """Up to this much above the bound an overhead counts as proved."""
@@ -189,11 +189,3 @@ def find_knee(points: Sequence[Point]) -> Point | None:
 
     knee = max(points, key=lambda p: (below_chord(p), -p.budget_bytes))
     return knee if below_chord(knee) > _ROUNDING else None
-
-
-def memory_unit(nbytes: int) -> tuple[int, str, int]:
-    """A binary unit for bytes up to `nbytes`: its size, its name, and how many decimals it is shown with."""
-    for exponent, name, decimals in ((30, "GiB", 3), (20, "MiB", 1), (10, "KiB", 1)):
-        if nbytes >= 1 << exponent:
-            return 1 << exponent, name, decimals
-    return 1, "B", 0

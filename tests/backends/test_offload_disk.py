@@ -392,6 +392,8 @@ def test_a_tensor_that_is_not_one_block_of_memory(tmp_path: Path) -> None:
     shape = 256, 48
     with pytest.raises(TierError, match=r"IRC578.*has shape \[256, 48\] and strides \[96, 1\], planned were"):
         session.offload(0, torch.randn(shape[0], shape[1] * 2)[:, : shape[1]])
+    with pytest.raises(TierError, match=r"IRC578.*is torch\.float16, planned was float32"):
+        session.offload(0, torch.randn(shape).half())  # a copy would read beyond its end
     turned = torch.randn(shape[1], shape[0]).t()
     session.offload(0, turned)
     session.wait(0)

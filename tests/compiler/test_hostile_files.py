@@ -161,17 +161,21 @@ def fields(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from fields(value, (*path, key))
 
 
+def replaced(data: Any, where: tuple[Any, ...], value: object) -> Any:
+    """A copy of JSON data with another value at a path."""
+    if not where:
+        return value
+    changed = dict(data) if isinstance(data, dict) else list(data)
+    changed[where[0]] = replaced(data[where[0]], where[1:], value)
+    return changed
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_texts_of_a_plan(kind: str, folder: Path, tmp_path: Path, tried: Callable[..., int]) -> None:
     new, path = hostile(tmp_path / "ran")[kind], folder / "plan.json"
     plan = json.loads(path.read_text())
     for where in fields(plan):
-        changed = json.loads(json.dumps(plan))
-        holder = changed
-        for key in where[:-1]:
-            holder = holder[key]
-        holder[where[-1]] = new
-        path.write_text(json.dumps(changed))
+        path.write_text(json.dumps(replaced(plan, where, new)))
         assert tried("run", folder, "--steps", 1) in (0, 1, 2)
         if where[0] == "source":
             assert tried("run", folder, "--steps", 1, "--check") == 2  # nobody said --trust
@@ -263,12 +267,7 @@ def test_numbers_of_a_plan(number: str, folder: Path, tried: Callable[..., int])
     path = folder / "plan.json"
     plan = json.loads(path.read_text())
     for where in fields(plan):
-        changed = json.loads(json.dumps(plan))
-        holder = changed
-        for key in where[:-1]:
-            holder = holder[key]
-        holder[where[-1]] = "a number"
-        path.write_text(json.dumps(changed).replace('"a number"', number))
+        path.write_text(json.dumps(replaced(plan, where, "a number")).replace('"a number"', number))
         assert tried("run", folder, "--steps", 1) in (0, 1, 2)
 
 
@@ -278,3 +277,24 @@ def test_tiers_of_a_plan(row: dict[str, Any], folder: Path, tried: Callable[...,
     tier = {"kind": "disk", "name": "disk", "capacity_bytes": 1 << 20, "folder": None, "is_duplex": False}
     (folder / "plan.json").write_text(json.dumps(plan | {"tier_configs": [tier | row]}))
     assert tried("run", folder, "--steps", 1) == 2
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        *("set_.source_Tensor", "as_strided_.default", "requires_grad_.default", "detach_.default"),
+        *("_backward.default", "_resize_output_.default", "_sparse_coo_tensor_unsafe.default"),
+    ],
+)
+def test_operations_that_change_what_a_tensor_is_are_refused(
+    operation: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = folder / "program.irc"
+    text, count = re.subn(r"aten\.tanh\.default(?=\()", f"aten.{operation}", path.read_text())
+    assert count
+    path.write_text(text)
+    assert cli.main(["run", str(folder), "--steps", "1"]) == 1
+    assert (
+        f"error[IRC132]: aten.{operation} is not an operation that a folder may hold"
+        in capsys.readouterr().err
+    )

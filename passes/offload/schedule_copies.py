@@ -9,7 +9,19 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ...ir import Compute, Direction, Graph, Loss, Node, Schedule, Storage, Tier, liveness, with_frees
+from ...ir import (
+    Compute,
+    Direction,
+    Graph,
+    Loss,
+    Node,
+    Schedule,
+    Storage,
+    Tier,
+    liveness,
+    step_times,
+    with_frees,
+)
 from .swaps import Gap, Swap, gaps, with_swaps
 
 __all__ = ["EFFORT", "Copies", "Order", "schedule_copies"]
@@ -117,11 +129,13 @@ class _Rules:
 
     Args:
         tiers_of: The storages that may be swapped, with the tiers they may go to.
+        since: The events that make some of them for the first time that counts: they stay until then.
         early: Gaps whose memory is given back as soon as the copy out has ended.
         overtakes: Whether a copy back that fits may go before one that does not.
     """
 
     tiers_of: Mapping[Storage, tuple[Tier, ...]]
+    since: Mapping[Storage, int] = field(default_factory=dict[Storage, int])
     early: frozenset[Gap] = frozenset()
     overtakes: bool = False
 
@@ -133,10 +147,12 @@ class _Timed:
     Args:
         copies: The swaps and their time.
         waited: For each storage, how long computing waited for its copies, in seconds.
+        is_exact: Whether the copies out that were timed are those of the swaps: no more, and none earlier.
     """
 
     copies: Copies
     waited: Mapping[Storage, float]
+    is_exact: bool
 
 
 @dataclass(eq=False)
@@ -158,11 +174,15 @@ class _Search:
                 break
             if best is None or found.copies.step_seconds < best.copies.step_seconds:
                 best = found
-            used = {swap.gap.storage: rules.tiers_of[swap.gap.storage] for swap in found.copies.swaps}
-            if len(used) == len(rules.tiers_of):
+            if found.is_exact:
                 break
-            rules = replace(rules, tiers_of=used)
-        return best
+            since = _begun(found.copies.swaps)
+            rules = replace(rules, tiers_of={s: rules.tiers_of[s] for s in since}, since=since)
+        if best is None or best.is_exact:
+            return best
+        swaps = best.copies.swaps
+        times = step_times(self.order.schedule(swaps), self.order.seconds, self.tiers)
+        return replace(best, copies=Copies(swaps, times.step_seconds))
 
     def improved(self, best: _Timed, rules: _Rules) -> _Timed:
         """Changes the rules, one at a time, as long as that helps and something is waited for."""
@@ -177,6 +197,14 @@ class _Search:
             if found is not None and found.copies.step_seconds < best.copies.step_seconds * (1 - _BETTER):
                 best, changes = found, _changes(found, changed)
         return best
+
+
+def _begun(swaps: Sequence[Swap]) -> dict[Storage, int]:
+    """Maps each storage to the event behind which its copy out begins, as in `with_swaps`."""
+    begun: dict[Storage, int] = {}
+    for swap in swaps:
+        begun[swap.gap.storage] = min(swap.gap.made, begun.get(swap.gap.storage, swap.gap.made))
+    return begun
 
 
 def _changes(found: _Timed, rules: _Rules) -> Iterator[_Rules]:
@@ -207,13 +235,15 @@ class _Run:
         self.by_made: dict[int, list[Gap]] = {}
         self.by_after: dict[int, list[Gap]] = {}
         for gap in order.gaps:
-            if gap.storage in rules.tiers_of:
+            if gap.storage in rules.tiers_of and gap.made >= rules.since.get(gap.storage, 0):
                 self.by_made.setdefault(gap.made, []).append(gap)
                 self.by_after.setdefault(gap.after, []).append(gap)
         self.now = 0.0
         self.free_at: dict[object, float] = {}
         self.left_bytes = {tier.name: tier.capacity_bytes for tier in tiers}
         self.tier_of: dict[Storage, Tier] = {}
+        self.begun: dict[Storage, int] = {}
+        """The events behind which copies out began."""
         self.copied_at: dict[Storage, float] = {}
         self.open: dict[Gap, None] = {}
         """Gaps that the present event is in, and whose storage is still there."""
@@ -247,7 +277,7 @@ class _Run:
                 if gap.storage in self.tier_of:
                     self.open[gap] = None
                     self.closing.setdefault(gap.before, []).append(gap)
-        return _Timed(Copies(tuple(self.swaps), self.now), self.waited)
+        return _Timed(Copies(tuple(self.swaps), self.now), self.waited, self.begun == _begun(self.swaps))
 
     def _copy_out(self, gap: Gap) -> None:
         """Begins the copy of a storage that was made, to the tier that has it first."""
@@ -265,6 +295,7 @@ class _Run:
             self.free_at[tier.channel(Direction.OUT)] = self.copied_at[storage] = end
             self.left_bytes[tier.name] -= storage.nbytes
             self.tier_of[storage] = tier
+            self.begun[storage] = gap.made
 
     def _make_room(self, event: int) -> bool:
         """Gives memory back until the event fits."""

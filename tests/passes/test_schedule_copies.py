@@ -115,6 +115,23 @@ def test_a_copy_back_that_fits_goes_before_one_that_does_not() -> None:
     assert seconds(work) == (17.0, 14.0)
 
 
+def test_a_copy_of_what_is_made_twice_begins_in_the_life_that_leaves() -> None:
+    """The first value may leave in both of its lives, and has to in the second, as soon as it is made."""
+    program = chain(4, [100, 10, 10, 10])
+    assert program.costs is not None
+    graph, seconds = program.graph, program.costs.seconds
+    f0, f1, f2, f3 = (node for node in graph.operations if node.region is Region.FORWARD)
+    b3, b2, b1, b0 = (node for node in graph.operations if node.region is Region.BACKWARD)
+    order = Order(graph, [f0, f1, f2, f3], [b3, f1, f0, b2, b1, b0], seconds, {b2: 200})
+    tier = Tier("host", 1 << 20, 50.0, 100.0)
+    v0 = next(gap.storage for gap in order.gaps if gap.made == 7)
+    found = schedule_copies(order, [v0], [tier], int(order.event_bytes.max()) - 100)
+    assert found is not None
+    assert [swap.gap.made for swap in found.swaps] == [7]
+    times = step_times(order.schedule(found.swaps), seconds, [tier])
+    assert found.step_seconds == times.step_seconds == 13.0
+
+
 MEMORY_IS_SHORT = """
 graph loss_bytes=0 {
   storage @w 6 cpu

@@ -79,7 +79,12 @@ def _captured(
     with tracing(), recording_attribute_reads() as readings:
         try:
             captured = capture(
-                module, args, kwargs, loss=request.loss, specialize_branches=request.specialize_branches
+                module,
+                args,
+                kwargs,
+                loss=request.loss,
+                specialize_branches=request.specialize_branches,
+                with_eager=True,
             )
         except UsageError as error:
             if error.code != "IRC341" or request.example is None:
@@ -132,7 +137,9 @@ def _planned(captured: Captured, request: Request, reserved: ReservedMemory) -> 
         BudgetError: IRC204.
     """
     with torch._C._DisableAutocast():  # pyright: ignore[reportPrivateUsage]
-        program = PassManager(request.preparing, request.observers).run(Program(captured.graph))
+        program = PassManager(request.preparing, request.observers).run(
+            Program(captured.graph, eager=captured.eager)
+        )
         cost = request.cost if _can_run(program, request, reserved) else replace(request.cost, profile="cpu")
         program = PassManager([cost], request.observers).run(program)
         reserved_bytes = _held_bytes(program.graph, reserved) + reserved.constants_bytes
@@ -142,6 +149,7 @@ def _planned(captured: Captured, request: Request, reserved: ReservedMemory) -> 
     plan = replace(
         _counting(program.plan, reserved_bytes),
         gradients=program.graph.gradients.value,
+        loss=captured.loss,
         reserved_bytes=program.graph.reserved_bytes + _held_bytes(program.graph, reserved),
     )
     return replace(program, plan=plan)
@@ -234,7 +242,7 @@ def _largest_bytes(graph: Graph) -> int:
 
 def _counting(plan: Plan, nbytes: int) -> Plan:
     """The plan with what is reserved beside it counted."""
-    there_bytes = plan.peak_with_gradients_bytes
+    there_bytes, dropped_bytes = plan.peak_with_gradients_bytes, plan.peak_without_unused_bytes
     return replace(
         plan,
         budget_bytes=plan.budget_bytes + nbytes,
@@ -244,6 +252,7 @@ def _counting(plan: Plan, nbytes: int) -> Plan:
         minimum_budget_bytes=plan.minimum_budget_bytes + nbytes,
         floor_bytes=plan.floor_bytes + nbytes,
         peak_with_gradients_bytes=None if there_bytes is None else there_bytes + nbytes,
+        peak_without_unused_bytes=None if dropped_bytes is None else dropped_bytes + nbytes,
     )
 
 

@@ -222,9 +222,9 @@ class Request:
         """The part of the pipeline that chooses a schedule."""
         return (self.plan,) if self.tiers is None else (self.tiers, self.plan)
 
-    def costed(self, graph: Graph) -> Program:
-        """The program of a graph, with costs."""
-        return PassManager(self.costing, self.observers).run(Program(graph))
+    def costed(self, captured: Captured) -> Program:
+        """The program of a captured call, with costs."""
+        return PassManager(self.costing, self.observers).run(Program(captured.graph, eager=captured.eager))
 
     # ------------------------------------------------------------------ what passes say of it
 

@@ -1,6 +1,7 @@
 """The intermediate representation: types, graph, schedule, liveness, verifier, text form and errors."""
 
 from .annotation import Annotation, Policy, named_annotations
+from .eager_memory import EagerMemory, OperationKind
 from .errors import (
     BackwardError,
     BudgetError,
@@ -93,6 +94,7 @@ __all__ = [
     "Decision",
     "Delivery",
     "Direction",
+    "EagerMemory",
     "Fetch",
     "Free",
     "Gradients",
@@ -107,6 +109,7 @@ __all__ = [
     "Node",
     "Offload",
     "OffloadedParameter",
+    "OperationKind",
     "Origin",
     "Others",
     "Output",

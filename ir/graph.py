@@ -326,6 +326,16 @@ class Graph:
         return frozenset(found.difference(self.offloaded_of))
 
     @cached_property
+    def unused_outputs(self) -> frozenset[Storage]:
+        """The storages of outputs that the loss does not use, and that nothing else delivers."""
+        trained = {entry.target for entry in self.inputs if entry.role is InputRole.TANGENT}
+        results = [output for output in self.outputs if output.role is OutputRole.OUTPUT]
+        unused = {o for index, o in enumerate(results) if str(index) not in trained}
+        others = {o.value.storage for o in self.outputs if o.value is not None and o not in unused}
+        found = {o.value.storage for o in unused if o.value is not None}
+        return frozenset(found) - others - self.static_storages
+
+    @cached_property
     def tangent_storages(self) -> frozenset[Storage]:
         """Storages that arrive with the loss and that the caller holds until backward returns."""
         tangents = (i.value.storage for i in self.inputs if i.role is InputRole.TANGENT)

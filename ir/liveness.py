@@ -37,7 +37,11 @@ class Timeline:
 
 
 def liveness(
-    schedule: Schedule, workspace_bytes: Mapping[Node, int], *, with_gradients: bool = False
+    schedule: Schedule,
+    workspace_bytes: Mapping[Node, int],
+    *,
+    with_gradients: bool = False,
+    without_unused: bool = False,
 ) -> Timeline:
     """Bytes alive during and after each instruction of `schedule`, in the worst call of those in flight.
 
@@ -47,12 +51,13 @@ def liveness(
             of its results; a missing node takes nothing.
         with_gradients: Whether `.grad` is there already, and the gradients that are delivered are added to
             it. Else a step starts without gradients, or with those that `reserved_bytes` counts.
+        without_unused: Whether the caller drops the outputs that the loss does not use before backward.
 
     Returns:
         Bytes on the device, with static bytes and what other forwards in flight hold (see `in_flight`),
         rounded as the device's allocator rounds.
     """
-    own = _one_call(schedule, workspace_bytes)
+    own = _one_call(schedule, workspace_bytes, _dropped(schedule) if without_unused else {})
     graph = schedule.graph
     split = next((i for i, item in enumerate(schedule.instructions) if isinstance(item, Loss)), 0)
     kept_bytes = own.after_bytes[split - 1] - graph.static_bytes if split else 0
@@ -70,14 +75,31 @@ def liveness(
     )
 
 
-def _one_call(schedule: Schedule, workspace_bytes: Mapping[Node, int]) -> Timeline:
+def _dropped(schedule: Schedule) -> dict[int, list[Storage]]:
+    """Maps the loss, or a later last read of one, to the outputs that the loss does not use."""
+    unused, graph = schedule.graph.unused_outputs, schedule.graph
+    last: dict[Storage, int] = {}
+    for index, instruction in enumerate(schedule.instructions):
+        if isinstance(instruction, Loss):
+            last.update(dict.fromkeys(unused, index))
+        elif isinstance(instruction, Compute):
+            last.update(dict.fromkeys(unused.intersection(graph.reads(instruction.node)), index))
+    dropped: dict[int, list[Storage]] = {}
+    for storage, index in last.items():
+        dropped.setdefault(index, []).append(storage)
+    return dropped
+
+
+def _one_call(
+    schedule: Schedule, workspace_bytes: Mapping[Node, int], dropped: Mapping[int, list[Storage]]
+) -> Timeline:
     """The memory of one call, beside the static bytes of all."""
     graph = schedule.graph
     resident: dict[Storage, int] = {}
     alive = graph.static_bytes
     during: list[int] = []
     after: list[int] = []
-    for instruction in schedule.instructions:
+    for index, instruction in enumerate(schedule.instructions):
         extra, arriving = _demand(instruction, schedule, workspace_bytes)
         during.append(alive + extra)
         for storage in arriving:
@@ -88,6 +110,8 @@ def _one_call(schedule: Schedule, workspace_bytes: Mapping[Node, int]) -> Timeli
             alive += graph.loss_held_bytes
         if isinstance(instruction, Free):
             alive -= resident.pop(instruction.storage, 0)
+        for storage in dropped.get(index, ()):
+            alive -= resident.pop(storage, 0)
         after.append(alive)
     return Timeline(tuple(during), tuple(after))
 

@@ -109,7 +109,7 @@ class Plan:
     Args:
         budget_bytes: The budget that was asked for.
         peak_bytes: Predicted peak of a training step under the plan.
-        baseline_peak_bytes: The same if everything is kept, as in eager.
+        baseline_peak_bytes: The same of the model as it is written, run by eager.
         static_bytes: Parameters, buffers and constants, the inputs of each forward in flight, and the
             reserved bytes.
         minimum_budget_bytes: The smallest budget that a schedule was found for.
@@ -133,6 +133,10 @@ class Plan:
         peak_with_gradients_bytes: Predicted peak if the `.grad` of all trained parameters is there from
             the start, so that the gradients are added to it when backward ends; forwards and backwards may
             then follow each other in any order. None if the plan was written by an earlier version.
+        peak_without_unused_bytes: Predicted peak if the caller drops the outputs that the loss does not use
+            before backward; all other peaks, and the budget, are of a caller who holds them. None if the plan
+            was written by an earlier version.
+        loss: The loss that the plan assumes, in words.
         tiers: The copies to each tier that is used.
         exposed_seconds: Predicted time of a step in which copies are waited for; part of the overhead.
         offloaded_bytes: Parameters and optimizer state that live in a tier between steps; not part of
@@ -158,6 +162,8 @@ class Plan:
     annotations: tuple[AnnotationEffect, ...] = ()
     forwards_in_flight: int = 1
     peak_with_gradients_bytes: int | None = None
+    peak_without_unused_bytes: int | None = None
+    loss: str = ""
     tiers: tuple[TierUse, ...] = ()
     exposed_seconds: float = 0.0
     offloaded_bytes: int = 0
@@ -180,7 +186,9 @@ class Plan:
             ("baseline peak", f"{format_bytes(self.baseline_peak_bytes)}"),
             ("static", f"{format_bytes(self.static_bytes)} (parameters, buffers, {self._more_static})"),
             ("in flight", self._in_flight),
+            *([("loss", self.loss)] if self.loss else []),
             *self._gradient_rows(),
+            *self._unused_rows(),
             (
                 "overhead",
                 f"{self.overhead:.2%} of the step's time, bound {self.lower_bound_overhead:.2%}: {proof}",
@@ -221,6 +229,13 @@ class Plan:
             advice = "" if fits else "; over the budget: accumulate_gradients=True takes no second set"
             peak = f"{format_bytes(there_bytes)} ({there_bytes:,} bytes)"
             yield "with gradients", f"{peak} where .grad is there already and is added to{advice}"
+
+    def _unused_rows(self) -> Iterator[tuple[str, str]]:
+        """Describes the memory of a step whose caller drops outputs, if that is less."""
+        dropped_bytes = self.peak_without_unused_bytes
+        if dropped_bytes is not None and dropped_bytes < self.peak_bytes:
+            peak = f"{format_bytes(dropped_bytes)} ({dropped_bytes:,} bytes)"
+            yield "outputs", f"held until backward ends; {peak} if those beside the loss are dropped before"
 
     @property
     def _copies(self) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..ir import Graph, Plan, Schedule, Tier, print_graph, print_schedule, with_frees
+from ..ir import EagerMemory, Graph, Plan, Schedule, Tier, print_graph, print_schedule, with_frees
 from .costs.table import Costs
 
 __all__ = ["Program", "without_annotations"]
@@ -21,6 +21,8 @@ class Program:
         plan: The certificate of that choice.
         original: The graph as it was captured, if a pass has rewritten it; None if it is the same.
         tiers: The tiers that storages may go to, beside the device; the fastest first.
+        eager: The memory of the step as its user wrote it, if it is known and comparable: no gradient is
+            released in backward, and no second forward is in flight.
     """
 
     graph: Graph
@@ -29,6 +31,7 @@ class Program:
     plan: Plan | None = None
     original: Graph | None = None
     tiers: tuple[Tier, ...] = ()
+    eager: EagerMemory | None = None
 
     @property
     def baseline(self) -> Schedule:
@@ -52,4 +55,5 @@ def without_annotations(program: Program) -> Program:
         {free[node]: nbytes for node, nbytes in program.costs.workspace_bytes.items()},
         program.costs.source,
     )
-    return Program(freed[0], costs, original=freed[1] if len(freed) > 1 else None)
+    original = freed[1] if len(freed) > 1 else None
+    return Program(freed[0], costs, original=original, eager=program.eager)

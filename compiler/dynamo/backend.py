@@ -188,7 +188,7 @@ class Backend:
             _LOG.info("%s has nothing to differentiate and runs as it is", name)
             return Unplanned(name, forward_bytes(graph, args) if torch.is_grad_enabled() else 0)
         with planning, torch._C._DisableAutocast():  # pyright: ignore[reportPrivateUsage]
-            program = self._request.costed(captured.captured.graph)
+            program = self._request.costed(captured.captured)
         return Variant(name, captured, SubgraphSolutions(program))
 
 

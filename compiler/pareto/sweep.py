@@ -209,8 +209,8 @@ def pareto(
     if target is not None:
         check_folder(target, restart=restart)
     sweep = sweep.measured(model, flatten((args, example_kwargs))[0])
-    captured = capture(model, args, example_kwargs, loss=loss)
-    program = request.costed(captured.graph)
+    captured = capture(model, args, example_kwargs, loss=loss, with_eager=True)
+    program = request.costed(captured)
     return trace_front(program, type(model).__name__, sweep, folder=target, restart=restart)
 
 

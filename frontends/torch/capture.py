@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from ...ir import (
     Branch,
     Delivery,
+    EagerMemory,
     Graph,
     IrcError,
     Origin,
@@ -42,13 +43,14 @@ from ...torch_support.autocast import autocast_state
 from ...torch_support.pytree import flatten_arguments
 from .annotation_scopes import Scopes
 from .branches import Branches
+from .eager_run import eager_memory
 from .fixups.autocast_cache import share_casts
 from .fixups.composite_ops import composite_operations
 from .fixups.fake_kernels import fake_kernels_of_eager
 from .fixups.recurrent import StepwiseRNN
 from .fixups.tensor_hooks import tensor_hooks
 from .fixups.tied_parameters import TiedParameters
-from .loss import Loss, loss_bytes, unused_outputs
+from .loss import Loss, has_own_loss, loss_bytes, own_loss, unused_outputs
 from .place_annotations import place_annotations
 from .provenance import raised_at, raised_code, recording
 from .results import flattened, refuse_hidden_tensors, refusing_writes
@@ -75,11 +77,15 @@ class Captured:
         graph: One training step.
         signature: The mapping of the module's arguments and result to the graph's inputs and outputs.
         constants: Tensors that the module's code creates from nothing, by `Input.target`.
+        loss: The loss that is assumed, in words.
+        eager: The memory of the step as it is written; None if it is not known.
     """
 
     graph: Graph
     signature: Signature
     constants: Mapping[str, Tensor]
+    loss: str = ""
+    eager: EagerMemory | None = None
 
 
 class _Flat(nn.Module):
@@ -98,6 +104,11 @@ class _Flat(nn.Module):
         self.places: list[int] = []
         self.result_tree: pytree.TreeSpec | None = None
         self.losses = (loss,)  # in a tuple: a loss that is a module must not become a submodule
+        self.assumed_loss = (
+            "as given"
+            if loss is not None
+            else "not known: any function of the outputs that takes twice their bytes"
+        )
         self.unused: frozenset[int] | None = frozenset() if loss is None else None
         self.branches: Branches | None = None
 
@@ -109,11 +120,17 @@ class _Flat(nn.Module):
         with refusing_writes((args, kwargs)):
             return self.module.forward(*args, **kwargs)
 
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def run(self, *tensors: Tensor) -> Any:
+        """Returns what `call` does, and keeps the state of Python as it was."""
         branches = self.branches.replayed() if self.branches else contextlib.nullcontext()
         with self.state.one_run(), branches, self.tied.as_one():
-            result = self.call(*tensors)
+            return self.call(*tensors)
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        result = self.run(*tensors)
         self.result_leaves, self.result_tree = flattened(result)
+        if self.losses == (None,):
+            self.assume_loss(result)
         if self.unused is None:
             raise _ResultKnown
         found = [leaf for leaf in self.result_leaves if isinstance(leaf, Tensor)]
@@ -135,6 +152,12 @@ class _Flat(nn.Module):
             for d, leaf in zip(deliveries, found, strict=True)
         ]
 
+    def assume_loss(self, result: Any) -> None:
+        """Takes the loss of a result that has one, if nothing is known about the caller's."""
+        if has_own_loss(result):
+            self.losses, self.unused = (own_loss,), None
+            self.assumed_loss = "the result's .loss alone"
+
     def ask_loss(self) -> None:
         """Finds the tensors of the result, known from a first run, on which the loss does not depend."""
         (loss,) = self.losses
@@ -153,6 +176,7 @@ def capture(
     *,
     loss: Loss | None = None,
     specialize_branches: bool = False,
+    with_eager: bool = False,
 ) -> Captured:
     """Captures the training graph of one call `module(*args, **kwargs)`, a loss and its backward.
 
@@ -165,10 +189,12 @@ def capture(
         args: Example arguments; tensors may be nested in lists, tuples and dicts.
         kwargs: Example keyword arguments; they are taken in the order of their names.
         loss: The caller's function from the result to a scalar. Its memory is counted, and outputs that it
-            does not use have no gradient in the graph. Without it, `loss_bytes` estimates the memory.
+            does not use have no gradient in the graph. Without it, the loss is the result's own `.loss`, if
+            it has one, or `loss_bytes` estimates the memory.
         specialize_branches: Whether to assume that Python code that looks at the values of tensors sees in
             each step what it sees in a run on the example arguments. That run is made, and the signature
             says what was seen.
+        with_eager: Whether to find the memory of the step as it is written, by one more run.
 
     Raises:
         UnsupportedError: IRC332 to IRC339, IRC342, IRC343, IRC348, IRC536, IRC554 and IRC556, when the graph
@@ -193,7 +219,7 @@ def capture(
         next(deliveries) if isinstance(leaf, Tensor) else Delivery(Origin.CONSTANT, constant=leaf)
         for leaf in flat.result_leaves
     ]
-    most, held, saved = loss_bytes(loss, flat.result_leaves, flat.result_tree)
+    most, held, saved = loss_bytes(flat.losses[0], flat.result_leaves, flat.result_tree)
     trained = {flat.places[k]: d for k, d in enumerate(found) if k not in (flat.unused or ())}
     aliased = _aliased_bytes(graph, trained.values())
     most, held = most + 2 * aliased, held + aliased
@@ -213,7 +239,21 @@ def capture(
             for delivery, reading in zip(read, flat.branches.readings if flat.branches else (), strict=True)
         ),
     )
-    return Captured(graph, signature, translation.constants)
+    eager = _eager_memory(flat, tensors, graph) if with_eager else None
+    return Captured(graph, signature, translation.constants, flat.assumed_loss, eager)
+
+
+def _eager_memory(flat: _Flat, tensors: tuple[Tensor, ...], graph: Graph) -> EagerMemory | None:
+    with flat.state.kept():
+        return eager_memory(
+            flat.run,
+            flat,
+            tensors,
+            flat.losses[0],
+            flat.unused or (),
+            static_bytes=graph.static_bytes,
+            loss_bytes=(graph.loss_bytes, graph.loss_held_bytes),
+        )
 
 
 def _aliased_bytes(graph: Graph, deliveries: Iterable[Delivery]) -> int:
@@ -273,7 +313,12 @@ def _traced_in(flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...], mode
             _trace(stack, flat, module, tensors)
         flat.ask_loss()
     with contextlib.ExitStack() as stack:
-        joint, scopes = _trace(stack, flat, module, tensors)
+        try:
+            joint, scopes = _trace(stack, flat, module, tensors)
+        except _ResultKnown:  # it has a loss of its own
+            stack.close()
+            flat.ask_loss()
+            joint, scopes = _trace(stack, flat, module, tensors)
         share_casts(joint.graph_module.graph)
         translation = translate(joint)
     graph = place_annotations(translation.graph, translation.notes, scopes.asked)

@@ -11,15 +11,15 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...ir import UsageError
+from ...ir import UsageError, allocation_bytes
 from .dry_run import dry_run
 
-__all__ = ["AliveBytes", "Loss", "loss_bytes", "unused_outputs"]
+__all__ = ["AliveBytes", "Loss", "has_own_loss", "loss_bytes", "own_loss", "unused_outputs"]
 
 Loss = Callable[[Any], Tensor]
 
@@ -30,8 +30,15 @@ class AliveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.known: dict[int, weakref.ref[Any]] = {}
+        self.followed_bytes: dict[int, int] = {}
+        """The bytes of each storage that is counted."""
         self.alive_bytes = 0
         self.peak_bytes = 0
+
+    def is_known(self, tensor: Tensor) -> bool:
+        """Whether its storage is counted or ignored; another may have lain at the same address before."""
+        known = self.known.get(tensor.untyped_storage()._cdata)
+        return known is not None and known() is not None
 
     def ignore(self, tensor: Tensor) -> None:
         """Does not count this one."""
@@ -41,21 +48,21 @@ class AliveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._follow(leaf.untyped_storage())
+            if isinstance(leaf, Tensor) and not self.is_known(leaf):
+                self._follow(leaf)
         self.peak_bytes = max(self.peak_bytes, self.alive_bytes)
         return result
 
-    def _follow(self, storage: Any) -> None:
-        key, nbytes = storage._cdata, storage.nbytes()
-        if key in self.known:
-            return
+    def died(self, key: int, nbytes: int) -> None:
+        """Counts a storage no longer."""
+        self.alive_bytes -= nbytes
+        del self.followed_bytes[key]
 
-        def died(_: object) -> None:
-            self.alive_bytes -= nbytes
-            self.known.pop(key, None)
-
-        self.known[key] = weakref.ref(storage, died)
+    def _follow(self, leaf: Tensor) -> None:
+        storage = leaf.untyped_storage()
+        key, nbytes = storage._cdata, allocation_bytes(storage.nbytes(), str(leaf.device))
+        self.known[key] = weakref.ref(storage, lambda _: self.died(key, nbytes))
+        self.followed_bytes[key] = nbytes
         self.alive_bytes += nbytes
 
 
@@ -101,6 +108,19 @@ def loss_bytes(loss: Loss | None, result_leaves: list[Any], result_tree: Any) ->
         # a gradient in another layout than its output is copied, and its first form stays with the caller
         held = max(alive.alive_bytes - sum(taken.values()), 0)
         return max(alive.peak_bytes - sum(taken.values()), held), held, saved
+
+
+def own_loss(result: Any) -> Tensor:
+    """The loss that a result has, as those of Hugging Face's models do if they are given labels."""
+    return result.loss
+
+
+def has_own_loss(result: object) -> bool:
+    """Whether a result has the attribute `loss`, a scalar that depends on what is trained."""
+    if isinstance(result, Tensor | nn.Module):
+        return False
+    found = getattr(result, "loss", None)
+    return isinstance(found, Tensor) and found.numel() == 1 and found.requires_grad
 
 
 def unused_outputs(loss: Loss, result_leaves: list[Any], result_tree: Any) -> frozenset[int]:

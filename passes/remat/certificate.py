@@ -57,6 +57,7 @@ def certify(chosen: ChosenSchedule, budget_bytes: int, *, baseline_bytes: int, s
     made = _decisions(problem, incumbent.best, times)
     decisions = made | _offloaded_parameters(problem, incumbent.best.schedule, times)
     there = liveness(incumbent.best.schedule, problem.costs.workspace_bytes, with_gradients=True)
+    dropped = liveness(incumbent.best.schedule, problem.costs.workspace_bytes, without_unused=True)
     return Plan(
         budget_bytes=budget_bytes,
         peak_bytes=incumbent.best.peak_bytes,
@@ -78,6 +79,7 @@ def certify(chosen: ChosenSchedule, budget_bytes: int, *, baseline_bytes: int, s
         ),
         forwards_in_flight=problem.graph.forwards_in_flight,
         peak_with_gradients_bytes=there.peak_bytes,
+        peak_without_unused_bytes=dropped.peak_bytes,
         tiers=tuple(_uses(incumbent.best.schedule, times, tiers)),
         exposed_seconds=_exposed_seconds(incumbent.best, times),
         offloaded_bytes=sum(offloaded.storage.nbytes for offloaded in problem.graph.offloaded_parameters),

@@ -33,7 +33,8 @@ class Planner:
         problem: The problem to solve: of the rewritten graphs and orders of backward, the one that takes
             least.
         original: The graph as it was captured, in its own order.
-        baseline_bytes: Peak of the original if nothing runs twice, as in eager. Annotations do not matter.
+        baseline_bytes: Peak of the step as its user wrote it; if that is not known, of the original if nothing
+            runs twice, whatever annotations ask for.
     """
 
     program: Program
@@ -46,7 +47,7 @@ class Planner:
             self.program = Cost(profile="cpu").run(self.program)
         assert self.program.costs is not None
         self.original = CheckpointProblem(self.program.original or self.program.graph, self.program.costs)
-        self.baseline_bytes = self.original.eager.peak_bytes
+        self.baseline_bytes = baseline_bytes(self.program, self.original)
         self.problem = recomputation_problem(self.program)
         self._known: dict[bool, Candidates] = {}
         self._cut_off: Candidates | None = None
@@ -89,6 +90,18 @@ class Planner:
     def bound_seconds(self, budget_bytes: int) -> float:
         """The bound that was proved at this budget or at a larger one."""
         return max((seconds for larger, seconds in self._bounds if larger >= budget_bytes), default=0.0)
+
+
+def baseline_bytes(program: Program, original: CheckpointProblem) -> int:
+    """The peak of a program's step before it is planned, in bytes.
+
+    Args:
+        program: The program.
+        original: The problem of its graph as it was captured.
+    """
+    if program.eager is None:
+        return original.eager.peak_bytes
+    return program.eager.peak_bytes(original.graph, original.costs.workspace_bytes)
 
 
 def recomputation_problem(program: Program) -> CheckpointProblem:

@@ -9,6 +9,7 @@ from ...ir import Graph, Node, Region, Schedule, VerificationError, verify_graph
 from ..program import Program
 from .certificate import certify
 from .choice import ChosenSchedule
+from .planner import baseline_bytes
 from .problem import CheckpointProblem
 from .search import Incumbent
 
@@ -55,8 +56,12 @@ def reuse_schedule(chosen: Program, program: Program, budget_bytes: int) -> Prog
         minimum_bytes=min(carried.peak_bytes, original.keep_all.peak_bytes),
         floor_bytes=problem.floor_bytes,
     )
-    baseline_bytes, seconds = original.keep_all.peak_bytes, time.monotonic() - started
-    plan = certify(reused, budget_bytes, baseline_bytes=baseline_bytes, seconds=seconds)
+    plan = certify(
+        reused,
+        budget_bytes,
+        baseline_bytes=baseline_bytes(program, original),
+        seconds=time.monotonic() - started,
+    )
     return replace(program, graph=graph, schedule=carried.schedule, plan=plan)
 
 

@@ -62,6 +62,7 @@ class HoldForwards:
                 help="put it before: hold-forwards{count=2},plan-memory{...}",
             )
         original = program.original and replace(program.original, forwards_in_flight=self.count)
+        graph = replace(program.graph, forwards_in_flight=self.count)
         return replace(
-            program, graph=replace(program.graph, forwards_in_flight=self.count), original=original
+            program, graph=graph, original=original, eager=None if self.count > 1 else program.eager
         )

@@ -105,7 +105,8 @@ class ReleaseGradients:
             costs = {value: self.known[value.type] for value in parameters if value.type in self.known}
             costs |= step_costs(self.optimizer, [value for value in parameters if value not in costs])
         original = None if program.original is None else release_gradients(program.original, costs)
-        return replace(program, graph=release_gradients(program.graph, costs), original=original)
+        graph = release_gradients(program.graph, costs)
+        return replace(program, graph=graph, original=original, eager=None)
 
 
 def _delivered(graph: Graph) -> list[tuple[Input, list[Output]]]:

@@ -1,0 +1,150 @@
+"""Runs a step of a model as it is written, on tensors without data, and follows the bytes that are alive."""
+
+# The autograd engine and torch's tensors without data have no public interface.
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils import stateless
+from torch.utils import _pytree as pytree
+
+from ...ir import EagerMemory, OperationKind
+from .dry_run import dry_run
+from .fixups.fake_kernels import fake_kernels_of_eager
+from .loss import AliveBytes, Loss
+from .results import flattened
+
+__all__ = ["eager_memory"]
+
+
+class _Followed(AliveBytes):
+    """Follows the bytes of a step, and the most of them that are alive at each kind of operation.
+
+    Args:
+        mode: The mode that makes tensors without data of all others.
+    """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self.mode = mode
+        self.held_bytes: dict[OperationKind, int] = {}
+        self.dropped_bytes: dict[OperationKind, int] = {}
+        self.dropped: dict[int, int] = {}
+        """The bytes of outputs that were dropped, by their storages."""
+        self.gone_bytes = 0
+        """Those of them that are gone: a caller who holds the outputs still has them."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        read = list({id(t): t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}.values())
+        for tensor in read:
+            fake = self.mode.from_tensor(tensor) if type(tensor) in (Tensor, nn.Parameter) else tensor
+            if not self.is_known(fake):
+                self.ignore(fake)
+        kind = str(func), tuple(tuple(map(int, tensor.shape)) for tensor in read)
+        if not _adds_up_gradients(func):
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+            self._note(kind)
+            return result
+        self._note(kind)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _note(self, kind: OperationKind) -> None:
+        self.dropped_bytes[kind] = max(self.dropped_bytes.get(kind, 0), self.alive_bytes)
+        self.held_bytes[kind] = max(self.held_bytes.get(kind, 0), self.alive_bytes + self.gone_bytes)
+
+    def died(self, key: int, nbytes: int) -> None:
+        super().died(key, nbytes)
+        self.gone_bytes += self.dropped.pop(key, 0)
+
+    def drop(self, outputs: Iterable[Tensor]) -> None:
+        """Counts these as held by the caller, though they are let go of."""
+        for output in outputs:
+            storage = output.untyped_storage()
+            self.dropped[storage._cdata] = self.followed_bytes.get(storage._cdata, 0)
+
+
+def _adds_up_gradients(func: Any) -> bool:
+    """Whether the engine adds a gradient to one that is there: it does so in place where it may."""
+    engine = torch._C._current_graph_task_id() != -1 and torch._C._current_autograd_node() is None
+    return engine and func is torch.ops.aten.add.Tensor
+
+
+class _UnknownLoss(torch.autograd.Function):
+    """A loss whose backward makes the gradients of some outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, *outputs: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.likes = [(tuple(o.shape), o.dtype, o.device) for o in outputs]
+        return outputs[0].new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.likes)
+
+
+def eager_memory(
+    call: Callable[..., Any],
+    module: nn.Module,
+    tensors: Sequence[Tensor],
+    loss: Loss | None,
+    unused: Collection[int],
+    *,
+    static_bytes: int,
+    loss_bytes: tuple[int, int],
+) -> EagerMemory | None:
+    """Returns the memory of a step of `module`; None if it does not run on tensors without data.
+
+    Nothing is computed, and no gradient or buffer of the module changes.
+
+    Args:
+        call: The forward, from `tensors` to the result.
+        module: The model.
+        tensors: The tensors among its arguments.
+        loss: The function from its result to the loss; None if it is not known.
+        unused: The places among the result's tensors of those that the loss does not use.
+        static_bytes: Parameters, buffers, inputs and constants.
+        loss_bytes: What a loss that is not known takes at its peak, and until backward has ended.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    followed = _Followed(mode)
+    state = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    fakes = {name: mode.from_tensor(tensor) for name, tensor in state}
+    given = [mode.from_tensor(tensor) for tensor in tensors]
+    leaves = list({id(t): t for t in (*fakes.values(), *given) if t.requires_grad and t.is_leaf}.values())
+    at_loss = 0
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(fake_kernels_of_eager())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.enter_context(stateless._reparametrize_module(module, fakes))
+        stack.enter_context(mode)
+        stack.enter_context(followed)
+        try:
+            result = call(*given)
+            outputs = [leaf for leaf in flattened(result)[0] if isinstance(leaf, Tensor)]
+            if loss is None:
+                trained = list({id(o): o for o in outputs if o.requires_grad}.values())
+                gradients = sum(o.nbytes for o in trained)
+                at_loss = followed.alive_bytes + gradients + loss_bytes[0]
+                followed.alive_bytes += loss_bytes[1]
+                scalar = _UnknownLoss.apply(*trained)
+            else:
+                with dry_run(loss):
+                    scalar = loss(result)
+                followed.drop(outputs[place] for place in unused)
+                outputs = [output for place, output in enumerate(outputs) if place not in unused]
+                del result
+            torch.autograd.backward(scalar, inputs=leaves)
+        except Exception:  # what the capture traces in another way may not run in this one
+            return None
+    return EagerMemory(static_bytes, at_loss, followed.held_bytes, followed.dropped_bytes)

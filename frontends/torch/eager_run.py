@@ -77,19 +77,6 @@ def _adds_up_gradients(func: Any) -> bool:
     return engine and func is torch.ops.aten.add.Tensor
 
 
-class _UnknownLoss(torch.autograd.Function):
-    """A loss whose backward makes the gradients of some outputs."""
-
-    @staticmethod
-    def forward(ctx: Any, *outputs: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.likes = [(tuple(o.shape), o.dtype, o.device) for o in outputs]
-        return outputs[0].new_empty(())
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:
-        return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.likes)
-
-
 def eager_memory(
     call: Callable[..., Any],
     module: nn.Module,
@@ -108,7 +95,8 @@ def eager_memory(
         call: The forward, from `tensors` to the result.
         module: The model.
         tensors: The tensors among its arguments.
-        loss: The function from its result to the loss; None if it is not known.
+        loss: The function from its result to the loss. None if it is not known: then its gradients are there
+            until backward has ended.
         unused: The places among the result's tensors of those that the loss does not use.
         static_bytes: Parameters, buffers, inputs and constants.
         loss_bytes: What a loss that is not known takes at its peak, and until backward has ended.
@@ -133,18 +121,17 @@ def eager_memory(
             result = call(*given)
             outputs = [leaf for leaf in flattened(result)[0] if isinstance(leaf, Tensor)]
             if loss is None:
-                trained = list({id(o): o for o in outputs if o.requires_grad}.values())
-                gradients = sum(o.nbytes for o in trained)
-                at_loss = followed.alive_bytes + gradients + loss_bytes[0]
+                roots = list({id(o): o for o in outputs if o.requires_grad}.values())
+                gradients = [torch.empty_like(root) for root in roots]
+                at_loss = followed.alive_bytes + loss_bytes[0]
                 followed.alive_bytes += loss_bytes[1]
-                scalar = _UnknownLoss.apply(*trained)
             else:
                 with dry_run(loss):
-                    scalar = loss(result)
+                    roots, gradients = [loss(result)], None
                 followed.drop(outputs[place] for place in unused)
                 outputs = [output for place, output in enumerate(outputs) if place not in unused]
                 del result
-            torch.autograd.backward(scalar, inputs=leaves)
+            torch.autograd.backward(roots, gradients, inputs=leaves)
         except Exception:  # what the capture traces in another way may not run in this one
             return None
     return EagerMemory(static_bytes, at_loss, followed.held_bytes, followed.dropped_bytes)

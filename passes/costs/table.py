@@ -27,6 +27,11 @@ class Costs:
     workspace_bytes: Mapping[Node, int]
     source: str
 
+    @property
+    def is_analytic(self) -> bool:
+        """Whether workspaces are upper bounds, and not measured."""
+        return self.source.startswith("analytic")
+
     def step_seconds(self, graph: Graph) -> float:
         """The time of one training step that runs every operation once."""
         return sum(self.seconds[node] for node in graph.operations)

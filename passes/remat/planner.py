@@ -33,8 +33,8 @@ class Planner:
         problem: The problem to solve: of the rewritten graphs and orders of backward, the one that takes
             least.
         original: The graph as it was captured, in its own order.
-        baseline_bytes: Peak of the step as its user wrote it; if that is not known, of the original if nothing
-            runs twice, whatever annotations ask for.
+        baseline_bytes: Peak of the step as its user wrote it; if that is not known, of the original if
+            nothing runs twice, whatever annotations ask for.
     """
 
     program: Program
@@ -95,11 +95,14 @@ class Planner:
 def baseline_bytes(program: Program, original: CheckpointProblem) -> int:
     """The peak of a program's step before it is planned, in bytes.
 
+    It is that of the step as its user wrote it, if workspaces were measured. Analytic workspaces are upper
+    bounds, so that only the graph as it was captured is comparable with its plans.
+
     Args:
         program: The program.
         original: The problem of its graph as it was captured.
     """
-    if program.eager is None:
+    if program.eager is None or original.costs.is_analytic:
         return original.eager.peak_bytes
     return program.eager.peak_bytes(original.graph, original.costs.workspace_bytes)
 

@@ -1,0 +1,140 @@
+"""The baseline of a plan is what the model takes as its user runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import irc
+from irc.passes.costs.allocations import peak_bytes
+
+
+@dataclass
+class Result:
+    """A result with a loss of its own, as those of Hugging Face's models."""
+
+    loss: Tensor
+    logits: Tensor
+
+
+class Blocks(nn.Module):
+    """Residual blocks, which checkpoint themselves if asked to."""
+
+    def __init__(self, wrap: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.wrap = wrap
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(6)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + self.wrap(block, x)
+        return x
+
+
+class Labelled(nn.Module):
+    """A classifier that computes its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(16, 16), nn.Linear(16, 400)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Result:
+        logits = self.head(self.body(x).relu())
+        return Result(functional.cross_entropy(logits, labels), logits)
+
+
+def plain(block: nn.Module, x: Tensor) -> Tensor:
+    return block(x)
+
+
+def checkpointed(block: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
+
+
+def square(result: Tensor) -> Tensor:
+    return result.square().mean()
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "residual": (lambda: Blocks(plain), lambda: torch.randn(64, 32)),
+    "checkpointed": (lambda: Blocks(checkpointed), lambda: torch.randn(64, 32)),
+    "in place": (
+        lambda: nn.Sequential(nn.Linear(32, 64), nn.ReLU(inplace=True), nn.Linear(64, 32), nn.Sigmoid()),
+        lambda: torch.randn(64, 32),
+    ),
+    "convolutions": (
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)),
+        lambda: torch.randn(2, 3, 24, 24),
+    ),
+}
+
+
+def measured(
+    model: nn.Module, args: tuple[Tensor, ...], loss: Callable[[Any], Tensor], *, holds: bool
+) -> int:
+    """The peak of a step in bytes, with parameters, buffers and arguments."""
+
+    def step() -> None:
+        result = model(*args)
+        value = loss(result)
+        if not holds:
+            del result
+        value.backward()
+
+    for parameter in model.parameters():
+        parameter.grad = None
+    step()
+    for parameter in model.parameters():
+        parameter.grad = None
+    static = {id(t): t.nbytes for t in (*model.parameters(), *model.buffers(), *args)}
+    return peak_bytes(step) + sum(static.values())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_baseline_is_the_peak_of_eager(name: str) -> None:
+    make, example = MODELS[name]
+    model, x = make(), example()
+    plan = irc.optimize(model, (x,), "8MiB", loss=square, time_limit=1).plan
+    eager = measured(model, (x,), square, holds=True)
+    assert 0.999 * eager <= plan.baseline_peak_bytes <= eager
+
+
+def test_a_percentage_of_a_model_that_checkpoints_itself_is_of_what_it_takes_today() -> None:
+    model, x = Blocks(checkpointed), torch.randn(64, 32)
+    fitted = irc.optimize(model, (x,), "101%", loss=square, time_limit=2)
+    eager = measured(model, (x,), square, holds=True)
+    assert measured(fitted, (x,), square, holds=True) == fitted.plan.peak_bytes <= 1.01 * eager
+
+
+def test_a_result_with_a_loss_is_trained_by_it() -> None:
+    torch.manual_seed(0)
+    model, x, labels = Labelled(), torch.randn(32, 16), torch.randint(400, (32,))
+    fitted = irc.optimize(model, (x, labels), "100%", time_limit=1)
+    plan = fitted.plan
+    assert "the result's .loss alone" in plan.summary()
+    assert plan.baseline_peak_bytes == measured(model, (x, labels), lambda r: r.loss, holds=True)
+    assert measured(fitted, (x, labels), lambda r: r.loss, holds=True) == plan.peak_bytes
+    dropped = measured(fitted, (x, labels), lambda r: r.loss, holds=False)
+    assert dropped == plan.peak_without_unused_bytes < plan.peak_bytes
+    with pytest.raises(irc.UnsupportedError, match="IRC346"):
+        fitted(x, labels).logits.sum().backward()
+
+
+def test_nothing_of_the_model_changes_while_its_memory_is_found() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    irc.optimize(model, (torch.zeros(4, 8),), "100%", costs="analytic", time_limit=1)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())

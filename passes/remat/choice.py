@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 from ...ir import (
     BudgetError,
-    Node,
     Tier,
     TimeLimitError,
     format_bytes,
     named_annotations,
 )
 from ..program import without_annotations
+from .floor import Floor
 from .planner import Planner
 from .problem import CheckpointProblem
 from .search import Incumbent
@@ -88,28 +88,37 @@ def over_budget(
         offloaded_bytes: Bytes of parameters and optimizer state that would live in a tier then.
     """
     problem = planner.problem
-    place = _heaviest(problem)
+    floor = Floor.of(problem)
     by = f" with copies to {' and '.join(tier.name for tier in tiers)}" if tiers else ""
     by += f" by strategy {strategy}" if strategy else ""
-    least = "at least" if is_known else "by what was found within the time limit"
+    is_proved = not tiers and minimum_bytes <= problem.floor_bytes
     count = problem.graph.forwards_in_flight
     what = "a training step" if count == 1 else f"a training step with {count} forwards in flight"
-    static = "parameters, buffers and inputs"
-    if problem.graph.reserved_bytes:
-        static = "parameters, buffers, inputs, and gradients or optimizer state that stay"
+    if is_proved:
+        least = "at least"
+    elif is_known:
+        least = "by the smallest schedule that was found"
+    else:
+        least = "by what was found within the time limit"
     besides = (
         f", without {format_bytes(offloaded_bytes)} that live in {tiers[0].name}" if offloaded_bytes else ""
     )
+    proved = "" if is_proved or tiers else f" (proved: no schedule needs less than {problem.floor_bytes})"
     return BudgetError(
         "IRC204",
-        f"{what} needs {format_bytes(minimum_bytes)} ({minimum_bytes} bytes) {least}{by}, over "
-        f"the budget of {format_bytes(budget_bytes)} ({budget_bytes} bytes); "
-        f"{format_bytes(problem.graph.static_bytes - offloaded_bytes)} of it are {static}{besides}"
+        f"{what} needs {format_bytes(minimum_bytes)} ({minimum_bytes} bytes) {least}{by}{proved}, over "
+        f"the budget of {format_bytes(budget_bytes)} ({budget_bytes} bytes); every schedule holds {floor}"
+        + besides
         + _under_annotations(planner, minimum_bytes, strategy),
         minimum_bytes=minimum_bytes,
-        at=place.at if place is not None else None,
-        help=f"raise the budget to {minimum_bytes} bytes, or lower the batch size"
-        + (", or use strategy auto" if strategy else ""),
+        at=floor.node.at if floor.node is not None else None,
+        help="; ".join(
+            (
+                f"raise the budget to {minimum_bytes} bytes, or lower the batch size"
+                + (", or use strategy auto" if strategy else ""),
+                *floor.lower,
+            )
+        ),
     )
 
 
@@ -147,8 +156,3 @@ def out_of_time(limits: Limits, reached_bytes: int) -> TimeLimitError:
         f"{format_bytes(reached_bytes)} ({reached_bytes} bytes)",
         help="raise the time limit, or the budget",
     )
-
-
-def _heaviest(problem: CheckpointProblem) -> Node | None:
-    """The operation that needs most by itself; None if all nodes are views."""
-    return max(problem.demand_bytes, key=problem.demand_bytes.__getitem__, default=None)

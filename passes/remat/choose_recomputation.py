@@ -52,19 +52,26 @@ def choose_recomputation(planner: Planner, strategy: str, limits: Limits) -> Cho
     return ChosenSchedule(problem, incumbent, planner.minimum_bytes(limits.deadline), problem.floor_bytes)
 
 
+_REFUSAL_SECONDS = 3.0
+"""Time for the smallest budget that the refusal of an impossible one names."""
+
+
 def _searched(planner: Planner, limits: Limits) -> Incumbent:
     """Finds the fastest schedule that fits."""
     problem, budget_bytes, deadline = planner.problem, limits.budget_bytes, limits.deadline
+    if budget_bytes < min(problem.floor_bytes, planner.original.keep_all.peak_bytes):
+        candidates = planner.candidates(min(deadline, limits.started + _REFUSAL_SECONDS))
+        raise over_budget(planner, budget_bytes, candidates.minimum_bytes, is_known=candidates.is_complete)
     candidates = planner.candidates(deadline)
     incumbent = search(problem, budget_bytes, candidates, deadline=deadline)
-    if incumbent is None and budget_bytes >= problem.floor_bytes:
+    if incumbent is None:
         candidates = planner.candidates(deadline, is_thorough=True)
         incumbent = search(problem, budget_bytes, candidates, deadline=deadline)
     if incumbent is not None:
         incumbent.bound_seconds = max(incumbent.bound_seconds, planner.bound_seconds(budget_bytes))
         return incumbent
     minimum_bytes = min(candidates.minimum_bytes, planner.original.keep_all.peak_bytes)
-    if budget_bytes >= problem.floor_bytes and not candidates.is_complete:
+    if not candidates.is_complete:
         raise out_of_time(limits, minimum_bytes)
     raise over_budget(planner, budget_bytes, minimum_bytes, is_known=candidates.is_complete)
 

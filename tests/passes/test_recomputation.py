@@ -261,7 +261,7 @@ def test_what_does_not_fit_is_refused_with_the_smallest_budget_that_would() -> N
         PlanMemory("900B").run(chain())
     assert str(caught.value) == (
         "error[IRC204]: a training step needs 1020 B (1020 bytes) at least, over the budget of 900 B "
-        "(900 bytes); 200 B of it are parameters, buffers and inputs\n"
+        "(900 bytes); every schedule holds X\n"
         "  help: raise the budget to 1020 bytes, or lower the batch size"
     )
     with pytest.raises(BudgetError, match="by strategy keep-all") as caught:

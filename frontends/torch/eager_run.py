@@ -95,25 +95,29 @@ def eager_memory(
         call: The forward, from `tensors` to the result.
         module: The model.
         tensors: The tensors among its arguments.
-        loss: The function from its result to the loss. None if it is not known: then its gradients are there
-            until backward has ended.
+        loss: The function from its result to the loss; None if it is not known. The gradients of outputs are
+            there until backward has ended, as the engine holds them for a module with one backward.
         unused: The places among the result's tensors of those that the loss does not use.
         static_bytes: Parameters, buffers, inputs and constants.
         loss_bytes: What a loss that is not known takes at its peak, and until backward has ended.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     followed = _Followed(mode)
-    state = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    fakes = {name: mode.from_tensor(tensor) for name, tensor in state}
-    given = [mode.from_tensor(tensor) for tensor in tensors]
-    leaves = list({id(t): t for t in (*fakes.values(), *given) if t.requires_grad and t.is_leaf}.values())
     at_loss = 0
+    held: list[Tensor] = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(fake_kernels_of_eager())
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
+        state = [
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False),
+        ]
+        fakes = {name: mode.from_tensor(tensor) for name, tensor in state}
+        given = [mode.from_tensor(tensor) for tensor in tensors]
+        leaves = list({id(t): t for t in (*fakes.values(), *given) if t.requires_grad and t.is_leaf}.values())
         stack.enter_context(stateless._reparametrize_module(module, fakes))
         stack.enter_context(mode)
         stack.enter_context(followed)
@@ -130,6 +134,9 @@ def eager_memory(
                     roots, gradients = [loss(result)], None
                 followed.drop(outputs[place] for place in unused)
                 outputs = [output for place, output in enumerate(outputs) if place not in unused]
+                for output in outputs:
+                    if output.requires_grad and output is not roots[0]:
+                        output.register_hook(held.append)
                 del result
             torch.autograd.backward(roots, gradients, inputs=leaves)
         except Exception:  # what the capture traces in another way may not run in this one

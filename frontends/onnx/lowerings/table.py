@@ -16,7 +16,6 @@ from ..bounds import MOST_LISTED, too_large
 from ..tensors import Static
 
 __all__ = [
-    "SETTLE",
     "Attribute",
     "Call",
     "Lowering",
@@ -28,6 +27,7 @@ __all__ = [
     "lowering",
     "newest_opset",
     "operators",
+    "settle",
 ]
 
 Attribute: TypeAlias = "int | float | str | tuple[int, ...] | tuple[float, ...] | tuple[str, ...] | Tensor"
@@ -69,8 +69,20 @@ _OTHER_AXES = ("DequantizeLinear", "QuantizeLinear", "Unsqueeze")
 _AXIS_AFTER = ("ConcatFromSequence", "Flatten", "OneHot")
 
 
-SETTLE = "if an input decides it, bind that input at import: from_onnx(path, constants={name: tensor})"
-"""The help of errors about values that are known only at run time."""
+def settle(inputs: Sequence[str] = ()) -> str:
+    """The help of errors about values that are known only at run time.
+
+    Args:
+        inputs: The inputs that decide them, if they are known.
+    """
+    if not inputs:
+        return (
+            "if an input decides it, bind that input at import: --constant NAME=VALUE, or"
+            " from_onnx(path, constants={name: tensor})"
+        )
+    options = " ".join(f"--constant {name}=VALUE" for name in inputs)
+    values = ", ".join(f"{name!r}: VALUE" for name in inputs)
+    return f"bind it at import: {options}, or from_onnx(path, constants={{{values}}})"
 
 
 class NotConstant(UnsupportedError):
@@ -161,7 +173,7 @@ class Call:
             "IRC302",
             f"{self.node.title} {what} is not supported" + (" in a plan" if late else ""),
             at=Location(onnx_node=self.node.name),
-            help=SETTLE if late else "export the model without this option, or replace the node",
+            help=settle() if late else "export the model without this option, or replace the node",
         )
 
     # Operands

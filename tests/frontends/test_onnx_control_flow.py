@@ -115,7 +115,7 @@ def test_a_branch_that_an_input_decides(tmp_path: Path) -> None:
 
 
 def by_rate(path: Path, refused: str) -> Path:
-    """`If` on an input's value; one branch holds an LSTM of a direction that nothing has, or an unknown operator."""
+    """`If` on the value of an input; one branch holds an LSTM that is refused, or an unknown operator."""
     lstm = node("LSTM", ["x", "l", "r"], ["o", "h"], hidden_size=3, direction="sideways")
     other = lstm if refused == "LSTM" else node(refused, ["x"], ["o"])
 

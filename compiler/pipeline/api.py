@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ...backends.distributed import reaching
 from ...frontends.torch import Captured
 from ...ir import IrcError, UsageError, parse_program
 from ...ir.pipeline.plan import PipelinePlan
@@ -211,7 +212,8 @@ def _agreed(
             said = [(stages.texts(), stages.tier_configs, considered)]
         except IrcError as error:
             failure, said = error, [str(error)]
-    dist.broadcast_object_list(said)
+    with reaching(when="while the first one plans"):
+        dist.broadcast_object_list(said)
     if failure is not None:
         raise failure
     if isinstance(said[0], str):

@@ -19,8 +19,8 @@ STRUCTURE = ("Constant", "If", "Loop", "Scan", "SequenceMap")
 # What to do without operators that have no lowering.
 _INSTEAD = {
     ("com.microsoft", "DynamicQuantizeLSTM"): "take the file from before dynamic quantisation: its LSTM has"
-    " float weights, which can be trained (onnxruntime's quantize_dynamic made this node; leave LSTM out of its"
-    " op_types_to_quantize)"
+    " float weights, which can be trained (quantize_dynamic of onnxruntime made this node; leave LSTM out of"
+    " its op_types_to_quantize)"
 }
 
 

@@ -521,14 +521,14 @@ def test_data_are_linked_to_where_the_model_is_linked(tmp_path: Path) -> None:
 
 
 def test_data_that_are_linked_elsewhere(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="IRC312.*not in the model's folder"):
+    with pytest.raises(UsageError, match=r"IRC312.*not in the model's folder"):
         from_onnx(linked(tmp_path, "other.bin"))
 
 
 def test_an_lstm_that_is_quantised_as_it_runs(tmp_path: Path) -> None:
     node = n("DynamicQuantizeLSTM", ["x"], ["y"], name="the_lstm", domain="com.microsoft")
     (tmp_path / "m.onnx").write_bytes(model([node]).SerializeToString())
-    with pytest.raises(UnsupportedError, match="IRC301.*DynamicQuantizeLSTM") as caught:
+    with pytest.raises(UnsupportedError, match=r"IRC301.*DynamicQuantizeLSTM") as caught:
         from_onnx(tmp_path / "m.onnx")
     assert "before dynamic quantisation" in str(caught.value.help) and "the_lstm" in str(caught.value)
 

@@ -21,7 +21,7 @@ from ...passes.costs.optimizer_costs import OptimizerFactory
 from ..request import MEASURED, renamed_costs
 from .auto import Considered, choose
 from .micro_batches import PlannedCall, batch_of, micro_batches_of
-from .plan import captured_micro_batch, plan_stages
+from .plan import baseline_bytes, captured_micro_batch, plan_stages
 from .request import AUTO, PipelineRequest
 from .trainer import PipelineLoss, PipelineTrainer, Stages, state_of
 
@@ -108,7 +108,8 @@ def pipeline(
         budget: Bytes of each device: `"4GiB"`, or one for each device, with its speed beside the one that
             costs are measured on if that differs: `["16GiB", "8GiB@0.5"]`. It covers parameters,
             gradients, buffers, the batch, activations of all micro-batches in flight, what is sent and
-            received, workspaces, and the state and steps of `optimizer`. Different devices take their stages
+            received, workspaces, and the state and steps of `optimizer`. `"90%"` is of a device's equal share
+            in the peak of the whole batch on one device, which keeps all. Different devices take their stages
             in the order that is best (`plan.device_names`, `plan.budget_bytes`).
         stages: How many devices; `auto` takes as many of those in `budget` as give the shortest step, or all
             ranks under torchrun.
@@ -177,6 +178,8 @@ def compile_pipeline(
         model, args = load(count)
         return captured_micro_batch(model, micro_batches_of(args, count)[0], loss)
 
+    if request.has_percentages:
+        request = request.of_shares(baseline_bytes(capture(1), request.optimizer))
     model, args = load(1 if request.micro_batches == AUTO else request.count_of_micro_batches)
     if dist.is_initialized() and dist.get_world_size() > 1:
         if request.devices == AUTO:

@@ -134,6 +134,8 @@ class ControlFlow:
         most, goes_on = self._constant(loop.count, -1), self._constant(loop.condition, 1)
         if most is None or goes_on is None:
             return False
+        if loop.count is not None:
+            most = max(most, 0)
         if goes_on and _never_ends(body):
             self._count(node, body, math.inf if most < 0 else most)
         now, stacks = list(carried), [list[ir.Value]() for _ in body.outputs[1 + len(carried) :]]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import irc
 from irc.frontends.onnx import OnnxModule, from_onnx
-from irc.ir.errors import UnsupportedError
+from irc.ir.errors import UnsupportedError, UsageError
 
 FLOAT, INT, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL
 Node = onnx.NodeProto
@@ -175,6 +175,24 @@ def loop(path: Path, inputs: list[str], condition: Callable[[str], Node], **weig
     outputs = [tensor("y", FLOAT, None), tensor("all", FLOAT, None)]
     arrays = {"w": W, "two": np.array(2), **{k: np.asarray(v) for k, v in weights.items()}}
     return save(path, nodes, given, outputs, arrays)
+
+
+@pytest.mark.parametrize("count", [-1, 0])
+def test_a_loop_of_no_iteration(count: int, tmp_path: Path) -> None:
+    """A count below zero is none, as in onnxruntime, and no loop without an end."""
+    x = torch.randn(2, 3)
+    path = loop(tmp_path, ["n", "", "x"], same_condition, n=count)
+    y, _ = agrees(path, from_onnx(path), x)
+    assert torch.equal(y, x)
+    late = loop(tmp_path, ["n", "", "x"], same_condition)
+    agrees(late, from_onnx(late), x, torch.tensor(count))
+
+
+def test_a_declared_type_that_no_node_makes(tmp_path: Path) -> None:
+    path = save(tmp_path, [node("Tanh", ["x"], ["y"])], [tensor("x", FLOAT, (2,))], [tensor("y", INT, (2,))])
+    with pytest.raises(UsageError, match=r"IRC305.*float32.*declares torch.int64") as caught:
+        from_onnx(path)
+    assert "the_y" in str(caught.value)
 
 
 def test_a_loop_of_constant_count_is_unrolled_and_planned(tmp_path: Path) -> None:

@@ -157,6 +157,8 @@ def split(c: Call) -> Result:
         parts = c.int_("num_outputs", len(c.node.wanted))
         if parts != len(c.node.wanted):
             raise ValueError(f"num_outputs={parts}, and the node has {len(c.node.wanted)}")
+        equal = c.node.version >= 18 or x.shape[axis] % parts == 0
+        c.require(equal, f"splits {x.shape[axis]} elements of axis {axis} into {parts} equal parts")
         each, total = math.ceil(x.shape[axis] / parts), x.shape[axis]
         sizes = [max(min(each, total - i * each), 0) for i in range(parts)]
     c.require(len(sizes) == len(c.node.wanted), f"has {len(c.node.wanted)} results and {len(sizes)} sizes")

@@ -225,7 +225,7 @@ class _Nodes:
                     f"{title(self.tracer.model, node)} makes {value.name!r} of {known}, and the file declares"
                     f" {declared}",
                     at=Location(onnx_node=node_name(node)),
-                    help="mend the file: `onnx.shape_inference.infer_shapes` writes the types that nodes make",
+                    help="mend the file: `onnx.shape_inference.infer_shapes` writes what nodes make",
                 )
 
     def _count(self, node: ir.Node) -> None:

@@ -29,6 +29,7 @@ from torch._functorch._aot_autograd.descriptors import (
     ViewBaseAOTInput,
 )
 from torch._functorch._aot_autograd.schemas import JointWithDescriptors, OutputType
+from torch.utils import _pytree as pytree
 
 from ...ir import (
     Argument,
@@ -184,7 +185,7 @@ class _Translator:
                     self.values[node] = known.value
                     return
             self.constants[node.name] = tensor
-            value = self._value(node.name, node.meta.get("val", tensor), node)
+            value = self._value(node.name, tensor, node)
             self.inputs.append(Input(value, InputRole.CONSTANT, node.name))
         elif not isinstance(node.meta["desc"], ForwardTokenAOTInput | BackwardTokenAOTInput):
             described = node.meta["desc"]
@@ -279,6 +280,7 @@ class _Translator:
 
     def _results(self, node: fx.Node) -> tuple[tuple[Value | None, ...], bool]:
         traced = node.meta.get("val")
+        self._share_storage(node, traced)
         if isinstance(traced, Tensor):
             return (self._value(node.name, traced, node),), False
         if isinstance(traced, (tuple, list)):
@@ -290,6 +292,17 @@ class _Translator:
                 elements.append(None if element is None else self._value(name, element, node))
             return tuple(elements), True
         raise self._no_tensor(node, traced)
+
+    def _share_storage(self, node: fx.Node, traced: object) -> None:
+        """Notes that a view lies in its operand's storage: a constant is traced as a copy without data."""
+        base = (
+            node.args[0] if isinstance(node.target, torch._ops.OpOverload) and node.target.is_view else None
+        )
+        if isinstance(base, fx.Node) and base.op == "get_attr":
+            for view in pytree.tree_leaves(traced):
+                handle = view.untyped_storage()
+                self.referenced.append(handle)  # keeps the id unique
+                self.storages[handle._cdata] = self.values[base].storage
 
     def _no_tensor(self, node: fx.Node, found: object) -> UnsupportedError:
         return UnsupportedError(

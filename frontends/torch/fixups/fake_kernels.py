@@ -44,6 +44,14 @@ def _ctc_loss_backward(
         return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
 
 
+def _dropout(
+    mode: Any, operation: Any, data: Tensor, rate: float, train: bool | None
+) -> tuple[Tensor, Tensor]:
+    """The kernels make a result also if nothing is dropped, where torch's rule returns the operand."""
+    with mode:
+        return torch.empty_like(data), torch.empty_like(data, dtype=torch.bool)
+
+
 _DROPOUT_BACKWARD = torch.ops.aten.native_dropout_backward.default
 _torch_dropout_backward = decomposition_table[_DROPOUT_BACKWARD]
 
@@ -200,6 +208,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     torch.ops.aten._ctc_loss.default: _ctc_loss,
     torch.ops.aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
     torch.ops.aten._ctc_loss_backward.default: _ctc_loss_backward,
+    torch.ops.aten.native_dropout.default: _dropout,
     _DROPOUT_BACKWARD: _dropout_backward,
 }
 

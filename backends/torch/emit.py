@@ -40,6 +40,7 @@ from ...ir import (
     Wait,
     printable,
 )
+from ...torch_support.recurrent_kernels import LSTM_KERNEL, kernel_of
 from .gradient_dependencies import zero_without
 from .offload.table import copied_value, copy_keys, last_fetches
 
@@ -198,8 +199,9 @@ class _Emitter:
             [
                 self._docstring(),
                 "import torch",
+                *([f"from {kernel_of.__module__} import kernel_of"] * (LSTM_KERNEL in self.operations)),
                 "",
-                *(f"{name} = torch.ops.{op}" for op, name in self.operations.items()),
+                *(f"{name} = {_function(op)}" for op, name in self.operations.items()),
                 "",
                 *self._input_table(),
                 *self._copy_table(),
@@ -434,12 +436,17 @@ class _Emitter:
         return ", ".join(f"{self._name(v)}.detach()" if v in outputs else self._name(v) for v in self.saved)
 
 
+def _function(op: str) -> str:
+    """Returns the expression of an operation's function."""
+    return f"kernel_of({op!r})" if op == LSTM_KERNEL else f"torch.ops.{op}"
+
+
 # ---------------------------------------------------------------------- names and texts of others
 
 _RESERVED = frozenset(
     (
         *("inputs", "saved", "tangents", "given", "release", "exchange", "copies"),
-        *("forward", "backward", "torch", "float", "complex", "_"),
+        *("forward", "backward", "kernel_of", "torch", "float", "complex", "_"),
     )
 )
 """The names that the emitted source has itself."""

@@ -45,7 +45,7 @@ from .branches import Branches
 from .fixups.autocast_cache import share_casts
 from .fixups.composite_ops import composite_operations
 from .fixups.fake_kernels import fake_kernels_of_eager
-from .fixups.recurrent import StepwiseRNN
+from .fixups.recurrent import RecurrentLayers
 from .fixups.tensor_hooks import tensor_hooks
 from .fixups.tied_parameters import TiedParameters
 from .loss import Loss, loss_bytes, unused_outputs
@@ -86,7 +86,13 @@ class _Flat(nn.Module):
     """Calls a module with its tensor leaves alone, and returns the tensor leaves of its result."""
 
     def __init__(
-        self, module: nn.Module, tree: pytree.TreeSpec, leaves: list[Any], loss: Loss | None
+        self,
+        module: nn.Module,
+        tree: pytree.TreeSpec,
+        leaves: list[Any],
+        loss: Loss | None,
+        *,
+        stepwise: bool,
     ) -> None:
         super().__init__()
         self.module = module
@@ -100,6 +106,7 @@ class _Flat(nn.Module):
         self.losses = (loss,)  # in a tuple: a loss that is a module must not become a submodule
         self.unused: frozenset[int] | None = frozenset() if loss is None else None
         self.branches: Branches | None = None
+        self.stepwise = stepwise
 
     def call(self, *tensors: Tensor) -> Any:
         """Returns the result of the module's forward; its hooks run around the planned forward."""
@@ -153,6 +160,7 @@ def capture(
     *,
     loss: Loss | None = None,
     specialize_branches: bool = False,
+    stepwise: bool = False,
 ) -> Captured:
     """Captures the training graph of one call `module(*args, **kwargs)`, a loss and its backward.
 
@@ -169,6 +177,8 @@ def capture(
         specialize_branches: Whether to assume that Python code that looks at the values of tensors sees in
             each step what it sees in a run on the example arguments. That run is made, and the signature
             says what was seen.
+        stepwise: Whether an LSTM is traced as its time steps where eager runs one kernel. Its numbers then
+            differ from eager's by rounding.
 
     Raises:
         UnsupportedError: IRC332 to IRC339, IRC342, IRC343, IRC348, IRC536, IRC554 and IRC556, when the graph
@@ -177,7 +187,7 @@ def capture(
     """
     leaves, tree = flatten_arguments((tuple(args), dict(sorted((kwargs or {}).items()))))
     refuse_hidden_tensors(leaves)
-    flat = _Flat(module, tree, leaves, loss)
+    flat = _Flat(module, tree, leaves, loss, stepwise=stepwise)
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
     translation = _traced(
         flat, module, tensors, TRACE_MODES + (TRACE_MODES_OF_EXAMPLE if specialize_branches else ())
@@ -289,7 +299,7 @@ def _trace(
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     stack.enter_context(tracing(TracingContext(fake_mode)))
     scopes = stack.enter_context(recording(module))
-    stack.enter_context(StepwiseRNN())
+    stack.enter_context(RecurrentLayers(has_kernels=not flat.stepwise))
     stack.enter_context(tensor_hooks())
     stack.enter_context(fake_kernels_of_eager())
     stack.enter_context(composite_operations())

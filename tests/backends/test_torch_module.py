@@ -24,7 +24,6 @@ from support.torch_cases import (
     outcome,
     recompute_some,
     slow_among,
-    unfused,
     views,
 )
 from torch import Tensor, nn
@@ -66,8 +65,7 @@ def test_two_steps_leave_exactly_what_the_original_leaves(name: str) -> None:
         original = copy.deepcopy(start)
         ours = fitted_from(captured_case(name), copy.deepcopy(start), schedule)
         for _ in range(2):
-            with unfused(name == "LSTM"):
-                wanted = outcome(original, args, kwargs)
+            wanted = outcome(original, args, kwargs)
             assert_same(outcome(ours, args, kwargs), wanted)
 
 
@@ -490,8 +488,7 @@ def test_recomputing_schedules_give_the_same_bits_in_exactly_the_predicted_memor
     module, args = _training_models()[name]()
     original: nn.Module = copy.deepcopy(module)
     start = copy.deepcopy(module.state_dict())
-    with unfused(name == "lstm"):
-        step(original, args)
+    step(original, args)
     wanted = (
         {n: p.grad for n, p in original.named_parameters()},
         dict(original.named_buffers()),

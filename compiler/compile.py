@@ -86,6 +86,10 @@ def compile_call(
 # ---------------------------------------------------------------------- capture
 
 
+_LEAST_SECONDS_TO_CAPTURE = 60.0
+"""Of a shorter time limit, which is for the search, recurrent layers are not held to be too long."""
+
+
 def _captured(
     module: nn.Module,
     args: tuple[Any, ...],
@@ -96,7 +100,13 @@ def _captured(
 ) -> tuple[Captured, Names]:
     """The call as a graph, and what was read of each submodule on the way."""
     traced = partial(
-        capture, module, args, kwargs, specialize_branches=request.specialize_branches, stepwise=stepwise
+        capture,
+        module,
+        args,
+        kwargs,
+        specialize_branches=request.specialize_branches,
+        stepwise=stepwise,
+        time_limit=max(request.plan.time_limit, _LEAST_SECONDS_TO_CAPTURE),
     )
     with tracing(), recording_attribute_reads() as readings:
         try:

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["LSTM_KERNEL", "kernel_of", "lstm_workspace_bytes"]
+__all__ = ["LSTM_KERNEL", "lstm_workspace_bytes", "run_lstm_kernel"]
 
 LSTM_KERNEL = "aten.mkldnn_rnn_layer.default"
 """One layer in one direction. Without gradients it returns no workspace, which its backward reads."""
 
 
-def kernel_of(op: str) -> Callable[..., Any]:
-    """Returns the function that runs an operation of a program, whether gradients are enabled or not."""
-    namespace, name, overload = op.split(".", 2)
-    operation = getattr(getattr(getattr(torch.ops, namespace), name), overload)
-    return _with_workspace if op == LSTM_KERNEL else operation
-
-
-def _with_workspace(*args: Any) -> tuple[Tensor, ...]:
-    """Runs the LSTM kernel as in training, without an autograd graph."""
+def run_lstm_kernel(*args: Any) -> tuple[Tensor, ...]:
+    """Runs the kernel as in training, without an autograd graph."""
     plain = [arg.detach() if isinstance(arg, Tensor) else arg for arg in args]
     with torch.enable_grad():
         return torch.ops.aten.mkldnn_rnn_layer.default(*plain)
@@ -35,4 +27,4 @@ def lstm_workspace_bytes(steps: int, batch: int, size: int, hidden: int) -> int:
     x, state = torch.zeros(steps, batch, size), torch.zeros(batch, hidden)
     w, r, bias = torch.zeros(4 * hidden, size), torch.zeros(4 * hidden, hidden), torch.zeros(4 * hidden)
     numbers = (False, [], 2, hidden, 1, True, False, False, True)
-    return _with_workspace(x, w, r, bias, bias, state, state, *numbers)[-1].numel()
+    return run_lstm_kernel(x, w, r, bias, bias, state, state, *numbers)[-1].numel()

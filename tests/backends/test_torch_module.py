@@ -591,14 +591,13 @@ def test_a_backward_that_fails_holds_nothing_and_the_next_step_is_right() -> Non
 
 SOURCE = """import torch
 
-aten_t = torch.ops.aten.t.default
-aten_addmm = torch.ops.aten.addmm.default
-aten_sigmoid = torch.ops.aten.sigmoid.default
-aten_view = torch.ops.aten.view.default
-aten_detach = torch.ops.aten.detach.default
+aten_t = torch.t
+aten_addmm = torch.addmm
+aten_sigmoid = torch.sigmoid
+aten_view = torch.Tensor.view
 aten_sigmoid_backward = torch.ops.aten.sigmoid_backward.default
-aten_mm = torch.ops.aten.mm.default
-aten_sum_dim_IntList = torch.ops.aten.sum.dim_IntList
+aten_mm = torch.mm
+aten_sum_dim_IntList = torch.sum
 
 # inputs:
 #   primals_1: parameter 0.weight
@@ -624,7 +623,7 @@ def backward(inputs, saved, tangents):
     primals_3 = inputs[2]
     tangents_1 = tangents[0]
     # module 1
-    sigmoid_backward = aten_sigmoid_backward(aten_view(tangents_1, [2, 3]), aten_detach(aten_detach(sigmoid)))
+    sigmoid_backward = aten_sigmoid_backward(aten_view(tangents_1, [2, 3]), sigmoid)
     # module 0
     mm = aten_mm(aten_t(sigmoid_backward), primals_3)
     sum_1 = aten_sum_dim_IntList(sigmoid_backward, [0], True)

@@ -5,16 +5,22 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ....ir import TimeLimitError
+
 __all__ = ["RecurrentLayers"]
 
 _LSTM = 2
 """oneDNN's number for an LSTM."""
+
+_LEAST_SECONDS = 0.02
+"""Tracing a time step takes this long, or several times as long."""
 
 
 class RecurrentLayers(TorchFunctionMode):
@@ -26,23 +32,47 @@ class RecurrentLayers(TorchFunctionMode):
     Args:
         has_kernels: Whether kernels are traced as such. As time steps an LSTM is slower; a plan can keep
             less of it and run more of it again.
+        time_limit: Seconds. Layers of so many time steps that tracing them would take longer are refused.
     """
 
-    def __init__(self, *, has_kernels: bool = True) -> None:
+    def __init__(self, *, has_kernels: bool = True, time_limit: float = math.inf) -> None:
         super().__init__()
         self.has_kernels = has_kernels
+        self.time_limit = time_limit
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") not in ("lstm", "gru", "rnn_tanh", "rnn_relu") or kwargs:
             return func(*args, **(kwargs or {}))
         if self.has_kernels and func.__name__ == "lstm" and _runs_kernel(args):
             return _by_kernel(*args)
+        _check_steps(args, self.time_limit)
         enabled = torch._C._get_mkldnn_enabled()
         torch._C._set_mkldnn_enabled(False)
         try:
             return _layer_by_layer(func, args)
         finally:
             torch._C._set_mkldnn_enabled(enabled)
+
+
+def _check_steps(args: tuple[Any, ...], time_limit: float) -> None:
+    """Refuses layers that cannot be traced within a time limit.
+
+    Raises:
+        TimeLimitError: IRC205.
+    """
+    if not isinstance(args[3], bool):  # packed sequences
+        steps, layers, bidirectional = args[1].shape[0], args[5], args[8]
+    else:
+        steps, layers, bidirectional = args[0].shape[1 if args[8] else 0], args[4], args[7]
+    least = steps * layers * (2 if bidirectional else 1) * _LEAST_SECONDS
+    if least > time_limit:
+        raise TimeLimitError(
+            "IRC205",
+            f"a recurrent layer of {steps} time steps takes {least:.0f} s at least to trace, step by step, "
+            f"over the time limit of {time_limit:g} s",
+            help="train on shorter sequences (truncated backpropagation through time), or raise the time "
+            "limit; an LSTM in float32 on the CPU is one operation and has no such limit",
+        )
 
 
 def _runs_kernel(args: tuple[Any, ...]) -> bool:

@@ -31,6 +31,7 @@ from ...ir import (
     Value,
     allocation_bytes,
 )
+from ...torch_support.operations import function_of
 from .allocations import allocation_events
 from .table import Costs, StepCost, signature
 
@@ -204,8 +205,7 @@ def _explained(node: Node) -> Generator[None]:
 def _runner(node: Node) -> Callable[[], Any]:
     # the parameter, of the same type, stands for the `.grad` that its gradient is added to
     op = "aten.add_.Tensor" if node.releases is Gradients.ACCUMULATED else node.op
-    namespace, name, overload = op.split(".", 2)
-    operation = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    operation = function_of(op)
     tensors = {value: made_up(value.type) for value in node.operands}
     arguments = [_materialize(argument, tensors) for argument in node.arguments]
     keywords = {key: _materialize(argument, tensors) for key, argument in node.keywords}

@@ -28,6 +28,7 @@ from irc.compiler.training import compare_step, measured_peak_bytes
 from irc.frontends.torch import Captured, capture
 from irc.ir import BudgetError, Graph, Plan, TimeLimitError, UsageError
 from irc.passes import PassManager, PlanMemory, Planner, Program
+from irc.torch_support.allocated import allocated_bytes
 
 from . import models
 
@@ -141,8 +142,11 @@ class Timed:
 
     @property
     def ratio(self) -> TimeRatio:
-        """`cpu` where one thread computes, which neighbours on the machine disturb least; else `wall`."""
-        return self.cpu if torch.get_num_threads() == 1 else self.wall
+        """`cpu` where one thread computes, which neighbours on the machine disturb least; else `wall`.
+
+        It is `wall` too where a GPU is in use, which computes while the processor waits.
+        """
+        return self.cpu if torch.get_num_threads() == 1 and not torch.cuda.is_initialized() else self.wall
 
 
 def interleave(
@@ -178,9 +182,17 @@ def interleave(
 
 
 def _timed(step: Callable[[], Any]) -> StepTime:
+    _finish()
     cpu, wall = time.process_time(), time.perf_counter()
     step()
+    _finish()
     return StepTime(time.process_time() - cpu, time.perf_counter() - wall)
+
+
+def _finish() -> None:
+    """Waits for a GPU that is in use."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def step_of(module: nn.Module, args: Sequence[Any]) -> Callable[[], None]:
@@ -234,7 +246,7 @@ class Original:
 
     def warm_up(self, module: nn.Module) -> None:
         """One step, in which kernels choose their workspaces; the generator is left as it was."""
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng():
             step_of(module, self.args)()
         module.zero_grad(set_to_none=True)
 
@@ -252,7 +264,7 @@ class Original:
 
     def timed(self, modules: Sequence[nn.Module], repeats: int) -> tuple[Timed, ...]:
         """Steps of warmed-up modules in turns with the original's."""
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng():
             steps = [step_of(module, self.args) for module in modules]
             found = interleave(step_of(self.module, self.args), steps, repeats)
         for module in (self.module, *modules):
@@ -264,7 +276,7 @@ def _static_bytes(module: nn.Module, args: Sequence[Any]) -> int:
     """Bytes of parameters, buffers and tensors in the arguments, each storage once."""
     leaves = [leaf for leaf in pytree.tree_leaves(tuple(args)) if isinstance(leaf, Tensor)]
     tensors = [*module.parameters(), *module.buffers(), *leaves]
-    storages = {s.data_ptr(): s.nbytes() for s in (tensor.untyped_storage() for tensor in tensors)}
+    storages = {tensor.untyped_storage().data_ptr(): allocated_bytes(tensor) for tensor in tensors}
     return sum(storages.values())
 
 

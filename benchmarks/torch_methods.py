@@ -259,7 +259,7 @@ def _chains(module: nn.Module, lists: Sequence[Sequence[nn.Module]], args: Seque
 
     hooks = [child.register_forward_hook(note, with_kwargs=True) for members in lists for child in members]
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.no_grad(), torch.random.fork_rng():
             module(*args)
     finally:
         for hook in hooks:

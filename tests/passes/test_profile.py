@@ -96,9 +96,9 @@ def test_a_peak_is_counted_above_the_level_at_the_start() -> None:
 def test_levels_tell_what_a_run_takes_and_what_it_leaves() -> None:
     x, kept = torch.randn(64, 32), list[Tensor]()
     runs = [lambda: torch.relu(x).neg(), lambda: x.relu_(), lambda: kept.append(torch.relu(x)), kept.clear]
-    levels = [(level.peak_bytes, level.left_bytes) for level in allocation_levels(runs, on_cuda=False)]
+    levels = [(level.peak_bytes, level.left_bytes) for level in allocation_levels(runs, "cpu")]
     assert levels == [(2 * x.nbytes, x.nbytes), (0, 0), (x.nbytes, x.nbytes), (0, -x.nbytes)]
-    assert allocation_levels([], on_cuda=False) == []
+    assert allocation_levels([], "cpu") == []
 
 
 def test_accumulating_is_measured_and_an_optimizer_s_step_is_taken_from_its_node() -> None:

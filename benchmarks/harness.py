@@ -8,12 +8,15 @@ without a word).
 from __future__ import annotations
 
 import copy
+import os
+import platform
 import random
 import statistics
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +29,7 @@ from irc.compiler.model_source import Loaded, Source, load, training_loss
 from irc.compiler.request import cost_passes
 from irc.compiler.training import compare_step, measured_peak_bytes
 from irc.frontends.torch import Captured, capture
-from irc.ir import BudgetError, Graph, Plan, TimeLimitError, UsageError
+from irc.ir import BudgetError, Graph, Plan, TimeLimitError, UsageError, format_bytes
 from irc.passes import PassManager, PlanMemory, Planner, Program
 from irc.torch_support.allocated import allocated_bytes
 
@@ -42,6 +45,7 @@ __all__ = [
     "Timed",
     "broken_promises",
     "fit_share",
+    "hardware",
     "interleave",
     "load_named",
     "model_source",
@@ -214,6 +218,18 @@ def threads(count: int) -> Generator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def hardware() -> str:
+    """Processor, cores that this process may use, memory and operating system."""
+    processor = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        lines = (line.partition(":") for line in info.read_text().splitlines())
+        processor = next((value.strip() for key, _, value in lines if key.strip() == "model name"), processor)
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return f"{processor}, {usable} cores, {format_bytes(memory)}, {platform.system()} {platform.release()}"
 
 
 # ---------------------------------------------------------------------- the original

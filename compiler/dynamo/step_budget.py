@@ -195,9 +195,7 @@ class StepBudget:
             )
         self.alive.note((*saved, *leaves))
         upstream = frozenset(makers).union(*(maker.upstream for maker in makers))
-        given = tuple(
-            Gradient(allocated_bytes(leaf), leaf=id(leaf)) for leaf in leaves if leaf.grad is None
-        )
+        given = tuple(Gradient(allocated_bytes(leaf), leaf=id(leaf)) for leaf in leaves if leaf.grad is None)
         return upstream, given
 
     # ------------------------------------------------------------------ what is alive around a run

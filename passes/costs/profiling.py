@@ -190,7 +190,7 @@ def _refuse_chosen_by_time(graph: Graph) -> None:
         if "convolution" in node.op and _device_of_node(node).startswith("cuda"):
             raise UsageError(
                 "IRC457",
-                f"torch.backends.cudnn.benchmark is on: the workspace of {node.op} is not known before it runs",
+                f"torch.backends.cudnn.benchmark is on: the workspace of {node.op} is not known beforehand",
                 at=node.at,
                 help="set torch.backends.cudnn.benchmark = False before irc.optimize, and leave it so",
             )

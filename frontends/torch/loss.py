@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any, cast
 
 import torch
@@ -75,7 +76,7 @@ def loss_bytes(loss: Loss | None, result_leaves: list[Any], result_tree: Any) ->
         Bytes at the loss's own peak; bytes that stay until backward returns: the loss and its gradient; and
         bytes that it holds between its forward and its backward.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+    with _tracing():
         leaves = _stand_ins(result_leaves)
         outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         trained = [leaf for leaf in outputs if leaf.requires_grad]
@@ -105,6 +106,14 @@ def loss_bytes(loss: Loss | None, result_leaves: list[Any], result_tree: Any) ->
         return max(alive.peak_bytes - sum(taken.values()), held), held, saved
 
 
+@contextlib.contextmanager
+def _tracing() -> Generator[None]:
+    """Lets a loss run on tensors without data; its backward stays in this thread on a GPU too."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake, torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+        yield
+
+
 def unused_outputs(loss: Loss, result_leaves: list[Any], result_tree: Any) -> frozenset[int]:
     """The tensors of a result that could have a gradient and get none from the loss.
 
@@ -119,7 +128,7 @@ def unused_outputs(loss: Loss, result_leaves: list[Any], result_tree: Any) -> fr
     Raises:
         UsageError: IRC341 when the loss fails, or is not a scalar that depends on the result.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+    with _tracing():
         leaves = _stand_ins(result_leaves)
         outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for output, leaf in zip(outputs, filter(_is_tensor, result_leaves), strict=True):

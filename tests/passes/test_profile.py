@@ -279,7 +279,9 @@ class History:
         self.traces: list[list[dict[str, Any]]] = [[], []]
         self.is_recording = is_recording
         monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
-        monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: self.is_recording, raising=False)
+        monkeypatch.setattr(
+            vars(torch)["_C"], "_cuda_isHistoryEnabled", lambda: self.is_recording, raising=False
+        )
         monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", self.record)
         monkeypatch.setattr(torch.cuda.memory, "_snapshot", self.snapshot)
 

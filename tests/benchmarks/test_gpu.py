@@ -82,7 +82,7 @@ def lost_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def broken_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> Found:
+    def fail(*_: object, **__: object) -> Found:
         raise RuntimeError("CUDA error: misaligned address\nand more")
 
     monkeypatch.setattr(checks, "compare", fail)

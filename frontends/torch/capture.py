@@ -44,6 +44,7 @@ from ...torch_support.pytree import flatten_arguments
 from .annotation_scopes import Scopes
 from .branches import Branches
 from .fixups.autocast_cache import share_casts
+from .fixups.batch_norm import batch_norm_of_eager
 from .fixups.composite_ops import composite_operations
 from .fixups.fake_kernels import fake_kernels_of_eager
 from .fixups.recurrent import RecurrentLayers
@@ -309,6 +310,7 @@ def _trace(
     stack.enter_context(tensor_hooks())
     stack.enter_context(fake_kernels_of_eager())
     stack.enter_context(composite_operations())
+    stack.enter_context(batch_norm_of_eager())
     stack.enter_context(flat.state.restored())
     stack.enter_context(quiet_tracer())
     stack.enter_context(unread_draws_stay())

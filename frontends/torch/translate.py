@@ -648,17 +648,21 @@ def _draws_nothing(op: str, arguments: Iterable[object]) -> bool:
     return all(rate == 0.0 for rate in dropout[:1])
 
 
-_BATCH_NORM = ("aten._native_batch_norm_legit_functional.default",)
-_BATCH_NORM_BACKWARD = ("aten.native_batch_norm_backward.default",)
+_BATCH_NORM = {
+    "aten._native_batch_norm_legit_functional.default": (3, 4),
+    "aten._batch_norm_with_update_functional.default": (4, 5),
+}
+"""Operations of BatchNorm, with the places of the new statistics among their results."""
+_BATCH_NORM_BACKWARD = ("aten.native_batch_norm_backward.default", "aten.batch_norm_backward.default")
 _STATISTICS = (3, 4)
 _TRAINING = {"forward": 5, "backward": 7}
 
 
 def _ignores_statistics(node: Node, read: Set[Value]) -> bool:
     """Whether a node reads running statistics only to update them (BatchNorm in training)."""
-    if node.op not in _BATCH_NORM or node.arguments[_TRAINING["forward"]] is not True:
+    if node.op not in _BATCH_NORM or node.arguments[_TRAINING["forward"]] is False:
         return False
-    return read.isdisjoint(node.results[index] for index in _STATISTICS)
+    return read.isdisjoint(node.results[index] for index in _BATCH_NORM[node.op])
 
 
 def _accumulates_in_place(gradient: Value, of: Value) -> bool:

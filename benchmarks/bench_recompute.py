@@ -26,14 +26,14 @@ from typing import Any
 from irc import __version__
 from irc.compiler.model_source import load
 from irc.compiler.pictures import check_picture
-from irc.ir import UsageError, format_bytes
+from irc.ir import UsageError
 from irc.ir.files import write_whole
 
 from .bench_picture import draw
 from .bench_points import ModelResult, Scope, measure_model
 from .bench_report import render
 from .command import chosen, parser_of, run_command, write_json, write_page
-from .harness import Settings, model_source
+from .harness import Settings, hardware, model_source
 from .journal import Journal
 from .pages import replace_section
 from .torch_methods import FAMILIES
@@ -91,23 +91,11 @@ def _about(options: argparse.Namespace) -> dict[str, Any]:
         "command": options.command,
         "began": datetime.now(UTC).isoformat(timespec="seconds"),
         "measured": {
-            "hardware": _hardware(),
+            "hardware": hardware(),
             "versions": {"irc": __version__, "Python": platform.python_version(), **versions},
             "options": {name: getattr(options, name) for name in wanted},
         },
     }
-
-
-def _hardware() -> str:
-    """Processor, cores that this process may use, memory and operating system."""
-    processor = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        lines = (line.partition(":") for line in info.read_text().splitlines())
-        processor = next((value.strip() for key, _, value in lines if key.strip() == "model name"), processor)
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return f"{processor}, {usable} cores, {format_bytes(memory)}, {platform.system()} {platform.release()}"
 
 
 def _write(options: argparse.Namespace, about: dict[str, Any], results: Sequence[ModelResult]) -> None:
@@ -156,7 +144,7 @@ def _parser() -> argparse.ArgumentParser:
         markdown=None,
     )
     listed = (
-        ("--methods", ",".join(FAMILIES), "of PyTorch; '' for none"),
+        ("--methods", ",".join(FAMILIES[:-1]), f"of PyTorch, {FAMILIES[-1]} too; '' for none"),
         ("--settings", _SETTINGS, "values of activation_memory_budget"),
         ("--ratios", _RATIOS, "irc's budgets as shares of eager's peak above parameters, buffers and inputs"),
     )

@@ -8,12 +8,15 @@ without a word).
 from __future__ import annotations
 
 import copy
+import os
+import platform
 import random
 import statistics
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,8 +29,9 @@ from irc.compiler.model_source import Loaded, Source, load, training_loss
 from irc.compiler.request import cost_passes
 from irc.compiler.training import compare_step, measured_peak_bytes
 from irc.frontends.torch import Captured, capture
-from irc.ir import BudgetError, Graph, Plan, TimeLimitError, UsageError
+from irc.ir import BudgetError, Graph, Plan, TimeLimitError, UsageError, format_bytes
 from irc.passes import PassManager, PlanMemory, Planner, Program
+from irc.torch_support.allocated import allocated_bytes
 
 from . import models
 
@@ -41,6 +45,7 @@ __all__ = [
     "Timed",
     "broken_promises",
     "fit_share",
+    "hardware",
     "interleave",
     "load_named",
     "model_source",
@@ -141,8 +146,11 @@ class Timed:
 
     @property
     def ratio(self) -> TimeRatio:
-        """`cpu` where one thread computes, which neighbours on the machine disturb least; else `wall`."""
-        return self.cpu if torch.get_num_threads() == 1 else self.wall
+        """`cpu` where one thread computes, which neighbours on the machine disturb least; else `wall`.
+
+        It is `wall` too where a GPU is in use, which computes while the processor waits.
+        """
+        return self.cpu if torch.get_num_threads() == 1 and not torch.cuda.is_initialized() else self.wall
 
 
 def interleave(
@@ -178,9 +186,17 @@ def interleave(
 
 
 def _timed(step: Callable[[], Any]) -> StepTime:
+    _finish()
     cpu, wall = time.process_time(), time.perf_counter()
     step()
+    _finish()
     return StepTime(time.process_time() - cpu, time.perf_counter() - wall)
+
+
+def _finish() -> None:
+    """Waits for a GPU that is in use."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def step_of(module: nn.Module, args: Sequence[Any]) -> Callable[[], None]:
@@ -202,6 +218,18 @@ def threads(count: int) -> Generator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def hardware() -> str:
+    """Processor, cores that this process may use, memory and operating system."""
+    processor = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        lines = (line.partition(":") for line in info.read_text().splitlines())
+        processor = next((value.strip() for key, _, value in lines if key.strip() == "model name"), processor)
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return f"{processor}, {usable} cores, {format_bytes(memory)}, {platform.system()} {platform.release()}"
 
 
 # ---------------------------------------------------------------------- the original
@@ -234,7 +262,7 @@ class Original:
 
     def warm_up(self, module: nn.Module) -> None:
         """One step, in which kernels choose their workspaces; the generator is left as it was."""
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng():
             step_of(module, self.args)()
         module.zero_grad(set_to_none=True)
 
@@ -252,7 +280,7 @@ class Original:
 
     def timed(self, modules: Sequence[nn.Module], repeats: int) -> tuple[Timed, ...]:
         """Steps of warmed-up modules in turns with the original's."""
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng():
             steps = [step_of(module, self.args) for module in modules]
             found = interleave(step_of(self.module, self.args), steps, repeats)
         for module in (self.module, *modules):
@@ -264,7 +292,7 @@ def _static_bytes(module: nn.Module, args: Sequence[Any]) -> int:
     """Bytes of parameters, buffers and tensors in the arguments, each storage once."""
     leaves = [leaf for leaf in pytree.tree_leaves(tuple(args)) if isinstance(leaf, Tensor)]
     tensors = [*module.parameters(), *module.buffers(), *leaves]
-    storages = {s.data_ptr(): s.nbytes() for s in (tensor.untyped_storage() for tensor in tensors)}
+    storages = {tensor.untyped_storage().data_ptr(): allocated_bytes(tensor) for tensor in tensors}
     return sum(storages.values())
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -26,8 +27,9 @@ from torch.utils.checkpoint import (
 
 __all__ = ["FAMILIES", "Method", "NotApplicableError", "compiler", "methods", "segment_counts"]
 
-FAMILIES = ("sequential", "blocks", "selective", "budget")
-"""checkpoint_sequential, checkpoint per block, selective checkpoint per block, activation_memory_budget."""
+FAMILIES = ("sequential", "blocks", "selective", "budget", "save_on_cpu")
+"""checkpoint_sequential, checkpoint per block, selective checkpoint per block, activation_memory_budget, and
+copies of what backward needs to the host's memory, which save nothing on a CPU."""
 
 _RECOMPILATIONS = 1000
 _POOLING = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
@@ -94,7 +96,20 @@ def methods(
             Method(f"activation_memory_budget {setting:g}", functools.partial(_compile, setting=setting))
             for setting in settings
         ]
+    if "save_on_cpu" in families:
+        found.append(Method("save_on_cpu", _save_on_cpu))
     return found
+
+
+def _save_on_cpu(module: nn.Module) -> None:
+    """Keeps what backward needs in the host's memory, which is pinned if there is a GPU."""
+    forward = module.forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with save_on_cpu(pin_memory=torch.cuda.is_available()):
+            return forward(*args, **kwargs)
+
+    module.forward = run
 
 
 # ---------------------------------------------------------------------- blocks
@@ -259,7 +274,7 @@ def _chains(module: nn.Module, lists: Sequence[Sequence[nn.Module]], args: Seque
 
     hooks = [child.register_forward_hook(note, with_kwargs=True) for members in lists for child in members]
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.no_grad(), torch.random.fork_rng():
             module(*args)
     finally:
         for hook in hooks:

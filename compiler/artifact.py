@@ -310,6 +310,9 @@ def read_folder(folder: Path) -> Written:
         deliveries = tuple(delivery_from_json(row) for row in described["deliveries"])
         source = Source.from_json(described["source"])
         by_name = {str(name): int(nbytes) for name, nbytes in described["workspace_bytes"].items()}
+        wrong = next((name for name, nbytes in by_name.items() if not 0 <= nbytes < 1 << 63), None)
+        if wrong is not None:
+            raise ValueError(f"the workspace of {printable(wrong)} is {by_name[wrong]:,} bytes")
         not_saved = frozenset(str(name) for name in described["not_saved"])
         tier_configs = tuple(tier_from_json(row) for row in described["tier_configs"])
         text = described.get("optimizer")

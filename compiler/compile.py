@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,11 +14,13 @@ from torch.optim import Optimizer
 from ..backends.torch import Compilation, CompiledPlan, ReservedMemory, compile_program, tracing
 from ..backends.torch.guards.attribute_reads import Names, recording_attribute_reads
 from ..frontends.torch import Captured, capture
-from ..ir import BudgetError, Gradients, Graph, Input, InputRole, OutputRole, Plan, UsageError
+from ..ir import BudgetError, Gradients, Graph, Input, InputRole, OutputRole, Plan, UsageError, parse_budget
 from ..passes import PassManager, Program, offloadable_in
 from ..passes.costs.optimizer_costs import optimizer_of
 from ..passes.costs.table import StepCost
+from ..passes.remat.planner import Planner
 from ..passes.remat.reuse_schedule import reuse_schedule
+from ..torch_support.recurrent_kernels import LSTM_KERNEL
 from .request import Example, Request
 
 __all__ = ["CompiledCall", "compile_call"]
@@ -65,31 +68,54 @@ def compile_call(
         UsageError: IRC522 if the loss does not run on a result that is larger than the example's.
     """
     captured, names = _captured(module, args, kwargs, request)
-    program = _planned(captured, request, reserved)
+    costed = _costed(captured, request, reserved)
+    try:
+        program = _planned(captured, costed, request, reserved)
+    except BudgetError:
+        if not any(node.op == LSTM_KERNEL for node in captured.graph.operations):
+            raise
+        planner, plan = Planner(costed), request.plan
+        budget = replace(plan, budget=parse_budget(plan.budget, planner.baseline_bytes))
+        within = replace(request, plan=budget)
+        captured, names = _captured(module, args, kwargs, within, stepwise=True)
+        program = _planned(captured, _costed(captured, within, reserved), within, reserved)
+        program = _beside_kernels(program, planner)
     return _emitted(module, captured, names, program, request, reserved)
 
 
 # ---------------------------------------------------------------------- capture
 
 
+_LEAST_SECONDS_TO_CAPTURE = 60.0
+"""Of a shorter time limit, which is for the search, recurrent layers are not held to be too long."""
+
+
 def _captured(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], request: Request
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    request: Request,
+    *,
+    stepwise: bool = False,
 ) -> tuple[Captured, Names]:
     """The call as a graph, and what was read of each submodule on the way."""
+    traced = partial(
+        capture,
+        module,
+        args,
+        kwargs,
+        specialize_branches=request.specialize_branches,
+        stepwise=stepwise,
+        time_limit=max(request.plan.time_limit, _LEAST_SECONDS_TO_CAPTURE),
+        with_eager=not stepwise,
+    )
     with tracing(), recording_attribute_reads() as readings:
         try:
-            captured = capture(
-                module,
-                args,
-                kwargs,
-                loss=request.loss,
-                specialize_branches=request.specialize_branches,
-                with_eager=True,
-            )
+            captured = traced(loss=request.loss)
         except UsageError as error:
             if error.code != "IRC341" or request.example is None:
                 raise
-            captured = capture(module, args, kwargs, specialize_branches=request.specialize_branches)
+            captured = traced()
             captured = _with_loss_of(request.example, captured, error)
     return captured, readings.of(module)
 
@@ -130,18 +156,23 @@ def _output_bytes(graph: Graph) -> list[int]:
 # ---------------------------------------------------------------------- passes
 
 
-def _planned(captured: Captured, request: Request, reserved: ReservedMemory) -> Program:
+def _costed(captured: Captured, request: Request, reserved: ReservedMemory) -> Program:
+    """The call, rewritten, with the costs of its operations."""
+    with torch._C._DisableAutocast():  # pyright: ignore[reportPrivateUsage]
+        program = PassManager(request.preparing, request.observers).run(
+            Program(captured.graph, eager=captured.eager)
+        )
+        cost = request.cost if _can_run(program, request, reserved) else replace(request.cost, profile="cpu")
+        return PassManager([cost], request.observers).run(program)
+
+
+def _planned(captured: Captured, program: Program, request: Request, reserved: ReservedMemory) -> Program:
     """The call with a schedule and its certificate, which count what is reserved.
 
     Raises:
         BudgetError: IRC204.
     """
     with torch._C._DisableAutocast():  # pyright: ignore[reportPrivateUsage]
-        program = PassManager(request.preparing, request.observers).run(
-            Program(captured.graph, eager=captured.eager)
-        )
-        cost = request.cost if _can_run(program, request, reserved) else replace(request.cost, profile="cpu")
-        program = PassManager([cost], request.observers).run(program)
         reserved_bytes = _held_bytes(program.graph, reserved) + reserved.constants_bytes
         within = request.with_less(reserved_bytes)
         program = _reused(captured, program, within) or _chosen(program, within, reserved_bytes)
@@ -151,6 +182,24 @@ def _planned(captured: Captured, request: Request, reserved: ReservedMemory) -> 
         gradients=program.graph.gradients.value,
         loss=captured.loss,
         reserved_bytes=program.graph.reserved_bytes + _held_bytes(program.graph, reserved),
+    )
+    return replace(program, plan=plan)
+
+
+def _beside_kernels(program: Program, kernels: Planner) -> Program:
+    """The program of time steps, with a certificate that compares it with the kernels that eager runs.
+
+    The bound stays one for all schedules of the time steps.
+    """
+    assert program.plan is not None
+    plan, step = program.plan, kernels.original.step_seconds
+    slower = max(plan.step_seconds / step, 1.0) if step else 1.0
+    plan = replace(
+        plan,
+        baseline_peak_bytes=kernels.baseline_bytes + plan.reserved_bytes - program.graph.reserved_bytes,
+        step_seconds=plan.step_seconds / slower,
+        overhead=(1 + plan.overhead) * slower - 1,
+        lower_bound_overhead=(1 + plan.lower_bound_overhead) * slower - 1,
     )
     return replace(program, plan=plan)
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 
 from ..backends.torch import DiskTierConfig, HostTierConfig, TierConfig
-from ..ir import Tier, UsageError, parse_tiers
+from ..ir import Tier, TierRequest, UsageError, format_bytes, parse_tiers
 from ..passes import OFFLOADABLE, OfferTiers
 from ..passes.costs.measure_tiers import measure_tier, tier_bytes
 from ..passes.costs.this_machine import this_machine
@@ -66,7 +66,29 @@ def offer(swap: str | Sequence[str], costs: str) -> OfferTiers:
     machine = "" if costs in ("measured", "thorough") else "cpu" if costs == "analytic" else costs
     found = OfferTiers("+".join(str(request) for request in requests), machine, asked=requests)
     found.check()
+    if machine in ("", "cpu"):
+        for request in requests:
+            _check_capacity(request)
     return found
+
+
+def _check_capacity(request: TierRequest) -> None:
+    """Refuses a disk of this machine that has not the bytes that a plan may count on.
+
+    Raises:
+        UsageError: IRC425.
+    """
+    asked_bytes = request.capacity_bytes
+    if request.name != "disk" or asked_bytes is None:
+        return
+    free_bytes = tier_bytes(request.name, request.folder)
+    if asked_bytes > free_bytes:
+        raise UsageError(
+            "IRC425",
+            f"a disk tier of {format_bytes(asked_bytes)} ({asked_bytes:,} bytes) is asked for, and"
+            f" {request.folder} has {format_bytes(free_bytes)} ({free_bytes:,} bytes) free",
+            help="ask for less, name a folder on a larger disk, or leave the amount out to use what is free",
+        )
 
 
 def measured_tiers(offer: OfferTiers, device: torch.device) -> OfferTiers:

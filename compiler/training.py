@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from ..ir import Gradients, Plan
 from ..passes.costs.allocations import peak_bytes
 from ..passes.costs.optimizer_costs import OptimizerFactory, optimizer_of
+from ..torch_support.allocated import allocated_bytes, cuda_devices
 from ..torch_support.pytree import flatten
 from .compare import TOLERANCE, Differences, Numbers, Outcome, difference, numbers_of
 from .model_source import training_loss
@@ -172,7 +173,7 @@ def measured_peak_bytes(
     calls = [tuple(inputs), *(_copied(inputs) for _ in range(1, forwards))]
     kept = contextlib.nullcontext() if is_given_up else _restored(module, optimizer)
     with torch.random.fork_rng(), kept:
-        on_cuda = any(parameter.is_cuda for parameter in module.parameters())
+        device = next(iter(_cuda_devices(module, inputs)), "cpu")
         if forwards > 1:
             run = _forwards_backward(module, calls, keywords, loss)
         else:
@@ -185,8 +186,8 @@ def measured_peak_bytes(
                 _clear_input_gradients(call)
         if with_gradients and not _releases_gradients(module):
             gradients = {id(p): p.grad for p in module.parameters() if p.grad is not None}
-            there_bytes = sum(gradient.untyped_storage().nbytes() for gradient in gradients.values())
-        peak = _cuda_peak_bytes(run) if on_cuda else peak_bytes(run)
+            there_bytes = sum(map(allocated_bytes, gradients.values()))
+        peak = peak_bytes(run, device)
     _clear_gradients(module, inputs)
     return peak + static_bytes + there_bytes
 
@@ -380,10 +381,20 @@ def _restore_generators(states: list[Tensor]) -> None:
         torch.cuda.set_rng_state_all(states[1:])
 
 
+def _cuda_devices(module: nn.Module, inputs: Sequence[Any]) -> list[torch.device]:
+    return cuda_devices((*module.parameters(), *module.buffers(), *_tensors(inputs)))
+
+
+def _synchronize(devices: Sequence[torch.device]) -> None:
+    """Waits until GPUs have nothing left to do."""
+    for device in devices:
+        torch.cuda.synchronize(device)
+
+
 def _clock(module: nn.Module) -> Callable[[], float]:
     """Seconds, see `Step`."""
     plan = _plan_of(module)
-    waits = any(parameter.is_cuda for parameter in module.parameters()) or (plan is not None and plan.tiers)
+    waits = _cuda_devices(module, ()) or (plan is not None and plan.tiers)
     return time.perf_counter if waits else time.process_time
 
 
@@ -403,12 +414,13 @@ def _step(
         return loss(result)
 
     _clear_gradients(module, inputs)
+    devices = _cuda_devices(module, inputs)
+    _synchronize(devices)
     start = clock()
     value = _forward_backward(module, inputs, keywords, noted)()
     if optimizer is not None:
         optimizer.step()
-    if value.is_cuda:
-        torch.cuda.synchronize()
+    _synchronize(devices)
     step = Step(value.item(), clock() - start)
     buffers = dict(module.named_buffers())
     return step, Outcome(outputs, _gradients(module, inputs), buffers, _generator_states())
@@ -434,12 +446,3 @@ def _update(module: nn.Module) -> None:
         for parameter in module.parameters():
             if parameter.grad is not None:
                 parameter.sub_(parameter.grad, alpha=_RATE)
-
-
-def _cuda_peak_bytes(run: Callable[[], Any]) -> int:
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before

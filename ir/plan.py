@@ -367,9 +367,17 @@ _KINDS: dict[str, tuple[type, ...]] = {
 }
 
 
+# These compare times.
+_SIGNED = ("overhead", "lower_bound_overhead")
+_MOST = 1 << 63
+
+
 def _check_types(record: Plan | Decision | AnnotationEffect | TierUse) -> None:
     """Refuses, by TypeError, numbers that are none and texts that are none."""
     for field in fields(record):
         value, wanted = getattr(record, field.name), _KINDS.get(str(field.type), (tuple,))
         if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
             raise TypeError(f"{field.name} is {value!r}")
+        least = -1 if field.name in _SIGNED else 0
+        if isinstance(value, int | float) and not least <= value < _MOST:
+            raise ValueError(f"{field.name} is {value!r}; it is a number from {least} on, below 2**63")

@@ -33,7 +33,11 @@ def add(commands: Commands) -> None:
     """Adds `irc optimize` to the command line."""
     optimize = commands.add_parser("optimize", help="plan a training step within a budget", epilog=EXITS)
     add_model(optimize)
-    optimize.add_argument("--budget", metavar="BYTES", help="bytes, 4GiB, 4GB, or 60%% of the baseline peak")
+    optimize.add_argument(
+        "--budget",
+        metavar="BYTES",
+        help="bytes, 4GiB, 4GB, or 60%% of the baseline peak; with --stages, of a device's equal share in it",
+    )
     optimize.add_argument(
         "-o", "--output", type=Path, metavar="DIR", help="write plan, program and weights here"
     )

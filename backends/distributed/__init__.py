@@ -1,5 +1,6 @@
 """Runs planned pipeline stages on devices, by the schedules of `torch.distributed.pipelining`."""
 
+from .lost_ranks import reaching
 from .mailbox import Inbox, LocalExchange, Mailbox, Outbox
 from .p2p import P2PInbox, P2PLink, P2POutbox, PendingSends
 from .pipeline import PipelineRank
@@ -23,4 +24,5 @@ __all__ = [
     "Stage",
     "StageMailboxes",
     "StageWorker",
+    "reaching",
 ]

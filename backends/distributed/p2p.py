@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...ir import IrcError, TensorType, Value, first_line
+from ...ir import TensorType, Value
+from .lost_ranks import reaching
 
 __all__ = ["P2PInbox", "P2PLink", "P2POutbox", "PendingSends"]
 
@@ -32,22 +32,6 @@ class P2PLink:
     peer: int
     tag: int
     group: dist.ProcessGroup | None = None
-
-    @contextlib.contextmanager
-    def reaching(self) -> Generator[None]:
-        """Names the rank that is gone if sending or receiving fails.
-
-        Raises:
-            IrcError: IRC493.
-        """
-        try:
-            yield
-        except RuntimeError as error:
-            raise IrcError(
-                "IRC493",
-                f"rank {self.peer} cannot be reached within a step: {first_line(error)}",
-                help="see what that rank has printed, and start all ranks again",
-            ) from error
 
 
 @dataclass(frozen=True)
@@ -97,7 +81,7 @@ class PendingSends:
         while pending:
             action, send = pending.pop(0)
             if is_due(action, send):
-                with send.link.reaching():
+                with reaching(send.link.peer):
                     send.work.wait()
             else:
                 self._pending.append((action, send))
@@ -120,7 +104,7 @@ class P2POutbox:
         """Begins to send a value, which must not be written from here on."""
         self.pending_sends.begin_send(self.link, micro_batch)
         payload = _payload_of(value, self._types[key])
-        with self.link.reaching():
+        with reaching(self.link.peer):
             work = dist.isend(payload, self.link.peer, self.link.group, self.link.tag)
         assert work is not None
         self.pending_sends.add(_PendingSend(self.link, micro_batch, work, payload))
@@ -144,7 +128,7 @@ class P2PInbox:
         """Allocates memory for the values of a micro-batch, and begins to receive them."""
         for name, type in self._types.items():
             payload = torch.empty(_payload_bytes(type), dtype=torch.uint8, device=self.device)
-            with self.link.reaching():
+            with reaching(self.link.peer):
                 work = dist.irecv(payload, self.link.peer, self.link.group, self.link.tag)
             assert work is not None
             self._arriving[micro_batch, name] = work, payload
@@ -152,7 +136,7 @@ class P2PInbox:
     def receive(self, micro_batch: int, key: str) -> Tensor:
         """Waits for a value and returns it."""
         work, payload = self._arriving.pop((micro_batch, key))
-        with self.link.reaching():
+        with reaching(self.link.peer):
             work.wait()
         type = self._types[key]
         dtype: torch.dtype = getattr(torch, type.dtype.value)

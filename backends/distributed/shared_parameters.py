@@ -1,25 +1,48 @@
 """Adds up, once a step, the gradients of parameters that stages on several ranks have."""
 
+# A timeout is changed only by a private function.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import contextlib
+import datetime
 from collections.abc import Generator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import _set_pg_timeout, default_pg_timeout
 
 from ...ir import InputRole, UnsupportedError
 from ...ir.pipeline.schedule import PipelineSchedule
 from ..torch.program import Program
+from .lost_ranks import reaching
 
 __all__ = ["SharedParameters", "new_group"]
 
+_MEETING = datetime.timedelta(seconds=6)
+
 
 def new_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
-    """Makes a group of some ranks of the world, on all ranks; returns None on those that are not in it."""
-    made = dist.new_group(list(ranks))
-    return made if isinstance(made, dist.ProcessGroup) else None
+    """Makes a group of some ranks of the world, on all ranks; returns None on those that are not in it.
+
+    The ranks of gloo meet in a store, in which a rank that is gone is waited for until the group's timeout.
+    So all ranks are there right before, and the timeout is short until they have met.
+
+    Raises:
+        IrcError: IRC493.
+    """
+    is_gloo = dist.get_backend() == "gloo"
+    with reaching(when="at the start"):
+        if is_gloo:
+            dist.barrier()
+        made = dist.new_group(list(ranks), timeout=_MEETING if is_gloo else None)
+    if not isinstance(made, dist.ProcessGroup):
+        return None
+    if is_gloo:
+        _set_pg_timeout(default_pg_timeout, made)
+    return made
 
 
 class SharedParameters:
@@ -55,7 +78,8 @@ class SharedParameters:
                 groups[ranks] = _group_of(name, ranks, group)
             if rank in ranks:
                 parameter = parameters[name]
-                dist.broadcast(parameter.detach(), group=groups[ranks], group_src=0)
+                with reaching(when="at the start"):
+                    dist.broadcast(parameter.detach(), group=groups[ranks], group_src=0)
                 self.shared.append((parameter, groups[ranks]))
 
     @contextlib.contextmanager
@@ -70,7 +94,8 @@ class SharedParameters:
         yield
         for parameter, group in self.shared:
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            dist.all_reduce(gradient, group=group)
+            with reaching():
+                dist.all_reduce(gradient, group=group)
             parameter.grad = gradient
 
 

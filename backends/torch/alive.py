@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ...ir import allocation_bytes
+from ...torch_support.allocated import allocated_bytes
 
 __all__ = ["AliveTensors", "storage_key"]
 
@@ -41,9 +41,7 @@ class AliveTensors:
     def _storage(self, tensor: Tensor) -> None:
         key = storage_key(tensor)
         if key not in self._storages:
-            storage = tensor.untyped_storage()
-            nbytes = allocation_bytes(storage.nbytes(), str(tensor.device))
-            self._storages[key] = StorageWeakRef(storage), nbytes
+            self._storages[key] = StorageWeakRef(tensor.untyped_storage()), allocated_bytes(tensor)
 
     def alive_bytes(self) -> int:
         """Returns the bytes of all noted storages that still exist, rounded as the allocator rounds."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ...torch_support.allocated import allocated_bytes
 from .compiled_plan import CompiledPlan
 from .program import Program
 
@@ -32,7 +33,7 @@ def constants_of(plans: Iterable[CompiledPlan], *, are_held: bool = True) -> lis
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Returns the bytes of the storages of some tensors, each counted once."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    storages = {t.untyped_storage().data_ptr(): allocated_bytes(t) for t in tensors}
     return sum(storages.values())
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import keyword
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +41,8 @@ from ...ir import (
     Wait,
     printable,
 )
+from ...torch_support.operations import function_name
+from ...torch_support.recurrent_kernels import LSTM_KERNEL, run_lstm_kernel
 from .gradient_dependencies import zero_without
 from .offload.table import copied_value, copy_keys, last_fetches
 
@@ -65,13 +68,16 @@ _COPIES = """
 `copies` carries values to other memory and back: `offload(key, value)` and `value = fetch(key)` begin a copy,
 `wait(key)` waits for its end, after which the value may be deleted or read, `drop(key)` frees its copy."""
 
+_LSTM_IMPORT = f"from {run_lstm_kernel.__module__} import {run_lstm_kernel.__name__}"
+
 
 def emit_source(schedule: Schedule) -> str:
     """Writes Python source with `forward` and `backward`, which run `schedule` exactly.
 
     `forward(inputs)` takes the static inputs in graph order and returns `(outputs, saved)`.
     `backward(inputs, saved, tangents)` empties `saved` and returns the gradients in graph order; a missing
-    gradient is None. Views are derived where they are used. Both functions must run without gradients.
+    gradient is None. Views are derived where they are used, or once if they are used often. Both functions
+    must run without gradients.
     Further arguments follow if the schedule needs them, in this order:
 
     - `given` of backward, with bit k set if output k has a gradient, if parts of backward come only from some
@@ -187,6 +193,11 @@ class _Emitter:
         self.last_fetches = last_fetches(schedule)
         self.copying: dict[Storage, int] = {}
         """The key of the copy that a `Wait` is for."""
+        self.views = _Views(graph)
+        self.repeated: set[Value] = set()
+        """The views that the body reads several times, which become variables."""
+        self.bound: dict[Storage, list[Value]] = {}
+        """The views of each storage that are variables now."""
         self.names: dict[Value, str] = {}
         self.operations: dict[str, str] = {}
         self.taken: set[str] = set(_RESERVED)
@@ -198,8 +209,9 @@ class _Emitter:
             [
                 self._docstring(),
                 "import torch",
+                *([_LSTM_IMPORT] * (LSTM_KERNEL in self.operations)),
                 "",
-                *(f"{name} = torch.ops.{op}" for op, name in self.operations.items()),
+                *(f"{name} = {_function(op)}" for op, name in self.operations.items()),
                 "",
                 *self._input_table(),
                 *self._copy_table(),
@@ -291,22 +303,37 @@ class _Emitter:
 
     # ------------------------------------------------------------------ statements
 
-    def _body(self, instructions: Iterable[Instruction], first: int) -> Iterator[str]:
+    def _body(self, instructions: Sequence[Instruction], first: int) -> Iterator[str]:
         location = None
+        self.repeated, self.bound = self.views.repeated(instructions), {}
         for step, instruction in enumerate(instructions, first):
             match instruction:
                 case Compute(node, retained):
                     if node.at is not None and node.at != location:
                         location = node.at
                         yield _comment(str(location))
+                    yield from self._bindings(node.operands)
                     yield from self._compute(node, retained)
                 case Free(storage):
-                    values = dict.fromkeys(self._filling(storage))
+                    values = dict.fromkeys((*self._filling(storage), *self.bound.pop(storage, ())))
                     yield f"del {', '.join(self._name(value) for value in values)}"
                 case Offload() | Fetch() | Wait():
                     yield from self._copy(instruction, step)
                 case Loss():
                     raise AssertionError("the loss stands between the two bodies")
+
+    def _bindings(self, values: Iterable[Value]) -> Iterator[str]:
+        """Writes the views that become variables before an operation reads these values."""
+        for value in map(self.views.shortest, values):
+            producer = self.producers.get(value)
+            bound = self.bound.get(value.storage, ())
+            if producer is None or not producer.is_view or value in bound:
+                continue
+            yield from self._bindings(producer.operands)
+            if value in self.repeated:
+                call = self._view(producer, value)
+                self.bound.setdefault(value.storage, []).append(value)
+                yield f"{self._name(value)} = {call}"
 
     def _filling(self, storage: Storage) -> Iterator[Value]:
         """Yields the values that fill a storage that is freed."""
@@ -356,7 +383,7 @@ class _Emitter:
 
     def _name(self, value: Value) -> str:
         offloaded = self.graph.offloaded_of.get(value.storage)
-        if offloaded is not None:  # a parameter under another of its names
+        if offloaded is not None and value not in self.views.of:  # a parameter under another of its names
             value = offloaded.value
         if value not in self.names:
             self.names[value] = self._unique(_plain(value.name))
@@ -378,10 +405,23 @@ class _Emitter:
 
     def _expression(self, value: Value) -> str:
         producer = self.producers.get(value)
-        if producer is None or not producer.is_view:
+        if producer is None or not producer.is_view or value in self.bound.get(value.storage, ()):
             return self._name(value)
-        call = self._call(producer)
-        return f"{call}[{producer.results.index(value)}]" if producer.is_sequence else call
+        return self._view(producer, value)
+
+    def _view(self, producer: Node, value: Value) -> str:
+        """Derives a view; one of several by itself, if torch has an operation for that."""
+        index = producer.results.index(value)
+        match producer.op, producer.arguments, producer.keywords:
+            case "aten.unbind.int", (Value() as base, *axis), ():
+                alone = "aten.select.int", (base, *(axis or [0]), index)
+            case "aten.split.Tensor", (Value() as base, int(size), *axis), ():
+                alone = "aten.narrow.default", (base, *(axis or [0]), index * size, _length(value, axis))
+            case _:
+                call = self._call(producer)
+                return f"{call}[{index}]" if producer.is_sequence else call
+        op, arguments = alone
+        return f"{self._operation(op)}({', '.join(map(self._argument, arguments))})"
 
     def _call(self, node: Node) -> str:
         if node.releases is not None:
@@ -407,7 +447,7 @@ class _Emitter:
     def _argument(self, argument: Argument) -> str:
         match argument:
             case Value():
-                return self._expression(argument)
+                return self._expression(self.views.shortest(argument))
             case tuple():
                 return f"[{', '.join(self._argument(item) for item in argument)}]"
             case Symbol():
@@ -434,12 +474,71 @@ class _Emitter:
         return ", ".join(f"{self._name(v)}.detach()" if v in outputs else self._name(v) for v in self.saved)
 
 
+def _function(op: str) -> str:
+    """Returns the expression of an operation's function."""
+    return run_lstm_kernel.__name__ if op == LSTM_KERNEL else function_name(op)
+
+
+# ---------------------------------------------------------------------- views
+
+
+def _length(value: Value, axis: Sequence[Argument]) -> int:
+    """Returns the length of a view along an axis; the first one if none is named."""
+    (place,) = axis or (0,)
+    assert isinstance(place, int)
+    return value.type.shape[place]
+
+
+_STAYING = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("detach.default", "alias.default", "t.default", "transpose.int", "permute.default"),
+        *("view.default", "_unsafe_view.default", "unsqueeze.default", "squeeze.dim", "squeeze.dims"),
+    )
+)
+"""The views that begin where their operand begins."""
+
+
+class _Views:
+    """The views of a graph, derived with as few calls as possible.
+
+    Args:
+        graph: A graph in which each value has a producer or is an input.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.nodes = [node for node in graph.nodes if node.is_view]
+        self.of = {value: node for node in self.nodes for value in node.values}
+        self.known: dict[Value, Value] = {}
+
+    def shortest(self, value: Value) -> Value:
+        """Returns the earliest value that lies in memory as this one does: it is the same to an operation."""
+        if value not in self.known:
+            found, base = value, value
+            while (node := self.of.get(base)) is not None and node.op in _STAYING:
+                base = node.operands[0]
+                found = base if base.type == value.type else found
+            self.known[value] = found
+        return self.known[value]
+
+    def repeated(self, instructions: Iterable[Instruction]) -> set[Value]:
+        """Returns the views that these instructions read, or derive others from, more than once."""
+        reads = Counter(
+            self.shortest(v) for i in instructions if isinstance(i, Compute) for v in i.node.operands
+        )
+        for node in reversed(self.nodes):
+            read = sum(1 if reads[value] > 1 else reads[value] for value in node.values)
+            for operand in node.operands:
+                reads[self.shortest(operand)] += read
+        return {value for value in self.of if reads[value] > 1}
+
+
 # ---------------------------------------------------------------------- names and texts of others
 
 _RESERVED = frozenset(
     (
         *("inputs", "saved", "tangents", "given", "release", "exchange", "copies"),
-        *("forward", "backward", "torch", "float", "complex", "_"),
+        *("forward", "backward", run_lstm_kernel.__name__, "torch", "float", "complex", "_"),
     )
 )
 """The names that the emitted source has itself."""

@@ -18,6 +18,7 @@ from ...passes.subgraphs.footprint import Footprint, footprint, outputs_bytes, s
 from ...passes.subgraphs.leaner_backward import leaner_backwards
 from ...passes.subgraphs.plan_subgraph import minimum_bytes, plan_subgraph
 from ...passes.subgraphs.subgraph import AmbientMemory, Choice, Subgraph
+from ...torch_support.allocated import allocated_bytes
 from .pending_runs import Backward, Gradient, PendingRun, Run, Variant, gradients_of
 
 __all__ = ["StepBudget"]
@@ -194,9 +195,7 @@ class StepBudget:
             )
         self.alive.note((*saved, *leaves))
         upstream = frozenset(makers).union(*(maker.upstream for maker in makers))
-        given = tuple(
-            Gradient(leaf.untyped_storage().nbytes(), leaf=id(leaf)) for leaf in leaves if leaf.grad is None
-        )
+        given = tuple(Gradient(allocated_bytes(leaf), leaf=id(leaf)) for leaf in leaves if leaf.grad is None)
         return upstream, given
 
     # ------------------------------------------------------------------ what is alive around a run

@@ -6,6 +6,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from ...backends.distributed import reaching
+
 __all__ = ["first_failure", "said_by_all"]
 
 _Said = TypeVar("_Said")
@@ -21,7 +23,8 @@ def said_by_all(said: _Said, group: dist.ProcessGroup | None = None) -> list[_Sa
     if not dist.is_initialized():
         return [said]
     found = [said] * dist.get_world_size(group)
-    dist.all_gather_object(found, said, group=group)
+    with reaching(when="between steps"):
+        dist.all_gather_object(found, said, group=group)
     return found
 
 

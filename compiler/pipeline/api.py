@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ...backends.distributed import reaching
 from ...frontends.torch import Captured
 from ...ir import IrcError, UsageError, parse_program
 from ...ir.pipeline.plan import PipelinePlan
@@ -20,7 +21,7 @@ from ...passes.costs.optimizer_costs import OptimizerFactory
 from ..request import MEASURED, renamed_costs
 from .auto import Considered, choose
 from .micro_batches import PlannedCall, batch_of, micro_batches_of
-from .plan import captured_micro_batch, plan_stages
+from .plan import baseline_bytes, captured_micro_batch, plan_stages
 from .request import AUTO, PipelineRequest
 from .trainer import PipelineLoss, PipelineTrainer, Stages, state_of
 
@@ -107,7 +108,8 @@ def pipeline(
         budget: Bytes of each device: `"4GiB"`, or one for each device, with its speed beside the one that
             costs are measured on if that differs: `["16GiB", "8GiB@0.5"]`. It covers parameters,
             gradients, buffers, the batch, activations of all micro-batches in flight, what is sent and
-            received, workspaces, and the state and steps of `optimizer`. Different devices take their stages
+            received, workspaces, and the state and steps of `optimizer`. `"90%"` is of a device's equal share
+            in the peak of the whole batch on one device, which keeps all. Different devices take their stages
             in the order that is best (`plan.device_names`, `plan.budget_bytes`).
         stages: How many devices; `auto` takes as many of those in `budget` as give the shortest step, or all
             ranks under torchrun.
@@ -176,6 +178,8 @@ def compile_pipeline(
         model, args = load(count)
         return captured_micro_batch(model, micro_batches_of(args, count)[0], loss)
 
+    if request.has_percentages:
+        request = request.of_shares(baseline_bytes(capture(1), request.optimizer))
     model, args = load(1 if request.micro_batches == AUTO else request.count_of_micro_batches)
     if dist.is_initialized() and dist.get_world_size() > 1:
         if request.devices == AUTO:
@@ -211,7 +215,8 @@ def _agreed(
             said = [(stages.texts(), stages.tier_configs, considered)]
         except IrcError as error:
             failure, said = error, [str(error)]
-    dist.broadcast_object_list(said)
+    with reaching(when="while the first one plans"):
+        dist.broadcast_object_list(said)
     if failure is not None:
         raise failure
     if isinstance(said[0], str):

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from ...frontends.torch import Captured, capture
 from ...ir import BudgetError, Graph, InputRole, UnsupportedError
+from ...ir.liveness import liveness
 from ...passes import Cost, OfferTiers, PassManager, Program, SplitDropout
 from ...passes.costs.optimizer_costs import OptimizerFactory, step_costs
 from ...passes.pipeline import (
@@ -33,7 +34,14 @@ from .results import own_results
 from .summary import plan_of
 from .trainer import PipelineLoss, Stages
 
-__all__ = ["MicroBatch", "captured_micro_batch", "devices_of", "optimizer_steps_of", "plan_stages"]
+__all__ = [
+    "MicroBatch",
+    "baseline_bytes",
+    "captured_micro_batch",
+    "devices_of",
+    "optimizer_steps_of",
+    "plan_stages",
+]
 
 _LINK_SECONDS = 20e-6
 """The assumed latency of a transfer, in seconds."""
@@ -67,6 +75,18 @@ def _own(tensor: Tensor) -> Tensor:
     if tensor.untyped_storage().nbytes() <= tensor.nbytes:
         return tensor
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def baseline_bytes(captured: Captured, optimizer: OptimizerFactory | None) -> int:
+    """The peak of a step on one device that keeps all, without workspaces, and with the optimizer's state.
+
+    Args:
+        captured: The training graph of the whole batch.
+        optimizer: Makes the optimizer; None if none is counted.
+    """
+    graph = captured.graph
+    state_bytes = 0 if optimizer is None else optimizer_steps_of(graph, optimizer).state_bytes(graph)
+    return liveness(Program(graph).baseline, {}).peak_bytes + state_bytes
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -48,12 +48,16 @@ class DeviceRequest:
         return f"{name}{format_bytes(self.budget_bytes)}{'' if self.speed == 1 else f'@{self.speed:g}'}"
 
     @staticmethod
-    def parse(text: int | str) -> DeviceRequest:
-        """A device as `[NAME=]BYTES[@SPEED]`, such as `cuda:0=16GiB`, `8GiB@0.5` or `4GiB`.
+    def parse(text: int | str, share_bytes: int = 0) -> DeviceRequest:
+        """A device as `[NAME=]BYTES[@SPEED]`, such as `cuda:0=16GiB`, `8GiB@0.5`, `4GiB` or `90%`.
+
+        Args:
+            text: The device.
+            share_bytes: The bytes that `%` refers to, see `PipelineRequest.of_shares`.
 
         Raises:
-            UsageError: IRC401 for what is not a number of bytes; IRC482 for a part of something, a speed
-                that is not above 0, or a name that torch does not know.
+            UsageError: IRC401 for what is not a number of bytes; IRC482 for a speed that is not above 0, or
+                a name that torch does not know.
         """
         if not isinstance(text, str):
             return DeviceRequest(parse_budget(text, 0))
@@ -61,13 +65,7 @@ class DeviceRequest:
         amount, at, speed_text = rest.partition("@")
         if equals:
             _check_name(name.strip())
-        if amount.strip().endswith("%"):
-            raise UsageError(
-                "IRC482",
-                f"the budget of a device is {amount}: a part of what, is not clear where there are several",
-                help="give bytes, as 4GiB",
-            )
-        budget_bytes = parse_budget(amount, 0)
+        budget_bytes = parse_budget(amount, share_bytes)
         try:
             speed = float(speed_text) if at else 1.0
         except ValueError:
@@ -97,7 +95,8 @@ class PipelineRequest:
     Args:
         devices: How many devices it runs on; `auto` for as many of those in `budget` as are best.
         micro_batches: In how many parts a batch goes through it, or `auto`.
-        budget: Of each device, as `DeviceRequest.parse` reads it; one for all, or one for each.
+        budget: Of each device, as `DeviceRequest.parse` reads it; one for all, or one for each. A percentage
+            is of a device's equal share in the baseline: the peak of the whole batch on one device.
         schedule: `gpipe`, `1f1b`, `interleaved`, `zb-h1`, `zbv` or `dualpipev`, or `auto`.
         chunks: Stages of each device, for `interleaved`.
         strategy: What stages compute again, as in `irc.optimize`.
@@ -240,6 +239,25 @@ class PipelineRequest:
                 help="give each device once, with all it has",
             )
         return found
+
+    @property
+    def has_percentages(self) -> bool:
+        """Whether a budget is a part of a device's share in the baseline."""
+        given = [self.budget] if isinstance(self.budget, int | str) else self.budget
+        return any(isinstance(text, str) and "%" in text for text in given)
+
+    def of_shares(self, baseline_bytes: int) -> PipelineRequest:
+        """The request with budgets in bytes.
+
+        Args:
+            baseline_bytes: The peak of a step of the whole batch on one device, which keeps all.
+        """
+        share_bytes = baseline_bytes // self.count_of_devices
+        texts = [self.budget] * self.count_of_devices if isinstance(self.budget, int | str) else self.budget
+        devices = [DeviceRequest.parse(text, share_bytes) for text in texts]
+        names = (f"{device.name}=" if device.name else "" for device in devices)
+        budgets = [f"{name}{d.budget_bytes}@{d.speed!r}" for name, d in zip(names, devices, strict=True)]
+        return replace(self, budget=budgets)
 
     def of_a_stage(self) -> Request:
         """The request of a stage; the pipeline's planner gives each stage its part of a device's budget.

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ...backends.distributed import reaching
 from ...ir import InputRole, Trait, UnsupportedError, UsageError, format_bytes
 from ...ir.files import check_folder
 from ...passes.costs.allocations import peak_bytes
@@ -154,11 +155,13 @@ def in_group() -> Generator[int | None]:
         yield None
         return
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    dist.init_process_group("gloo", timeout=_LIMIT)
+    with reaching(when="at the start"):
+        dist.init_process_group("gloo", timeout=_LIMIT)
     try:
         yield dist.get_rank()
     finally:
-        dist.destroy_process_group()
+        with reaching(when="at the end"):
+            dist.destroy_process_group()
 
 
 def run_pipeline(
@@ -337,7 +340,8 @@ def _everywhere(loss: float, written: WrittenPipeline) -> float:
     if not dist.is_initialized():
         return loss
     said = torch.tensor([loss], dtype=torch.float64)
-    dist.broadcast(said, written.stages.order.device_of[-1])
+    with reaching(when="after a step"):
+        dist.broadcast(said, written.stages.order.device_of[-1])
     return said.item()
 
 
@@ -359,7 +363,8 @@ def _gathered(own: RankReport) -> tuple[RankReport, ...]:
         dtype=torch.float64,
     )
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, row)
+    with reaching(when="at the end"):
+        dist.all_gather(rows, row)
     found: list[RankReport] = []
     for values in (row.tolist() for row in rows):
         difference = None if values[3] < 0 else values[3]

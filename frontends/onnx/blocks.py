@@ -9,8 +9,20 @@ import torch
 from torch import Tensor
 
 from ...ir.errors import Location, UnsupportedError
-from .lowerings.table import Value
-from .program import Frame, Operand, Output, RunError, Step, device_of, flat, run, slots_of, with_frees
+from .lowerings.table import Value, settle
+from .program import (
+    UNKNOWN,
+    Frame,
+    Operand,
+    Output,
+    RunError,
+    Step,
+    device_of,
+    flat,
+    run,
+    slots_of,
+    with_frees,
+)
 from .tensors import Static
 
 __all__ = ["Block", "Branch", "Loop", "Map", "Scan", "Scanned"]
@@ -64,6 +76,7 @@ class Branch:
         otherwise: The block that runs if it does not.
         results: See `Step`.
         frees: See `Step`.
+        decided_by: The inputs of the model whose elements decide the condition.
     """
 
     name: str
@@ -73,6 +86,7 @@ class Branch:
     otherwise: Block
     results: tuple[int | None, ...]
     frees: tuple[int, ...] = ()
+    decided_by: tuple[str, ...] = ()
 
     def reads(self) -> set[int]:
         """See `Step`."""
@@ -86,7 +100,16 @@ class Branch:
         """See `Step`."""
         condition = frame.tensor(self.condition)
         assert condition is not None
-        taken = self.then if bool(condition) else self.otherwise
+        try:
+            taken = self.then if bool(condition) else self.otherwise
+        except UNKNOWN as error:
+            inputs = " and ".join(map(repr, self.decided_by)) or "what only a run tells"
+            raise UnsupportedError(
+                "IRC302",
+                f"{self.title} whose condition depends on {inputs} is not supported in a plan",
+                at=Location(onnx_node=self.name),
+                help=settle(self.decided_by),
+            ) from error
         frame.fill(self.results, taken.run(frame))
 
 

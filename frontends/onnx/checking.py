@@ -27,7 +27,7 @@ _EXTERNAL_HELP = "keep the model's external data beside it, under the same names
 _FunctionId: TypeAlias = tuple[str, str, str]
 
 
-def check_proto(model: onnx.ModelProto, path: str, in_place: str | None) -> None:
+def check_proto(model: onnx.ModelProto, path: str, in_place: str) -> None:
     """Refuse a model that contradicts itself.
 
     Sizes are compared with the bytes that are there, so that reading a tensor afterwards takes no more memory
@@ -35,7 +35,8 @@ def check_proto(model: onnx.ModelProto, path: str, in_place: str | None) -> None
 
     Args:
         model: The model as it was parsed; no external data is read.
-        path: The file, for messages and for what is stored beside it.
+        path: The file, for messages and for what is stored beside it, or linked from there to where the file
+            itself is linked.
         in_place: The name by which weights that are left in the file refer to it; their size is right.
 
     Raises:
@@ -43,26 +44,26 @@ def check_proto(model: onnx.ModelProto, path: str, in_place: str | None) -> None
             functions call themselves, IRC312 when external data lie elsewhere or are too short.
         UnsupportedError: IRC307 when functions expand to too many nodes.
     """
-    folder = os.path.dirname(os.path.abspath(path))
+    folder, store = os.path.dirname(os.path.abspath(path)), os.path.dirname(os.path.realpath(path))
     in_functions = (graph for f in model.functions for node in f.node for graph in _inner(node))
     for graph in (*_graphs(model.graph), *in_functions):
         _check_names(graph.name, graph.node, graph.input, graph.initializer, graph.output)
         for tensor in graph.initializer:
             if not _is_in(tensor, in_place):
-                _check_tensor(tensor, f"the weight {tensor.name!r}", folder)
+                _check_tensor(tensor, f"the weight {tensor.name!r}", folder, store)
         for sparse in graph.sparse_initializer:
             for part in (sparse.values, sparse.indices):
-                _check_tensor(part, f"the sparse weight {sparse.values.name!r}", folder)
+                _check_tensor(part, f"the sparse weight {sparse.values.name!r}", folder, store)
         _check_types(graph)
-        _check_attributes(graph.node, folder, in_place)
+        _check_attributes(graph.node, folder, store, in_place)
     for function in model.functions:
         _check_names(function.name, function.node, (), (), ())
         repeated = [n for n, k in Counter(function.input).items() if k > 1]
         if repeated:
             raise _twice(f"the function {function.name!r} has two inputs", repeated[0])
-        _check_attributes(function.node, folder, in_place)
+        _check_attributes(function.node, folder, store, in_place)
         defaults = onnx.NodeProto(name=function.name, attribute=function.attribute_proto)
-        _check_attributes([defaults], folder, in_place)
+        _check_attributes([defaults], folder, store, in_place)
     _check_functions(model)
 
 
@@ -163,7 +164,7 @@ _IN_DOUBLES = {ir.DataType.DOUBLE: 1, ir.DataType.COMPLEX128: 2}
 _IN_UNSIGNED = (ir.DataType.UINT32, ir.DataType.UINT64)
 
 
-def _check_attributes(nodes: Iterable[onnx.NodeProto], folder: str, in_place: str | None) -> None:
+def _check_attributes(nodes: Iterable[onnx.NodeProto], folder: str, store: str, in_place: str) -> None:
     for node in nodes:
         at = node.name or next((o for o in node.output if o), node.op_type)
         for attribute in node.attribute:
@@ -175,17 +176,17 @@ def _check_attributes(nodes: Iterable[onnx.NodeProto], folder: str, in_place: st
             try:
                 for tensor in tensors:
                     if not _is_in(tensor, in_place):
-                        _check_tensor(tensor, what, folder)
+                        _check_tensor(tensor, what, folder, store)
             except IrcError as error:
                 error.at = Location(onnx_node=at)
                 raise
 
 
-def _is_in(tensor: onnx.TensorProto, location: str | None) -> bool:
-    return location is not None and any(entry.value == location for entry in tensor.external_data)
+def _is_in(tensor: onnx.TensorProto, location: str) -> bool:
+    return any(entry.value == location for entry in tensor.external_data)
 
 
-def _check_tensor(tensor: onnx.TensorProto, what: str, folder: str) -> None:
+def _check_tensor(tensor: onnx.TensorProto, what: str, folder: str, store: str) -> None:
     _check_element(tensor.data_type, what)
     _check_rank(len(tensor.dims), what)
     dims, dtype = list(tensor.dims), ir.DataType(tensor.data_type)
@@ -201,7 +202,7 @@ def _check_tensor(tensor: onnx.TensorProto, what: str, folder: str) -> None:
         return
     nbytes = -(-count * _BITS_PER_ELEMENT[dtype] // 8)
     if tensor.data_location == onnx.TensorProto.EXTERNAL:
-        _check_external(tensor, what, folder, nbytes)
+        _check_external(tensor, what, folder, store, nbytes)
     elif tensor.HasField("raw_data"):
         _compare(what, dims, nbytes, len(tensor.raw_data), "B")
     else:
@@ -232,7 +233,7 @@ def _compare(what: str, dims: list[int], needed: int, present: int, unit: str) -
         )
 
 
-def _check_external(tensor: onnx.TensorProto, what: str, folder: str, nbytes: int) -> None:
+def _check_external(tensor: onnx.TensorProto, what: str, folder: str, store: str, nbytes: int) -> None:
     def refuse(why: str) -> UsageError:
         return UsageError("IRC312", f"{what} is stored in {location!r}, {why}", help=_EXTERNAL_HELP)
 
@@ -241,8 +242,7 @@ def _check_external(tensor: onnx.TensorProto, what: str, folder: str, nbytes: in
     if not location or "\0" in location:
         raise refuse("which is not the name of a file")
     path = os.path.join(folder, location)
-    real, root = os.path.realpath(path), os.path.realpath(folder)
-    if os.path.isabs(location) or os.path.commonpath([real, root]) != root:
+    if not _is_beside(location, folder, store):
         raise refuse(f"which is not in the model's folder {folder}")
     try:
         offset = int(fields.get("offset") or 0)
@@ -260,6 +260,20 @@ def _check_external(tensor: onnx.TensorProto, what: str, folder: str, nbytes: in
     present = os.path.getsize(path)
     if present < offset + length:
         raise refuse(f"which has {present:,} B of the {offset + length:,} B needed")
+
+
+def _is_beside(location: str, folder: str, store: str) -> bool:
+    """Whether external data lie in the model's folder, or are linked from it to where the model is linked.
+
+    A cache that keeps files by their hashes links the model and its data into one store. The file names no
+    more than the link: no name in it leads out of the folder.
+    """
+    if os.path.isabs(location):
+        return False
+    real, root = os.path.realpath(os.path.join(folder, location)), os.path.realpath(folder)
+    if os.path.commonpath([real, root]) == root:
+        return True
+    return ".." not in location.split(os.sep) and os.path.dirname(real) == store
 
 
 # Functions

@@ -10,10 +10,12 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
+from ...ir.errors import IrcError, Location, UnsupportedError
 from .blocks import Branch, Loop, Map, Scan, Scanned
 from .coverage import check_covered, refusal, title, version_of
-from .graphs import node_name, wanted
+from .graphs import inputs_behind, node_name, wanted
 from .lowerings.attention import flex_mix, flex_scores
+from .lowerings.table import settle
 from .partial_evaluation import PartialValue, Tracer
 from .program import Operand
 from .tensors import Static, torch_dtype
@@ -61,14 +63,36 @@ class ControlFlow:
                 self.tracer.alias(outer, inner)
             return
         operand = self.tracer.operand(node.inputs[0])
-        then, otherwise = (self._body(node, name) for name in ("then_branch", "else_branch"))
-        first = self.tracer.block([], lambda: self._outputs(then))
-        second = self.tracer.block([], lambda: self._outputs(otherwise))
+        inputs = self._deciding_inputs(node.inputs[0])
+        try:
+            then, otherwise = (self._body(node, name) for name in ("then_branch", "else_branch"))
+            first = self.tracer.block([], lambda: self._outputs(then))
+            second = self.tracer.block([], lambda: self._outputs(otherwise))
+        except IrcError as error:
+            if not inputs or error.help == settle(inputs):  # a branch in this one has said so
+                raise
+            inner = f" ({error.at})" if error.at is not None else ""
+            raise UnsupportedError(
+                "IRC302",
+                f"{title(self._model, node)} on the condition {node.inputs[0].name!r}, which depends on"
+                f" the input {' and '.join(map(repr, inputs))}, keeps both branches, and one is refused:"
+                f" {error.code}{inner}: {error.message}",
+                at=Location(onnx_node=node_name(node)),
+                help=settle(inputs),
+            ) from error
         types = [self._common(a, b) for a, b in zip(then.outputs, otherwise.outputs, strict=True)]
         results = self.tracer.new_results(node.outputs, wanted(node), types)
         self.tracer.steps.append(
-            Branch(node_name(node), title(self._model, node), operand, first, second, results)
+            Branch(
+                node_name(node), title(self._model, node), operand, first, second, results, decided_by=inputs
+            )
         )
+
+    def _deciding_inputs(self, value: ir.Value) -> tuple[str, ...]:
+        """The names of the inputs of the model whose elements decide a value."""
+        reached = inputs_behind(value)
+        inputs = (v for v in self._model.graph.inputs if v in reached and not self.tracer.known(v).constant)
+        return tuple(v.name or "" for v in inputs)
 
     def _outputs(self, graph: ir.Graph) -> Sequence[ir.Value]:
         self.run_nodes(graph)
@@ -110,6 +134,8 @@ class ControlFlow:
         most, goes_on = self._constant(loop.count, -1), self._constant(loop.condition, 1)
         if most is None or goes_on is None:
             return False
+        if loop.count is not None:
+            most = max(most, 0)
         if goes_on and _never_ends(body):
             self._count(node, body, math.inf if most < 0 else most)
         now, stacks = list(carried), [list[ir.Value]() for _ in body.outputs[1 + len(carried) :]]

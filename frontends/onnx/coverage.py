@@ -16,6 +16,14 @@ __all__ = ["STRUCTURE", "check_covered", "domain_of", "refusal", "title", "versi
 STRUCTURE = ("Constant", "If", "Loop", "Scan", "SequenceMap")
 
 
+# What to do without operators that have no lowering.
+_INSTEAD = {
+    ("com.microsoft", "DynamicQuantizeLSTM"): "take the file from before dynamic quantisation: its LSTM has"
+    " float weights, which can be trained (quantize_dynamic of onnxruntime made this node; leave LSTM out of"
+    " its op_types_to_quantize)"
+}
+
+
 def domain_of(node: ir.Node) -> str:
     """The node's domain; empty for the default one."""
     return "" if node.domain == "ai.onnx" else node.domain
@@ -82,5 +90,6 @@ def check_covered(model: ir.Model, graph: ir.Graph | None = None) -> None:
         f"the operator {title(model, first)} is not supported"
         + (f"; {len(others)} more: {counted}" if others else ""),
         at=Location(onnx_node=node_name(first)),
-        help="export the model without it; `irc.frontends.onnx.operators()` lists what is covered",
+        help=_INSTEAD.get((domain_of(first), first.op_type))
+        or "export the model without it; `irc.frontends.onnx.operators()` lists what is covered",
     )

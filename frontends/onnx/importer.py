@@ -176,6 +176,10 @@ class _Importer:
             ), tracer
 
 
+# Types that stand for themselves in torch; others may be held in a wider one.
+_COMPARED = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.bool)
+
+
 class _Nodes:
     """Imports nodes one after the other, each by what it is."""
 
@@ -204,6 +208,25 @@ class _Nodes:
                     at=Location(onnx_node=node_name(node)),
                     help="`onnx.checker.check_model(path, full_check=True)` says more about the file",
                 ) from error
+            self._check_declared(node)
+
+    def _check_declared(self, node: ir.Node) -> None:
+        """Refuse a result whose element type is not the one that the file declares.
+
+        Raises:
+            UsageError: IRC305.
+        """
+        for value in node.outputs:
+            known = self.tracer.type_of(value)
+            declared = None if value.dtype is None else torch_dtype(value.dtype)
+            if known in _COMPARED and declared in _COMPARED and known is not declared:
+                raise UsageError(
+                    "IRC305",
+                    f"{title(self.tracer.model, node)} makes {value.name!r} of {known}, and the file declares"
+                    f" {declared}",
+                    at=Location(onnx_node=node_name(node)),
+                    help="mend the file: `onnx.shape_inference.infer_shapes` writes what nodes make",
+                )
 
     def _count(self, node: ir.Node) -> None:
         self._imported += 1

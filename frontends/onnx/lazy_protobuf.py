@@ -51,7 +51,10 @@ class InPlace:
     mark: str = field(default_factory=lambda: f"in-place-{secrets.token_hex(16)}")
 
     def resolve(self, graph: ir.Graph) -> None:
-        """Point the weights of a graph, and of the graphs in it, to the file."""
+        """Point the weights of a graph, and of the graphs in it, to the file, or to the folder it is in.
+
+        Data beside a link to the file may be links to that folder (see `check_proto`).
+        """
         for value in graph.initializers.values():
             if value.const_value is not None:
                 value.const_value = self._resolved(value.const_value)
@@ -63,9 +66,13 @@ class InPlace:
                 self.resolve(inner)
 
     def _resolved(self, tensor: ir.TensorProtocol) -> ir.TensorProtocol:
-        if not isinstance(tensor, ir.ExternalTensor) or tensor.location != self.mark:
+        if not isinstance(tensor, ir.ExternalTensor):
             return tensor
-        folder, name = os.path.split(self.path)
+        beside = os.path.join(tensor.base_dir, tensor.location)
+        path = self.path if tensor.location == self.mark else os.path.realpath(beside)
+        folder, name = os.path.split(path)
+        if folder != os.path.dirname(self.path):
+            return tensor
         return ir.ExternalTensor(
             name,
             tensor.offset,

@@ -261,6 +261,11 @@ class Tracer:
         known = None if value in self._lists else self.known(value)
         return None if known is None or known.tensor is None else tuple(known.tensor.shape)
 
+    def type_of(self, value: ir.Value) -> torch.dtype | None:
+        """The element type of a value, as far as it is known."""
+        known = self._values.get(value)
+        return None if known is None or known.tensor is None else known.tensor.dtype
+
     def _new_constant(self, tensor: Tensor) -> Operand:
         self.constants.append(tensor.contiguous())
         return Operand("constant", len(self.constants) - 1)

@@ -11,10 +11,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from ...ir.errors import IrcError, Location, UnsupportedError, UsageError, first_line
-from .lowerings.table import SETTLE, Call, Lowering, NodeInfo, Value
+from .lowerings.table import Call, Lowering, NodeInfo, Value, settle
 from .tensors import Static
 
 __all__ = [
+    "UNKNOWN",
     "Frame",
     "NodeStep",
     "Operand",
@@ -241,8 +242,8 @@ class RunError(UsageError, RuntimeError):
     """Reports a fault of a graph and its inputs that only a run shows; a RuntimeError, as torch's own are."""
 
 
-# The errors that a tracer raises if a step needs to see data.
-_UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
+UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
+"""The errors that a tracer raises if a step needs to see data."""
 # What torch raises for values that do not fit; its subclasses (out of memory, of its tracers) pass.
 _FAULTS = (RuntimeError, IndexError, TypeError, ValueError, ZeroDivisionError, OverflowError, AssertionError)
 
@@ -259,8 +260,8 @@ def run(steps: Iterable[Step], frame: Frame) -> None:
         frame.enter(step.name)
         try:
             step.run(frame)
-        except (*_UNKNOWN, *_FAULTS) as error:
-            if type(error) not in (*_UNKNOWN, NotImplementedError, *_FAULTS):
+        except (*UNKNOWN, *_FAULTS) as error:
+            if type(error) not in (*UNKNOWN, NotImplementedError, *_FAULTS):
                 raise
             raise _explained(step, error) from error
         frame.free(step.frees)
@@ -269,12 +270,12 @@ def run(steps: Iterable[Step], frame: Frame) -> None:
 def _explained(step: Step, error: BaseException) -> IrcError:
     """Returns the error for a step that failed."""
     at = Location(onnx_node=step.name)
-    if isinstance(error, _UNKNOWN):
+    if isinstance(error, UNKNOWN):
         return UnsupportedError(
             "IRC302",
             f"{step.title} whose work depends on the values of its operands is not supported in a plan",
             at=at,
-            help=SETTLE,
+            help=settle(),
         )
     if isinstance(error, NotImplementedError):
         return UnsupportedError(

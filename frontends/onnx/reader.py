@@ -13,7 +13,7 @@ from ...ir.errors import Location, UsageError, first_line
 from ..quiet import quiet
 from .checking import check_proto
 from .graphs import node_name, subgraphs
-from .lazy_protobuf import parse
+from .lazy_protobuf import InPlace, parse
 
 __all__ = ["normalise", "read"]
 
@@ -46,18 +46,17 @@ def read(path: str | os.PathLike[str], *, in_place: bool = True) -> ir.Model:
         if in_place:
             proto, place = parse(path)
         else:
-            proto, place = onnx.load(path, load_external_data=False), None
+            proto, place = onnx.load(path, load_external_data=False), InPlace(os.path.realpath(path))
     except Exception as error:
         raise _not_whole(path, error) from error
-    check_proto(proto, path, None if place is None else place.mark)
+    check_proto(proto, path, place.mark)
     try:
         with quiet("onnx_ir"):
             model = ir.from_proto(proto)
     except Exception as error:
         raise _not_whole(path, error) from error
     set_base_dir(model.graph, os.path.dirname(os.path.abspath(path)))
-    if place is not None:
-        place.resolve(model.graph)
+    place.resolve(model.graph)
     _check(model, path)
     return model
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,9 +46,10 @@ from .annotation_scopes import Scopes
 from .branches import Branches
 from .eager_run import eager_memory
 from .fixups.autocast_cache import share_casts
+from .fixups.batch_norm import batch_norm_of_eager
 from .fixups.composite_ops import composite_operations
 from .fixups.fake_kernels import fake_kernels_of_eager
-from .fixups.recurrent import StepwiseRNN
+from .fixups.recurrent import RecurrentLayers
 from .fixups.tensor_hooks import tensor_hooks
 from .fixups.tied_parameters import TiedParameters
 from .loss import Loss, has_own_loss, loss_bytes, own_loss, unused_outputs
@@ -92,7 +94,14 @@ class _Flat(nn.Module):
     """Calls a module with its tensor leaves alone, and returns the tensor leaves of its result."""
 
     def __init__(
-        self, module: nn.Module, tree: pytree.TreeSpec, leaves: list[Any], loss: Loss | None
+        self,
+        module: nn.Module,
+        tree: pytree.TreeSpec,
+        leaves: list[Any],
+        loss: Loss | None,
+        *,
+        stepwise: bool,
+        time_limit: float,
     ) -> None:
         super().__init__()
         self.module = module
@@ -111,6 +120,8 @@ class _Flat(nn.Module):
         )
         self.unused: frozenset[int] | None = frozenset() if loss is None else None
         self.branches: Branches | None = None
+        self.stepwise = stepwise
+        self.time_limit = time_limit
 
     def call(self, *tensors: Tensor) -> Any:
         """Returns the result of the module's forward; its hooks run around the planned forward."""
@@ -176,6 +187,8 @@ def capture(
     *,
     loss: Loss | None = None,
     specialize_branches: bool = False,
+    stepwise: bool = False,
+    time_limit: float = math.inf,
     with_eager: bool = False,
 ) -> Captured:
     """Captures the training graph of one call `module(*args, **kwargs)`, a loss and its backward.
@@ -194,16 +207,20 @@ def capture(
         specialize_branches: Whether to assume that Python code that looks at the values of tensors sees in
             each step what it sees in a run on the example arguments. That run is made, and the signature
             says what was seen.
+        stepwise: Whether an LSTM is traced as its time steps where eager runs one kernel. Its numbers then
+            differ from eager's by rounding.
+        time_limit: Seconds. Recurrent layers whose time steps take longer to trace are refused.
         with_eager: Whether to find the memory of the step as it is written, by one more run.
 
     Raises:
+        TimeLimitError: IRC205 for a recurrent layer of too many time steps.
         UnsupportedError: IRC332 to IRC339, IRC342, IRC343, IRC348, IRC536, IRC554 and IRC556, when the graph
             cannot express something in the module.
         UsageError: IRC340, when nothing in the result depends on anything that requires a gradient.
     """
     leaves, tree = flatten_arguments((tuple(args), dict(sorted((kwargs or {}).items()))))
     refuse_hidden_tensors(leaves)
-    flat = _Flat(module, tree, leaves, loss)
+    flat = _Flat(module, tree, leaves, loss, stepwise=stepwise, time_limit=time_limit)
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
     translation = _traced(
         flat, module, tensors, TRACE_MODES + (TRACE_MODES_OF_EXAMPLE if specialize_branches else ())
@@ -334,10 +351,11 @@ def _trace(
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     stack.enter_context(tracing(TracingContext(fake_mode)))
     scopes = stack.enter_context(recording(module))
-    stack.enter_context(StepwiseRNN())
+    stack.enter_context(RecurrentLayers(has_kernels=not flat.stepwise, time_limit=flat.time_limit))
     stack.enter_context(tensor_hooks())
     stack.enter_context(fake_kernels_of_eager())
     stack.enter_context(composite_operations())
+    stack.enter_context(batch_norm_of_eager())
     stack.enter_context(flat.state.restored())
     stack.enter_context(quiet_tracer())
     stack.enter_context(unread_draws_stay())

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from ...ir import EagerMemory, OperationKind
 from .dry_run import dry_run
 from .fixups.fake_kernels import fake_kernels_of_eager
+from .fixups.recurrent import RecurrentLayers
 from .loss import AliveBytes, Loss
 from .results import flattened
 
@@ -30,11 +31,13 @@ class _Followed(AliveBytes):
 
     Args:
         mode: The mode that makes tensors without data of all others.
+        device_type: The type of the device whose bytes count.
     """
 
-    def __init__(self, mode: FakeTensorMode) -> None:
+    def __init__(self, mode: FakeTensorMode, device_type: str) -> None:
         super().__init__()
         self.mode = mode
+        self.device_type = device_type
         self.held_bytes: dict[OperationKind, int] = {}
         self.dropped_bytes: dict[OperationKind, int] = {}
         self.dropped: dict[int, int] = {}
@@ -55,6 +58,12 @@ class _Followed(AliveBytes):
             return result
         self._note(kind)
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def follow(self, tensor: Tensor) -> None:
+        if tensor.device.type == self.device_type:
+            super().follow(tensor)
+        else:
+            self.ignore(tensor)
 
     def _note(self, kind: OperationKind) -> None:
         self.dropped_bytes[kind] = max(self.dropped_bytes.get(kind, 0), self.alive_bytes)
@@ -102,12 +111,15 @@ def eager_memory(
         loss_bytes: What a loss that is not known takes at its peak, and until backward has ended.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    followed = _Followed(mode)
+    types = {tensor.device.type for tensor in (*module.parameters(), *module.buffers(), *tensors)}
+    followed = _Followed(mode, next(iter(types - {"cpu"}), "cpu"))
     at_loss = 0
     held: list[Tensor] = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(RecurrentLayers(has_kernels=True))
         stack.enter_context(fake_kernels_of_eager())
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")

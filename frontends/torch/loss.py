@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any, cast
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...ir import UsageError, allocation_bytes
+from ...torch_support.allocated import allocated_bytes
 from .dry_run import dry_run
 
 __all__ = ["AliveBytes", "Loss", "has_own_loss", "loss_bytes", "own_loss", "unused_outputs"]
@@ -49,7 +51,7 @@ class AliveBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, Tensor) and not self.is_known(leaf):
-                self._follow(leaf)
+                self.follow(leaf)
         self.peak_bytes = max(self.peak_bytes, self.alive_bytes)
         return result
 
@@ -58,9 +60,10 @@ class AliveBytes(TorchDispatchMode):
         self.alive_bytes -= nbytes
         del self.followed_bytes[key]
 
-    def _follow(self, leaf: Tensor) -> None:
-        storage = leaf.untyped_storage()
-        key, nbytes = storage._cdata, allocation_bytes(storage.nbytes(), str(leaf.device))
+    def follow(self, tensor: Tensor) -> None:
+        """Counts a storage as long as it lives."""
+        storage: Any = tensor.untyped_storage()
+        key, nbytes = storage._cdata, allocated_bytes(tensor)
         self.known[key] = weakref.ref(storage, lambda _: self.died(key, nbytes))
         self.followed_bytes[key] = nbytes
         self.alive_bytes += nbytes
@@ -80,16 +83,16 @@ def loss_bytes(loss: Loss | None, result_leaves: list[Any], result_tree: Any) ->
         Bytes at the loss's own peak; bytes that stay until backward returns: the loss and its gradient; and
         bytes that it holds between its forward and its backward.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+    with _tracing():
         leaves = _stand_ins(result_leaves)
         outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         trained = [leaf for leaf in outputs if leaf.requires_grad]
         if loss is None:
-            sizes = (_times(leaf) * leaf.untyped_storage().nbytes() for leaf in trained if leaf.dim())
-            transient = sum(sizes)
-            relaid = sum(_bytes(leaf) for leaf in trained if not leaf.is_contiguous())
-            saved = transient + _SCALARS_BYTES
-            return saved + relaid, relaid + _SCALARS_BYTES, saved
+            transient = sum(_times(leaf) * allocated_bytes(leaf) for leaf in trained if leaf.dim())
+            relaid = sum(allocated_bytes(leaf) for leaf in trained if not leaf.is_contiguous())
+            scalars = _SCALARS * max((allocation_bytes(8, str(leaf.device)) for leaf in trained), default=8)
+            saved = transient + scalars
+            return saved + relaid, relaid + scalars, saved
         trained = list({id(leaf): leaf for leaf in trained}.values())
         gc.collect()
         alive = AliveBytes()
@@ -101,7 +104,7 @@ def loss_bytes(loss: Loss | None, result_leaves: list[Any], result_tree: Any) ->
             seed = torch.ones_like(scalar)
             gradients: Any = torch.autograd.grad(scalar, trained, seed, allow_unused=True)
         taken = {
-            gradient.untyped_storage()._cdata: _bytes(gradient)
+            gradient.untyped_storage()._cdata: allocated_bytes(gradient)
             for gradient, leaf in zip(gradients, trained, strict=True)
             if gradient is not None and gradient.stride() == leaf.stride()
         }
@@ -123,6 +126,14 @@ def has_own_loss(result: object) -> bool:
     return isinstance(found, Tensor) and found.numel() == 1 and found.requires_grad
 
 
+@contextlib.contextmanager
+def _tracing() -> Generator[None]:
+    """Lets a loss run on tensors without data; its backward stays in this thread on a GPU too."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake, torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+        yield
+
+
 def unused_outputs(loss: Loss, result_leaves: list[Any], result_tree: Any) -> frozenset[int]:
     """The tensors of a result that could have a gradient and get none from the loss.
 
@@ -137,7 +148,7 @@ def unused_outputs(loss: Loss, result_leaves: list[Any], result_tree: Any) -> fr
     Raises:
         UsageError: IRC341 when the loss fails, or is not a scalar that depends on the result.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+    with _tracing():
         leaves = _stand_ins(result_leaves)
         outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for output, leaf in zip(outputs, filter(_is_tensor, result_leaves), strict=True):
@@ -154,12 +165,8 @@ def _is_tensor(leaf: object) -> bool:
     return isinstance(leaf, Tensor)
 
 
-_SCALARS_BYTES = 4 * 8
+_SCALARS = 4
 """Scalars of at most eight bytes each: a loss, its gradient, and those of a scaled loss."""
-
-
-def _bytes(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage().nbytes())
 
 
 def _times(output: Tensor) -> int:

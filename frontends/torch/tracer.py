@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch._higher_order_ops import effects
 
 from ..quiet import quiet_tracer
@@ -69,22 +69,13 @@ TRACE_MODES_OF_EXAMPLE = (
 """The modes that are tried after these if the branches may be those of the example."""
 
 
-def _dropout_backward(gradient: Tensor, mask: Tensor, scale: float) -> Any:
-    """In half precision eager on the CPU rounds the scaled mask, while one kernel would round at the end."""
-    if gradient.device.type != "cpu" or gradient.dtype not in (torch.bfloat16, torch.float16):
-        return NotImplemented
-    return gradient * (mask.type_as(gradient) * scale)
-
-
 DECOMPOSITIONS: dict[Any, Any] = {
     torch.ops.aten._conj.default: torch.ops.aten.conj_physical.default,
     torch.ops.aten._neg_view.default: torch.ops.aten.neg.default,
-    torch.ops.aten.native_dropout_backward.default: _dropout_backward,
 }
 """The operations that are traced as others than torch's tracer would choose.
 
-The first two are views that are a flag of the tensor, which a type does not tell: each is made, as its
-reader would.
+They are views that are a flag of the tensor, which a type does not tell: each is made, as its reader would.
 """
 
 

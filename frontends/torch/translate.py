@@ -29,6 +29,7 @@ from torch._functorch._aot_autograd.descriptors import (
     ViewBaseAOTInput,
 )
 from torch._functorch._aot_autograd.schemas import JointWithDescriptors, OutputType
+from torch.utils import _pytree as pytree
 
 from ...ir import (
     Argument,
@@ -184,7 +185,7 @@ class _Translator:
                     self.values[node] = known.value
                     return
             self.constants[node.name] = tensor
-            value = self._value(node.name, node.meta.get("val", tensor), node)
+            value = self._value(node.name, tensor, node)
             self.inputs.append(Input(value, InputRole.CONSTANT, node.name))
         elif not isinstance(node.meta["desc"], ForwardTokenAOTInput | BackwardTokenAOTInput):
             described = node.meta["desc"]
@@ -279,6 +280,7 @@ class _Translator:
 
     def _results(self, node: fx.Node) -> tuple[tuple[Value | None, ...], bool]:
         traced = node.meta.get("val")
+        self._share_storage(node, traced)
         if isinstance(traced, Tensor):
             return (self._value(node.name, traced, node),), False
         if isinstance(traced, (tuple, list)):
@@ -290,6 +292,17 @@ class _Translator:
                 elements.append(None if element is None else self._value(name, element, node))
             return tuple(elements), True
         raise self._no_tensor(node, traced)
+
+    def _share_storage(self, node: fx.Node, traced: object) -> None:
+        """Notes that a view lies in its operand's storage: a constant is traced as a copy without data."""
+        base = (
+            node.args[0] if isinstance(node.target, torch._ops.OpOverload) and node.target.is_view else None
+        )
+        if isinstance(base, fx.Node) and base.op == "get_attr":
+            for view in pytree.tree_leaves(traced):
+                handle = view.untyped_storage()
+                self.referenced.append(handle)  # keeps the id unique
+                self.storages[handle._cdata] = self.values[base].storage
 
     def _no_tensor(self, node: fx.Node, found: object) -> UnsupportedError:
         return UnsupportedError(
@@ -635,17 +648,21 @@ def _draws_nothing(op: str, arguments: Iterable[object]) -> bool:
     return all(rate == 0.0 for rate in dropout[:1])
 
 
-_BATCH_NORM = ("aten._native_batch_norm_legit_functional.default",)
-_BATCH_NORM_BACKWARD = ("aten.native_batch_norm_backward.default",)
+_BATCH_NORM = {
+    "aten._native_batch_norm_legit_functional.default": (3, 4),
+    "aten._batch_norm_with_update_functional.default": (4, 5),
+}
+"""Operations of BatchNorm, with the places of the new statistics among their results."""
+_BATCH_NORM_BACKWARD = ("aten.native_batch_norm_backward.default", "aten.batch_norm_backward.default")
 _STATISTICS = (3, 4)
 _TRAINING = {"forward": 5, "backward": 7}
 
 
 def _ignores_statistics(node: Node, read: Set[Value]) -> bool:
     """Whether a node reads running statistics only to update them (BatchNorm in training)."""
-    if node.op not in _BATCH_NORM or node.arguments[_TRAINING["forward"]] is not True:
+    if node.op not in _BATCH_NORM or node.arguments[_TRAINING["forward"]] is False:
         return False
-    return read.isdisjoint(node.results[index] for index in _STATISTICS)
+    return read.isdisjoint(node.results[index] for index in _BATCH_NORM[node.op])
 
 
 def _accumulates_in_place(gradient: Value, of: Value) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -109,11 +110,12 @@ class PipelinePlan:
         """The plan that `to_json` wrote.
 
         Raises:
-            ValueError: When it is of another format.
+            ValueError: When it is of another format, or a number is negative or not finite.
             LookupError: When something is missing.
         """
         if data["format"] != _FORMAT:
             raise ValueError(f"format is {data['format']!r}, not {_FORMAT!r}")
+        _check_numbers(data)
         return PipelinePlan(
             schedule=str(data["schedule"]),
             micro_batches=int(data["micro_batches"]),
@@ -165,3 +167,21 @@ class PipelinePlan:
             )
         lines.append(f"{'costs':>16}  {self.costs}, planned in {self.planning_seconds:.1f} s")
         return "\n".join(lines)
+
+
+# These are derived, and compare times.
+_SIGNED = ("bubble", "gap", "speedup")
+
+
+def _check_numbers(given: Any, name: str = "plan") -> None:
+    """Refuses, by ValueError, what no amount and no time is."""
+    if isinstance(given, dict):
+        for key, value in given.items():
+            _check_numbers(value, str(key))
+    elif isinstance(given, list | tuple):
+        for value in given:
+            _check_numbers(value, name)
+    elif isinstance(given, int | float):
+        least = -math.inf if name in _SIGNED else 0
+        if not least <= given < 1 << 63:
+            raise ValueError(f"{name} is {given!r}; it is a number from {least} on, below 2**63")

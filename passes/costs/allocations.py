@@ -1,5 +1,8 @@
 """The memory that the allocator hands out while something runs, from its own events."""
 
+# The history of the CUDA allocator has no public interface.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import contextlib
@@ -13,19 +16,80 @@ from typing import Any
 
 import torch
 
-__all__ = ["allocation_events", "peak_bytes"]
+from ...ir import UsageError, allocation_bytes
+
+__all__ = ["allocation_events", "cuda_events", "peak_bytes"]
 
 
-def peak_bytes(run: Callable[[], Any]) -> int:
-    """The highest level of the CPU allocator while `run` runs, above its level at the start, in bytes."""
-    return max(accumulate(allocation_events(run)), default=0)
+def peak_bytes(run: Callable[[], Any], device: torch.device | str = "cpu") -> int:
+    """The highest level of a device's allocator while `run` runs, above its level at the start, in bytes."""
+    return max(accumulate(allocation_events(run, device)), default=0)
 
 
-def allocation_events(run: Callable[[], Any]) -> list[int]:
-    """The CPU allocator's events while `run` runs, in order: bytes taken (positive) or given back."""
+def allocation_events(run: Callable[[], Any], device: torch.device | str = "cpu") -> list[int]:
+    """The events of a device's allocator while `run` runs, in order: bytes taken (positive) or given back.
+
+    Raises:
+        UsageError: As `cuda_events`.
+    """
+    gc.collect()
+    found = torch.device(device)
+    return cuda_events(run, found) if found.type == "cuda" else _cpu_events(run)
+
+
+# ---------------------------------------------------------------------- CUDA
+
+
+def cuda_events(run: Callable[[], Any], device: torch.device) -> list[int]:
+    """The events of the CUDA caching allocator on a device while `run` runs, by its own history.
+
+    The counters of the allocator (`max_memory_allocated`) say more than was asked for: a block of which less
+    than 1 MiB would be left is handed out whole, so that they depend on what ran before.
+
+    Raises:
+        UsageError: IRC458 when the history is recorded already.
+    """
+    torch.cuda.synchronize(device)
+    if torch._C._cuda_isHistoryEnabled():
+        raise UsageError(
+            "IRC458",
+            "torch records the history of CUDA memory, by which irc measures peaks",
+            help="call torch.cuda.memory._record_memory_history(enabled=None) before",
+        )
+    torch.cuda.memory._record_memory_history("all", context=None, stacks="python")
+    try:
+        before = len(_history(device))
+        run()
+        torch.cuda.synchronize(device)
+        return _levelled(_history(device)[before:])
+    finally:
+        torch.cuda.memory._record_memory_history(None)
+
+
+def _history(device: torch.device) -> list[dict[str, Any]]:
+    snapshot: Any = torch.cuda.memory._snapshot()
+    index: Any = device.index
+    return snapshot["device_traces"][torch.cuda.current_device() if index is None else index]
+
+
+def _levelled(history: Iterable[dict[str, Any]]) -> list[int]:
+    """The bytes of each entry that takes memory or makes it free for others, in whole blocks of 512 bytes."""
+    events: list[int] = []
+    for entry in history:
+        nbytes = allocation_bytes(entry.get("size", 0), "cuda")
+        if entry["action"] == "alloc":
+            events.append(nbytes)
+        elif entry["action"] == "free_completed":
+            events.append(-nbytes)
+    return events
+
+
+# ---------------------------------------------------------------------- CPU
+
+
+def _cpu_events(run: Callable[[], Any]) -> list[int]:
     from torch.profiler import ProfilerActivity, profile
 
-    gc.collect()
     session = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False)
     with _quiet_stderr(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # older releases warn of cycles, although there are none

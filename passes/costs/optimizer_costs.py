@@ -143,8 +143,8 @@ def _measured(factory: OptimizerFactory, types: Sequence[TensorType]) -> list[St
     """Measures the costs of steps for each type of parameter; the first step makes the state."""
     with one_thread():
         timed = [_timed(factory, type) for type in types]
-    on_cuda = any(type.device.startswith("cuda") for type in types)
-    levels = iter(allocation_levels(_runs(factory, types), on_cuda=on_cuda))
+    device = next(iter(_cuda_devices(types)), "cpu")
+    levels = iter(allocation_levels(_runs(factory, types), device))
     costs: list[StepCost] = []
     for best_seconds, moving_bytes in timed:
         made, *steps = islice(levels, 1 + _MEMORY_STEPS)
@@ -160,8 +160,7 @@ def _timed(factory: OptimizerFactory, type: TensorType) -> tuple[float, int]:
     parameter = _scratch(type)
     optimizer = optimizer_of(factory, [parameter])
     _steps(optimizer)
-    on_cuda = type.device.startswith("cuda")
-    seconds = min(run_seconds(lambda: _step(optimizer), on_cuda=on_cuda) for _ in range(_STEPS))
+    seconds = min(run_seconds(lambda: _step(optimizer), type.device) for _ in range(_STEPS))
     moving = moving_state(optimizer, parameter).values()
     return seconds, sum(allocation_bytes(tensor.nbytes, type.device) for tensor in moving)
 

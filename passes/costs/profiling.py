@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import platform
@@ -23,15 +24,16 @@ from ...ir import (
     Graph,
     IrcError,
     Node,
-    Storage,
     Symbol,
     TensorType,
     Trait,
     UnsupportedError,
+    UsageError,
     Value,
     allocation_bytes,
 )
-from .allocations import allocation_events
+from ...torch_support.operations import function_of
+from .allocations import allocation_events, cuda_events
 from .table import Costs, StepCost, signature
 
 __all__ = [
@@ -74,7 +76,9 @@ def profile_costs(graph: Graph, *, store: ProfileStore | None = None, repeats: i
 
     Raises:
         IrcError: IRC411 when an operation does not run by itself.
+        UsageError: IRC457 when cuDNN is to choose the algorithms of convolutions by timing them.
     """
+    _refuse_chosen_by_time(graph)
     store = ProfileStore(None) if store is None else store
     steps: dict[Node, StepCost | Measured] = {
         n: StepCost.of(n) for n in graph.operations if n.releases is Gradients.APPLIED
@@ -153,7 +157,44 @@ class ProfileStore:
 
 def _device_of(graph: Graph) -> str:
     devices = sorted({storage.device for storage in graph.storages})
-    return f"torch-{torch.__version__}-{'-'.join(map(device_name, devices))}"
+    on_cuda = any(device.startswith("cuda") for device in devices)
+    names = [*map(device_name, devices), *(_cuda_settings() if on_cuda else ())]
+    return f"torch-{torch.__version__}-{'-'.join(names)}"
+
+
+def _cuda_settings() -> list[str]:
+    """What decides which kernels a GPU runs, and so their workspaces: versions, and settings that are on."""
+    cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
+    settings = {
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "cudnn-deterministic": cudnn.deterministic,
+        "no-cudnn": not cudnn.enabled,
+        "cudnn-tf32": cudnn.allow_tf32,
+        "tf32": cuda.matmul.allow_tf32,
+        "fp16-reduced": cuda.matmul.allow_fp16_reduced_precision_reduction,
+        "bf16-reduced": cuda.matmul.allow_bf16_reduced_precision_reduction,
+        f"cublas{os.environ.get('CUBLAS_WORKSPACE_CONFIG', '')}": True,
+    }
+    versions = [f"cuda-{torch.version.cuda}", f"cudnn-{cudnn.version()}"]
+    return versions + [name for name, is_on in settings.items() if is_on]
+
+
+def _refuse_chosen_by_time(graph: Graph) -> None:
+    """Refuses convolutions on a GPU whose algorithms cuDNN chooses by timing them in each thread.
+
+    Backward runs in a thread of its own, where it may choose others, with other workspaces, and takes memory
+    to try them.
+    """
+    if not (torch.backends.cudnn.enabled and torch.backends.cudnn.benchmark):
+        return
+    for node in graph.operations:
+        if "convolution" in node.op and _device_of_node(node).startswith("cuda"):
+            raise UsageError(
+                "IRC457",
+                f"torch.backends.cudnn.benchmark is on: the workspace of {node.op} is not known beforehand",
+                at=node.at,
+                help="set torch.backends.cudnn.benchmark = False before irc.optimize, and leave it so",
+            )
 
 
 def device_name(device: str) -> str:
@@ -179,7 +220,8 @@ def _measure(nodes: Sequence[Node], repeats: int) -> list[Measured]:
     if not nodes:
         return []  # and not a profiler session, which would end one that is open
     seconds: list[float] = []
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    drawn_on = sorted({device for device in map(_device_of_node, nodes) if device.startswith("cuda")})
+    with torch.no_grad(), torch.random.fork_rng(devices=drawn_on):
         with one_thread():
             for node in nodes:
                 with _explained(node):
@@ -204,8 +246,7 @@ def _explained(node: Node) -> Generator[None]:
 def _runner(node: Node) -> Callable[[], Any]:
     # the parameter, of the same type, stands for the `.grad` that its gradient is added to
     op = "aten.add_.Tensor" if node.releases is Gradients.ACCUMULATED else node.op
-    namespace, name, overload = op.split(".", 2)
-    operation = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    operation = function_of(op)
     tensors = {value: made_up(value.type) for value in node.operands}
     arguments = [_materialize(argument, tensors) for argument in node.arguments]
     keywords = {key: _materialize(argument, tensors) for key, argument in node.keywords}
@@ -240,11 +281,11 @@ _LONG_SECONDS = 0.15
 
 
 def _best_seconds(node: Node, run: Callable[[], Any], repeats: int) -> float:
-    on_cuda = any(value.type.device.startswith("cuda") for value in (*node.operands, *node.values))
+    device = _device_of_node(node)
     best = float("inf")
     _check_sizes(node, run())  # kernels are chosen and caches filled on the first run
     for attempt in range(max(repeats, 2)):
-        seconds = run_seconds(run, on_cuda=on_cuda)
+        seconds = run_seconds(run, device)
         best = min(best, seconds)
         if attempt and seconds > _LONG_SECONDS:
             break
@@ -268,10 +309,10 @@ def _check_sizes(node: Node, results: Any) -> None:
             )
 
 
-def run_seconds(run: Callable[[], Any], *, on_cuda: bool) -> float:
+def run_seconds(run: Callable[[], Any], device: str) -> float:
     """Measures one run: of the processor (let one thread compute), or between two events of a GPU."""
-    if on_cuda:
-        return _cuda_seconds(run)
+    if device.startswith("cuda"):
+        return _cuda_seconds(run, device)
     start = time.process_time()
     result = run()
     seconds = time.process_time() - start
@@ -290,11 +331,12 @@ def one_thread() -> Generator[None]:
         torch.set_num_threads(threads)
 
 
-def _cuda_seconds(run: Callable[[], Any]) -> float:
+def _cuda_seconds(run: Callable[[], Any], device: str) -> float:
+    stream = torch.cuda.current_stream(device)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
+    start.record(stream)
     result = run()
-    end.record()
+    end.record(stream)
     end.synchronize()
     del result
     return start.elapsed_time(end) / 1000
@@ -302,19 +344,22 @@ def _cuda_seconds(run: Callable[[], Any]) -> float:
 
 def _workspaces(nodes: Sequence[Node]) -> list[int]:
     """For each operation, the allocator's peak over one run less the bytes of its results."""
-    on_cuda = any(storage.device.startswith("cuda") for node in nodes for storage in _storages(node))
-    levels = allocation_levels(map(_warm_runner, nodes), on_cuda=on_cuda)
-    return [max(level.peak_bytes - _result_bytes(node), 0) for level, node in zip(levels, nodes, strict=True)]
+    levels: dict[Node, Level] = {}
+    for device in sorted(set(map(_device_of_node, nodes))):
+        mine = [node for node in nodes if _device_of_node(node) == device]
+        levels |= zip(mine, allocation_levels(map(_warm_runner, mine), device), strict=True)
+    return [max(levels[node].peak_bytes - _result_bytes(node), 0) for node in nodes]
+
+
+def _device_of_node(node: Node) -> str:
+    """The device that an operation runs on: a GPU if one of its tensors is there."""
+    return max((value.type.device for value in (*node.operands, *node.values)), default="cpu")
 
 
 def _warm_runner(node: Node) -> Callable[[], Any]:
     run = _runner(node)
     run()  # kernels are chosen on the first run with this number of threads
     return run
-
-
-def _storages(node: Node) -> set[Storage]:
-    return {value.storage for value in (*node.operands, *node.values)}
 
 
 def _result_bytes(node: Node) -> int:
@@ -335,20 +380,22 @@ class Level:
     left_bytes: int
 
 
-def allocation_levels(runs: Iterable[Callable[[], Any]], *, on_cuda: bool) -> list[Level]:
-    """The allocator's levels of each run; the work to come to the next run is not counted."""
-    return [_cuda_level(run) for run in runs] if on_cuda else _cpu_levels(runs)
+def allocation_levels(runs: Iterable[Callable[[], Any]], device: str) -> list[Level]:
+    """The levels of a device's allocator in each run; the work to come to the next run is not counted."""
+    if not device.startswith("cuda"):
+        return _cpu_levels(runs)
+    gc.collect()
+    return [_cuda_level(run, torch.device(device)) for run in runs]
 
 
-def _cuda_level(run: Callable[[], Any]) -> Level:
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    result = run()
-    torch.cuda.synchronize()
-    level = Level(torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before)
-    del result
-    return level
+def _cuda_level(run: Callable[[], Any], device: torch.device) -> Level:
+    results: list[Any] = []
+    return _level(cuda_events(lambda: results.append(run()), device))
+
+
+def _level(events: Iterable[int]) -> Level:
+    reached = list(accumulate(events, initial=0))
+    return Level(max(reached), reached[-1])
 
 
 _MARK_BYTES = 1_000_003
@@ -375,5 +422,4 @@ def _cpu_levels(runs: Iterable[Callable[[], Any]]) -> list[Level]:
     marks = [index for index, nbytes in enumerate(events) if nbytes == _MARK_BYTES]
     assert len(marks) == 2 * count, "every run has a mark before and after it"
     windows = (events[marks[2 * k] + 2 : marks[2 * k + 1]] for k in range(count))
-    levels = [list(accumulate(window, initial=0)) for window in windows]
-    return [Level(max(reached), reached[-1]) for reached in levels]
+    return list(map(_level, windows))

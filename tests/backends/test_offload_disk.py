@@ -33,6 +33,7 @@ from support.swap_cases import (
     step,
     swapping,
 )
+from support.swap_faults import run_faults
 from support.torch_cases import keep_all, recompute_some
 
 from irc.backends.torch import (
@@ -191,6 +192,13 @@ def largest_file(nbytes: int) -> Generator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.slow
+def test_nothing_is_lost_or_left_after_faults() -> None:
+    """`python -m support.swap_faults` tries more."""
+    found = run_faults(12, seed=0)
+    assert sum(found.values()) == 12
 
 
 def test_a_full_disk_is_told_before_anything_has_run(tmp_path: Path) -> None:

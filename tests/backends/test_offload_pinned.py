@@ -203,6 +203,7 @@ def test_the_bytes_of_a_tensor_are_those_of_its_memory() -> None:
     assert bytes_of(part).view(torch.int64).tolist() == [4, 5, 6]
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="copies to pinned memory need a CUDA device")
 @pytest.mark.parametrize("seed", range(8))
 def test_swapped_steps_on_cuda_give_the_same_bits(seed: int) -> None:

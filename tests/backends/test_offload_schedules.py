@@ -183,14 +183,13 @@ def test_the_emitted_source_says_what_is_copied() -> None:
 
 SOURCE = """import torch
 
-aten_t = torch.ops.aten.t.default
-aten_addmm = torch.ops.aten.addmm.default
-aten_sigmoid = torch.ops.aten.sigmoid.default
-aten_mm = torch.ops.aten.mm.default
-aten_detach = torch.ops.aten.detach.default
+aten_t = torch.t
+aten_addmm = torch.addmm
+aten_sigmoid = torch.sigmoid
+aten_mm = torch.mm
 aten_sigmoid_backward = torch.ops.aten.sigmoid_backward.default
-aten_sum_dim_IntList = torch.ops.aten.sum.dim_IntList
-aten_view = torch.ops.aten.view.default
+aten_sum_dim_IntList = torch.sum
+aten_view = torch.Tensor.view
 
 # inputs:
 #   primals_1: parameter 0.weight
@@ -231,9 +230,9 @@ def backward(inputs, saved, tangents, copies):
     copies.drop(0)
     # module 2
     mm_1 = aten_mm(aten_t(tangents_1), sigmoid)
-    mm_2 = aten_mm(tangents_1, aten_t(aten_t(primals_3)))
+    mm_2 = aten_mm(tangents_1, primals_3)
     # module 1
-    sigmoid_backward = aten_sigmoid_backward(mm_2, aten_detach(aten_detach(sigmoid)))
+    sigmoid_backward = aten_sigmoid_backward(mm_2, sigmoid)
     del mm_2
     del sigmoid
     # module 0

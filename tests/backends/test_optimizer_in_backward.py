@@ -22,7 +22,6 @@ from support.torch_cases import (
     outcome,
     recompute_some,
     slow_among,
-    unfused,
 )
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -99,8 +98,7 @@ def test_accumulated_gradients_are_those_of_the_engine(
     original = copy.deepcopy(module)
     ours = released_from(captured_case(name), module, None, schedule)
     for _ in range(3):
-        with unfused(name == "LSTM"):
-            wanted = outcome(original, args, kwargs)
+        wanted = outcome(original, args, kwargs)
         found = outcome(ours, args, kwargs)
         if name.startswith("outputs that are views"):  # two gradients of one weight: summed in another order
             weight = "parameter lin.weight"
@@ -154,8 +152,7 @@ def test_steps_within_backward_are_those_of_the_ordinary_loop(
     ours = released_from(captured_case(name), module, factory, schedule)
     ordinary = factory([p for p in original.parameters() if p.requires_grad])
     for _ in range(3):
-        with unfused(name == "LSTM"):
-            wanted = one_step(original, args, kwargs, ordinary)
+        wanted = one_step(original, args, kwargs, ordinary)
         assert_same(one_step(ours, args, kwargs, None), wanted)
         assert all(parameter.grad is None for parameter in ours.parameters())
         assert_same_state(ours, ours.irc_optimizers, original, ordinary)

@@ -268,6 +268,23 @@ def test_damaged_folders(written: Path, damage: Callable[[Path], object], text: 
     assert caught.value.code == "IRC431" and caught.value.help and "\n" not in caught.value.message
 
 
+@pytest.mark.parametrize("wrong", [-2, float("nan"), float("inf"), 1e300, 1 << 70])
+def test_amounts_that_no_plan_has(written: Path, wrong: float) -> None:
+    plan = json.loads((written / "plan.json").read_text())
+    names = [name for name, value in plan.items() if type(value) in (int, float) and name != "gap"]
+    rows = [name for name, value in plan["decisions"][0].items() if type(value) in (int, float)]
+    first = next(iter(re.findall(r"compute (\S+)", (written / "program.irc").read_text())))
+    changes = [{name: wrong} for name in names]
+    changes += [{"decisions": [{**plan["decisions"][0], name: wrong}]} for name in rows]
+    changes.append({"workspace_bytes": {first: wrong}})
+    assert len(changes) > 10
+    for change in changes:
+        edit_plan(written, **change)
+        with pytest.raises(UsageError, match="IRC431"):
+            read_folder(written)
+        edit_plan(written, **plan)
+
+
 def drop_first(pattern: str) -> Callable[[str], str]:
     return lambda text: re.sub(pattern, "", text, count=1, flags=re.MULTILINE)
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.multiprocessing
 from support import pipeline_models
+from support.killed_ranks import kill_ranks
 from support.planned_pipelines import planned, written
 
 import irc
@@ -252,6 +253,14 @@ def test_a_rank_that_dies_takes_the_others_down(tmp_path: Path) -> None:
         running.kill()
     assert running.returncode != 0
     assert f"Signal 9 (SIGKILL) received by PID {ranks[-1]}" in said
+
+
+@pytest.mark.slow
+def test_all_other_ranks_name_one_that_is_lost(tmp_path: Path) -> None:
+    """`python -m support.killed_ranks` tries more kills."""
+    folder = written(tmp_path / "out", "tied", planned("tied", 4, "1f1b", 8))
+    for kill in kill_ranks(folder, 4, kills=3, seed=0, most_seconds=2.0):
+        assert kill.is_clean, kill
 
 
 def _children(parent: int, count: int) -> list[int]:

@@ -47,6 +47,13 @@ def blocks(count: int = 4) -> tuple[nn.Module, tuple[Tensor, ...]]:
     return Blocks(count), (torch.randn(4, 3, 24, 24),)
 
 
+def test_more_than_a_disk_has_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(irc.UsageError, match=r"IRC425.*900 TiB.* free") as caught:
+        offer(f"disk:{tmp_path}:900TiB", "measured")
+    assert str(tmp_path) in caught.value.message
+    assert offer(f"disk:{tmp_path}:900TiB", "gtx1080").asked, "another machine has another disk"
+
+
 def fitted(folder: Path, budget: int | str = "55%", **options: Any) -> tuple[Any, nn.Module, Tensor]:
     """A planned module that may recompute nothing, the same model unplanned, and its input."""
     model, (images,) = blocks()

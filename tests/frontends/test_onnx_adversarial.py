@@ -503,6 +503,36 @@ def test_a_link_within_the_folder_is_followed(tmp_path: Path) -> None:
     assert from_onnx(tmp_path / "m.onnx").get_parameter("w").sum() == 12
 
 
+def linked(folder: Path, data: str) -> Path:
+    """The layout of a cache: the model and its data are links to files that are named by their hashes."""
+    blobs, snapshot = folder / "blobs", folder / "snapshots" / "rev" / "onnx"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    (blobs / "1234").write_bytes(model(_MATMUL, [external("m.onnx_data")]).SerializeToString())
+    for name in ("blobs/5678", "other.bin"):
+        (folder / name).write_bytes(np.ones(12, np.float32).tobytes())
+    os.symlink("../../../blobs/1234", snapshot / "m.onnx")
+    os.symlink(f"../../../{data}", snapshot / "m.onnx_data")
+    return snapshot / "m.onnx"
+
+
+def test_data_are_linked_to_where_the_model_is_linked(tmp_path: Path) -> None:
+    assert from_onnx(linked(tmp_path, "blobs/5678")).get_parameter("w").sum() == 12
+
+
+def test_data_that_are_linked_elsewhere(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"IRC312.*not in the model's folder"):
+        from_onnx(linked(tmp_path, "other.bin"))
+
+
+def test_an_lstm_that_is_quantised_as_it_runs(tmp_path: Path) -> None:
+    node = n("DynamicQuantizeLSTM", ["x"], ["y"], name="the_lstm", domain="com.microsoft")
+    (tmp_path / "m.onnx").write_bytes(model([node]).SerializeToString())
+    with pytest.raises(UnsupportedError, match=r"IRC301.*DynamicQuantizeLSTM") as caught:
+        from_onnx(tmp_path / "m.onnx")
+    assert "before dynamic quantisation" in str(caught.value.help) and "the_lstm" in str(caught.value)
+
+
 def test_branches_that_lie_too_deep_to_parse(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def field(number: int, data: bytes) -> bytes:
         size, length = len(data), b""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import irc
 from irc.frontends.onnx import OnnxModule, from_onnx
-from irc.ir.errors import UnsupportedError
+from irc.ir.errors import UnsupportedError, UsageError
 
 FLOAT, INT, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL
 Node = onnx.NodeProto
@@ -107,10 +107,41 @@ def test_a_branch_that_an_input_decides(tmp_path: Path) -> None:
         assert y.shape == (2, 3)
     with pytest.raises(irc.IrcError) as caught:
         irc.optimize(module, (x, torch.tensor(True)), budget="1MiB", costs="analytic")
-    assert "the_t" in str(caught.value)
+    assert "the_t" in str(caught.value) and "depends on 'c'" in caught.value.message
+    assert "--constant c=VALUE" in str(caught.value.help)
     taken = from_onnx(path, constants={"c": torch.tensor(False)})
     assert taken.onnx_node_names == ("the_b", "the_y")
     torch.testing.assert_close(taken(x), torch.tanh(x * torch.from_numpy(W)))
+
+
+def by_rate(path: Path, refused: str) -> Path:
+    """`If` on the value of an input; one branch holds an LSTM that is refused, or an unknown operator."""
+    lstm = node("LSTM", ["x", "l", "r"], ["o", "h"], hidden_size=3, direction="sideways")
+    other = lstm if refused == "LSTM" else node(refused, ["x"], ["o"])
+
+    def graph(name: str, nodes: list[Node], result: str) -> onnx.GraphProto:
+        return helper.make_graph(nodes, name, [], [tensor(result, FLOAT, None)])
+
+    taken = graph("sixteen", [node("Mul", ["x", "w"], ["a"])], "a")
+    decide = [node("Identity", ["sr"], ["rate"]), node("Equal", ["rate", "sixteen"], ["c"])]
+    nodes = [*decide, node("If", ["c"], ["y"], then_branch=taken, else_branch=graph("eight", [other], "o"))]
+    inputs = [tensor("x", FLOAT, (5, 2, 3)), tensor("sr", INT, ())]
+    arrays = {"w": np.ones(3, np.float32), "sixteen": np.array(16)}
+    arrays |= {"l": np.ones((1, 12, 3), np.float32), "r": np.ones((1, 12, 3), np.float32)}
+    return save(path, nodes, inputs, [tensor("y", FLOAT, None)], arrays)
+
+
+@pytest.mark.parametrize("refused", ["LSTM", "Unknown"])
+def test_a_refused_branch_names_what_decides_it(refused: str, tmp_path: Path) -> None:
+    path = by_rate(tmp_path, refused)
+    with pytest.raises(UnsupportedError) as caught:
+        from_onnx(path)
+    assert "condition 'c', which depends on the input 'sr'" in caught.value.message
+    assert refused in caught.value.message and "the_y" in str(caught.value)
+    assert "--constant sr=VALUE" in str(caught.value.help)
+    module = from_onnx(path, constants={"sr": 16})
+    x = torch.randn(5, 2, 3)
+    assert module.onnx_node_names == ("the_a",) and torch.equal(module(x), x)
 
 
 def loop_body(condition: Callable[[str], Node]) -> onnx.GraphProto:
@@ -144,6 +175,24 @@ def loop(path: Path, inputs: list[str], condition: Callable[[str], Node], **weig
     outputs = [tensor("y", FLOAT, None), tensor("all", FLOAT, None)]
     arrays = {"w": W, "two": np.array(2), **{k: np.asarray(v) for k, v in weights.items()}}
     return save(path, nodes, given, outputs, arrays)
+
+
+@pytest.mark.parametrize("count", [-1, 0])
+def test_a_loop_of_no_iteration(count: int, tmp_path: Path) -> None:
+    """A count below zero is none, as in onnxruntime, and no loop without an end."""
+    x = torch.randn(2, 3)
+    path = loop(tmp_path, ["n", "", "x"], same_condition, n=count)
+    y, _ = agrees(path, from_onnx(path), x)
+    assert torch.equal(y, x)
+    late = loop(tmp_path, ["n", "", "x"], same_condition)
+    agrees(late, from_onnx(late), x, torch.tensor(count))
+
+
+def test_a_declared_type_that_no_node_makes(tmp_path: Path) -> None:
+    path = save(tmp_path, [node("Tanh", ["x"], ["y"])], [tensor("x", FLOAT, (2,))], [tensor("y", INT, (2,))])
+    with pytest.raises(UsageError, match=r"IRC305.*float32.*declares torch.int64") as caught:
+        from_onnx(path)
+    assert "the_y" in str(caught.value)
 
 
 def test_a_loop_of_constant_count_is_unrolled_and_planned(tmp_path: Path) -> None:

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
+import irc
 from benchmarks import models
 from irc.frontends.torch import Captured, capture
+from irc.frontends.torch.loss import AliveBytes
 from irc.ir import (
     Graph,
     InputRole,
@@ -229,7 +232,7 @@ def test_a_recurrent_module_still_runs_and_keeps_its_dropout() -> None:
     module.train()
     graph = captured(module, x).graph
     assert [n.op for n in graph.nodes if Trait.RANDOM in n.traits] == ["aten.native_dropout.default"]
-    assert not any("mkldnn" in n.op for n in graph.nodes)
+    assert sum(n.op == "aten.mkldnn_rnn_layer.default" for n in graph.nodes) == 2
     assert torch.equal(module.eval()(x)[0], wanted)
 
 
@@ -369,3 +372,47 @@ def test_where_no_way_to_trace_succeeds_the_reason_is_that_of_the_model_as_it_ru
     with pytest.raises(UnsupportedError, match="IRC332") as caught:
         captured(Model(forward), x)
     assert "specialize_branches" in str(caught.value.help)
+
+
+class NormOnCudnn(nn.Module):
+    """BatchNorm as `functional.batch_norm` runs it on a GPU with cuDNN."""
+
+    def __init__(self, *, on_cudnn: bool) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3)
+        self.on_cudnn = on_cudnn
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, norm = self.first(x), self.norm
+        if not self.on_cudnn:
+            return torch.relu(self.last(torch.relu(norm(x)))).mean()
+        norm.num_batches_tracked.add_(1)  # type: ignore[operator]
+        state = norm.weight, norm.bias, norm.running_mean, norm.running_var
+        x = torch.ops.aten.cudnn_batch_norm(x, *state, True, norm.momentum, norm.eps)[0]
+        return torch.relu(self.last(torch.relu(x))).mean()
+
+
+def test_batch_norm_of_cudnn_keeps_the_kernel_of_eager() -> None:
+    torch.manual_seed(0)
+    plain, x = NormOnCudnn(on_cudnn=False), torch.randn(4, 3, 16, 16)
+    ours = NormOnCudnn(on_cudnn=True)
+    ours.load_state_dict(plain.state_dict())
+    graph = capture(ours, (x,)).graph
+    norm = next(n for n in graph.operations if n.op == "aten._batch_norm_with_update_functional.default")
+    assert norm.is_recomputable  # though it reads the statistics that are overwritten after it
+    assert any(n.op == "aten.batch_norm_backward.default" for n in graph.operations)
+    fitted = irc.optimize(ours, x, "90%", costs="analytic", time_limit=2)
+    for _ in range(2):
+        for module in (plain, fitted):
+            module.zero_grad()
+            module(x).backward()
+    left = [[*(p.grad for p in m.parameters() if p.grad is not None), *m.buffers()] for m in (plain, fitted)]
+    assert len(left[0]) == 9 and all(map(torch.equal, *left))
+
+
+def test_a_loss_on_a_gpu_takes_whole_blocks() -> None:
+    alive = AliveBytes()
+    with FakeTensorMode(), alive:
+        kept = [torch.empty(3, device=device) for device in ("cpu", "cuda")]
+        torch.empty(200, device="cuda")
+    assert (alive.alive_bytes, alive.peak_bytes) == (12 + 512, 12 + 512 + 1024) and kept

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from irc.frontends.torch import capture
-from irc.ir import DType, Graph, IrcError, Location, Node, Storage, Symbol, TensorType, Value
+from irc.ir import DType, Graph, IrcError, Location, Node, Storage, Symbol, TensorType, UsageError, Value
 from irc.passes.costs import profiling as profile
 from irc.passes.costs.allocations import allocation_events, peak_bytes
-from irc.passes.costs.profiling import Measured, ProfileStore, allocation_levels, profile_costs
+from irc.passes.costs.profiling import Level, Measured, ProfileStore, allocation_levels, profile_costs
 from irc.passes.costs.table import StepCost, signature
 from irc.passes.rewrites.release_gradients import release_gradients
 
@@ -96,9 +97,9 @@ def test_a_peak_is_counted_above_the_level_at_the_start() -> None:
 def test_levels_tell_what_a_run_takes_and_what_it_leaves() -> None:
     x, kept = torch.randn(64, 32), list[Tensor]()
     runs = [lambda: torch.relu(x).neg(), lambda: x.relu_(), lambda: kept.append(torch.relu(x)), kept.clear]
-    levels = [(level.peak_bytes, level.left_bytes) for level in allocation_levels(runs, on_cuda=False)]
+    levels = [(level.peak_bytes, level.left_bytes) for level in allocation_levels(runs, "cpu")]
     assert levels == [(2 * x.nbytes, x.nbytes), (0, 0), (x.nbytes, x.nbytes), (0, -x.nbytes)]
-    assert allocation_levels([], on_cuda=False) == []
+    assert allocation_levels([], "cpu") == []
 
 
 def test_accumulating_is_measured_and_an_optimizer_s_step_is_taken_from_its_node() -> None:
@@ -266,3 +267,89 @@ def test_made_up_indices_are_in_range() -> None:
     args = (torch.tensor([3, 1, 2]), torch.tensor([True, False, True]))
     costs = profile_costs(capture(Gather(), args).graph, repeats=1)
     assert all(seconds > 0 for seconds in costs.seconds.values())
+
+
+# ---------------------------------------------------------------------- CUDA
+
+
+class History:
+    """The allocator's history of two devices, in place of torch's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, is_recording: bool = False) -> None:
+        self.traces: list[list[dict[str, Any]]] = [[], []]
+        self.is_recording = is_recording
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+        monkeypatch.setattr(
+            vars(torch)["_C"], "_cuda_isHistoryEnabled", lambda: self.is_recording, raising=False
+        )
+        monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", self.record)
+        monkeypatch.setattr(torch.cuda.memory, "_snapshot", self.snapshot)
+
+    def snapshot(self) -> dict[str, Any]:
+        return {"device_traces": copy.deepcopy(self.traces)}
+
+    def record(self, enabled: str | None, **_: object) -> None:
+        self.is_recording = enabled is not None
+
+    def note(self, device: int, *entries: tuple[str, int]) -> None:
+        if self.is_recording:
+            self.traces[device] += [{"action": action, "size": nbytes} for action, nbytes in entries]
+
+
+def test_the_history_of_cuda_s_allocator_counts_whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    history = History(monkeypatch, is_recording=True)
+    history.note(1, ("alloc", 4096))  # of before
+    history.is_recording = False
+
+    def run() -> None:
+        history.note(0, ("alloc", 9999))
+        history.note(1, ("segment_alloc", 2 << 20), ("alloc", 1), ("alloc", 1300), ("free_requested", 1))
+        history.note(1, ("alloc", 512), ("free_completed", 1), ("free_completed", 1300), ("alloc", 513))
+
+    assert allocation_events(run, "cuda:1") == [512, 1536, 512, -512, -1536, 1024]
+    assert peak_bytes(run, torch.device("cuda", 1)) == 2560
+    assert allocation_levels([run, lambda: None], "cuda:1") == [Level(2560, 1536), Level(0, 0)]
+    assert not history.is_recording
+
+
+def test_the_history_ends_with_a_run_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    history = History(monkeypatch)
+    with pytest.raises(ZeroDivisionError):
+        peak_bytes(lambda: 1 // 0, "cuda:0")
+    assert not history.is_recording
+
+
+def test_a_history_of_the_user_s_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    history = History(monkeypatch, is_recording=True)
+    with pytest.raises(UsageError, match="history of CUDA memory") as raised:
+        peak_bytes(lambda: None, "cuda:0")
+    assert raised.value.code == "IRC458" and raised.value.help and history.is_recording
+
+
+def convolution_on(device: str) -> Graph:
+    def at(*shape: int) -> Value:
+        type = TensorType.contiguous(shape, DType.FLOAT32, device)
+        return Value(str(shape), type, Storage(str(shape), type.nbytes, device))
+
+    rest = (None, (1, 1), (0, 0), (1, 1), False, (0, 0), 1)
+    node = Node("c", "aten.convolution.default", (at(1, 2, 4, 4), at(3, 2, 1, 1), *rest), (at(1, 3, 4, 4),))
+    return Graph((), (node,), ())
+
+
+def test_convolutions_of_a_gpu_are_not_chosen_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    with pytest.raises(UsageError, match=r"cudnn\.benchmark is on") as raised:
+        profile_costs(convolution_on("cuda:0"))
+    assert raised.value.code == "IRC457" and "benchmark = False" in (raised.value.help or "")
+    assert profile_costs(convolution_on("cpu"), repeats=1).seconds
+
+
+def test_measurements_on_a_gpu_are_kept_by_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU")
+    graph, names = convolution_on("cuda:0"), set[str]()
+    names.add(vars(profile)["_device_of"](graph))
+    for name in ("deterministic", "allow_tf32"):
+        monkeypatch.setattr(torch.backends.cudnn, name, not getattr(torch.backends.cudnn, name))
+        names.add(vars(profile)["_device_of"](graph))
+    assert len(names) == 3 and all("cudnn-" in name for name in names)
+    assert "cudnn" not in vars(profile)["_device_of"](convolution_on("cpu"))

@@ -228,13 +228,6 @@ def test_host_memory_is_no_tier_beside_a_cpu() -> None:
     assert raised.value.code == "IRC419" and "host, disk" in (raised.value.help or "")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_host_memory_is_measured_beside_a_gpu(tmp_path: Path) -> None:
-    found = measure_machine("cuda", tmp_path, quick=True).machine
-    check(found)
-    assert [tier.name for tier in found.tiers] == ["host", "disk"]
-
-
 def full(*_: object) -> int:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

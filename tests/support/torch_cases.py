@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import random
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +32,6 @@ __all__ = [
     "outcome",
     "recompute_some",
     "slow_among",
-    "unfused",
     "views",
 ]
 
@@ -322,17 +320,6 @@ def outcome(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
     found |= {"nesting": pytree.tree_structure(result), "generator": state}
     found |= {"generator after backward": torch.get_rng_state()}
     return found
-
-
-@contextlib.contextmanager
-def unfused(active: bool) -> Generator[None]:
-    """Where active, an LSTM runs step by step: oneDNN's fused kernel sums in another order."""
-    set_enabled: Callable[[bool], None] = vars(vars(torch)["_C"])["_set_mkldnn_enabled"]
-    set_enabled(not active)
-    try:
-        yield
-    finally:
-        set_enabled(True)
 
 
 def _is_no_leaf(args: Any) -> bool:

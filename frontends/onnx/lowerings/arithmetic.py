@@ -98,7 +98,7 @@ def unary(c: Call) -> Result:
 
 def pair(c: Call) -> tuple[Any, Any]:
     """Both operands, broadcast as the version says; a constant of one element as a number."""
-    older = c.node.version < 7 and bool(c.int_("broadcast", 0))
+    older = c.node.version < 7 and c.flag("broadcast")
     if c.static(0) is not None and c.static(1) is None and not older:
         b = c[1]
         return c.scalar_or_tensor(0, b), b
@@ -116,7 +116,7 @@ def binary(c: Call) -> Result:
     if _of_unsigned(c):
         return _unsigned(c, _BINARY[c.node.op])
     if c.node.op in ("And", "Or", "Xor") or c.node.op.startswith("Bitwise"):
-        older = c.node.version < 7 and bool(c.int_("broadcast", 0))
+        older = c.node.version < 7 and c.flag("broadcast")
         return _BINARY[c.node.op](*(pair(c) if older else (c[0], c[1])))
     return _BINARY[c.node.op](*pair(c))
 
@@ -136,7 +136,7 @@ def div(c: Call) -> Result:
 @lowering("Mod", since=10)
 def mod(c: Call) -> Result:
     """The sign follows the divisor, or with `fmod` the dividend."""
-    remainder = torch.fmod if c.int_("fmod", 0) else torch.remainder
+    remainder = torch.fmod if c.flag("fmod") else torch.remainder
     return _unsigned(c, remainder) if _of_unsigned(c) else remainder(c[0], c[1])
 
 
@@ -266,17 +266,17 @@ def gemm(c: Call) -> Result:
     a, b = c[0], c[1]
     c.int_("broadcast", 1)  # of older versions; the result's shape says as much
     alpha, beta = c.float_("alpha", 1.0), c.float_("beta", 1.0)
-    a = a.t() if c.int_("transA", 0) else a
+    a = a.t() if c.flag("transA") else a
     bias = c.optional(2)
     if (
         alpha == 1.0
         and beta == 1.0
         and bias is not None
         and bias.ndim == 1
-        and bias.shape[0] == b.shape[0 if c.int_("transB", 0) else 1]
+        and bias.shape[0] == b.shape[0 if c.flag("transB") else 1]
     ):
-        return F.linear(a, b if c.int_("transB", 0) else b.t(), bias)
-    b = b.t() if c.int_("transB", 0) else b
+        return F.linear(a, b if c.flag("transB") else b.t(), bias)
+    b = b.t() if c.flag("transB") else b
     if bias is None:
         return a @ b if alpha == 1.0 else alpha * (a @ b)
     if a.is_floating_point():

@@ -97,7 +97,7 @@ def _attend(
         c.literal(lambda: torch.tensor(math.sqrt(scale), dtype=q.dtype)) if short else math.sqrt(scale)
     )
     fused = not (c.wants(3) or cap > 0.0 or half) and (within is q.dtype or q.element_size() == 2)
-    causal, left, right = bool(c.int_("is_causal", 0)), *(c.int_(f"{s}_window_size", -1) for s in _SIDES)
+    causal, left, right = c.flag("is_causal"), *(c.int_(f"{s}_window_size", -1) for s in _SIDES)
     if min(left, right) < -1:
         c.refuse(f"with left_window_size={left} and right_window_size={right}")
     if fused and causal and left < 0 and past == 0 and not (c.has(3) or c.has(6)):
@@ -235,7 +235,7 @@ def rotary_embedding(c: Call) -> Result:
         cos, sin = cos[positions.long()], sin[positions.long()]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     turned, rest = x[..., :size], x[..., size:]
-    if c.int_("interleaved", 0):
+    if c.flag("interleaved"):
         a, b = turned[..., 0::2], turned[..., 1::2]
         y = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
     else:

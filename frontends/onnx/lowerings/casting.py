@@ -67,13 +67,13 @@ def _to_power_of_two(c: Call, x: Tensor, saturate: bool, mode: str) -> Tensor:
 @lowering("Cast", since=6)
 def cast(c: Call) -> Result:
     """Casts to another element type."""
-    return cast_to(c, c[0], element_type(c, c.int_("to", 0)), bool(c.int_("saturate", 1)))
+    return cast_to(c, c[0], element_type(c, c.int_("to", 0)), c.flag("saturate", default=True))
 
 
 @lowering("CastLike", since=15)
 def cast_like(c: Call) -> Result:
     """Casts to the element type of the other operand."""
-    return cast_to(c, c[0], c[1].dtype, bool(c.int_("saturate", 1)))
+    return cast_to(c, c[0], c[1].dtype, c.flag("saturate", default=True))
 
 
 @lowering("BitCast", since=26)

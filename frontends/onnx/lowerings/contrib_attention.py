@@ -43,7 +43,7 @@ def _attend(c: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias:
     scale = c.float_("scale", 0.0) or 1.0 / math.sqrt(q.shape[-1])
     rows, columns = q.shape[2], k.shape[2]
     added = bias if mask is None else mask if bias is None else mask + bias
-    causal = bool(c.int_("unidirectional", 0))
+    causal = c.flag("unidirectional")
     if causal and (added is not None or rows != columns):
         seen = c.literal(lambda: torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows))
         added = seen if added is None else torch.where(seen, added, torch.finfo(q.dtype).min)
@@ -123,7 +123,7 @@ def rotary_embedding(c: Call) -> Result:
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, size: int, c: Call) -> Tensor:
     """The first `size` features turned in pairs: with the neighbour, or with one half of them further."""
     turned, rest = x[..., :size], x[..., size:]
-    if c.int_("interleaved", 0) or c.int_("rotary_interleaved", 0):
+    if c.flag("interleaved") or c.int_("rotary_interleaved", 0):
         a, b = turned[..., 0::2], turned[..., 1::2]
         y = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
     else:
@@ -171,7 +171,7 @@ def group_query_attention(c: Call) -> Result:
 
 def _attend_grouped(c: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     n, window, cap = q.shape[2], c.int_("local_window_size", -1), c.float_("softcap", 0.0)
-    causal = bool(c.int_("causal", 1))
+    causal = c.flag("causal", default=True)
     scale = c.float_("scale", 0.0) or 1.0 / math.sqrt(q.shape[-1])
 
     def seen() -> Tensor:

@@ -58,10 +58,10 @@ def fused_matmul(c: Call) -> Result:
     """A product of operands that are transposed as asked, times a number."""
     a, b, alpha = c[0], c[1], c.float_("alpha", 1.0)
     # The first axis of all goes before the last; then the last two are exchanged, which a vector has not.
-    a = a.movedim(0, -2) if c.int_("transBatchA", 0) else a
-    b = b.movedim(0, -2) if c.int_("transBatchB", 0) else b
-    a = a.transpose(-1, -2) if c.int_("transA", 0) and a.ndim > 1 else a
-    b = b.transpose(-1, -2) if c.int_("transB", 0) and b.ndim > 1 else b
+    a = a.movedim(0, -2) if c.flag("transBatchA") else a
+    b = b.movedim(0, -2) if c.flag("transBatchB") else b
+    a = a.transpose(-1, -2) if c.flag("transA") and a.ndim > 1 else a
+    b = b.transpose(-1, -2) if c.flag("transB") and b.ndim > 1 else b
     y = torch.matmul(a, b)
     return y if alpha == 1.0 else alpha * y
 

@@ -66,7 +66,7 @@ _FUNCTIONS: dict[str, Callable[[Call, Tensor], Tensor]] = {
 @lowering("QLinearAveragePool", "QLinearGlobalAveragePool", domain=_DOMAIN)
 def qlinear_average_pool(c: Call) -> Result:
     """The average of what the windows or the planes stand for, quantised."""
-    x, last = _real(c, 0), bool(c.int_("channels_last", 0))
+    x, last = _real(c, 0), c.flag("channels_last")
     x = x.movedim(-1, 1) if last else x
     if c.node.op == "QLinearGlobalAveragePool":
         y = x.mean(tuple(range(2, x.ndim)), keepdim=True)
@@ -111,8 +111,8 @@ def matmul_integer_to_float(c: Call) -> Result:
 @lowering("QGemm", domain=_DOMAIN)
 def qgemm(c: Call) -> Result:
     """A Gemm of whole numbers; with a scale of its own the result is quantised, else float."""
-    a = c[0].t() if c.int_("transA", 0) else c[0]
-    b = c[3].t() if c.int_("transB", 0) else c[3]
+    a = c[0].t() if c.flag("transA") else c[0]
+    b = c[3].t() if c.flag("transB") else c[3]
     dtype = summed(a, b)
     total = shifted(a, c.optional(2), dtype) @ shifted(b, c.optional(5), dtype)
     total = total + c[6].to(dtype) if c.has(6) else total

@@ -112,7 +112,7 @@ def slice_by_attribute(c: Call) -> Result:
     """Bounds are attributes."""
     starts, ends = c.ints_("starts") or [], c.ints_("ends") or []
     axes = c.ints_("axes") or list(range(len(starts)))
-    return _slice(c[0], starts, ends, axes, [1] * len(starts))
+    return _slice(c, starts, ends, axes, [1] * len(starts))
 
 
 @lowering("Slice", since=10)
@@ -121,12 +121,14 @@ def slice_(c: Call) -> Result:
     starts, ends = c.integers(1, "start"), c.integers(2, "end")
     axes = c.integers(3, "list of axes") if c.has(3) else list(range(len(starts)))
     steps = c.integers(4, "step") if c.has(4) else [1] * len(starts)
-    return _slice(c[0], starts, ends, axes, steps)
+    return _slice(c, starts, ends, axes, steps)
 
 
 def _slice(
-    x: Tensor, starts: Sequence[int], ends: Sequence[int], axes: Sequence[int], steps: Sequence[int]
+    c: Call, starts: Sequence[int], ends: Sequence[int], axes: Sequence[int], steps: Sequence[int]
 ) -> Tensor:
+    x = c[0]
+    c.require(len({axis % x.ndim for axis in axes}) == len(axes), f"names an axis twice: {list(axes)}")
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
         axis %= x.ndim
         picked = range(*slice(start, end, step).indices(x.shape[axis]))
@@ -144,6 +146,7 @@ def _slice(
 def one_hot(c: Call) -> Result:
     """`on` where the new axis counts to the index, else `off`; what is out of range is all `off`."""
     indices, depth, values = c[0], c.integer(1, "depth"), c[2]
+    c.require(depth > 0, f"has a depth of {depth}")
     axis = c.int_("axis", -1) % (indices.ndim + 1)
     indices = indices.long().unsqueeze(axis)
     indices = torch.where(indices < 0, indices + depth, indices)
@@ -157,7 +160,7 @@ def one_hot(c: Call) -> Result:
 @lowering("TopK")
 def top_k(c: Call) -> Result:
     """The greatest or least along an axis; among equals, the first comes first."""
-    x, axis, largest = c[0], c.int_("axis", -1), bool(c.int_("largest", 1))
+    x, axis, largest = c[0], c.int_("axis", -1), c.flag("largest", default=True)
     k = c.integer(1, "count") if c.node.version >= 10 else c.int_("k", 1)
     values, indices = torch.sort(x, dim=axis, descending=largest, stable=True)
     return values.narrow(axis, 0, k), indices.narrow(axis, 0, k)
@@ -167,11 +170,11 @@ def top_k(c: Call) -> Result:
 @lowering("CumSum", since=11)
 def cumulate(c: Call) -> Result:
     """Running sums or products along an axis, from either end, with or without the element itself."""
-    x, axis, reverse = c[0], c.integer(1, "axis") % c[0].ndim, bool(c.int_("reverse", 0))
+    x, axis, reverse = c[0], c.integer(1, "axis") % c[0].ndim, c.flag("reverse")
     x = x.flip(axis) if reverse else x
     sums = c.node.op == "CumSum"
     total = (torch.cumsum if sums else torch.cumprod)(x, axis, dtype=x.dtype)
-    if c.int_("exclusive", 0):
+    if c.flag("exclusive"):
         first = x.narrow(axis, 0, 1)
         first = torch.zeros_like(first) if sums else torch.ones_like(first)
         total = torch.cat([first, total.narrow(axis, 0, x.shape[axis] - 1)], axis)

@@ -121,6 +121,7 @@ def mean_variance_normalization(c: Call) -> Result:
 @lowering("LpNormalization")
 def lp_normalization(c: Call) -> Result:
     """Unit norm along one axis; zero stays zero."""
-    x, axis = c[0], c.int_("axis", -1)
-    norm = torch.linalg.vector_norm(x, c.int_("p", 2), axis, keepdim=True)
+    x, axis, p = c[0], c.int_("axis", -1), c.int_("p", 2)
+    c.require(p in (1, 2), f"has p={p}; it is 1 or 2")
+    norm = torch.linalg.vector_norm(x, p, axis, keepdim=True)
     return torch.where(norm == 0, torch.zeros_like(x), x / norm)

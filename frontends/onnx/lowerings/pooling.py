@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .convolution import pad_spatial, padding_of
+from .convolution import pad_spatial, padding_of, steps_of
 from .table import Call, Result, lowering
 
 _MAX: dict[int, Callable[..., Any]] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
@@ -54,11 +54,13 @@ def _windows(c: Call, x: Tensor) -> _Windows:
     if rank not in _MAX:
         c.refuse(f"over {rank} spatial axes")
     kernel = c.ints_("kernel_shape") or []
-    stride = c.ints_("strides") or [1] * rank
-    dilation = c.ints_("dilations") or [1] * rank
-    ceil = bool(c.int_("ceil_mode", 0))
+    c.require(len(kernel) == rank, f"has kernel_shape={kernel} for {rank} spatial axes")
+    stride, dilation = steps_of(c, kernel)
+    ceil = c.flag("ceil_mode")
     before, declared = padding_of(c, x.shape[2:], kernel, stride, dilation)
     same = c.str_("auto_pad", "NOTSET").startswith("SAME")
+    fits = same or all(0 <= p < k for p, k in zip(before + declared, kernel * 2, strict=True))
+    c.require(fits, f"has pads={before + declared} and kernel_shape={kernel}; pads are less than the kernel")
     after: list[int] = []
     for n, k, s, d, b, e in zip(x.shape[2:], kernel, stride, dilation, before, declared, strict=True):
         reach = d * (k - 1) + 1
@@ -77,9 +79,9 @@ def max_pool(c: Call) -> Result:
     """Padding counts as minus infinity."""
     x = c[0]
     w = _windows(c, x)
-    rank = x.ndim - 2
+    rank, by_columns = x.ndim - 2, c.flag("storage_order")
     if c.wants(1):
-        return _max_pool_with_indices(c, x, w)
+        return _max_pool_with_indices(x, w, c, by_columns=by_columns)
     dtype = x.dtype
     x = x if x.is_floating_point() else x.float()
     if w.native:
@@ -88,9 +90,9 @@ def max_pool(c: Call) -> Result:
     return _MAX[rank](x, w.kernel, w.stride, 0, w.dilation).to(dtype)
 
 
-def _max_pool_with_indices(c: Call, x: Tensor, w: _Windows) -> Result:
+def _max_pool_with_indices(x: Tensor, w: _Windows, c: Call, *, by_columns: bool) -> Result:
     """The second output counts through the whole tensor; within a plane by rows, or by columns if asked."""
-    by_columns, dtype, size = bool(c.int_("storage_order", 0)), x.dtype, x.shape[2:]
+    dtype, size = x.dtype, x.shape[2:]
     x = x if x.is_floating_point() else x.float()
     if w.native:
         y, found = _MAX_INDICES[x.ndim - 2](x, w.kernel, w.stride, w.before, w.dilation, ceil_mode=w.ceil)
@@ -148,7 +150,7 @@ def average_pool(c: Call) -> Result:
     """Padding counts in the divisor only when asked."""
     x = c[0]
     w = _windows(c, x)
-    include = bool(c.int_("count_include_pad", 0))
+    include = c.flag("count_include_pad")
     if w.native and all(d == 1 for d in w.dilation):
         return _average(x, w.kernel, w.stride, w.before, w.ceil, include)
     return _window_sum(x, w) / c.literal(lambda: _window_counts(x.shape[2:], w, include, x.dtype))

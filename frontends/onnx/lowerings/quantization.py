@@ -101,11 +101,11 @@ def quantize_linear(c: Call) -> Result:
         return _to_whole(c, q, code, held)
     dtype = torch_dtype(code)
     if dtype in FLOAT8 and not held:
-        return cast_to(c, q, dtype, saturate=bool(c.int_("saturate", 1)))
+        return cast_to(c, q, dtype, saturate=c.flag("saturate", default=True))
     peak = 6.0 if code is ir.DataType.FLOAT4E2M1 else torch.finfo(dtype).max if dtype in FLOAT8 else 0.0
     if not held or not peak:
         c.refuse(f"to {code.name}")
-    if c.int_("saturate", 1) or code is ir.DataType.FLOAT4E2M1:
+    if c.flag("saturate", default=True) or code is ir.DataType.FLOAT4E2M1:
         q = q.clamp(-peak, peak)
     return through(q, code)
 

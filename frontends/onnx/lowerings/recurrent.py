@@ -97,7 +97,7 @@ def _layer(c: Call, activations: Sequence[str], states: int, gates: int) -> _Lay
     if direction not in ("forward", "reverse", "bidirectional"):
         c.refuse(f"with direction={direction}")
     reverse = (False, True) if direction == "bidirectional" else (direction == "reverse",)
-    batch_first = bool(c.int_("layout", 0))
+    batch_first = c.flag("layout")
     c.int_("output_sequence", 0)  # of the first version; what is read says as much
     x, w, r = c[0], c[1], c[2]
     _check_shapes(c, len(reverse), gates, range(5, 5 + states), batch_first=batch_first)
@@ -140,6 +140,8 @@ def _check_shapes(c: Call, directions: int, gates: int, states: range, *, batch_
         operand = c.optional(index) if index < 7 or len(states) == 2 else None
         if operand is not None and tuple(operand.shape) != shape:
             c.refuse(f"of X {list(c[0].shape)} and {name} {list(operand.shape)}; {name} takes {list(shape)}")
+    named = c.int_("hidden_size", hidden)
+    c.require(named == hidden, f"has hidden_size={named}, and R of shape {list(c[2].shape)}")
     if not hidden:
         c.refuse("with a state of no elements")
 
@@ -207,7 +209,7 @@ def _plain(c: Call, layer: _Layer, *names: str) -> bool:
 def lstm(c: Call) -> Result:
     """Runs torch's LSTM if it can; peepholes, coupled gates and clipped activations run step by step."""
     layer = _layer(c, ("Sigmoid", "Tanh", "Tanh"), 2, len(_LSTM_ORDER))
-    coupled, static = bool(c.int_("input_forget", 0)), c.static(7)
+    coupled, static = c.flag("input_forget"), c.static(7)
     peeps = c.has(7) and (static is None or bool(static.array.any()))
     peepholes = c[7] if peeps else None
     plain = _plain(c, layer, "sigmoid", "tanh", "tanh") and not coupled and peepholes is None
@@ -243,7 +245,7 @@ def rnn(c: Call) -> Result:
 def gru(c: Call) -> Result:
     """Runs torch's GRU if the reset gate follows the matrix product; otherwise step by step."""
     layer = _layer(c, ("Sigmoid", "Tanh"), 1, len(_GRU_ORDER))
-    reset_last = bool(c.int_("linear_before_reset", 0))
+    reset_last = c.flag("linear_before_reset")
     if reset_last and _plain(c, layer, "sigmoid", "tanh"):
         return _fused(layer, torch._VF.gru, _GRU_ORDER)  # pyright: ignore
 

@@ -66,7 +66,7 @@ _NOTHING: dict[str, Callable[[Tensor], Tensor]] = {
 @lowering(*_REDUCE)
 def reduce(c: Call) -> Result:
     """Over the axes given; over all when none is, unless `noop_with_empty_axes`."""
-    x, op, keep, stay = c[0], c.node.op, bool(c.int_("keepdims", 1)), bool(c.int_("noop_with_empty_axes", 0))
+    x, op, keep, stay = c[0], c.node.op, c.flag("keepdims", default=True), c.flag("noop_with_empty_axes")
     axes = [axis % max(x.ndim, 1) for axis in c.axes() or []]
     if not axes and (stay or x.ndim == 0):
         return _NOTHING.get(op, lambda x: x)(x)
@@ -84,8 +84,8 @@ def reduce(c: Call) -> Result:
 @lowering("ArgMax", "ArgMin")
 def arg(c: Call) -> Result:
     """The position of the greatest or least, the first or the last among equals."""
-    x, axis, keep = c[0], c.int_("axis", 0) % c[0].ndim, bool(c.int_("keepdims", 1))
+    x, axis, keep = c[0], c.int_("axis", 0) % c[0].ndim, c.flag("keepdims", default=True)
     find = torch.argmax if c.node.op == "ArgMax" else torch.argmin
-    if not c.int_("select_last_index", 0):
+    if not c.flag("select_last_index"):
         return find(x, axis, keep)
     return x.shape[axis] - 1 - find(x.flip(axis), axis, keep)

@@ -119,7 +119,7 @@ def resize(c: Call) -> Result:
     transform = c.str_("coordinate_transformation_mode", "half_pixel")
     if transform not in _SOURCE:
         c.refuse(f"with coordinate_transformation_mode={transform}")
-    antialias, exclude = bool(c.int_("antialias", 0)), bool(c.int_("exclude_outside", 0))
+    antialias, exclude = c.flag("antialias"), c.flag("exclude_outside")
     axes = _axes_of(c, x, transform)
     if mode == "nearest":
         if antialias or exclude:
@@ -138,6 +138,7 @@ def resize(c: Call) -> Result:
 def _axes_of(c: Call, x: Tensor, transform: str) -> list[_Axis]:
     where = [axis % x.ndim for axis in c.ints_("axes") or range(x.ndim)]
     policy = c.str_("keep_aspect_ratio_policy", "stretch")
+    c.require(len(set(where)) == len(where), f"names an axis twice: {where}")
     found: list[_Axis] = []
     static = c.static(2)
     if c.has(2) and (static is None or static.array.size):
@@ -146,6 +147,7 @@ def _axes_of(c: Call, x: Tensor, transform: str) -> list[_Axis]:
             found.append(_Axis(axis, x.shape[axis], _scaled(x.shape[axis], scale), float(scale)))
     else:
         sizes = c.integers(3, "list of sizes")
+        c.require(all(n > 0 for n in sizes), f"has sizes {sizes}; each is at least 1")
         for axis, out in zip(where, sizes, strict=True):
             found.append(_Axis(axis, x.shape[axis], out, out / x.shape[axis]))
     for a in found:

@@ -33,7 +33,7 @@ def grid_sample(c: Call) -> Result:
         grid.to(wide),
         mode=_MODES[mode],
         padding_mode=c.str_("padding_mode", "zeros"),
-        align_corners=bool(c.int_("align_corners", 0)),
+        align_corners=c.flag("align_corners"),
     ).to(x.dtype)
     return y.squeeze(2) if line else y
 
@@ -41,4 +41,4 @@ def grid_sample(c: Call) -> Result:
 @lowering("AffineGrid", since=20)
 def affine_grid(c: Call) -> Result:
     """The points that an affine map sends a regular grid to."""
-    return F.affine_grid(c[0], c.integers(1, "size"), bool(c.int_("align_corners", 0)))
+    return F.affine_grid(c[0], c.integers(1, "size"), c.flag("align_corners"))

@@ -47,7 +47,12 @@ def unique(c: Call) -> Result:
 def reverse_sequence(c: Call) -> Result:
     """Each sequence of a batch, its first elements turned round as far as its length says."""
     batch, time = c.int_("batch_axis", 1), c.int_("time_axis", 0)
+    c.require({batch, time} == {0, 1}, f"has batch_axis={batch} and time_axis={time}; they are 0 and 1")
     x = c[0].movedim((batch, time), (0, 1))
+    static = c.static(1)
+    if static is not None:
+        fits = static.array.size == x.shape[0] and all(0 <= n <= x.shape[1] for n in static.array.tolist())
+        c.require(fits, f"has lengths {static.array.tolist()} for {x.shape[0]} samples of {x.shape[1]} steps")
     lengths = c[1].long().unsqueeze(1)
     steps = c.literal(lambda: torch.arange(x.shape[1]).unsqueeze(0))
     rows = c.literal(lambda: torch.arange(x.shape[0]).unsqueeze(1))
@@ -61,7 +66,7 @@ def non_max_suppression(c: Call) -> Result:
     most = c.integer(2, "count") if c.has(2) else 0
     overlap = float(c.number(3, "threshold of overlap")) if c.has(3) else 0.0
     least = float(c.number(4, "threshold of score")) if c.has(4) else None
-    boxes, scores = _corners(c[0].detach(), bool(c.int_("center_point_box", 0))), c[1].detach()
+    boxes, scores = _corners(c[0].detach(), c.flag("center_point_box")), c[1].detach()
     picked: list[Tensor] = [torch.empty(0, 3, dtype=torch.int64, device=scores.device)]
     for batch in range(scores.shape[0] if most > 0 else 0):
         for kind in range(scores.shape[1]):

@@ -81,7 +81,7 @@ def reshape_by_attribute(c: Call) -> Result:
 
 def _reshape(c: Call, target: Sequence[int]) -> Result:
     x = c[0]
-    if not c.int_("allowzero", 0):
+    if not c.flag("allowzero"):
         target = [x.shape[i] if n == 0 else n for i, n in enumerate(target)]
     return x.reshape(*target) if target else x.reshape(())
 
@@ -98,11 +98,11 @@ def flatten(c: Call) -> Result:
 def squeeze(c: Call) -> Result:
     """Drop axes of size one."""
     x, axes = c[0], c.axes()
-    if axes is None:
+    if not axes:  # as without axes, which is what onnxruntime makes of an empty list
         return x.squeeze()
     if any(x.shape[axis] != 1 for axis in axes):
         raise ValueError(f"cannot squeeze axes {axes} of shape {list(x.shape)}")
-    return x.squeeze([axis % x.ndim for axis in axes]) if axes else x
+    return x.squeeze([axis % x.ndim for axis in axes])
 
 
 @lowering("Unsqueeze")
@@ -111,7 +111,10 @@ def unsqueeze(c: Call) -> Result:
     x, axes = c[0], c.axes()
     assert axes is not None
     rank = x.ndim + len(axes)
-    for axis in sorted(axis % rank for axis in axes):
+    c.require(all(-rank <= axis < rank for axis in axes), f"names axes {axes} of a result of {rank} axes")
+    places = sorted(axis % rank for axis in axes)
+    c.require(len(set(places)) == len(axes), f"names an axis twice: {axes} of a result of {rank} axes")
+    for axis in places:
         x = x.unsqueeze(axis)
     return x
 
@@ -119,7 +122,10 @@ def unsqueeze(c: Call) -> Result:
 @lowering("Transpose")
 def transpose(c: Call) -> Result:
     """Permute the axes, or reverse them."""
-    return c[0].permute(c.ints_("perm") or list(range(c[0].ndim))[::-1])
+    rank = c[0].ndim
+    order = c.ints_("perm") or list(range(rank))[::-1]
+    c.require(sorted(order) == list(range(rank)), f"has perm={order} for an operand of {rank} axes")
+    return c[0].permute(order)
 
 
 @lowering("Expand", since=8)
@@ -131,7 +137,9 @@ def expand(c: Call) -> Result:
 @lowering("Tile", since=6)
 def tile(c: Call) -> Result:
     """Repeat along each axis."""
-    return c[0].repeat(*c.integers(1, "list of repeats"))
+    x, repeats = c[0], c.integers(1, "list of repeats")
+    c.require(len(repeats) == x.ndim, f"has {len(repeats)} repeats for an operand of {x.ndim} axes")
+    return x.repeat(*repeats)
 
 
 @lowering("Concat")
@@ -149,8 +157,11 @@ def split(c: Call) -> Result:
         parts = c.int_("num_outputs", len(c.node.wanted))
         if parts != len(c.node.wanted):
             raise ValueError(f"num_outputs={parts}, and the node has {len(c.node.wanted)}")
+        equal = c.node.version >= 18 or x.shape[axis] % parts == 0
+        c.require(equal, f"splits {x.shape[axis]} elements of axis {axis} into {parts} equal parts")
         each, total = math.ceil(x.shape[axis] / parts), x.shape[axis]
         sizes = [max(min(each, total - i * each), 0) for i in range(parts)]
+    c.require(len(sizes) == len(c.node.wanted), f"has {len(c.node.wanted)} results and {len(sizes)} sizes")
     return torch.split(x, sizes, axis)
 
 
@@ -160,7 +171,7 @@ def split_to_sequence(c: Call) -> Result:
 
     A list that only a run tells is one result; a list of known length has a result for each of its parts.
     """
-    x, axis, keep = c[0], c.int_("axis", 0), bool(c.int_("keepdims", 1))
+    x, axis, keep = c[0], c.int_("axis", 0), c.flag("keepdims", default=True)
     if c.has(1):
         sizes = c.integers(1, "list of sizes")
         scalar = c.constant(1, "list of sizes").array.ndim == 0
@@ -173,7 +184,7 @@ def split_to_sequence(c: Call) -> Result:
 @lowering("ConcatFromSequence", since=11)
 def concat_from_sequence(c: Call) -> Result:
     """Join along an axis, an old one or a new one."""
-    return (torch.stack if c.int_("new_axis", 0) else torch.cat)(c.all(), c.int_("axis", 0))
+    return (torch.stack if c.flag("new_axis") else torch.cat)(c.all(), c.int_("axis", 0))
 
 
 @lowering("DepthToSpace")
@@ -201,7 +212,7 @@ def space_to_depth(c: Call) -> Result:
 def trilu(c: Call) -> Result:
     """The upper or the lower triangle."""
     k = c.integer(1, "diagonal") if c.has(1) else 0
-    return torch.triu(c[0], k) if c.int_("upper", 1) else torch.tril(c[0], k)
+    return torch.triu(c[0], k) if c.flag("upper", default=True) else torch.tril(c[0], k)
 
 
 @lowering("Pad")
@@ -221,6 +232,7 @@ def pad(c: Call) -> Result:
 
 def _pad(c: Call, pads: Sequence[int], axes: Sequence[int], value: float) -> Result:
     x, mode = c[0], c.str_("mode", "constant")
+    c.require(len(pads) == 2 * len(axes), f"has {len(pads)} pads for {len(axes)} axes")
     both = [(0, 0)] * x.ndim
     for i, axis in enumerate(axes):
         both[axis] = (pads[i], pads[len(axes) + i])

@@ -37,7 +37,7 @@ def dft(c: Call) -> Result:
 
     The inverse of half a transform is real.
     """
-    x, inverse, onesided = c[0], bool(c.int_("inverse", 0)), bool(c.int_("onesided", 0))
+    x, inverse, onesided = c[0], c.flag("inverse"), c.flag("onesided")
     axis = c.int_("axis", 1 if c.node.version < 20 else -2)
     axis = (c.integer(2, "axis") if c.has(2) else axis) % x.ndim
     if axis == x.ndim - 1:
@@ -65,7 +65,7 @@ def stft(c: Call) -> Result:
     frames = _complex(x).unfold(1, n, step)
     if window is not None:
         frames = frames * window.to(frames.real.dtype)
-    return _parts(_transformed(frames, n, 2, bool(c.int_("onesided", 1))), x.dtype)
+    return _parts(_transformed(frames, n, 2, c.flag("onesided", default=True)), x.dtype)
 
 
 _Waves = Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]]
@@ -80,7 +80,7 @@ _WINDOWS: dict[str, _Waves] = {
 def window(c: Call) -> Result:
     """A sum of cosines over one period, or with `periodic=0` over one that the last element closes."""
     size, dtype = c.integer(0, "size"), element_type(c, c.int_("output_datatype", 1))
-    period = size if c.int_("periodic", 1) else size - 1
+    period = size if c.flag("periodic", default=True) else size - 1
     if period < 1:
         c.refuse(f"of {size} elements" + ("" if size < 1 else " that are not periodic"))
     waves = _WINDOWS[c.node.op]

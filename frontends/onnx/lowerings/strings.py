@@ -18,7 +18,7 @@ def string_normalizer(c: Call) -> Result:
     """Removes the stop words and changes the case; returns one empty string if nothing is left."""
     words, action = c.text(0), c.str_("case_change_action", "NONE")
     c.str_("locale", "en_US")
-    sensitive, stop = bool(c.int_("is_case_sensitive", 0)), c.strs_("stopwords") or []
+    sensitive, stop = c.flag("is_case_sensitive"), c.strs_("stopwords") or []
     if words.ndim not in (1, 2) or (words.ndim == 2 and words.shape[0] != 1):
         raise ValueError(f"strings of shape {list(words.shape)}; [C] or [1, C] is expected")
     if action not in ("NONE", "LOWER", "UPPER"):

@@ -16,7 +16,6 @@ from ..bounds import MOST_LISTED, too_large
 from ..tensors import Static
 
 __all__ = [
-    "SETTLE",
     "Attribute",
     "Call",
     "Lowering",
@@ -28,6 +27,7 @@ __all__ = [
     "lowering",
     "newest_opset",
     "operators",
+    "settle",
 ]
 
 Attribute: TypeAlias = "int | float | str | tuple[int, ...] | tuple[float, ...] | tuple[str, ...] | Tensor"
@@ -65,12 +65,26 @@ _HARMLESS = frozenset(
 
 # Their axes are not those of their first operand, or mean nothing if the scale is one number.
 _OTHER_AXES = ("DequantizeLinear", "QuantizeLinear", "Unsqueeze")
-# They may name the place after the last axis.
-_AXIS_AFTER = ("ConcatFromSequence", "Flatten", "OneHot")
+# They name a place among the axes, of which there is one more than axes.
+_PLACES = ("ConcatFromSequence", "OneHot")
+# It takes the place after the last axis too, and counts back from the last axis.
+_PLACE_AFTER = ("Flatten",)
 
 
-SETTLE = "if an input decides it, bind that input at import: from_onnx(path, constants={name: tensor})"
-"""The help of errors about values that are known only at run time."""
+def settle(inputs: Sequence[str] = ()) -> str:
+    """The help of errors about values that are known only at run time.
+
+    Args:
+        inputs: The inputs that decide them, if they are known.
+    """
+    if not inputs:
+        return (
+            "if an input decides it, bind that input at import: --constant NAME=VALUE, or"
+            " from_onnx(path, constants={name: tensor})"
+        )
+    options = " ".join(f"--constant {name}=VALUE" for name in inputs)
+    values = ", ".join(f"{name!r}: VALUE" for name in inputs)
+    return f"bind it at import: {options}, or from_onnx(path, constants={{{values}}})"
 
 
 class NotConstant(UnsupportedError):
@@ -161,7 +175,7 @@ class Call:
             "IRC302",
             f"{self.node.title} {what} is not supported" + (" in a plan" if late else ""),
             at=Location(onnx_node=self.node.name),
-            help=SETTLE if late else "export the model without this option, or replace the node",
+            help=settle() if late else "export the model without this option, or replace the node",
         )
 
     # Operands
@@ -229,7 +243,7 @@ class Call:
         if array.size > _MOST_SETTINGS:
             self.refuse(f"with a {what} of {array.size:,} elements")
         values = [int(v) for v in array.reshape(-1).tolist()]
-        if what == "list of axes":
+        if what in ("axis", "list of axes"):
             self._check_axes(values)
         return values
 
@@ -326,16 +340,38 @@ class Call:
         first = first[0] if isinstance(first, list) and first else first
         if not isinstance(first, Tensor) or self.node.domain or self.node.op in _OTHER_AXES:
             return
-        rank = max(first.ndim, 1)
-        end = rank + (self.node.op in _AXIS_AFTER)
+        rank = max(first.ndim, 1) + (self.node.op in _PLACES)
         for axis in axes:
-            if not -end <= axis < end:
-                raise UsageError(
-                    "IRC305",
-                    f"{self.node.title} names axis {axis} of an operand of {first.ndim} axes",
-                    at=Location(onnx_node=self.node.name),
-                    help="check the shapes given for the inputs against those the model was exported with",
-                )
+            if not -rank <= axis < rank + (self.node.op in _PLACE_AFTER):
+                raise self._contradiction(f"names axis {axis} of an operand of {first.ndim} axes")
+
+    def _contradiction(self, what: str) -> UsageError:
+        return UsageError(
+            "IRC305",
+            f"{self.node.title} {what}",
+            at=Location(onnx_node=self.node.name),
+            help="check the shapes given for the inputs against those the model was exported with",
+        )
+
+    def require(self, holds: bool, what: str) -> None:
+        """Refuse a node whose attributes and operands contradict each other.
+
+        Args:
+            holds: Whether they agree.
+            what: The contradiction, as a predicate of the node.
+
+        Raises:
+            UsageError: IRC305.
+        """
+        if not holds:
+            raise self._contradiction(what)
+
+    def flag(self, name: str, *, default: bool = False) -> bool:
+        """An integer attribute that is zero or one."""
+        value = self.int_(name, int(default))
+        if value not in (0, 1):
+            raise self._mistyped(name, "0 or 1")
+        return bool(value)
 
     def int_(self, name: str, default: int) -> int:
         """An integer attribute."""

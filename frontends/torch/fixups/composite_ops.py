@@ -1,4 +1,4 @@
-"""Traces some operations as the one kernel that eager runs; torch's tracer would take them apart."""
+"""Traces some operations by the kernels that eager runs; torch's tracer would take others."""
 
 # The list of operations that torch takes apart has no public interface.
 # pyright: reportPrivateUsage=false
@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Generator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._C import DispatchKey
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = ["composite_operations"]
 
@@ -22,6 +25,37 @@ _OTHERS = ("hardshrink", "softshrink", "multi_margin_loss", "multilabel_margin_l
 _NAMES = (*(f"upsample_{family}" for family in _FAMILIES), *_EXACT, *_ANTIALIASED, *_OTHERS)
 
 
+_DROPOUT = torch.ops.aten.dropout.default
+
+
+def _dropout(data: Tensor, rate: float, train: bool) -> Tensor:
+    """Returns the numbers of eager's dropout, of which a mask of a byte an element is kept.
+
+    Eager on a CPU draws ones and zeros and divides them by `1 - rate`. The kernel that keeps a mask
+    multiplies by `1 / (1 - rate)`, which may round to another number, and its gradient rounds otherwise in
+    half precision. Then its mask alone is taken.
+    """
+    if not train or rate == 0 or data.numel() == 0:
+        return data
+    if rate == 1:
+        return data * torch.zeros((), dtype=data.dtype, device=data.device)
+    output, mask = torch.native_dropout(data, rate, True)
+    if data.device.type != "cpu":
+        return output
+    scale, is_of_kernel = _scale(rate, data.dtype)
+    return output if is_of_kernel else data * mask * scale
+
+
+@functools.cache
+def _scale(rate: float, dtype: torch.dtype) -> tuple[float, bool]:
+    """Returns the factor of eager's dropout, and whether the kernel that keeps a mask has the same one."""
+    with _disable_current_modes():
+        one = torch.ones((), dtype=dtype, device="cpu")
+        scale = one.div(1 - rate)
+        is_full = dtype in (torch.float32, torch.float64)
+        return scale.item(), is_full and torch.equal(scale, one.mul(1 / (1 - rate)))
+
+
 def _overloads() -> list[Any]:
     packets = [getattr(torch.ops.aten, name) for name in _NAMES]
     return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
@@ -29,14 +63,17 @@ def _overloads() -> list[Any]:
 
 @contextlib.contextmanager
 def composite_operations() -> Generator[None]:
-    """Lets interpolation and a few others be traced as eager runs them, as one operation.
+    """Lets interpolation and a few others be traced as one operation, and dropout with eager's rounding.
 
-    Taken apart into indexing and sums they would take several times the memory, and round in another order.
+    Taken apart into indexing and sums, interpolation would take several times the memory, and round in
+    another order.
     """
-    before = [(operation, dict(operation.py_kernels)) for operation in _overloads()]
+    before = [(operation, dict(operation.py_kernels)) for operation in (*_overloads(), _DROPOUT)]
     for operation, _ in before:
         for level in _LEVELS:
             operation.py_kernels.pop(level, None)
+            if operation is _DROPOUT:
+                operation.py_kernels[level] = _dropout
         operation._dispatch_cache.clear()
     try:
         yield

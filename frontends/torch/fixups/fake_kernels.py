@@ -19,6 +19,9 @@ from torch._prims_common import suggest_memory_format
 from torch._subclasses import FakeTensorMode, fake_impls
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._mode_utils import no_dispatch
+
+from ....torch_support.recurrent_kernels import lstm_workspace_bytes
 
 __all__ = ["fake_kernels_of_eager"]
 
@@ -42,6 +45,35 @@ def _ctc_loss_backward(
 ) -> Tensor:
     with mode:
         return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
+
+
+def _dropout(
+    mode: Any, operation: Any, data: Tensor, rate: float, train: bool | None
+) -> tuple[Tensor, Tensor]:
+    """The kernels make a result also if nothing is dropped, where torch's rule returns the operand."""
+    with mode:
+        return torch.empty_like(data), torch.empty_like(data, dtype=torch.bool)
+
+
+def _lstm_kernel(
+    mode: Any, operation: Any, x: Tensor, w: Tensor, r: Tensor, *others: Any
+) -> tuple[Tensor, ...]:
+    """The output [time, batch, hidden], the final states, and the workspace that backward reads."""
+    with no_dispatch(), torch._C.DisableTorchFunction():
+        nbytes = lstm_workspace_bytes(*x.shape, r.shape[1])
+    with mode:
+        state = x.new_empty(x.shape[1], r.shape[1])
+        output = x.new_empty(*x.shape[:2], r.shape[1])
+        return output, state, torch.empty_like(state), x.new_empty(nbytes, dtype=torch.uint8)
+
+
+def _lstm_kernel_backward(
+    mode: Any, operation: Any, x: Tensor, w: Tensor, r: Tensor, *others: Any
+) -> tuple[Tensor, ...]:
+    """The gradients of the input, the weights, both biases (equal, apart), and the initial states."""
+    with mode:
+        shapes = x.shape, w.shape, r.shape, r.shape[:1], r.shape[:1], others[2].shape, others[3].shape
+        return tuple(x.new_empty(shape) for shape in shapes)
 
 
 _DROPOUT_BACKWARD = torch.ops.aten.native_dropout_backward.default
@@ -200,7 +232,10 @@ _RULES: dict[Any, Callable[..., Any]] = {
     torch.ops.aten._ctc_loss.default: _ctc_loss,
     torch.ops.aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
     torch.ops.aten._ctc_loss_backward.default: _ctc_loss_backward,
+    torch.ops.aten.native_dropout.default: _dropout,
     _DROPOUT_BACKWARD: _dropout_backward,
+    torch.ops.aten.mkldnn_rnn_layer.default: _lstm_kernel,
+    torch.ops.aten.mkldnn_rnn_layer_backward.default: _lstm_kernel_backward,
 }
 
 

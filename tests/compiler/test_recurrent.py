@@ -1,0 +1,193 @@
+"""Tests of recurrent layers: the kernel that eager runs, and the time steps that take its place."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.examples import examples
+from support.torch_cases import keep_all, recompute_some
+from torch import Tensor, nn
+
+import irc
+from irc.backends.torch import bind_program, compile_program, emit_source
+from irc.frontends.torch import capture
+from irc.ir import BudgetError, Graph, TimeLimitError, verify_schedule
+from irc.passes.costs.allocations import peak_bytes
+from irc.passes.costs.profiling import profile_costs
+
+KERNEL = "aten.mkldnn_rnn_layer.default"
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer behind a linear one; all of its results count."""
+
+    def __init__(self, kind: Callable[..., nn.RNNBase], size: int, hidden: int, **options: Any) -> None:
+        super().__init__()
+        self.into = nn.Linear(size, size)
+        self.layer = kind(size, hidden, **options)
+
+    def forward(self, x: Tensor, *states: Tensor) -> Tensor:
+        (state, *cells) = states
+        y, after = self.layer(self.into(x), (state, *cells) if cells else state)
+        ends = after if isinstance(after, tuple) else (after,)
+        return torch.stack([(k + 2) * t.square().sum() for k, t in enumerate((y, *ends))]).sum() + y.sum()
+
+
+def _states(module: Recurrent, batch: int) -> list[Tensor]:
+    layer = module.layer
+    rows = layer.num_layers * (2 if layer.bidirectional else 1)
+    sizes = [layer.proj_size or layer.hidden_size]
+    sizes += [layer.hidden_size] * isinstance(layer, nn.LSTM)
+    return [torch.randn(rows, batch, size, requires_grad=True) for size in sizes]
+
+
+def _step(module: nn.Module, args: list[Tensor]) -> list[Tensor]:
+    """A step's loss and gradients, from a generator in a known state."""
+    torch.manual_seed(3)
+    leaves = [arg.detach().requires_grad_(arg.requires_grad) for arg in args]
+    loss = module(*leaves)
+    loss.backward()
+    found = [leaf.grad for leaf in (*module.parameters(), *leaves) if leaf.grad is not None]
+    return [loss.detach(), *found]
+
+
+def _same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def _graph(module: nn.Module, *args: Tensor) -> Graph:
+    return capture(module, args).graph
+
+
+_SIZES = st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 5), st.integers(2, 6))
+_FLAGS = st.fixed_dictionaries(
+    {"bias": st.booleans(), "bidirectional": st.booleans(), "batch_first": st.booleans()}
+)
+
+
+def _trains_as_eager(
+    kind: Callable[..., nn.RNNBase], sizes: tuple[int, int, int, int], trains: bool, **options: Any
+) -> Graph:
+    """Compares two steps with eager, and returns the graph."""
+    steps, batch, size, hidden = sizes
+    module = Recurrent(kind, size, hidden, dropout=0.4 * (options["num_layers"] > 1), **options)
+    module.layer.train(trains)
+    shape = (batch, steps, size) if options["batch_first"] else (steps, batch, size)
+    args = [torch.randn(shape), *_states(module, batch)]
+    captured = capture(module, tuple(args))
+    program = compile_program(keep_all(captured.graph), captured.constants)
+    ours = bind_program(copy.deepcopy(module), program, captured.signature)
+    for _ in range(2):
+        assert _same(_step(ours, args), _step(module, args))
+    return captured.graph
+
+
+@examples(8)
+@given(sizes=_SIZES, layers=st.integers(1, 2), flags=_FLAGS, trains=st.booleans())
+def test_an_lstm_is_one_kernel_for_each_layer_and_direction_with_the_bits_of_eager(
+    sizes: tuple[int, int, int, int], layers: int, flags: dict[str, bool], trains: bool
+) -> None:
+    graph = _trains_as_eager(nn.LSTM, sizes, trains, num_layers=layers, **flags)
+    kernels = sum(node.op == KERNEL for node in graph.nodes)
+    assert kernels == layers * (1 + flags["bidirectional"])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
+@examples(12)
+@given(
+    kind=st.sampled_from(["projected", "gru", "tanh", "relu"]),
+    sizes=_SIZES,
+    layers=st.integers(1, 2),
+    flags=_FLAGS,
+    trains=st.booleans(),
+)
+def test_time_steps_have_the_bits_of_eager(
+    kind: str, sizes: tuple[int, int, int, int], layers: int, flags: dict[str, bool], trains: bool
+) -> None:
+    options: dict[str, Any] = {"num_layers": layers, **flags}
+    if kind == "projected":
+        graph = _trains_as_eager(nn.LSTM, sizes, trains, proj_size=sizes[-1] - 1, **options)
+    elif kind == "gru":
+        graph = _trains_as_eager(nn.GRU, sizes, trains, **options)
+    else:
+        graph = _trains_as_eager(nn.RNN, sizes, trains, nonlinearity=kind, **options)
+    assert all(node.op != KERNEL for node in graph.nodes)
+
+
+@pytest.mark.slow
+@examples(6)
+@given(steps=st.integers(1, 40), batch=st.integers(1, 5), hidden=st.integers(1, 20), seed=st.integers(0, 9))
+def test_a_kernel_takes_what_is_predicted_also_when_it_runs_again(
+    steps: int, batch: int, hidden: int, seed: int
+) -> None:
+    module = Recurrent(nn.LSTM, 3, hidden, num_layers=2)
+    args = [torch.randn(steps, batch, 3), *(state.detach() for state in _states(module, batch))]
+    captured = capture(module, tuple(args), loss=lambda result: result)
+    costs = profile_costs(captured.graph, repeats=1)
+    schedule = recompute_some(captured.graph, seed)
+    predicted = verify_schedule(schedule, costs.workspace_bytes).peak_bytes - captured.graph.static_bytes
+    program = compile_program(schedule, captured.constants)
+    ours = bind_program(copy.deepcopy(module), program, captured.signature)
+    assert _same(_step(ours, args), _step(module, args))
+    ours.zero_grad()
+    assert peak_bytes(lambda: ours(*args).backward()) == predicted
+
+
+def test_a_long_lstm_is_as_few_operations_as_a_short_one() -> None:
+    module = nn.LSTM(3, 4)
+    short, long = (len(_graph(module, torch.randn(steps, 2, 3)).nodes) for steps in (2, 3000))
+    assert short == long
+
+
+@pytest.mark.slow
+def test_a_budget_below_the_kernels_is_met_by_time_steps() -> None:
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.LSTM(4, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x)[0].square().mean()
+
+    module, x = Last(), torch.randn(5, 3, 4)
+    original = copy.deepcopy(module)
+    whole = irc.optimize(copy.deepcopy(module), (x,), "100%", costs="analytic", time_limit=5)
+    budget_bytes = whole.irc_plan.minimum_budget_bytes - 1
+    fitted = irc.optimize(module, (x,), budget_bytes, costs="analytic", time_limit=5)
+    plan = fitted.irc_plan
+    assert plan.peak_bytes <= budget_bytes < plan.baseline_peak_bytes
+    assert plan.baseline_peak_bytes == whole.irc_plan.baseline_peak_bytes
+    assert plan.lower_bound_overhead <= plan.overhead
+    planned_seconds = plan.step_seconds * (1 + plan.overhead)
+    assert planned_seconds > 1.5 * whole.irc_plan.step_seconds, "time steps take longer than the kernel"
+    for ours, its in zip(_step(fitted, [x]), _step(original, [x]), strict=True):
+        torch.testing.assert_close(ours, its)
+    with pytest.raises(BudgetError):
+        irc.optimize(original, (x,), plan.static_bytes + 1, costs="analytic", time_limit=5)
+
+
+def test_sequences_that_nobody_can_wait_for_are_refused_at_once() -> None:
+    x = torch.randn(1, 1 << 20, 2)
+    for layer in (nn.GRU(2, 2, batch_first=True), nn.LSTM(2, 3, proj_size=2, batch_first=True)):
+        with pytest.raises(TimeLimitError, match="1048576 time steps takes 20972 s at least"):
+            irc.optimize(layer, (x,), "100%", costs="analytic")
+
+
+def test_the_source_of_time_steps_derives_each_view_once() -> None:
+    def calls(steps: int) -> tuple[int, int]:
+        module = nn.GRU(3, 4)
+        graph = _graph(module, torch.randn(steps, 2, 3))
+        source = emit_source(keep_all(graph))
+        views = sum(source.count(f"{name}(") for name in ("aten_view", "aten_narrow", "aten_select_int"))
+        assert "unbind_int(" not in source and "split_Tensor(" not in source and "detach(" not in source
+        return views, len([node for node in graph.nodes if node.is_view])
+
+    (few, _), (many, views) = calls(4), calls(8)
+    assert many <= 2 * few and many < views

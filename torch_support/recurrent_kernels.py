@@ -1,0 +1,30 @@
+"""The LSTM kernel of oneDNN, which eager runs on the CPU, as an operation that a program can hold."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["LSTM_KERNEL", "lstm_workspace_bytes", "run_lstm_kernel"]
+
+LSTM_KERNEL = "aten.mkldnn_rnn_layer.default"
+"""One layer in one direction. Without gradients it returns no workspace, which its backward reads."""
+
+
+def run_lstm_kernel(*args: Any) -> tuple[Tensor, ...]:
+    """Runs the kernel as in training, without an autograd graph."""
+    plain = [arg.detach() if isinstance(arg, Tensor) else arg for arg in args]
+    with torch.enable_grad():
+        return torch.ops.aten.mkldnn_rnn_layer.default(*plain)
+
+
+@lru_cache(maxsize=256)
+def lstm_workspace_bytes(steps: int, batch: int, size: int, hidden: int) -> int:
+    """Measures the workspace of the LSTM kernel, which oneDNN does not tell before the kernel has run."""
+    x, state = torch.zeros(steps, batch, size), torch.zeros(batch, hidden)
+    w, r, bias = torch.zeros(4 * hidden, size), torch.zeros(4 * hidden, hidden), torch.zeros(4 * hidden)
+    numbers = (False, [], 2, hidden, 1, True, False, False, True)
+    return run_lstm_kernel(x, w, r, bias, bias, state, state, *numbers)[-1].numel()

@@ -43,7 +43,7 @@ def net() -> Net:
 X = torch.linspace(-1, 1, 32 * 16).reshape(32, 16)
 
 
-def optimize(model: nn.Module, args: Any = X, budget: Any = "85%", **options: Any) -> Any:
+def optimize(model: nn.Module, args: Any = X, budget: Any = "70%", **options: Any) -> Any:
     options.setdefault("time_limit", 1.0)
     return irc.optimize(model, args, budget=budget, **options)
 

@@ -104,8 +104,8 @@ def eager_memory(
         call: The forward, from `tensors` to the result.
         module: The model.
         tensors: The tensors among its arguments.
-        loss: The function from its result to the loss; None if it is not known. The gradients of outputs are
-            there until backward has ended, as the engine holds them for a module with one backward.
+        loss: The function from its result to the loss. None if it is not known: then its gradients are there
+            until backward has ended.
         unused: The places among the result's tensors of those that the loss does not use.
         static_bytes: Parameters, buffers, inputs and constants.
         loss_bytes: What a loss that is not known takes at its peak, and until backward has ended.
@@ -114,7 +114,6 @@ def eager_memory(
     types = {tensor.device.type for tensor in (*module.parameters(), *module.buffers(), *tensors)}
     followed = _Followed(mode, next(iter(types - {"cpu"}), "cpu"))
     at_loss = 0
-    held: list[Tensor] = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(torch.enable_grad())
@@ -146,9 +145,6 @@ def eager_memory(
                     roots, gradients = [loss(result)], None
                 followed.drop(outputs[place] for place in unused)
                 outputs = [output for place, output in enumerate(outputs) if place not in unused]
-                for output in outputs:
-                    if output.requires_grad and output is not roots[0]:
-                        output.register_hook(held.append)
                 del result
             torch.autograd.backward(roots, gradients, inputs=leaves)
         except Exception:  # what the capture traces in another way may not run in this one

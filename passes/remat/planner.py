@@ -47,8 +47,8 @@ class Planner:
             self.program = Cost(profile="cpu").run(self.program)
         assert self.program.costs is not None
         self.original = CheckpointProblem(self.program.original or self.program.graph, self.program.costs)
-        self.baseline_bytes = baseline_bytes(self.program, self.original)
         self.problem = recomputation_problem(self.program)
+        self.baseline_bytes = baseline_bytes(self.program, self.original, self.problem.floor_bytes)
         self._known: dict[bool, Candidates] = {}
         self._cut_off: Candidates | None = None
         self._learned: list[tuple[str, Solution]] = []
@@ -92,19 +92,21 @@ class Planner:
         return max((seconds for larger, seconds in self._bounds if larger >= budget_bytes), default=0.0)
 
 
-def baseline_bytes(program: Program, original: CheckpointProblem) -> int:
+def baseline_bytes(program: Program, original: CheckpointProblem, floor_bytes: int) -> int:
     """The peak of a program's step before it is planned, in bytes.
 
-    It is that of the step as its user wrote it, if workspaces were measured. Analytic workspaces are upper
-    bounds, so that only the graph as it was captured is comparable with its plans.
+    It is that of the step as its user wrote it, if workspaces were measured: analytic ones are upper bounds,
+    and only the graph as it was captured is comparable then. It is the floor if no plan can take as little
+    as eager: the engine holds the gradients of all outputs for a module that has one backward.
 
     Args:
         program: The program.
         original: The problem of its graph as it was captured.
+        floor_bytes: The bytes that no plan goes below.
     """
-    if program.eager is None or original.costs.is_analytic:
-        return original.eager.peak_bytes
-    return program.eager.peak_bytes(original.graph, original.costs.workspace_bytes)
+    if program.eager is not None and not original.costs.is_analytic:
+        return max(program.eager.peak_bytes(original.graph, original.costs.workspace_bytes), floor_bytes)
+    return original.eager.peak_bytes
 
 
 def recomputation_problem(program: Program) -> CheckpointProblem:

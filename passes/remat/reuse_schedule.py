@@ -59,7 +59,7 @@ def reuse_schedule(chosen: Program, program: Program, budget_bytes: int) -> Prog
     plan = certify(
         reused,
         budget_bytes,
-        baseline_bytes=baseline_bytes(program, original),
+        baseline_bytes=baseline_bytes(program, original, problem.floor_bytes),
         seconds=time.monotonic() - started,
     )
     return replace(program, graph=graph, schedule=carried.schedule, plan=plan)

@@ -43,7 +43,7 @@ def net() -> Net:
 X = torch.linspace(-1, 1, 32 * 16).reshape(32, 16)
 
 
-def optimize(model: nn.Module, args: Any = X, budget: Any = "70%", **options: Any) -> Any:
+def optimize(model: nn.Module, args: Any = X, budget: Any = "85%", **options: Any) -> Any:
     options.setdefault("time_limit", 1.0)
     return irc.optimize(model, args, budget=budget, **options)
 
@@ -61,11 +61,11 @@ def same(a: list[Tensor | None], b: list[Tensor | None]) -> bool:
 
 def test_the_fitted_module_trains_the_same(net: Net) -> None:
     original = copy.deepcopy(net)
-    fitted = optimize(net)
+    fitted = optimize(net, budget="75%")
     plan: irc.Plan = fitted.plan
     assert isinstance(fitted, Net) and fitted.norm is net.norm
     assert same(gradients(fitted, X), gradients(original, X))
-    assert plan.static_bytes < plan.peak_bytes <= plan.budget_bytes == int(0.85 * plan.baseline_peak_bytes)
+    assert plan.static_bytes < plan.peak_bytes <= plan.budget_bytes == int(0.75 * plan.baseline_peak_bytes)
     assert plan.floor_bytes <= plan.minimum_budget_bytes <= plan.peak_bytes
     assert 0 <= plan.lower_bound_overhead <= plan.overhead and 0 <= plan.gap < 1
     assert "recompute" in plan.explain() and "overhead" in plan.summary()

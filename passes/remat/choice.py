@@ -100,15 +100,16 @@ def over_budget(
         least = "by the smallest schedule that was found"
     else:
         least = "by what was found within the time limit"
-    besides = (
-        f", without {format_bytes(offloaded_bytes)} that live in {tiers[0].name}" if offloaded_bytes else ""
+    proved = (
+        ""
+        if is_proved or tiers
+        else f" (proved: with this order of backward none needs less than {problem.floor_bytes})"
     )
-    proved = "" if is_proved or tiers else f" (proved: no schedule needs less than {problem.floor_bytes})"
     return BudgetError(
         "IRC204",
         f"{what} needs {format_bytes(minimum_bytes)} ({minimum_bytes} bytes) {least}{by}{proved}, over "
-        f"the budget of {format_bytes(budget_bytes)} ({budget_bytes} bytes); every schedule holds {floor}"
-        + besides
+        f"the budget of {format_bytes(budget_bytes)} ({budget_bytes} bytes); "
+        + (_static(problem, tiers[0], offloaded_bytes) if tiers else f"every schedule holds {floor}")
         + _under_annotations(planner, minimum_bytes, strategy),
         minimum_bytes=minimum_bytes,
         at=floor.node.at if floor.node is not None else None,
@@ -120,6 +121,15 @@ def over_budget(
             )
         ),
     )
+
+
+def _static(problem: CheckpointProblem, tier: Tier, offloaded_bytes: int) -> str:
+    """Says what copies leave on the device all the time."""
+    what = "parameters, buffers and inputs"
+    if problem.graph.reserved_bytes:
+        what = "parameters, buffers, inputs, and gradients or optimizer state that stay"
+    besides = f", without {format_bytes(offloaded_bytes)} that live in {tier.name}" if offloaded_bytes else ""
+    return f"{format_bytes(problem.graph.static_bytes - offloaded_bytes)} of it are {what}{besides}"
 
 
 _FREE_SECONDS = 5.0

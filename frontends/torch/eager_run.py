@@ -82,8 +82,9 @@ class _Followed(AliveBytes):
 
 def _adds_up_gradients(func: Any) -> bool:
     """Whether the engine adds a gradient to one that is there: it does so in place where it may."""
-    engine = torch._C._current_graph_task_id() != -1 and torch._C._current_autograd_node() is None
-    return engine and func is torch.ops.aten.add.Tensor
+    node: object = torch._C._current_autograd_node()
+    is_engine = torch._C._current_graph_task_id() != -1 and node is None
+    return is_engine and func is torch.ops.aten.add.Tensor
 
 
 def eager_memory(
@@ -126,7 +127,7 @@ def eager_memory(
             *module.named_parameters(remove_duplicate=False),
             *module.named_buffers(remove_duplicate=False),
         ]
-        fakes = {name: mode.from_tensor(tensor) for name, tensor in state}
+        fakes: dict[str, Tensor] = {name: mode.from_tensor(tensor) for name, tensor in state}
         given = [mode.from_tensor(tensor) for tensor in tensors]
         leaves = list({id(t): t for t in (*fakes.values(), *given) if t.requires_grad and t.is_leaf}.values())
         stack.enter_context(stateless._reparametrize_module(module, fakes))

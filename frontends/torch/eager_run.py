@@ -82,7 +82,7 @@ class _Followed(AliveBytes):
 
 def _adds_up_gradients(func: Any) -> bool:
     """Whether the engine adds a gradient to one that is there: it does so in place where it may."""
-    node: object = torch._C._current_autograd_node()
+    node: Any = torch._C._current_autograd_node()
     is_engine = torch._C._current_graph_task_id() != -1 and node is None
     return is_engine and func is torch.ops.aten.add.Tensor
 

@@ -274,7 +274,7 @@ def test_amounts_that_no_plan_has(written: Path, wrong: float) -> None:
     names = [name for name, value in plan.items() if type(value) in (int, float) and name != "gap"]
     rows = [name for name, value in plan["decisions"][0].items() if type(value) in (int, float)]
     first = next(iter(re.findall(r"compute (\S+)", (written / "program.irc").read_text())))
-    changes = [{name: wrong} for name in names]
+    changes: list[dict[str, object]] = [{name: wrong} for name in names]
     changes += [{"decisions": [{**plan["decisions"][0], name: wrong}]} for name in rows]
     changes.append({"workspace_bytes": {first: wrong}})
     assert len(changes) > 10

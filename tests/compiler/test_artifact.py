@@ -271,11 +271,13 @@ def test_damaged_folders(written: Path, damage: Callable[[Path], object], text: 
 @pytest.mark.parametrize("wrong", [-2, float("nan"), float("inf"), 1e300, 1 << 70])
 def test_amounts_that_no_plan_has(written: Path, wrong: float) -> None:
     plan = json.loads((written / "plan.json").read_text())
-    names = [name for name, value in plan.items() if type(value) in (int, float) and name != "gap"]
+    names: list[str] = [name for name, value in plan.items() if type(value) in (int, float) and name != "gap"]
     rows = [name for name, value in plan["decisions"][0].items() if type(value) in (int, float)]
     first = next(iter(re.findall(r"compute (\S+)", (written / "program.irc").read_text())))
+    decision: dict[str, object] = plan["decisions"][0]
     changes: list[dict[str, object]] = [{name: wrong} for name in names]
-    changes += [{"decisions": [{**plan["decisions"][0], name: wrong}]} for name in rows]
+    for name in rows:
+        changes.append({"decisions": [{**decision, name: wrong}]})
     changes.append({"workspace_bytes": {first: wrong}})
     assert len(changes) > 10
     for change in changes:

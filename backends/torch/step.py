@@ -215,7 +215,7 @@ def _check_unused(program: Program, unused: frozenset[int], given: frozenset[int
                 f"output {index} of the module has a gradient; the plan was made for a loss that does "
                 "not use it",
                 help="call irc.optimize with loss= the function by which the training loop computes its loss "
-                "from the module's result, or without loss=",
+                "from the module's result; without it the loss is the result's .loss, if it has one",
             )
 
 

@@ -202,8 +202,8 @@ def capture(
         args: Example arguments; tensors may be nested in lists, tuples and dicts.
         kwargs: Example keyword arguments; they are taken in the order of their names.
         loss: The caller's function from the result to a scalar. Its memory is counted, and outputs that it
-            does not use have no gradient in the graph. Without it, the loss is the result's own `.loss`, if
-            it has one, or `loss_bytes` estimates the memory.
+            does not use have no gradient in the graph. Without it, the loss is the `.loss` of a result of
+            Hugging Face's, or `loss_bytes` estimates the memory.
         specialize_branches: Whether to assume that Python code that looks at the values of tensors sees in
             each step what it sees in a run on the example arguments. That run is made, and the signature
             says what was seen.

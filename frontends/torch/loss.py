@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -114,13 +114,16 @@ def loss_bytes(loss: Loss | None, result_leaves: list[Any], result_tree: Any) ->
 
 
 def own_loss(result: Any) -> Tensor:
-    """The loss that a result has, as those of Hugging Face's models do if they are given labels."""
+    """The loss that a result has, as of `has_own_loss`."""
     return result.loss
 
 
 def has_own_loss(result: object) -> bool:
-    """Whether a result has the attribute `loss`, a scalar that depends on what is trained."""
-    if isinstance(result, Tensor | nn.Module):
+    """Whether a result is a `ModelOutput` of Hugging Face with a scalar `loss`, which labels make it have.
+
+    The loss of a class of the user's own may be one of several terms.
+    """
+    if all(kind.__name__ != "ModelOutput" for kind in type(result).__mro__):
         return False
     found = getattr(result, "loss", None)
     return isinstance(found, Tensor) and found.numel() == 1 and found.requires_grad

@@ -16,9 +16,13 @@ import irc
 from irc.passes.costs.allocations import peak_bytes
 
 
+class ModelOutput:
+    """The base of results of Hugging Face's models, by its name."""
+
+
 @dataclass
-class Result:
-    """A result with a loss of its own, as those of Hugging Face's models."""
+class Result(ModelOutput):
+    """A result with a loss of its own."""
 
     loss: Tensor
     logits: Tensor
@@ -131,6 +135,27 @@ def test_a_result_with_a_loss_is_trained_by_it() -> None:
     assert dropped == plan.peak_without_unused_bytes < plan.peak_bytes
     with pytest.raises(irc.UnsupportedError, match="IRC346"):
         fitted(x, labels).logits.sum().backward()
+
+
+def test_a_loss_of_another_class_may_be_one_of_several_terms() -> None:
+    @dataclass
+    class Terms:
+        loss: Tensor
+        scores: Tensor
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Terms:
+            scores = self.body(x)
+            return Terms(scores.square().mean(), scores)
+
+    fitted = irc.optimize(Both(), (torch.randn(4, 8),), "100%", costs="analytic", time_limit=1)
+    result = fitted(torch.randn(4, 8))
+    (result.loss + result.scores.sum()).backward()
+    assert "not known" in fitted.plan.summary()
 
 
 def test_nothing_of_the_model_changes_while_its_memory_is_found() -> None:

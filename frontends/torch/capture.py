@@ -52,6 +52,7 @@ from .fixups.fake_kernels import fake_kernels_of_eager
 from .fixups.recurrent import RecurrentLayers
 from .fixups.tensor_hooks import tensor_hooks
 from .fixups.tied_parameters import TiedParameters
+from .known_values import known_values
 from .loss import Loss, has_own_loss, loss_bytes, own_loss, unused_outputs
 from .place_annotations import place_annotations
 from .provenance import raised_at, raised_code, recording
@@ -134,7 +135,7 @@ class _Flat(nn.Module):
     def run(self, *tensors: Tensor) -> Any:
         """Returns what `call` does, and keeps the state of Python as it was."""
         branches = self.branches.replayed() if self.branches else contextlib.nullcontext()
-        with self.state.one_run(), branches, self.tied.as_one():
+        with self.state.one_run(), branches, self.tied.as_one(), known_values():
             return self.call(*tensors)
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:

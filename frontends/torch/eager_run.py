@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.utils import stateless
 from torch.utils import _pytree as pytree
 
@@ -46,6 +46,10 @@ class _Followed(AliveBytes):
         """Those of them that are gone: a caller who holds the outputs still has them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with _answering(FakeTensor):  # torch's rules ask too
+            return self._follow_operation(func, types, args, kwargs)
+
+    def _follow_operation(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         read = list({id(t): t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}.values())
         for tensor in read:
             fake = self.mode.from_tensor(tensor) if type(tensor) in (Tensor, nn.Parameter) else tensor
@@ -80,6 +84,25 @@ class _Followed(AliveBytes):
             self.dropped[storage._cdata] = self.followed_bytes.get(storage._cdata, 0)
 
 
+class _NoTensor:
+    """The class of no tensor."""
+
+
+@contextlib.contextmanager
+def _answering(kind: type) -> Generator[None]:
+    """Meanwhile, code that asks torch for the class of tensors without data is given this one.
+
+    Libraries then run as they do on data, where they would avoid reading a value.
+    """
+    package: Any = torch._subclasses
+    before = package.FakeTensor
+    package.FakeTensor = kind
+    try:
+        yield
+    finally:
+        package.FakeTensor = before
+
+
 def _adds_up_gradients(func: Any) -> bool:
     """Whether the engine adds a gradient to one that is there: it does so in place where it may."""
     node: Any = torch._C._current_autograd_node()
@@ -111,6 +134,22 @@ def eager_memory(
         static_bytes: Parameters, buffers, inputs and constants.
         loss_bytes: What a loss that is not known takes at its peak, and until backward has ended.
     """
+    known = loss, frozenset(unused), static_bytes, loss_bytes
+    runs = (_run(call, module, tensors, *known, kind) for kind in (_NoTensor, FakeTensor))
+    return next((found for found in runs if found is not None), None)
+
+
+def _run(
+    call: Callable[..., Any],
+    module: nn.Module,
+    tensors: Sequence[Tensor],
+    loss: Loss | None,
+    unused: Collection[int],
+    static_bytes: int,
+    loss_bytes: tuple[int, int],
+    kind: type,
+) -> EagerMemory | None:
+    """Runs the step where code that asks for the class of tensors without data is given `kind`."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     types = {tensor.device.type for tensor in (*module.parameters(), *module.buffers(), *tensors)}
     followed = _Followed(mode, next(iter(types - {"cpu"}), "cpu"))
@@ -133,6 +172,7 @@ def eager_memory(
         stack.enter_context(stateless._reparametrize_module(module, fakes))
         stack.enter_context(mode)
         stack.enter_context(followed)
+        stack.enter_context(_answering(kind))
         try:
             result = call(*given)
             outputs = [leaf for leaf in flattened(result)[0] if isinstance(leaf, Tensor)]

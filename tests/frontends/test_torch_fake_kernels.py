@@ -210,6 +210,19 @@ def test_results_have_the_layout_that_the_kernel_gives_them(name: str, order: tu
                 assert steps[0] == steps[1], node.op
 
 
+@pytest.mark.parametrize("axes", [(0,), (1,), (0, 1), (0, 2)])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_what_is_indexed_has_the_layout_that_the_kernel_gives_it(
+    axes: tuple[int, ...], order: tuple[int, int]
+) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.weight[tuple(x if axis in axes else slice(None) for axis in range(3))].reshape(-1, 2).sin()
+
+    places = torch.randint(0, 4, (3, 2)).permute(order)
+    module = Model(forward, weight=nn.Parameter(torch.randn(4, 4, 4)))
+    assert_trains_the_same(module, places)
+
+
 def test_the_memory_of_folded_columns_is_the_kernels() -> None:
     module = Model(
         lambda m, x: functional.unfold(x * m.weight, 3, padding=1), weight=nn.Parameter(torch.ones(1))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._decomp import decomposition_table
 from torch._functorch.vmap import lazy_load_decompositions
-from torch._prims_common import suggest_memory_format
+from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
 from torch._subclasses import FakeTensorMode, fake_impls
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -224,10 +224,41 @@ def _of_torch(operation: Any) -> Callable[..., Any]:
     return as_it_is
 
 
+_torch_index = fake_impls.op_implementations_dict[_aten.index.Tensor]
+
+
+def _index(mode: Any, operation: Any, data: Tensor, indices: list[Tensor | None]) -> Tensor:
+    """The CPU's kernel lays its result out by the strides of the indices too, where torch's rule does not.
+
+    It broadcasts indices of no axes with the others, where torch's rule leaves them out.
+    """
+    axes = [axis for axis, index in enumerate(indices) if index is not None]
+    given = [index for index in indices if index is not None]
+    if not given or any(
+        index.dtype in (torch.bool, torch.uint8) for index in given
+    ):  # their number depends on data
+        return _torch_index(mode, operation, data, indices)
+    with mode:
+        spread = [index.long() for index in torch.broadcast_tensors(*given)]
+        places = dict(zip(axes, spread, strict=True))
+        result: Tensor = _torch_index(mode, operation, data, [places.get(k) for k in range(len(indices))])
+        if result.device.type != "cpu":
+            return result
+        before = axes[0] if axes[-1] - axes[0] < len(axes) else 0
+        others = [step for axis, step in enumerate(data.stride()) if axis not in axes]
+        steps = (*others[:before], *[0] * spread[0].dim(), *others[before:])
+        shape = (*[1] * before, *spread[0].shape, *[1] * (len(others) - before))
+        operands = [torch.empty_strided(result.shape, steps, dtype=torch.long, device=result.device)]
+        operands += [index.reshape(shape).expand(result.shape) for index in spread]
+        wanted = compute_elementwise_output_strides(*operands)
+        return result.new_empty_strided(tuple(result.shape), wanted) if _differ(result, wanted) else result
+
+
 _RULES: dict[Any, Callable[..., Any]] = {
     **{operation: _relaid(operation, strides, count) for operation, strides, count in _LAYOUTS},
     **{operation: _mixed(operation, place) for operation, place in _NORMS},
     _COL2IM: _col2im,
+    _aten.index.Tensor: _index,
     torch.ops.aten._ctc_loss.Tensor: _ctc_loss,
     torch.ops.aten._ctc_loss.default: _ctc_loss,
     torch.ops.aten._ctc_loss_backward.Tensor: _ctc_loss_backward,

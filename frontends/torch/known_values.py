@@ -1,0 +1,151 @@
+"""Values that depend on no input, parameter, buffer or random draw: they are computed beside a traced run."""
+
+# Traced tensors, and the modes that make them, have no public interface.
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from typing import Any
+
+import torch
+from torch import Tag, Tensor
+from torch._ops import OpOverload
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils import _pytree as pytree
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+__all__ = ["known_values"]
+
+_MOST_ELEMENTS = 1_000_000
+"""The size of the largest tensor whose values are computed."""
+
+_aten = torch.ops.aten
+_LIFTS = {_aten.lift_fresh, _aten.lift_fresh_copy}
+_FACTORIES = {
+    *(_aten.arange, _aten.range, _aten.linspace, _aten.logspace, _aten.eye, _aten.scalar_tensor),
+    *(_aten.tril_indices, _aten.triu_indices, _aten.bartlett_window, _aten.blackman_window),
+    *(_aten.hamming_window, _aten.hann_window, _aten.kaiser_window),
+}
+"""Operations that make a tensor of numbers alone."""
+
+_FILLS = {
+    **dict.fromkeys((_aten.zeros, _aten.zeros_like, _aten.new_zeros), 0),
+    **dict.fromkeys((_aten.ones, _aten.ones_like, _aten.new_ones), 1),
+}
+_PLACE_OF_FILL = {_aten.full: 1, _aten.full_like: 1, _aten.new_full: 2}
+"""Operations that make a tensor of one number; of another tensor they take the type alone."""
+
+_UNWRITTEN = {_aten.empty_like, _aten.new_empty, _aten.new_empty_strided, _aten.resize_, _aten.resize_as_}
+"""Operations whose results hold what the memory held."""
+
+_READS = {Tag.data_dependent_output, Tag.dynamic_output_shape}
+
+
+@contextlib.contextmanager
+def known_values() -> Generator[None]:
+    """Lets code read, in a run on tensors without data, values that depend on no tensor that is given.
+
+    Such tensors are made by factory functions (`torch.arange`), of literals, or of others like them. What
+    code reads of them, as the branch that a comparison of positions decides, is the same in every step.
+    """
+    tolist = FunctionalTensor.tolist
+    FunctionalTensor.tolist = _numbers  # torch's own reads past the modes
+    try:
+        with _KnownValues():
+            yield
+    finally:
+        FunctionalTensor.tolist = tolist
+
+
+def _numbers(self: Tensor) -> Any:
+    return [_numbers(part) for part in self.unbind()] if self.dim() else self.item()
+
+
+class _KnownValues(TorchDispatchMode):
+    """Computes the values of tensors that depend on none that is given."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: Any = WeakTensorKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(func, OpOverload):
+            return func(*args, **kwargs)
+        known = self._depends_on_known(func, _tensors((args, kwargs)))
+        if known and not _READS.isdisjoint(func.tags):
+            return pytree.tree_map_only(Tensor, self._literal, self._value(func, args, kwargs))
+        result = func(*args, **kwargs)
+        made = _tensors(result)
+        if any(tensor.numel() > _MOST_ELEMENTS or tensor.device.type == "meta" for tensor in made):
+            values = None
+        elif known:
+            values = _tensors(self._value(func, args, kwargs))
+        else:
+            values = _new_values(func, args, kwargs, made)
+        if values is None:
+            self._forget_aliased(func, args, kwargs)
+        else:
+            for tensor, value in zip(made, values, strict=True):
+                self.values[tensor] = value
+        return result
+
+    def _depends_on_known(self, func: OpOverload, tensors: list[Tensor]) -> bool:
+        """Whether the results are functions of known values."""
+        return (
+            func.namespace in ("aten", "prims")
+            and bool(tensors)
+            and all(tensor in self.values for tensor in tensors)
+            and Tag.nondeterministic_seeded not in func.tags
+            and func.overloadpacket not in _UNWRITTEN
+        )
+
+    def _value(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        args, kwargs = pytree.tree_map_only(Tensor, self.values.__getitem__, (args, kwargs))
+        with no_dispatch():
+            return func(*args, **kwargs)
+
+    def _literal(self, value: Tensor) -> Tensor:
+        """Returns a tensor without data, of a size that depends on values, as a constant of the run."""
+        literal = _aten.lift_fresh.default(value)
+        self.values[literal] = value
+        return literal
+
+    def _forget_aliased(self, func: OpOverload, args: Any, kwargs: Any) -> None:
+        """Drops the values of what an operation writes, or returns a view of, with all of their views."""
+        names = [argument.name for argument in func._schema.arguments if argument.alias_info is not None]
+        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+        aliased = _tensors([given[name] for name in names if name in given])
+        storages = {_storage(self.values[tensor]) for tensor in aliased if tensor in self.values}
+        for tensor in [t for t, value in self.values.items() if storages and _storage(value) in storages]:
+            del self.values[tensor]
+
+
+def _new_values(func: OpOverload, args: Any, kwargs: Any, made: list[Tensor]) -> list[Tensor] | None:
+    """Returns the values of a tensor that an operation makes of numbers alone; None if it does not."""
+    operation = func.overloadpacket
+    with no_dispatch():
+        if operation in _FACTORIES:
+            return [func(*args, **kwargs)]
+        if operation in _LIFTS and type(args[0]) is Tensor:
+            return [args[0].clone()]
+        fill = args[_PLACE_OF_FILL[operation]] if operation in _PLACE_OF_FILL else _FILLS.get(operation)
+        if fill is None:
+            return None
+        (tensor,) = made
+        like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        return [like.fill_(fill)]
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]

@@ -215,7 +215,7 @@ def _check_unused(program: Program, unused: frozenset[int], given: frozenset[int
                 f"output {index} of the module has a gradient; the plan was made for a loss that does "
                 "not use it",
                 help="call irc.optimize with loss= the function by which the training loop computes its loss "
-                "from the module's result; without it a Hugging Face model that is given labels is trained by "
+                "from the result; without it a Hugging Face model that is given labels is trained by "
                 "its result's .loss",
             )
 

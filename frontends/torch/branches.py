@@ -135,5 +135,6 @@ def _another_way() -> UnsupportedError:
     return UnsupportedError(
         "IRC332",
         "the model's code reads other tensors while it is traced than in a run on the example arguments",
-        help="replace the data-dependent branch, or move it out of the module",
+        help="replace the data-dependent branch, or move it out of the module; or compile the model with "
+        "torch.compile(model, backend=irc.backend(budget)), which breaks the graph there",
     )

@@ -367,7 +367,7 @@ def _trace(
     except IrcError:
         raise
     except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
-        raise _depends_on_data(error) from error
+        raise _depends_on_data(error, is_specialized=flat.branches is not None) from error
     except AssertionError as error:
         if "entirely functional graph" in str(error):
             raise _writes_constant() from error
@@ -393,15 +393,17 @@ def _writes_constant() -> UnsupportedError:
     )
 
 
-def _depends_on_data(error: Exception) -> UnsupportedError:
+def _depends_on_data(error: Exception, *, is_specialized: bool) -> UnsupportedError:
     code = raised_code(error)
+    specialize = "; if it takes the same branch in every step, as a check does, pass specialize_branches=True"
     return UnsupportedError(
         "IRC332",
         f"the model's shapes or control flow depend on the values of its tensors ({first_line(error)})"
         + (f" in `{code}`" if code else ""),
         at=raised_at(error),
         help="set the option that leads there (as layerdrop=0), replace the branch, or move it out of the "
-        "module; if it takes the same branch in every step, as a check does, pass specialize_branches=True",
+        f"module{'' if is_specialized else specialize}; or compile the model with torch.compile(model, "
+        "backend=irc.backend(budget)), which breaks the graph there",
     )
 
 

@@ -120,6 +120,7 @@ class _Flat(nn.Module):
         )
         self.unused: frozenset[int] | None = frozenset() if loss is None else None
         self.branches: Branches | None = None
+        self.without_gradients: list[str] = []
         self.stepwise = stepwise
         self.time_limit = time_limit
 
@@ -227,7 +228,7 @@ def capture(
     )
     graph = translation.graph
     if not any(o.value is not None and o.role is OutputRole.GRADIENT for o in graph.outputs):
-        raise _nothing_to_train()
+        raise _nothing_to_train(flat, tensors)
     count = len(set(flat.places))
     distinct, read = translation.deliveries[:count], translation.deliveries[count:]
     found = flat.with_detached([distinct[place] for place in flat.places])
@@ -280,11 +281,24 @@ def _aliased_bytes(graph: Graph, deliveries: Iterable[Delivery]) -> int:
     return sum(base.storage.nbytes for base in bases if base is not None)
 
 
-def _nothing_to_train() -> UsageError:
+def _nothing_to_train(flat: _Flat, tensors: Iterable[Tensor]) -> UsageError:
+    if not any(tensor.requires_grad for tensor in (*flat.parameters(), *tensors)):
+        return UsageError(
+            "IRC340",
+            "no parameter and no input of the module requires a gradient",
+            help="call requires_grad_() on what is to be trained",
+        )
+    if flat.without_gradients:
+        return UsageError(
+            "IRC340",
+            f"checkpoint(use_reentrant=True){flat.without_gradients[0]} is given no tensor that requires a "
+            "gradient, so that torch makes none for the parameters within, and no output depends on another",
+            help="pass use_reentrant=False to torch's checkpoint, or leave the checkpoint to irc",
+        )
     return UsageError(
         "IRC340",
         "no output of the module depends on a parameter or an input that requires a gradient",
-        help="call requires_grad_() on what is to be trained, and return a float tensor that depends on it",
+        help="return a float tensor that depends on one, computed without detach() and torch.no_grad()",
     )
 
 
@@ -338,6 +352,7 @@ def _traced_in(flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...], mode
             joint, scopes = _trace(stack, flat, module, tensors)
         share_casts(joint.graph_module.graph)
         translation = translate(joint)
+        flat.without_gradients = scopes.without_gradients
     graph = place_annotations(translation.graph, translation.notes, scopes.asked)
     return replace(translation, graph=graph)
 
@@ -377,10 +392,6 @@ def _trace(
         if unwritten is None:
             raise _untraceable(error) from error
         raise unknown_object(f"an object of type {unwritten[1]}", raised_at(error)) from error
-    except RuntimeError as error:
-        if "does not require grad" in str(error) or "requires_grad" in str(error):
-            raise _nothing_to_train() from error
-        raise _untraceable(error) from error
     except Exception as error:
         raise _untraceable(error) from error
 

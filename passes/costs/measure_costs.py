@@ -18,7 +18,8 @@ class Cost:
     """Fills in the costs of a program.
 
     Args:
-        profile: `device` measures each distinct operation on the device that its tensors live on;
+        profile: `device` measures each distinct operation on the device that its tensors live on (on the
+            device `meta`, where nothing runs, it is `cpu`);
             the name of a described machine (`cpu`, `a100`, `gtx1080`), or the path of a machine's file,
             computes costs from its roofline.
         repeats: Timed runs of an operation, if they are measured.
@@ -56,6 +57,8 @@ class Cost:
     def _costs(self, graph: Graph) -> Costs:
         if self.profile != "device":
             return analytic_costs(graph, machine_named(self.profile))
+        if any(storage.device == "meta" for storage in graph.storages):  # nothing runs there
+            return analytic_costs(graph, machine_named("cpu"))
         from .profiling import ProfileStore, profile_costs
 
         store = ProfileStore.default() if self.cache else None

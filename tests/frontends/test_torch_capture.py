@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import irc
 from benchmarks import models
@@ -339,19 +340,29 @@ def test_a_sparse_gradient_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "module",
+    ("module", "cause"),
     [
-        nn.Linear(4, 4).requires_grad_(False),
-        Model(lambda m, x: m.lin(x).detach()),
-        Model(lambda m, x: m.lin(x).argmax(1)),
-        Model(lambda m, x: 3),
+        (nn.Linear(4, 4).requires_grad_(False), "no parameter and no input"),
+        (Model(lambda m, x: m.lin(x).detach()), "no output of the module depends"),
+        (Model(lambda m, x: m.lin(x).argmax(1)), "no output of the module depends"),
+        (Model(lambda m, x: 3), "no output of the module depends"),
+        (Model(lambda m, x: checkpoint(m.lin, x, use_reentrant=True)), "use_reentrant=True.*py:.*no tensor"),
     ],
-    ids=["frozen", "detached", "integers", "no tensor"],
+    ids=["frozen", "detached", "integers", "no tensor", "reentrant checkpoint"],
 )
-def test_nothing_to_train_is_refused(module: nn.Module, x: Tensor) -> None:
-    with pytest.raises(UsageError) as raised:
+def test_nothing_to_train_is_refused_with_its_cause(module: nn.Module, cause: str, x: Tensor) -> None:
+    with pytest.raises(UsageError, match=cause) as raised:
         capture(module, (x,))
     assert raised.value.code == "IRC340" and raised.value.exit_status == 2
+
+
+def test_an_error_that_speaks_of_gradients_is_not_taken_for_nothing_to_train(x: Tensor) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        raise RuntimeError("the input has requires_grad=True, and this kernel does not require grad")
+
+    with pytest.raises(IrcError, match="this kernel does not") as raised:
+        capture(Model(forward), (x,))
+    assert raised.value.code != "IRC340"
 
 
 def test_after_a_refusal_the_model_works_and_is_captured_when_mended(x: Tensor) -> None:

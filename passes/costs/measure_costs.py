@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from ...ir import Graph
@@ -24,6 +24,8 @@ class Cost:
             computes costs from its roofline.
         repeats: Timed runs of an operation, if they are measured.
         cache: Whether measurements are kept on disk and taken from there.
+        most_bytes: The operands and results of the largest operation that may run to be measured; the costs
+            of larger ones are those of the machine `cpu`. None lets all run.
     """
 
     name: ClassVar[str] = "cost"
@@ -31,6 +33,7 @@ class Cost:
     profile: str = "device"
     repeats: int = 5
     cache: bool = True
+    most_bytes: int | None = field(default=None, metadata={"in_text": False})
 
     def check(self) -> None:
         """Refuses what names no machine.
@@ -62,4 +65,4 @@ class Cost:
         from .profiling import ProfileStore, profile_costs
 
         store = ProfileStore.default() if self.cache else None
-        return profile_costs(graph, store=store, repeats=self.repeats)
+        return profile_costs(graph, store=store, repeats=self.repeats, most_bytes=self.most_bytes)

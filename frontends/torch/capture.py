@@ -217,7 +217,8 @@ def capture(
         TimeLimitError: IRC205 for a recurrent layer of too many time steps.
         UnsupportedError: IRC332 to IRC339, IRC342, IRC343, IRC348, IRC536, IRC554 and IRC556, when the graph
             cannot express something in the module.
-        UsageError: IRC340, when nothing in the result depends on anything that requires a gradient.
+        UsageError: IRC340, when nothing in the result depends on anything that requires a gradient; IRC349,
+            when the forward itself raises.
     """
     leaves, tree = flatten_arguments((tuple(args), dict(sorted((kwargs or {}).items()))))
     refuse_hidden_tensors(leaves)
@@ -326,6 +327,8 @@ def _traced(
                 if error.code not in _OTHER_MODE_MAY_SUCCEED:
                     raise
                 errors.append(error)
+    if errors[0].code == "IRC333":
+        _refuse_failing(flat, module, tensors)
     raise errors[-1 if modes[-1].specialize_branches else 0]
 
 
@@ -416,6 +419,28 @@ def _depends_on_data(error: Exception, *, is_specialized: bool) -> UnsupportedEr
         f"module{'' if is_specialized else specialize}; or compile the model with torch.compile(model, "
         "backend=irc.backend(budget)), which breaks the graph there",
     )
+
+
+def _refuse_failing(flat: _Flat, module: nn.Module, tensors: Sequence[Tensor]) -> None:
+    """Runs the forward as it is written, on copies of the example, if it could not be traced.
+
+    Raises:
+        UsageError: IRC349 if that fails too: the model or its example is at fault.
+    """
+    flat.branches = None
+    try:
+        Branches(module).record(flat.call, tensors, with_gradients=True)
+    except (IrcError, MemoryError, torch.OutOfMemoryError):
+        return
+    except Exception as error:
+        code = raised_code(error)
+        raise UsageError(
+            "IRC349",
+            f"the model's forward raises on the example arguments: {type(error).__name__}: "
+            f"{first_line(error)}" + (f" in `{code}`" if code else ""),
+            at=raised_at(error),
+            help="correct the model, or give example arguments on which module(*args) runs",
+        ) from error
 
 
 def _untraceable(error: Exception) -> UnsupportedError:

@@ -257,10 +257,6 @@ def _numpy(m: Any, x: Tensor) -> Tensor:
     return m.lin(x) * float(x.numpy().sum())
 
 
-def _wrong(m: Any, x: Tensor) -> Tensor:
-    return m.lin(x[:, :3])
-
-
 def _attribute(m: Any, x: Tensor) -> Tensor:
     m.last = m.lin(x)
     return m.last
@@ -297,7 +293,6 @@ _GENERATOR = torch.Generator()
         (_branch, "IRC332", "aten._local_scalar_dense", True),
         (_nonzero, "IRC332", "aten.nonzero", True),
         (_numpy, "IRC333", "numpy", True),
-        (_wrong, "IRC333", "RuntimeError", True),
         (_attribute, "IRC338", "attribute last", False),
         (_writes_parameter, "IRC336", "parameter lin.weight", False),
         (_writes_constant, "IRC336", "not a parameter, buffer or input", False),
@@ -427,3 +422,17 @@ def test_a_loss_on_a_gpu_takes_whole_blocks() -> None:
         kept = [torch.empty(3, device=device) for device in ("cpu", "cuda")]
         torch.empty(200, device="cuda")
     assert (alive.alive_bytes, alive.peak_bytes) == (12 + 512, 12 + 512 + 1024) and kept
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda m, x: m.lin(x[:, :2]), "RuntimeError: mat1 and mat2 shapes.*test_torch_capture.py"),
+        (lambda m, x: m.lin(x).nosuch(), "AttributeError: 'Tensor' object has no attribute 'nosuch'"),
+        (lambda m: m.lin, "TypeError"),
+    ],
+    ids=["shape", "attribute", "arguments"],
+)
+def test_a_forward_that_raises_by_itself_is_a_fault_of_the_call(function: Any, said: str, x: Tensor) -> None:
+    with pytest.raises(UsageError, match="(?s)IRC349.*" + said):
+        capture(Model(function), (x,))

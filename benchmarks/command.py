@@ -104,7 +104,6 @@ def run_command(
         run: Does the work, and returns the exit status.
         argv: The arguments; those of the process if None.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch's profiler would write to the terminal
     given = sys.argv[1:] if argv is None else list(argv)
     options = parser.parse_args(given)
     options.given, options.command = given, shlex.join([*parser.prog.split(), *given])

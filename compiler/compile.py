@@ -15,7 +15,7 @@ from ..backends.torch import Compilation, CompiledPlan, ReservedMemory, compile_
 from ..backends.torch.guards.attribute_reads import Names, recording_attribute_reads
 from ..frontends.torch import Captured, capture
 from ..ir import BudgetError, Gradients, Graph, Input, InputRole, OutputRole, Plan, UsageError, parse_budget
-from ..passes import PassManager, Program, offloadable_in
+from ..passes import PassManager, Program
 from ..passes.costs.optimizer_costs import optimizer_of
 from ..passes.costs.table import StepCost
 from ..passes.remat.planner import Planner
@@ -51,8 +51,8 @@ def compile_call(
     Operations that were not measured before are measured now; for later calls that is amid training: one
     after another on tensors made up for it (see `profile_costs`), and nothing stays. What that takes, the
     operands, results and workspace of one operation and a mark of a megabyte, comes on top of what is
-    alive between two steps and of what forwards in flight have saved. Operations that cannot fit into the
-    budget are not run.
+    alive between two steps and of what forwards in flight have saved. Operations that take more than
+    the budget by themselves are not run; their costs are modelled.
 
     Args:
         module: What is called.
@@ -68,7 +68,7 @@ def compile_call(
         UsageError: IRC522 if the loss does not run on a result that is larger than the example's.
     """
     captured, names = _captured(module, args, kwargs, request)
-    costed = _costed(captured, request, reserved)
+    costed = _costed(captured, request)
     try:
         program = _planned(captured, costed, request, reserved)
     except BudgetError:
@@ -78,7 +78,7 @@ def compile_call(
         budget = replace(plan, budget=parse_budget(plan.budget, planner.baseline_bytes))
         within = replace(request, plan=budget)
         captured, names = _captured(module, args, kwargs, within, stepwise=True)
-        program = _planned(captured, _costed(captured, within, reserved), within, reserved)
+        program = _planned(captured, _costed(captured, within), within, reserved)
         program = _beside_kernels(program, planner)
     return _emitted(module, captured, names, program, request, reserved)
 
@@ -156,13 +156,16 @@ def _output_bytes(graph: Graph) -> list[int]:
 # ---------------------------------------------------------------------- passes
 
 
-def _costed(captured: Captured, request: Request, reserved: ReservedMemory) -> Program:
+def _costed(captured: Captured, request: Request) -> Program:
     """The call, rewritten, with the costs of its operations."""
     with torch._C._DisableAutocast():  # pyright: ignore[reportPrivateUsage]
         program = PassManager(request.preparing, request.observers).run(
             Program(captured.graph, eager=captured.eager)
         )
-        cost = request.cost if _can_run(program, request, reserved) else replace(request.cost, profile="cpu")
+        # the first plan is made before training, when nothing else is there: its operations always run
+        most_bytes = None if request.example is None else request.budget
+        assert not isinstance(most_bytes, str)
+        cost = replace(request.cost, most_bytes=most_bytes)
         return PassManager([cost], request.observers).run(program)
 
 
@@ -255,38 +258,6 @@ def _is_same_but_for_batch(a: Input, b: Input) -> bool:
     mine, its = a.value.type, b.value.type
     sizes = len(mine.shape), mine.shape[1:], mine.dtype, mine.device
     return sizes == (len(its.shape), its.shape[1:], its.dtype, its.device)
-
-
-def _can_run(program: Program, request: Request, reserved: ReservedMemory) -> bool:
-    """Whether each operation fits into the budget by itself, beside what is there before and after a step.
-
-    The first plan is made before training, when nothing else is there: its operations always run.
-    """
-    if request.example is None:
-        return True
-    assert isinstance(request.budget, int)
-    graphs = [program.graph, *([] if program.original is None else [program.original])]
-    graphs = [_with_offloaded(graph, request) for graph in graphs]
-    return all(
-        graph.static_bytes + _largest_bytes(graph) + reserved.constants_bytes <= request.budget
-        for graph in graphs
-    )
-
-
-def _with_offloaded(graph: Graph, request: Request) -> Graph:
-    """The graph with what is known to live in a tier."""
-    plan = request.plan
-    if plan.offloaded_names is None:
-        return graph
-    candidates = offloadable_in("", graph, plan.which)
-    kept = tuple(offloaded for offloaded in candidates if offloaded.name in plan.offloaded_names)
-    return replace(graph, offloaded_parameters=kept)
-
-
-def _largest_bytes(graph: Graph) -> int:
-    """The bytes that the largest operation reads and allocates beside what is static."""
-    touched = ({*graph.reads(node), *graph.allocates(node)} for node in graph.operations)
-    return max((sum(s.nbytes for s in each - graph.static_storages) for each in touched), default=0)
 
 
 def _counting(plan: Plan, nbytes: int) -> Plan:

@@ -118,6 +118,7 @@ class Loaded:
     args: tuple[Any, ...]
 
 
+_LIBRARIES = tuple(str(Path(place).parent) for place in (torch.__file__, __file__))
 _HELP = "give file.onnx, package.module:factory or file.py:factory"
 _LONGEST_PATH = 4096
 
@@ -251,7 +252,9 @@ def _explained(what: str) -> Generator[None]:
     except (Exception, SystemExit) as error:
         if os.environ.get("IRC_TRACEBACK"):
             raise
-        last = traceback.extract_tb(error.__traceback__)[-1]
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<frozen"))]
+        last = (own or frames)[-1]
         text = next(iter(str(error).strip().splitlines()), "")
         raise UsageError(
             "IRC422",

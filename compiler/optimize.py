@@ -96,7 +96,8 @@ def optimize(
         costs: The source of each operation's seconds and workspace. `"measured"` runs each operation a few
             times on the device of the model, `"thorough"` more often (both are cached on disk); `"analytic"`
             takes the roofline of a modest CPU. Any other text is the name of a described machine, such as
-            `"gtx1080"`, or the path of a file that `irc machine -o` wrote.
+            `"gtx1080"`, or the path of a file that `irc machine -o` wrote. A model on the device `meta`,
+            where nothing can be measured, is planned for the modest CPU unless another machine is named.
         loss: What the training loop computes from the model's result, if that takes memory of its
             own; a function from the result to a scalar. A loss inside the model needs no mention.
         accumulate_gradients: Add each parameter's gradient to its `.grad` as soon as it is known. The plan

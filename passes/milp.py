@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import os
-import sys
+import threading
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -60,7 +61,7 @@ def solve(model: Model, *, seconds: float, gap: float, node_limit: int | None = 
         random_seed=1,
         node_limit=node_limit,
     )
-    with _output_aside():
+    with _library_output.discarded():
         result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters)
     reason = result.termination.reason
     if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
@@ -78,17 +79,53 @@ def solve(model: Model, *, seconds: float, gap: float, node_limit: int | None = 
     )
 
 
-@contextlib.contextmanager
-def _output_aside() -> Generator[None]:
-    """Sends what the solver prints to stderr: stdout is for results."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
+class _LibraryOutput:
+    """Discards what C code prints to its stdout: HiGHS prints some lines whatever its parameters say.
+
+    Only the C library's stream is replaced. Python's streams and the file descriptors stay, so what other
+    threads print meanwhile is seen. Platforms whose C library does not name the stream are left alone.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._solves = 0
+        self._kept: int | None = None
+        self._nowhere: int | None = None
+
+    @contextlib.contextmanager
+    def discarded(self) -> Generator[None]:
+        """Discards the output as long as any thread is within."""
+        with self._lock:
+            self._solves += 1
+            if self._solves == 1:
+                self._discard()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._solves -= 1
+                if not self._solves:
+                    self._restore()
+
+    def _discard(self) -> None:
+        try:
+            library = ctypes.CDLL(None)
+            stdout = ctypes.c_void_p.in_dll(library, "stdout")
+        except (OSError, TypeError, ValueError):
+            return
+        if self._nowhere is None:
+            library.fopen.restype = ctypes.c_void_p
+            self._nowhere = library.fopen(os.devnull.encode(), b"w")
+        if self._nowhere is not None:
+            self._kept, stdout.value = stdout.value, self._nowhere
+
+    def _restore(self) -> None:
+        if self._kept is not None:
+            ctypes.c_void_p.in_dll(ctypes.CDLL(None), "stdout").value = self._kept
+            self._kept = None
+
+
+_library_output = _LibraryOutput()
 
 
 def add_memory_row(model: Model, terms: Sequence[tuple[int, Variable]], room_bytes: int) -> None:

@@ -26,7 +26,6 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch's profiler would write to the terminal
     try:
         options = _parser().parse_args(argv)
         return options.command(options)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -120,21 +121,26 @@ class CacheEntry:
         """
         return self._check_arguments(call) or self._check_state(call) or self._bind(call)
 
+    def distance(self, call: CallKey) -> float:
+        """The number of arguments in which a call differs; infinite if the arguments nest otherwise."""
+        signature = self.compiled.signature
+        if call.tree != signature.in_tree:
+            return math.inf
+        pairs = zip(call.leaves, signature.leaves, strict=True)
+        constants = sum(not _is_as_planned(leaf, wanted) for leaf, wanted in pairs)
+        if constants:
+            return 1000 + constants  # a number decides more than a shape
+        return sum(not _is_of(call.tensors[argument], wanted) for _, argument, wanted in self._arguments)
+
     # ------------------------------------------------------------------ guards
 
     def _check_arguments(self, call: CallKey) -> Explain | None:
         signature = self.compiled.signature
         if call.tree != signature.in_tree:
             return partial(nesting_failure, call.tree, signature.in_tree)
-        for leaf, wanted in zip(call.leaves, signature.leaves, strict=True):
-            if isinstance(wanted, Slot):
-                same = isinstance(leaf, Tensor)
-            elif isinstance(leaf, Tensor):
-                same = False
-            else:
-                same = leaf is wanted or (type(leaf) is type(wanted) and is_equal(leaf, wanted))
-            if not same:
-                return partial(constant_failure, leaf, wanted)
+        for place, (leaf, wanted) in enumerate(zip(call.leaves, signature.leaves, strict=True)):
+            if not _is_as_planned(leaf, wanted):
+                return partial(self._constant_failure, call, place)
         for index, argument, wanted in self._arguments:
             if not _is_of(call.tensors[argument], wanted):
                 return partial(self._tensor_failure, index, call.tensors[argument])
@@ -201,6 +207,10 @@ class CacheEntry:
             inputs[index] = call.tensors[argument]
         return self._check_sharing(inputs) or inputs
 
+    def _constant_failure(self, call: CallKey, place: int) -> GuardFailure:
+        wanted = self.compiled.signature.leaves[place]
+        return constant_failure(call.name_of(place), call.leaves[place], wanted)
+
     def _tensor_failure(self, index: int, tensor: Tensor | None) -> GuardFailure:
         static = self.compiled.program.statics[index]
         return tensor_failure(_name(static), tensor, static)
@@ -208,6 +218,13 @@ class CacheEntry:
     def _names(self, *indices: int) -> tuple[str, str]:
         first, second = (_name(self.compiled.program.statics[index]) for index in indices)
         return first, second
+
+
+def _is_as_planned(leaf: object, wanted: object) -> bool:
+    """Whether a leaf of the arguments is a tensor where one was planned, or else the same constant."""
+    if isinstance(wanted, Slot) or isinstance(leaf, Tensor):
+        return isinstance(wanted, Slot) and isinstance(leaf, Tensor)
+    return leaf is wanted or (type(leaf) is type(wanted) and is_equal(leaf, wanted))
 
 
 def _type_of(static: Input) -> _Type:

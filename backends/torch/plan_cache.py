@@ -42,6 +42,9 @@ __all__ = ["PlanCache", "PlannedCall"]
 
 _log = logging.getLogger("irc")
 
+_IN_A_ROW = 3
+"""The number of plans in a row for one argument after which a warning says so."""
+
 
 class PlannedCall(NamedTuple):
     """A plan, with the call that it was made for in words."""
@@ -68,6 +71,9 @@ class PlanCache:
         self.live_forwards = LiveForwards()
         self.tiers = Tiers(state.tiers)
         self.reserved = dict(state.reserved)
+        self._latest_entry: CacheEntry | None = None
+        """The entry that was planned last, with what asked for it, and for how many in a row."""
+        self._changing, self._plans_in_a_row, self._has_warned = "", 0, False
         with parameters_lock:
             module_state = ModuleState(root)
             planned = (
@@ -217,17 +223,18 @@ class PlanCache:
         return module_state
 
     def _hit(self, call: CallKey) -> tuple[CacheEntry, list[Tensor]] | Explain:
-        """Returns the plan for a call with its inputs, or tells how the call differs from the example."""
-        explain: Explain | None = None
+        """Returns the plan for a call with its inputs, or tells how it differs from the nearest plan."""
+        explains: dict[CacheEntry, Explain] = {}
         for place, entry in enumerate(self._entries):
             found = entry.bind(call)
             if not callable(found):
                 if place:
                     self._entries = (entry, *(other for other in self._entries if other is not entry))
                 return entry, found
-            if explain is None or entry.compiled.plan is self.first_plan:
-                explain = found
-        return explain or partial(part_failure, None)
+            explains[entry] = found
+        if not explains:
+            return partial(part_failure, None)
+        return explains[min(explains, key=lambda entry: entry.distance(call))]
 
     # ------------------------------------------------------------------ planning
 
@@ -278,8 +285,10 @@ class PlanCache:
                     help="do not change the module or its arguments from another thread meanwhile",
                 )
             self._adopt(entry, made.optimizers)
+            is_next = self._entries[:1] == (self._latest_entry,)
             given_up = self._add(entry)
-        self._tell(entry, time.perf_counter() - started, given_up)
+        self._tell(entry, failure, time.perf_counter() - started, given_up)
+        self._count(entry, failure, is_next=is_next)
         return entry, found
 
     def _adopt(self, entry: CacheEntry, optimizers: Mapping[str, Optimizer]) -> None:
@@ -327,16 +336,33 @@ class PlanCache:
         self._entries = tuple(kept)
         return given_up
 
-    def _tell(self, entry: CacheEntry, seconds: float, given_up: Sequence[CompiledPlan]) -> None:
+    def _count(self, entry: CacheEntry, failure: GuardFailure, *, is_next: bool) -> None:
+        """Warns once if the same argument has asked for plan after plan."""
+        is_same = is_next and failure.changing == self._changing
+        self._plans_in_a_row = self._plans_in_a_row + 1 if is_same else 1
+        self._latest_entry, self._changing = entry, failure.changing
+        if self._plans_in_a_row == _IN_A_ROW and failure.changing and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "%s differed in %d plans in a row: if it differs in every step, every step is planned anew%s",
+                failure.changing,
+                _IN_A_ROW,
+                f"; {failure.advice}" if failure.advice else "",
+            )
+
+    def _tell(
+        self, entry: CacheEntry, failure: GuardFailure, seconds: float, given_up: Sequence[CompiledPlan]
+    ) -> None:
         plan = entry.compiled.plan
         peak = "" if plan is None else f", with a predicted peak of {format_bytes(plan.peak_bytes)}"
         _log.warning(
-            "planned again in %.1f s%s (plan %d of at most %d): %s",
+            "planned again in %.1f s%s (plan %d of at most %d): %s%s",
             seconds,
             peak,
             len(self._entries),
             self.limit,
             entry.compiled.reason,
+            f"; {failure.advice}" if failure.advice else "",
         )
         for compiled in given_up:
             if len(self._entries) < self.limit:

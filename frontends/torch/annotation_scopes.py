@@ -62,6 +62,7 @@ class Scopes:
     Attributes:
         asked: All annotations for `root`, its submodules and its ONNX nodes, whether they run or not; and
             those of the stretches that ran.
+        without_gradients: The lines of reentrant checkpoints that make no gradient, as ` at model.py:12`.
     """
 
     _of_thread = threading.local()
@@ -69,6 +70,7 @@ class Scopes:
     def __init__(self, root: nn.Module) -> None:
         self._numbers = itertools.count()
         self.asked: dict[Annotation, None] = {}
+        self.without_gradients: list[str] = []
         self._open: list[Scope] = []
         self._opened: list[int] = [0]
         """The number of scopes that each call has opened."""
@@ -177,7 +179,10 @@ class _Reentrant:
         # nothing in the function gets one
         asks = any(isinstance(argument, Tensor) and argument.requires_grad for argument in args)
         enabled = asks and torch.is_grad_enabled()
-        with scopes.checkpoint(_here(), has_policy=False), torch.set_grad_enabled(enabled):
+        where = _here()
+        if not asks:
+            scopes.without_gradients.append(where)
+        with scopes.checkpoint(where, has_policy=False), torch.set_grad_enabled(enabled):
             return function(*args)
 
 

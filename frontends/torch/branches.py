@@ -52,8 +52,10 @@ class Branches:
     readings: list[Reading] = field(default_factory=list[Reading])
     tensors: list[Tensor] = field(default_factory=list[Tensor])
 
-    def record(self, run: Callable[..., Any], tensors: Sequence[Tensor]) -> None:
-        """Runs the forward once on copies of real tensors, without gradients, and notes what it reads.
+    def record(
+        self, run: Callable[..., Any], tensors: Sequence[Tensor], *, with_gradients: bool = False
+    ) -> None:
+        """Runs the forward once on copies of real tensors, and notes what it reads.
 
         The module, its buffers and the generators are as before afterwards. Meanwhile parameters and buffers
         take their bytes twice.
@@ -61,13 +63,15 @@ class Branches:
         Args:
             run: Calls the module with its tensors.
             tensors: The tensors of the example arguments.
+            with_gradients: Whether autograd records the run.
         """
         recorder = _Recorder()
         buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
         parameters = [(p, p._version, p.detach().clone()) for p in self.module.parameters()]
         copies = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
         try:
-            with torch.no_grad(), torch.random.fork_rng(), State(self.module).kept(), recorder:
+            enabled = torch.set_grad_enabled(with_gradients)
+            with enabled, torch.random.fork_rng(), State(self.module).kept(), recorder:
                 run(*copies)
         finally:
             with torch.no_grad():
@@ -135,5 +139,6 @@ def _another_way() -> UnsupportedError:
     return UnsupportedError(
         "IRC332",
         "the model's code reads other tensors while it is traced than in a run on the example arguments",
-        help="replace the data-dependent branch, or move it out of the module",
+        help="replace the data-dependent branch, or move it out of the module; or compile the model with "
+        "torch.compile(model, backend=irc.backend(budget)), which breaks the graph there",
     )

@@ -121,6 +121,7 @@ class _Flat(nn.Module):
         )
         self.unused: frozenset[int] | None = frozenset() if loss is None else None
         self.branches: Branches | None = None
+        self.without_gradients: list[str] = []
         self.stepwise = stepwise
         self.time_limit = time_limit
 
@@ -217,7 +218,8 @@ def capture(
         TimeLimitError: IRC205 for a recurrent layer of too many time steps.
         UnsupportedError: IRC332 to IRC339, IRC342, IRC343, IRC348, IRC536, IRC554 and IRC556, when the graph
             cannot express something in the module.
-        UsageError: IRC340, when nothing in the result depends on anything that requires a gradient.
+        UsageError: IRC340, when nothing in the result depends on anything that requires a gradient; IRC349,
+            when the forward itself raises.
     """
     leaves, tree = flatten_arguments((tuple(args), dict(sorted((kwargs or {}).items()))))
     refuse_hidden_tensors(leaves)
@@ -228,7 +230,7 @@ def capture(
     )
     graph = translation.graph
     if not any(o.value is not None and o.role is OutputRole.GRADIENT for o in graph.outputs):
-        raise _nothing_to_train()
+        raise _nothing_to_train(flat, tensors)
     count = len(set(flat.places))
     distinct, read = translation.deliveries[:count], translation.deliveries[count:]
     found = flat.with_detached([distinct[place] for place in flat.places])
@@ -281,11 +283,24 @@ def _aliased_bytes(graph: Graph, deliveries: Iterable[Delivery]) -> int:
     return sum(base.storage.nbytes for base in bases if base is not None)
 
 
-def _nothing_to_train() -> UsageError:
+def _nothing_to_train(flat: _Flat, tensors: Iterable[Tensor]) -> UsageError:
+    if not any(tensor.requires_grad for tensor in (*flat.parameters(), *tensors)):
+        return UsageError(
+            "IRC340",
+            "no parameter and no input of the module requires a gradient",
+            help="call requires_grad_() on what is to be trained",
+        )
+    if flat.without_gradients:
+        return UsageError(
+            "IRC340",
+            f"checkpoint(use_reentrant=True){flat.without_gradients[0]} is given no tensor that requires a "
+            "gradient, so that torch makes none for the parameters within, and no output depends on another",
+            help="pass use_reentrant=False to torch's checkpoint, or leave the checkpoint to irc",
+        )
     return UsageError(
         "IRC340",
         "no output of the module depends on a parameter or an input that requires a gradient",
-        help="call requires_grad_() on what is to be trained, and return a float tensor that depends on it",
+        help="return a float tensor that depends on one, computed without detach() and torch.no_grad()",
     )
 
 
@@ -313,6 +328,8 @@ def _traced(
                 if error.code not in _OTHER_MODE_MAY_SUCCEED:
                     raise
                 errors.append(error)
+    if errors[0].code == "IRC333":
+        _refuse_failing(flat, module, tensors)
     raise errors[-1 if modes[-1].specialize_branches else 0]
 
 
@@ -339,6 +356,7 @@ def _traced_in(flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...], mode
             joint, scopes = _trace(stack, flat, module, tensors)
         share_casts(joint.graph_module.graph)
         translation = translate(joint)
+        flat.without_gradients = scopes.without_gradients
     graph = place_annotations(translation.graph, translation.notes, scopes.asked)
     return replace(translation, graph=graph)
 
@@ -368,7 +386,7 @@ def _trace(
     except IrcError:
         raise
     except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
-        raise _depends_on_data(error) from error
+        raise _depends_on_data(error, is_specialized=flat.branches is not None) from error
     except AssertionError as error:
         if "entirely functional graph" in str(error):
             raise _writes_constant() from error
@@ -378,10 +396,6 @@ def _trace(
         if unwritten is None:
             raise _untraceable(error) from error
         raise unknown_object(f"an object of type {unwritten[1]}", raised_at(error)) from error
-    except RuntimeError as error:
-        if "does not require grad" in str(error) or "requires_grad" in str(error):
-            raise _nothing_to_train() from error
-        raise _untraceable(error) from error
     except Exception as error:
         raise _untraceable(error) from error
 
@@ -394,16 +408,40 @@ def _writes_constant() -> UnsupportedError:
     )
 
 
-def _depends_on_data(error: Exception) -> UnsupportedError:
+def _depends_on_data(error: Exception, *, is_specialized: bool) -> UnsupportedError:
     code = raised_code(error)
+    specialize = "; if it takes the same branch in every step, as a check does, pass specialize_branches=True"
     return UnsupportedError(
         "IRC332",
         f"the model's shapes or control flow depend on the values of its tensors ({first_line(error)})"
         + (f" in `{code}`" if code else ""),
         at=raised_at(error),
         help="set the option that leads there (as layerdrop=0), replace the branch, or move it out of the "
-        "module; if it takes the same branch in every step, as a check does, pass specialize_branches=True",
+        f"module{'' if is_specialized else specialize}; or compile the model with torch.compile(model, "
+        "backend=irc.backend(budget)), which breaks the graph there",
     )
+
+
+def _refuse_failing(flat: _Flat, module: nn.Module, tensors: Sequence[Tensor]) -> None:
+    """Runs the forward as it is written, on copies of the example, if it could not be traced.
+
+    Raises:
+        UsageError: IRC349 if that fails too: the model or its example is at fault.
+    """
+    flat.branches = None
+    try:
+        Branches(module).record(flat.call, tensors, with_gradients=True)
+    except (IrcError, MemoryError, torch.OutOfMemoryError):
+        return
+    except Exception as error:
+        code = raised_code(error)
+        raise UsageError(
+            "IRC349",
+            f"the model's forward raises on the example arguments: {type(error).__name__}: "
+            f"{first_line(error)}" + (f" in `{code}`" if code else ""),
+            at=raised_at(error),
+            help="correct the model, or give example arguments on which module(*args) runs",
+        ) from error
 
 
 def _untraceable(error: Exception) -> UnsupportedError:

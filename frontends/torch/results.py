@@ -46,7 +46,9 @@ def flattened(result: Any) -> tuple[list[Any], pytree.TreeSpec]:
             "IRC342",
             f"the forward returns a tensor within an object of class {type(hidden).__qualname__}, which a "
             "planned step cannot make anew",
-            help="return tuples, lists, dicts or plain dataclasses, or register the class with torch's "
+            help="pass use_cache=False: training reads no cache of earlier tokens"
+            if _is_cache(hidden)
+            else "return tuples, lists, dicts or plain dataclasses, or register the class with torch's "
             "pytree before irc.optimize",
         )
     return leaves, tree
@@ -110,6 +112,11 @@ def refusing_writes(arguments: Any) -> Generator[None]:
 def _is_size(part: object) -> bool:
     """Whether a part is a size: torch's trees would make a tuple of it."""
     return isinstance(part, torch.Size)
+
+
+def _is_cache(found: object) -> bool:
+    """Whether an object is a cache of keys and values, as language models return."""
+    return any(kind.__name__.endswith("Cache") for kind in type(found).__mro__)
 
 
 def _is_openable_for(leaf: Any, kinds: tuple[type, ...]) -> bool:

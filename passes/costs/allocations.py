@@ -109,9 +109,18 @@ def _cpu_events(run: Callable[[], Any]) -> list[int]:
     return [nbytes for _, _, nbytes in sorted(events)]
 
 
+_NO_LOG = "99"
+"""Above every level of torch's profiler, whose highest one, 5, tells of each start and stop."""
+
+
 @contextlib.contextmanager
 def _quiet_stderr() -> Generator[None]:
-    """Silences what the profiler's native code writes to the terminal when it starts and stops."""
+    """Silences what the profiler's native code writes to the terminal when it starts and stops.
+
+    It reads its level once, at the first session of the process; stderr is turned away for a session of the
+    user's that came before.
+    """
+    level = os.environ.setdefault("KINETO_LOG_LEVEL", _NO_LOG)
     sys.stderr.flush()
     kept = os.dup(2)
     with open(os.devnull, "wb") as nowhere:
@@ -121,3 +130,5 @@ def _quiet_stderr() -> Generator[None]:
     finally:
         os.dup2(kept, 2)
         os.close(kept)
+        if level is _NO_LOG:
+            del os.environ["KINETO_LOG_LEVEL"]

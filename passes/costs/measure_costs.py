@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from ...ir import Graph
@@ -18,11 +18,14 @@ class Cost:
     """Fills in the costs of a program.
 
     Args:
-        profile: `device` measures each distinct operation on the device that its tensors live on;
+        profile: `device` measures each distinct operation on the device that its tensors live on (on the
+            device `meta`, where nothing runs, it is `cpu`);
             the name of a described machine (`cpu`, `a100`, `gtx1080`), or the path of a machine's file,
             computes costs from its roofline.
         repeats: Timed runs of an operation, if they are measured.
         cache: Whether measurements are kept on disk and taken from there.
+        most_bytes: The operands and results of the largest operation that may run to be measured; the costs
+            of larger ones are those of the machine `cpu`. None lets all run.
     """
 
     name: ClassVar[str] = "cost"
@@ -30,6 +33,7 @@ class Cost:
     profile: str = "device"
     repeats: int = 5
     cache: bool = True
+    most_bytes: int | None = field(default=None, metadata={"in_text": False})
 
     def check(self) -> None:
         """Refuses what names no machine.
@@ -56,7 +60,9 @@ class Cost:
     def _costs(self, graph: Graph) -> Costs:
         if self.profile != "device":
             return analytic_costs(graph, machine_named(self.profile))
+        if any(storage.device == "meta" for storage in graph.storages):  # nothing runs there
+            return analytic_costs(graph, machine_named("cpu"))
         from .profiling import ProfileStore, profile_costs
 
         store = ProfileStore.default() if self.cache else None
-        return profile_costs(graph, store=store, repeats=self.repeats)
+        return profile_costs(graph, store=store, repeats=self.repeats, most_bytes=self.most_bytes)

@@ -34,7 +34,8 @@ from ...ir import (
 )
 from ...torch_support.operations import function_of
 from .allocations import allocation_events, cuda_events
-from .table import Costs, StepCost, signature
+from .machines import machine_named
+from .table import Costs, StepCost, analytic_costs, signature
 
 __all__ = [
     "Level",
@@ -62,7 +63,9 @@ class Measured:
     workspace_bytes: int
 
 
-def profile_costs(graph: Graph, *, store: ProfileStore | None = None, repeats: int = 5) -> Costs:
+def profile_costs(
+    graph: Graph, *, store: ProfileStore | None = None, repeats: int = 5, most_bytes: int | None = None
+) -> Costs:
     """Measures costs on the devices that the graph's tensors live on.
 
     Each distinct operation (name, constants, operand types) runs on made-up tensors: once to warm up and to
@@ -73,6 +76,8 @@ def profile_costs(graph: Graph, *, store: ProfileStore | None = None, repeats: i
         graph: The graph whose operations are measured.
         store: The store of earlier measurements; None measures everything anew.
         repeats: The number of timed runs of an operation; long operations get fewer, but two at least.
+        most_bytes: An operation with more bytes of operands and results, or for which the device has no room,
+            is not measured: unless it was before, its costs are modelled. None lets all run.
 
     Raises:
         IrcError: IRC411 when an operation does not run by itself.
@@ -87,18 +92,35 @@ def profile_costs(graph: Graph, *, store: ProfileStore | None = None, repeats: i
     distinct = {signature(node): node for node in reversed(graph.operations) if node not in steps}
     device = _device_of(graph)
     known = store.load(device)
-    missing = [(key, node) for key, node in distinct.items() if key not in known]
-    measured = _measure([node for _, node in missing], repeats)
-    fresh = dict(zip((key for key, _ in missing), measured, strict=True))
+    missing = [
+        (key, node)
+        for key, node in distinct.items()
+        if key not in known and (most_bytes is None or _touched_bytes(graph, node) <= most_bytes)
+    ]
+    try:
+        measured = _measure([node for _, node in missing], repeats)
+        fresh = dict(zip((key for key, _ in missing), measured, strict=True))
+    except torch.OutOfMemoryError:
+        if most_bytes is None:
+            raise
+        fresh = {}
     if fresh:
         store.save(device, fresh)
     table = {**known, **fresh}
-    found = {node: steps.get(node) or table[signature(node)] for node in graph.operations}
+    found = {node: steps.get(node) or table.get(signature(node)) for node in graph.operations}
+    modelled = analytic_costs(graph, machine_named("cpu")) if None in found.values() else Costs({}, {}, "")
     return Costs(
-        seconds={node: m.seconds for node, m in found.items()},
-        workspace_bytes={node: m.workspace_bytes for node, m in found.items()},
+        seconds={node: m.seconds if m else modelled.seconds[node] for node, m in found.items()},
+        workspace_bytes={
+            node: m.workspace_bytes if m else modelled.workspace_bytes[node] for node, m in found.items()
+        },
         source=f"profile:{device}",
     )
+
+
+def _touched_bytes(graph: Graph, node: Node) -> int:
+    """The bytes that an operation reads and allocates."""
+    return sum(storage.nbytes for storage in {*graph.reads(node), *graph.allocates(node)})
 
 
 class ProfileStore:
@@ -234,6 +256,8 @@ def _measure(nodes: Sequence[Node], repeats: int) -> list[Measured]:
 def _explained(node: Node) -> Generator[None]:
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, IndexError, ValueError, TypeError) as error:
         raise IrcError(
             "IRC411",

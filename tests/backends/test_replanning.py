@@ -221,9 +221,9 @@ def test_keywords_constants_and_nesting_are_planned_as_they_come() -> None:
     for kwargs in (*calls, *calls, {"power": 3, "gain": gain}):
         assert_steps_agree(ours, original, x, **kwargs)
     assert len(ours.irc_plans) == 4
-    with pytest.raises(irc.UnsupportedError, match="IRC333") as raised:
+    with pytest.raises(irc.UsageError, match="IRC349") as raised:
         ours(x, x, x, x)
-    assert any("while planning for another call: the arguments nest" in n for n in raised.value.__notes__)
+    assert any("while planning for another call: the arguments are" in n for n in raised.value.__notes__)
     assert_steps_agree(ours, original, x)
 
 
@@ -823,3 +823,40 @@ def test_no_call_is_planned_within_a_mode() -> None:
     ):
         ours(*rows(2))
     assert_steps_agree(ours, original, *rows(2))
+
+
+class _Timed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, timestep: float = 0, sizes: Any = ()) -> Tensor:
+        return self.lin(x) * (timestep + 1) * (1 + sum(sizes))
+
+
+def test_a_plan_for_another_number_names_the_argument_the_nearest_plan_and_the_remedy(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    x = torch.randn(4, 8)
+    fitted = irc.optimize(_Timed(), (x, 5), "200%", costs="analytic")
+    for timestep in (6, 7, 8, 9):
+        fitted(x, timestep).sum().backward()
+    lines = [record.getMessage() for record in caplog.records if record.name == "irc"]
+    assert "argument timestep is 7; the plan was made for 6; pass it as a tensor" in lines[1]
+    assert [line for line in lines if "3 plans in a row" in line] == [lines[3]] and len(lines) == 5
+    caplog.clear()
+    fitted(x, 9, [1, 2]).sum().backward()
+    fitted(x, 9, [1, 3]).sum().backward()
+    fitted(x, timestep=9).sum().backward()
+    lines = [record.getMessage() for record in caplog.records]
+    assert "argument sizes[1] is 3; the plan was made for 2" in lines[1]
+    assert "the arguments are 1 positional and timestep=" in lines[2]
+
+
+def test_plans_for_calls_that_take_turns_are_not_plans_in_a_row(caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.randn(4, 8)
+    fitted = irc.optimize(_Timed(), (x, 5), "200%", costs="analytic")
+    for timestep in (6, 7, 8, 9):
+        fitted(x, timestep).sum().backward()
+        fitted(x, 5).sum().backward()
+    assert not any("in a row" in record.getMessage() for record in caplog.records)

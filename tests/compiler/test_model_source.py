@@ -126,3 +126,9 @@ def test_the_loss_that_is_trained() -> None:
     assert training_loss(x.sum()).item() == 6
     assert training_loss({"a": x, "b": [x * 2], "c": torch.ones(3), "d": "text"}).item() == 9 + 36
     assert training_loss(x.to(torch.complex64)).item() == 4.5
+
+
+def test_an_error_of_a_factory_within_torch_is_shown_at_the_line_of_the_factory(tmp_path: Path) -> None:
+    (tmp_path / "wrong.py").write_text("from torch import nn\ndef made():\n    return nn.Linear('a', 3)\n")
+    with pytest.raises(UsageError, match=r"IRC422(?s:.*)wrong.py:3 in made"):
+        load(Source(f"{tmp_path / 'wrong.py'}:made"))

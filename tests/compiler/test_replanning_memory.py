@@ -92,13 +92,26 @@ def test_operations_are_measured_one_by_one_in_the_middle_of_training(
         assert gradient is not None and parameter.grad is not None and torch.equal(parameter.grad, gradient)
 
 
-def test_what_cannot_fit_is_refused_without_running_it(
+def test_of_a_call_that_cannot_fit_only_operations_that_do_are_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     ours = irc.optimize(model(), images(16), "100%", time_limit=1)
     measuring = Measuring(monkeypatch, tmp_path)
     with pytest.raises(irc.BudgetError, match="IRC520") as raised:
         ours(images(96))
-    assert measuring.operations == 0 and raised.value.minimum_bytes > ours.plan.budget_bytes
+    assert 0 < measuring.largest_bytes <= ours.plan.budget_bytes < raised.value.minimum_bytes
     ours(images(12))
     assert measuring.operations > 5
+
+
+def test_the_smallest_budget_of_a_refused_call_whose_operations_fit_is_that_of_the_call_by_itself(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("IRC_CACHE_DIR", str(tmp_path))
+    made = [nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8), nn.Linear(8, 4)) for _ in "abc"]
+    least = irc.optimize(made[0], (torch.randn(5, 8),), "100%").plan.minimum_budget_bytes
+    ours, x = irc.optimize(made[1], (torch.randn(5, 8),), least).double(), torch.randn(5, 8).double()
+    with pytest.raises(irc.BudgetError, match="IRC520") as raised:
+        ours(x)
+    alone = irc.optimize(made[2].double(), (x,), "100%").plan
+    assert raised.value.minimum_bytes == alone.minimum_budget_bytes

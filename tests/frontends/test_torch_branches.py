@@ -85,6 +85,7 @@ def test_the_refusal_of_a_branch_shows_its_line(x: Tensor) -> None:
         capture(linear(forward), (x,))
     assert raised.value.code == "IRC332" and "`return m.lin(x) if x.sum() > 0 else x`" in raised.value.message
     assert "layerdrop=0" in str(raised.value.help) and "specialize_branches" in str(raised.value.help)
+    assert "irc.backend" in str(raised.value.help)
 
 
 # ---------------------------------------------------------------------- as it branches on the example
@@ -153,5 +154,6 @@ def test_code_that_reads_otherwise_while_it_is_traced_is_refused(x: Tensor) -> N
 
 
 def test_a_shape_that_depends_on_data_is_refused_all_the_same(x: Tensor) -> None:
-    with pytest.raises(UnsupportedError, match=r"IRC332.*nonzero"):
+    with pytest.raises(UnsupportedError, match=r"IRC332.*nonzero") as raised:
         capture(linear(lambda m, x: m.lin(x[x[:, 0] > 0])), (x,), specialize_branches=True)
+    assert "specialize_branches" not in str(raised.value.help)

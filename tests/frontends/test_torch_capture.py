@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import irc
 from benchmarks import models
@@ -256,10 +257,6 @@ def _numpy(m: Any, x: Tensor) -> Tensor:
     return m.lin(x) * float(x.numpy().sum())
 
 
-def _wrong(m: Any, x: Tensor) -> Tensor:
-    return m.lin(x[:, :3])
-
-
 def _attribute(m: Any, x: Tensor) -> Tensor:
     m.last = m.lin(x)
     return m.last
@@ -296,7 +293,6 @@ _GENERATOR = torch.Generator()
         (_branch, "IRC332", "aten._local_scalar_dense", True),
         (_nonzero, "IRC332", "aten.nonzero", True),
         (_numpy, "IRC333", "numpy", True),
-        (_wrong, "IRC333", "RuntimeError", True),
         (_attribute, "IRC338", "attribute last", False),
         (_writes_parameter, "IRC336", "parameter lin.weight", False),
         (_writes_constant, "IRC336", "not a parameter, buffer or input", False),
@@ -339,19 +335,29 @@ def test_a_sparse_gradient_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "module",
+    ("module", "cause"),
     [
-        nn.Linear(4, 4).requires_grad_(False),
-        Model(lambda m, x: m.lin(x).detach()),
-        Model(lambda m, x: m.lin(x).argmax(1)),
-        Model(lambda m, x: 3),
+        (nn.Linear(4, 4).requires_grad_(False), "no parameter and no input"),
+        (Model(lambda m, x: m.lin(x).detach()), "no output of the module depends"),
+        (Model(lambda m, x: m.lin(x).argmax(1)), "no output of the module depends"),
+        (Model(lambda m, x: 3), "no output of the module depends"),
+        (Model(lambda m, x: checkpoint(m.lin, x, use_reentrant=True)), "use_reentrant=True.*py:.*no tensor"),
     ],
-    ids=["frozen", "detached", "integers", "no tensor"],
+    ids=["frozen", "detached", "integers", "no tensor", "reentrant checkpoint"],
 )
-def test_nothing_to_train_is_refused(module: nn.Module, x: Tensor) -> None:
-    with pytest.raises(UsageError) as raised:
+def test_nothing_to_train_is_refused_with_its_cause(module: nn.Module, cause: str, x: Tensor) -> None:
+    with pytest.raises(UsageError, match=cause) as raised:
         capture(module, (x,))
     assert raised.value.code == "IRC340" and raised.value.exit_status == 2
+
+
+def test_an_error_that_speaks_of_gradients_is_not_taken_for_nothing_to_train(x: Tensor) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        raise RuntimeError("the input has requires_grad=True, and this kernel does not require grad")
+
+    with pytest.raises(IrcError, match="this kernel does not") as raised:
+        capture(Model(forward), (x,))
+    assert raised.value.code != "IRC340"
 
 
 def test_after_a_refusal_the_model_works_and_is_captured_when_mended(x: Tensor) -> None:
@@ -416,3 +422,17 @@ def test_a_loss_on_a_gpu_takes_whole_blocks() -> None:
         kept = [torch.empty(3, device=device) for device in ("cpu", "cuda")]
         torch.empty(200, device="cuda")
     assert (alive.alive_bytes, alive.peak_bytes) == (12 + 512, 12 + 512 + 1024) and kept
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda m, x: m.lin(x[:, :2]), "RuntimeError: mat1 and mat2 shapes.*test_torch_capture.py"),
+        (lambda m, x: m.lin(x).nosuch(), "AttributeError: 'Tensor' object has no attribute 'nosuch'"),
+        (lambda m: m.lin, "TypeError"),
+    ],
+    ids=["shape", "attribute", "arguments"],
+)
+def test_a_forward_that_raises_by_itself_is_a_fault_of_the_call(function: Any, said: str, x: Tensor) -> None:
+    with pytest.raises(UsageError, match="(?s)IRC349.*" + said):
+        capture(Model(function), (x,))

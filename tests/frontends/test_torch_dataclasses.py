@@ -189,7 +189,7 @@ def test_other_numbers_in_a_dataclass_are_another_call() -> None:
     given.parts[0].count = 2
     assert torch.equal(ours(x, given), ours.lin(x) * 4 * 2)
     assert [call.call for call in ours.irc_plans] == [
-        "an argument is 4; the plan was made for 3",
+        "an argument is 2; the plan was made for 1",
         "an argument is 4; the plan was made for 3",
         "the example arguments",
     ]

@@ -71,6 +71,23 @@ def test_a_tensor_that_nobody_could_find_is_refused(wrap: Callable[[Tensor], Any
         capture(_Returns(wrap), (torch.randn(8, 4),))
 
 
+def test_a_cache_that_is_returned_is_refused_with_the_option_that_leaves_it_out() -> None:
+    class Cache:
+        def __init__(self, keys: Tensor) -> None:
+            self.keys = keys
+
+    class DynamicCache(Cache):
+        pass
+
+    class TwoCaches(DynamicCache):
+        pass
+
+    for kind in (Cache, DynamicCache, TwoCaches):
+        with pytest.raises(UnsupportedError, match="IRC342") as raised:
+            capture(_Returns(lambda y, kind=kind: (y, kind(y))), (torch.randn(8, 4),))
+        assert "use_cache=False" in str(raised.value.help)
+
+
 def test_an_object_without_tensors_and_a_registered_class_are_returned() -> None:
     pytree.register_dataclass(_Registered)
     plain = SimpleNamespace(name="a", parts=[1, {"b": 2.0}])

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+import irc
 from benchmarks import models
 from irc.frontends.torch import capture
 from irc.ir import Argument, Graph, Node, Storage, Value, values_in
@@ -170,3 +172,25 @@ def test_releasing_a_gradient_takes_the_time_of_its_bytes() -> None:
         assert costs.seconds[node] == pytest.approx(1e-6 + nbytes / 1e9)
         assert costs.workspace_bytes[node] == workspace_bytes
     assert StepCost.of(applied.releases[0]) == StepCost(200_000, 77, 9.0)
+
+
+@pytest.mark.parametrize("costs", ["measured", "a100"])
+def test_a_model_on_the_device_meta_is_planned_for_a_described_machine(costs: str) -> None:
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1)), torch.randn(8, 16)
+    real = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
+    known = {"measured": "analytic"}.get(costs, costs)
+    found = irc.optimize(model, (x,), "100%", costs=costs).plan
+    assert found.peak_bytes == irc.optimize(real, (torch.randn(8, 16),), "100%", costs=known).plan.peak_bytes
+
+
+def test_a_model_without_data_on_a_device_is_measured_on_that_device() -> None:
+    def made() -> tuple[nn.Module, torch.Tensor]:
+        return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1)), torch.randn(8, 16)
+
+    with FakeTensorMode():
+        fake, x = made()
+    real, y = made()
+    assert (
+        irc.optimize(fake, (x,), "100%").plan.peak_bytes == irc.optimize(real, (y,), "100%").plan.peak_bytes
+    )

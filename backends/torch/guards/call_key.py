@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ....ir import Autocast
 from .module_state import ModuleState
@@ -40,3 +42,22 @@ class CallKey:
     def trains(self) -> bool:
         """Whether an argument or a parameter requires a gradient."""
         return any(tensor.requires_grad for tensor in (*self.tensors, *self.root.parameters()))
+
+    def name_of(self, leaf: int) -> str:
+        """The name of a leaf by the parameters of the forward, such as `argument sizes[0]`."""
+        places = pytree.tree_unflatten([*range(len(self.leaves))], self.tree)
+        for (kind, first, *rest), value in pytree.tree_flatten_with_path(places)[0]:
+            if type(value) is int and value == leaf:
+                is_positional = cast("Any", kind).idx == 0
+                key = cast("Any", first)
+                name = _positional_name(self.root, key.idx) if is_positional else key.key
+                return f"argument {name}{pytree.keystr(tuple(rest))}"
+        return "an argument"  # within a dataclass
+
+
+def _positional_name(module: nn.Module, index: int) -> str:
+    """The name of a positional argument; its number if it has none."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(module.forward).parameters.values()
+    names = [parameter.name for parameter in parameters if parameter.kind in kinds]
+    return names[index] if index < len(names) else str(index)

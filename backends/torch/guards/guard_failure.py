@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import FunctionType
+from typing import Any
 
 from torch import Tensor
 
@@ -40,12 +41,16 @@ class GuardFailure:
         message: The difference, in words.
         help: The way out if the call is refused.
         is_plannable: Whether a plan can be made for the call.
+        changing: The argument or attribute that differs; "" if it has no name.
+        advice: The way to have one plan for all its values; "" if there is none.
     """
 
     code: str
     message: str
     help: str
     is_plannable: bool = True
+    changing: str = ""
+    advice: str = ""
 
     def error(self) -> IrcError:
         """Makes the error that refuses the call."""
@@ -53,30 +58,44 @@ class GuardFailure:
         return kind(self.code, self.message, help=self.help)
 
 
-def nesting_failure(now: object, planned: object) -> GuardFailure:
+def nesting_failure(now: Any, planned: Any) -> GuardFailure:
     """Describes arguments that nest in another way."""
-    shown = [" ".join(str(tree).split()) for tree in (now, planned)]
+    shown = [_given(tree) for tree in (now, planned)]
+    if shown[0] == shown[1]:
+        shown = [" ".join(str(tree).split()) for tree in (now, planned)]
     return GuardFailure(
         "IRC501",
-        f"the arguments nest as {shown[0]}; the plan was made for {shown[1]}",
+        f"the arguments are {shown[0]}; the plan was made for {shown[1]}",
         "call the module as in the example arguments, or optimize it for this call",
     )
 
 
-def constant_failure(now: object, planned: object) -> GuardFailure:
+def _given(tree: Any) -> str:
+    """Tells how many positional arguments a call has, and which keyword arguments."""
+    positional, keywords = tree.children()
+    names = ", ".join(f"{name}=" for name in keywords.context)
+    return f"{positional.num_children} positional{f' and {names}' if names else ''}"
+
+
+def constant_failure(name: str, now: object, planned: object) -> GuardFailure:
     """Describes an argument that has another value than planned, or that is a tensor on one side only.
 
     A call cannot be planned if its argument cannot be recognized again: an object that equals only itself, a
     function, a NaN.
     """
     is_known: bool = is_plain(now) and not isinstance(now, FunctionType) and bool(now == now)
+    is_number = isinstance(now, int | float) and not isinstance(now, bool)
+    advice = "pass it as a tensor" if is_number else ""
     return GuardFailure(
         "IRC501",
-        f"an argument is {_shown(now)}; the plan was made for {_shown(planned)}",
+        f"{name} is {_shown(now)}; the plan was made for {_shown(planned)}",
         "pass the very object that the plan was made for: the forward could tell another one from it"
         if is_openable(now)
-        else "constants are part of the plan: optimize the module for this value",
+        else f"constants are part of the plan: {f'{advice}, or ' if advice else ''}"
+        "optimize the module for this value",
         is_plannable=isinstance(now, Tensor) or is_known,
+        changing=name,
+        advice=advice,
     )
 
 
@@ -90,7 +109,7 @@ def tensor_failure(name: str, tensor: Tensor | None, static: Input) -> GuardFail
     """Describes a tensor that has another type than planned, or that is gone."""
     help = "call irc.optimize with example arguments of this type, or pad to the planned shape"
     if tensor is None:
-        return GuardFailure("IRC501", f"{name} is gone; the plan was made with it", help)
+        return GuardFailure("IRC501", f"{name} is gone; the plan was made with it", help, changing=name)
     wanted = static.value.type
     same = (
         tuple(tensor.shape) == wanted.shape
@@ -109,7 +128,8 @@ def tensor_failure(name: str, tensor: Tensor | None, static: Input) -> GuardFail
     dtype = str(tensor.dtype).removeprefix("torch.")
     now = _described(dtype, tuple(tensor.shape), tuple(tensor.stride()), str(tensor.device))
     planned = _described(wanted.dtype.value, wanted.shape, wanted.strides, wanted.device)
-    return GuardFailure("IRC501", f"{name} is {now}; the plan was made for {planned}", help)
+    message = f"{name} is {now}; the plan was made for {planned}"
+    return GuardFailure("IRC501", message, help, changing=name, advice="pad it to few shapes")
 
 
 def _described(dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], device: str) -> str:
@@ -166,6 +186,8 @@ def attribute_failure(name: str, now: object, planned: object) -> GuardFailure:
         f"attribute {name!r}, which the forward reads, has changed since the plan: "
         f"{differing(planned, now)} is now {differing(now, planned)}",
         "call irc.optimize again",
+        changing=f"attribute {name!r}",
+        advice="hold it in a buffer",
     )
 
 

@@ -145,8 +145,8 @@ def optimize(
         UnsupportedError: The model or the optimizer uses what irc does not support; nothing has run.
         UsageError: The budget or another argument is malformed.
 
-    Calling the module raises BudgetError, IRC520, when a call unlike the example cannot fit; nothing has run
-    then.
+    Calling the module raises BudgetError, IRC520, when a call unlike the example cannot fit: nothing of the
+    step has run then, and of its operations only those within the budget by themselves, to be measured.
     """
     request = Request.of(
         budget,

@@ -243,8 +243,8 @@ def capture(
     most, held, saved = loss_bytes(flat.losses[0], flat.result_leaves, flat.result_tree)
     trained = {flat.places[k]: d for k, d in enumerate(found) if k not in (flat.unused or ())}
     aliased = _aliased_bytes(graph, trained.values())
-    returned = _returned_bytes(graph, found, flat)
-    most, held = most + 2 * aliased + returned, held + aliased + returned
+    beside = _returned_bytes(graph, found, flat) + (_SCALED_BYTES if flat.losses[0] is own_loss else 0)
+    most, held = most + 2 * aliased + beside, held + aliased + beside
     graph = replace(graph, loss_bytes=most, loss_held_bytes=held, loss_saved_bytes=saved)
     slots = map(Slot, range(len(tensors)))
     unused = (found[k] for k in flat.unused or ())
@@ -283,6 +283,10 @@ def _aliased_bytes(graph: Graph, deliveries: Iterable[Delivery]) -> int:
     outputs = [o.value for o in graph.outputs if o.role is OutputRole.OUTPUT]
     bases = [outputs[d.index] for d in deliveries if d.origin is Origin.OUTPUT and not d.is_detached]
     return sum(base.storage.nbytes for base in bases if base is not None)
+
+
+_SCALED_BYTES = 2 * 8
+"""A loss that a result has may be scaled, as it is where gradients of batches add up: it and its gradient."""
 
 
 def _returned_bytes(graph: Graph, found: Iterable[Delivery], flat: _Flat) -> int:

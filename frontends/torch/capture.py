@@ -31,6 +31,7 @@ from ...ir import (
     Delivery,
     EagerMemory,
     Graph,
+    InputRole,
     IrcError,
     Origin,
     OutputRole,
@@ -242,7 +243,8 @@ def capture(
     most, held, saved = loss_bytes(flat.losses[0], flat.result_leaves, flat.result_tree)
     trained = {flat.places[k]: d for k, d in enumerate(found) if k not in (flat.unused or ())}
     aliased = _aliased_bytes(graph, trained.values())
-    most, held = most + 2 * aliased, held + aliased
+    beside = _returned_bytes(graph, found, flat) + (_SCALED_BYTES if flat.losses[0] is own_loss else 0)
+    most, held = most + 2 * aliased + beside, held + aliased + beside
     graph = replace(graph, loss_bytes=most, loss_held_bytes=held, loss_saved_bytes=saved)
     slots = map(Slot, range(len(tensors)))
     unused = (found[k] for k in flat.unused or ())
@@ -281,6 +283,22 @@ def _aliased_bytes(graph: Graph, deliveries: Iterable[Delivery]) -> int:
     outputs = [o.value for o in graph.outputs if o.role is OutputRole.OUTPUT]
     bases = [outputs[d.index] for d in deliveries if d.origin is Origin.OUTPUT and not d.is_detached]
     return sum(base.storage.nbytes for base in bases if base is not None)
+
+
+_SCALED_BYTES = 2 * 8
+"""A loss that a result has may be scaled, as it is where gradients of batches add up: it and its gradient."""
+
+
+def _returned_bytes(graph: Graph, found: Iterable[Delivery], flat: _Flat) -> int:
+    """Returns the bytes of the gradients that parameters get from the loss itself, as parts of the result."""
+    statics = [entry.value.storage for entry in graph.inputs if entry.role is not InputRole.TANGENT]
+    leaves = (leaf for leaf in flat.result_leaves if isinstance(leaf, Tensor))
+    bases = {
+        statics[d.index]
+        for place, (d, leaf) in enumerate(zip(found, leaves, strict=True))
+        if d.origin is Origin.INPUT and leaf.requires_grad and place not in (flat.unused or ())
+    }
+    return sum(base.nbytes for base in bases)
 
 
 def _nothing_to_train(flat: _Flat, tensors: Iterable[Tensor]) -> UsageError:

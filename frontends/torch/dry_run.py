@@ -1,5 +1,8 @@
 """Runs what a user wrote, as a loss, on tensors without data, and leaves no trace of it in their objects."""
 
+# The tables in which torch keeps its modes have no public interface.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import contextlib
@@ -8,7 +11,8 @@ import inspect
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .closures import closed_over
 from .state import State
@@ -29,6 +33,7 @@ def dry_run(function: Callable[..., Any]) -> Generator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(State(nn.Module()).kept())  # Python's generators
         for held in _held_by(function):
+            stack.enter_context(_numbers_kept(held))
             if isinstance(held, nn.Module):
                 stack.enter_context(State(held).kept())
             else:
@@ -53,6 +58,26 @@ def _held_by(function: Any) -> Iterator[Any]:
             waiting += closed_over(found)
         elif isinstance(found, (nn.Module, list, dict, set)) or hasattr(found, "__dict__"):
             yield found
+
+
+@contextlib.contextmanager
+def _numbers_kept(held: Any) -> Generator[None]:
+    """Afterwards, tensors of one element are as before: they alone have data where others have none."""
+    tensors = (
+        list(held.buffers())
+        if isinstance(held, nn.Module)
+        else [held, *getattr(held, "__dict__", {}).values()]
+    )
+    numbers = [t for t in tensors if type(t) is Tensor and t.numel() == 1 and not t.is_inference()]
+    with _disable_current_modes():
+        before = [(number, number._version, number.detach().clone()) for number in numbers]
+    try:
+        yield
+    finally:
+        with _disable_current_modes():
+            for number, version, value in before:
+                if number._version != version:
+                    number.data.copy_(value)  # keeps the version, which the backward of the loss checks
 
 
 @contextlib.contextmanager

@@ -158,6 +158,9 @@ def _run(
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(
+            torch.autograd.set_detect_anomaly(False)
+        )  # it reads gradients, which have no data
         stack.enter_context(RecurrentLayers(has_kernels=True))
         stack.enter_context(fake_kernels_of_eager())
         stack.enter_context(warnings.catch_warnings())
@@ -187,6 +190,7 @@ def _run(
                 followed.drop(outputs[place] for place in unused)
                 outputs = [output for place, output in enumerate(outputs) if place not in unused]
                 del result
+            torch.clear_autocast_cache()  # as at the end of autocast, which is before backward
             torch.autograd.backward(roots, gradients, inputs=leaves)
         except Exception:  # what the capture traces in another way may not run in this one
             return None

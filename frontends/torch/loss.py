@@ -131,9 +131,16 @@ def has_own_loss(result: object) -> bool:
 
 @contextlib.contextmanager
 def _tracing() -> Generator[None]:
-    """Lets a loss run on tensors without data; its backward stays in this thread on a GPU too."""
+    """Lets a loss run on tensors without data; its backward stays in this thread on a GPU too.
+
+    Anomalies are not looked for: that reads gradients.
+    """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with fake, torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+    one_thread, unread = (
+        torch.autograd.set_multithreading_enabled(False),
+        torch.autograd.set_detect_anomaly(False),
+    )
+    with fake, torch.enable_grad(), one_thread, unread:
         yield
 
 

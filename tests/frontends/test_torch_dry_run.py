@@ -60,6 +60,35 @@ def test_a_loss_is_as_before(make: Callable[[], Any], wrap: Callable[[Any], Any]
     assert type(next(fitted.parameters()).grad) is Tensor
 
 
+class _Stepping(nn.Module):
+    """A loss with a buffer that counts its calls, as the warm-up of a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: Tensor
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, result: Tensor) -> Tensor:
+        self.steps += 1
+        return (result * self.steps).square().mean()
+
+
+@pytest.mark.parametrize("wrap", [lambda o: o, lambda o: lambda y: o(y), lambda o: o.__call__])
+def test_a_buffer_of_one_number_that_a_loss_counts_in_is_as_before(wrap: Callable[[Any], Any]) -> None:
+    loss = _Stepping()
+    irc.optimize(nn.Linear(4, 8), torch.randn(3, 4), "100%", costs="analytic", loss=wrap(loss))
+    assert loss.steps == 0
+
+
+def test_a_loss_is_looked_at_while_anomalies_are_detected() -> None:
+    with torch.autograd.set_detect_anomaly(True):
+        fitted = irc.optimize(
+            nn.Linear(4, 8), torch.randn(3, 4), "100%", costs="analytic", loss=lambda y: y.square().mean()
+        )
+        assert torch.is_anomaly_enabled()
+        fitted(torch.randn(3, 4)).square().mean().backward()
+
+
 def test_an_unknown_loss_under_autocast_is_counted_in_full_precision() -> None:
     module, x = nn.Linear(64, 512), torch.randn(64, 64)
     plain = capture(module, (x,)).graph.loss_bytes

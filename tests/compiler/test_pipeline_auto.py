@@ -112,7 +112,7 @@ def test_micro_batches_that_the_model_does_not_take_are_left_out() -> None:
     assert len({(one.devices, one.micro_batches, one.schedule) for one in pipe.considered}) == len(
         pipe.considered
     )
-    with pytest.raises(irc.UnsupportedError, match=r"IRC333.*more than 1 value per channel"):
+    with pytest.raises(irc.UsageError, match=r"IRC349.*more than 1 value per channel"):
         pipeline(rows, (torch.randn(1, 8),), ["64MiB", "64MiB"], **options)
 
 

@@ -373,6 +373,6 @@ def test_a_failing_capture_leaves_torch_s_checkpoints_alone() -> None:
         raise ValueError("no")
 
     before = vars(torch_checkpoint).copy()
-    with pytest.raises(UnsupportedError, match="IRC333"):
+    with pytest.raises(UsageError, match="IRC349"):
         graph_of(Calls(fails, a=nn.Linear(4, 4)))
     assert vars(torch_checkpoint) == before

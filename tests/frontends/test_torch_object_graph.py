@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils import weight_norm
 
 from irc.frontends.torch import capture
-from irc.ir import UnsupportedError
+from irc.ir import IrcError, UnsupportedError
 
 torch.set_num_threads(1)
 
@@ -348,9 +348,9 @@ def _empty() -> Iterator[None]:
 @pytest.mark.parametrize("where", PLACES)
 def test_no_traced_tensor_is_left_anywhere(where: str, fails: bool, x: Tensor) -> None:
     module = Filling(where, fails)
-    with pytest.raises(UnsupportedError) as raised:
+    with pytest.raises(IrcError) as raised:
         capture(module, (x,))
-    assert raised.value.code == ("IRC333" if fails else "IRC338")
+    assert raised.value.code == ("IRC349" if fails else "IRC338")
     if not fails:
         assert PLACES[where] in raised.value.message and "call the module once" in str(raised.value.help)
     assert module.made is None and 4 not in module.table()

@@ -353,7 +353,9 @@ def test_no_traced_tensor_is_left_anywhere(where: str, fails: bool, x: Tensor) -
     assert raised.value.code == ("IRC349" if fails else "IRC338")
     if not fails:
         assert PLACES[where] in raised.value.message and "call the module once" in str(raised.value.help)
-    assert module.made is None and 4 not in module.table()
+    assert module.made is None
+    left = module.table().get(4)  # of the run without a trace, if there was one
+    assert left is None or (fails and type(left) is Tensor)
     module.made, module.fails = None, False
     expected = copy.deepcopy(module)(x)  # would fail on a tensor without data
     assert torch.equal(module(x), expected)

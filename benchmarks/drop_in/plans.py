@@ -42,7 +42,7 @@ def _optimize(module: nn.Module, arguments: Arguments, options: Mapping[str, Any
 
 
 def _keep_all(module: nn.Module, arguments: Arguments, options: Mapping[str, Any]) -> nn.Module:
-    return _optimize(module, arguments, {"budget": "100%", "strategy": "keep-all", **options})
+    return _optimize(module, arguments, {"budget": "200%", "strategy": "keep-all", **options})
 
 
 def _sixty_percent(module: nn.Module, arguments: Arguments, options: Mapping[str, Any]) -> nn.Module:

@@ -361,17 +361,21 @@ def _traced_in(flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...], mode
             raise
         except Exception as error:
             raise _untraceable(error) from error
-    if flat.unused is None:
-        with contextlib.suppress(_ResultKnown), contextlib.ExitStack() as stack:
-            _trace(stack, flat, module, tensors)
+    try:
+        return _translated(flat, module, tensors)
+    except _ResultKnown:
         flat.ask_loss()
+        return _translated(flat, module, tensors)
+
+
+def _translated(flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...]) -> Translation:
+    """Traces the module's training graph once.
+
+    Raises:
+        _ResultKnown: The result shows first on which of its tensors the loss depends.
+    """
     with contextlib.ExitStack() as stack:
-        try:
-            joint, scopes = _trace(stack, flat, module, tensors)
-        except _ResultKnown:  # it has a loss of its own
-            stack.close()
-            flat.ask_loss()
-            joint, scopes = _trace(stack, flat, module, tensors)
+        joint, scopes = _trace(stack, flat, module, tensors)
         share_casts(joint.graph_module.graph)
         translation = translate(joint)
         flat.without_gradients = scopes.without_gradients

@@ -120,6 +120,7 @@ def _rank(rank: int, ranks: int, folder: str, place: str) -> None:
     """Trains as `irc run` under torchrun does, and says when the ranks have met."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(f"{place}/{name}-{rank}", os.O_WRONLY | os.O_CREAT), number)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # not those of pytest
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     os.environ |= {
         "RANK": str(rank),

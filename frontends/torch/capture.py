@@ -45,6 +45,7 @@ from ...torch_support.autocast import autocast_state
 from ...torch_support.pytree import flatten_arguments
 from .annotation_scopes import Scopes
 from .branches import Branches
+from .data_writes import RefusedData
 from .eager_run import eager_memory
 from .fixups.autocast_cache import share_casts
 from .fixups.batch_norm import batch_norm_of_eager
@@ -137,7 +138,7 @@ class _Flat(nn.Module):
     def run(self, *tensors: Tensor) -> Any:
         """Returns what `call` does, and keeps the state of Python as it was."""
         branches = self.branches.replayed() if self.branches else contextlib.nullcontext()
-        with self.state.one_run(), branches, self.tied.as_one(), known_values():
+        with self.state.one_run(), branches, self.tied.as_one(), known_values(), RefusedData():
             return self.call(*tensors)
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:

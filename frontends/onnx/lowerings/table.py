@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn, TypeAlias
@@ -82,7 +83,7 @@ def settle(inputs: Sequence[str] = ()) -> str:
             "if an input decides it, bind that input at import: --constant NAME=VALUE, or"
             " from_onnx(path, constants={name: tensor})"
         )
-    options = " ".join(f"--constant {name}=VALUE" for name in inputs)
+    options = " ".join(f"--constant {shlex.quote(name)}=VALUE" for name in inputs)
     values = ", ".join(f"{name!r}: VALUE" for name in inputs)
     return f"bind it at import: {options}, or from_onnx(path, constants={{{values}}})"
 

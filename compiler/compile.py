@@ -87,7 +87,7 @@ def compile_call(
 
 
 _LEAST_SECONDS_TO_CAPTURE = 60.0
-"""Of a shorter time limit, which is for the search, recurrent layers are not held to be too long."""
+"""The least time that capture has: a shorter time limit is for the search alone."""
 
 
 def _captured(

@@ -23,30 +23,25 @@ class EagerMemory:
     Args:
         static_bytes: Parameters, buffers, inputs and constants.
         loss_bytes: The most that is alive at a loss that is not known, beside the static bytes.
-        held_bytes: For each kind of operation, the most that is alive while one runs, with its results and
+        alive_bytes: For each kind of operation, the most that is alive while one runs, with its results and
             without its workspace, beside the static bytes. The caller holds all outputs.
-        dropped_bytes: The same if the caller drops the outputs that the loss does not use.
     """
 
     static_bytes: int
     loss_bytes: int
-    held_bytes: Mapping[OperationKind, int]
-    dropped_bytes: Mapping[OperationKind, int]
+    alive_bytes: Mapping[OperationKind, int]
 
-    def peak_bytes(
-        self, graph: Graph, workspace_bytes: Mapping[Node, int], *, is_dropped: bool = False
-    ) -> int:
+    def peak_bytes(self, graph: Graph, workspace_bytes: Mapping[Node, int]) -> int:
         """The peak of the step in bytes.
 
         Args:
             graph: The step as it was captured, whose operations tell the workspaces.
             workspace_bytes: The workspace of each operation.
-            is_dropped: Whether the caller drops the outputs that the loss does not use.
         """
         workspaces: dict[OperationKind, int] = {}
         for node in graph.operations:
             kind = node.op, tuple(value.type.shape for value in node.operands)
             workspaces[kind] = max(workspaces.get(kind, 0), workspace_bytes.get(node, 0))
-        alive = self.dropped_bytes if is_dropped else self.held_bytes
-        most = max((nbytes + workspaces.get(kind, 0) for kind, nbytes in alive.items()), default=0)
+        alive = self.alive_bytes.items()
+        most = max((nbytes + workspaces.get(kind, 0) for kind, nbytes in alive), default=0)
         return self.static_bytes + max(most, self.loss_bytes)

@@ -252,7 +252,7 @@ def _method(result: ModelResult, point: Point) -> tuple[str, ...]:
 
 
 def _left_out(device: torch.device, checks: Sequence[Check], rows: Sequence[Row]) -> str:
-    """What this run does not show."""
+    """Lists the promises that this run leaves open."""
     ran = {row.path for row in rows if row.found is not None}
     missing = (check for check in checks if device.type != "cuda" or check.name not in ran)
     several = "- More than one GPU: NCCL between ranks, models on several devices."

@@ -35,7 +35,7 @@ _HOST = "host:1GiB"
 
 @dataclass(frozen=True)
 class Found:
-    """What a check found.
+    """Findings of a check.
 
     Args:
         figures: Bytes, rates and what was compared, for the table.

@@ -55,7 +55,7 @@ from .fixups.recurrent import RecurrentLayers
 from .fixups.tensor_hooks import tensor_hooks
 from .fixups.tied_parameters import TiedParameters
 from .known_values import known_values
-from .loss import Loss, has_own_loss, loss_bytes, own_loss, unused_outputs
+from .loss import Loss, described_loss, has_own_loss, loss_bytes, own_loss, unused_outputs
 from .place_annotations import place_annotations
 from .provenance import raised_at, raised_code, recording
 from .results import flattened, refuse_hidden_tensors, refusing_writes
@@ -116,11 +116,6 @@ class _Flat(nn.Module):
         self.places: list[int] = []
         self.result_tree: pytree.TreeSpec | None = None
         self.losses = (loss,)  # in a tuple: a loss that is a module must not become a submodule
-        self.assumed_loss = (
-            "as given"
-            if loss is not None
-            else "not known: any function of the outputs that takes twice their bytes"
-        )
         self.unused: frozenset[int] | None = frozenset() if loss is None else None
         self.branches: Branches | None = None
         self.without_gradients: list[str] = []
@@ -171,7 +166,6 @@ class _Flat(nn.Module):
         """Takes the loss of a result that has one, if nothing is known about the caller's."""
         if has_own_loss(result):
             self.losses, self.unused = (own_loss,), None
-            self.assumed_loss = "the result's .loss alone"
 
     def ask_loss(self) -> None:
         """Finds the tensors of the result, known from a first run, on which the loss does not depend."""
@@ -263,7 +257,7 @@ def capture(
         ),
     )
     eager = _eager_memory(flat, tensors, graph) if with_eager else None
-    return Captured(graph, signature, translation.constants, flat.assumed_loss, eager)
+    return Captured(graph, signature, translation.constants, described_loss(flat.losses[0]), eager)
 
 
 def _eager_memory(flat: _Flat, tensors: tuple[Tensor, ...], graph: Graph) -> EagerMemory | None:
@@ -273,7 +267,6 @@ def _eager_memory(flat: _Flat, tensors: tuple[Tensor, ...], graph: Graph) -> Eag
             flat,
             tensors,
             flat.losses[0],
-            flat.unused or (),
             static_bytes=graph.static_bytes,
             loss_bytes=(graph.loss_bytes, graph.loss_held_bytes),
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
@@ -17,10 +17,11 @@ from torch.nn.utils import stateless
 from torch.utils import _pytree as pytree
 
 from ...ir import EagerMemory, OperationKind
+from .alive_bytes import AliveBytes
 from .dry_run import dry_run
 from .fixups.fake_kernels import fake_kernels_of_eager
 from .fixups.recurrent import RecurrentLayers
-from .loss import AliveBytes, Loss
+from .loss import Loss
 from .results import flattened
 
 __all__ = ["eager_memory"]
@@ -38,12 +39,7 @@ class _Followed(AliveBytes):
         super().__init__()
         self.mode = mode
         self.device_type = device_type
-        self.held_bytes: dict[OperationKind, int] = {}
-        self.dropped_bytes: dict[OperationKind, int] = {}
-        self.dropped: dict[int, int] = {}
-        """The bytes of outputs that were dropped, by their storages."""
-        self.gone_bytes = 0
-        """Those of them that are gone: a caller who holds the outputs still has them."""
+        self.alive_at: dict[OperationKind, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with _answering(FakeTensor):  # torch's rules ask too
@@ -70,18 +66,7 @@ class _Followed(AliveBytes):
             self.ignore(tensor)
 
     def _note(self, kind: OperationKind) -> None:
-        self.dropped_bytes[kind] = max(self.dropped_bytes.get(kind, 0), self.alive_bytes)
-        self.held_bytes[kind] = max(self.held_bytes.get(kind, 0), self.alive_bytes + self.gone_bytes)
-
-    def died(self, key: int, nbytes: int) -> None:
-        super().died(key, nbytes)
-        self.gone_bytes += self.dropped.pop(key, 0)
-
-    def drop(self, outputs: Iterable[Tensor]) -> None:
-        """Counts these as held by the caller, though they are let go of."""
-        for output in outputs:
-            storage = output.untyped_storage()
-            self.dropped[storage._cdata] = self.followed_bytes.get(storage._cdata, 0)
+        self.alive_at[kind] = max(self.alive_at.get(kind, 0), self.alive_bytes)
 
 
 class _NoTensor:
@@ -115,7 +100,6 @@ def eager_memory(
     module: nn.Module,
     tensors: Sequence[Tensor],
     loss: Loss | None,
-    unused: Collection[int],
     *,
     static_bytes: int,
     loss_bytes: tuple[int, int],
@@ -130,26 +114,27 @@ def eager_memory(
         tensors: The tensors among its arguments.
         loss: The function from its result to the loss. None if it is not known: then its gradients are there
             until backward has ended.
-        unused: The places among the result's tensors of those that the loss does not use.
         static_bytes: Parameters, buffers, inputs and constants.
         loss_bytes: What a loss that is not known takes at its peak, and until backward has ended.
     """
-    known = loss, frozenset(unused), static_bytes, loss_bytes
-    runs = (_run(call, module, tensors, *known, kind) for kind in (_NoTensor, FakeTensor))
-    return next((found for found in runs if found is not None), None)
+    for kind in (_NoTensor, FakeTensor):
+        try:
+            with _answering(kind):
+                return _followed(call, module, tensors, loss, static_bytes, loss_bytes)
+        except Exception:  # what the capture traces in another way may not run in this one
+            continue
+    return None
 
 
-def _run(
+def _followed(
     call: Callable[..., Any],
     module: nn.Module,
     tensors: Sequence[Tensor],
     loss: Loss | None,
-    unused: Collection[int],
     static_bytes: int,
     loss_bytes: tuple[int, int],
-    kind: type,
-) -> EagerMemory | None:
-    """Runs the step where code that asks for the class of tensors without data is given `kind`."""
+) -> EagerMemory:
+    """Runs the step once."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     types = {tensor.device.type for tensor in (*module.parameters(), *module.buffers(), *tensors)}
     followed = _Followed(mode, next(iter(types - {"cpu"}), "cpu"))
@@ -175,23 +160,16 @@ def _run(
         stack.enter_context(stateless._reparametrize_module(module, fakes))
         stack.enter_context(mode)
         stack.enter_context(followed)
-        stack.enter_context(_answering(kind))
-        try:
-            result = call(*given)
+        result = call(*given)
+        if loss is None:
             outputs = [leaf for leaf in flattened(result)[0] if isinstance(leaf, Tensor)]
-            if loss is None:
-                roots = list({id(o): o for o in outputs if o.requires_grad}.values())
-                gradients = [torch.empty_like(root) for root in roots]
-                at_loss = followed.alive_bytes + loss_bytes[0]
-                followed.alive_bytes += loss_bytes[1]
-            else:
-                with dry_run(loss):
-                    roots, gradients = [loss(result)], None
-                followed.drop(outputs[place] for place in unused)
-                outputs = [output for place, output in enumerate(outputs) if place not in unused]
-                del result
-            torch.clear_autocast_cache()  # as at the end of autocast, which is before backward
-            torch.autograd.backward(roots, gradients, inputs=leaves)
-        except Exception:  # what the capture traces in another way may not run in this one
-            return None
-    return EagerMemory(static_bytes, at_loss, followed.held_bytes, followed.dropped_bytes)
+            roots = list({id(o): o for o in outputs if o.requires_grad}.values())
+            gradients = [torch.empty_like(root) for root in roots]
+            at_loss = followed.alive_bytes + loss_bytes[0]
+            followed.alive_bytes += loss_bytes[1]
+        else:
+            with dry_run(loss):
+                roots, gradients = [loss(result)], None
+        torch.clear_autocast_cache()  # as at the end of autocast, which is before backward
+        torch.autograd.backward(roots, gradients, inputs=leaves)
+    return EagerMemory(static_bytes, at_loss, followed.alive_at)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from .loss import AliveBytes
+from .alive_bytes import AliveBytes
 
 __all__ = ["forward_bytes"]
 

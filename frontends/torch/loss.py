@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import weakref
 from collections.abc import Callable, Generator
 from typing import Any, cast
 
@@ -15,58 +14,15 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...ir import UsageError, allocation_bytes
 from ...torch_support.allocated import allocated_bytes
+from .alive_bytes import AliveBytes
 from .dry_run import dry_run
 
-__all__ = ["AliveBytes", "Loss", "has_own_loss", "loss_bytes", "own_loss", "unused_outputs"]
+__all__ = ["Loss", "described_loss", "has_own_loss", "loss_bytes", "own_loss", "unused_outputs"]
 
 Loss = Callable[[Any], Tensor]
-
-
-class AliveBytes(TorchDispatchMode):
-    """Follows the bytes of the storages that operations create, as long as anything refers to them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.known: dict[int, weakref.ref[Any]] = {}
-        self.followed_bytes: dict[int, int] = {}
-        """The bytes of each storage that is counted."""
-        self.alive_bytes = 0
-        self.peak_bytes = 0
-
-    def is_known(self, tensor: Tensor) -> bool:
-        """Whether its storage is counted or ignored; another may have lain at the same address before."""
-        known = self.known.get(tensor.untyped_storage()._cdata)
-        return known is not None and known() is not None
-
-    def ignore(self, tensor: Tensor) -> None:
-        """Does not count this one."""
-        storage = tensor.untyped_storage()
-        self.known[storage._cdata] = weakref.ref(storage)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, Tensor) and not self.is_known(leaf):
-                self.follow(leaf)
-        self.peak_bytes = max(self.peak_bytes, self.alive_bytes)
-        return result
-
-    def died(self, key: int, nbytes: int) -> None:
-        """Counts a storage no longer."""
-        self.alive_bytes -= nbytes
-        del self.followed_bytes[key]
-
-    def follow(self, tensor: Tensor) -> None:
-        """Counts a storage as long as it lives."""
-        storage: Any = tensor.untyped_storage()
-        key, nbytes = storage._cdata, allocated_bytes(tensor)
-        self.known[key] = weakref.ref(storage, lambda _: self.died(key, nbytes))
-        self.followed_bytes[key] = nbytes
-        self.alive_bytes += nbytes
 
 
 def loss_bytes(loss: Loss | None, result_leaves: list[Any], result_tree: Any) -> tuple[int, int, int]:
@@ -116,6 +72,13 @@ def loss_bytes(loss: Loss | None, result_leaves: list[Any], result_tree: Any) ->
 def own_loss(result: Any) -> Tensor:
     """The loss that a result has, as of `has_own_loss`."""
     return result.loss
+
+
+def described_loss(loss: Loss | None) -> str:
+    """Tells which loss is assumed."""
+    if loss is None:
+        return "not known: counted by the bytes of the outputs"
+    return "the result's .loss alone" if loss is own_loss else "as given"
 
 
 def has_own_loss(result: object) -> bool:

@@ -185,7 +185,7 @@ def _device_of(graph: Graph) -> str:
 
 
 def _cuda_settings() -> list[str]:
-    """What decides which kernels a GPU runs, and so their workspaces: versions, and settings that are on."""
+    """Lists versions and settings, if on, that decide which kernels a GPU runs, with their workspaces."""
     cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
     settings = {
         "deterministic": torch.are_deterministic_algorithms_enabled(),

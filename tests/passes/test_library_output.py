@@ -1,4 +1,4 @@
-"""What libraries print does not reach the user's terminal."""
+"""Output of libraries, which does not reach the user's terminal."""
 
 from __future__ import annotations
 

@@ -1,0 +1,60 @@
+"""Follows the bytes that operations allocate, without computing anything."""
+
+# Storages are told apart by a number without a public name.
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...torch_support.allocated import allocated_bytes
+
+__all__ = ["AliveBytes"]
+
+
+class AliveBytes(TorchDispatchMode):
+    """Follows the bytes of the storages that operations create, as long as anything refers to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: dict[int, weakref.ref[Any]] = {}
+        self.followed_bytes: dict[int, int] = {}
+        """The bytes of each storage that is counted."""
+        self.alive_bytes = 0
+        self.peak_bytes = 0
+
+    def is_known(self, tensor: Tensor) -> bool:
+        """Whether its storage is counted or ignored; another may have lain at the same address before."""
+        known = self.known.get(tensor.untyped_storage()._cdata)
+        return known is not None and known() is not None
+
+    def ignore(self, tensor: Tensor) -> None:
+        """Does not count this one."""
+        storage = tensor.untyped_storage()
+        self.known[storage._cdata] = weakref.ref(storage)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, Tensor) and not self.is_known(leaf):
+                self.follow(leaf)
+        self.peak_bytes = max(self.peak_bytes, self.alive_bytes)
+        return result
+
+    def died(self, key: int, nbytes: int) -> None:
+        """Counts a storage no longer."""
+        self.alive_bytes -= nbytes
+        del self.followed_bytes[key]
+
+    def follow(self, tensor: Tensor) -> None:
+        """Counts a storage as long as it lives."""
+        storage: Any = tensor.untyped_storage()
+        key, nbytes = storage._cdata, allocated_bytes(tensor)
+        self.known[key] = weakref.ref(storage, lambda _: self.died(key, nbytes))
+        self.followed_bytes[key] = nbytes
+        self.alive_bytes += nbytes

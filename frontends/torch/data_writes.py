@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -13,7 +13,7 @@ from .source_lines import user_line
 
 __all__ = ["RefusedData"]
 
-_SET: Any = torch.Tensor.data.__set__
+_SET = cast(Any, torch.Tensor.data).__set__
 
 
 class RefusedData(TorchFunctionMode):

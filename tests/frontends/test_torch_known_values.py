@@ -219,4 +219,4 @@ def test_the_baseline_has_no_mask_that_eager_does_not_build() -> None:
     found = capture(GroupedAttention(), (x,), with_eager=True)
     assert found.eager is not None
     assert not {"bitwise_and", "tril"} & {node.op.split(".")[1] for node in found.graph.nodes}
-    assert not any("tril" in name for name, _ in found.eager.held_bytes)
+    assert not any("tril" in name for name, _ in found.eager.alive_bytes)

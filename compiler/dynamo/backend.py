@@ -6,16 +6,17 @@ import itertools
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._dynamo import callback_handler
 from torch.utils import _pytree as pytree
 
 from ...backends.torch import check_tensor, deliver, planning, run_step, tracing
-from ...frontends.torch import capture_graph, forward_bytes, graph_name, lifted_names, tensors_of_frame
+from ...frontends.torch import capture_graph, compiled_frame, forward_bytes, graph_name, lifted_names
 from ...ir import Plan, UsageError, parse_budget
 from ...passes.subgraphs.subgraph import SubgraphSolutions
 from ..request import MEASURED, Request, renamed_costs
@@ -60,7 +61,8 @@ def backend(
         costs: As in `irc.optimize`.
         outside: Bytes that the step takes outside of the compiled graphs, which are not known here: code that
             Dynamo leaves to Python, a larger loss, the state of the optimizer. They come off the budget.
-            Without it, a graph that takes what such code has computed with autograd is refused.
+            Without it, a graph that takes what such code has computed with autograd is refused, and so is, in
+            backward, a gradient of a parameter that no graph of the step has read.
         model: What will be compiled. Its parameters and buffers count from the start. Without it, the modules
             that the compiled function can see do, which is all of them if the model itself is compiled.
         profile: The old name of `costs`, until the next version.
@@ -70,8 +72,8 @@ def backend(
             no machine, IRC541 for a budget in percent.
 
     The step itself raises BudgetError (IRC540), which names its graphs, before a graph would go over the
-    budget, and UnsupportedError for a graph that cannot be captured (IRC543 and others), or that takes what
-    was computed outside of graphs (IRC542).
+    budget, and UnsupportedError for a graph that cannot be captured (IRC543 and others), and for what was
+    computed outside of graphs (IRC542).
     """
     return Backend(budget, time_limit, renamed_costs(costs, profile), outside, model)
 
@@ -106,15 +108,17 @@ class Backend:
         self.__name__ = "irc"  # torch.compile asks for it
         self._request = Request.of(budget, time_limit=time_limit, costs=costs)
         outside_bytes = None if outside is None else parse_budget(outside) if outside else 0
-        known = () if model is None else (*model.parameters(), *model.buffers())
-        self._budget = StepBudget(parse_budget(budget), time_limit, outside_bytes, known)
+        self._budget = StepBudget(parse_budget(budget), time_limit, outside_bytes)
+        self._budget.see(filter(None, [model]))
         self._lock = threading.RLock()
         self._numbers = itertools.count(1)
+        if _look not in callback_handler.start_callbacks:  # torch._dynamo.reset() drops it
+            callback_handler.register_start_callback(_look)
 
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Returns the function that runs a graph; Dynamo calls this once for each."""
-        with self._lock:
-            self._budget.alive.note(tensors_of_frame())
+        _, modules = compiled_frame() or (None, [])
+        self.see(modules)
         return _Compiled(self, graph).run
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
@@ -150,6 +154,15 @@ class Backend:
         """The step in a few lines: the budget, and each graph with what it takes."""
         with self._lock:
             return self._budget.summary()
+
+    def see(self, modules: Iterable[nn.Module]) -> None:
+        """Takes down what a frame that is compiled with this backend can see."""
+        with self._lock:
+            self._budget.see(modules)
+
+    def let_go(self) -> None:
+        """Leaves the backwards of a step that ends with an error alone."""
+        self._budget.eager_parameters.let_go()
 
     def run(self, variant: Variant, inputs: list[Tensor]) -> tuple[Tensor, ...]:
         """Runs a graph's forward once there is room for it; returns its flat outputs."""
@@ -192,6 +205,13 @@ class Backend:
         return Variant(name, captured, SubgraphSolutions(program))
 
 
+def _look(_: object) -> None:
+    """Shows a backend the modules of a frame before Dynamo compiles it, or leaves it to Python."""
+    found = compiled_frame()
+    if found is not None and isinstance(found[0], Backend):
+        found[0].see(found[1])
+
+
 @dataclass(frozen=True, slots=True)
 class Unplanned:
     """A graph that has nothing to differentiate.
@@ -216,6 +236,13 @@ class _Compiled:
 
     def run(self, *args: Any) -> Any:
         """Runs the graph on these arguments."""
+        try:
+            return self._run(args)
+        except BaseException:
+            self.backend.let_go()
+            raise
+
+    def _run(self, args: Sequence[Any]) -> Any:
         variant = self._variant(args)
         if isinstance(variant, Unplanned):
             return self.backend.pass_by(variant, self.graph, args)

@@ -8,10 +8,10 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...backends.torch import AliveTensors, held_by_history
-from ...ir import BudgetError, TimeLimitError, UnsupportedError, format_bytes
+from ...ir import BudgetError, TimeLimitError, format_bytes
 from ...passes import CheckpointProblem
 from ...passes.subgraphs.choose_together import choose_together
 from ...passes.subgraphs.footprint import Footprint, footprint, outputs_bytes, saved_by, tangents_bytes
@@ -19,6 +19,7 @@ from ...passes.subgraphs.leaner_backward import leaner_backwards
 from ...passes.subgraphs.plan_subgraph import minimum_bytes, plan_subgraph
 from ...passes.subgraphs.subgraph import AmbientMemory, Choice, Subgraph
 from ...torch_support.allocated import allocated_bytes
+from .eager_parameters import EagerParameters, outside_of_graphs
 from .pending_runs import Backward, Gradient, PendingRun, Run, Variant, gradients_of
 
 __all__ = ["StepBudget"]
@@ -49,22 +50,19 @@ class StepBudget:
         budget_bytes: Of a step, on one device.
         time_limit: Seconds for each planning.
         outside_bytes: What the step takes outside of the graphs; None if nobody said.
-        known: Tensors that are there from the start.
 
     Attributes:
         peak_bytes: The largest peak that was predicted of a step so far; 0 before the first.
         latest_peak_bytes: The same of the latest: since a graph ran that nothing waited below.
     """
 
-    def __init__(
-        self, budget_bytes: int, time_limit: float, outside_bytes: int | None, known: Iterable[Tensor] = ()
-    ) -> None:
+    def __init__(self, budget_bytes: int, time_limit: float, outside_bytes: int | None) -> None:
         self.budget_bytes = budget_bytes
         self.knows_outside = outside_bytes is not None
         self.room_bytes = budget_bytes - (outside_bytes or 0)
         self.time_limit = time_limit
         self.alive = AliveTensors()
-        self.alive.note(known)
+        self.eager_parameters = EagerParameters()
         self.pending_runs: list[PendingRun] = []
         self.subgraphs: OrderedDict[tuple[int, ...], Subgraph] = OrderedDict()
         self._variants: dict[int, Variant] = {}  # keeps the ids unique that are keys of subgraphs
@@ -72,6 +70,17 @@ class StepBudget:
         self._unplanned: set[Subgraph] = set()
         self.peak_bytes = 0
         self.latest_peak_bytes = 0
+
+    def see(self, modules: Iterable[nn.Module]) -> None:
+        """Counts the parameters and buffers of modules of the step from now on.
+
+        Unless somebody said what the step takes outside of the graphs, gradients that no graph makes are
+        refused.
+        """
+        for module in modules:
+            self.alive.note((*module.parameters(), *module.buffers()))
+            if not self.knows_outside:
+                self.eager_parameters.watch(module)
 
     # ------------------------------------------------------------------ before and after a run
 
@@ -91,7 +100,9 @@ class StepBudget:
         self.pending_runs = [pending_run for pending_run in self.pending_runs if pending_run.is_pending]
         if not self.pending_runs:
             self.latest_peak_bytes = 0
+            self.eager_parameters.begin_step()
         self.alive.note(inputs)
+        self.eager_parameters.read(inputs)
         gradients = gradients_of(variant, inputs, self.pending_runs)
         upstream, outside = self._behind(variant, inputs)
         run = Run(self._part(variant), variant, (*gradients, *outside), upstream)
@@ -186,13 +197,7 @@ class StepBudget:
 
         saved, leaves = held_by_history(inputs, is_known)
         if (saved or leaves) and not self.knows_outside:
-            raise UnsupportedError(
-                "IRC542",
-                f"{variant.name} takes what was computed outside of compiled graphs, with autograd: how much "
-                "memory that takes is not known, and the budget could not be kept",
-                help="say how many bytes it takes, with outside= of irc.backend (0 if it is nothing to "
-                "speak of), or compile what Dynamo left out: TORCH_LOGS=graph_breaks names it",
-            )
+            raise outside_of_graphs(f"{variant.name} takes what")
         self.alive.note((*saved, *leaves))
         upstream = frozenset(makers).union(*(maker.upstream for maker in makers))
         given = tuple(Gradient(allocated_bytes(leaf), leaf=id(leaf)) for leaf in leaves if leaf.grad is None)

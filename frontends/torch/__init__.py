@@ -1,7 +1,7 @@
 """torch modules in: captured as one training graph."""
 
 from .capture import Captured, capture
-from .dynamo import CapturedGraph, capture_graph, graph_name, lifted_names, tensors_of_frame
+from .dynamo import CapturedGraph, capture_graph, compiled_frame, graph_name, lifted_names
 from .forward_bytes import forward_bytes
 from .loss import Loss
 
@@ -11,8 +11,8 @@ __all__ = [
     "Loss",
     "capture",
     "capture_graph",
+    "compiled_frame",
     "forward_bytes",
     "graph_name",
     "lifted_names",
-    "tensors_of_frame",
 ]

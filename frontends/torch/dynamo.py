@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import dis
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +19,7 @@ from torch import Tensor, fx, nn
 from ...ir import InputRole, Location, UnsupportedError, UsageError
 from .capture import Captured, capture
 
-__all__ = ["CapturedGraph", "capture_graph", "graph_name", "lifted_names", "tensors_of_frame"]
+__all__ = ["CapturedGraph", "capture_graph", "compiled_frame", "graph_name", "lifted_names"]
 
 
 @dataclass(frozen=True)
@@ -52,13 +54,20 @@ def lifted_names(graph: fx.GraphModule) -> tuple[str | None, ...]:
     return tuple(names)
 
 
-def tensors_of_frame() -> list[Tensor]:
-    """Parameters and buffers of the modules among the variables of the frame that Dynamo compiles now."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    variables = dict(InstructionTranslator.current_tx().output.local_scope)
-    modules = [variable for variable in variables.values() if isinstance(variable, nn.Module)]
-    return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+def compiled_frame() -> tuple[object, list[nn.Module]] | None:
+    """The backend that Dynamo compiles a frame for now, and the modules that the frame's code can see."""
+    frame = sys._getframe()
+    while frame is not None and not (frame.f_code.co_name == "_compile" and "compiler_fn" in frame.f_locals):
+        frame = frame.f_back
+    if frame is None:
+        return None
+    seen = frame.f_locals
+    backend = seen["compiler_fn"]
+    for wrapper in ("_torchdynamo_orig_backend", "compiler_fn"):
+        backend = getattr(backend, wrapper, backend)
+    used = {i.argval for i in dis.get_instructions(seen["code"]) if i.opname == "LOAD_GLOBAL"}
+    variables = [*seen["locals"].values(), *(seen["globals"].get(name) for name in sorted(used))]
+    return backend, [variable for variable in variables if isinstance(variable, nn.Module)]
 
 
 def graph_name(graph: fx.GraphModule) -> str:

@@ -242,6 +242,64 @@ def test_what_is_computed_outside_of_graphs_is_refused_or_its_results_are_counte
     assert max(measured(run, model, x) for _ in range(3)) <= budget
 
 
+class Tagger(nn.Module):
+    """Dynamo makes no graph of it: it has no rule for a recurrent layer over packed sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, 8)
+        self.layers = nn.LSTM(8, 8, 2, bidirectional=True)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, words: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(self.embedding(words), lengths, enforce_sorted=False)
+        return self.head(nn.utils.rnn.pad_packed_sequence(self.layers(packed)[0])[0])
+
+
+def test_a_model_of_which_dynamo_makes_no_graph_is_refused_in_backward() -> None:
+    model, other, words = Tagger(), nn.Linear(4, 4), torch.randint(0, 9, (5, 2))
+    run, _ = compiled(model, PLENTY, costs="analytic")
+    compiled(other, PLENTY, costs="analytic")
+    output = run(words, torch.tensor([5, 3]))
+    with pytest.raises(irc.UnsupportedError, match=r"IRC542.*gradient of parameter .* of Tagger "):
+        output.sum().backward()
+    model(words, torch.tensor([5, 3])).sum().backward()  # in eager, which is free to
+    torch.compile(other, backend="eager")(torch.randn(2, 4)).sum().backward()  # not ours to refuse
+    assert other.weight.grad is not None
+
+
+class Head(nn.Module):
+    """Its head runs in eager, behind the only graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = Block(), nn.Linear(WIDTH, WIDTH)
+
+    @torch.compiler.disable
+    def behind(self, x: Tensor) -> Tensor:
+        return self.head(x).sum()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.body(x)
+        behind: Any = self.behind
+        return behind(y)
+
+
+def test_layers_behind_the_last_graph_are_refused_unless_somebody_says_what_they_take() -> None:
+    x = torch.randn(BATCH, WIDTH)
+    run, _ = compiled(Head(), PLENTY, costs="analytic")
+    with pytest.raises(irc.UnsupportedError, match=r"IRC542.*gradient of parameter head"):
+        run_step(run, x)
+    torch._dynamo.reset()  # pyright: ignore[reportPrivateUsage]
+    model = Head()
+    run, _ = compiled(model, PLENTY, costs="analytic", outside="1MB")
+    twin = copy.deepcopy(model)
+    for _ in range(2):
+        run_step(run, x)
+        run_step(twin, x)
+    assert_same_gradients(model, twin)
+
+
 @pytest.mark.slow
 def test_two_losses_whose_backwards_come_in_the_order_of_their_forwards() -> None:
     torch.manual_seed(0)

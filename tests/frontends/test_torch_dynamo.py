@@ -13,10 +13,10 @@ import irc
 from irc.frontends.torch import (
     CapturedGraph,
     capture_graph,
+    compiled_frame,
     forward_bytes,
     graph_name,
     lifted_names,
-    tensors_of_frame,
 )
 from irc.ir import InputRole
 from irc.passes.costs.allocations import peak_bytes
@@ -143,15 +143,26 @@ def test_what_cannot_be_captured_is_refused_by_name() -> None:
         compiled(x, torch.zeros(3, requires_grad=True) * 1)
 
 
-def test_the_frame_that_is_compiled_shows_the_parameters_of_the_model() -> None:
-    model, seen = nn.Sequential(nn.Linear(4, 4), Inner()), list[Tensor]()
+def test_the_frame_that_is_compiled_shows_its_modules_and_its_backend() -> None:
+    model, seen = nn.Sequential(nn.Linear(4, 4), Inner()), list[Any]()
 
     def backend(graph: Any, _: Any) -> Any:
-        seen.extend(tensors_of_frame())
+        seen.append(compiled_frame())
         return graph
 
-    torch.compile(model, backend=backend)(torch.randn(3, 4))
-    assert {id(tensor) for tensor in seen} == {id(t) for t in (*model.parameters(), *model.buffers())}
+    for function in (model, lambda x: model(x), _through_a_global):
+        torch._dynamo.reset()  # pyright: ignore[reportPrivateUsage]
+        torch.compile(function, backend=backend)(torch.randn(3, 4))
+    assert compiled_frame() is None
+    expected = (model, model, _GLOBAL)
+    assert [(found, modules) for found, modules in seen] == [(backend, [module]) for module in expected]
+
+
+_GLOBAL = nn.Linear(4, 4)
+
+
+def _through_a_global(x: Tensor) -> Tensor:
+    return _GLOBAL(x)
 
 
 def test_a_forward_without_backward_takes_what_the_allocator_hands_out() -> None:

@@ -1,0 +1,86 @@
+"""Parameters whose gradients come from code that Dynamo left to Python."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from functools import partial
+
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ...ir import UnsupportedError
+
+__all__ = ["EagerParameters", "outside_of_graphs"]
+
+
+class EagerParameters:
+    """Refuses gradients of parameters that no graph of the step has read.
+
+    Code that runs in eager behind the last graph, or in a model of which Dynamo makes no graph, hands no
+    graph its results: the gradients of its parameters are what shows it. What Dynamo leaves to Python is
+    settled when it compiles, so that the first gradient after that is enough.
+    """
+
+    def __init__(self) -> None:
+        self._watched = WeakIdKeyDictionary()
+        self._read: set[int] = set()
+
+    def watch(self, module: nn.Module) -> None:
+        """Refuses the next gradient of each parameter of a module, unless a graph reads it until then."""
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and parameter not in self._watched:
+                full_name = f"{name} of {type(module).__name__}"
+                check = partial(_check, weakref.ref(self), weakref.ref(parameter), full_name)
+                self._watched[parameter] = parameter.register_hook(check)
+
+    def check(self, parameter: Tensor, name: str) -> None:
+        """Refuses the gradient of a parameter that no graph has read; lets go of the parameter.
+
+        Raises:
+            UnsupportedError: IRC542.
+        """
+        handle = self._watched.pop(parameter, None)
+        if handle is None:
+            return
+        handle.remove()
+        if id(parameter) not in self._read:
+            self.let_go()
+            raise outside_of_graphs(f"the gradient of parameter {name} comes from what")
+
+    def let_go(self) -> None:
+        """Refuses nothing more: the step ends with an error."""
+        for handle in self._watched.values():
+            handle.remove()
+        self._watched.clear()
+
+    def begin_step(self) -> None:
+        """Forgets what the graphs of the last step have read."""
+        self._read.clear()
+
+    def read(self, inputs: Iterable[Tensor]) -> None:
+        """Takes down that a graph reads these tensors."""
+        self._read.update(id(tensor) for tensor in inputs if tensor.is_leaf and tensor.requires_grad)
+
+
+def _check(
+    eager_parameters: weakref.ref[EagerParameters], parameter: weakref.ref[Tensor], name: str, _: Tensor
+) -> None:
+    watcher, watched = eager_parameters(), parameter()
+    if watcher is not None and watched is not None:
+        watcher.check(watched, name)
+
+
+def outside_of_graphs(subject: str) -> UnsupportedError:
+    """The refusal of what a step computes outside of its graphs.
+
+    Args:
+        subject: The words before "was computed outside".
+    """
+    return UnsupportedError(
+        "IRC542",
+        f"{subject} was computed outside of compiled graphs, with autograd: how much memory that takes is "
+        "not known, and the budget could not be kept",
+        help="say how many bytes it takes, with outside= of irc.backend (0 if it is nothing to speak of), or "
+        "compile what Dynamo left out: TORCH_LOGS=graph_breaks names it",
+    )

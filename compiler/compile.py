@@ -184,6 +184,7 @@ def _planned(captured: Captured, program: Program, request: Request, reserved: R
         _counting(program.plan, reserved_bytes),
         gradients=program.graph.gradients.value,
         loss=captured.loss,
+        roundings=captured.roundings,
         reserved_bytes=program.graph.reserved_bytes + _held_bytes(program.graph, reserved),
     )
     return replace(program, plan=plan)

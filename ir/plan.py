@@ -137,6 +137,8 @@ class Plan:
             before backward; all other peaks, and the budget, are of a caller who holds them. None if the plan
             was written by an earlier version.
         loss: The loss that the plan assumes, in words.
+        roundings: The numbers that may differ from the model's own by rounding, each with the reason; all
+            others are the same to the bit.
         tiers: The copies to each tier that is used.
         exposed_seconds: Predicted time of a step in which copies are waited for; part of the overhead.
         offloaded_bytes: Parameters and optimizer state that live in a tier between steps; not part of
@@ -164,6 +166,7 @@ class Plan:
     peak_with_gradients_bytes: int | None = None
     peak_without_unused_bytes: int | None = None
     loss: str = ""
+    roundings: tuple[str, ...] = ()
     tiers: tuple[TierUse, ...] = ()
     exposed_seconds: float = 0.0
     offloaded_bytes: int = 0
@@ -187,6 +190,7 @@ class Plan:
             ("static", f"{format_bytes(self.static_bytes)} (parameters, buffers, {self._more_static})"),
             ("in flight", self._in_flight),
             *([("loss", self.loss)] if self.loss else []),
+            *(("rounding", f"may differ from eager: {text}") for text in self.roundings),
             *self._gradient_rows(),
             *self._unused_rows(),
             (
@@ -310,6 +314,7 @@ class Plan:
             Gradients(known.get("gradients", Plan.gradients))
             known["decisions"] = tuple(Decision(**row) for row in known["decisions"])
             known["annotations"] = tuple(AnnotationEffect(**row) for row in known.get("annotations", ()))
+            known["roundings"] = tuple(map(str, known.get("roundings", ())))
             known["tiers"] = tuple(TierUse(**row) for row in known.get("tiers", ()))
             for annotation in known["annotations"]:
                 Policy(annotation.policy)

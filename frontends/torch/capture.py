@@ -59,6 +59,7 @@ from .loss import Loss, described_loss, has_own_loss, loss_bytes, own_loss, unus
 from .place_annotations import place_annotations
 from .provenance import raised_at, raised_code, recording
 from .results import flattened, refuse_hidden_tensors, refusing_writes
+from .roundings import roundings
 from .state import State
 from .tracer import (
     DECOMPOSITIONS,
@@ -83,6 +84,7 @@ class Captured:
         signature: The mapping of the module's arguments and result to the graph's inputs and outputs.
         constants: Tensors that the module's code creates from nothing, by `Input.target`.
         loss: The loss that is assumed, in words.
+        roundings: Descriptions of numbers that may differ from eager's by rounding.
         eager: The memory of the step as it is written; None if it is not known.
     """
 
@@ -90,6 +92,7 @@ class Captured:
     signature: Signature
     constants: Mapping[str, Tensor]
     loss: str = ""
+    roundings: tuple[str, ...] = ()
     eager: EagerMemory | None = None
 
 
@@ -120,6 +123,8 @@ class _Flat(nn.Module):
         self.branches: Branches | None = None
         self.without_gradients: list[str] = []
         self.stepwise = stepwise
+        self.layers: set[str] = set()
+        self.mode = TRACE_MODES[0]
         self.time_limit = time_limit
 
     def call(self, *tensors: Tensor) -> Any:
@@ -257,7 +262,9 @@ def capture(
         ),
     )
     eager = _eager_memory(flat, tensors, graph) if with_eager else None
-    return Captured(graph, signature, translation.constants, described_loss(flat.losses[0]), eager)
+    rounded = roundings(graph, trained.values(), flat.layers, as_compiled=flat.mode.compiling)
+    loss_in_words = described_loss(flat.losses[0])
+    return Captured(graph, signature, translation.constants, loss_in_words, tuple(rounded), eager)
 
 
 def _eager_memory(flat: _Flat, tensors: tuple[Tensor, ...], graph: Graph) -> EagerMemory | None:
@@ -347,6 +354,7 @@ def _traced(
 
 def _traced_in(flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...], mode: TraceMode) -> Translation:
     """Traces the module's training graph in one mode, after asking a loss which outputs it does not use."""
+    flat.mode = mode
     flat.branches = Branches(module) if mode.specialize_branches else None
     if flat.branches is not None:
         try:
@@ -386,7 +394,8 @@ def _trace(
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     stack.enter_context(tracing(TracingContext(fake_mode)))
     scopes = stack.enter_context(recording(module))
-    stack.enter_context(RecurrentLayers(has_kernels=not flat.stepwise, time_limit=flat.time_limit))
+    layers = RecurrentLayers(has_kernels=not flat.stepwise, time_limit=flat.time_limit)
+    flat.layers = stack.enter_context(layers).stepwise
     stack.enter_context(tensor_hooks())
     stack.enter_context(fake_kernels_of_eager())
     stack.enter_context(composite_operations())

@@ -33,12 +33,16 @@ class RecurrentLayers(TorchFunctionMode):
         has_kernels: Whether kernels are traced as such. As time steps an LSTM is slower; a plan can keep
             less of it and run more of it again.
         time_limit: Seconds. Layers of so many time steps that tracing them would take longer are refused.
+
+    Attributes:
+        stepwise: The functions of the layers that were traced as their time steps: `lstm`, `gru`, ...
     """
 
     def __init__(self, *, has_kernels: bool = True, time_limit: float = math.inf) -> None:
         super().__init__()
         self.has_kernels = has_kernels
         self.time_limit = time_limit
+        self.stepwise: set[str] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") not in ("lstm", "gru", "rnn_tanh", "rnn_relu") or kwargs:
@@ -46,6 +50,7 @@ class RecurrentLayers(TorchFunctionMode):
         if self.has_kernels and func.__name__ == "lstm" and _runs_kernel(args):
             return _by_kernel(*args)
         _check_steps(args, self.time_limit)
+        self.stepwise.add(func.__name__)
         enabled = torch._C._get_mkldnn_enabled()
         torch._C._set_mkldnn_enabled(False)
         try:

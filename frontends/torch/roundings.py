@@ -1,0 +1,46 @@
+"""Gradients that may differ from eager's by rounding, as sums of the same terms in another order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ...ir import Delivery, Graph, InputRole, Origin, OutputRole, Value
+
+__all__ = ["roundings"]
+
+
+def roundings(
+    graph: Graph, trained: Iterable[Delivery], stepwise: Iterable[str], *, as_compiled: bool
+) -> Iterator[str]:
+    """Describes what may differ from eager's numbers by rounding, each with the reason.
+
+    Args:
+        graph: The training graph.
+        trained: The leaves of the result that the loss may use and that require a gradient.
+        stepwise: The recurrent layers that were traced as their time steps: `lstm`, `gru`, ...
+        as_compiled: Whether the module was told that it is compiled.
+    """
+    trained = [delivery for delivery in trained if not delivery.is_detached]
+    if as_compiled:
+        yield "all numbers: the model's code looks at data unless it is compiled, and then takes another way"
+    statics = [entry for entry in graph.inputs if entry.role is not InputRole.TANGENT]
+    outputs = [o for o in graph.outputs if o.role is OutputRole.OUTPUT]
+    for place in sorted({d.index for d in trained if d.origin is Origin.INPUT}):
+        entry = statics[place]
+        if entry.requires_grad and _readers(graph, entry.value) > 1:
+            yield (
+                f"the gradient of {entry.role.value} {entry.target}, which the model returns too: eager adds "
+                "its uses to that of the result one by one"
+            )
+    for place in sorted({d.index for d in trained if d.origin is Origin.OUTPUT}):
+        yield (
+            f"gradients through output {outputs[place].target}, of which another output is a view: eager "
+            "adds them to those of its other uses one by one"
+        )
+    for name in sorted(set(stepwise)):
+        kind = name.partition("_")[0].upper()
+        yield f"the numbers of {kind} layers, planned as their time steps: eager's kernels sum in another order"
+
+
+def _readers(graph: Graph, value: Value) -> int:
+    return sum(value in node.operands for node in graph.nodes)

@@ -1,0 +1,83 @@
+"""Numbers that may differ from eager's by rounding: named in the plan, and no others differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import irc
+
+
+class _Net(nn.Module):
+    """Two layers, and a function from its input, their results and a view of one to its result."""
+
+    def __init__(self, result: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.result = result
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        hidden = self.first(x).tanh()
+        return self.result(x, hidden, self.second(x) * hidden)
+
+
+@pytest.mark.parametrize(
+    ("result", "named"),
+    [
+        (lambda x, hidden, y: (hidden, y), []),
+        (lambda x, hidden, y: (x.detach(), y), []),
+        (lambda x, hidden, y: (hidden, hidden[:, :4].detach(), y), []),
+        (lambda x, hidden, y: (x, y), ["the gradient of input 0"]),
+        (lambda x, hidden, y: (hidden, hidden[:, :4], y), ["gradients through output 0"]),
+    ],
+)
+def test_what_may_round_is_named_and_nothing_else_differs(
+    result: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]], named: list[str]
+) -> None:
+    torch.manual_seed(0)
+    model, x = _Net(result), torch.randn(8, 16, requires_grad=True)
+    fitted = irc.optimize(model, (x,), "100%", costs="analytic", time_limit=2)
+    roundings = fitted.plan.roundings
+    assert [text.partition(",")[0] for text in roundings] == named
+    assert irc.Plan.from_json(fitted.plan.to_json()).roundings == roundings
+    assert all(text in fitted.plan.summary() for text in roundings)
+    gradients = list[list[Tensor]]()
+    for module in (model, fitted):
+        leaves = (x, *model.parameters())
+        loss = sum((y.square().sum() * k for k, y in enumerate(module(x), 1)), torch.zeros(()))
+        gradients.append(list(torch.autograd.grad(loss, leaves)))
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs)
+        assert named or torch.equal(ours, theirs)
+
+
+def test_layers_planned_as_their_time_steps_are_named() -> None:
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.gru = nn.LSTM(4, 4), nn.GRU(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.gru(self.lstm(x)[0])[0]
+
+    fitted = irc.optimize(Tagger(), (torch.randn(3, 2, 4),), "100%", costs="analytic", time_limit=2)
+    (text,) = fitted.plan.roundings
+    assert "GRU layers" in text
+
+
+def test_a_model_that_must_be_told_that_it_is_compiled_is_named() -> None:
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if torch.compiler.is_compiling():
+                return self.layer(x)
+            return self.layer(x) if bool((x > 0).any()) else x
+
+    fitted = irc.optimize(Asks(), (torch.randn(3, 4),), "100%", costs="analytic", time_limit=2)
+    assert [text.partition(":")[0] for text in fitted.plan.roundings] == ["all numbers"]

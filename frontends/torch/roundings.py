@@ -39,7 +39,7 @@ def roundings(
         )
     for name in sorted(set(stepwise)):
         kind = name.partition("_")[0].upper()
-        yield f"the numbers of {kind} layers, planned as their time steps: eager's kernels sum in another order"
+        yield f"numbers of {kind} layers, planned as time steps: eager's kernels sum in other orders"
 
 
 def _readers(graph: Graph, value: Value) -> int:

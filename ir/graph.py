@@ -443,6 +443,10 @@ class Graph:
             made[node].append(storage)
         return {node: tuple(storages) for node, storages in made.items()}
 
+    @cached_property
+    def _allocated_bytes(self) -> dict[Node, int]:
+        return {node: sum(s.nbytes for s in storages) for node, storages in self._allocates.items()}
+
     def reads(self, node: Node) -> tuple[Storage, ...]:
         """The storages that running `node` reads, each once; views are seen through."""
         return self._reads[node]
@@ -450,3 +454,7 @@ class Graph:
     def allocates(self, node: Node) -> tuple[Storage, ...]:
         """The storages that running `node` allocates, each once."""
         return self._allocates[node]
+
+    def allocated_bytes(self, node: Node) -> int:
+        """The bytes that running `node` allocates."""
+        return self._allocated_bytes[node]

@@ -68,6 +68,8 @@ def liveness(
 
     before = most(others_before(graph, with_gradients=with_gradients))
     after = most(others_after(graph, with_gradients=with_gradients))
+    if not before and not after:
+        return own
     beside = [before if index < split else after for index in range(len(schedule.instructions))]
     return Timeline(
         tuple(nbytes + more for nbytes, more in zip(own.during_bytes, beside, strict=True)),
@@ -123,8 +125,7 @@ def _demand(
     graph = schedule.graph
     match instruction:
         case Compute(node, retained):
-            allocated = sum(storage.nbytes for storage in graph.allocates(node))
-            return allocated + workspace_bytes.get(node, 0), retained
+            return graph.allocated_bytes(node) + workspace_bytes.get(node, 0), retained
         case Loss():
             tangents = graph.tangent_storages
             return sum(storage.nbytes for storage in tangents) + graph.loss_bytes, tangents

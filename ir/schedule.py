@@ -93,33 +93,32 @@ def with_frees(graph: Graph, forward: Sequence[Node], backward: Sequence[Node]) 
         backward: Operations to run after it: backward nodes, and forward nodes that are recomputed.
     """
     order = (*forward, *backward)
-    wanted_after = _wanted_after(graph, order)
     permanent = graph.static_storages | graph.tangent_storages | graph.output_storages
+    wanted: set[Storage] = set()
+    """The storages that are read after a step before they are allocated again."""
+    ends: list[tuple[list[Storage], list[Storage]]] = []
+    """For each step from the last one on, the storages that it makes for later steps, and reads last."""
+    for node in reversed(order):
+        allocated, read = graph.allocates(node), graph.reads(node)
+        ends.append(
+            (
+                [s for s in allocated if s in wanted and s not in permanent],
+                [s for s in read if s not in wanted and s not in permanent],
+            )
+        )
+        wanted.difference_update(allocated)
+        wanted.update(read)
     instructions: list[Instruction] = []
     delivered: set[Storage] = set()
-    for step, (node, wanted) in enumerate(zip(order, wanted_after, strict=True)):
+    for step, (node, (kept, last_read)) in enumerate(zip(order, reversed(ends), strict=True)):
         if step == len(forward):
             instructions.append(Loss())
-        allocated = graph.allocates(node)
-        new = {s for s in allocated if s in graph.output_storages} - delivered
-        delivered |= new
-        retained = frozenset(s for s in allocated if s in new or (s in wanted and s not in permanent))
-        instructions.append(Compute(node, retained))
-        frees = (s for s in graph.reads(node) if s not in wanted and s not in permanent)
-        instructions.extend(Free(storage) for storage in frees)
+        for storage in graph.allocates(node):
+            if storage in graph.output_storages and storage not in delivered:
+                delivered.add(storage)
+                kept.append(storage)
+        instructions.append(Compute(node, frozenset(kept)))
+        instructions.extend(map(Free, last_read))
     if len(forward) == len(order):
         instructions.append(Loss())
     return Schedule(graph, tuple(instructions))
-
-
-def _wanted_after(graph: Graph, order: Sequence[Node]) -> list[set[Storage]]:
-    """Returns for each step the storages it touches that are read before they are allocated again."""
-    wanted: set[Storage] = set()
-    result: list[set[Storage]] = []
-    for node in reversed(order):
-        allocated, read = graph.allocates(node), graph.reads(node)
-        result.append(wanted.intersection((*allocated, *read)))
-        wanted.difference_update(allocated)
-        wanted.update(read)
-    result.reverse()
-    return result

@@ -39,6 +39,9 @@ _FILLS = {
 _PLACE_OF_FILL = {_aten.full: 1, _aten.full_like: 1, _aten.new_full: 2}
 """Operations that make a tensor of one number; of another tensor they take the type alone."""
 
+_MAKERS = {*_LIFTS, *_FACTORIES, *_FILLS, *_PLACE_OF_FILL}
+"""Operations whose results may be known though no operand is."""
+
 _UNWRITTEN = {_aten.empty_like, _aten.new_empty, _aten.new_empty_strided, _aten.resize_, _aten.resize_as_}
 """Operations whose results hold what the memory held."""
 
@@ -77,6 +80,8 @@ class _KnownValues(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload):
+            return func(*args, **kwargs)
+        if not self.values and func.overloadpacket not in _MAKERS:
             return func(*args, **kwargs)
         known = self._depends_on_known(func, _tensors((args, kwargs)))
         if known and not _READS.isdisjoint(func.tags):

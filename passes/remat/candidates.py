@@ -39,6 +39,9 @@ class Candidates:
         return sorted(found, key=lambda pair: (pair[1].seconds, pair[1].peak_bytes))
 
 
+_KNOWN_SECONDS = 3.0
+"""The time that known strategies have whatever the deadline: all of them, unless a graph is very large."""
+
 _RUNGS = 10
 _RUN_SECONDS = 3.0
 """The time limit for eviction at one budget; a tenth of it is usual."""
@@ -62,7 +65,12 @@ def find_candidates(
             it exactly.
     """
     top, floor = problem.keep_all.peak_bytes, problem.floor_bytes
-    found = list(known_strategies(problem))
+    found: list[tuple[str, Solution]] = []
+    latest = max(deadline, time.monotonic() + _KNOWN_SECONDS)
+    for named in known_strategies(problem):
+        found.append(named)
+        if time.monotonic() >= latest:
+            return Candidates(tuple(found), is_complete=False)
     for rung in reversed(range(_RUNGS)):
         if time.monotonic() >= deadline:
             return Candidates(tuple(found), is_complete=False)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ...ir import UsageError
 from .candidates import Candidates
 from .choice import ChosenSchedule, Limits, out_of_time, over_budget
 from .eviction import evict_greedily
 from .planner import Planner
 from .problem import CheckpointProblem, Solution
-from .search import Incumbent, search
+from .search import Incumbent, fits_without_search, search
 from .strategies import every_k, keep_all, keep_none, min_cut_candidates, per_block, sqrt_n
 
 __all__ = ["STRATEGIES", "choose_recomputation"]
@@ -40,6 +42,8 @@ def choose_recomputation(planner: Planner, strategy: str, limits: Limits) -> Cho
         UsageError: IRC403 if `per-block` finds no blocks.
     """
     problem = planner.problem
+    if fits_without_search(problem, limits.budget_bytes):
+        limits = replace(limits, time_limit=min(limits.time_limit, _SMALLEST_SECONDS))
     keeps_all = strategy in ("auto", "ilp", "keep-all")
     kept_bytes = planner.original.keep_all.peak_bytes
     if keeps_all and problem.keep_all.peak_bytes > limits.budget_bytes >= kept_bytes:
@@ -51,6 +55,9 @@ def choose_recomputation(planner: Planner, strategy: str, limits: Limits) -> Cho
         planner.add_solution(limits.budget_bytes, incumbent)
     return ChosenSchedule(problem, incumbent, planner.minimum_bytes(limits.deadline), problem.floor_bytes)
 
+
+_SMALLEST_SECONDS = 20.0
+"""Time for the smallest budget that a plan names if its own needs no search."""
 
 _REFUSAL_SECONDS = 3.0
 """Time for the smallest budget that the refusal of an impossible one names."""

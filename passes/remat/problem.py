@@ -302,6 +302,10 @@ class CheckpointProblem:
         """The schedule that computes nothing twice but what annotations keep from staying."""
         return self.keeping(self.wanted)
 
+    def is_fastest(self, solution: Solution) -> bool:
+        """Whether a schedule takes as little time as any can."""
+        return solution.seconds <= self.step_seconds * (1 + 1e-12)
+
     @cached_property
     def demand_bytes(self) -> dict[Node, int]:
         """For each operation, bytes that no schedule with this order of backward goes below at its run."""
@@ -334,8 +338,10 @@ class CheckpointProblem:
         Raises:
             ValueError: when a storage would have to be made by an operation that may run only once.
         """
-        found: set[Node] = set()
         pending = [storage for storage in wanted if storage not in have]
+        if not pending:
+            return []
+        found: set[Node] = set()
         while pending:
             node = self.producer[pending.pop()]
             if node in found:

@@ -17,7 +17,7 @@ from .problem import CheckpointProblem, Solution
 from .retention_ilp import RetentionProgramme
 from .solution_merging import SolutionMerger
 
-__all__ = ["Incumbent", "search"]
+__all__ = ["Incumbent", "fits_without_search", "search"]
 
 _WEIGHTS = (1.0, 0.5, 0.25, 0.0)
 """The weights that the distance to the next use has in eviction."""
@@ -50,6 +50,11 @@ class Incumbent:
     def is_proved(self, problem: CheckpointProblem, gap: float) -> bool:
         """Whether no schedule is faster by more than `gap` of the step's time."""
         return self.best.seconds - problem.step_seconds - self.bound_seconds <= gap * problem.step_seconds
+
+
+def fits_without_search(problem: CheckpointProblem, budget_bytes: int) -> bool:
+    """Whether keeping everything is within the budget and computes nothing twice."""
+    return problem.keep_all.peak_bytes <= budget_bytes and problem.is_fastest(problem.keep_all)
 
 
 _PROOF_GAP = 1e-4
@@ -115,7 +120,7 @@ class _Large:
             return None
         self.incumbent = incumbent = Incumbent(*seeds[0])
         work = SolutionMerger(self.problem, self.budget_bytes, incumbent.best, self.deadline)
-        if incumbent.best.seconds <= self.problem.step_seconds * (1 + 1e-12):
+        if self.problem.is_fastest(incumbent.best):
             return incumbent
         work.add()
         self._take(work)
@@ -131,7 +136,7 @@ class _Large:
 
     def _seeds(self) -> list[tuple[str, Solution]]:
         found = self.candidates.fitting(self.budget_bytes)
-        for weight in _WEIGHTS:
+        for weight in () if fits_without_search(self.problem, self.budget_bytes) else _WEIGHTS:
             latest = min(self.deadline, time.monotonic() + _RUN_SECONDS)
             evicted = evict_greedily(self.problem, self.budget_bytes, distance_weight=weight, deadline=latest)
             if evicted is not None:

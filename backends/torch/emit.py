@@ -415,7 +415,7 @@ class _Emitter:
         match producer.op, producer.arguments, producer.keywords:
             case "aten.unbind.int", (Value() as base, *axis), ():
                 alone = "aten.select.int", (base, *(axis or [0]), index)
-            case "aten.split.Tensor", (Value() as base, int(size), *axis), ():
+            case "aten.split.Tensor" | "aten.unsafe_split.Tensor", (Value() as base, int(size), *axis), ():
                 alone = "aten.narrow.default", (base, *(axis or [0]), index * size, _length(value, axis))
             case _:
                 call = self._call(producer)

@@ -217,6 +217,16 @@ def test_sequences_that_nobody_can_wait_for_are_refused_at_once() -> None:
             irc.optimize(layer, (x,), "100%", costs="analytic")
 
 
+def test_a_budget_that_is_too_small_is_refused_as_such_if_time_steps_take_too_long_to_trace() -> None:
+    module, x = nn.LSTM(2, 3), torch.randn(1 << 16, 1, 2)
+    with pytest.raises(BudgetError, match="65536 time steps takes 1311 s at least") as refused:
+        irc.optimize(module, (x,), 1 << 20, costs="analytic", time_limit=5)
+    assert refused.value.code == "IRC204"
+    assert refused.value.minimum_bytes > 1 << 20
+    fitted = irc.optimize(module, (x,), refused.value.minimum_bytes, costs="analytic", time_limit=5)
+    assert fitted.irc_plan.peak_bytes <= refused.value.minimum_bytes
+
+
 def test_the_source_of_time_steps_derives_each_view_once() -> None:
     def calls(steps: int) -> tuple[int, int]:
         module = nn.GRU(3, 4)

@@ -14,7 +14,18 @@ from torch.optim import Optimizer
 from ..backends.torch import Compilation, CompiledPlan, ReservedMemory, compile_program, tracing
 from ..backends.torch.guards.attribute_reads import Names, recording_attribute_reads
 from ..frontends.torch import Captured, capture
-from ..ir import BudgetError, Gradients, Graph, Input, InputRole, OutputRole, Plan, UsageError, parse_budget
+from ..ir import (
+    BudgetError,
+    Gradients,
+    Graph,
+    Input,
+    InputRole,
+    OutputRole,
+    Plan,
+    TimeLimitError,
+    UsageError,
+    parse_budget,
+)
 from ..passes import PassManager, Program
 from ..passes.costs.optimizer_costs import optimizer_of
 from ..passes.costs.table import StepCost
@@ -71,14 +82,19 @@ def compile_call(
     costed = _costed(captured, request)
     try:
         program = _planned(captured, costed, request, reserved)
-    except BudgetError:
+    except BudgetError as error:
         if not any(node.op == LSTM_KERNEL for node in captured.graph.operations):
             raise
         planner, plan = Planner(costed), request.plan
         budget = replace(plan, budget=parse_budget(plan.budget, planner.baseline_bytes))
         within = replace(request, plan=budget)
-        captured, names = _captured(module, args, kwargs, within, stepwise=True)
-        program = _planned(captured, _costed(captured, within), within, reserved)
+        try:
+            captured, names = _captured(module, args, kwargs, within, stepwise=True)
+            program = _planned(captured, _costed(captured, within), within, reserved)
+        except BudgetError as stepwise:
+            raise min(error, stepwise, key=lambda each: each.minimum_bytes) from None
+        except TimeLimitError as late:
+            raise _with_kernels(error, late) from late
         program = _beside_kernels(program, planner)
     return _emitted(module, captured, names, program, request, reserved)
 
@@ -188,6 +204,17 @@ def _planned(captured: Captured, program: Program, request: Request, reserved: R
         reserved_bytes=program.graph.reserved_bytes + _held_bytes(program.graph, reserved),
     )
     return replace(program, plan=plan)
+
+
+def _with_kernels(error: BudgetError, late: TimeLimitError) -> BudgetError:
+    """The refusal of a budget below the LSTM kernels, which could not be taken apart in time."""
+    return BudgetError(
+        error.code,
+        f"{error.message}; with the time steps of its LSTM layers it may fit into less, but {late.message}",
+        minimum_bytes=error.minimum_bytes,
+        at=error.at,
+        help=f"{error.help}; or raise the time limit",
+    )
 
 
 def _beside_kernels(program: Program, kernels: Planner) -> Program:

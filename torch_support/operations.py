@@ -12,17 +12,34 @@ from .recurrent_kernels import LSTM_KERNEL, run_lstm_kernel
 
 __all__ = ["function_name", "function_of"]
 
+_NAMESAKES = (
+    *(
+        "_log_softmax",
+        "_softmax",
+        "addmm",
+        "bmm",
+        "cat",
+        "clone",
+        "detach",
+        "embedding",
+        "exp",
+        "log",
+        "maximum",
+    ),
+    *("mean", "minimum", "mm", "native_layer_norm", "neg", "permute", "relu", "rsqrt", "sigmoid", "sqrt"),
+    *("stack", "sum", "t", "tanh", "unsqueeze"),
+)
 _FUNCTIONS = {
     **{f"aten.{name}.Tensor": f"torch.{name}" for name in ("add", "sub", "mul", "div")},
-    **{
-        f"aten.{name}.default": f"torch.{name}"
-        for name in ("mm", "bmm", "addmm", "neg", "exp", "sigmoid", "tanh", "relu", "cat", "t", "unsqueeze")
-    },
+    **{f"aten.{name}.default": f"torch.{name}" for name in _NAMESAKES},
+    "aten.expand.default": "torch.Tensor.expand",
     "aten.view.default": "torch.Tensor.view",
     "aten.narrow.default": "torch.narrow",
     "aten.select.int": "torch.select",
+    "aten.squeeze.dim": "torch.squeeze",
     "aten.transpose.int": "torch.transpose",
     "aten.sum.dim_IntList": "torch.sum",
+    "aten.where.self": "torch.where",
 }
 """Functions of torch that call an operation in half of the time that its entry in `torch.ops` takes."""
 

@@ -93,16 +93,30 @@ def flatten(
     return _flatten(value, is_leaf, kinds, shows_kept=False)
 
 
-def flatten_arguments(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
+_LEAVES = frozenset({Tensor, nn.Parameter, bool, int, float, complex, str, bytes, type(None)})
+"""Classes whose objects are leaves. Most calls have no other arguments, and each step flattens its own."""
+
+
+def flatten_arguments(call: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[list[Any], pytree.TreeSpec]:
     """Flattens as `flatten` does, and adds the contents of dataclasses without tensors after each object.
 
     The leaves tell whether a call is the planned one: by the objects, as a forward may compare them, and by
     what they hold, as scripts change it. `pytree.tree_unflatten` gives the very objects.
 
     Args:
-        value: Arguments.
+        call: The positional arguments and the keyword arguments.
     """
-    return _flatten(value, None, Tensor, shows_kept=True)
+    args, kwargs = call
+    arguments = [*args, *kwargs.values()]
+    if _LEAVES.issuperset(map(type, arguments)):
+        return arguments, _tree_of_leaves(len(args), tuple(kwargs))
+    return _flatten(call, None, Tensor, shows_kept=True)
+
+
+@functools.lru_cache(maxsize=1024)
+def _tree_of_leaves(count: int, names: tuple[str, ...]) -> pytree.TreeSpec:
+    """Returns the nesting of so many positional arguments and of keyword arguments, all of them leaves."""
+    return pytree.tree_structure(((None,) * count, dict.fromkeys(names)))
 
 
 def _flatten(

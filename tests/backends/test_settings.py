@@ -327,6 +327,17 @@ def test_parametrized_tensors_that_are_cached_are_refused(x: Tensor) -> None:
 # ---------------------------------------------------------------------- large tables, and foreign objects
 
 
+def test_a_list_of_tensors_is_watched_by_its_classes() -> None:
+    held: list[Any] = [torch.zeros(1), nn.Parameter(torch.zeros(1)), weakref.ref(nn.Linear(1, 1))]
+    watch = Watch([held])
+    held[0] = torch.ones(2)
+    assert watch.holds(), "a plan looks tensors up"
+    for change in (lambda: held.append(torch.zeros(1)), held.reverse, held.clear):
+        watch = Watch([held])
+        change()
+        assert not watch.holds()
+
+
 def test_large_tables_are_compared_in_little_time() -> None:
     tables = [{i: [i, str(i)] for i in range(900)} for _ in range(20)]
     watch = Watch(tables)

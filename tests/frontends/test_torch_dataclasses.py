@@ -11,6 +11,9 @@ from typing import Any, Generic, TypeVar
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.examples import examples
 from support.torch_cases import Model
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -18,7 +21,7 @@ from torch.utils import _pytree as pytree
 import irc
 from irc.backends.torch.compiled_plan import pack_signature, unpack_signature
 from irc.frontends.torch import capture
-from irc.torch_support.pytree import flatten
+from irc.torch_support.pytree import flatten, flatten_arguments
 
 torch.set_num_threads(1)
 
@@ -339,3 +342,20 @@ def test_a_forward_that_assigns_to_its_argument_is_refused() -> None:
     with pytest.raises(irc.UnsupportedError, match=r"IRC556.*writes into its arguments") as raised:
         capture(layer(forward), (torch.randn(8, 4), Plain(None, [torch.ones(2)])))
     assert raised.value.help is not None and "dataclasses.replace" in raised.value.help
+
+
+_LEAVES = st.sampled_from(
+    [None, True, 1, 1.0, "text", b"bytes", 1j, torch.zeros(2), nn.Parameter(torch.ones(1))]
+)
+_ARGUMENTS = st.one_of(_LEAVES, st.lists(_LEAVES, max_size=2), st.dictionaries(st.text(max_size=1), _LEAVES))
+
+
+@examples(60)
+@given(
+    args=st.lists(_ARGUMENTS, max_size=3), kwargs=st.dictionaries(st.text(max_size=2), _ARGUMENTS, max_size=3)
+)
+def test_arguments_without_dataclasses_nest_as_torch_says(args: list[Any], kwargs: dict[str, Any]) -> None:
+    leaves, tree = flatten_arguments((tuple(args), kwargs))
+    wanted, nesting = pytree.tree_flatten((tuple(args), kwargs))
+    assert tree == nesting
+    assert all(a is b for a, b in zip(leaves, wanted, strict=True))

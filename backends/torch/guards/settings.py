@@ -191,6 +191,8 @@ class Watch:
         self._many: tuple[list[Any], list[Any]] = [], []
         """Lists and dicts that are compared by value, and copies of them."""
         self._sets: list[tuple[Any, frozenset[Any]]] = []
+        self._classes: list[tuple[list[Any], list[type]]] = []
+        """Lists of values that are not inspected, such as tensors, with their classes."""
         self._kinds: list[tuple[Any, Any, type]] = []
         """The container, the key and the class of each value that is not inspected."""
         self._others: list[tuple[Any, object]] = []
@@ -224,6 +226,9 @@ class Watch:
             return False
         for held, items in self._sets:
             if held != items:
+                return False
+        for held, kinds in self._classes:
+            if [*map(type, list.__iter__(held))] != kinds:
                 return False
         for held, key, kind in self._kinds:
             if type(_item(held, key)) is not kind:
@@ -286,6 +291,8 @@ class Watch:
             self._lists.append(value)
             self._counts[1].append(len(items))
             self._items += items
+        elif not any(map(_is_held, items)):
+            self._classes.append((value, [*map(type, items)]))
         else:
             self._others.append((value, stand_in(value)))
         for part in items:

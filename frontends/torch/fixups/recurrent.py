@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -129,6 +130,15 @@ def _by_kernel(
     )
 
 
+def _steps_of_eager(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Lets torch trace the operations that eager runs for a time step: its decomposition has more of them.
+
+    A GPU's kernels for a whole layer cannot be traced, so the decomposition stays there.
+    """
+    on_host = device.type in ("cpu", "meta")
+    return torch._C._DisablePythonDispatcher() if on_host else contextlib.nullcontext()
+
+
 def _layer_by_layer(func: Any, args: tuple[Any, ...]) -> Any:
     """Calls `func` once for each of a stack of recurrent layers, and joins the results.
 
@@ -150,8 +160,9 @@ def _layer_by_layer(func: Any, args: tuple[Any, ...]) -> Any:
         own = [s[directions * layer : directions * (layer + 1)] for s in states]
         own_state = own[0] if isinstance(state, Tensor) else tuple(own)
         own_weights = weights[each * layer : each * (layer + 1)]
-        x, *after = func(x, own_state, own_weights, biases, 1, 0.0, train, bidirectional, batch_first)
+        with _steps_of_eager(x.device):
+            x, *after = func(x, own_state, own_weights, biases, 1, 0.0, train, bidirectional, batch_first)
         for parts, part, given in zip(final, after, own, strict=True):
-            # before torch 2.13 the decomposition of one layer returned its final states with one axis more
+            # before torch 2.13 the decomposition of a layer returned its final states with one axis more
             parts.append(part if part.shape == given.shape else part.reshape(given.shape))
     return (x, *(torch.cat(parts) for parts in final))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ...ir import Gradients, InputRole, Node, OutputRole, Storage, format_bytes
+from ...ir import Gradients, Graph, InputRole, Node, OutputRole, Storage, format_bytes
 from .problem import CheckpointProblem
 
 __all__ = ["Floor"]
+
+_SHOWN = 8
+"""The number of groups that are shown by name."""
 
 _ROLES = {
     InputRole.PARAMETER: "parameters",
@@ -39,19 +43,26 @@ class Floor:
         node = max(demand, key=demand.__getitem__, default=None)
         if node is None or demand[node] < problem.floor_bytes:
             node = None
-        groups = {name: nbytes for name, nbytes in _groups(problem, node) if nbytes}
-        rest = problem.floor_bytes - sum(groups.values())
-        if rest > 0:
-            groups["the loss" if node is None else f"read and made by {node.op}"] = rest
+        groups = Counter[str]()
+        for name, nbytes in _groups(problem, node):
+            groups[name] += nbytes
+        groups["the loss" if node is None else f"workspace of {node.op}"] += (
+            problem.floor_bytes - groups.total()
+        )
+        groups = +groups
         lower: list[str] = []
         if groups.get("gradients") and problem.graph.gradients is Gradients.RETURNED:
             lower.append("take the optimizer's steps in backward (optimizer_in_backward=)")
         if groups.get("outputs that the caller holds"):
             lower.append("return less than all that forward computes")
-        return Floor(node, tuple(sorted(groups.items(), key=lambda group: -group[1])), tuple(lower))
+        return Floor(node, tuple(groups.most_common()), tuple(lower))
 
     def __str__(self) -> str:
-        return ", ".join(f"{format_bytes(nbytes)} {name}" for name, nbytes in self.groups)
+        texts = [f"{format_bytes(nbytes)} {name}" for name, nbytes in self.groups[:_SHOWN]]
+        others = self.groups[_SHOWN:]
+        if others:
+            texts.append(f"{format_bytes(sum(nbytes for _, nbytes in others))} in {len(others)} more groups")
+        return ", ".join(texts)
 
 
 def _groups(problem: CheckpointProblem, node: Node | None) -> Iterator[tuple[str, int]]:
@@ -82,3 +93,20 @@ def _groups(problem: CheckpointProblem, node: Node | None) -> Iterator[tuple[str
     )
     if last >= len(problem.forward):
         yield "gradients of outputs", fresh(iter(graph.tangent_storages))
+    if node is not None:
+        touched = (*problem.forward_reads.get(node, ()), *graph.reads(node), *graph.allocates(node))
+        for storage in touched:
+            yield f"of {_origin(graph, storage)}", fresh(iter([storage]))
+    waiting = {storage for later in order[last:] for storage in graph.reads(later)}
+    for maker in order[:last]:
+        once = ", which runs once" if maker in problem.index else ""
+        stay = (s for s in graph.allocates(maker) if s in waiting and s not in problem.producer)
+        yield f"of {maker.op}{once}, for later operations", fresh(stay)
+
+
+def _origin(graph: Graph, storage: Storage) -> str:
+    maker = graph.producers.get(storage)
+    if maker is None:
+        return storage.name
+    place = "" if maker.at is None else str(maker.at)
+    return f"{maker.op} ({place})" if place else maker.op

@@ -261,8 +261,8 @@ def test_what_does_not_fit_is_refused_with_the_smallest_budget_that_would() -> N
         PlanMemory("900B").run(chain())
     assert str(caught.value) == (
         "error[IRC204]: a training step needs 1020 B (1020 bytes) at least, over the budget of 900 B "
-        "(900 bytes); every schedule holds 700 B read and made by op, 100 B parameters, 100 B inputs, 100 B "
-        "gradients, 10 B outputs that the caller holds, 10 B gradients of outputs\n"
+        "(900 bytes); every schedule holds 400 B of op (m.py:2), 300 B of op, 100 B parameters, 100 B "
+        "inputs, 100 B gradients, 10 B outputs that the caller holds, 10 B gradients of outputs\n"
         "  help: raise the budget to 1020 bytes, or lower the batch size; take the optimizer's steps in "
         "backward (optimizer_in_backward=); return less than all that forward computes"
     )

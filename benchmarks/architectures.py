@@ -5,8 +5,9 @@
     python -m benchmarks.architectures --markdown docs/results/architectures.md
 
 Each architecture is a small instance with random weights and one batch, in training mode. Exit status: 1
-where numbers differ, a measured peak is over the predicted one, a predicted one over the budget, or anything
-fails that is no refusal by name; 2 where the command is wrong.
+where numbers differ, a measured peak is over the predicted one, a predicted one over the budget, 100% is more
+than the original takes or fits no plan, or anything fails that is no refusal by name; 2 where the command is
+wrong.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class Row:
         predicted_bytes: The plan's peak.
         measured_bytes: The fitted module's peak from allocator events, static bytes included.
         original_bytes: The original's.
+        baseline_bytes: What a budget of 100% is.
         numbers: Of each step, against the original's.
         specialize_branches: Whether its branches are those of the example, as it is refused otherwise.
         refusal: Code and reason, where the model is refused by name.
@@ -65,6 +67,7 @@ class Row:
     predicted_bytes: int | None = None
     measured_bytes: int | None = None
     original_bytes: int | None = None
+    baseline_bytes: int | None = None
     numbers: tuple[Numbers, ...] = ()
     specialize_branches: bool = False
     refusal: str | None = None
@@ -83,8 +86,8 @@ class Row:
     def cells(self) -> tuple[str, ...]:
         """The row of the table."""
         parameters = f"{self.parameters:,}"
-        if self.measured_bytes is None or self.predicted_bytes is None or self.original_bytes is None:
-            return (self.name, parameters, *["-"] * 6, self._result())
+        if not (self.measured_bytes and self.predicted_bytes and self.original_bytes and self.baseline_bytes):
+            return (self.name, parameters, *["-"] * 7, self._result())
         worst = max(self.numbers, key=lambda n: (not n.agrees, not n.bit_equal, n.worst_gradient))
         return (
             self.name,
@@ -94,6 +97,7 @@ class Row:
             f"{self.predicted_bytes:,}",
             f"{self.measured_bytes / self.predicted_bytes:.4f}",
             f"{self.measured_bytes / self.original_bytes:.3f}",
+            f"{self.baseline_bytes / self.original_bytes:.4f}",
             str(worst),
             self._result(),
         )
@@ -115,6 +119,7 @@ HEADER = (
     "predicted bytes",
     "measured/predicted",
     "measured/eager",
+    "baseline/eager",
     "numbers",
     "result",
 )
@@ -177,6 +182,7 @@ def _measured(row: Row, instance: Instance, share: float, time_limit: float) -> 
         predicted_bytes=plan.peak_bytes,
         measured_bytes=measured_peak_bytes(fitted.module, args, static, keywords=keywords, loss=loss_of),
         original_bytes=measured_peak_bytes(original, args, static, keywords=keywords, loss=loss_of),
+        baseline_bytes=fitted.baseline_bytes,
         numbers=seen.numbers,
     )
     return replace(row, failures=tuple(_broken(row, plan)))
@@ -184,8 +190,13 @@ def _measured(row: Row, instance: Instance, share: float, time_limit: float) -> 
 
 def _broken(row: Row, plan: Plan) -> Iterator[str]:
     """What does not hold."""
-    assert row.measured_bytes is not None
+    assert row.measured_bytes is not None and row.original_bytes is not None
+    assert row.baseline_bytes is not None
     yield from broken_promises(row.measured_bytes, plan.peak_bytes, plan.budget_bytes)
+    if row.baseline_bytes > row.original_bytes:
+        yield f"100% is {row.baseline_bytes} bytes, the original takes {row.original_bytes}"
+    if plan.budget_bytes > row.baseline_bytes:  # a plan for less is a plan for 100%
+        yield f"100% fits no plan, the smallest budget is {plan.budget_bytes} bytes"
     for step, numbers in enumerate(row.numbers):
         if not numbers.agrees:
             yield f"numbers of step {step + 1} differ: {numbers}"
@@ -219,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     names = chosen(options.only, ARCHITECTURES, "architecture", "IRC345")
     about = {"torch": torch.__version__, "time_limit": options.time_limit}
-    journal = Journal.open(options.journal, about, "irc-architectures-1", Row)
+    journal = Journal.open(options.journal, about, "irc-architectures-2", Row)
 
     def rows() -> Iterator[Row]:
         for name in names:

@@ -43,7 +43,10 @@ class EagerMemory:
         """
         workspaces: dict[OperationKind, int] = {}
         for node in graph.operations:
-            kind = node.op, tuple((t.shape, t.dtype.value, t.strides) for t in (v.type for v in node.operands))
+            kind = (
+                node.op,
+                tuple((t.shape, t.dtype.value, t.strides) for t in (v.type for v in node.operands)),
+            )
             workspaces[kind] = max(workspaces.get(kind, 0), workspace_bytes.get(node, 0))
         alive = self.alive_bytes.items()
         most = max((nbytes + workspaces.get(kind, 0) for kind, nbytes in alive), default=0)

@@ -64,9 +64,9 @@ class _Followed(AliveBytes):
         self._note(kind)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def follow(self, tensor: Tensor) -> None:
+    def follow(self, tensor: Tensor, least_bytes: int = 0) -> None:
         if tensor.device.type == self.device_type:
-            super().follow(tensor)
+            super().follow(tensor, least_bytes)
         else:
             self.ignore(tensor)
 
@@ -77,6 +77,23 @@ class _Followed(AliveBytes):
 def _described(tensor: Tensor) -> OperandKind:
     shape, strides = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
     return shape, str(tensor.dtype).removeprefix("torch."), strides
+
+
+@contextlib.contextmanager
+def _following_states(followed: _Followed) -> Generator[None]:
+    """Meanwhile, the states of the generator that checkpoints keep are counted, which no mode sees."""
+    before = torch.get_rng_state
+
+    def state() -> Tensor:
+        found = before()
+        followed.follow(found)
+        return found
+
+    torch.get_rng_state = state
+    try:
+        yield
+    finally:
+        torch.get_rng_state = before
 
 
 class _NoTensor:
@@ -180,6 +197,7 @@ def _followed(
         stack.enter_context(stateless._reparametrize_module(module, fakes))
         stack.enter_context(mode)
         stack.enter_context(followed)
+        stack.enter_context(_following_states(followed))
         result = call(*given)
         if loss is None:
             outputs = [leaf for leaf in flattened(result)[0] if isinstance(leaf, Tensor)]

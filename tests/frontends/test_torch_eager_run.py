@@ -101,6 +101,10 @@ def checkpointed(block: nn.Module, x: Tensor) -> Tensor:
     return checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
 
 
+def drawing(block: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(lambda each: functional.dropout(block(each)), x, use_reentrant=False)
+
+
 def square(result: Tensor) -> Tensor:
     return result.square().mean()
 
@@ -108,6 +112,7 @@ def square(result: Tensor) -> Tensor:
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "residual": (lambda: Blocks(plain), lambda: torch.randn(64, 32)),
     "checkpointed": (lambda: Blocks(checkpointed), lambda: torch.randn(64, 32)),
+    "checkpointed with dropout": (lambda: Blocks(drawing), lambda: torch.randn(64, 32)),
     "in place": (
         lambda: nn.Sequential(
             nn.Linear(32, 64), nn.ReLU(inplace=True), nn.Linear(64, 64), nn.Sigmoid(), nn.Linear(64, 2)
@@ -154,6 +159,34 @@ def test_the_baseline_is_the_peak_of_eager(name: str) -> None:
     plan = irc.optimize(model, (x,), "8MiB", loss=square, time_limit=1, specialize_branches=True).plan
     eager = measured(model, (x,), square, holds=True)
     assert 0.999 * eager <= plan.baseline_peak_bytes <= max(eager, plan.floor_bytes)
+
+
+LOSSES = (
+    functional.mse_loss,
+    functional.smooth_l1_loss,
+    functional.huber_loss,
+    functional.soft_margin_loss,
+    functional.binary_cross_entropy,
+    functional.binary_cross_entropy_with_logits,
+    functional.l1_loss,
+)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_loss_that_keeps_its_terms_takes_what_is_predicted(
+    loss: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    model, x, wanted = (
+        nn.Sequential(nn.Linear(16, 256), nn.Sigmoid()),
+        torch.randn(64, 16),
+        torch.rand(64, 256),
+    )
+
+    def of_result(result: Tensor) -> Tensor:
+        return loss(result, wanted)
+
+    fitted = irc.optimize(model, (x,), "2MiB", loss=of_result, time_limit=1)
+    assert measured(fitted, (x,), of_result, holds=True) == fitted.plan.peak_bytes
 
 
 def test_a_percentage_of_a_model_that_checkpoints_itself_is_of_what_it_takes_today() -> None:

@@ -57,7 +57,7 @@ class _Followed(AliveBytes):
             if not self.is_known(fake):
                 self.ignore(fake)
         kind = str(func), tuple(map(_described, read))
-        if not _adds_up_gradients(func):
+        if not _writes_gradients(func):
             result = super().__torch_dispatch__(func, types, args, kwargs)
             self._note(kind)
             return result
@@ -115,14 +115,17 @@ def _answering(kind: type) -> Generator[None]:
         package.FakeTensor = before
 
 
-def _adds_up_gradients(func: Any) -> bool:
-    """Whether the engine adds a gradient to one that is there: it does so in place where it may.
+_IN_PLACE = (torch.ops.aten.add.Tensor, torch.ops.aten.scatter.src, torch.ops.aten.index_put.default)
+
+
+def _writes_gradients(func: Any) -> bool:
+    """Whether autograd adds to a gradient that is there, or writes into zeros: in place if no mode is active.
 
     The forward that a checkpoint runs again has gradients enabled, and the backward of a function in Python
     is called by torch's own.
     """
     is_engine = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
-    if not is_engine or func is not torch.ops.aten.add.Tensor:
+    if not is_engine or func not in _IN_PLACE:
         return False
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not _engine_run_backward.__code__:

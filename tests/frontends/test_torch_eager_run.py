@@ -68,6 +68,17 @@ class Halves(nn.Module):
         return first.sum(1) + second.sum(1)
 
 
+class Pooled(nn.Module):
+    """Takes the largest of each column, whose gradient autograd writes into zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(16, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x).max(0).values[torch.arange(64)]
+
+
 class Masked(nn.Module):
     """Multiplies by a mask, which takes a workspace, and by a tensor of the same shape, which takes none."""
 
@@ -126,6 +137,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
         lambda: torch.randn(2, 3, 24, 24),
     ),
     "halves": (Halves, lambda: torch.randn(64, 32)),
+    "pooled": (Pooled, lambda: torch.randn(64, 16)),
     "masked": (Masked, lambda: torch.randn(64, 64)),
     "looking": (Looking, lambda: torch.randn(64, 16)),
 }

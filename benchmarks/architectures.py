@@ -5,8 +5,9 @@
     python -m benchmarks.architectures --markdown docs/results/architectures.md
 
 Each architecture is a small instance with random weights and one batch, in training mode. Exit status: 1
-where numbers differ, a measured peak is over the predicted one, a predicted one over the budget, or anything
-fails that is no refusal by name; 2 where the command is wrong.
+where numbers differ, a measured peak is over the predicted one, a predicted one over the budget, a plan for
+100% takes more than the original or there is none, or anything fails that is no refusal by name; 2 where the
+command is wrong.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from irc.compiler.compare import Numbers
 from irc.compiler.training import compare, measured_peak_bytes
 from irc.ir import IrcError, Plan, UnsupportedError, UsageError, first_line
 
 from .command import chosen, parser_of, run_command, run_rows, write_json, write_page
-from .harness import broken_promises, fit_share
+from .harness import FittedShare, broken_promises, fit_share
 from .journal import Journal
 from .models.architectures import ARCHITECTURES, Instance, Maker, loss_of
 from .pages import to_markdown
@@ -50,6 +52,8 @@ class Row:
         predicted_bytes: The plan's peak.
         measured_bytes: The fitted module's peak from allocator events, static bytes included.
         original_bytes: The original's.
+        baseline_bytes: What a budget of 100% is.
+        whole_bytes: The measured peak of a plan for 100%, where that is more than the original takes.
         numbers: Of each step, against the original's.
         specialize_branches: Whether its branches are those of the example, as it is refused otherwise.
         refusal: Code and reason, where the model is refused by name.
@@ -65,6 +69,8 @@ class Row:
     predicted_bytes: int | None = None
     measured_bytes: int | None = None
     original_bytes: int | None = None
+    baseline_bytes: int | None = None
+    whole_bytes: int | None = None
     numbers: tuple[Numbers, ...] = ()
     specialize_branches: bool = False
     refusal: str | None = None
@@ -83,8 +89,8 @@ class Row:
     def cells(self) -> tuple[str, ...]:
         """The row of the table."""
         parameters = f"{self.parameters:,}"
-        if self.measured_bytes is None or self.predicted_bytes is None or self.original_bytes is None:
-            return (self.name, parameters, *["-"] * 6, self._result())
+        if not (self.measured_bytes and self.predicted_bytes and self.original_bytes and self.baseline_bytes):
+            return (self.name, parameters, *["-"] * 7, self._result())
         worst = max(self.numbers, key=lambda n: (not n.agrees, not n.bit_equal, n.worst_gradient))
         return (
             self.name,
@@ -94,6 +100,7 @@ class Row:
             f"{self.predicted_bytes:,}",
             f"{self.measured_bytes / self.predicted_bytes:.4f}",
             f"{self.measured_bytes / self.original_bytes:.3f}",
+            f"{self.baseline_bytes / self.original_bytes:.4f}",
             str(worst),
             self._result(),
         )
@@ -104,6 +111,8 @@ class Row:
         if self.refusal is not None:
             return f"refused: {self.refusal}"
         how = " with specialize_branches" if self.specialize_branches else ""
+        if self.whole_bytes is not None and self.original_bytes is not None:
+            how += f"; a plan for 100% measures {self.whole_bytes / self.original_bytes:.4f} of eager"
         return f"works{how}" + (f"; cannot fit, minimum {self.minimum:.0%}" if self.minimum else "")
 
 
@@ -115,6 +124,7 @@ HEADER = (
     "predicted bytes",
     "measured/predicted",
     "measured/eager",
+    "baseline/eager",
     "numbers",
     "result",
 )
@@ -150,16 +160,19 @@ def measure(name: str, make: Maker, *, share: float = 0.6, time_limit: float = 2
 
 def _measured(row: Row, instance: Instance, share: float, time_limit: float) -> Row:
     original, args, keywords = instance.module, instance.args, instance.keywords
-    module = copy.deepcopy(original)
-    fitted = fit_share(
-        module,
-        args,
-        loss_of,
-        share,
-        time_limit,
-        keywords=keywords,
-        specialize_branches=row.specialize_branches,
-    )
+
+    def fitted_to(budget: float) -> FittedShare:
+        return fit_share(
+            copy.deepcopy(original),
+            args,
+            loss_of,
+            budget,
+            time_limit,
+            keywords=keywords,
+            specialize_branches=row.specialize_branches,
+        )
+
+    fitted = fitted_to(share)
     plan = fitted.plan
     row = replace(
         row,
@@ -170,22 +183,37 @@ def _measured(row: Row, instance: Instance, share: float, time_limit: float) -> 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         seen = compare(original, fitted.module, args, _STEPS, keywords=keywords, loss=loss_of)
-    static = fitted.graph.static_bytes
+
+    def measured(module: nn.Module) -> int:
+        static = fitted.graph.static_bytes
+        return measured_peak_bytes(module, args, static, keywords=keywords, loss=loss_of)
+
     row = replace(
         row,
         budget_bytes=plan.budget_bytes,
         predicted_bytes=plan.peak_bytes,
-        measured_bytes=measured_peak_bytes(fitted.module, args, static, keywords=keywords, loss=loss_of),
-        original_bytes=measured_peak_bytes(original, args, static, keywords=keywords, loss=loss_of),
+        measured_bytes=measured(fitted.module),
+        original_bytes=measured(original),
+        baseline_bytes=fitted.baseline_bytes,
         numbers=seen.numbers,
     )
+    assert row.original_bytes is not None
+    if fitted.baseline_bytes > row.original_bytes:
+        whole = fitted_to(1.0).module
+        measured(whole)  # kernels choose their workspaces
+        row = replace(row, whole_bytes=measured(whole))
     return replace(row, failures=tuple(_broken(row, plan)))
 
 
 def _broken(row: Row, plan: Plan) -> Iterator[str]:
     """What does not hold."""
-    assert row.measured_bytes is not None
+    assert row.measured_bytes is not None and row.original_bytes is not None
+    assert row.baseline_bytes is not None
     yield from broken_promises(row.measured_bytes, plan.peak_bytes, plan.budget_bytes)
+    if row.whole_bytes is not None and row.whole_bytes > row.original_bytes:
+        yield f"a plan for 100% takes {row.whole_bytes} bytes, the original {row.original_bytes}"
+    if plan.budget_bytes > row.baseline_bytes:  # a plan for less is a plan for 100%
+        yield f"100% fits no plan, the smallest budget is {plan.budget_bytes} bytes"
     for step, numbers in enumerate(row.numbers):
         if not numbers.agrees:
             yield f"numbers of step {step + 1} differ: {numbers}"
@@ -219,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     names = chosen(options.only, ARCHITECTURES, "architecture", "IRC345")
     about = {"torch": torch.__version__, "time_limit": options.time_limit}
-    journal = Journal.open(options.journal, about, "irc-architectures-1", Row)
+    journal = Journal.open(options.journal, about, "irc-architectures-2", Row)
 
     def rows() -> Iterator[Row]:
         for name in names:

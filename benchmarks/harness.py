@@ -361,6 +361,7 @@ class FittedShare:
         module: The fitted module.
         plan: Its plan.
         graph: Of the step.
+        baseline_bytes: The baseline's peak.
         share: The budget over the baseline's peak: what was asked for, or the smallest that fits.
         is_smallest: Whether what was asked for does not fit.
     """
@@ -368,6 +369,7 @@ class FittedShare:
     module: nn.Module
     plan: Plan
     graph: Graph
+    baseline_bytes: int
     share: float
     is_smallest: bool
 
@@ -399,9 +401,15 @@ def fit_share(
         IrcError: What capturing and planning raise.
     """
     captured = capture(
-        module, tuple(args), keywords or {}, loss=loss, specialize_branches=specialize_branches
+        module,
+        tuple(args),
+        keywords or {},
+        loss=loss,
+        specialize_branches=specialize_branches,
+        with_eager=True,
     )
-    planner = Planner(PassManager(cost_passes("measured")).run(Program(captured.graph)))
+    program = Program(captured.graph, eager=captured.eager)
+    planner = Planner(PassManager(cost_passes("measured")).run(program))
     budget, is_smallest = int(share * planner.baseline_bytes), False
     try:
         program = _chosen_schedule(planner, budget, time_limit)
@@ -413,7 +421,8 @@ def fit_share(
     fitted = bind_program(
         module, compile_program(program.schedule, captured.constants), captured.signature, plan
     )
-    return FittedShare(fitted, plan, captured.graph, budget / planner.baseline_bytes, is_smallest)
+    baseline = planner.baseline_bytes
+    return FittedShare(fitted, plan, captured.graph, baseline, budget / baseline, is_smallest)
 
 
 def _chosen_schedule(planner: Planner, budget: int, time_limit: float) -> Program:

@@ -1,7 +1,7 @@
 """The intermediate representation: types, graph, schedule, liveness, verifier, text form and errors."""
 
 from .annotation import Annotation, Policy, named_annotations
-from .eager_memory import EagerMemory, OperationKind
+from .eager_memory import EagerMemory, OperandKind, OperationKind
 from .errors import (
     BackwardError,
     BudgetError,
@@ -109,6 +109,7 @@ __all__ = [
     "Node",
     "Offload",
     "OffloadedParameter",
+    "OperandKind",
     "OperationKind",
     "Origin",
     "Others",

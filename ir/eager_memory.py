@@ -7,10 +7,13 @@ from dataclasses import dataclass
 
 from .graph import Graph, Node
 
-__all__ = ["EagerMemory", "OperationKind"]
+__all__ = ["EagerMemory", "OperandKind", "OperationKind"]
 
-OperationKind = tuple[str, tuple[tuple[int, ...], ...]]
-"""The name of an operation, with the shapes of the different tensors that it reads."""
+OperandKind = tuple[tuple[int, ...], str, tuple[int, ...]]
+"""The shape, element type and strides of a tensor."""
+
+OperationKind = tuple[str, tuple[OperandKind, ...]]
+"""The name of an operation, with the different tensors that it reads."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,10 @@ class EagerMemory:
         """
         workspaces: dict[OperationKind, int] = {}
         for node in graph.operations:
-            kind = node.op, tuple(value.type.shape for value in node.operands)
+            kind = (
+                node.op,
+                tuple((t.shape, t.dtype.value, t.strides) for t in (v.type for v in node.operands)),
+            )
             workspaces[kind] = max(workspaces.get(kind, 0), workspace_bytes.get(node, 0))
         alive = self.alive_bytes.items()
         most = max((nbytes + workspaces.get(kind, 0) for kind, nbytes in alive), default=0)

@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...ir import allocation_bytes
 from ...torch_support.allocated import allocated_bytes
+from .loss_terms import kept_bytes, terms_workspace_bytes
 
 __all__ = ["AliveBytes"]
 
@@ -40,10 +42,13 @@ class AliveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        operands = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        workspace_bytes = 0
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, Tensor) and not self.is_known(leaf):
-                self.follow(leaf)
-        self.peak_bytes = max(self.peak_bytes, self.alive_bytes)
+                self.follow(leaf, kept_bytes(str(func), operands, leaf))
+                workspace_bytes += terms_workspace_bytes(str(func), operands, leaf)
+        self.peak_bytes = max(self.peak_bytes, self.alive_bytes + workspace_bytes)
         return result
 
     def died(self, key: int, nbytes: int) -> None:
@@ -51,10 +56,11 @@ class AliveBytes(TorchDispatchMode):
         self.alive_bytes -= nbytes
         del self.followed_bytes[key]
 
-    def follow(self, tensor: Tensor) -> None:
-        """Counts a storage as long as it lives."""
+    def follow(self, tensor: Tensor, least_bytes: int = 0) -> None:
+        """Counts a storage, of no fewer bytes than these, as long as it lives."""
         storage: Any = tensor.untyped_storage()
-        key, nbytes = storage._cdata, allocated_bytes(tensor)
+        key = storage._cdata
+        nbytes = max(allocated_bytes(tensor), allocation_bytes(least_bytes, str(tensor.device)))
         self.known[key] = weakref.ref(storage, lambda _: self.died(key, nbytes))
         self.followed_bytes[key] = nbytes
         self.alive_bytes += nbytes

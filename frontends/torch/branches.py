@@ -46,11 +46,13 @@ class Branches:
     Attributes:
         readings: The readings of a run on real tensors, in order.
         tensors: The tensors that were read in the last traced run, in the same order.
+        is_noting: Whether a traced run keeps what it reads.
     """
 
     module: nn.Module
     readings: list[Reading] = field(default_factory=list[Reading])
     tensors: list[Tensor] = field(default_factory=list[Tensor])
+    is_noting: bool = True
 
     def record(
         self, run: Callable[..., Any], tensors: Sequence[Tensor], *, with_gradients: bool = False
@@ -85,10 +87,10 @@ class Branches:
     @contextlib.contextmanager
     def replayed(self) -> Generator[None]:
         """Around one traced run: what is read is what was recorded, and the tensors are noted."""
-        replay = _Replay(self.readings)
+        replay = _Replay(self.readings, is_noting=self.is_noting)
         with replay:
             yield
-        if len(replay.tensors) != len(self.readings):
+        if replay.place != len(self.readings):
             raise _another_way()
         self.tensors = replay.tensors
 
@@ -116,23 +118,24 @@ class _Recorder(TorchFunctionMode):
 class _Replay(TorchFunctionMode):
     """Gives what was noted for what is read; a traced tensor reads a list of itself element by element."""
 
-    def __init__(self, readings: Sequence[Reading]) -> None:
+    def __init__(self, readings: Sequence[Reading], *, is_noting: bool) -> None:
         super().__init__()
         self.readings = readings
+        self.is_noting = is_noting
+        self.place = 0
         self.tensors: list[Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name not in _READS:
             return func(*args, **(kwargs or {}))
-        if name == "tolist":
-            self.tensors += args[0].detach().clone().flatten().unbind()
-            return func(*args)
-        place = len(self.tensors)
-        if place == len(self.readings):
+        place = self.place
+        self.place += args[0].numel() if name == "tolist" else 1
+        if self.place > len(self.readings):
             raise _another_way()
-        self.tensors.append(args[0].detach().clone())  # it may be written later
-        return self.readings[place].value
+        if self.is_noting:
+            self.tensors += args[0].detach().clone().flatten().unbind()  # it may be written later
+        return func(*args) if name == "tolist" else self.readings[place].value
 
 
 def _another_way() -> UnsupportedError:

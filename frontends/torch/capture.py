@@ -268,6 +268,8 @@ def capture(
 
 
 def _eager_memory(flat: _Flat, tensors: tuple[Tensor, ...], graph: Graph) -> EagerMemory | None:
+    if flat.branches is not None:
+        flat.branches.is_noting = False
     with flat.state.kept():
         return eager_memory(
             flat.run,

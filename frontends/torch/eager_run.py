@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -13,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import _engine_run_backward
 from torch.nn.utils import stateless
 from torch.utils import _pytree as pytree
 
-from ...ir import EagerMemory, OperationKind
+from ...ir import EagerMemory, OperandKind, OperationKind
 from .alive_bytes import AliveBytes
 from .dry_run import dry_run
 from .fixups.fake_kernels import fake_kernels_of_eager
@@ -53,22 +56,44 @@ class _Followed(AliveBytes):
             fake = self.mode.from_tensor(tensor) if type(tensor) in (Tensor, nn.Parameter) else tensor
             if not self.is_known(fake):
                 self.ignore(fake)
-        kind = str(func), tuple(tuple(map(int, tensor.shape)) for tensor in read)
-        if not _adds_up_gradients(func):
+        kind = str(func), tuple(map(_described, read))
+        if not _writes_gradients(func):
             result = super().__torch_dispatch__(func, types, args, kwargs)
             self._note(kind)
             return result
         self._note(kind)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def follow(self, tensor: Tensor) -> None:
+    def follow(self, tensor: Tensor, least_bytes: int = 0) -> None:
         if tensor.device.type == self.device_type:
-            super().follow(tensor)
+            super().follow(tensor, least_bytes)
         else:
             self.ignore(tensor)
 
     def _note(self, kind: OperationKind) -> None:
         self.alive_at[kind] = max(self.alive_at.get(kind, 0), self.alive_bytes)
+
+
+def _described(tensor: Tensor) -> OperandKind:
+    shape, strides = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
+    return shape, str(tensor.dtype).removeprefix("torch."), strides
+
+
+@contextlib.contextmanager
+def _following_states(followed: _Followed) -> Generator[None]:
+    """Meanwhile, the states of the generator that checkpoints keep are counted, which no mode sees."""
+    before = torch.get_rng_state
+
+    def state() -> Tensor:
+        found = before()
+        followed.follow(found)
+        return found
+
+    torch.get_rng_state = state
+    try:
+        yield
+    finally:
+        torch.get_rng_state = before
 
 
 class _NoTensor:
@@ -90,11 +115,24 @@ def _answering(kind: type) -> Generator[None]:
         package.FakeTensor = before
 
 
-def _adds_up_gradients(func: Any) -> bool:
-    """Whether the engine adds a gradient to one that is there: it does so in place where it may."""
-    node: Any = torch._C._current_autograd_node()
-    is_engine = torch._C._current_graph_task_id() != -1 and node is None
-    return is_engine and func is torch.ops.aten.add.Tensor
+_IN_PLACE = (torch.ops.aten.add.Tensor, torch.ops.aten.scatter.src, torch.ops.aten.index_put.default)
+
+
+def _writes_gradients(func: Any) -> bool:
+    """Whether autograd adds to a gradient that is there, or writes into zeros: in place if no mode is active.
+
+    The forward that a checkpoint runs again has gradients enabled, and the backward of a function in Python
+    is called by torch's own.
+    """
+    is_engine = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+    if not is_engine or func not in _IN_PLACE:
+        return False
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not _engine_run_backward.__code__:
+        if frame.f_code is BackwardCFunction.apply.__code__:
+            return False
+        frame = frame.f_back
+    return True
 
 
 def eager_memory(
@@ -162,6 +200,7 @@ def _followed(
         stack.enter_context(stateless._reparametrize_module(module, fakes))
         stack.enter_context(mode)
         stack.enter_context(followed)
+        stack.enter_context(_following_states(followed))
         result = call(*given)
         if loss is None:
             outputs = [leaf for leaf in flattened(result)[0] if isinstance(leaf, Tensor)]

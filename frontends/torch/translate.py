@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
@@ -53,6 +52,7 @@ from ...ir import (
     allocation_bytes,
     nondeterminism,
 )
+from .loss_terms import kept_bytes
 from .place_annotations import Note, note_of
 from .provenance import location_of
 
@@ -161,7 +161,9 @@ class _Translator:
         self.referenced.append(handle)  # keeps the id unique
         device = str(tensor.device)
         if handle._cdata not in self.storages:
-            payload_bytes = max(int(handle.nbytes()), _kept_bytes(node, tensor), self._cloned_bytes(node))
+            operands: list[Any] = [operand.meta["val"] for operand in node.all_input_nodes]
+            kept = kept_bytes(str(node.target), operands, tensor)
+            payload_bytes = max(int(handle.nbytes()), kept, self._cloned_bytes(node))
             nbytes = allocation_bytes(payload_bytes, device)
             self.storages[handle._cdata] = Storage(f"s{len(self.storages)}", nbytes, device)
         return Value(name, tensor_type(tensor), self.storages[handle._cdata])
@@ -530,21 +532,6 @@ _CLONE_STORAGES = (
     "aten.diagonal_scatter.default",
     "aten.as_strided_scatter.default",
 )
-_KEEP_THEIR_TERMS = (
-    "aten.mse_loss.default",
-    "aten.smooth_l1_loss.default",
-    "aten.soft_margin_loss.default",
-    "aten.binary_cross_entropy.default",
-)
-
-
-def _kept_bytes(node: fx.Node, result: Tensor) -> int:
-    """Bytes of the terms that a loss sums up: these kernels return the sum in the terms' allocation."""
-    if str(node.target) not in _KEEP_THEIR_TERMS:
-        return 0
-    operands: list[Any] = [operand.meta["val"] for operand in node.all_input_nodes]
-    shape = torch.broadcast_shapes(*(tuple(operand.shape) for operand in operands))
-    return math.prod(shape) * result.element_size()
 
 
 def _check_view(tensor: Tensor, base: Value) -> None:

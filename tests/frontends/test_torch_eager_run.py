@@ -56,12 +56,64 @@ class Labelled(nn.Module):
         return Result(functional.cross_entropy(logits, labels), logits)
 
 
+class Halves(nn.Module):
+    """Blocks, and a layer whose halves are read apart: the engine adds their gradients in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = Blocks(plain), nn.Linear(32, 512)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = torch.hsplit(self.head(self.body(x)), 2)
+        return first.sum(1) + second.sum(1)
+
+
+class Pooled(nn.Module):
+    """Takes the largest of each column, whose gradient autograd writes into zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(16, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x).max(0).values[torch.arange(64)]
+
+
+class Masked(nn.Module):
+    """Multiplies by a mask, which takes a workspace, and by a tensor of the same shape, which takes none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        return (y * (y > 0)).tanh()
+
+
+class Looking(nn.Module):
+    """Looks at data, as its code does in eager without keeping it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = self.body(x).tanh() if (x < 9).all() else x
+        return x
+
+
 def plain(block: nn.Module, x: Tensor) -> Tensor:
     return block(x)
 
 
 def checkpointed(block: nn.Module, x: Tensor) -> Tensor:
     return checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
+
+
+def drawing(block: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(lambda each: functional.dropout(block(each)), x, use_reentrant=False)
 
 
 def square(result: Tensor) -> Tensor:
@@ -71,6 +123,7 @@ def square(result: Tensor) -> Tensor:
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "residual": (lambda: Blocks(plain), lambda: torch.randn(64, 32)),
     "checkpointed": (lambda: Blocks(checkpointed), lambda: torch.randn(64, 32)),
+    "checkpointed with dropout": (lambda: Blocks(drawing), lambda: torch.randn(64, 32)),
     "in place": (
         lambda: nn.Sequential(
             nn.Linear(32, 64), nn.ReLU(inplace=True), nn.Linear(64, 64), nn.Sigmoid(), nn.Linear(64, 2)
@@ -83,6 +136,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
         ),
         lambda: torch.randn(2, 3, 24, 24),
     ),
+    "halves": (Halves, lambda: torch.randn(64, 32)),
+    "pooled": (Pooled, lambda: torch.randn(64, 16)),
+    "masked": (Masked, lambda: torch.randn(64, 64)),
+    "looking": (Looking, lambda: torch.randn(64, 16)),
 }
 
 
@@ -111,9 +168,37 @@ def measured(
 def test_the_baseline_is_the_peak_of_eager(name: str) -> None:
     make, example = MODELS[name]
     model, x = make(), example()
-    plan = irc.optimize(model, (x,), "8MiB", loss=square, time_limit=1).plan
+    plan = irc.optimize(model, (x,), "8MiB", loss=square, time_limit=1, specialize_branches=True).plan
     eager = measured(model, (x,), square, holds=True)
     assert 0.999 * eager <= plan.baseline_peak_bytes <= max(eager, plan.floor_bytes)
+
+
+LOSSES = (
+    functional.mse_loss,
+    functional.smooth_l1_loss,
+    functional.huber_loss,
+    functional.soft_margin_loss,
+    functional.binary_cross_entropy,
+    functional.binary_cross_entropy_with_logits,
+    functional.l1_loss,
+)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_loss_that_keeps_its_terms_takes_what_is_predicted(
+    loss: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    model, x, wanted = (
+        nn.Sequential(nn.Linear(16, 256), nn.Sigmoid()),
+        torch.randn(64, 16),
+        torch.rand(64, 256),
+    )
+
+    def of_result(result: Tensor) -> Tensor:
+        return loss(result, wanted)
+
+    fitted = irc.optimize(model, (x,), "2MiB", loss=of_result, time_limit=1)
+    assert measured(fitted, (x,), of_result, holds=True) == fitted.plan.peak_bytes
 
 
 def test_a_percentage_of_a_model_that_checkpoints_itself_is_of_what_it_takes_today() -> None:

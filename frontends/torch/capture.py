@@ -397,7 +397,7 @@ def _trace(
     stack.enter_context(tracing(TracingContext(fake_mode)))
     scopes = stack.enter_context(recording(module))
     layers = RecurrentLayers(has_kernels=not flat.stepwise, time_limit=flat.time_limit)
-    flat.layers = stack.enter_context(layers).stepwise
+    flat.layers = stack.enter_context(layers).rounding
     stack.enter_context(tensor_hooks())
     stack.enter_context(fake_kernels_of_eager())
     stack.enter_context(composite_operations())

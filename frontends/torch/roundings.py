@@ -17,7 +17,7 @@ def roundings(
     Args:
         graph: The training graph.
         trained: The leaves of the result that the loss may use and that require a gradient.
-        stepwise: The recurrent layers that were traced as their time steps: `lstm`, `gru`, ...
+        stepwise: The recurrent layers, `lstm` or `gru`, whose time steps round in another way.
         as_compiled: Whether the module was told that it is compiled.
     """
     trained = [delivery for delivery in trained if not delivery.is_detached]

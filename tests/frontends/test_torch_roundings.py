@@ -58,10 +58,10 @@ def test_layers_planned_as_their_time_steps_are_named() -> None:
     class Tagger(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.lstm, self.gru = nn.LSTM(4, 4), nn.GRU(4, 4)
+            self.lstm, self.gru, self.rnn = nn.LSTM(4, 4), nn.GRU(4, 4), nn.RNN(4, 4)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.gru(self.lstm(x)[0])[0]
+            return self.rnn(self.gru(self.lstm(x)[0])[0])[0]
 
     fitted = irc.optimize(Tagger(), (torch.randn(3, 2, 4),), "100%", costs="analytic", time_limit=2)
     (text,) = fitted.plan.roundings

@@ -36,22 +36,25 @@ class RecurrentLayers(TorchFunctionMode):
         time_limit: Seconds. Layers of so many time steps that tracing them would take longer are refused.
 
     Attributes:
-        stepwise: The functions of the layers that were traced as their time steps: `lstm`, `gru`, ...
+        rounding: The functions of the layers whose time steps differ from eager's numbers by rounding: the
+            kernel of an LSTM sums in another order; gates of a GRU, written in place, go through other vectors.
     """
 
     def __init__(self, *, has_kernels: bool = True, time_limit: float = math.inf) -> None:
         super().__init__()
         self.has_kernels = has_kernels
         self.time_limit = time_limit
-        self.stepwise: set[str] = set()
+        self.rounding: set[str] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") not in ("lstm", "gru", "rnn_tanh", "rnn_relu") or kwargs:
             return func(*args, **(kwargs or {}))
-        if self.has_kernels and func.__name__ == "lstm" and _runs_kernel(args):
+        runs_kernel = func.__name__ == "lstm" and _runs_kernel(args)
+        if self.has_kernels and runs_kernel:
             return _by_kernel(*args)
         _check_steps(args, self.time_limit)
-        self.stepwise.add(func.__name__)
+        if runs_kernel or func.__name__ == "gru":
+            self.rounding.add(func.__name__)
         enabled = torch._C._get_mkldnn_enabled()
         torch._C._set_mkldnn_enabled(False)
         try:

@@ -36,8 +36,8 @@ class RecurrentLayers(TorchFunctionMode):
         time_limit: Seconds. Layers of so many time steps that tracing them would take longer are refused.
 
     Attributes:
-        rounding: The functions of the layers whose time steps differ from eager's numbers by rounding: the
-            kernel of an LSTM sums in another order; gates of a GRU, written in place, go through other vectors.
+        rounding: The functions of the layers whose time steps differ from eager's numbers by rounding: an
+            LSTM's kernel sums in another order; a GRU's gates, written in place, go through other vectors.
     """
 
     def __init__(self, *, has_kernels: bool = True, time_limit: float = math.inf) -> None:

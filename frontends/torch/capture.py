@@ -45,7 +45,6 @@ from ...torch_support.autocast import autocast_state
 from ...torch_support.pytree import flatten_arguments
 from .annotation_scopes import Scopes
 from .branches import Branches
-from .data_writes import RefusedData
 from .eager_run import eager_memory
 from .fixups.autocast_cache import share_casts
 from .fixups.batch_norm import batch_norm_of_eager
@@ -61,6 +60,7 @@ from .provenance import raised_at, raised_code, recording
 from .results import flattened, refuse_hidden_tensors, refusing_writes
 from .roundings import roundings
 from .state import State
+from .tensor_writes import TensorWrites
 from .tracer import (
     DECOMPOSITIONS,
     TRACE_MODES,
@@ -124,6 +124,7 @@ class _Flat(nn.Module):
         self.without_gradients: list[str] = []
         self.stepwise = stepwise
         self.layers: set[str] = set()
+        self.parts: set[str] = set()
         self.mode = TRACE_MODES[0]
         self.time_limit = time_limit
 
@@ -138,7 +139,7 @@ class _Flat(nn.Module):
     def run(self, *tensors: Tensor) -> Any:
         """Returns what `call` does, and keeps the state of Python as it was."""
         branches = self.branches.replayed() if self.branches else contextlib.nullcontext()
-        with self.state.one_run(), branches, self.tied.as_one(), known_values(), RefusedData():
+        with self.state.one_run(), branches, self.tied.as_one(), known_values(), TensorWrites(self.parts):
             return self.call(*tensors)
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -262,7 +263,7 @@ def capture(
         ),
     )
     eager = _eager_memory(flat, tensors, graph) if with_eager else None
-    rounded = roundings(graph, trained.values(), flat.layers, as_compiled=flat.mode.compiling)
+    rounded = roundings(graph, trained.values(), flat.layers, flat.parts, as_compiled=flat.mode.compiling)
     loss_in_words = described_loss(flat.losses[0])
     return Captured(graph, signature, translation.constants, loss_in_words, tuple(rounded), eager)
 

@@ -10,7 +10,12 @@ __all__ = ["roundings"]
 
 
 def roundings(
-    graph: Graph, trained: Iterable[Delivery], stepwise: Iterable[str], *, as_compiled: bool
+    graph: Graph,
+    trained: Iterable[Delivery],
+    stepwise: Iterable[str],
+    parts: Iterable[str],
+    *,
+    as_compiled: bool,
 ) -> Iterator[str]:
     """Describes what may differ from eager's numbers by rounding, each with the reason.
 
@@ -18,6 +23,7 @@ def roundings(
         graph: The training graph.
         trained: The leaves of the result that the loss may use and that require a gradient.
         stepwise: The recurrent layers, `lstm` or `gru`, whose time steps round in another way.
+        parts: The lines that compute in place in parts of tensors.
         as_compiled: Whether the module was told that it is compiled.
     """
     trained = [delivery for delivery in trained if not delivery.is_detached]
@@ -40,6 +46,8 @@ def roundings(
     for name in sorted(set(stepwise)):
         kind = name.partition("_")[0].upper()
         yield f"numbers of {kind} layers, planned as time steps: eager's kernels sum in other orders"
+    for line in sorted(set(parts)):
+        yield f"what is computed from the part of a tensor that {line} writes in place: it is planned apart"
 
 
 def _readers(graph: Graph, value: Value) -> int:

@@ -81,3 +81,29 @@ def test_a_model_that_must_be_told_that_it_is_compiled_is_named() -> None:
 
     fitted = irc.optimize(Asks(), (torch.randn(3, 4),), "100%", costs="analytic", time_limit=2)
     assert [text.partition(":")[0] for text in fitted.plan.roundings] == ["all numbers"]
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_part_that_is_written_in_place_is_named(in_place: bool) -> None:
+    class Gates(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 24)
+
+        def forward(self, x: Tensor) -> Tensor:
+            left, right = self.layer(x).tensor_split([12], 1)
+            left = left.add_(1) if in_place else left + 1
+            whole = right * 2
+            whole += 1
+            return left.sigmoid() * whole
+
+    torch.manual_seed(0)
+    model, x = Gates(), torch.randn(5, 8)
+    fitted = irc.optimize(model, (x,), "100%", costs="analytic", time_limit=2)
+    if not in_place:
+        assert fitted.plan.roundings == ()
+        assert torch.equal(fitted(x), model(x))
+        return
+    (text,) = fitted.plan.roundings
+    assert "test_torch_roundings.py" in text and "in place" in text
+    torch.testing.assert_close(fitted(x), model(x))

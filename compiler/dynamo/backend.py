@@ -109,7 +109,8 @@ class Backend:
         self._request = Request.of(budget, time_limit=time_limit, costs=costs)
         outside_bytes = None if outside is None else parse_budget(outside) if outside else 0
         self._budget = StepBudget(parse_budget(budget), time_limit, outside_bytes)
-        self._budget.see(filter(None, [model]))
+        self._given = [] if model is None else [model]
+        self._budget.count(self._given)
         self._lock = threading.RLock()
         self._numbers = itertools.count(1)
         if _look not in callback_handler.start_callbacks:  # torch._dynamo.reset() drops it
@@ -157,8 +158,10 @@ class Backend:
 
     def see(self, modules: Iterable[nn.Module]) -> None:
         """Takes down what a frame that is compiled with this backend can see."""
+        seen = [*self._given, *modules]
         with self._lock:
-            self._budget.see(modules)
+            self._budget.count(seen)
+            self._budget.watch(seen)
 
     def let_go(self) -> None:
         """Leaves the backwards of a step that ends with an error alone."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from functools import partial
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...ir import UnsupportedError
@@ -29,7 +30,8 @@ class EagerParameters:
     def watch(self, module: nn.Module) -> None:
         """Refuses the next gradient of each parameter of a module, unless a graph reads it until then."""
         for name, parameter in module.named_parameters():
-            if parameter.requires_grad and parameter not in self._watched:
+            can_have_gradient = parameter.requires_grad and not is_lazy(parameter)
+            if can_have_gradient and parameter not in self._watched:
                 full_name = f"{name} of {type(module).__name__}"
                 check = partial(_check, weakref.ref(self), weakref.ref(parameter), full_name)
                 self._watched[parameter] = parameter.register_hook(check)

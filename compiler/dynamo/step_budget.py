@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ...backends.torch import AliveTensors, held_by_history
 from ...ir import BudgetError, TimeLimitError, format_bytes
@@ -71,15 +72,16 @@ class StepBudget:
         self.peak_bytes = 0
         self.latest_peak_bytes = 0
 
-    def see(self, modules: Iterable[nn.Module]) -> None:
-        """Counts the parameters and buffers of modules of the step from now on.
-
-        Unless somebody said what the step takes outside of the graphs, gradients that no graph makes are
-        refused.
-        """
+    def count(self, modules: Iterable[nn.Module]) -> None:
+        """Counts the parameters and buffers that modules have, from now on."""
         for module in modules:
-            self.alive.note((*module.parameters(), *module.buffers()))
-            if not self.knows_outside:
+            tensors = (*module.parameters(), *module.buffers())
+            self.alive.note(tensor for tensor in tensors if not is_lazy(tensor))
+
+    def watch(self, modules: Iterable[nn.Module]) -> None:
+        """Refuses gradients of modules that no graph makes, unless the bytes outside of graphs are known."""
+        if not self.knows_outside:
+            for module in modules:
                 self.eager_parameters.watch(module)
 
     # ------------------------------------------------------------------ before and after a run

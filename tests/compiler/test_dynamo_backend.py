@@ -268,6 +268,24 @@ def test_a_model_of_which_dynamo_makes_no_graph_is_refused_in_backward() -> None
     assert other.weight.grad is not None
 
 
+def test_a_model_is_free_to_train_elsewhere_until_its_backend_compiles_it() -> None:
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    backends = [irc.backend(PLENTY, costs="analytic", model=model) for _ in range(2)]
+    model(x).sum().backward()
+    for backend in backends:
+        torch.compile(model, backend=backend)(x).sum().backward()
+        assert not model.weight._backward_hooks  # pyright: ignore[reportPrivateUsage]
+
+
+def test_parameters_of_a_lazy_module_count_once_it_has_them() -> None:
+    model = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.Linear(8, 3))
+    backend = irc.backend(PLENTY, costs="analytic", model=model)
+    run: Any = torch.compile(model, backend=backend)
+    for _ in range(2):
+        run(torch.randn(2, 4)).sum().backward()
+    assert backend.peak_bytes > 2 * sum(p.numel() * 4 for p in model.parameters())
+
+
 class Head(nn.Module):
     """Its head runs in eager, behind the only graph."""
 

@@ -16,6 +16,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional
 
 from irc.frontends.torch import capture
+from irc.frontends.torch.fixups.fake_kernels import fake_kernels_of_eager
 from irc.ir import Graph, Trait, UnsupportedError
 from irc.passes.costs.profiling import _runner, profile_costs  # pyright: ignore[reportPrivateUsage]
 
@@ -221,6 +222,49 @@ def test_what_is_indexed_has_the_layout_that_the_kernel_gives_it(
     places = torch.randint(0, 4, (3, 2)).permute(order)
     module = Model(forward, weight=nn.Parameter(torch.randn(4, 4, 4)))
     assert_trains_the_same(module, places)
+
+
+GROUPED: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...] | None]] = {
+    "rows": ((14, 8), (3, 16, 8), (2, 9, 14)),
+    "columns": ((3, 4, 8), (16, 8), (2, 9, 16)),
+    "pairs": ((3, 4, 8), (3, 16, 8), None),
+    "sums": ((4, 16), (8, 16), (8, 16)),
+}
+
+
+def grouped(name: str, dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
+    shape, weight, ends = GROUPED[name]
+    offsets = None if ends is None else torch.tensor(ends, dtype=torch.int32)
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return functional.grouped_mm(x.exp(), m.weight.mT, offs=offsets).exp()
+
+    return weighted(forward, *weight, dtype=dtype), torch.randn(shape, dtype=dtype)
+
+
+@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_groups_run_without_data_too(name: str, dtype: torch.dtype) -> None:
+    module, x = grouped(name, dtype)
+    captured = capture(module, (x,), with_eager=True)
+    assert captured.eager is not None
+    assert "aten._grouped_mm.default" in {op for op, _ in captured.eager.alive_bytes}
+    assert_trains_the_same(module, x)
+
+
+@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("width", [3, 12, 16])
+def test_products_of_groups_have_the_strides_of_the_kernel(name: str, dtype: torch.dtype, width: int) -> None:
+    shape, (*groups, _, depth), ends = GROUPED[name]
+    ends = (1, 2, width) if name == "columns" else ends
+    offsets = None if ends is None else torch.tensor(ends, dtype=torch.int32)
+    operands = torch.randn(shape, dtype=dtype), torch.randn(*groups, width, depth, dtype=dtype).mT
+    made = functional.grouped_mm(*operands, offs=offsets)
+    with fake_kernels_of_eager(), FakeTensorMode(allow_non_fake_inputs=True):
+        fake = functional.grouped_mm(*operands, offs=offsets)
+    assert (fake.shape, fake.stride(), fake.dtype) == (made.shape, made.stride(), made.dtype)
+    assert fake.untyped_storage().nbytes() == made.untyped_storage().nbytes()
 
 
 def test_the_memory_of_folded_columns_is_the_kernels() -> None:

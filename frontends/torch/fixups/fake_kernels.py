@@ -76,6 +76,30 @@ def _lstm_kernel_backward(
         return tuple(x.new_empty(shape) for shape in shapes)
 
 
+def _grouped_mm(
+    mode: Any,
+    operation: Any,
+    first: Tensor,
+    second: Tensor,
+    offsets: Tensor | None = None,
+    bias: None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The product of groups of rows and matrices, of any type, where torch's rule takes bfloat16 alone.
+
+    The kernels begin each row at a multiple of 16 bytes.
+    """
+    with mode:
+        groups = first.shape[:-2] if offsets is None else offsets.shape
+        groups = groups if first.dim() == second.dim() else ()
+        shape = (*groups, first.shape[-2], second.shape[-1])
+        dtype = out_dtype or first.dtype
+        step = 16 // dtype.itemsize
+        row = (shape[-1] + step - 1) // step * step
+        strides = (shape[-2] * row, row, 1)[-len(shape) :]
+        return first.new_empty_strided(shape, strides, dtype=dtype)
+
+
 _DROPOUT_BACKWARD = torch.ops.aten.native_dropout_backward.default
 _torch_dropout_backward = decomposition_table[_DROPOUT_BACKWARD]
 
@@ -265,6 +289,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     torch.ops.aten._ctc_loss_backward.default: _ctc_loss_backward,
     torch.ops.aten.native_dropout.default: _dropout,
     _DROPOUT_BACKWARD: _dropout_backward,
+    _aten._grouped_mm.default: _grouped_mm,
     torch.ops.aten.mkldnn_rnn_layer.default: _lstm_kernel,
     torch.ops.aten.mkldnn_rnn_layer_backward.default: _lstm_kernel_backward,
 }

@@ -90,7 +90,7 @@ def _trains_as_eager(
     return captured.graph
 
 
-@examples(8)
+@examples(4)
 @given(sizes=_SIZES, layers=st.integers(1, 2), flags=_FLAGS, trains=st.booleans())
 def test_an_lstm_is_one_kernel_for_each_layer_and_direction_with_the_bits_of_eager(
     sizes: tuple[int, int, int, int], layers: int, flags: dict[str, bool], trains: bool
@@ -121,7 +121,8 @@ def test_time_steps_have_the_bits_of_eager(
     assert all(node.op != KERNEL for node in graph.nodes)
 
 
-@examples(8)
+@pytest.mark.slow
+@examples(6)
 @given(sizes=_SIZES, layers=st.integers(1, 2), flags=_FLAGS)
 def test_time_steps_of_a_gru_agree_with_eager(
     sizes: tuple[int, int, int, int], layers: int, flags: dict[str, bool]

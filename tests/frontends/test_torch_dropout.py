@@ -86,7 +86,7 @@ def test_the_numbers_within_modules_are_those_of_eager(name: str, dtype: torch.d
     assert_draws_the_same(FULL[name], 0.15, dtype)
 
 
-@examples(12)
+@examples(6)
 @given(rate=st.sampled_from(RATES) | st.floats(0, 1), dtype=st.sampled_from(DTYPES))
 def test_dropout_at_any_rate_is_that_of_eager(rate: float, dtype: torch.dtype) -> None:
     assert_draws_the_same(FORWARDS["dropout"], rate, dtype)

@@ -70,6 +70,26 @@ OUTSIDE: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], Callable
         lambda result: result[0].mean() + result[1].square().mean(),
     ),
     "sum": (lambda: nn.Linear(32, 32), lambda: torch.randn(16, 32), lambda result: result.sum()),
+    "relaid error": (
+        lambda: nn.Linear(32, 256),
+        lambda: torch.randn(64, 32),
+        lambda result: functional.mse_loss(result.t(), torch.zeros(256, 64)),
+    ),
+    "logits": (
+        lambda: nn.Linear(32, 256),
+        lambda: torch.randn(64, 32),
+        lambda result: functional.binary_cross_entropy_with_logits(result, torch.zeros(64, 256)),
+    ),
+    "mask": (
+        lambda: nn.Linear(32, 256),
+        lambda: torch.randn(64, 32),
+        lambda result: result.mul(result > 0).sum() / (result > 0).sum(),
+    ),
+    "mean in half precision": (
+        lambda: nn.Linear(32, 256).bfloat16(),
+        lambda: torch.randn(64, 32).bfloat16(),
+        lambda result: result.mean(),
+    ),
 }
 
 

@@ -19,6 +19,7 @@ from ...ir import UsageError, allocation_bytes
 from ...torch_support.allocated import allocated_bytes
 from .alive_bytes import AliveBytes
 from .dry_run import dry_run
+from .fixups.fake_kernels import fake_kernels_of_eager
 
 __all__ = ["Loss", "described_loss", "has_own_loss", "loss_bytes", "own_loss", "unused_outputs"]
 
@@ -103,7 +104,7 @@ def _tracing() -> Generator[None]:
         torch.autograd.set_multithreading_enabled(False),
         torch.autograd.set_detect_anomaly(False),
     )
-    with fake, torch.enable_grad(), one_thread, unread:
+    with fake_kernels_of_eager(), fake, torch.enable_grad(), one_thread, unread:
         yield
 
 

@@ -1,4 +1,4 @@
-"""The memory of losses that torch computes by one kernel: the terms that they sum up, one an element."""
+"""The memory of losses that torch computes by one kernel, and of sums: terms, one an element, and casts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["kept_bytes", "terms_workspace_bytes"]
+__all__ = ["kept_bytes", "workspace_bytes"]
 
 _KEEP_THEIR_TERMS = (
     "aten.mse_loss.default",
@@ -17,13 +17,27 @@ _KEEP_THEIR_TERMS = (
     "aten.binary_cross_entropy.default",
 )
 _WORKSPACES = {
-    "aten.mse_loss.default": 1,
-    "aten.smooth_l1_loss.default": 1,
-    "aten.huber_loss.default": 1,
-    "aten.binary_cross_entropy_with_logits.default": 2,
-    "aten.soft_margin_loss_backward.default": 2,
+    "aten.mse_loss.default": (1, 3),
+    "aten.smooth_l1_loss.default": (1, 3),
+    "aten.huber_loss.default": (1, 3),
+    "aten.soft_margin_loss.default": (0, 2),
+    "aten.binary_cross_entropy.default": (0, 2),
+    "aten.binary_cross_entropy_with_logits.default": (2, 4),
+    "aten.soft_margin_loss_backward.default": (2, 2),
 }
-"""Workspaces in copies of the terms."""
+"""Workspaces in copies of the terms, and in half precision, whose mean is taken in single precision."""
+
+_LOGITS = "aten.binary_cross_entropy_with_logits.default"
+"""A loss that copies a first operand that is not contiguous."""
+
+_TILE = 3600
+"""Elements of the buffer through which a tensor is copied into another order of axes."""
+
+_SCALAR_BYTES = 12
+"""The number of terms that a mean divides by, as a tensor of eight bytes and as one of four."""
+
+_SUMS = ("aten.sum.default", "aten.sum.dim_IntList")
+_MEANS = ("aten.mean.default", "aten.mean.dim")
 
 
 def kept_bytes(op: str, operands: Sequence[Tensor], result: Tensor) -> int:
@@ -31,12 +45,20 @@ def kept_bytes(op: str, operands: Sequence[Tensor], result: Tensor) -> int:
     return _terms_bytes(operands, result) if op in _KEEP_THEIR_TERMS else 0
 
 
-def terms_workspace_bytes(op: str, operands: Sequence[Tensor], result: Tensor) -> int:
-    """Bytes that the kernel takes while it runs; terms in half precision are summed in single precision."""
+def workspace_bytes(op: str, operands: Sequence[Tensor], result: Tensor) -> int:
+    """Bytes that the kernel of a loss, a sum or a mean takes while it runs."""
     is_half = result.dtype in (torch.bfloat16, torch.float16)
-    return (
-        _WORKSPACES[op] * (3 if is_half else 1) * _terms_bytes(operands, result) if op in _WORKSPACES else 0
-    )
+    if op in _WORKSPACES:
+        terms_bytes = _terms_bytes(operands, result)
+        nbytes = _WORKSPACES[op][is_half] * terms_bytes
+        if op == _LOGITS and not operands[0].is_contiguous():
+            relaid_bytes = 3 * terms_bytes + _TILE * result.element_size()
+            nbytes = max(nbytes, relaid_bytes)
+        return nbytes + (_SCALAR_BYTES if op == _LOGITS or is_half else 0)
+    if op in _MEANS and is_half:
+        return operands[0].numel() * torch.float32.itemsize + _SCALAR_BYTES
+    is_cast = op in (*_SUMS, *_MEANS) and operands[0].dtype != result.dtype
+    return operands[0].numel() * result.element_size() if is_cast else 0
 
 
 def _terms_bytes(operands: Sequence[Tensor], result: Tensor) -> int:

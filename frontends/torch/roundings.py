@@ -12,7 +12,7 @@ __all__ = ["roundings"]
 def roundings(
     graph: Graph,
     trained: Iterable[Delivery],
-    stepwise: Iterable[str],
+    recurrent: Iterable[str],
     parts: Iterable[str],
     *,
     as_compiled: bool,
@@ -22,7 +22,7 @@ def roundings(
     Args:
         graph: The training graph.
         trained: The leaves of the result that the loss may use and that require a gradient.
-        stepwise: The recurrent layers, `lstm` or `gru`, whose time steps round in another way.
+        recurrent: The functions of recurrent layers, such as `gru`, that round in another way.
         parts: The lines that compute in place in parts of tensors.
         as_compiled: Whether the module was told that it is compiled.
     """
@@ -43,9 +43,9 @@ def roundings(
             f"gradients through output {outputs[place].target}, of which another output is a view: eager "
             "adds them to those of its other uses one by one"
         )
-    for name in sorted(set(stepwise)):
+    for name in sorted(set(recurrent)):
         kind = name.partition("_")[0].upper()
-        yield f"numbers of {kind} layers, planned as time steps: eager's kernels sum in other orders"
+        yield f"numbers of {kind} layers: eager sums in other orders"
     for line in sorted(set(parts)):
         yield f"what is computed from the part of a tensor that {line} writes in place: it is planned apart"
 

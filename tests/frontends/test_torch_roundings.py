@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -66,6 +67,29 @@ def test_layers_planned_as_their_time_steps_are_named() -> None:
     fitted = irc.optimize(Tagger(), (torch.randn(3, 2, 4),), "100%", costs="analytic", time_limit=2)
     (text,) = fitted.plan.roundings
     assert "GRU layers" in text
+
+
+@pytest.mark.parametrize(
+    ("layer", "around"),
+    [(nn.LSTM(3, 8), torch.no_grad()), (nn.RNN(3, 8), torch.autocast("cpu", torch.bfloat16))],
+)
+def test_layers_without_gradients_or_under_autocast_are_named(layer: nn.RNNBase, around: Any) -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = layer, nn.Linear(8, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with around:
+                y = self.layer(x)[0]
+            return self.head(y.float())
+
+    model, x = Around(), torch.randn(4, 2, 3)
+    fitted = irc.optimize(model, (x,), "100%", costs="analytic", time_limit=2)
+    assert [text.partition(" layers")[0] for text in fitted.plan.roundings] == [
+        f"numbers of {type(layer).__name__}"
+    ]
+    torch.testing.assert_close(fitted(x), model(x))
 
 
 def test_a_model_that_must_be_told_that_it_is_compiled_is_named() -> None:

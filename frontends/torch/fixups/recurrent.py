@@ -36,8 +36,10 @@ class RecurrentLayers(TorchFunctionMode):
         time_limit: Seconds. Layers of so many time steps that tracing them would take longer are refused.
 
     Attributes:
-        rounding: The functions of the layers whose time steps differ from eager's numbers by rounding: an
-            LSTM's kernel sums in another order; a GRU's gates, written in place, go through other vectors.
+        rounding: The functions of the layers that differ from eager's numbers by rounding: an LSTM's kernel
+            sums in another order than its time steps, and without gradients than in training; a GRU's gates,
+            written in place, go through other vectors; under autocast gradients of weights are summed in
+            another order.
     """
 
     def __init__(self, *, has_kernels: bool = True, time_limit: float = math.inf) -> None:
@@ -50,10 +52,15 @@ class RecurrentLayers(TorchFunctionMode):
         if getattr(func, "__name__", "") not in ("lstm", "gru", "rnn_tanh", "rnn_relu") or kwargs:
             return func(*args, **(kwargs or {}))
         runs_kernel = func.__name__ == "lstm" and _runs_kernel(args)
-        if self.has_kernels and runs_kernel:
+        as_kernel = self.has_kernels and runs_kernel
+        if as_kernel and not torch.is_grad_enabled():
+            self.rounding.add(func.__name__)
+        if as_kernel:
             return _by_kernel(*args)
         _check_steps(args, self.time_limit)
-        if runs_kernel or func.__name__ == "gru":
+        kind = args[0].device.type
+        casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        if runs_kernel or casts or func.__name__ == "gru":
             self.rounding.add(func.__name__)
         enabled = torch._C._get_mkldnn_enabled()
         torch._C._set_mkldnn_enabled(False)

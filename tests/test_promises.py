@@ -85,6 +85,11 @@ OUTSIDE: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], Callable
         lambda: torch.randn(64, 32),
         lambda result: result.mul(result > 0).sum() / (result > 0).sum(),
     ),
+    "masked sum": (
+        lambda: nn.Linear(32, 256),
+        lambda: torch.randn(64, 32),
+        lambda result: (torch.eye(64, 256, dtype=torch.bool) * result).sum(),
+    ),
     "mean in half precision": (
         lambda: nn.Linear(32, 256).bfloat16(),
         lambda: torch.randn(64, 32).bfloat16(),

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...ir import allocation_bytes
 from ...torch_support.allocated import allocated_bytes
-from .loss_terms import kept_bytes, workspace_bytes
+from .loss_terms import cast_bytes, kept_bytes, workspace_bytes
 
 __all__ = ["AliveBytes"]
 
@@ -43,9 +43,10 @@ class AliveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         operands = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        taken_bytes = 0
-        for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, Tensor) and not self.is_known(leaf):
+        made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        taken_bytes = cast_bytes(func, operands, made[0]) if made else 0
+        for leaf in made:
+            if not self.is_known(leaf):
                 self.follow(leaf, kept_bytes(str(func), operands, leaf))
                 taken_bytes += workspace_bytes(str(func), operands, leaf)
         self.peak_bytes = max(self.peak_bytes, self.alive_bytes + taken_bytes)

@@ -1,14 +1,15 @@
-"""The memory of losses that torch computes by one kernel, and of sums: terms, one an element, and casts."""
+"""The memory that kernels of losses take beside their results: terms, one an element, and casts."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["kept_bytes", "workspace_bytes"]
+__all__ = ["cast_bytes", "kept_bytes", "workspace_bytes"]
 
 _KEEP_THEIR_TERMS = (
     "aten.mse_loss.default",
@@ -36,6 +37,12 @@ _TILE = 3600
 _SCALAR_BYTES = 12
 """The number of terms that a mean divides by, as a tensor of eight bytes and as one of four."""
 
+_PROMOTING = (
+    *("add", "sub", "rsub", "mul", "div", "pow", "fmod", "remainder", "maximum", "minimum", "fmax", "fmin"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "atan2", "hypot", "xlogy"),
+)
+"""Functions of two tensors, element by element, that compute in one type for both."""
+
 _SUMS = ("aten.sum.default", "aten.sum.dim_IntList")
 _MEANS = ("aten.mean.default", "aten.mean.dim")
 
@@ -59,6 +66,16 @@ def workspace_bytes(op: str, operands: Sequence[Tensor], result: Tensor) -> int:
         return operands[0].numel() * torch.float32.itemsize + _SCALAR_BYTES
     is_cast = op in (*_SUMS, *_MEANS) and operands[0].dtype != result.dtype
     return operands[0].numel() * result.element_size() if is_cast else 0
+
+
+def cast_bytes(func: Any, operands: Sequence[Tensor], result: Tensor) -> int:
+    """Bytes of the operands that a function on the CPU copies into the type in which it computes."""
+    name = func.overloadpacket.__name__.rstrip("_")
+    if name not in _PROMOTING or result.device.type != "cpu" or not operands:
+        return 0
+    is_comparison = result.dtype is torch.bool
+    computed = torch.result_type(operands[0], operands[-1]) if is_comparison else result.dtype
+    return sum(o.numel() * computed.itemsize for o in operands if o.dtype != computed)
 
 
 def _terms_bytes(operands: Sequence[Tensor], result: Tensor) -> int:

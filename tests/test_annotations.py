@@ -123,6 +123,7 @@ def test_steps_are_those_of_the_original(way: str, marks: str) -> None:
             assert torch.equal(mine, its)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["reentrant", "not reentrant", "selective"])
 def test_gradients_are_those_of_torch_s_checkpoints(way: str) -> None:
     model = network(way)

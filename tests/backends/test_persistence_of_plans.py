@@ -159,6 +159,7 @@ class Trainer:
         return result.square().mean()
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_pickled_plans_other_calls_and_one_that_is_not_is_told_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -186,6 +187,7 @@ def test_a_loss_whose_owner_has_the_fitted_module_is_pickled_with_it() -> None:
     twin(*rows(3)).sum().backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", slow_among(WAYS, "torch.save"))
 def test_a_copy_plans_for_itself_under_other_optimizers(way: str) -> None:
     ours = planned(layers(), optimizer_in_backward=torch.optim.AdamW)

@@ -234,6 +234,7 @@ def test_a_constant_that_cannot_be_known_again_is_refused(constant: Any) -> None
         ours(*rows(3), constant)
 
 
+@pytest.mark.slow
 def test_flips_of_requires_grad_give_the_same_gradients_as_in_eager() -> None:
     torch.manual_seed(0)
     module: Any = Model(
@@ -296,6 +297,7 @@ def test_a_module_planned_in_eval_is_planned_again_when_it_trains() -> None:
     assert len(ours.irc_plans) == 3
 
 
+@pytest.mark.slow
 def test_settings_submodules_and_attributes_that_change_are_planned_anew() -> None:
     torch.manual_seed(0)
 
@@ -646,6 +648,7 @@ def tensor_bytes() -> int:
     return sum(storages.values())
 
 
+@pytest.mark.slow
 def test_plans_hold_no_memory_of_the_device_and_nothing_of_those_given_up() -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
         return m.lin(x) * torch.tensor([1.0, 2.0, 3.0, 4.0])

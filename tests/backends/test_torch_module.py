@@ -483,7 +483,7 @@ def step(module: nn.Module, args: Sequence[Tensor]) -> None:
     module(*args).backward()
 
 
-@pytest.mark.parametrize("name", slow_among(_training_models(), "unet", "lstm"))
+@pytest.mark.parametrize("name", slow_among(_training_models(), "unet", "lstm", "gpt2", "losses"))
 def test_recomputing_schedules_give_the_same_bits_in_exactly_the_predicted_memory(name: str) -> None:
     module, args = _training_models()[name]()
     original: nn.Module = copy.deepcopy(module)

@@ -67,6 +67,7 @@ def tight() -> tuple[nn.Module, Any, Tensor]:
     return original, irc.optimize(copy.deepcopy(original), x, "70%", costs="analytic", time_limit=5), x
 
 
+@pytest.mark.slow
 def test_an_ignored_output_with_an_infinite_derivative_changes_nothing() -> None:
     original, x = InfiniteTails(), torch.randn(512, 6)
     assert_ignored(original, irc.optimize(copy.deepcopy(original), x, "100%", costs="analytic"), x)
@@ -108,6 +109,7 @@ def test_a_module_with_one_output_has_a_backward_of_one_piece() -> None:
     assert "given" not in program.source
 
 
+@pytest.mark.slow
 def test_released_gradients_and_pickles_know_the_outputs_too() -> None:
     original, x = InfiniteTails(), torch.randn(512, 6)
     fitted: Any = irc.optimize(

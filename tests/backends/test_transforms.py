@@ -77,6 +77,7 @@ def test_a_parameter_without_gradient_is_no_part_of_the_graph_as_in_eager() -> N
             torch.autograd.grad(out.sum(), [module.unused.weight])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_functional_call_uses_and_differentiates_the_given_parameters(tied: bool) -> None:
     original, module, x = pair(lambda graph: recompute_some(graph, 3))
@@ -101,6 +102,7 @@ def test_a_functional_call_uses_and_differentiates_the_given_parameters(tied: bo
             functional_call(ours, {n: p.detach() for n, p in ours.named_parameters()}, (x,))
 
 
+@pytest.mark.slow
 def test_a_jacobian_row_by_row_is_the_original_s() -> None:
     original, ours, x = pair()
     for schedule in SCHEDULES:

@@ -97,6 +97,7 @@ def test_nothing_is_left_when_writing_fails(
     assert names(tmp_path) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failing", ["save_file", "rename"])
 def test_an_older_folder_survives_a_failure(
     optimized: Optimize, written: Path, monkeypatch: pytest.MonkeyPatch, failing: str

@@ -28,6 +28,7 @@ def optimize(budget: int | str = "100%", **options: Any) -> Any:
     return irc.optimize(module, x, budget, costs="analytic", time_limit=1, **options)
 
 
+@pytest.mark.slow
 def test_the_budget_covers_so_many_forwards() -> None:
     plans: list[Plan] = [optimize(forwards_in_flight=count, strategy="keep-all").plan for count in (1, 2, 3)]
     input_bytes = 64 * 16 * 4
@@ -55,6 +56,7 @@ def command(*argv: object) -> int:
     return cli.main([str(argument) for argument in argv])
 
 
+@pytest.mark.slow
 def test_a_written_folder_is_held_to_so_many_forwards(
     models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

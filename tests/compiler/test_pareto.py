@@ -655,6 +655,7 @@ def test_points_with_other_tiers_are_not_taken(kept: Program, tmp_path: Path) ->
     assert {name: (tmp_path / name / "points.jsonl").read_bytes() for name in begun} == sizes
 
 
+@pytest.mark.slow
 def test_the_front_of_a_model_that_may_copy(mlp: Loaded, tmp_path: Path) -> None:
     swap = f"disk:{tmp_path}:1MiB"
     front = irc.pareto(mlp.module, mlp.args, points=3, time_limit=1, costs="analytic", swap=[swap])

@@ -170,6 +170,7 @@ def test_other_stages_may_change_what_a_stage_exchanges() -> None:
         torch.testing.assert_close(mine.grad, its.grad)
 
 
+@pytest.mark.slow
 def test_stages_that_disagree_about_what_they_exchange_are_refused(tmp_path: Path) -> None:
     folder = written(tmp_path / "out", "tied", planned("tied", 2, "1f1b", 4))
     file = folder / "stage-1.irc"
@@ -281,6 +282,7 @@ def test_plans_for_accelerators_are_not_run(tmp_path: Path) -> None:
         run_pipeline(folder, 1, with_original=False)
 
 
+@pytest.mark.slow
 def test_what_a_stage_hands_over_on_its_device_counts_once() -> None:
     """The encoder's states are held by both stages of the last device."""
     stages = planned("translator", 2, "zbv", 4).stages

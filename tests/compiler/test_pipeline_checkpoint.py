@@ -138,6 +138,7 @@ def test_state_of_another_optimizer_is_refused_and_changes_nothing(tmp_path: Pat
     assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     model, args = pipeline_models.tied()
     trainer = planned(model, args, 2, "1f1b").start()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.torch_cases import slow_among
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -164,7 +165,7 @@ def measured(
     return peak_bytes(step) + sum(static.values())
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_among(MODELS, "residual", "checkpointed", "halves", "looking"))
 def test_the_baseline_is_the_peak_of_eager(name: str) -> None:
     make, example = MODELS[name]
     model, x = make(), example()

@@ -128,6 +128,7 @@ def compare(problem: CheckpointProblem, places: Sequence[Tier], budget_bytes: in
     assert found.bound_seconds >= reference.seconds - ROUNDING * problem.step_seconds
 
 
+@pytest.mark.slow
 @pytest.mark.default
 @examples(30)
 @given(st.data(), samples)

@@ -98,6 +98,7 @@ def test_copies_that_run_ahead_stay_within_the_budget_and_cost_no_time(
     assert after.compute_seconds == before.compute_seconds
 
 
+@pytest.mark.slow
 @pytest.mark.default
 @examples(10)
 @given(applied(), st.integers(0, 8), st.sampled_from((1.0, 30.0, 2.0**30)))

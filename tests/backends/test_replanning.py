@@ -266,6 +266,7 @@ def test_a_module_with_nothing_to_train_runs_its_original_forward() -> None:
     assert not ours(x).requires_grad and torch.equal(ours(x), original(x)) and len(ours.irc_plans) == 1
 
 
+@pytest.mark.slow
 def test_modes_of_submodules_are_honoured() -> None:
     torch.manual_seed(0)
     module: Any = net()

@@ -399,6 +399,7 @@ def test_other_sizes_are_planned_in_the_same_budget(
     assert len(backend.plans) == 2 * (1 + 2)  # two graphs, of one size and of the two that are kept
 
 
+@pytest.mark.slow
 def test_what_has_nothing_to_differentiate_runs_as_it_is() -> None:
     torch.manual_seed(0)
     model, x = Net(1), torch.randn(BATCH, WIDTH)

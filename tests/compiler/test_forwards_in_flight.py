@@ -80,6 +80,7 @@ def test_a_written_folder_is_held_to_so_many_forwards(
         read_folder(out)
 
 
+@pytest.mark.slow
 def test_the_option_becomes_a_pass(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["optimize", f"{models}:mlp", "--budget", "80%", "--print-passes", *FAST]
     assert command(*argv, "--forwards-in-flight", 2) == 0

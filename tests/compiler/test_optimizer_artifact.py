@@ -157,6 +157,7 @@ def test_without_parameters_to_train_there_is_no_optimizer(here: Path) -> None:
     assert report.comparison is not None and report.comparison.parameters is None
 
 
+@pytest.mark.slow
 def test_a_described_optimizer_lets_a_fitted_module_be_pickled(here: Path) -> None:
     loaded, factory = load(Source(f"{here}:mlp")), parse_optimizer("adamw:lr=1e-2")
     import irc

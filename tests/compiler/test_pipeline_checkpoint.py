@@ -234,6 +234,7 @@ def test_weights_in_any_layout_are_written(tmp_path: Path) -> None:
     assert torch.equal(load_file(tmp_path / "weights")["tensor"], tensor)
 
 
+@pytest.mark.slow
 def test_a_state_dict_is_taken_over() -> None:
     model, args = pipeline_models.skips()
     other = pipeline_models.skips()[0]

@@ -113,6 +113,19 @@ def test_the_peak_holds_with_a_loss_outside_of_the_module(name: str, tells: bool
     assert peak_bytes(step) + fitted.plan.static_bytes <= fitted.plan.peak_bytes
 
 
+@pytest.mark.parametrize("loss", [Tensor.max, Tensor.median, lambda y: y.max() - y.min()])
+def test_the_peak_holds_with_the_largest_element_as_the_loss(loss: Callable[[Tensor], Tensor]) -> None:
+    x = torch.randn(64, 32)
+    fitted = planned(nn.Linear(32, 256), x, loss=loss)
+
+    def step() -> None:
+        loss(fitted(x)).backward()
+
+    step()
+    fitted.zero_grad()
+    assert 0 <= fitted.plan.peak_bytes - peak_bytes(step) - fitted.plan.static_bytes <= 16
+
+
 def test_a_scaled_loss_inside_of_the_module_stays_within_the_peak() -> None:
     x = torch.randn(16, 32)
     fitted = planned(Calls(lambda m, x: m.a(x).square().mean(), a=nn.Linear(32, 32)), x)

@@ -72,8 +72,9 @@ class PlanCache:
         self.tiers = Tiers(state.tiers)
         self.reserved = dict(state.reserved)
         self._latest_entry: CacheEntry | None = None
-        """The entry that was planned last, with what asked for it, and for how many in a row."""
+        """The entry that was planned last."""
         self._changing, self._plans_in_a_row, self._has_warned = "", 0, False
+        """The argument or attribute that asked for it, for how many plans in a row, and if that was said."""
         with parameters_lock:
             module_state = ModuleState(root)
             planned = (

@@ -358,6 +358,7 @@ def _traced(
 def _traced_in(flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...], mode: TraceMode) -> Translation:
     """Traces the module's training graph in one mode, after asking a loss which outputs it does not use."""
     flat.mode = mode
+    flat.parts.clear()
     flat.branches = Branches(module) if mode.specialize_branches else None
     if flat.branches is not None:
         try:

@@ -43,6 +43,9 @@ _PROMOTING = (
 )
 """Functions of two tensors, element by element, that compute in one type for both."""
 
+_LARGEST = "aten.isnan.default"
+"""The operation by which the backward of `max`, `min` and `median` over all elements begins."""
+
 _SUMS = ("aten.sum.default", "aten.sum.dim_IntList")
 _MEANS = ("aten.mean.default", "aten.mean.dim")
 
@@ -62,6 +65,10 @@ def workspace_bytes(op: str, operands: Sequence[Tensor], result: Tensor) -> int:
             relaid_bytes = 3 * terms_bytes + _TILE * result.element_size()
             nbytes = max(nbytes, relaid_bytes)
         return nbytes + (_SCALAR_BYTES if op == _LOGITS or is_half else 0)
+    if op == _LARGEST and operands[0].dim() and operands[0].device.type == "cpu" and _is_in_backward():
+        # where no mode is active it makes the gradient before it counts a mask in whole numbers
+        counts_bytes = operands[0].numel() * torch.int64.itemsize
+        return operands[0].numel() * operands[0].element_size() + counts_bytes + _SCALAR_BYTES
     if op in _MEANS and is_half:
         return operands[0].numel() * torch.float32.itemsize + _SCALAR_BYTES
     is_cast = op in (*_SUMS, *_MEANS) and operands[0].dtype != result.dtype
@@ -76,6 +83,10 @@ def cast_bytes(func: Any, operands: Sequence[Tensor], result: Tensor) -> int:
     is_comparison = result.dtype is torch.bool
     computed = torch.result_type(operands[0], operands[-1]) if is_comparison else result.dtype
     return sum(o.numel() * computed.itemsize for o in operands if o.dtype != computed)
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
 
 
 def _terms_bytes(operands: Sequence[Tensor], result: Tensor) -> int:

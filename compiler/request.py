@@ -22,6 +22,7 @@ from ..passes import (
     PlanMemory,
     Program,
     ReleaseGradients,
+    ReplayDraws,
     SplitConvolutions,
 )
 from ..passes.costs.optimizer_costs import OptimizerFactory
@@ -328,13 +329,13 @@ def cost_passes(costs: str) -> list[Pass]:
     """
     match cast(object, costs):
         case "measured":
-            return [SplitConvolutions(), Cost(repeats=3)]
+            return [ReplayDraws(), SplitConvolutions(), Cost(repeats=3)]
         case "thorough":
-            return [SplitConvolutions(), Cost(repeats=8)]
+            return [ReplayDraws(), SplitConvolutions(), Cost(repeats=8)]
         case "analytic":
-            return [SplitConvolutions(), Cost(profile="cpu")]
+            return [ReplayDraws(), SplitConvolutions(), Cost(profile="cpu")]
         case str():
-            return [SplitConvolutions(transpose=costs == "cpu"), Cost(profile=costs)]
+            return [ReplayDraws(), SplitConvolutions(transpose=costs == "cpu"), Cost(profile=costs)]
         case _:
             raise UsageError(
                 "IRC410",

@@ -18,6 +18,7 @@ from .extras import EXTRAS, require
 from .graph import (
     ACCUMULATE_GRADIENT,
     APPLY_GRADIENT,
+    GENERATOR_STATE,
     LOAD,
     PAUSE,
     RECEIVE,
@@ -73,6 +74,7 @@ __all__ = [
     "ACCUMULATE_GRADIENT",
     "APPLY_GRADIENT",
     "EXTRAS",
+    "GENERATOR_STATE",
     "LOAD",
     "NONDETERMINISTIC",
     "PAUSE",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
@@ -14,6 +14,7 @@ from .types import Storage, TensorType, Value, allocation_bytes
 __all__ = [
     "ACCUMULATE_GRADIENT",
     "APPLY_GRADIENT",
+    "GENERATOR_STATE",
     "LOAD",
     "PAUSE",
     "RECEIVE",
@@ -68,7 +69,7 @@ class Trait(Enum):
     VIEW = "view"
     """Allocates nothing: its results alias an operand. Derived again at each use, for free."""
     RANDOM = "random"
-    """Draws from the generator: runs exactly once, in the original order."""
+    """Draws from the generator: runs in the original order, and again only from a state that it reads."""
     EFFECT = "effect"
     """Writes its first operand (a buffer): runs exactly once, in the original order."""
     PINNED = "pinned"
@@ -80,7 +81,7 @@ class Trait(Enum):
 
 
 RUN_ONCE = frozenset({Trait.RANDOM, Trait.EFFECT, Trait.PINNED, Trait.NONDETERMINISTIC, Trait.EXCHANGE})
-"""The traits of nodes that must not run again."""
+"""The traits of nodes that must not run again, but for draws that read a state of the generator."""
 
 
 class Gradients(Enum):
@@ -100,6 +101,11 @@ APPLY_GRADIENT = "irc.apply_gradient"
 """The operation (parameter, gradient) that takes the optimizer's step for a parameter, which it writes. Its
 keywords are what was measured of this step: `state_bytes`, `workspace_bytes`, `seconds`, and `moving_bytes`,
 the part of the state that may live in a tier."""
+
+GENERATOR_STATE = "irc.generator_state.default"
+"""The operation (device) that copies the state of a device's generator, for the draw that follows it."""
+_STATE = "generator_state"
+"""The keyword by which a draw reads the state that the generator has when it runs first."""
 
 LOAD = "irc.load"
 """The operation without operands that stands for the copy of an offloaded parameter during a search."""
@@ -163,11 +169,32 @@ class Node:
         return Trait.VIEW in self.traits
 
     @property
+    def generator_state(self) -> Value | None:
+        """The state of the generator from which a draw runs again; None if it is no draw or has no state."""
+        found = dict(self.keywords).get(_STATE) if self.keywords and Trait.RANDOM in self.traits else None
+        return found if isinstance(found, Value) else None
+
+    def with_generator_state(self, state: Value) -> Node:
+        """The draw, which may run again from this state."""
+        return replace(self, keywords=(*self.keywords, (_STATE, state)))
+
+    @property
+    def own_keywords(self) -> tuple[tuple[str, Argument], ...]:
+        """The keywords of its operation: without the state of the generator."""
+        if self.generator_state is None:
+            return self.keywords
+        return tuple((key, argument) for key, argument in self.keywords if key != _STATE)
+
+    @property
+    def run_once(self) -> frozenset[Trait]:
+        """The traits because of which the node must not run again."""
+        once = self.traits & RUN_ONCE
+        return once if self.generator_state is None else once - {Trait.RANDOM}
+
+    @property
     def is_recomputable(self) -> bool:
         """Whether the node may run again: same numbers, no other effect, not against an annotation."""
-        return not self.traits & RUN_ONCE and (
-            self.annotation is None or self.annotation.policy is not Policy.KEEP
-        )
+        return not self.run_once and (self.annotation is None or self.annotation.policy is not Policy.KEEP)
 
     @property
     def is_transient(self) -> bool:

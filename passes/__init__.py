@@ -16,8 +16,8 @@ from .remat.problem import CheckpointProblem, Recomputations, Solution
 from .remat.reuse_schedule import reuse_schedule
 from .rewrites.hold_forwards import HoldForwards
 from .rewrites.release_gradients import ReleaseGradients
+from .rewrites.replay_draws import ReplayDraws
 from .rewrites.split_convolutions import SplitConvolutions
-from .rewrites.split_dropout import SplitDropout
 
 __all__ = [
     "MACHINES",
@@ -36,9 +36,9 @@ __all__ = [
     "Program",
     "Recomputations",
     "ReleaseGradients",
+    "ReplayDraws",
     "Solution",
     "SplitConvolutions",
-    "SplitDropout",
     "analytic_costs",
     "machine_named",
     "offloadable_in",

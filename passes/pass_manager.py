@@ -17,8 +17,8 @@ from .plan_memory import PlanMemory
 from .program import Program
 from .rewrites.hold_forwards import HoldForwards
 from .rewrites.release_gradients import ReleaseGradients
+from .rewrites.replay_draws import ReplayDraws
 from .rewrites.split_convolutions import SplitConvolutions
-from .rewrites.split_dropout import SplitDropout
 
 __all__ = ["Observer", "Pass", "PassManager", "parse_passes"]
 
@@ -50,7 +50,7 @@ _PASSES: dict[str, type[Any]] = {
     for step in (
         ReleaseGradients,
         SplitConvolutions,
-        SplitDropout,
+        ReplayDraws,
         HoldForwards,
         Cost,
         OfferTiers,

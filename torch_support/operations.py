@@ -8,9 +8,28 @@ from typing import Any
 
 import torch
 
+from ..ir import GENERATOR_STATE
+from .draws import (
+    DROPOUT_BACKWARD,
+    DROPOUT_MASK,
+    DROPOUT_PRODUCT,
+    dropout_backward,
+    dropout_mask,
+    dropout_product,
+    generator_state,
+)
 from .recurrent_kernels import LSTM_KERNEL, run_lstm_kernel
 
-__all__ = ["function_name", "function_of"]
+__all__ = ["OWN_FUNCTIONS", "function_name", "function_of"]
+
+OWN_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    LSTM_KERNEL: run_lstm_kernel,
+    GENERATOR_STATE: generator_state,
+    DROPOUT_MASK: dropout_mask,
+    DROPOUT_PRODUCT: dropout_product,
+    DROPOUT_BACKWARD: dropout_backward,
+}
+"""The functions of irc that run operations for which torch has none."""
 
 _NAMESAKES = (
     *(
@@ -45,12 +64,13 @@ _FUNCTIONS = {
 
 
 def function_name(op: str) -> str:
-    """Returns the name, from `torch` on, of the function that runs an operation; the LSTM kernel has none."""
-    return _FUNCTIONS.get(op, f"torch.ops.{op}")
+    """Returns the name of the function that runs an operation: from `torch` on, or of irc's own."""
+    own = OWN_FUNCTIONS.get(op)
+    return _FUNCTIONS.get(op, f"torch.ops.{op}") if own is None else own.__name__
 
 
 def function_of(op: str) -> Callable[..., Any]:
     """Returns the function that runs an operation, without gradients."""
-    if op == LSTM_KERNEL:
-        return run_lstm_kernel
+    if op in OWN_FUNCTIONS:
+        return OWN_FUNCTIONS[op]
     return attrgetter(function_name(op).removeprefix("torch."))(torch)

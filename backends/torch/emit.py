@@ -11,8 +11,9 @@ import keyword
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -41,8 +42,8 @@ from ...ir import (
     Wait,
     printable,
 )
-from ...torch_support.operations import function_name
-from ...torch_support.recurrent_kernels import LSTM_KERNEL, run_lstm_kernel
+from ...torch_support.draws import draw_again
+from ...torch_support.operations import OWN_FUNCTIONS, function_name
 from .gradient_dependencies import zero_without
 from .offload.table import copied_value, copy_keys, last_fetches
 
@@ -67,8 +68,6 @@ backward is a generator: the part after `yield` can run later, as no other stage
 _COPIES = """
 `copies` carries values to other memory and back: `offload(key, value)` and `value = fetch(key)` begin a copy,
 `wait(key)` waits for its end, after which the value may be deleted or read, `drop(key)` frees its copy."""
-
-_LSTM_IMPORT = f"from {run_lstm_kernel.__module__} import {run_lstm_kernel.__name__}"
 
 
 def emit_source(schedule: Schedule) -> str:
@@ -200,6 +199,9 @@ class _Emitter:
         """The views of each storage that are variables now."""
         self.names: dict[Value, str] = {}
         self.operations: dict[str, str] = {}
+        self.ran: set[Node] = set()
+        self.own: set[Callable[..., Any]] = set()
+        """The functions of irc that are called."""
         self.taken: set[str] = set(_RESERVED)
 
     def source(self) -> str:
@@ -209,9 +211,9 @@ class _Emitter:
             [
                 self._docstring(),
                 "import torch",
-                *([_LSTM_IMPORT] * (LSTM_KERNEL in self.operations)),
+                *sorted(_import(function) for function in self.own),
                 "",
-                *(f"{name} = {_function(op)}" for op, name in self.operations.items()),
+                *(f"{name} = {function_name(op)}" for op, name in self.operations.items()),
                 "",
                 *self._input_table(),
                 *self._copy_table(),
@@ -363,6 +365,7 @@ class _Emitter:
     def _compute(self, node: Node, retained: frozenset[Storage]) -> Iterator[str]:
         kept = [v if v is not None and v.storage in retained else None for v in node.results]
         call = self._call(node)
+        self.ran.add(node)
         if node in self.partial:
             call = f"{call} if given & {self.partial[node]} else {self._zeros(node)}"
         if not any(kept):
@@ -391,6 +394,8 @@ class _Emitter:
 
     def _operation(self, op: str) -> str:
         if op not in self.operations:
+            if op in OWN_FUNCTIONS:
+                self.own.add(OWN_FUNCTIONS[op])
             self.operations[op] = self._unique(_plain(op.removesuffix(".default")))
         return self.operations[op]
 
@@ -445,7 +450,13 @@ class _Emitter:
             case _:
                 check_names(node)
         arguments = [self._argument(argument) for argument in node.arguments]
-        arguments += [f"{key}={self._argument(argument)}" for key, argument in node.keywords]
+        arguments += [f"{key}={self._argument(argument)}" for key, argument in node.own_keywords]
+        if node.generator_state is not None and node in self.ran:
+            self.own.add(draw_again)
+            state, device = self._name(node.generator_state), _literal(node.values[0].type.device)
+            return (
+                f"{draw_again.__name__}({', '.join([state, device, self._operation(node.op), *arguments])})"
+            )
         return f"{self._operation(node.op)}({', '.join(arguments)})"
 
     def _argument(self, argument: Argument) -> str:
@@ -478,9 +489,8 @@ class _Emitter:
         return ", ".join(f"{self._name(v)}.detach()" if v in outputs else self._name(v) for v in self.saved)
 
 
-def _function(op: str) -> str:
-    """Returns the expression of an operation's function."""
-    return run_lstm_kernel.__name__ if op == LSTM_KERNEL else function_name(op)
+def _import(function: Callable[..., Any]) -> str:
+    return f"from {function.__module__} import {function.__name__}"
 
 
 # ---------------------------------------------------------------------- views
@@ -542,7 +552,8 @@ class _Views:
 _RESERVED = frozenset(
     (
         *("inputs", "saved", "tangents", "given", "release", "exchange", "copies"),
-        *("forward", "backward", run_lstm_kernel.__name__, "torch", "float", "complex", "_"),
+        *("forward", "backward", "torch", "float", "complex", "_", draw_again.__name__),
+        *(function.__name__ for function in OWN_FUNCTIONS.values()),
     )
 )
 """The names that the emitted source has itself."""

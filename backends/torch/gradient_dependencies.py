@@ -110,7 +110,7 @@ def _zero(node: Node, zero: dict[Value, _Outputs]) -> _Outputs | None:
     """Returns the outputs without which the results of an operation are zero; None if that is not known."""
     namespace, _, overload = node.op.partition(".")
     name = overload.partition(".")[0]
-    if namespace != "aten":
+    if namespace not in ("aten", "irc"):
         return None
     if name in _ZEROS:
         return frozenset()

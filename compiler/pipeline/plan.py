@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ...frontends.torch import Captured, capture
-from ...ir import BudgetError, Graph, InputRole, UnsupportedError
+from ...ir import Graph, InputRole, UnsupportedError
 from ...ir.liveness import liveness
-from ...passes import Cost, OfferTiers, PassManager, Program, SplitDropout
+from ...passes import Cost, OfferTiers, PassManager, Program
 from ...passes.costs.optimizer_costs import OptimizerFactory, step_costs
 from ...passes.pipeline import (
     Devices,
@@ -131,18 +131,8 @@ class MicroBatch:
         """Its operations as they may be cut."""
         return linear_order_of(self.program, self.cost.run)
 
-    @cached_property
-    def with_dropout_apart(self) -> MicroBatch | None:
-        """The same with masks that are kept and products that can be computed again; None without dropout."""
-        apart = SplitDropout().run(self.program)
-        if apart is self.program:
-            return None
-        return replace(self, program=self.cost.run(replace(apart, original=None)))
-
     def plan(self, request: PipelineRequest, time_limit: float) -> Stages:
-        """Plans its pipeline; if nothing fits, with dropout taken apart.
-
-        The bound holds for both.
+        """Plans its pipeline.
 
         Args:
             request: What it is asked to be.
@@ -153,33 +143,6 @@ class MicroBatch:
             TimeLimitError: IRC205.
             UsageError: IRC485 for more stages than operations; as `PipelineRequest`.
         """
-        started = time.monotonic()
-        try:
-            return self._planned(request, time_limit)
-        except BudgetError:
-            if self.with_dropout_apart is None:
-                raise
-            left = max(time_limit - (time.monotonic() - started), time_limit / 4)
-            stages = self.with_dropout_apart._planned(request, left)
-            bound_seconds, single_seconds = self.bound_seconds(request), self._single_seconds(request)
-            plan = replace(stages.plan, bound_seconds=bound_seconds, single_seconds=single_seconds)
-            return replace(stages, plan=plan)
-
-    def bound_seconds(self, request: PipelineRequest) -> float:
-        """No plan of a request in which nothing is open takes less for a step."""
-        return lower_bound_seconds(
-            self.linear_order,
-            request.order(),
-            devices_of(request),
-            self.optimizer_steps.seconds([self.linear_order.graph]),
-        )
-
-    def _single_seconds(self, request: PipelineRequest) -> float:
-        """Time of a step's operations on one device, each once for each micro-batch."""
-        once = self.linear_order.seconds(0, len(self.linear_order.operations))
-        return once * request.count_of_micro_batches + self.optimizer_steps.seconds([self.linear_order.graph])
-
-    def _planned(self, request: PipelineRequest, time_limit: float) -> Stages:
         options = PipelineOptions(
             devices_of(request),
             request.strategy,
@@ -203,6 +166,15 @@ class MicroBatch:
             plan_of(planned, names, None if optimizer is None else named),
             optimizer,
             () if self.tiers is None else tier_configs(self.tiers, _device(self.program)),
+        )
+
+    def bound_seconds(self, request: PipelineRequest) -> float:
+        """No plan of a request in which nothing is open takes less for a step."""
+        return lower_bound_seconds(
+            self.linear_order,
+            request.order(),
+            devices_of(request),
+            self.optimizer_steps.seconds([self.linear_order.graph]),
         )
 
     def _costed(self, program: Program, parts: int) -> Program:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..graph import (
+    GENERATOR_STATE,
     PAUSE,
     RECEIVE,
     SEND,
@@ -35,7 +36,8 @@ def verify_graph(graph: Graph) -> None:
             does not write a parameter, buffer, input or constant; IRC133 a gradient is released wrongly, or
             the reserved bytes are not those of what is released; IRC134 a parameter is read after its
             gradient was applied; IRC140 a tensor is offloaded that cannot be; IRC141 an exchange between
-            pipeline stages is not well formed; IRC550 an annotation is out of place; IRC566 the number of
+            pipeline stages is not well formed; IRC142 a draw reads another state of the generator than it
+            begins from; IRC550 an annotation is out of place; IRC566 the number of
             forwards in flight is less than one, or does not fit the graph.
     """
     _GraphCheck(graph).run()
@@ -67,6 +69,8 @@ class _GraphCheck:
         self.allocated: set[Storage] = set()
         self.static = {i.value.storage for i in graph.inputs if i.role is not InputRole.TANGENT}
         self.exchanged: set[tuple[str, Region, str]] = set()
+        self.generator_state: tuple[Value, object] | None = None
+        """The state of a generator that was copied since the last draw, and its device."""
 
     def run(self) -> None:
         for entry in self.graph.inputs:
@@ -93,6 +97,7 @@ class _GraphCheck:
             for value in node.values:
                 self.write(value, node)
             self.aliases(node)
+            self.draw(node)
             self.allocated.update(value.storage for value in node.values)
         self.outputs()
 
@@ -159,6 +164,18 @@ class _GraphCheck:
                 message = f"{node.name} is not a view but returns {value} in storage {value.storage.name}"
                 fail("IRC116", f"{message}, which exists already", node)
 
+    def draw(self, node: Node) -> None:
+        """Checks that a draw which may run again reads the state of the generator that it begins from."""
+        state = node.generator_state
+        if state is not None and (state, _device(node)) != self.generator_state:
+            fail("IRC142", f"{node.name} reads {state}, which is not the state that it begins from", node)
+        if node.op == GENERATOR_STATE:
+            if node.traits != frozenset({Trait.RANDOM}) or len(node.values) != 1 or len(node.arguments) != 1:
+                fail("IRC142", f"{node.name} does not copy the state of a generator", node)
+            self.generator_state = node.values[0], _device(node)
+        elif Trait.RANDOM in node.traits:
+            self.generator_state = None
+
     def effect(self, node: Node) -> None:
         operands = node.operands
         if not operands or operands[0].storage not in self.static or node.is_view:
@@ -205,6 +222,11 @@ class _GraphCheck:
                 fail("IRC117", f"{what} has no value")
             elif output.value in self.after_loss:
                 fail("IRC117", f"{what} is {output.value}, which exists only in backward")
+
+
+def _device(node: Node) -> object:
+    """The device from whose generator a node draws, or copies the state."""
+    return node.arguments[0] if node.op == GENERATOR_STATE else node.values[0].storage.device
 
 
 def _reach_bytes(value: Value) -> int | None:

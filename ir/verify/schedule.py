@@ -199,10 +199,10 @@ class _ScheduleCheck:
     def order(self, node: Node) -> None:
         if node.region is Region.BACKWARD and node in self.ran:
             self.fail("IRC123", f"{node.name} is a backward operation and runs a second time", node)
-        if node.is_recomputable:
-            return
         if node in self.ran:
-            if node.traits & RUN_ONCE or node.annotation is None:
+            if node.is_recomputable:
+                return
+            if node.run_once or node.annotation is None:
                 self.fail("IRC123", f"{node.name} {_why_once(node)} and runs a second time", node)
             self.fail("IRC551", f"{node.name} runs a second time, against {node.annotation.by}", node)
         for reader in self.facts.runs_before.get(node, ()):
@@ -339,11 +339,7 @@ class _ScheduleCheck:
         for storage in by_name(frozenset(made)):
             node = self.facts.producer[storage]
             annotation = node.annotation
-            if (
-                annotation is not None
-                and annotation.policy is Policy.RECOMPUTE
-                and not node.traits & RUN_ONCE
-            ):
+            if annotation is not None and annotation.policy is Policy.RECOMPUTE and not node.run_once:
                 message = f"{show(storage)} of {node.name} stays for backward, against {annotation.by}"
                 self.fail("IRC552", message, node)
 
@@ -392,4 +388,4 @@ class _ScheduleCheck:
 
 def _why_once(node: Node) -> str:
     traits = ", ".join(sorted(t.value for t in node.traits & RUN_ONCE))
-    return f"must run exactly once ({traits})"
+    return f"must run {'once' if node.is_recomputable else 'exactly once'} ({traits})"

@@ -32,6 +32,7 @@ from ...ir import (
     Value,
     allocation_bytes,
 )
+from ...torch_support.draws import takes_generator
 from ...torch_support.operations import function_of
 from .allocations import allocation_events, cuda_events
 from .machines import machine_named
@@ -112,10 +113,17 @@ def profile_costs(
     return Costs(
         seconds={node: m.seconds if m else modelled.seconds[node] for node, m in found.items()},
         workspace_bytes={
-            node: m.workspace_bytes if m else modelled.workspace_bytes[node] for node, m in found.items()
+            node: m.workspace_bytes + _swap_bytes(node) if m else modelled.workspace_bytes[node]
+            for node, m in found.items()
         },
         source=f"profile:{device}",
     )
+
+
+def _swap_bytes(node: Node) -> int:
+    """The bytes of the generator's state while a draw runs again that takes no other generator."""
+    state = node.generator_state
+    return 0 if state is None or takes_generator(function_of(node.op)) else state.storage.nbytes
 
 
 def _touched_bytes(graph: Graph, node: Node) -> int:
@@ -273,7 +281,7 @@ def _runner(node: Node) -> Callable[[], Any]:
     operation = function_of(op)
     tensors = {value: made_up(value.type) for value in node.operands}
     arguments = [_materialize(argument, tensors) for argument in node.arguments]
-    keywords = {key: _materialize(argument, tensors) for key, argument in node.keywords}
+    keywords = {key: _materialize(argument, tensors) for key, argument in node.own_keywords}
     return lambda: operation(*arguments, **keywords)
 
 

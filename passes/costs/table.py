@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ...ir import Argument, Graph, Node, TensorType, Trait, Value
+from ...ir import GENERATOR_STATE, Argument, Graph, Node, TensorType, Trait, Value
 from .machines import Machine
 
 __all__ = ["Costs", "StepCost", "analytic_costs", "signature"]
@@ -112,6 +112,8 @@ _CHANNEL_BLOCK = 16
 
 
 def _workspace_bound(node: Node, moved_bytes: int) -> int:
+    if node.op == GENERATOR_STATE:
+        return 0
     if "convolution" in node.op:
         weight = node.arguments[2 if "backward" in node.op else 1]
         blocked_bytes = sum(_blocked_bytes(v.type, v is weight) for v in (*node.operands, *node.values))
@@ -167,7 +169,7 @@ def signature(node: Node) -> str:
     """
     order = {value: index for index, value in enumerate(node.operands)}
     parts = [_describe(argument, order) for argument in node.arguments]
-    parts += [f"{key}={_describe(argument, order)}" for key, argument in node.keywords]
+    parts += [f"{key}={_describe(argument, order)}" for key, argument in node.own_keywords]
     return f"{node.op}({', '.join(parts)})"
 
 

@@ -80,14 +80,20 @@ class Dataflow:
 
     @cached_property
     def together(self) -> tuple[frozenset[Node], ...]:
-        """Operations of forward that must be in one stage: those that touch a storage that is overwritten."""
+        """Operations of forward that must be in one stage.
+
+        They touch a storage that is overwritten, or are a draw and the copy of the state that it begins from.
+        """
         groups: dict[Storage, set[Node]] = {storage: set() for storage in self.written}
         for node in self.graph.operations:
             if node.region is Region.FORWARD:
                 for storage in (*self.graph.reads(node), *(value.storage for value in node.values)):
                     if storage in groups:
                         groups[storage].add(node)
-        return tuple(frozenset(group) for group in groups.values() if group)
+        producers = self.graph.producers
+        draws = ((node, node.generator_state) for node in self.graph.operations)
+        states = [frozenset((node, producers[s.storage])) for node, s in draws if s is not None]
+        return (*(frozenset(group) for group in groups.values() if group), *states)
 
     @cached_property
     def forward(self) -> tuple[Node, ...]:

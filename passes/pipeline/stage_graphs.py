@@ -83,7 +83,7 @@ def cut_graph(
 
 
 def _check_together(flow: Dataflow, forward: Mapping[Node, int]) -> None:
-    """Refuses stages that part operations which touch memory that is overwritten.
+    """Refuses stages that part operations which touch memory that is overwritten, or a draw from its state.
 
     Raises:
         UnsupportedError: IRC480.
@@ -93,7 +93,7 @@ def _check_together(flow: Dataflow, forward: Mapping[Node, int]) -> None:
             node = next(n for n in flow.graph.operations if n in group)
             raise UnsupportedError(
                 "IRC480",
-                f"{node.name} and what else touches the same buffer are in different stages",
+                f"{node.name} and what else touches the same buffer or generator are in different stages",
                 at=node.at,
                 help="put them into one stage",
             )

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from ...ir import (
-    RUN_ONCE,
     Annotation,
     AnnotationEffect,
     Compute,
@@ -179,7 +178,7 @@ def _offloaded_parameters(
 
 def _deciding(node: Node, action: str) -> str:
     """The annotation that made the decision, or nothing."""
-    if node.annotation is None or node.traits & RUN_ONCE:
+    if node.annotation is None or node.run_once:
         return ""
     decided = {Policy.KEEP: "keep", Policy.RECOMPUTE: "recompute"}.get(node.annotation.policy)
     return node.annotation.by if action == decided else ""
@@ -227,7 +226,7 @@ def _why_swapped(schedule: Schedule, times: StepTimes, copies: Sequence[Copy], a
 
 
 def _why_kept(problem: CheckpointProblem, storage: Storage, node: Node) -> str:
-    if once := node.traits & RUN_ONCE:
+    if once := node.run_once:
         reasons = [_because(node, trait) for trait in sorted(once, key=lambda t: t.value)]
         against = node.annotation is not None and node.annotation.policy is Policy.RECOMPUTE
         return f"its operation may run only once ({', '.join(reasons)})" + (

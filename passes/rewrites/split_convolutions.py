@@ -80,22 +80,20 @@ def rejoined(original: Graph, split: Graph, costs: Costs) -> Graph:
         split: The graph that `SplitConvolutions` made of it.
         costs: The costs of the operations of both.
     """
+    joint = {node.name: node for node in original.nodes if node.op == _JOINT}
     parts = {node.name: node for node in split.nodes}
-
-    def chosen(node: Node) -> Iterator[Node]:
-        halves = [parts[name] for name in (f"{node.name}_weight", f"{node.name}_input") if name in parts]
-        if len(halves) < 2 or node.name in parts:
-            yield node
-            return
+    whole: dict[str, Node] = {}
+    """The convolutions that stay whole, by the names of their halves."""
+    for name, node in joint.items():
+        halves = [parts[half] for half in (f"{name}_weight", f"{name}_input") if half in parts]
+        if len(halves) < 2 or name in parts:
+            continue
         made_bytes = sum(s.nbytes for s in split.allocates(halves[0]))
         held_bytes = sum(s.nbytes for s in split.reads(halves[0]) if s not in split.static_storages)
         workspace_bytes = max(costs.workspace_bytes[half] for half in halves)
         if workspace_bytes > costs.workspace_bytes[node] and made_bytes <= held_bytes:
-            yield node
-        else:
-            yield from sorted(halves, key=split.nodes.index)
-
-    return replace(original, nodes=tuple(part for node in original.nodes for part in chosen(node)))
+            whole |= {half.name: node for half in halves}
+    return replace(split, nodes=tuple(dict.fromkeys(whole.get(node.name, node) for node in split.nodes)))
 
 
 def _is_transposable(node: Node) -> bool:

@@ -20,6 +20,7 @@ from random import Random
 from hypothesis import strategies as st
 
 from irc.ir import (
+    GENERATOR_STATE,
     DType,
     Graph,
     Input,
@@ -80,11 +81,15 @@ def _chain(random: Random, count: int, max_kept: int) -> Sample:
         if random.random() < 0.35:
             operands.append(random.choice(made))
         once = random.choice((Trait.RANDOM, Trait.PINNED, Trait.NONDETERMINISTIC))
-        traits = frozenset({once} if random.random() < 0.1 else ())
+        traits = frozenset({once} if random.random() < 0.15 else ())
         operands = list(dict.fromkeys((*operands, w)))
-        nodes.append(
-            Node(f"f{index}", "test.op", tuple(operands), tuple(results), is_sequence=pair, traits=traits)
-        )
+        node = Node(f"f{index}", "test.op", tuple(operands), tuple(results), is_sequence=pair, traits=traits)
+        if Trait.RANDOM in traits and room > len(results) and random.random() < 0.7:
+            state = value(f"state{index}", unit)
+            nodes.append(Node(f"copy{index}", GENERATOR_STATE, ("cpu",), (state,), traits=traits))
+            node = node.with_generator_state(state)
+            room -= 1
+        nodes.append(node)
         room -= len(results)
         random.shuffle(results)
         made.extend(results)
@@ -94,7 +99,8 @@ def _chain(random: Random, count: int, max_kept: int) -> Sample:
     outputs = [Output(last, OutputRole.OUTPUT, "0")]
     tangent = value("t", last.type.nbytes)
     gradient = tangent
-    for index, node in reversed(list(enumerate(nodes))):
+    draws = [node for node in nodes if node.op != GENERATOR_STATE]
+    for index, node in reversed(list(enumerate(draws))):
         saved = [v for v in (*node.operands, *node.values) if v is not w and random.random() < 0.6]
         operands = tuple(dict.fromkeys((gradient, *saved)))
         gradient = value(f"g{index}", unit * random.randint(0, 5))

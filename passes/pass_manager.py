@@ -49,8 +49,8 @@ _PASSES: dict[str, type[Any]] = {
     step.name: step
     for step in (
         ReleaseGradients,
-        SplitConvolutions,
         ReplayDraws,
+        SplitConvolutions,
         HoldForwards,
         Cost,
         OfferTiers,

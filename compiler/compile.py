@@ -124,6 +124,7 @@ def _captured(
         stepwise=stepwise,
         time_limit=max(request.plan.time_limit, _LEAST_SECONDS_TO_CAPTURE),
         with_eager=not stepwise,
+        measure=request.bounded_cost.measure,
     )
     with tracing(), recording_attribute_reads() as readings:
         try:
@@ -178,11 +179,7 @@ def _costed(captured: Captured, request: Request) -> Program:
         program = PassManager(request.preparing, request.observers).run(
             Program(captured.graph, eager=captured.eager)
         )
-        # the first plan is made before training, when nothing else is there: its operations always run
-        most_bytes = None if request.example is None else request.budget
-        assert not isinstance(most_bytes, str)
-        cost = replace(request.cost, most_bytes=most_bytes)
-        return PassManager([cost], request.observers).run(program)
+        return PassManager([request.bounded_cost], request.observers).run(program)
 
 
 def _planned(captured: Captured, program: Program, request: Request, reserved: ReservedMemory) -> Program:

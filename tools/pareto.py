@@ -84,8 +84,14 @@ def _pareto(options: argparse.Namespace) -> int:
         mark(loaded.module, options)
     with progress.phase("capturing and measuring"):
         sweep = sweep.measured(loaded.module, flatten(loaded.args)[0])
-        captured = capture(loaded.module, loaded.args, loss=training_loss, with_eager=True)
         request = Request.of("100%", costs=options.costs, observers=[progress])
+        captured = capture(
+            loaded.module,
+            loaded.args,
+            loss=training_loss,
+            with_eager=True,
+            measure=request.cost.measure,
+        )
         program = request.costed(captured)
     with FrontProgress(shown=progress.shown, verbose=progress.verbose) as bar:
         front = trace_front(

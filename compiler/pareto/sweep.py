@@ -209,7 +209,7 @@ def pareto(
     if target is not None:
         check_folder(target, restart=restart)
     sweep = sweep.measured(model, flatten((args, example_kwargs))[0])
-    captured = capture(model, args, example_kwargs, loss=loss, with_eager=True)
+    captured = capture(model, args, example_kwargs, loss=loss, with_eager=True, measure=request.cost.measure)
     program = request.costed(captured)
     return trace_front(program, type(model).__name__, sweep, folder=target, restart=restart)
 

@@ -13,9 +13,12 @@ from torch.utils import _pytree as pytree
 
 from ...ir import UsageError, allocation_bytes
 from ...torch_support.allocated import allocated_bytes
+from .alive_bytes import following_states
 from .dry_run import dry_run
 from .fixups.fake_kernels import fake_kernels_of_eager
+from .fixups.value_checks import PassedChecks
 from .loss_run import Arriving, LossTrace, Measure, measured_bytes
+from .loss_terms import KERNEL_NUMBERS_BYTES
 
 __all__ = ["Loss", "described_loss", "has_own_loss", "loss_bytes", "own_loss", "unused_outputs"]
 
@@ -70,14 +73,16 @@ def _modelled_bytes(
         trained = [leaf for leaf in outputs if leaf.requires_grad]
         for output in outputs:
             trace.ignore(output)
-        with trace:
+        with trace, following_states(trace):
             scalar = _called(loss, pytree.tree_unflatten(leaves, result_tree))
-            saved = trace.alive_bytes
+            numbers = trace.number_bytes
+            saved = trace.alive_bytes + numbers
             seed = torch.ones_like(scalar)
             gradients: Any = torch.autograd.grad(scalar, trained, seed, allow_unused=True)
         arriving = Arriving.of(gradients, trained)
-        touched = sum(map(allocated_bytes, outputs)) + trace.peak_bytes
-        return (*arriving.beyond(trace.peak_bytes, trace.alive_bytes), saved), touched
+        peak = trace.peak_bytes + (0 if loss is own_loss else numbers + KERNEL_NUMBERS_BYTES)
+        touched = sum(map(allocated_bytes, outputs)) + peak
+        return (*arriving.beyond(peak, trace.alive_bytes), saved), touched
 
 
 def own_loss(result: Any) -> Tensor:
@@ -114,7 +119,7 @@ def _tracing() -> Generator[None]:
         torch.autograd.set_multithreading_enabled(False),
         torch.autograd.set_detect_anomaly(False),
     )
-    with fake_kernels_of_eager(), fake, torch.enable_grad(), one_thread, unread:
+    with fake_kernels_of_eager(), fake, PassedChecks(), torch.enable_grad(), one_thread, unread:
         yield
 
 

@@ -19,6 +19,7 @@ from ...ir import allocation_bytes
 from ...torch_support.allocated import allocated_bytes
 from .alive_bytes import AliveBytes
 from .dry_run import dry_run
+from .loss_terms import number_bytes
 
 __all__ = ["Arriving", "LossTrace", "Measure", "measured_bytes"]
 
@@ -39,25 +40,32 @@ Measure = Callable[[Iterable[Callable[[], Any]], str, int], Sequence[_Level] | N
 It is also given the bytes that the largest run touches; it returns None if there is no room for them."""
 
 
+_SIZED_BY_VALUES = {torch.ops.aten._ctc_loss}
+"""Operations whose results are as large as values ask for: traced, they have the largest size."""
+
+
 class LossTrace(AliveBytes):
     """Follows the bytes of a loss, and whether it can run on data beside the steps without a trace.
 
     It cannot if it writes into tensors that it did not make, draws from a generator of the user's, or
-    exchanges tensors with other processes.
+    exchanges tensors with other processes. What it takes must not depend on values either.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.can_run = True
+        self.number_bytes = 0
+        """The bytes of the numbers that functions may keep for backward."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if isinstance(func, OpOverload) and _reaches_out(func, args, kwargs or {}):
+        if isinstance(func, OpOverload) and _is_for_steps_alone(func, args, kwargs or {}):
             self.can_run = False
+        self.number_bytes += number_bytes(func, args)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def _reaches_out(func: OpOverload, args: Any, kwargs: Any) -> bool:
-    if "c10d" in func.namespace:
+def _is_for_steps_alone(func: OpOverload, args: Any, kwargs: Any) -> bool:
+    if "c10d" in func.namespace or func.overloadpacket in _SIZED_BY_VALUES:
         return True
     given = {a.name: arg for a, arg in zip(func._schema.arguments, args, strict=False)} | kwargs
     written = [

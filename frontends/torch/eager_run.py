@@ -23,6 +23,7 @@ from ...ir import EagerMemory, OperandKind, OperationKind
 from .alive_bytes import AliveBytes, following_states
 from .dry_run import dry_run
 from .fixups.fake_kernels import fake_kernels_of_eager
+from .fixups.foreign_writes import ForeignWrites
 from .fixups.recurrent import RecurrentLayers
 from .fixups.value_checks import PassedChecks
 from .loss import Loss
@@ -183,6 +184,7 @@ def _followed(
         leaves = list({id(t): t for t in (*fakes.values(), *given) if t.requires_grad and t.is_leaf}.values())
         stack.enter_context(stateless._reparametrize_module(module, fakes))
         stack.enter_context(mode)
+        stack.enter_context(ForeignWrites(mode))
         stack.enter_context(PassedChecks())
         stack.enter_context(followed)
         stack.enter_context(following_states(followed))

@@ -16,6 +16,7 @@ from ...torch_support.allocated import allocated_bytes
 from .alive_bytes import following_states
 from .dry_run import dry_run
 from .fixups.fake_kernels import fake_kernels_of_eager
+from .fixups.foreign_writes import ForeignWrites
 from .fixups.value_checks import PassedChecks
 from .loss_run import Arriving, LossTrace, Measure, measured_bytes
 from .loss_terms import KERNEL_NUMBERS_BYTES
@@ -119,7 +120,10 @@ def _tracing() -> Generator[None]:
         torch.autograd.set_multithreading_enabled(False),
         torch.autograd.set_detect_anomaly(False),
     )
-    with fake_kernels_of_eager(), fake, PassedChecks(), torch.enable_grad(), one_thread, unread:
+    modes = fake, ForeignWrites(fake), PassedChecks()
+    with fake_kernels_of_eager(), contextlib.ExitStack() as stack, torch.enable_grad(), one_thread, unread:
+        for mode in modes:
+            stack.enter_context(mode)
         yield
 
 

@@ -71,7 +71,7 @@ def losses(dtype: torch.dtype) -> dict[str, Loss]:
     signs, sides = 2 * bits - 1, 2 * classes(2, ROWS) - 1
     chances, several = drawn(*shape).softmax(-1), classes(COLUMNS, *shape)
     several[:, 5:] = -1
-    lengths = torch.full((4,), ROWS), torch.full((4,), 3)
+    heard, written = torch.full((4,), ROWS), torch.full((4,), 3)
     spoken = classes(8, 4, 3) + 1
 
     found: dict[str, Loss] = {}
@@ -92,7 +92,7 @@ def losses(dtype: torch.dtype) -> dict[str, Loss]:
     found |= {f"whole {name}": whole for name, whole in WHOLES.items()}
     found |= {f"part {name}": lambda y, part=part: part(y).mean() for name, part in PARTS.items()}
     return found | {
-        "mse, weight": lambda y: functional.mse_loss(y, target, weight=other),
+        "mse, weighted": lambda y: (functional.mse_loss(y, target, reduction="none") * other).sum(),
         "mse, float32 target": lambda y: functional.mse_loss(y, target.float()),
         "cross entropy": lambda y: functional.cross_entropy(y, label),
         "cross entropy, sum": lambda y: functional.cross_entropy(y, label, reduction="sum"),
@@ -136,7 +136,7 @@ def losses(dtype: torch.dtype) -> dict[str, Loss]:
         "cosine": lambda y: functional.cosine_embedding_loss(y, other, sides, margin=0.2),
         "distances": lambda y: torch.cdist(y, other).mean(),
         "own distances": lambda y: functional.pdist(y).sum(),
-        "CTC": lambda y: functional.ctc_loss(y.view(ROWS, 4, -1).log_softmax(-1), spoken, *lengths),
+        "CTC": lambda y: functional.ctc_loss(y.view(ROWS, 4, -1).log_softmax(-1), spoken, heard, written),
         "entropy": lambda y: -(y.softmax(-1) * y.log_softmax(-1)).sum(-1).mean(),
         "two terms": lambda y: functional.mse_loss(y, target) + 0.1 * y.abs().mean(),
         "mask": lambda y: y.mul(y > 0.5).sum() / (y > 0.5).sum(),

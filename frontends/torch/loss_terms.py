@@ -86,10 +86,11 @@ def workspace_bytes(op: str, operands: Sequence[Tensor], result: Tensor) -> int:
 
 
 def number_bytes(func: Any, args: Sequence[Any]) -> int:
-    """Bytes of the numbers of Python among the operands of a function, which torch makes tensors of."""
-    if not _computes_in_one_type(func):
-        return 0
-    return sum(torch.float64.itemsize for arg in args if isinstance(arg, (int, float)))
+    """Bytes of the numbers of Python that stand for tensors among the operands, which torch makes of them."""
+    schema = getattr(func, "_schema", None)
+    given = zip(schema.arguments, args, strict=False) if schema is not None else ()
+    count = sum(isinstance(arg, (int, float)) and str(wanted.type) == "Tensor" for wanted, arg in given)
+    return count * torch.float64.itemsize
 
 
 def cast_bytes(func: Any, operands: Sequence[Tensor], result: Tensor) -> int:

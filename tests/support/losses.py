@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -122,7 +122,9 @@ def losses(dtype: torch.dtype) -> dict[str, Loss]:
         "Gaussian": lambda y: functional.gaussian_nll_loss(y, target, other + 0.1),
         "Gaussian, full": lambda y: functional.gaussian_nll_loss(target, other, y.square() + 0.1, full=True),
         "ranking": lambda y: functional.margin_ranking_loss(y, other, signs, margin=0.3),
-        "ranking of halves": lambda y: functional.margin_ranking_loss(*y.chunk(2), signs[: ROWS // 2]),
+        "ranking of halves": lambda y: functional.margin_ranking_loss(
+            y[: ROWS // 2], y[ROWS // 2 :], signs[: ROWS // 2]
+        ),
         "multi margin": lambda y: functional.multi_margin_loss(y, label),
         "multi margin, weight": lambda y: functional.multi_margin_loss(y, label, p=2, weight=weight),
         "several labels, margin": lambda y: functional.multilabel_margin_loss(y, several),
@@ -136,7 +138,7 @@ def losses(dtype: torch.dtype) -> dict[str, Loss]:
         "cosine": lambda y: functional.cosine_embedding_loss(y, other, sides, margin=0.2),
         "distances": lambda y: torch.cdist(y, other).mean(),
         "own distances": lambda y: functional.pdist(y).sum(),
-        "CTC": lambda y: functional.ctc_loss(y.view(ROWS, 4, -1).log_softmax(-1), spoken, heard, written),
+        "CTC": lambda y: nn.CTCLoss()(y.view(ROWS, 4, -1).log_softmax(-1), spoken, heard, written),
         "entropy": lambda y: -(y.softmax(-1) * y.log_softmax(-1)).sum(-1).mean(),
         "two terms": lambda y: functional.mse_loss(y, target) + 0.1 * y.abs().mean(),
         "mask": lambda y: y.mul(y > 0.5).sum() / (y > 0.5).sum(),

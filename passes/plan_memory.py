@@ -151,6 +151,7 @@ class PlanMemory:
             limits.budget_bytes,
             baseline_bytes=planner.baseline_bytes,
             seconds=time.monotonic() - limits.started,
+            kernels_seconds=planner.kernels_seconds,
         )
         return replace(program, schedule=choice.incumbent.best.schedule, plan=plan)
 

@@ -94,6 +94,7 @@ def plan_subgraph(
         share.budget_bytes,
         baseline_bytes=planner.baseline_bytes,
         seconds=time.monotonic() - limits.started,
+        kernels_seconds=planner.kernels_seconds,
     )
     return Choice(problem, solution, footprint(solution.schedule, problem.costs.workspace_bytes), plan)
 
@@ -125,5 +126,6 @@ def certified(
         share.budget_bytes,
         baseline_bytes=subgraph.solutions.baseline_bytes,
         seconds=0.0,
+        kernels_seconds=subgraph.solutions.kernels_seconds,
     )
     return Choice(shared, again, footprint(again.schedule, problem.costs.workspace_bytes), plan)

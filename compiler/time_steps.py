@@ -1,4 +1,4 @@
-"""Plans of LSTM layers: by the kernels that eager runs, or by their time steps if no schedule of these fits."""
+"""Plans of LSTM layers: the kernels that eager runs, or their time steps if no schedule of these fits."""
 
 from __future__ import annotations
 

@@ -36,7 +36,8 @@ class _Share:
     def program(self, program: Program) -> Program:
         """Does the same for a program."""
         original = None if program.original is None else self.of(program.original)
-        return replace(program, graph=self.of(program.graph), original=original)
+        kernels = None if program.kernels is None else self.program(program.kernels)
+        return replace(program, graph=self.of(program.graph), original=original, kernels=kernels)
 
 
 def _share(subgraph: Subgraph, budget_bytes: int, chosen: Mapping[Subgraph, Footprint]) -> _Share:

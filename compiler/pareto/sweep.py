@@ -6,7 +6,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -173,7 +172,8 @@ def pareto(
 ) -> Front:
     """The memory/time front of a model: the least overhead at each budget, with its bound and its knee.
 
-    The model is captured and its operations are measured once, for all budgets. Nothing of it changes.
+    The model is captured and its operations are measured once, for all budgets. Nothing of it changes. If
+    budgets are below what the kernels of LSTM layers take, it is captured once more, with their time steps.
 
     Args:
         model: As for `irc.optimize`.
@@ -446,20 +446,22 @@ def _survey(planners: _Planners, sweep: Sweep) -> Survey:
     work = OffloadProblem(planner.problem, planner.program.tiers, baseline.baseline_peak_bytes)
     floor_bytes, minimum_bytes = _least_bytes(planner, sweep)
     budgets = sweep.budget_bytes(minimum_bytes, baseline.baseline_peak_bytes)
-    kernels_minimum_bytes = 0
+    kernels_minimum_bytes, remark = 0, ""
     if planners.has_time_steps and (not sweep.budgets or budgets[-1] < minimum_bytes):
-        with suppress(TimeLimitError):  # the refusals of budgets below say so
+        try:
             floor, least = _least_bytes(planners.time_steps, sweep, time.monotonic() + sweep.time_limit)
             if least < minimum_bytes:
                 kernels_minimum_bytes = minimum_bytes
                 floor_bytes, minimum_bytes = min(floor_bytes, floor), least
                 budgets = sweep.budget_bytes(minimum_bytes, baseline.baseline_peak_bytes)
+        except TimeLimitError as late:
+            remark = f"; with the time steps of its LSTM layers it may fit into less, but {late.message}"
     if budgets[0] < minimum_bytes:
         raise BudgetError(
             "IRC443",
             f"a training step needs {format_bytes(minimum_bytes)} ({minimum_bytes} bytes) at least"
             f"{_with_copies(planner, sweep)}; the largest budget is {format_bytes(budgets[0])} "
-            f"({budgets[0]} bytes)",
+            f"({budgets[0]} bytes){remark}",
             minimum_bytes=minimum_bytes,
             help=f"give a budget of {minimum_bytes} bytes or more, or points instead of budgets",
         )

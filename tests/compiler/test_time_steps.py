@@ -47,6 +47,7 @@ def _assert_close_gradients(ours: nn.Module, theirs: nn.Module) -> None:
 # ---------------------------------------------------------------------- fronts
 
 
+@pytest.mark.slow
 def test_a_front_goes_on_below_the_kernels() -> None:
     model, args = pipeline_models.tagger()
     kernels = _by_kernels(model, *args)
@@ -95,6 +96,9 @@ def test_a_front_of_sequences_that_are_too_long_for_time_steps_says_so() -> None
     (refusal,) = front.refusals
     assert refusal.code == "IRC204" and "65536 time steps takes" in refusal.reason
     assert front.survey.kernels_minimum_bytes == 0 and not front.points[0].time_steps
+    with pytest.raises(BudgetError, match="65536 time steps takes") as refused:
+        irc.pareto(module, (x,), budgets=(1 << 20,), costs="analytic", time_limit=LIMIT)
+    assert refused.value.minimum_bytes == front.survey.minimum_bytes
 
 
 def _point(budget: int, peak: int, overhead: float, bound: float, *, time_steps: bool) -> Point:
@@ -117,6 +121,7 @@ def test_time_steps_show_where_no_kernels_are_as_fast_and_have_bounds_of_their_o
 # ---------------------------------------------------------------------- torch.compile
 
 
+@pytest.mark.slow
 def test_a_graph_of_dynamo_is_planned_as_time_steps_below_the_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -174,6 +179,7 @@ def test_stages_are_planned_as_time_steps_below_the_kernels(
     assert report.failures == []
 
 
+@pytest.mark.slow
 def test_a_pipeline_trains_by_time_steps_below_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     least, _ = _smallest_pipeline(1, monkeypatch)
     model, args = pipeline_models.tagger()

@@ -22,17 +22,14 @@ from ..ir import (
     InputRole,
     OutputRole,
     Plan,
-    TimeLimitError,
     UsageError,
-    parse_budget,
 )
 from ..passes import PassManager, Program
 from ..passes.costs.optimizer_costs import optimizer_of
 from ..passes.costs.table import StepCost
-from ..passes.remat.planner import Planner
 from ..passes.remat.reuse_schedule import reuse_schedule
-from ..torch_support.recurrent_kernels import LSTM_KERNEL
 from .request import Example, Request
+from .time_steps import kernels_or_time_steps, seconds_to_capture
 
 __all__ = ["CompiledCall", "compile_call"]
 
@@ -80,30 +77,20 @@ def compile_call(
     """
     captured, names = _captured(module, args, kwargs, request)
     costed = _costed(captured, request)
-    try:
-        program = _planned(captured, costed, request, reserved)
-    except BudgetError as error:
-        if not any(node.op == LSTM_KERNEL for node in captured.graph.operations):
-            raise
-        planner, plan = Planner(costed), request.plan
-        budget = replace(plan, budget=parse_budget(plan.budget, planner.baseline_bytes))
-        within = replace(request, plan=budget)
-        try:
-            captured, names = _captured(module, args, kwargs, within, stepwise=True)
-            program = _planned(captured, _costed(captured, within), within, reserved)
-        except BudgetError as stepwise:
-            raise min(error, stepwise, key=lambda each: each.minimum_bytes) from None
-        except TimeLimitError as late:
-            raise _with_kernels(error, late) from late
-        program = _beside_kernels(program, planner)
-    return _emitted(module, captured, names, program, request, reserved)
+
+    def by_kernels() -> tuple[Captured, Names, Program]:
+        return captured, names, _planned(captured, costed, request, reserved)
+
+    def by_time_steps() -> tuple[Captured, Names, Program]:
+        steps, names_of_steps = _captured(module, args, kwargs, request, stepwise=True)
+        program = replace(_costed(steps, request), kernels=costed)
+        return steps, names_of_steps, _planned(steps, program, request, reserved)
+
+    planned, read, program = kernels_or_time_steps(captured.graph, by_kernels, by_time_steps)
+    return _emitted(module, planned, read, program, request, reserved)
 
 
 # ---------------------------------------------------------------------- capture
-
-
-_LEAST_SECONDS_TO_CAPTURE = 60.0
-"""The least time that capture has: a shorter time limit is for the search alone."""
 
 
 def _captured(
@@ -122,8 +109,9 @@ def _captured(
         kwargs,
         specialize_branches=request.specialize_branches,
         stepwise=stepwise,
-        time_limit=max(request.plan.time_limit, _LEAST_SECONDS_TO_CAPTURE),
+        time_limit=seconds_to_capture(request.plan.time_limit),
         with_eager=not stepwise,
+        measure=request.bounded_cost.measure,
     )
     with tracing(), recording_attribute_reads() as readings:
         try:
@@ -178,11 +166,7 @@ def _costed(captured: Captured, request: Request) -> Program:
         program = PassManager(request.preparing, request.observers).run(
             Program(captured.graph, eager=captured.eager)
         )
-        # the first plan is made before training, when nothing else is there: its operations always run
-        most_bytes = None if request.example is None else request.budget
-        assert not isinstance(most_bytes, str)
-        cost = replace(request.cost, most_bytes=most_bytes)
-        return PassManager([cost], request.observers).run(program)
+        return PassManager([request.bounded_cost], request.observers).run(program)
 
 
 def _planned(captured: Captured, program: Program, request: Request, reserved: ReservedMemory) -> Program:
@@ -202,35 +186,6 @@ def _planned(captured: Captured, program: Program, request: Request, reserved: R
         loss=captured.loss,
         roundings=captured.roundings,
         reserved_bytes=program.graph.reserved_bytes + _held_bytes(program.graph, reserved),
-    )
-    return replace(program, plan=plan)
-
-
-def _with_kernels(error: BudgetError, late: TimeLimitError) -> BudgetError:
-    """The refusal of a budget below the LSTM kernels, which could not be taken apart in time."""
-    return BudgetError(
-        error.code,
-        f"{error.message}; with the time steps of its LSTM layers it may fit into less, but {late.message}",
-        minimum_bytes=error.minimum_bytes,
-        at=error.at,
-        help=f"{error.help}; or raise the time limit",
-    )
-
-
-def _beside_kernels(program: Program, kernels: Planner) -> Program:
-    """The program of time steps, with a certificate that compares it with the kernels that eager runs.
-
-    The bound stays one for all schedules of the time steps.
-    """
-    assert program.plan is not None
-    plan, step = program.plan, kernels.original.step_seconds
-    slower = max(plan.step_seconds / step, 1.0) if step else 1.0
-    plan = replace(
-        plan,
-        baseline_peak_bytes=kernels.baseline_bytes + plan.reserved_bytes - program.graph.reserved_bytes,
-        step_seconds=plan.step_seconds / slower,
-        overhead=(1 + plan.overhead) * slower - 1,
-        lower_bound_overhead=(1 + plan.lower_bound_overhead) * slower - 1,
     )
     return replace(program, plan=plan)
 

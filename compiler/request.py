@@ -219,6 +219,16 @@ class Request:
         return (*self.preparing, self.cost)
 
     @property
+    def bounded_cost(self) -> Cost:
+        """The pass that finds the costs of a plan: amid training, what takes more than the budget never runs.
+
+        The first plan is made before training, when nothing else is there: its operations always run.
+        """
+        most_bytes = None if self.example is None else self.budget
+        assert not isinstance(most_bytes, str)
+        return replace(self.cost, most_bytes=most_bytes)
+
+    @property
     def choosing(self) -> tuple[Pass, ...]:
         """The part of the pipeline that chooses a schedule."""
         return (self.plan,) if self.tiers is None else (self.tiers, self.plan)

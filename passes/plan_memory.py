@@ -151,6 +151,7 @@ class PlanMemory:
             limits.budget_bytes,
             baseline_bytes=planner.baseline_bytes,
             seconds=time.monotonic() - limits.started,
+            kernels_seconds=planner.kernels_seconds,
         )
         return replace(program, schedule=choice.incumbent.best.schedule, plan=plan)
 
@@ -163,9 +164,14 @@ class PlanMemory:
         return choose_recomputation(planner, strategy, limits)
 
 
-def smallest_budget(planner: Planner) -> int:
-    """The smallest budget that a schedule was found for, with copies if the program has tiers, in bytes."""
+def smallest_budget(planner: Planner, deadline: float = math.inf) -> int:
+    """The smallest budget that a schedule was found for, with copies if the program has tiers, in bytes.
+
+    Args:
+        planner: The program's planner.
+        deadline: `time.monotonic()` after which nothing more is tried.
+    """
     if not planner.program.tiers:
-        return planner.minimum_bytes(is_thorough=True)
+        return planner.minimum_bytes(deadline, is_thorough=True)
     work = OffloadProblem(planner.problem, planner.program.tiers, planner.problem.keep_all.peak_bytes)
-    return least_budget(work, planner.candidates(is_thorough=True))
+    return least_budget(work, planner.candidates(deadline, is_thorough=True))

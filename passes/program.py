@@ -23,6 +23,8 @@ class Program:
         tiers: The tiers that storages may go to, beside the device; the fastest first.
         eager: The memory of the step as its user wrote it, if it is known and comparable: no gradient is
             released in backward, and no second forward is in flight.
+        kernels: The program with costs of the kernels that eager runs, if this one has the time steps of LSTM
+            layers in their place; plans are compared with it.
     """
 
     graph: Graph
@@ -32,6 +34,7 @@ class Program:
     original: Graph | None = None
     tiers: tuple[Tier, ...] = ()
     eager: EagerMemory | None = None
+    kernels: Program | None = None
 
     @property
     def baseline(self) -> Schedule:
@@ -56,4 +59,4 @@ def without_annotations(program: Program) -> Program:
         program.costs.source,
     )
     original = freed[1] if len(freed) > 1 else None
-    return Program(freed[0], costs, original=original, eager=program.eager)
+    return Program(freed[0], costs, original=original, eager=program.eager, kernels=program.kernels)

@@ -71,6 +71,12 @@ def _inspected(loaded: Loaded, options: argparse.Namespace, progress: Progress) 
         from ..frontends.torch import capture
         from .model_report import inspect_program
 
-        captured = capture(loaded.module, loaded.args, loss=training_loss, with_eager=True)
         request = Request.of("100%", costs=options.costs, observers=[progress])
+        captured = capture(
+            loaded.module,
+            loaded.args,
+            loss=training_loss,
+            with_eager=True,
+            measure=request.cost.measure,
+        )
         return inspect_program(request.costed(captured), options.top)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ..compiler.time_steps import has_kernels
 from ..ir import InputRole, Storage, format_bytes, liveness, printable
 from ..passes import CheckpointProblem, Planner, Program, smallest_budget
 
@@ -32,6 +33,7 @@ class Inspection:
         baseline_peak_bytes: Peak of a step that computes nothing twice, static bytes included.
         minimum_budget_bytes: The smallest budget that a schedule was found for.
         floor_bytes: What no schedule can go below.
+        has_kernels: Whether it runs LSTM layers by kernels, whose time steps may take less.
         step_seconds: Time of the step.
         costs: Where seconds and workspaces come from.
         peak_operation: What runs at the baseline's peak.
@@ -47,6 +49,7 @@ class Inspection:
     costs: str
     peak_operation: str
     largest: tuple[Row, ...]
+    has_kernels: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """The inspection as JSON-ready data."""
@@ -88,7 +91,8 @@ class Inspection:
             f"{'smallest':>12}  {format_bytes(self.minimum_budget_bytes)} budget "
             f"({self.minimum_budget_bytes:,} bytes, "
             f"{self.minimum_budget_bytes / self.baseline_peak_bytes:.1%} of baseline); "
-            f"none is below {self.floor_bytes:,}",
+            f"none is below {self.floor_bytes:,}"
+            f"{' with LSTM kernels, and time steps of these layers may take less' * self.has_kernels}",
             "largest storages of forward:" if self.largest else "",
         ]
         lines += [
@@ -128,6 +132,7 @@ def inspect_program(program: Program, top: int) -> Inspection:
         minimum_budget_bytes=minimum,
         floor_bytes=floor,
         step_seconds=problem.step_seconds,
+        has_kernels=has_kernels(graph),
         costs=program.costs.source,
         peak_operation="the loss" if node is None else printable(f"{node.name} ({node.op})"),
         largest=tuple(rows),

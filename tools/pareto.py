@@ -70,9 +70,8 @@ def _pareto(options: argparse.Namespace) -> int:
         from ..compiler.model_source import load, training_loss
         from ..compiler.pareto.front import FILES
         from ..compiler.pareto.journal import check_folder
-        from ..compiler.pareto.sweep import Sweep, trace_front
+        from ..compiler.pareto.sweep import Sweep, captured_for_front, trace_front
         from ..compiler.request import Request
-        from ..frontends.torch import capture
         from ..torch_support.pytree import flatten
         from .pareto_progress import FrontProgress
 
@@ -84,9 +83,10 @@ def _pareto(options: argparse.Namespace) -> int:
         mark(loaded.module, options)
     with progress.phase("capturing and measuring"):
         sweep = sweep.measured(loaded.module, flatten(loaded.args)[0])
-        captured = capture(loaded.module, loaded.args, loss=training_loss, with_eager=True)
         request = Request.of("100%", costs=options.costs, observers=[progress])
-        program = request.costed(captured)
+        program, time_steps = captured_for_front(
+            loaded.module, loaded.args, None, training_loss, request, sweep
+        )
     with FrontProgress(shown=progress.shown, verbose=progress.verbose) as bar:
         front = trace_front(
             program,
@@ -95,6 +95,7 @@ def _pareto(options: argparse.Namespace) -> int:
             folder=options.output,
             restart=options.restart,
             observer=bar,
+            time_steps=time_steps,
         )
     if options.json:
         print(json.dumps(front.to_json(), indent=1))

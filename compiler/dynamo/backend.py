@@ -7,7 +7,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from ...frontends.torch import capture_graph, compiled_frame, forward_bytes, gra
 from ...ir import Plan, UsageError, parse_budget
 from ...passes.subgraphs.subgraph import SubgraphSolutions
 from ..request import MEASURED, Request, renamed_costs
+from ..time_steps import kernels_or_time_steps, seconds_to_capture
 from .pending_runs import Variant
 from .step_budget import StepBudget
 
@@ -47,7 +48,8 @@ def backend(
     that of the whole step. Its graphs share it: what a graph saves for its backward is alive while the later
     ones run. A graph that is new to a step is planned in what is left; if that does not suffice, those that
     ran before it free what they can compute again, so that the budget holds in this step too. When the step
-    comes again, its graphs are planned together.
+    comes again, its graphs are planned together. A graph whose LSTM kernels do not fit is planned with their
+    time steps from then on, as in `irc.optimize`.
 
     Graphs that have nothing to differentiate run as they are, if there is room for them; under `no_grad`,
     which is not a training step, nothing is counted.
@@ -168,7 +170,11 @@ class Backend:
         self._budget.eager_parameters.let_go()
 
     def run(self, variant: Variant, inputs: list[Tensor]) -> tuple[Tensor, ...]:
-        """Runs a graph's forward once there is room for it; returns its flat outputs."""
+        """Runs a graph's forward once there is room for it; returns its flat outputs.
+
+        Raises:
+            BudgetError: IRC540; nothing has run.
+        """
         with self._lock:
             pending_run = self._budget.admit(variant, inputs)
             outputs = run_step(pending_run.program, inputs)
@@ -206,6 +212,24 @@ class Backend:
         with planning, torch._C._DisableAutocast():  # pyright: ignore[reportPrivateUsage]
             program = self._request.costed(captured.captured)
         return Variant(name, captured, SubgraphSolutions(program))
+
+    def time_steps(
+        self, kernels: Variant, graph: fx.GraphModule, args: Sequence[Any], names: Sequence[str | None]
+    ) -> Variant:
+        """The same graph captured with the time steps of its LSTM layers in place of kernels.
+
+        Raises:
+            TimeLimitError: IRC205 for too many time steps.
+        """
+        limit = seconds_to_capture(self._request.plan.time_limit)
+        with planning, tracing():
+            captured = capture_graph(graph, args, names, stepwise=True, time_limit=limit)
+        assert captured is not None, "its kernels have something to differentiate"
+        _LOG.info("%s does not fit by kernels: its LSTM layers are planned as time steps", kernels.name)
+        with planning, torch._C._DisableAutocast():  # pyright: ignore[reportPrivateUsage]
+            program = self._request.costed(captured.captured)
+        program = replace(program, kernels=kernels.solutions.program)
+        return Variant(kernels.name, captured, SubgraphSolutions(program))
 
 
 def _look(_: object) -> None:
@@ -249,6 +273,17 @@ class _Compiled:
         variant = self._variant(args)
         if isinstance(variant, Unplanned):
             return self.backend.pass_by(variant, self.graph, args)
+
+        def by_time_steps() -> Any:
+            steps = self.backend.time_steps(variant, self.graph, args, self.names)
+            result = self._run_variant(steps, args)
+            self.variants[self._key(args)] = steps
+            self.backend.forget(variant)
+            return result
+
+        return kernels_or_time_steps(variant.graph, lambda: self._run_variant(variant, args), by_time_steps)
+
+    def _run_variant(self, variant: Variant, args: Sequence[Any]) -> Any:
         captured = variant.captured
         inputs = [args[b] if isinstance(b, int) else b for b in captured.bindings]
         for tensor, static in zip(inputs, captured.captured.graph.inputs, strict=False):
@@ -260,8 +295,7 @@ class _Compiled:
 
     def _variant(self, args: Sequence[Any]) -> Variant | Unplanned:
         """Returns the capture for arguments of these sizes; Dynamo may have left sizes open."""
-        own = (_size(arg) for arg, name in zip(args, self.names, strict=True) if name is None)
-        key = (torch.is_grad_enabled(), *own)
+        key = self._key(args)
         if key in self.variants:
             self.variants.move_to_end(key)
             return self.variants[key]
@@ -272,6 +306,10 @@ class _Compiled:
                 _LOG.info("%s has run with more than %d sizes; the oldest is dropped", oldest.name, _VARIANTS)
                 self.backend.forget(oldest)
         return self.variants[key]
+
+    def _key(self, args: Sequence[Any]) -> Hashable:
+        own = (_size(arg) for arg, name in zip(args, self.names, strict=True) if name is None)
+        return (torch.is_grad_enabled(), *own)
 
 
 def _size(arg: object) -> Hashable:

@@ -128,6 +128,11 @@ class Front:
             )
         if survey.tiers:
             yield "waited is for copies, and part of the overhead; bounds hold for schedules that copy too"
+        if survey.kernels_minimum_bytes:
+            yield (
+                f"below {self._amount(survey.kernels_minimum_bytes)} {unit} LSTM layers are planned as their "
+                "time steps, in place of the kernels that eager runs"
+            )
         if knee is None:
             yield "knee: none, the front does not bend"
             return

@@ -19,7 +19,7 @@ from .points import Known, Point, Refusal, Survey
 __all__ = ["Identity", "Journal", "check_folder"]
 
 _NAME = "points.jsonl"
-_FORMAT = "irc-points-2"
+_FORMAT = "irc-points-3"
 _Record = TypeVar("_Record")
 
 

@@ -32,6 +32,8 @@ class Point:
         plan_seconds: How long planning at this budget took.
         tiers: What the plan copies to each tier that it uses.
         exposed_seconds: Predicted time of a step in which copies are waited for; part of the overhead.
+        time_steps: Whether LSTM layers run as their time steps in place of the kernels that eager runs; the
+            bound is then one for all schedules of time steps, and numbers differ from eager's by rounding.
     """
 
     budget_bytes: int
@@ -45,6 +47,7 @@ class Point:
     plan_seconds: float
     tiers: tuple[TierUse, ...] = ()
     exposed_seconds: float = 0.0
+    time_steps: bool = False
 
     @property
     def copied_bytes(self) -> int:
@@ -99,6 +102,8 @@ class Survey:
         known: Known strategies, to compare with.
         swap: The tiers that plans may copy to, as `irc optimize --swap` takes them.
         tiers: The same as they were planned with: how fast they are, and what they hold.
+        kernels_minimum_bytes: The smallest budget that a schedule of LSTM kernels was found for, if there are
+            budgets below, which are planned with time steps in their place; else 0.
     """
 
     baseline_bytes: int
@@ -112,6 +117,7 @@ class Survey:
     known: tuple[Known, ...] = ()
     swap: tuple[str, ...] = ()
     tiers: tuple[Tier, ...] = ()
+    kernels_minimum_bytes: int = 0
 
 
 # ---------------------------------------------------------------------- the front
@@ -121,7 +127,8 @@ def merge(outcomes: Iterable[Point | Refusal]) -> tuple[tuple[Point, ...], tuple
     """Merges all outcomes into what is known at each budget, the largest first.
 
     A plan serves every budget that its peak fits in, and a bound holds for every smaller budget. So the
-    overhead never falls, the peak never rises and the bound never falls as the budget shrinks. Of plans that
+    overhead never falls, the peak never rises and the bound never falls as the budget shrinks; a bound for
+    LSTM kernels holds for kernels alone, and one for time steps for these. Of plans that
     are as fast the one that copies least counts, and of these the one with the smallest peak.
 
     Args:
@@ -134,14 +141,14 @@ def merge(outcomes: Iterable[Point | Refusal]) -> tuple[tuple[Point, ...], tuple
     plans = [outcome for outcome in by_budget.values() if isinstance(outcome, Point)]
     points: list[Point] = []
     refusals: list[Refusal] = []
-    bound = 0.0
+    bounds = {False: 0.0, True: 0.0}
     for budget, outcome in sorted(by_budget.items(), reverse=True):
         if isinstance(outcome, Point):
-            bound = max(bound, outcome.bound)
+            bounds[outcome.time_steps] = max(bounds[outcome.time_steps], outcome.bound)
         fitting = [plan for plan in plans if plan.peak_bytes <= budget]
         if fitting:
             best = min(fitting, key=lambda p: (*_rank(p), p is not outcome, p.budget_bytes))
-            points.append(_restated(best, budget, bound, outcome.plan_seconds))
+            points.append(_restated(best, budget, bounds[best.time_steps], outcome.plan_seconds))
         elif isinstance(outcome, Refusal):
             refusals.append(outcome)
     return tuple(points), tuple(refusals)

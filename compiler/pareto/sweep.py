@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -35,11 +37,12 @@ from ...passes.remat.strategies import known_strategies
 from ...torch_support.pytree import flatten
 from ..request import MEASURED, Request, renamed_costs
 from ..tiers import device_of, measured_tiers, offer, tier_configs
+from ..time_steps import has_kernels, kernels_or_time_steps, seconds_to_capture
 from .front import Front
 from .journal import Identity, Journal, check_folder
 from .points import PROOF_GAP, Known, Point, Refusal, Survey
 
-__all__ = ["FrontObserver", "Sweep", "pareto", "trace_front"]
+__all__ = ["FrontObserver", "Sweep", "captured_for_front", "pareto", "trace_front"]
 
 _POINTS = 20
 _SECONDS = 20.0
@@ -169,7 +172,8 @@ def pareto(
 ) -> Front:
     """The memory/time front of a model: the least overhead at each budget, with its bound and its knee.
 
-    The model is captured and its operations are measured once, for all budgets. Nothing of it changes.
+    The model is captured and its operations are measured once, for all budgets. Nothing of it changes. If
+    budgets are below what the kernels of LSTM layers take, it is captured once more, with their time steps.
 
     Args:
         model: As for `irc.optimize`.
@@ -209,9 +213,44 @@ def pareto(
     if target is not None:
         check_folder(target, restart=restart)
     sweep = sweep.measured(model, flatten((args, example_kwargs))[0])
-    captured = capture(model, args, example_kwargs, loss=loss, with_eager=True)
-    program = request.costed(captured)
-    return trace_front(program, type(model).__name__, sweep, folder=target, restart=restart)
+    program, time_steps = captured_for_front(model, args, example_kwargs, loss, request, sweep)
+    return trace_front(
+        program, type(model).__name__, sweep, folder=target, restart=restart, time_steps=time_steps
+    )
+
+
+def captured_for_front(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    loss: Loss | None,
+    request: Request,
+    sweep: Sweep,
+) -> tuple[Program, Callable[[], Program]]:
+    """Captures a model for `trace_front`.
+
+    Args:
+        model: As for `pareto`.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        loss: As for `pareto`.
+        request: Where costs come from.
+        sweep: Its time limit holds for tracing time steps.
+
+    Returns:
+        The program with costs, and what captures it with the time steps of LSTM layers in place of kernels.
+
+    Raises:
+        IrcError: As for `pareto`.
+    """
+    traced = partial(capture, model, args, kwargs, loss=loss, measure=request.cost.measure)
+    program = request.costed(traced(with_eager=True))
+
+    def time_steps() -> Program:
+        limit = seconds_to_capture(sweep.time_limit)
+        return replace(request.costed(traced(stepwise=True, time_limit=limit)), kernels=program)
+
+    return program, time_steps
 
 
 def _checked(model: object, args: object, kwargs: object, loss: object) -> tuple[Any, ...]:
@@ -239,6 +278,7 @@ def trace_front(
     folder: Path | None = None,
     restart: bool = False,
     observer: FrontObserver | None = None,
+    time_steps: Callable[[], Program] | None = None,
 ) -> Front:
     """The front of a program with costs.
 
@@ -249,6 +289,8 @@ def trace_front(
         folder: As for `pareto`.
         restart: As for `pareto`.
         observer: Told of each budget.
+        time_steps: Captures the program with the time steps of LSTM layers in place of kernels, for budgets
+            below the smallest one that kernels fit into; None plans kernels alone.
 
     Raises:
         KeyboardInterrupt: With a note that says how many points are kept.
@@ -257,10 +299,13 @@ def trace_front(
     sweep.check()
     journal = Journal.open(folder, Identity.of(program, str(sweep), sweep.tiers), restart=restart)
     if journal.survey is not None:
-        planner = Planner(replace(program, tiers=journal.survey.tiers))  # not as they are measured now
+        program = replace(program, tiers=journal.survey.tiers)  # not as they are measured now
+        planners = _Planners(Planner(program), time_steps)
     else:
-        planner = Planner(program if sweep.offered is None else sweep.offered.run(program))
-        journal.begin(_survey(planner, sweep))
+        planners = _Planners(
+            Planner(program if sweep.offered is None else sweep.offered.run(program)), time_steps
+        )
+        journal.begin(_survey(planners, sweep))
     survey = journal.survey
     assert survey is not None
     finished = {outcome.budget_bytes for outcome in journal.outcomes}
@@ -269,7 +314,7 @@ def trace_front(
     try:
         for budget in survey.budgets:
             if budget not in finished:
-                journal.append(_plan_within(planner, budget, sweep, observer))
+                journal.append(_plan_within(planners, budget, sweep, observer))
     except KeyboardInterrupt as interrupt:
         kept = f"{len(journal.outcomes)} of {len(survey.budgets)} points are finished"
         interrupt.add_note(f"{kept}; the same command goes on from there" if folder else kept)
@@ -287,15 +332,58 @@ def trace_front(
     return front
 
 
+@dataclass
+class _Planners:
+    """The planner of a front's program, and that of its time steps once one is needed.
+
+    Args:
+        kernels: The planner of the program as eager runs it.
+        capture: Captures its time steps; None if it has no others.
+    """
+
+    kernels: Planner
+    capture: Callable[[], Program] | None
+
+    @property
+    def has_time_steps(self) -> bool:
+        """Whether there are kernels that can be captured as their time steps."""
+        return self.capture is not None and has_kernels(self.kernels.program.graph)
+
+    @cached_property
+    def time_steps(self) -> Planner:
+        """The planner of the time steps, which may copy to the same tiers.
+
+        Raises:
+            TimeLimitError: IRC205 for too many time steps.
+        """
+        assert self.capture is not None
+        return Planner(replace(self.capture(), tiers=self.kernels.program.tiers))
+
+    def plan(self, chooser: PlanMemory) -> Program:
+        """Plans for one budget, by time steps if kernels do not fit.
+
+        Raises:
+            BudgetError: IRC204.
+            TimeLimitError: IRC205.
+            VerificationError: As `_planned`.
+        """
+        if not self.has_time_steps:
+            return _planned(self.kernels, chooser)
+        graph = self.kernels.program.graph
+        return kernels_or_time_steps(
+            graph, lambda: _planned(self.kernels, chooser), lambda: _planned(self.time_steps, chooser)
+        )
+
+
 def _plan_within(
-    planner: Planner, budget_bytes: int, sweep: Sweep, observer: FrontObserver | None
+    planners: _Planners, budget_bytes: int, sweep: Sweep, observer: FrontObserver | None
 ) -> Point | Refusal:
     if observer is not None:
         observer.before(budget_bytes)
     started = time.monotonic()
     try:
-        plan = _plan(planner, sweep.chooser(budget_bytes))
-        outcome = _point(plan, is_bound=sweep.copies or sweep.offered is None)
+        program = planners.plan(sweep.chooser(budget_bytes))
+        outcome = _point(program, is_bound=sweep.copies or sweep.offered is None)
     except (BudgetError, TimeLimitError) as error:
         outcome = Refusal(budget_bytes, error.code, error.message, time.monotonic() - started)
     if observer is not None:
@@ -303,7 +391,7 @@ def _plan_within(
     return outcome
 
 
-def _plan(planner: Planner, select: PlanMemory) -> Plan:
+def _planned(planner: Planner, select: PlanMemory) -> Program:
     """Plans for one budget, and verifies the plan.
 
     Raises:
@@ -319,11 +407,12 @@ def _plan(planner: Planner, select: PlanMemory) -> Plan:
         peak_bytes=plan.peak_bytes,
         tiers=program.tiers,
     )
-    return plan
+    return program
 
 
-def _point(plan: Plan, *, is_bound: bool) -> Point:
+def _point(program: Program, *, is_bound: bool) -> Point:
     """A plan as a point; what was proved of schedules without copies says nothing if there are tiers."""
+    plan = _plan_of(program)
     bound = plan.lower_bound_overhead if is_bound else 0.0
     return Point(
         budget_bytes=plan.budget_bytes,
@@ -337,34 +426,49 @@ def _point(plan: Plan, *, is_bound: bool) -> Point:
         plan_seconds=plan.seconds_to_plan,
         tiers=plan.tiers,
         exposed_seconds=plan.exposed_seconds,
+        time_steps=program.kernels is not None,
     )
 
 
-def _survey(planner: Planner, sweep: Sweep) -> Survey:
+def _plan_of(program: Program) -> Plan:
+    assert program.plan is not None
+    return program.plan
+
+
+def _survey(planners: _Planners, sweep: Sweep) -> Survey:
     """Looks at a program with costs.
 
     Raises:
         BudgetError: IRC443 when all budgets are below the smallest feasible one.
     """
-    baseline = _plan(planner, PlanMemory(_EVERY_SCHEDULE, "keep-all", time_limit=0))
+    planner = planners.kernels
+    baseline = _plan_of(_planned(planner, PlanMemory(_EVERY_SCHEDULE, "keep-all", time_limit=0)))
     work = OffloadProblem(planner.problem, planner.program.tiers, baseline.baseline_peak_bytes)
-    minimum_bytes = planner.minimum_bytes(is_thorough=True)
-    if sweep.copies:
-        minimum_bytes = min(minimum_bytes, smallest_budget(planner))
+    floor_bytes, minimum_bytes = _least_bytes(planner, sweep)
     budgets = sweep.budget_bytes(minimum_bytes, baseline.baseline_peak_bytes)
+    kernels_minimum_bytes, remark = 0, ""
+    if planners.has_time_steps and (not sweep.budgets or budgets[-1] < minimum_bytes):
+        try:
+            floor, least = _least_bytes(planners.time_steps, sweep, time.monotonic() + sweep.time_limit)
+            if least < minimum_bytes:
+                kernels_minimum_bytes = minimum_bytes
+                floor_bytes, minimum_bytes = min(floor_bytes, floor), least
+                budgets = sweep.budget_bytes(minimum_bytes, baseline.baseline_peak_bytes)
+        except TimeLimitError as late:
+            remark = f"; with the time steps of its LSTM layers it may fit into less, but {late.message}"
     if budgets[0] < minimum_bytes:
         raise BudgetError(
             "IRC443",
             f"a training step needs {format_bytes(minimum_bytes)} ({minimum_bytes} bytes) at least"
             f"{_with_copies(planner, sweep)}; the largest budget is {format_bytes(budgets[0])} "
-            f"({budgets[0]} bytes)",
+            f"({budgets[0]} bytes){remark}",
             minimum_bytes=minimum_bytes,
             help=f"give a budget of {minimum_bytes} bytes or more, or points instead of budgets",
         )
     return Survey(
         baseline_bytes=baseline.baseline_peak_bytes,
         static_bytes=baseline.static_bytes,
-        floor_bytes=work.floor_bytes if sweep.copies else planner.problem.floor_bytes,
+        floor_bytes=floor_bytes,
         minimum_bytes=minimum_bytes,
         step_seconds=baseline.step_seconds,
         costs=baseline.costs,
@@ -373,7 +477,17 @@ def _survey(planner: Planner, sweep: Sweep) -> Survey:
         known=_known(work),
         swap=sweep.swap,
         tiers=planner.program.tiers,
+        kernels_minimum_bytes=kernels_minimum_bytes,
     )
+
+
+def _least_bytes(planner: Planner, sweep: Sweep, deadline: float = math.inf) -> tuple[int, int]:
+    """The bytes that no schedule goes below, and the smallest budget that one was found for until then."""
+    minimum_bytes = planner.minimum_bytes(deadline, is_thorough=True)
+    if not sweep.copies:
+        return planner.problem.floor_bytes, minimum_bytes
+    work = OffloadProblem(planner.problem, planner.program.tiers, planner.baseline_bytes)
+    return work.floor_bytes, min(minimum_bytes, smallest_budget(planner, deadline))
 
 
 def _with_copies(planner: Planner, sweep: Sweep) -> str:

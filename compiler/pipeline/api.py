@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -19,7 +21,8 @@ from ...ir.pipeline.plan import PipelinePlan
 from ...ir.pipeline.schedule import PipelineSchedule
 from ...passes.costs.optimizer_costs import OptimizerFactory
 from ..request import MEASURED, renamed_costs
-from .auto import Considered, choose
+from ..time_steps import has_kernels, seconds_to_capture
+from .auto import Capture, Considered, choose
 from .micro_batches import PlannedCall, batch_of, micro_batches_of
 from .plan import baseline_bytes, captured_micro_batch, plan_stages
 from .request import AUTO, PipelineRequest
@@ -174,9 +177,11 @@ def compile_pipeline(
         IrcError: As `irc.pipeline`.
     """
 
-    def capture(count: int) -> Captured:
+    def capture(count: int, *, stepwise: bool = False) -> Captured:
         model, args = load(count)
-        return captured_micro_batch(model, micro_batches_of(args, count)[0], loss)
+        limit = seconds_to_capture(request.time_limit) if stepwise else math.inf
+        micro_batch = micro_batches_of(args, count)[0]
+        return captured_micro_batch(model, micro_batch, loss, stepwise=stepwise, time_limit=limit)
 
     if request.has_percentages:
         request = request.of_shares(baseline_bytes(capture(1), request.optimizer))
@@ -189,13 +194,15 @@ def compile_pipeline(
         choice = choose(capture, request, batch_of(args))
         model, _ = load(choice.request.count_of_micro_batches)
         return Pipeline(model, choice.captured, choice.stages, loss, choice.considered)
-    captured = capture(request.count_of_micro_batches)
-    return Pipeline(model, captured, plan_stages(captured, request), loss)
+    count = request.count_of_micro_batches
+    captured = capture(count)
+    stages = plan_stages(captured, request, partial(capture, count, stepwise=True))
+    return Pipeline(model, captured, stages, loss)
 
 
 def _agreed(
     model: nn.Module,
-    capture: Callable[[int], Captured],
+    capture: Capture,
     request: PipelineRequest,
     batch: int,
     loss: PipelineLoss | None,
@@ -211,7 +218,8 @@ def _agreed(
                 choice = choose(capture, request, batch)
                 captured, stages, considered = choice.captured, choice.stages, choice.considered
             else:
-                stages = plan_stages(captured, request)
+                again = partial(capture, request.count_of_micro_batches, stepwise=True)
+                stages = plan_stages(captured, request, again)
             said = [(stages.texts(), stages.tier_configs, considered)]
         except IrcError as error:
             failure, said = error, [str(error)]
@@ -227,6 +235,8 @@ def _agreed(
         captured = capture(plan.micro_batches)
     order = PipelineSchedule.parse(order_text)
     schedules = tuple(map(parse_program, texts))
+    if has_kernels(captured.graph) and not any(has_kernels(schedule.graph) for schedule in schedules):
+        captured = capture(plan.micro_batches, stepwise=True)
     stages = Stages(
         order,
         schedules[: order.stages],

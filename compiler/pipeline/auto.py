@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 from ...frontends.torch import Captured
 from ...ir import BudgetError, IrcError, TimeLimitError, UnsupportedError, UsageError, format_bytes
@@ -15,7 +16,20 @@ from .plan import MicroBatch, devices_of
 from .request import AUTO, PipelineRequest
 from .trainer import Stages
 
-__all__ = ["Choice", "Considered", "choose", "considered_lines"]
+__all__ = ["Capture", "Choice", "Considered", "choose", "considered_lines"]
+
+
+class Capture(Protocol):
+    """Captures the training graph of a micro-batch of the model."""
+
+    def __call__(self, count: int, *, stepwise: bool = False) -> Captured:
+        """Captures it.
+
+        Args:
+            count: The number of micro-batches.
+            stepwise: Whether LSTM layers are captured as their time steps, in place of kernels.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -109,7 +123,7 @@ class _Candidate:
         return replace(_considered(self.request, ""), bound_seconds=self.bound_seconds, **more)
 
 
-def choose(capture: Callable[[int], Captured], request: PipelineRequest, batch: int) -> Choice:
+def choose(capture: Capture, request: PipelineRequest, batch: int) -> Choice:
     """Plans the ways to run a pipeline that a request leaves open, the most promising ones first.
 
     Numbers of micro-batches are those that divide the batch, two of them at most from one power of two to the
@@ -118,7 +132,7 @@ def choose(capture: Callable[[int], Captured], request: PipelineRequest, batch: 
     into capturing and measuring micro-batches of several sizes, the rest into plans, each with a part of it.
 
     Args:
-        capture: The training graph of a micro-batch, given how many there are.
+        capture: The training graph of a micro-batch.
         request: What is asked; `auto` is open.
         batch: The size of a whole batch.
 
@@ -238,7 +252,7 @@ class _Candidates:
 
 
 def _candidates(
-    capture: Callable[[int], Captured], request: PipelineRequest, counts: Sequence[int], deadline: float
+    capture: Capture, request: PipelineRequest, counts: Sequence[int], deadline: float
 ) -> _Candidates:
     """Captures micro-batches by some numbers of them, until a deadline, but at the least one."""
     found: list[_Candidate] = []
@@ -258,7 +272,7 @@ def _candidates(
         if not ways:
             continue
         try:
-            micro_batch = MicroBatch.measured(capture(count), request)
+            micro_batch = MicroBatch.measured(capture(count), request, partial(capture, count, stepwise=True))
         except (UnsupportedError, UsageError) as error:  # such as a batch of one, which has no statistics
             refused += [_considered(way, error.message) for way in ways]
             failure = failure or error

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from ...torch_support.pytree import flatten
 from ..model_source import training_loss
 from ..optimizers import DescribedOptimizer
 from ..tiers import tier_configs
+from ..time_steps import kernels_or_time_steps
 from .request import PipelineRequest
 from .results import own_results
 from .summary import plan_of
@@ -48,18 +51,38 @@ _LINK_SECONDS = 20e-6
 
 
 def captured_micro_batch(
-    model: nn.Module, micro_batch: tuple[Any, ...], loss: PipelineLoss | None
+    model: nn.Module,
+    micro_batch: tuple[Any, ...],
+    loss: PipelineLoss | None,
+    *,
+    stepwise: bool = False,
+    time_limit: float = math.inf,
 ) -> Captured:
     """The training graph of one micro-batch.
 
+    Args:
+        model: What is trained.
+        micro_batch: Its arguments.
+        loss: As in `irc.pipeline`.
+        stepwise: As in `capture`.
+        time_limit: As there.
+
     Raises:
+        TimeLimitError: As `capture`.
         UnsupportedError: IRC483 for arguments that require a gradient; IRC489 for written arguments and
             results that are parameters; others for what is not supported.
     """
     of_result = training_loss if loss is None else (lambda result: loss(result, *micro_batch))
     leaves, tree = flatten(micro_batch)
     own = [_own(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    captured = capture(model, pytree.tree_unflatten(own, tree), {}, loss=of_result)
+    captured = capture(
+        model,
+        pytree.tree_unflatten(own, tree),
+        {},
+        loss=of_result,
+        stepwise=stepwise,
+        time_limit=time_limit,
+    )
     for entry in captured.graph.inputs:
         if entry.role is InputRole.INPUT and entry.requires_grad:
             raise UnsupportedError(
@@ -99,6 +122,8 @@ class MicroBatch:
         cost: What found them, for the graphs of stages.
         optimizer_steps: What the steps of an optimizer take.
         tiers: Offers the tiers that stages may copy to; None if there are none.
+        time_steps: Captures the same with the time steps of LSTM layers in place of kernels; None plans
+            kernels alone.
     """
 
     captured: Captured
@@ -106,14 +131,18 @@ class MicroBatch:
     cost: Cost
     optimizer_steps: OptimizerSteps
     tiers: OfferTiers | None = None
+    time_steps: Callable[[], MicroBatch] | None = None
 
     @staticmethod
-    def measured(captured: Captured, request: PipelineRequest) -> MicroBatch:
+    def measured(
+        captured: Captured, request: PipelineRequest, time_steps: Callable[[], Captured] | None = None
+    ) -> MicroBatch:
         """Finds what the operations of a captured micro-batch take, the optimizer's steps, and copies.
 
         Args:
             captured: The training graph.
             request: What is asked of the pipeline.
+            time_steps: Captures it with the time steps of LSTM layers in place of kernels.
 
         Raises:
             UnsupportedError: IRC508 for an optimizer that takes no steps parameter by parameter.
@@ -124,7 +153,8 @@ class MicroBatch:
         program = stage.cost.run(replace(prepared, original=None))
         optimizer = request.optimizer
         steps = OptimizerSteps() if optimizer is None else optimizer_steps_of(program.graph, optimizer)
-        return MicroBatch(captured, program, stage.cost, steps, stage.on(_device(program)).tiers)
+        again = None if time_steps is None else cache(lambda: MicroBatch.measured(time_steps(), request))
+        return MicroBatch(captured, program, stage.cost, steps, stage.on(_device(program)).tiers, again)
 
     @cached_property
     def linear_order(self) -> LinearOrder:
@@ -132,7 +162,7 @@ class MicroBatch:
         return linear_order_of(self.program, self.cost.run)
 
     def plan(self, request: PipelineRequest, time_limit: float) -> Stages:
-        """Plans its pipeline.
+        """Plans its pipeline; if nothing fits, with LSTM layers taken apart. The bound holds for both.
 
         Args:
             request: What it is asked to be.
@@ -143,6 +173,39 @@ class MicroBatch:
             TimeLimitError: IRC205.
             UsageError: IRC485 for more stages than operations; as `PipelineRequest`.
         """
+        started, time_steps = time.monotonic(), self.time_steps
+        if time_steps is None:
+            return self._planned(request, time_limit)
+
+        def by_time_steps() -> Stages:
+            left = max(time_limit - (time.monotonic() - started), time_limit / 4)
+            return self._comparing(time_steps().plan(request, left), request)
+
+        return kernels_or_time_steps(
+            self.captured.graph, lambda: self._planned(request, time_limit), by_time_steps
+        )
+
+    def _comparing(self, stages: Stages, request: PipelineRequest) -> Stages:
+        """Stages of the same micro-batch with other operations, compared with these."""
+        bound_seconds = min(self.bound_seconds(request), stages.plan.bound_seconds)
+        plan = replace(stages.plan, bound_seconds=bound_seconds, single_seconds=self._single_seconds(request))
+        return replace(stages, plan=plan)
+
+    def bound_seconds(self, request: PipelineRequest) -> float:
+        """No plan of a request in which nothing is open takes less for a step."""
+        return lower_bound_seconds(
+            self.linear_order,
+            request.order(),
+            devices_of(request),
+            self.optimizer_steps.seconds([self.linear_order.graph]),
+        )
+
+    def _single_seconds(self, request: PipelineRequest) -> float:
+        """Time of a step's operations on one device, each once for each micro-batch."""
+        once = self.linear_order.seconds(0, len(self.linear_order.operations))
+        return once * request.count_of_micro_batches + self.optimizer_steps.seconds([self.linear_order.graph])
+
+    def _planned(self, request: PipelineRequest, time_limit: float) -> Stages:
         options = PipelineOptions(
             devices_of(request),
             request.strategy,
@@ -166,15 +229,6 @@ class MicroBatch:
             plan_of(planned, names, None if optimizer is None else named),
             optimizer,
             () if self.tiers is None else tier_configs(self.tiers, _device(self.program)),
-        )
-
-    def bound_seconds(self, request: PipelineRequest) -> float:
-        """No plan of a request in which nothing is open takes less for a step."""
-        return lower_bound_seconds(
-            self.linear_order,
-            request.order(),
-            devices_of(request),
-            self.optimizer_steps.seconds([self.linear_order.graph]),
         )
 
     def _costed(self, program: Program, parts: int) -> Program:
@@ -213,8 +267,16 @@ def devices_of(request: PipelineRequest) -> Devices:
     )
 
 
-def plan_stages(captured: Captured, request: PipelineRequest) -> Stages:
+def plan_stages(
+    captured: Captured, request: PipelineRequest, time_steps: Callable[[], Captured] | None = None
+) -> Stages:
     """Plans the pipeline of a captured micro-batch.
+
+    Args:
+        captured: The micro-batch.
+        request: What is asked of the pipeline, with nothing open.
+        time_steps: Captures it with the time steps of LSTM layers in place of kernels, if these do not fit;
+            None plans kernels alone.
 
     Raises:
         BudgetError: IRC486.
@@ -223,7 +285,7 @@ def plan_stages(captured: Captured, request: PipelineRequest) -> Stages:
         UsageError: IRC485 for more stages than operations; as `PipelineRequest`.
     """
     started = time.monotonic()
-    micro_batch = MicroBatch.measured(captured, request)
+    micro_batch = MicroBatch.measured(captured, request, time_steps)
     left = max(request.time_limit - (time.monotonic() - started), request.time_limit / 4)
     stages = micro_batch.plan(request, left)
     return replace(stages, plan=replace(stages.plan, planning_seconds=time.monotonic() - started))

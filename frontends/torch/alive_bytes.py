@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Generator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,7 +19,7 @@ from ...ir import allocation_bytes
 from ...torch_support.allocated import allocated_bytes
 from .loss_terms import cast_bytes, kept_bytes, workspace_bytes
 
-__all__ = ["AliveBytes"]
+__all__ = ["AliveBytes", "following_states"]
 
 
 class AliveBytes(TorchDispatchMode):
@@ -65,3 +68,20 @@ class AliveBytes(TorchDispatchMode):
         self.known[key] = weakref.ref(storage, lambda _: self.died(key, nbytes))
         self.followed_bytes[key] = nbytes
         self.alive_bytes += nbytes
+
+
+@contextlib.contextmanager
+def following_states(followed: AliveBytes) -> Generator[None]:
+    """Meanwhile, the states of the generator that checkpoints keep are counted, which no mode sees."""
+    before = torch.get_rng_state
+
+    def state() -> Tensor:
+        found = before()
+        followed.follow(found)
+        return found
+
+    torch.get_rng_state = state
+    try:
+        yield
+    finally:
+        torch.get_rng_state = before

@@ -55,6 +55,7 @@ from .fixups.tensor_hooks import tensor_hooks
 from .fixups.tied_parameters import TiedParameters
 from .known_values import known_values
 from .loss import Loss, described_loss, has_own_loss, loss_bytes, own_loss, unused_outputs
+from .loss_run import Measure
 from .place_annotations import place_annotations
 from .provenance import raised_at, raised_code, recording
 from .results import flattened, refuse_hidden_tensors, refusing_writes
@@ -194,11 +195,13 @@ def capture(
     stepwise: bool = False,
     time_limit: float = math.inf,
     with_eager: bool = False,
+    measure: Measure | None = None,
 ) -> Captured:
     """Captures the training graph of one call `module(*args, **kwargs)`, a loss and its backward.
 
     The module is traced on tensors without data, a second time if a loss is given, and again in another mode
-    if the first one yields no graph. Nothing is computed, no buffer changes and no random number is drawn.
+    if the first one yields no graph. Nothing is computed, no buffer changes and no random number is drawn;
+    a loss alone is computed, if it is measured.
     Python control flow is followed as these arguments take it.
 
     Args:
@@ -215,6 +218,7 @@ def capture(
             differ from eager's by rounding.
         time_limit: Seconds. Recurrent layers whose time steps take longer to trace are refused.
         with_eager: Whether to find the memory of the step as it is written, by one more run.
+        measure: Measures runs of the loss; without it, its memory is modelled.
 
     Raises:
         TimeLimitError: IRC205 for a recurrent layer of too many time steps.
@@ -241,7 +245,7 @@ def capture(
         next(deliveries) if isinstance(leaf, Tensor) else Delivery(Origin.CONSTANT, constant=leaf)
         for leaf in flat.result_leaves
     ]
-    most, held, saved = loss_bytes(flat.losses[0], flat.result_leaves, flat.result_tree)
+    most, held, saved = loss_bytes(flat.losses[0], flat.result_leaves, flat.result_tree, measure)
     trained = {flat.places[k]: d for k, d in enumerate(found) if k not in (flat.unused or ())}
     aliased = _aliased_bytes(graph, trained.values())
     beside = _returned_bytes(graph, found, flat) + (_SCALED_BYTES if flat.losses[0] is own_loss else 0)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dis
+import math
 import re
 import sys
 from collections.abc import Sequence
@@ -80,7 +81,12 @@ def graph_name(graph: fx.GraphModule) -> str:
 
 
 def capture_graph(
-    graph: fx.GraphModule, args: Sequence[Any], names: Sequence[str | None]
+    graph: fx.GraphModule,
+    args: Sequence[Any],
+    names: Sequence[str | None],
+    *,
+    stepwise: bool = False,
+    time_limit: float = math.inf,
 ) -> CapturedGraph | None:
     """The training graph of `graph(*args)`; None if there is nothing to differentiate.
 
@@ -89,8 +95,11 @@ def capture_graph(
         args: Its arguments in one call: tensors, and numbers for sizes that Dynamo left open. The capture
             holds for these sizes.
         names: The names of the parameters and buffers among them.
+        stepwise: As in `capture`.
+        time_limit: As there.
 
     Raises:
+        TimeLimitError: As `capture`.
         UnsupportedError: IRC543 for an argument of another kind; what `capture` raises.
     """
     for arg in args:
@@ -104,7 +113,7 @@ def capture_graph(
         return None
     module = _LiftedGraph(graph, args, names)
     try:
-        captured = capture(module, tuple(module.stand_ins))
+        captured = capture(module, tuple(module.stand_ins), stepwise=stepwise, time_limit=time_limit)
     except UsageError as error:
         if error.code == "IRC340":
             return None

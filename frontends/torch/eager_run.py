@@ -20,10 +20,12 @@ from torch.nn.utils import stateless
 from torch.utils import _pytree as pytree
 
 from ...ir import EagerMemory, OperandKind, OperationKind
-from .alive_bytes import AliveBytes
+from .alive_bytes import AliveBytes, following_states
 from .dry_run import dry_run
 from .fixups.fake_kernels import fake_kernels_of_eager
+from .fixups.foreign_writes import ForeignWrites
 from .fixups.recurrent import RecurrentLayers
+from .fixups.value_checks import PassedChecks
 from .loss import Loss
 from .results import flattened
 
@@ -77,23 +79,6 @@ class _Followed(AliveBytes):
 def _described(tensor: Tensor) -> OperandKind:
     shape, strides = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
     return shape, str(tensor.dtype).removeprefix("torch."), strides
-
-
-@contextlib.contextmanager
-def _following_states(followed: _Followed) -> Generator[None]:
-    """Meanwhile, the states of the generator that checkpoints keep are counted, which no mode sees."""
-    before = torch.get_rng_state
-
-    def state() -> Tensor:
-        found = before()
-        followed.follow(found)
-        return found
-
-    torch.get_rng_state = state
-    try:
-        yield
-    finally:
-        torch.get_rng_state = before
 
 
 class _NoTensor:
@@ -199,8 +184,10 @@ def _followed(
         leaves = list({id(t): t for t in (*fakes.values(), *given) if t.requires_grad and t.is_leaf}.values())
         stack.enter_context(stateless._reparametrize_module(module, fakes))
         stack.enter_context(mode)
+        stack.enter_context(ForeignWrites(mode))
+        stack.enter_context(PassedChecks())
         stack.enter_context(followed)
-        stack.enter_context(_following_states(followed))
+        stack.enter_context(following_states(followed))
         result = call(*given)
         if loss is None:
             outputs = [leaf for leaf in flattened(result)[0] if isinstance(leaf, Tensor)]

@@ -1,12 +1,8 @@
 """The memory that a caller's loss takes between forward and backward."""
 
-# AOTAutograd and the autograd engine have no public interface.
-# pyright: reportPrivateUsage=false
-
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Callable, Generator
 from typing import Any, cast
 
@@ -17,16 +13,22 @@ from torch.utils import _pytree as pytree
 
 from ...ir import UsageError, allocation_bytes
 from ...torch_support.allocated import allocated_bytes
-from .alive_bytes import AliveBytes
+from .alive_bytes import following_states
 from .dry_run import dry_run
 from .fixups.fake_kernels import fake_kernels_of_eager
+from .fixups.foreign_writes import ForeignWrites
+from .fixups.value_checks import PassedChecks
+from .loss_run import Arriving, LossTrace, Measure, measured_bytes
+from .loss_terms import KERNEL_NUMBERS_BYTES
 
 __all__ = ["Loss", "described_loss", "has_own_loss", "loss_bytes", "own_loss", "unused_outputs"]
 
 Loss = Callable[[Any], Tensor]
 
 
-def loss_bytes(loss: Loss | None, result_leaves: list[Any], result_tree: Any) -> tuple[int, int, int]:
+def loss_bytes(
+    loss: Loss | None, result_leaves: list[Any], result_tree: Any, measure: Measure | None = None
+) -> tuple[int, int, int]:
     """Returns the bytes of a loss beyond outputs and gradients: its peak, after it, and before its backward.
 
     Args:
@@ -35,39 +37,53 @@ def loss_bytes(loss: Loss | None, result_leaves: list[Any], result_tree: Any) ->
             half precision under autocast, and then computes in float32; a scalar output is a loss.
         result_leaves: The leaves of that result as traced; only the tensors' types are looked at.
         result_tree: The nesting of the leaves.
+        measure: Measures runs. None models the memory of the loss, as does one that has no room for it, and
+            a loss that cannot run beside the steps.
 
     Returns:
         Bytes at the loss's own peak; bytes that stay until backward returns: the loss and its gradient; and
         bytes that it holds between its forward and its backward.
     """
+    if loss is None:
+        return _unknown_bytes(result_leaves)
+    trace = LossTrace()
+    modelled, touched_bytes = _modelled_bytes(loss, result_leaves, result_tree, trace)
+    if measure is None or loss is own_loss or not trace.can_run:
+        return modelled
+    return measured_bytes(loss, result_leaves, result_tree, measure, touched_bytes) or modelled
+
+
+def _unknown_bytes(result_leaves: list[Any]) -> tuple[int, int, int]:
+    with _tracing():
+        outputs = [leaf for leaf in _stand_ins(result_leaves) if isinstance(leaf, Tensor)]
+        trained = [leaf for leaf in outputs if leaf.requires_grad]
+        transient = sum(_times(leaf) * allocated_bytes(leaf) for leaf in trained if leaf.dim())
+        relaid = sum(allocated_bytes(leaf) for leaf in trained if not leaf.is_contiguous())
+        scalars = _SCALARS * max((allocation_bytes(8, str(leaf.device)) for leaf in trained), default=8)
+        saved = transient + scalars
+        return saved + relaid, relaid + scalars, saved
+
+
+def _modelled_bytes(
+    loss: Loss, result_leaves: list[Any], result_tree: Any, trace: LossTrace
+) -> tuple[tuple[int, int, int], int]:
+    """Returns what `loss_bytes` does, and all that is alive at its peak, without computing anything."""
     with _tracing():
         leaves = _stand_ins(result_leaves)
-        outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        outputs = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
         trained = [leaf for leaf in outputs if leaf.requires_grad]
-        if loss is None:
-            transient = sum(_times(leaf) * allocated_bytes(leaf) for leaf in trained if leaf.dim())
-            relaid = sum(allocated_bytes(leaf) for leaf in trained if not leaf.is_contiguous())
-            scalars = _SCALARS * max((allocation_bytes(8, str(leaf.device)) for leaf in trained), default=8)
-            saved = transient + scalars
-            return saved + relaid, relaid + scalars, saved
-        trained = list({id(leaf): leaf for leaf in trained}.values())
-        gc.collect()
-        alive = AliveBytes()
         for output in outputs:
-            alive.ignore(output)
-        with alive:
+            trace.ignore(output)
+        with trace, following_states(trace):
             scalar = _called(loss, pytree.tree_unflatten(leaves, result_tree))
-            saved = alive.alive_bytes
+            numbers = trace.number_bytes
+            saved = trace.alive_bytes + numbers
             seed = torch.ones_like(scalar)
             gradients: Any = torch.autograd.grad(scalar, trained, seed, allow_unused=True)
-        taken = {
-            gradient.untyped_storage()._cdata: allocated_bytes(gradient)
-            for gradient, leaf in zip(gradients, trained, strict=True)
-            if gradient is not None and gradient.stride() == leaf.stride()
-        }
-        # a gradient in another layout than its output is copied, and its first form stays with the caller
-        held = max(alive.alive_bytes - sum(taken.values()), 0)
-        return max(alive.peak_bytes - sum(taken.values()), held), held, saved
+        arriving = Arriving.of(gradients, trained)
+        peak = trace.peak_bytes + (0 if loss is own_loss else numbers + KERNEL_NUMBERS_BYTES)
+        touched = sum(map(allocated_bytes, outputs)) + peak
+        return (*arriving.beyond(peak, trace.alive_bytes), saved), touched
 
 
 def own_loss(result: Any) -> Tensor:
@@ -104,7 +120,10 @@ def _tracing() -> Generator[None]:
         torch.autograd.set_multithreading_enabled(False),
         torch.autograd.set_detect_anomaly(False),
     )
-    with fake_kernels_of_eager(), fake, torch.enable_grad(), one_thread, unread:
+    modes = fake, ForeignWrites(fake), PassedChecks()
+    with fake_kernels_of_eager(), contextlib.ExitStack() as stack, torch.enable_grad(), one_thread, unread:
+        for mode in modes:
+            stack.enter_context(mode)
         yield
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["cast_bytes", "kept_bytes", "workspace_bytes"]
+__all__ = ["KERNEL_NUMBERS_BYTES", "cast_bytes", "kept_bytes", "number_bytes", "workspace_bytes"]
+
+KERNEL_NUMBERS_BYTES = 16
+"""Numbers that an operation makes tensors of while it runs, such as that of the terms of a mean."""
 
 _KEEP_THEIR_TERMS = (
     "aten.mse_loss.default",
@@ -46,6 +50,9 @@ _PROMOTING = (
 _LARGEST = "aten.isnan.default"
 """The operation by which the backward of `max`, `min` and `median` over all elements begins."""
 
+_SCATTERING = "aten.scatter"
+"""The backward of functions that pick elements, which adds in single precision."""
+
 _SUMS = ("aten.sum.default", "aten.sum.dim_IntList")
 _MEANS = ("aten.mean.default", "aten.mean.dim")
 
@@ -69,20 +76,45 @@ def workspace_bytes(op: str, operands: Sequence[Tensor], result: Tensor) -> int:
         # where no mode is active it makes the gradient before it counts a mask in whole numbers
         counts_bytes = operands[0].numel() * torch.int64.itemsize
         return operands[0].numel() * operands[0].element_size() + counts_bytes + _SCALAR_BYTES
+    single_bytes = result.numel() * torch.float32.itemsize if is_half else 0
     if op in _MEANS and is_half:
-        return operands[0].numel() * torch.float32.itemsize + _SCALAR_BYTES
+        return operands[0].numel() * torch.float32.itemsize + single_bytes + _SCALAR_BYTES
+    is_reduction = bool(operands) and result.numel() < operands[0].numel()
+    rounded_bytes = single_bytes if is_reduction or op.startswith(_SCATTERING) else 0
     is_cast = op in (*_SUMS, *_MEANS) and operands[0].dtype != result.dtype
-    return operands[0].numel() * result.element_size() if is_cast else 0
+    return rounded_bytes + (operands[0].numel() * result.element_size() if is_cast else 0)
+
+
+def number_bytes(func: Any, args: Sequence[Any]) -> int:
+    """Bytes of the numbers of Python that stand for tensors among the operands, which torch makes of them."""
+    schema = getattr(func, "_schema", None)
+    given = zip(schema.arguments, args, strict=False) if schema is not None else ()
+    count = sum(isinstance(arg, (int, float)) and str(wanted.type) == "Tensor" for wanted, arg in given)
+    return count * torch.float64.itemsize
 
 
 def cast_bytes(func: Any, operands: Sequence[Tensor], result: Tensor) -> int:
-    """Bytes of the operands that a function on the CPU copies into the type in which it computes."""
-    name = func.overloadpacket.__name__.rstrip("_")
-    if name not in _PROMOTING or result.device.type != "cpu" or not operands:
+    """Bytes of what a function on the CPU copies into the type in which it computes.
+
+    These are its operands; for kernels of losses and their backward, also the result.
+    """
+    floats = [operand for operand in operands if operand.dtype.is_floating_point]
+    is_mixed = len({operand.dtype for operand in floats}) > 1
+    is_promoting = _computes_in_one_type(func)
+    if not (is_mixed or is_promoting) or result.device.type != "cpu" or not operands:
         return 0
-    is_comparison = result.dtype is torch.bool
-    computed = torch.result_type(operands[0], operands[-1]) if is_comparison else result.dtype
-    return sum(o.numel() * computed.itemsize for o in operands if o.dtype != computed)
+    if is_mixed:
+        computed = functools.reduce(torch.promote_types, (operand.dtype for operand in floats))
+    else:
+        is_comparison = result.dtype is torch.bool
+        computed = torch.result_type(operands[0], operands[-1]) if is_comparison else result.dtype
+    result_bytes = 0 if is_promoting else result.numel() * computed.itemsize
+    cast = operands if is_promoting else floats
+    return result_bytes + sum(o.numel() * computed.itemsize for o in cast if o.dtype != computed)
+
+
+def _computes_in_one_type(func: Any) -> bool:
+    return func.overloadpacket.__name__.rstrip("_") in _PROMOTING
 
 
 def _is_in_backward() -> bool:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...ir import Graph
 from ..program import Program
 from .machines import machine_named
 from .table import Costs, analytic_costs
+
+if TYPE_CHECKING:
+    from .profiling import Level
 
 __all__ = ["Cost"]
 
@@ -56,6 +60,27 @@ class Cost:
                 tables[0].source,
             ),
         )
+
+    @property
+    def measure(self) -> Callable[[Iterable[Callable[[], Any]], str, int], list[Level] | None] | None:
+        """Measures the levels of a device's allocator in runs; None if the costs are those of a machine.
+
+        It is given the runs, the device, and the bytes that the largest run touches, and returns None if
+        there is no room for it.
+        """
+        return self._levels if self.profile == "device" else None
+
+    def _levels(self, runs: Iterable[Callable[[], Any]], device: str, nbytes: int) -> list[Level] | None:
+        import torch
+
+        from .profiling import allocation_levels
+
+        if self.most_bytes is not None and nbytes > self.most_bytes:
+            return None
+        try:
+            return allocation_levels(runs, device)
+        except torch.OutOfMemoryError:
+            return None
 
     def _costs(self, graph: Graph) -> Costs:
         if self.profile != "device":

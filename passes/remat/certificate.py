@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -39,19 +40,30 @@ __all__ = ["certify"]
 _PROOF_GAP = 1e-4
 
 
-def certify(chosen: ChosenSchedule, budget_bytes: int, *, baseline_bytes: int, seconds: float) -> Plan:
+def certify(
+    chosen: ChosenSchedule,
+    budget_bytes: int,
+    *,
+    baseline_bytes: int,
+    seconds: float,
+    kernels_seconds: float = math.inf,
+) -> Plan:
     """Makes the plan of a schedule.
+
+    The bound is one for all schedules of the same operations.
 
     Args:
         chosen: The schedule, and what is known about smaller budgets.
         budget_bytes: The budget that was asked for.
         baseline_bytes: The peak of the graph as it was captured, if nothing runs twice.
         seconds: The time that planning took.
+        kernels_seconds: The time of the step by kernels, which time steps are compared with.
     """
     problem, incumbent, tiers = chosen.problem, chosen.incumbent, chosen.tiers
-    step = problem.step_seconds
+    step = min(problem.step_seconds, kernels_seconds)
+    slower_seconds = problem.step_seconds - step
     overhead = max(incumbent.best.seconds / step - 1, 0.0) if step else 0.0
-    bound = min(incumbent.bound_seconds / step, overhead) if step else 0.0
+    bound = min((slower_seconds + incumbent.bound_seconds) / step, overhead) if step else 0.0
     times = step_times(incumbent.best.schedule, problem.costs.seconds, tiers)
     made = _decisions(problem, incumbent.best, times)
     decisions = made | _offloaded_parameters(problem, incumbent.best.schedule, times)

@@ -16,7 +16,7 @@ from .candidates import Candidates, find_candidates
 from .problem import CheckpointProblem, Solution
 from .search import Incumbent
 
-__all__ = ["Planner", "recomputation_problem"]
+__all__ = ["Planner", "baseline_bytes", "kernels_seconds", "recomputation_problem"]
 
 _RATIOS = (1.0, 4.0, 16.0, 64.0)
 """A gradient is made last if it is this many times as large as what is held for it."""
@@ -35,12 +35,14 @@ class Planner:
         original: The graph as it was captured, in its own order.
         baseline_bytes: Peak of the step as its user wrote it; if that is not known, of the original if
             nothing runs twice, whatever annotations ask for.
+        kernels_seconds: Time of the step by kernels, as `kernels_seconds`.
     """
 
     program: Program
     problem: CheckpointProblem = field(init=False)
     original: CheckpointProblem = field(init=False)
     baseline_bytes: int = field(init=False)
+    kernels_seconds: float = field(init=False)
 
     def __post_init__(self) -> None:
         if self.program.costs is None:
@@ -49,6 +51,7 @@ class Planner:
         self.original = CheckpointProblem(self.program.original or self.program.graph, self.program.costs)
         self.problem = recomputation_problem(self.program)
         self.baseline_bytes = baseline_bytes(self.program, self.original, self.problem.floor_bytes)
+        self.kernels_seconds = kernels_seconds(self.program)
         self._known: dict[bool, Candidates] = {}
         self._cut_off: Candidates | None = None
         self._learned: list[tuple[str, Solution]] = []
@@ -104,9 +107,20 @@ def baseline_bytes(program: Program, original: CheckpointProblem, floor_bytes: i
         original: The problem of its graph as it was captured.
         floor_bytes: The bytes that no plan goes below.
     """
+    if program.kernels is not None:
+        return Planner(program.kernels).baseline_bytes
     if program.eager is not None and not original.costs.is_analytic:
         return max(program.eager.peak_bytes(original.graph, original.costs.workspace_bytes), floor_bytes)
     return original.eager.peak_bytes
+
+
+def kernels_seconds(program: Program) -> float:
+    """The time of a step by the kernels that time steps are in the place of; infinite if there are none."""
+    kernels = program.kernels
+    if kernels is None:
+        return math.inf
+    assert kernels.costs is not None
+    return CheckpointProblem(kernels.original or kernels.graph, kernels.costs).step_seconds
 
 
 def recomputation_problem(program: Program) -> CheckpointProblem:

@@ -9,7 +9,7 @@ from ...ir import Graph, Node, Region, Schedule, VerificationError, verify_graph
 from ..program import Program
 from .certificate import certify
 from .choice import ChosenSchedule
-from .planner import baseline_bytes
+from .planner import baseline_bytes, kernels_seconds
 from .problem import CheckpointProblem
 from .search import Incumbent
 
@@ -61,6 +61,7 @@ def reuse_schedule(chosen: Program, program: Program, budget_bytes: int) -> Prog
         budget_bytes,
         baseline_bytes=baseline_bytes(program, original, problem.floor_bytes),
         seconds=time.monotonic() - started,
+        kernels_seconds=kernels_seconds(program),
     )
     return replace(program, graph=graph, schedule=carried.schedule, plan=plan)
 

@@ -36,7 +36,8 @@ class _Share:
     def program(self, program: Program) -> Program:
         """Does the same for a program."""
         original = None if program.original is None else self.of(program.original)
-        return replace(program, graph=self.of(program.graph), original=original)
+        kernels = None if program.kernels is None else self.program(program.kernels)
+        return replace(program, graph=self.of(program.graph), original=original, kernels=kernels)
 
 
 def _share(subgraph: Subgraph, budget_bytes: int, chosen: Mapping[Subgraph, Footprint]) -> _Share:
@@ -94,6 +95,7 @@ def plan_subgraph(
         share.budget_bytes,
         baseline_bytes=planner.baseline_bytes,
         seconds=time.monotonic() - limits.started,
+        kernels_seconds=planner.kernels_seconds,
     )
     return Choice(problem, solution, footprint(solution.schedule, problem.costs.workspace_bytes), plan)
 
@@ -125,5 +127,6 @@ def certified(
         share.budget_bytes,
         baseline_bytes=subgraph.solutions.baseline_bytes,
         seconds=0.0,
+        kernels_seconds=subgraph.solutions.kernels_seconds,
     )
     return Choice(shared, again, footprint(again.schedule, problem.costs.workspace_bytes), plan)

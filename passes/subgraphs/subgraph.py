@@ -177,8 +177,15 @@ class SubgraphSolutions:
     @property
     def baseline(self) -> Footprint:
         """The footprint of the graph as eager runs it."""
+        if self.program.kernels is not None:
+            return SubgraphSolutions(self.program.kernels).baseline
         original = self._known.original
         return footprint(original.keep_all.schedule, original.costs.workspace_bytes)
+
+    @property
+    def kernels_seconds(self) -> float:
+        """The time of the graph by kernels, as `kernels_seconds` of its planner."""
+        return self._known.kernels_seconds
 
     @property
     def _known(self) -> Planner:

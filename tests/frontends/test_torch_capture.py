@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import irc
 from benchmarks import models
 from irc.frontends.torch import Captured, capture
-from irc.frontends.torch.loss import AliveBytes
+from irc.frontends.torch.alive_bytes import AliveBytes
 from irc.ir import (
     Graph,
     InputRole,

@@ -24,6 +24,7 @@ __all__ = [
     "run_probes",
     "skips",
     "sometimes",
+    "tagger",
     "tied",
     "translator",
     "wide",
@@ -58,6 +59,19 @@ class _Tied(nn.Module):
         for block in self.blocks:
             x = block(x)
         return functional.cross_entropy(self.head(x).flatten(0, 1), following.flatten())
+
+
+class _Tagger(nn.Module):
+    """Two LSTM layers, which eager runs as kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 8)
+        self.layers = nn.LSTM(8, 8, 2, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.layers(self.embedding(tokens))[0]).square().mean()
 
 
 class _Skips(nn.Module):
@@ -156,6 +170,11 @@ def sometimes() -> Example:
 def tied() -> Example:
     torch.manual_seed(0)
     return _Tied(), (torch.randint(0, 40, (16, 6)), torch.randint(0, 40, (16, 6)))
+
+
+def tagger() -> Example:
+    torch.manual_seed(0)
+    return _Tagger(), (torch.randint(0, 20, (8, 3)),)
 
 
 def skips() -> Example:

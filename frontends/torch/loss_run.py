@@ -1,0 +1,190 @@
+"""Runs a caller's loss and its backward once, on made-up outputs, and measures the memory that they take."""
+
+# The schemas of operations, and the numbers of storages, have no public names.
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+from ...ir import allocation_bytes
+from ...torch_support.allocated import allocated_bytes
+from .alive_bytes import AliveBytes
+from .dry_run import dry_run
+from .loss_terms import number_bytes
+
+__all__ = ["Arriving", "LossTrace", "Measure", "measured_bytes"]
+
+
+class _Level(Protocol):
+    """The allocator's level in one run, above the one before: the highest, and the one that is left."""
+
+    @property
+    def peak_bytes(self) -> int: ...
+
+    @property
+    def left_bytes(self) -> int: ...
+
+
+Measure = Callable[[Iterable[Callable[[], Any]], str, int], Sequence[_Level] | None]
+"""Finds the levels of a device's allocator in each of some runs, the results of which are held until it ends.
+
+It is also given the bytes that the largest run touches; it returns None if there is no room for them."""
+
+
+_SIZED_BY_VALUES = {torch.ops.aten._ctc_loss}
+"""Operations whose results are as large as values ask for: traced, they have the largest size."""
+
+
+class LossTrace(AliveBytes):
+    """Follows the bytes of a loss, and whether it can run on data beside the steps without a trace.
+
+    It cannot if it writes into tensors that it did not make, draws from a generator of the user's, or
+    exchanges tensors with other processes. What it takes must not depend on values either.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.can_run = True
+        self.number_bytes = 0
+        """The bytes of the numbers that functions may keep for backward."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, OpOverload) and _is_for_steps_alone(func, args, kwargs or {}):
+            self.can_run = False
+        self.number_bytes += number_bytes(func, args)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _is_for_steps_alone(func: OpOverload, args: Any, kwargs: Any) -> bool:
+    if "c10d" in func.namespace or func.overloadpacket in _SIZED_BY_VALUES:
+        return True
+    given = {a.name: arg for a, arg in zip(func._schema.arguments, args, strict=False)} | kwargs
+    written = [
+        given.get(a.name)
+        for a in func._schema.arguments
+        if a.alias_info is not None and a.alias_info.is_write
+    ]
+    writes = any(isinstance(t, Tensor) and not isinstance(t, FakeTensor) for t in pytree.tree_leaves(written))
+    return writes or any(isinstance(arg, torch.Generator) for arg in given.values())
+
+
+def measured_bytes(
+    loss: Callable[[Any], Tensor], leaves: list[Any], tree: Any, measure: Measure, touched_bytes: int
+) -> tuple[int, int, int] | None:
+    """Measures what `loss_bytes` returns. None if the loss does not run on made-up outputs.
+
+    Numbers between 0.1 and 1 stand for those of floating-point outputs, and 0 for all others.
+
+    Args:
+        loss: The loss.
+        leaves: The leaves of the module's result as traced; only the tensors' types are looked at.
+        tree: The nesting of the leaves.
+        measure: Measures runs.
+        touched_bytes: The bytes of the outputs, their gradients and the loss, about.
+    """
+    devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
+    if len(devices) != 1 or (device := devices.pop()).type not in ("cpu", "cuda"):
+        return None
+    steps = _Steps(loss, leaves, tree)
+    drawn_on = [device] if device.type == "cuda" else []
+    try:
+        with dry_run(loss), torch.enable_grad(), torch.random.fork_rng(devices=drawn_on):
+            levels = measure(steps.runs(), str(device), touched_bytes)
+    except Exception:  # values that were made up may be none that the loss takes
+        return None
+    if levels is None:
+        return None
+    step, forward = levels
+    return *steps.arriving.beyond(step.peak_bytes, step.left_bytes), forward.left_bytes
+
+
+class _Steps:
+    """Runs a loss, with and without its backward.
+
+    Attributes:
+        arriving: The gradients of the outputs, once a run has begun.
+    """
+
+    def __init__(self, loss: Callable[[Any], Tensor], leaves: list[Any], tree: Any) -> None:
+        self.loss = loss
+        self.leaves = leaves
+        self.tree = tree
+        self.arriving = Arriving()
+
+    def runs(self) -> Iterator[Callable[[], Any]]:
+        """Yields a run with the backward and one without; kernels are chosen before, in one more run."""
+        made = {id(leaf): _made_up(leaf) for leaf in self.leaves if isinstance(leaf, Tensor)}
+        outputs = [output for output in made.values() if output.requires_grad]
+
+        def forward() -> Tensor:
+            return self.loss(pytree.tree_unflatten([made.get(id(x), x) for x in self.leaves], self.tree))
+
+        def step() -> Any:
+            scalar = forward()
+            seed = torch.ones_like(scalar)
+            return scalar, seed, torch.autograd.grad(scalar, outputs, seed, allow_unused=True)
+
+        self.arriving = Arriving.of(step()[2], outputs)
+        yield step
+        yield forward
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """The gradients of outputs, as a loss makes them and as a graph counts them.
+
+    Args:
+        counted_bytes: The bytes that the graph counts for them.
+        taken_bytes: The bytes of those that are handed on as they are, perhaps as parts of a larger storage.
+            One in another layout than its output is copied after the loss, and stays with the caller.
+    """
+
+    counted_bytes: int = 0
+    taken_bytes: int = 0
+
+    @staticmethod
+    def of(gradients: Iterable[Tensor | None], outputs: Iterable[Tensor]) -> Arriving:
+        """Looks at the gradients of outputs; None is that of an output that the loss does not use."""
+        counted_bytes, parts_of = 0, dict[int, tuple[int, int]]()
+        for gradient, output in zip(gradients, outputs, strict=True):
+            if gradient is None:
+                continue
+            dense_bytes = allocation_bytes(output.numel() * output.element_size(), str(output.device))
+            nbytes = min(dense_bytes, allocated_bytes(output))
+            counted_bytes += nbytes
+            if gradient.stride() == output.stride():
+                storage = gradient.untyped_storage()._cdata
+                others_bytes = parts_of.get(storage, (0, 0))[1]
+                parts_of[storage] = allocated_bytes(gradient), others_bytes + nbytes
+        return Arriving(counted_bytes, sum(map(min, parts_of.values())))
+
+    def beyond(self, peak_bytes: int, left_bytes: int) -> tuple[int, int]:
+        """Returns what a loss takes beyond them.
+
+        Args:
+            peak_bytes: The most that is alive during the loss and its backward.
+            left_bytes: The bytes that are alive after them, with the gradients.
+
+        Returns:
+            Bytes at its peak, and bytes that stay.
+        """
+        held_bytes = max(left_bytes - self.taken_bytes, 0)
+        return max(peak_bytes - self.counted_bytes, held_bytes), held_bytes
+
+
+def _made_up(leaf: Tensor) -> Tensor:
+    reach = 1 + sum((size - 1) * step for size, step in zip(leaf.shape, leaf.stride(), strict=True))
+    flat = torch.zeros(int(reach) if leaf.numel() else 0, dtype=leaf.dtype, device=leaf.device)
+    if leaf.dtype.is_floating_point and leaf.dtype.itemsize > 1:
+        flat.uniform_(0.1, 1.0, generator=torch.Generator(leaf.device).manual_seed(0))
+    made = flat.as_strided(tuple(leaf.shape), tuple(leaf.stride()))
+    return made.requires_grad_(leaf.dtype.is_floating_point)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from irc.compiler.model_source import Source
@@ -12,7 +13,7 @@ from irc.compiler.pipeline.plan import captured_micro_batch, optimizer_steps_of,
 from irc.compiler.pipeline.request import CHECKPOINT_MODES, PipelineRequest
 from irc.compiler.pipeline.summary import plan_of
 from irc.frontends.torch import Captured
-from irc.ir import BudgetError, Region
+from irc.ir import BudgetError, Compute
 from irc.ir.pipeline.plan import PipelinePlan
 from irc.passes import Cost, Program
 from irc.passes.pipeline import Devices, PipelineOptions, pipeline_schedule, plan_pipeline
@@ -50,11 +51,11 @@ class OwnPlan:
     minimum_bytes: int = 0
 
     @property
-    def is_apart(self) -> bool:
-        """Whether `SplitDropout` has taken dropout apart."""
+    def draws_again(self) -> bool:
+        """Whether masks of dropout are drawn again in backward."""
         schedules = () if self.pipeline is None else self.pipeline.stages.schedules
-        nodes = (node for schedule in schedules for node in schedule.graph.nodes)
-        return any(node.name.endswith("_masked") and node.region is Region.FORWARD for node in nodes)
+        runs = Counter(i.node for s in schedules for i in s.instructions if isinstance(i, Compute))
+        return any(count > 1 and node.generator_state is not None for node, count in runs.items())
 
 
 @dataclass(frozen=True)

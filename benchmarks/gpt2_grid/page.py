@@ -19,7 +19,7 @@ _MIB = 2**20
 _PLAN_HEADER = [
     "schedule",
     "divided",
-    "dropout",
+    "masks of dropout",
     "budget of each",
     "peaks, MiB",
     "largest",
@@ -143,7 +143,7 @@ def _plan_cells(own: OwnPlan) -> list[str]:
     return [
         own.schedule,
         own.partition,
-        "apart" if own.is_apart else "whole",
+        "drawn again" if own.draws_again else "kept",
         budget,
         _mebibytes(plan.peak_bytes),
         f"{max(plan.peak_bytes) / _MIB:.0f}",

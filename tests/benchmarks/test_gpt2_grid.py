@@ -205,10 +205,10 @@ def test_a_small_grid_from_end_to_end(model: nn.Sequential) -> None:
 
 
 def test_a_plan_is_within_the_budget() -> None:
-    """The published run holds 986 MiB on a device; 1F1B holds few micro-batches, so dropout stays whole."""
+    """The published run holds 986 MiB on a device; 1F1B holds few micro-batches, so masks are kept."""
     own = Planning(4, 32, 1.0, is_measured=False).plan("1f1b", 650 * MIB)
     assert own.plan is not None and max(own.plan.peak_bytes) <= 650 * MIB
-    assert not own.is_apart
+    assert not own.draws_again
     parameters = [stage.parameter_bytes for stage in own.plan.stages]
     assert sum(parameters) == 4 * 89_762_304
     assert all(its > 3 * mine for its, mine in zip(own.plan.peak_bytes, parameters, strict=True))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import irc
-from irc.frontends.torch.loss import AliveBytes
+from irc.frontends.torch.alive_bytes import AliveBytes
 from irc.ir import Node, TensorType
 from irc.passes.costs import profiling as profile
 

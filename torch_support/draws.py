@@ -1,5 +1,8 @@
 """Draws from torch's generators that can run again, bit for bit, from a state that was copied before."""
 
+# Schemas of operations have no public name.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -8,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 __all__ = [
     "DROPOUT_BACKWARD",
@@ -88,9 +92,7 @@ def takes_generator(draw: Callable[..., Any]) -> bool:
 @lru_cache(maxsize=256)
 def _with_generator(draw: Callable[..., Any]) -> Callable[..., Any] | None:
     """The operation itself or the overload of it that takes a generator; None if there is none."""
-    if not isinstance(draw, torch._ops.OpOverload):
-        return draw
-    if _generator_argument(draw):
+    if not isinstance(draw, OpOverload) or _generator_argument(draw):
         return draw
     wanted = [(each.name, str(each.type)) for each in draw._schema.arguments]
     packet = draw.overloadpacket
@@ -109,5 +111,4 @@ def _generator_argument(draw: Any) -> bool:
 def _generator_of(device: torch.device) -> torch.Generator:
     if device.type == "cpu":
         return torch.default_generator
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return torch.cuda.default_generators[index]
+    return torch.cuda.default_generators[device.index or 0]

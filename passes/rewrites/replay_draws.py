@@ -100,11 +100,13 @@ def _dropout_parts(node: Node, read: Collection[Value]) -> Iterator[Node]:
     """The draw of a dropout's mask and the product with it; the dropout itself if their bits may differ."""
     (data, rate, *train), (output, mask) = node.arguments, node.results
     assert isinstance(data, Value) and isinstance(rate, float) and output is not None
-    is_random = mask is not None and rate < 1 and train != [False]
-    if not is_random or mask.type != TensorType.contiguous(mask.type.shape, DType.BOOL, "cpu"):
-        yield node
-        return
-    if output in read and not _is_plain(data, output):
+    if (
+        mask is None
+        or mask.type != TensorType.contiguous(mask.type.shape, DType.BOOL, "cpu")
+        or rate >= 1
+        or train == [False]
+        or (output in read and not _is_plain(data, output))
+    ):
         yield node
         return
     annotation = node.annotation

@@ -83,16 +83,16 @@ def rejoined(original: Graph, split: Graph, costs: Costs) -> Graph:
     joint = {node.name: node for node in original.nodes if node.op == _JOINT}
     parts = {node.name: node for node in split.nodes}
     whole: dict[str, Node] = {}
-    """The convolutions that stay whole, by the names of their halves."""
+    """The convolutions that stay whole, by the names of their parts."""
     for name, node in joint.items():
         halves = [parts[half] for half in (f"{name}_weight", f"{name}_input") if half in parts]
-        if len(halves) < 2 or name in parts:
-            continue
-        made_bytes = sum(s.nbytes for s in split.allocates(halves[0]))
-        held_bytes = sum(s.nbytes for s in split.reads(halves[0]) if s not in split.static_storages)
-        workspace_bytes = max(costs.workspace_bytes[half] for half in halves)
-        if workspace_bytes > costs.workspace_bytes[node] and made_bytes <= held_bytes:
-            whole |= {half.name: node for half in halves}
+        if len(halves) == 2:
+            made_bytes = sum(s.nbytes for s in split.allocates(halves[0]))
+            held_bytes = sum(s.nbytes for s in split.reads(halves[0]) if s not in split.static_storages)
+            workspace_bytes = max(costs.workspace_bytes[half] for half in halves)
+            if workspace_bytes <= costs.workspace_bytes[node] or made_bytes > held_bytes:
+                continue
+        whole |= {part: node for part in (name, *(half.name for half in halves))}
     return replace(split, nodes=tuple(dict.fromkeys(whole.get(node.name, node) for node in split.nodes)))
 
 

@@ -151,7 +151,7 @@ def test_the_measured_peak_of_each_shape_is_within_the_first_budget(
 def test_what_does_not_fit_is_refused_before_anything_ran() -> None:
     torch.manual_seed(0)
     ours, original = pair(net(), images(4))
-    budget = ours.plan.minimum_budget_bytes
+    budget = ours.plan.peak_bytes
     ours = planned(copy.deepcopy(original), images(4), budget)
     before, generator = copy.deepcopy(ours.state_dict()), torch.get_rng_state()
     large = images(40)

@@ -113,7 +113,7 @@ WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "an item": lambda seen, y: seen.__setitem__((0, 0), 1.0),
     "transposed": lambda seen, y: seen.t().mul_(0.5).add_(1),
     "as data": lambda seen, y: seen.data.add_(1),
-    "several": lambda seen, y: torch._foreach_add_([seen, seen], 1.0),
+    "several": lambda seen, y: torch._foreach_add_([seen, seen], 1.0),  # pyright: ignore[reportPrivateUsage]
     "out": lambda seen, y: torch.mul(y, 2, out=seen),
     "statistics": lambda seen, y: nn.functional.batch_norm(y, seen[0], seen[1], training=True),
     "statistics of instances": lambda seen, y: nn.functional.instance_norm(

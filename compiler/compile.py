@@ -59,8 +59,9 @@ def compile_call(
     Operations that were not measured before are measured now; for later calls that is amid training: one
     after another on tensors made up for it (see `profile_costs`), and nothing stays. What that takes, the
     operands, results and workspace of one operation and a mark of a megabyte, comes on top of what is
-    alive between two steps and of what forwards in flight have saved. Operations that take more than
-    the budget by themselves are not run; their costs are modelled.
+    alive between two steps and of what forwards in flight have saved. So does a run of the loss, on outputs
+    made up for it. Operations, and a loss, that take more than the budget by themselves are not run; their
+    costs are modelled.
 
     Args:
         module: What is called.

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 import irc
 from irc.frontends.torch.loss import loss_bytes
+from irc.frontends.torch.loss_run import as_result
 from irc.passes import Cost
 from irc.passes.costs.allocations import peak_bytes
 
@@ -101,12 +102,28 @@ def test_what_a_loss_is_modelled_to_take_is_not_less_than_measured(name: str, ki
     assert all(model >= real for model, real in zip(modelled, measured, strict=True))
 
 
-def test_a_loss_that_changes_tensors_or_draws_by_itself_never_runs_beside_the_steps() -> None:
-    seen, generator = torch.zeros(4), torch.Generator().manual_seed(0)
+def write(y: Tensor, change: Callable[[Tensor, Tensor], Any], seen: Tensor) -> Tensor:
+    change(seen, y.detach())
+    return y.square().mean()
 
-    def writing(y: Tensor) -> Tensor:
-        seen.add_(1)
-        return y.square().mean()
+
+WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "whole": lambda seen, y: seen.add_(1),
+    "rows": lambda seen, y: seen[:2].copy_(y[:2]),
+    "an item": lambda seen, y: seen.__setitem__((0, 0), 1.0),
+    "transposed": lambda seen, y: seen.t().mul_(0.5).add_(1),
+    "as data": lambda seen, y: seen.data.add_(1),
+    "several": lambda seen, y: torch._foreach_add_([seen, seen], 1.0),  # pyright: ignore[reportPrivateUsage]
+    "out": lambda seen, y: torch.mul(y, 2, out=seen),
+    "statistics": lambda seen, y: nn.functional.batch_norm(y, seen[0], seen[1], training=True),
+    "statistics of instances": lambda seen, y: nn.functional.instance_norm(
+        y[:, None], seen[0, :1], seen[1, :1]
+    ),
+}
+
+
+def test_a_loss_that_changes_tensors_or_draws_by_itself_never_runs_beside_the_steps() -> None:
+    generator = torch.Generator().manual_seed(0)
 
     def drawing(y: Tensor) -> Tensor:
         return (y * torch.rand(4, generator=generator)).sum()
@@ -126,7 +143,10 @@ def test_a_loss_that_changes_tensors_or_draws_by_itself_never_runs_beside_the_st
     leaves, tree = pytree.tree_flatten(torch.rand(3, 4, requires_grad=True))
     before = generator.get_state(), torch.get_rng_state()
     assert counted(lambda y: nn.functional.dropout(y).sum()) == 3
-    assert counted(writing) == counted(drawing) == 0 and not seen.any()
+    assert counted(drawing) == 0
+    for name, change in WRITES.items():
+        seen = torch.zeros(3, 4)
+        assert counted(lambda y: write(y, change, seen)) == 0 and not seen.any(), name  # noqa: B023
     assert all(map(torch.equal, (generator.get_state(), torch.get_rng_state()), before))
 
 
@@ -135,3 +155,46 @@ def test_a_loss_is_modelled_if_there_is_no_room_to_measure_it() -> None:
     levels = [loss_bytes(Tensor.prod, leaves, tree, Cost(most_bytes=most).measure) for most in (0, 1 << 30)]
     assert levels[0] == loss_bytes(Tensor.prod, leaves, tree) != levels[1]
     assert Cost(profile="cpu").measure is None
+
+
+def test_a_loss_is_modelled_while_a_profiler_is_on() -> None:
+    leaves, tree = pytree.tree_flatten(torch.rand(ROWS, COLUMNS, requires_grad=True))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        found = loss_bytes(Tensor.prod, leaves, tree, Cost().measure)
+        torch.ones(3).erfinv()
+    assert found == loss_bytes(Tensor.prod, leaves, tree)
+    assert "aten::erfinv" in {event.key for event in profiler.key_averages()}
+
+
+@pytest.mark.parametrize("is_cast", [False, True])
+def test_the_bytes_of_a_loss_with_parameters_are_those_of_its_step(is_cast: bool) -> None:
+    """Their gradients count, and under autocast the casts of each of its regions; others are as before."""
+    head, made = nn.Linear(COLUMNS, COLUMNS), torch.rand(ROWS, COLUMNS, requires_grad=True)
+    leaves, tree = pytree.tree_flatten(made)
+
+    def loss(y: Tensor) -> Tensor:
+        return (head(y) @ y.t()).float().square().mean()
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+        measured = loss_bytes(loss, leaves, tree, Cost().measure)
+        modelled = loss_bytes(loss, leaves, tree)
+    assert all(parameter.grad is None for parameter in head.parameters())
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+            scalar = loss(as_result(leaves, tree))
+        scalar.backward()
+
+    assert measured[0] == peak_bytes(step) - made.nbytes
+    assert all(model >= real for model, real in zip(modelled, measured, strict=True))
+
+
+def test_hooks_of_a_loss_leave_nothing_of_planning() -> None:
+    seen: list[Tensor] = []
+
+    def loss(y: Tensor) -> Tensor:
+        y.register_hook(seen.append)
+        return y.square().mean()
+
+    irc.optimize(nn.Linear(4, 4), (torch.rand(3, 4),), "100%", time_limit=1, loss=loss)
+    assert not seen

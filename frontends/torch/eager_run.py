@@ -196,8 +196,8 @@ def _followed(
             at_loss = followed.alive_bytes + loss_bytes[0]
             followed.alive_bytes += loss_bytes[1]
         else:
-            with dry_run(loss):
-                roots, gradients = [loss(result)], None
+            stack.enter_context(dry_run(loss))  # until its hooks have run in backward
+            roots, gradients = [loss(result)], None
         torch.clear_autocast_cache()  # as at the end of autocast, which is before backward
         torch.autograd.backward(roots, gradients, inputs=leaves)
     return EagerMemory(static_bytes, at_loss, followed.alive_at)

@@ -9,7 +9,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from ...ir import UsageError, allocation_bytes
 from ...torch_support.allocated import allocated_bytes
@@ -18,7 +17,7 @@ from .dry_run import dry_run
 from .fixups.fake_kernels import fake_kernels_of_eager
 from .fixups.foreign_writes import ForeignWrites
 from .fixups.value_checks import PassedChecks
-from .loss_run import Arriving, LossTrace, Measure, measured_bytes
+from .loss_run import Arriving, LossTrace, Measure, as_result, gradients_of, measured_bytes
 from .loss_terms import KERNEL_NUMBERS_BYTES
 
 __all__ = ["Loss", "described_loss", "has_own_loss", "loss_bytes", "own_loss", "unused_outputs"]
@@ -46,9 +45,8 @@ def loss_bytes(
     """
     if loss is None:
         return _unknown_bytes(result_leaves)
-    trace = LossTrace()
-    modelled, touched_bytes = _modelled_bytes(loss, result_leaves, result_tree, trace)
-    if measure is None or loss is own_loss or not trace.can_run:
+    modelled, touched_bytes = _modelled_bytes(loss, result_leaves, result_tree)
+    if measure is None or loss is own_loss or touched_bytes is None:
         return modelled
     return measured_bytes(loss, result_leaves, result_tree, measure, touched_bytes) or modelled
 
@@ -65,25 +63,32 @@ def _unknown_bytes(result_leaves: list[Any]) -> tuple[int, int, int]:
 
 
 def _modelled_bytes(
-    loss: Loss, result_leaves: list[Any], result_tree: Any, trace: LossTrace
-) -> tuple[tuple[int, int, int], int]:
-    """Returns what `loss_bytes` does, and all that is alive at its peak, without computing anything."""
-    with _tracing():
+    loss: Loss, result_leaves: list[Any], result_tree: Any
+) -> tuple[tuple[int, int, int], int | None]:
+    """Models what `loss_bytes` returns, without computing anything.
+
+    Returns:
+        What that returns, and all that is alive at the peak; None if the loss cannot run beside the steps.
+    """
+    with _tracing() as mode:
+        trace = LossTrace(mode)
         leaves = _stand_ins(result_leaves)
         outputs = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
         trained = [leaf for leaf in outputs if leaf.requires_grad]
         for output in outputs:
             trace.ignore(output)
         with trace, following_states(trace):
-            scalar = _called(loss, pytree.tree_unflatten(leaves, result_tree))
+            scalar = _called(loss, as_result(leaves, result_tree))
+            torch.clear_autocast_cache()  # as at the end of autocast, which is before backward
             numbers = trace.number_bytes
             saved = trace.alive_bytes + numbers
             seed = torch.ones_like(scalar)
-            gradients: Any = torch.autograd.grad(scalar, trained, seed, allow_unused=True)
+            with dry_run(loss):
+                gradients = gradients_of(scalar, trained, seed)
         arriving = Arriving.of(gradients, trained)
         peak = trace.peak_bytes + (0 if loss is own_loss else numbers + KERNEL_NUMBERS_BYTES)
         touched = sum(map(allocated_bytes, outputs)) + peak
-        return (*arriving.beyond(peak, trace.alive_bytes), saved), touched
+        return (*arriving.beyond(peak, trace.alive_bytes), saved), touched if trace.can_run else None
 
 
 def own_loss(result: Any) -> Tensor:
@@ -110,7 +115,7 @@ def has_own_loss(result: object) -> bool:
 
 
 @contextlib.contextmanager
-def _tracing() -> Generator[None]:
+def _tracing() -> Generator[FakeTensorMode]:
     """Lets a loss run on tensors without data; its backward stays in this thread on a GPU too.
 
     Anomalies are not looked for: that reads gradients.
@@ -124,7 +129,7 @@ def _tracing() -> Generator[None]:
     with fake_kernels_of_eager(), contextlib.ExitStack() as stack, torch.enable_grad(), one_thread, unread:
         for mode in modes:
             stack.enter_context(mode)
-        yield
+        yield fake
 
 
 def unused_outputs(loss: Loss, result_leaves: list[Any], result_tree: Any) -> frozenset[int]:
@@ -149,8 +154,9 @@ def unused_outputs(loss: Loss, result_leaves: list[Any], result_tree: Any) -> fr
         trained = {index: output for index, output in enumerate(outputs) if output.requires_grad}
         if not trained:
             return frozenset()
-        scalar = _called(loss, pytree.tree_unflatten(leaves, result_tree))
-        gradients: Any = torch.autograd.grad(scalar, list(trained.values()), allow_unused=True)
+        scalar = _called(loss, as_result(leaves, result_tree))
+        with dry_run(loss):
+            gradients: Any = torch.autograd.grad(scalar, list(trained.values()), allow_unused=True)
     return frozenset(index for index, found in zip(trained, gradients, strict=True) if found is None)
 
 

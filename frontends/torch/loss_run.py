@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from ...ir import allocation_bytes
@@ -21,7 +21,7 @@ from .alive_bytes import AliveBytes
 from .dry_run import dry_run
 from .loss_terms import number_bytes
 
-__all__ = ["Arriving", "LossTrace", "Measure", "measured_bytes"]
+__all__ = ["Arriving", "LossTrace", "Measure", "as_result", "gradients_of", "measured_bytes"]
 
 
 class _Level(Protocol):
@@ -44,37 +44,67 @@ _SIZED_BY_VALUES = {torch.ops.aten._ctc_loss}
 """Operations whose results are as large as values ask for: traced, they have the largest size."""
 
 
+_WRITING_UNSAID = {
+    torch.ops.aten.native_batch_norm,
+    torch.ops.aten.cudnn_batch_norm,
+    torch.ops.aten.miopen_batch_norm,
+}
+"""Operations that write running statistics in training, which their schemas do not say."""
+
+
 class LossTrace(AliveBytes):
     """Follows the bytes of a loss, and whether it can run on data beside the steps without a trace.
 
     It cannot if it writes into tensors that it did not make, draws from a generator of the user's, or
     exchanges tensors with other processes. What it takes must not depend on values either.
+
+    Args:
+        mode: The mode that makes tensors without data of those that have data.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()
+        self.mode = mode
         self.can_run = True
+        self.foreign: dict[int, Tensor] = {}
+        """The stand-ins of tensors that have data, by their storages: views of them have the same."""
         self.number_bytes = 0
         """The bytes of the numbers that functions may keep for backward."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if isinstance(func, OpOverload) and _is_for_steps_alone(func, args, kwargs or {}):
+        for tensor in pytree.tree_leaves((args, kwargs)):
+            if type(tensor) in (Tensor, nn.Parameter):
+                self._note_foreign(self.mode.from_tensor(tensor))
+        if isinstance(func, OpOverload) and self._is_for_steps_alone(func, args, kwargs or {}):
             self.can_run = False
         self.number_bytes += number_bytes(func, args)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
+    def _note_foreign(self, stand_in: Tensor) -> None:
+        if not self.is_known(stand_in):
+            self.ignore(stand_in)
+            self.foreign[stand_in.untyped_storage()._cdata] = stand_in
 
-def _is_for_steps_alone(func: OpOverload, args: Any, kwargs: Any) -> bool:
-    if "c10d" in func.namespace or func.overloadpacket in _SIZED_BY_VALUES:
-        return True
-    given = {a.name: arg for a, arg in zip(func._schema.arguments, args, strict=False)} | kwargs
-    written = [
-        given.get(a.name)
-        for a in func._schema.arguments
-        if a.alias_info is not None and a.alias_info.is_write
-    ]
-    writes = any(isinstance(t, Tensor) and not isinstance(t, FakeTensor) for t in pytree.tree_leaves(written))
-    return writes or any(isinstance(arg, torch.Generator) for arg in given.values())
+    def _is_foreign(self, tensor: object) -> bool:
+        if not isinstance(tensor, Tensor):
+            return False
+        if type(tensor) in (Tensor, nn.Parameter):
+            return True
+        return tensor.untyped_storage()._cdata in self.foreign
+
+    def _is_for_steps_alone(self, func: OpOverload, args: Any, kwargs: Any) -> bool:
+        if "c10d" in func.namespace or func.overloadpacket in _SIZED_BY_VALUES:
+            return True
+        given = {a.name: arg for a, arg in zip(func._schema.arguments, args, strict=False)} | kwargs
+        written = [
+            given.get(a.name)
+            for a in func._schema.arguments
+            if a.alias_info is not None and a.alias_info.is_write
+        ]
+        if func.overloadpacket in _WRITING_UNSAID and given["training"]:
+            written.append(given["running_mean"])
+        writes = any(map(self._is_foreign, pytree.tree_leaves(written)))
+        return writes or any(isinstance(arg, torch.Generator) for arg in given.values())
 
 
 def measured_bytes(
@@ -126,12 +156,15 @@ class _Steps:
         outputs = [output for output in made.values() if output.requires_grad]
 
         def forward() -> Tensor:
-            return self.loss(pytree.tree_unflatten([made.get(id(x), x) for x in self.leaves], self.tree))
+            torch.clear_autocast_cache()  # a region of autocast begins and ends with none
+            scalar = self.loss(as_result([made.get(id(x), x) for x in self.leaves], self.tree))
+            torch.clear_autocast_cache()
+            return scalar
 
         def step() -> Any:
             scalar = forward()
             seed = torch.ones_like(scalar)
-            return scalar, seed, torch.autograd.grad(scalar, outputs, seed, allow_unused=True)
+            return scalar, seed, gradients_of(scalar, outputs, seed)
 
         self.arriving = Arriving.of(step()[2], outputs)
         yield step
@@ -153,9 +186,12 @@ class Arriving:
 
     @staticmethod
     def of(gradients: Iterable[Tensor | None], outputs: Iterable[Tensor]) -> Arriving:
-        """Looks at the gradients of outputs; None is that of an output that the loss does not use."""
+        """Looks at the gradients of outputs, and not at others after them.
+
+        None is that of an output that the loss does not use.
+        """
         counted_bytes, parts_of = 0, dict[int, tuple[int, int]]()
-        for gradient, output in zip(gradients, outputs, strict=True):
+        for gradient, output in zip(gradients, outputs, strict=False):
             if gradient is None:
                 continue
             dense_bytes = allocation_bytes(output.numel() * output.element_size(), str(output.device))
@@ -179,6 +215,28 @@ class Arriving:
         """
         held_bytes = max(left_bytes - self.taken_bytes, 0)
         return max(peak_bytes - self.counted_bytes, held_bytes), held_bytes
+
+
+def as_result(leaves: list[Any], tree: Any) -> Any:
+    """A result as a module returns it: its tensors are not leaves of autograd, whose casts autocast keeps."""
+    views = {id(leaf): leaf.view_as(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+    return pytree.tree_unflatten([views.get(id(leaf), leaf) for leaf in leaves], tree)
+
+
+def gradients_of(scalar: Tensor, outputs: Sequence[Tensor], seed: Tensor) -> Sequence[Tensor | None]:
+    """The gradients that the backward of a loss makes: of outputs, and then of parameters of the loss."""
+    known, waiting, seen = set(map(id, outputs)), [scalar.grad_fn], set[Any]()
+    parameters: list[Tensor] = []
+    while waiting:
+        function = waiting.pop()
+        if function is None or function in seen:
+            continue
+        seen.add(function)
+        waiting += [following for following, _ in function.next_functions]
+        leaf = getattr(function, "variable", None)
+        if isinstance(leaf, Tensor) and id(leaf) not in known:
+            parameters.append(leaf)
+    return torch.autograd.grad(scalar, [*outputs, *parameters], seed, allow_unused=True)
 
 
 def _made_up(leaf: Tensor) -> Tensor:

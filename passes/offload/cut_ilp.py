@@ -15,6 +15,10 @@ __all__ = ["OffloadRelaxation"]
 _Variables = dict[Storage, Variable]
 
 
+_MOST_UNITS = 1e6
+"""The longest that a copy counts for: with more, HiGHS takes feasible rows for infeasible ones."""
+
+
 @dataclass
 class OffloadRelaxation(Relaxation):
     r"""The programme over cuts in which storages may also be copied to a tier and back.
@@ -123,6 +127,7 @@ class OffloadRelaxation(Relaxation):
                 for storage, parts in copies[window].items():
                     for tier, part in zip(self.tiers, parts, strict=True):
                         seconds = tier.copy_seconds(storage.nbytes, direction) / self.unit_seconds
+                        seconds = min(seconds, _MOST_UNITS)
                         loads.setdefault(tier.channel(direction), []).append(seconds * part)
             for load in loads.values():
                 self.model.add_linear_constraint(LinearSum(load) - elapsed <= 0.0)

@@ -147,15 +147,24 @@ def test_a_recomputed_module_does_not_stay_and_a_kept_one_does_not_run_again() -
             seen.add(path)
             if path.startswith("b."):
                 assert decision.runs_again == 0
-            elif path in ("a.0", "a.3"):  # backward needs no result of a.1
+            elif path in ("a.0", "a.1", "a.3") or decision.operation.startswith("native_dropout "):
                 assert decision.action == "recompute" and decision.annotation == "irc.recompute(a)"
-            elif path == "a.2":
+            elif path == "a.2":  # a mask that is smaller than a state of the generator
                 assert decision.action == "keep" and "in spite of irc.recompute(a)" in decision.reason
         assert {"a.0", "a.1", "a.2", "a.3", "b.0"} <= seen
         explained = fitted.plan.explain()
         assert "  irc.recompute(a): backward reads it once; its operation runs again once" in explained
-        assert "\nirc.recompute(a): 2 storages (2.5 KiB) not kept for backward, and made again; " in explained
+        assert "\nirc.recompute(a): 4 storages (6.5 KiB) not kept for backward, and made again; " in explained
         assert "\nirc.keep(b): " in explained
+
+
+def test_a_kept_dropout_does_not_draw_again() -> None:
+    model = nn.Sequential(nn.Linear(8, 128), nn.GELU(), nn.Dropout(0.2), nn.Linear(128, 8))
+    irc.keep(model[2])
+    for fitted in at_two_budgets(model, torch.randn(64, 8)):
+        found = [decision for decision in fitted.plan.decisions if decision.location.endswith("module 2")]
+        assert [d.annotation for d in found if d.action == "keep"] == ["irc.keep(2)"] * 2
+        assert not any(decision.runs_again for decision in found)
 
 
 # ---------------------------------------------------------------------- what must not run again

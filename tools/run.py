@@ -72,7 +72,7 @@ def _run(options: argparse.Namespace) -> int:
     with progress.phase("training"):
         try:
             report = check_folder(written, options.steps, with_original=options.check)
-        except (RuntimeError, TypeError, ValueError, LookupError) as error:
+        except (RuntimeError, TypeError, ValueError, LookupError, ArithmeticError, AssertionError) as error:
             if isinstance(error, IrcError) or os.environ.get("IRC_TRACEBACK"):
                 raise
             raise VerificationError(

@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 DROPOUT_MASK = "irc.dropout_mask.default"
-"""The operation (shape, rate, device) that draws what a dropout keeps."""
+"""The operation (shape, rate) that draws what a dropout on the CPU keeps."""
 DROPOUT_PRODUCT = "irc.dropout_product.default"
 """The operation (data, mask, rate) that makes the output of a dropout."""
 DROPOUT_BACKWARD = "irc.dropout_backward.default"
@@ -44,11 +44,9 @@ def state_bytes(device: str) -> int:
     return 5056 if torch.device(device).type == "cpu" else 16
 
 
-def dropout_mask(
-    shape: Sequence[int], rate: float, device: str, *, generator: torch.Generator | None = None
-) -> Tensor:
+def dropout_mask(shape: Sequence[int], rate: float, *, generator: torch.Generator | None = None) -> Tensor:
     """Draws the mask of a dropout on the CPU as `torch.native_dropout` does there."""
-    return torch.empty(shape, dtype=torch.bool, device=device).bernoulli_(1 - rate, generator=generator)
+    return torch.empty(shape, dtype=torch.bool, device="cpu").bernoulli_(1 - rate, generator=generator)
 
 
 def dropout_product(data: Tensor, mask: Tensor, rate: float) -> Tensor:

@@ -166,14 +166,17 @@ class _GraphCheck:
 
     def draw(self, node: Node) -> None:
         """Checks that a draw which may run again reads the state of the generator that it begins from."""
-        state = node.generator_state
-        if state is not None and (state, _device(node)) != self.generator_state:
-            fail("IRC142", f"{node.name} reads {state}, which is not the state that it begins from", node)
         if node.op == GENERATOR_STATE:
-            if node.traits != frozenset({Trait.RANDOM}) or len(node.values) != 1 or len(node.arguments) != 1:
+            is_copy = node.traits == frozenset({Trait.RANDOM}) and not node.keywords
+            if not is_copy or len(node.values) != 1 or len(node.arguments) != 1:
                 fail("IRC142", f"{node.name} does not copy the state of a generator", node)
-            self.generator_state = node.values[0], _device(node)
-        elif Trait.RANDOM in node.traits:
+            self.generator_state = node.values[0], node.arguments[0]
+            return
+        state = node.generator_state
+        device = node.values[0].storage.device if node.values else ""
+        if state is not None and (state, device) != self.generator_state:
+            fail("IRC142", f"{node.name} reads {state}, which is not the state that it begins from", node)
+        if Trait.RANDOM in node.traits:
             self.generator_state = None
 
     def effect(self, node: Node) -> None:
@@ -222,11 +225,6 @@ class _GraphCheck:
                 fail("IRC117", f"{what} has no value")
             elif output.value in self.after_loss:
                 fail("IRC117", f"{what} is {output.value}, which exists only in backward")
-
-
-def _device(node: Node) -> object:
-    """The device from whose generator a node draws, or copies the state."""
-    return node.arguments[0] if node.op == GENERATOR_STATE else node.values[0].storage.device
 
 
 def _reach_bytes(value: Value) -> int | None:

@@ -11,7 +11,6 @@ from ...ir import (
     DType,
     Graph,
     Node,
-    Policy,
     Region,
     Storage,
     TensorType,
@@ -109,17 +108,15 @@ def _dropout_parts(node: Node, read: Collection[Value]) -> Iterator[Node]:
     ):
         yield node
         return
-    annotation = node.annotation
-    is_checkpoint = annotation is not None and annotation.policy is Policy.RECOMPUTE
     yield Node(
         f"{node.name}_mask",
         DROPOUT_MASK,
-        (mask.type.shape, rate, mask.type.device),
+        (mask.type.shape, rate),
         (mask,),
         region=node.region,
         traits=node.traits,
         at=node.at,
-        annotation=annotation if is_checkpoint else None,
+        annotation=node.annotation,
     )
     if output in read:
         product = replace(node, op=DROPOUT_PRODUCT, arguments=(data, mask, rate), keywords=())

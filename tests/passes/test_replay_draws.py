@@ -232,6 +232,14 @@ def test_a_draw_from_another_state_is_refused() -> None:
     with pytest.raises(VerificationError, match="is not the state that it begins from") as caught:
         verify_graph(replace(graph, nodes=nodes))
     assert caught.value.code == "IRC142"
-    copied = replace(graph.nodes[place - 1], traits=frozenset())
-    with pytest.raises(VerificationError, match="does not copy the state of a generator"):
-        verify_graph(replace(graph, nodes=(*graph.nodes[: place - 1], copied, *graph.nodes[place:])))
+    state = graph.nodes[place - 1]
+    for copied in (
+        replace(state, traits=frozenset()),
+        replace(state, arguments=()),
+        replace(state, arguments=()).with_generator_state(graph.inputs[0].value),
+    ):
+        with pytest.raises(VerificationError, match="does not copy the state of a generator"):
+            verify_graph(replace(graph, nodes=(*graph.nodes[: place - 1], copied, *graph.nodes[place:])))
+    empty = replace(graph.nodes[place], results=(None,))
+    with pytest.raises(VerificationError):
+        verify_graph(replace(graph, nodes=(*graph.nodes[:place], empty, *graph.nodes[place + 1 :])))

@@ -1,5 +1,5 @@
 # `make demo` runs the main job on a real model. `make fast` runs the tests for each edit, `make test` all but the slow
-# ones, `make slow` these. Each needs Python >= 3.11 alone.
+# ones, `make slow` these, `make fuzz` all properties on new examples. Each needs Python >= 3.11 alone.
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
@@ -9,7 +9,7 @@ DEMO := build/demo
 # Two processes; each collects for itself, and faster if the rewritten assertions of the tests may be kept as bytecode.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(PYTHON) -m pytest --numprocesses 2 --dist worksteal
 
-.PHONY: demo fast test slow lint clean
+.PHONY: demo fast test slow fuzz lint clean
 
 $(READY): pyproject.toml constraints.txt
 	python3 -m venv $(VENV)
@@ -31,6 +31,9 @@ test: $(READY)
 
 slow: $(READY)
 	$(PYTEST) -m slow
+
+fuzz: $(READY)
+	IRC_FUZZ=10 $(PYTEST) -m hypothesis --override-ini most_cpu_seconds=inf
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

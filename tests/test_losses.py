@@ -1,4 +1,4 @@
-"""What a plan promises of the caller's loss: the peak is the one that is measured, whatever the loss."""
+"""A plan's peak with the caller's loss in it is the one that is measured, whatever the loss."""
 
 from __future__ import annotations
 

@@ -490,6 +490,7 @@ class _Emitter:
 
 
 def _import(function: Callable[..., Any]) -> str:
+    """The line that imports a function of irc's own."""
     return f"from {function.__module__} import {function.__name__}"
 
 

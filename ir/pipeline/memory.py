@@ -28,6 +28,7 @@ class StageMemory:
         paused_bytes: Between the two parts of backward; 0 if it has one.
         rest_bytes: The most during the second part, if what was sent in the first and kept stays until the
             second has ended; 0 if there is none.
+        is_paused: Whether backward has two parts.
         arriving: Bytes received for forward and for backward.
         passing: Bytes sent in forward and in backward that the stage itself does not keep then: they are
             there until they have arrived.
@@ -44,6 +45,7 @@ class StageMemory:
     backward_bytes: int
     paused_bytes: int = 0
     rest_bytes: int = 0
+    is_paused: bool = False
     arriving: tuple[int, int] = (0, 0)
     passing: tuple[int, int] = (0, 0)
     until_sending: tuple[int, int] = (0, 0)
@@ -62,11 +64,6 @@ class StageMemory:
             case Work.BACKWARD:
                 rest_bytes = self.rest_bytes + self.passing[1] if self.is_paused else 0
                 return max(self.backward_bytes, rest_bytes)
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether backward has two parts."""
-        return self.rest_bytes > 0
 
     def after(self, work: Work) -> int:
         """Returns the bytes that a micro-batch holds once some work has ended."""
@@ -120,6 +117,7 @@ def stage_memory(
         backward_bytes=max([most[loss], *backward]) - static,
         paused_bytes=0 if pause is None else after[pause] - static - after_pause,
         rest_bytes=0 if pause is None else max(rest[pause:]) - static - after_pause,
+        is_paused=pause is not None,
         arriving=(_arriving_bytes(schedule, Region.FORWARD), _arriving_bytes(schedule, Region.BACKWARD)),
         passing=(_passing_bytes(schedule, 0, loss), _passing_bytes(schedule, loss, end)),
         until_sending=(

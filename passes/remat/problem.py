@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -362,7 +363,7 @@ class CheckpointProblem:
                 step reads is there in any case, and goes right after it unless it is named. Between two such
                 time steps nothing that was made goes.
             eager: Whether to make everything that is to be resident at such a time step; else only when it is
-                first read.
+                first read, unless it cannot be made of what stays.
 
         Raises:
             ValueError: when a storage would have to be made by an operation that may run only once.
@@ -375,10 +376,16 @@ class CheckpointProblem:
                 have -= self.transient
                 stays = None if stays is None else stays - self.transient
             reads = self.read_at(time_step)
+            now = (*reads, *self._made(stays or (), time_step))
+            again: list[Node] = []
             if stays is not None and not eager:
-                have &= stays.union(reads)
-            again = self.closure((*reads, *self._made(stays, time_step)) if eager and stays else reads, have)
-            have.update(s for node in again for s in self.graph.allocates(node) if s in self.producer)
+                left = have & stays.union(reads)
+                lost = self._lost(left)
+                again = self.closure([s for s in now if s in lost], have)
+                have = left
+            have.update(self._made_by(again))
+            again += self.closure(now if eager else reads, have)
+            have.update(self._made_by(again))
             if stays is not None:
                 have &= stays
             node = self.base_of(time_step)
@@ -391,6 +398,20 @@ class CheckpointProblem:
         """The storages that can be made again at a time step: those made before, and none at the loss."""
         if time_step != len(self.forward):
             yield from (s for s in storages if self.index[self.producer[s]] < time_step)
+
+    def _made_by(self, nodes: Iterable[Node]) -> Iterator[Storage]:
+        """The storages that come and go that some operations make."""
+        return (s for node in nodes for s in self.graph.allocates(node) if s in self.producer)
+
+    def _lost(self, have: AbstractSet[Storage]) -> AbstractSet[Storage]:
+        """The storages that cannot be made of those that are there: an operation may run only once."""
+        found: set[Storage] = set()
+        for storage, node in self.producer.items():
+            if storage in have:
+                continue
+            if not node.is_recomputable or not found.isdisjoint(self.forward_reads[node]):
+                found.add(storage)
+        return found
 
     def keeping(self, kept: Iterable[Storage]) -> Solution:
         """The schedule that keeps some storages for backward, and makes the others again when they are read.

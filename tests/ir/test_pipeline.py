@@ -173,5 +173,5 @@ def test_what_waits_for_a_stage_of_the_same_device_counts() -> None:
     second = StageMemory(0, forward_bytes=10, held_bytes=0, backward_bytes=0, arriving=(10, 0))
     assert device_peak_bytes(order, [first, second]) == (110,)
     first = StageMemory(0, forward_bytes=0, held_bytes=0, backward_bytes=7, arriving=(0, 7))
-    second = StageMemory(0, 0, 0, 0, rest_bytes=50, passing=(0, 3))
+    second = StageMemory(0, 0, 0, 0, rest_bytes=50, is_paused=True, passing=(0, 3))
     assert device_peak_bytes(order, [first, second]) == (53,), "it keeps 4 of the 7 bytes that it sends"

@@ -177,7 +177,7 @@ class Ranks:
         sender = self.sender_of(message)
         its = self.memory_of(sender, micro_batch)
         whole, rest = (Action(sender, work, micro_batch) for work in (Work.BACKWARD, Work.WEIGHT_GRADIENT))
-        if not is_forward and (rest in self.done or (whole in self.done and its.rest_bytes)):
+        if not is_forward and (rest in self.done or (whole in self.done and its.is_paused)):
             return self.memory[stage].arriving[1]
         return its.passing[not is_forward]
 
@@ -203,6 +203,7 @@ def memories(draw: st.DrawFn, stages: int) -> tuple[StageMemory, ...]:
     found = tuple(
         StageMemory(
             *(draw(size) for _ in range(6)),
+            is_paused=draw(st.booleans()),
             update_bytes=draw(st.integers(0, 200)),
             until_sending=(draw(size), draw(size)),
             arriving=(forth[stage] if stage else 0, back[stage] if stage + 1 < stages else 0),

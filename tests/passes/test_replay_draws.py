@@ -85,7 +85,7 @@ def test_all_numbers_are_those_of_dropout_that_runs_once(rate: float, dtype: tor
 
 
 def _held_bytes(program: Program) -> int:
-    """What forward leaves for backward beside the outputs."""
+    """Lists what forward leaves for backward beside the outputs."""
     assert program.schedule is not None
     return sum(storage.nbytes for storage in saved_by(program.schedule))
 

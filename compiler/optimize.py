@@ -60,6 +60,7 @@ def optimize(
     example_kwargs: Mapping[str, Any] | None = None,
     strategy: str = "auto",
     time_limit: float = 60.0,
+    gap: float = 0.005,
     costs: str = MEASURED,
     loss: Loss | None = None,
     accumulate_gradients: bool = False,
@@ -92,7 +93,9 @@ def optimize(
         example_kwargs: Keyword arguments of one training step.
         strategy: `auto`, `ilp`, `eviction`, `min-cut`, `per-block`, `sqrt-n`, `every-<k>`, `keep-none` or
             `keep-all`; with `swap` also `lms`, `ome`, `pofo`, `swap` or `recompute`.
-        time_limit: Seconds for the search of a schedule; the best one so far counts.
+        time_limit: Seconds of the processor for the search of a schedule; the best one so far counts.
+        gap: The search stops at a schedule that is proved this close to the best, as a fraction of the
+            step's time; 0 searches for the best.
         costs: The source of each operation's seconds and workspace. `"measured"` runs each operation a few
             times on the device of the model, `"thorough"` more often (both are cached on disk); `"analytic"`
             takes the roofline of a modest CPU. Any other text is the name of a described machine, such as
@@ -152,6 +155,7 @@ def optimize(
         budget,
         strategy=strategy,
         time_limit=time_limit,
+        gap=gap,
         costs=renamed_costs(costs, profile),
         swap=swap,
         accumulate_gradients=accumulate_gradients,

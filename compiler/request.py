@@ -27,6 +27,7 @@ from ..passes import (
 )
 from ..passes.costs.optimizer_costs import OptimizerFactory
 from ..passes.costs.table import StepCost
+from ..passes.remat.choice import GAP
 from .tiers import measured_tiers, offer, tier_configs, what_moves
 
 __all__ = ["MEASURED", "Example", "Request", "cost_passes", "renamed", "renamed_costs"]
@@ -93,6 +94,7 @@ class Request:
         *,
         strategy: str = "auto",
         time_limit: float = 60.0,
+        gap: float = GAP,
         costs: str = MEASURED,
         swap: str | Sequence[str] | None = None,
         accumulate_gradients: bool = False,
@@ -106,6 +108,7 @@ class Request:
             budget: As there.
             strategy: As there.
             time_limit: As there.
+            gap: As there.
             costs: As there.
             swap: As there; None offers no tier.
             accumulate_gradients: As there.
@@ -123,7 +126,7 @@ class Request:
         if swap is not None:
             named, offload = what_moves(swap)
             tiers = offer(named, costs)
-        plan = PlanMemory(budget, strategy, time_limit, offload)
+        plan = PlanMemory(budget, strategy, time_limit, offload, gap)
         hold = HoldForwards(forwards_in_flight)
         hold.check(applies=optimizer is not None)
         if forwards_in_flight > 1:

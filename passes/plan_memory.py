@@ -17,7 +17,7 @@ from .offload.remat_and_offload import least_budget
 from .offload.strategies import OFFLOAD_STRATEGIES
 from .program import Program
 from .remat.certificate import certify
-from .remat.choice import ChosenSchedule, Limits
+from .remat.choice import GAP, ChosenSchedule, Limits
 from .remat.choose_recomputation import STRATEGIES, choose_recomputation
 from .remat.planner import Planner
 
@@ -37,7 +37,10 @@ class PlanMemory:
             `lms` copies as Large Model Support, `ome` recomputes between checkpoints and copies some of
             these, `pofo` plans a chain of blocks, `swap` copies and computes nothing twice, and `recompute`
             is `auto` without copies.
-        time_limit: Seconds for the search; the best schedule so far counts when they are over.
+        time_limit: Seconds of the processor for the search; the best schedule so far counts when they are
+            over.
+        gap: The search stops at a schedule that is proved this close to the best, as a fraction of the
+            step's time.
         offload: The kinds that may live in the first tier between steps: `params`, `optimizer`,
             `params+optimizer` or `none`. How much of it does is chosen.
         offloaded_names: The names of what is offloaded, once known. Not part of the text form.
@@ -50,6 +53,7 @@ class PlanMemory:
     strategy: str = "auto"
     time_limit: float = 60.0
     offload: str = "none"
+    gap: float = GAP
     offloaded_names: tuple[str, ...] | None = field(default=None, metadata={"in_text": False})
 
     def check(self) -> None:
@@ -73,6 +77,12 @@ class PlanMemory:
                 "IRC403",
                 f"the time limit is {self.time_limit} seconds",
                 help="give a number of seconds, 0 or more",
+            )
+        if not 0 <= self.gap < 1:
+            raise UsageError(
+                "IRC403",
+                f"the gap is {self.gap} of the step's time",
+                help="give a fraction of it: 0.005 stops within half a per cent of the best, 0 at the best",
             )
         unknown = [what for what in self.which if what not in OFFLOADABLE]
         if unknown:
@@ -113,13 +123,15 @@ class PlanMemory:
             )
 
     def _check_types(self) -> None:
-        strategy, time_limit = cast("tuple[object, object]", (self.strategy, self.time_limit))
-        is_number = isinstance(time_limit, (int, float)) and not isinstance(time_limit, bool)
-        if not isinstance(strategy, str) or not is_number:
+        strategy = cast(object, self.strategy)
+        numbers = cast("tuple[object, object]", (self.time_limit, self.gap))
+        are_numbers = all(isinstance(n, (int, float)) and not isinstance(n, bool) for n in numbers)
+        if not isinstance(strategy, str) or not are_numbers:
             raise UsageError(
                 "IRC403",
-                f"strategy is {strategy!r} and time_limit {time_limit!r}",
-                help="give the strategy's name as a text, and the time limit as a number of seconds",
+                f"strategy is {strategy!r}, time_limit {numbers[0]!r} and gap {numbers[1]!r}",
+                help="give the strategy's name as a text, the time limit as a number of seconds, and the gap "
+                "as a fraction",
             )
 
     @property
@@ -142,7 +154,7 @@ class PlanMemory:
         """Does what `run` does, with all that the planner knows from other budgets of the same program."""
         self.check()
         self.check_tiers(has_tiers=bool(planner.program.tiers))
-        limits = Limits(parse_budget(self.budget, planner.baseline_bytes), self.time_limit)
+        limits = Limits(parse_budget(self.budget, planner.baseline_bytes), self.time_limit, self.gap)
         choice = self._choice(planner, limits)
         program = planner.program_of(choice.problem)
         assert program.costs is not None
@@ -150,7 +162,7 @@ class PlanMemory:
             choice,
             limits.budget_bytes,
             baseline_bytes=planner.baseline_bytes,
-            seconds=time.monotonic() - limits.started,
+            seconds=time.thread_time() - limits.started,
             kernels_seconds=planner.kernels_seconds,
         )
         return replace(program, schedule=choice.incumbent.best.schedule, plan=plan)
@@ -169,7 +181,7 @@ def smallest_budget(planner: Planner, deadline: float = math.inf) -> int:
 
     Args:
         planner: The program's planner.
-        deadline: `time.monotonic()` after which nothing more is tried.
+        deadline: `time.thread_time()` after which nothing more is tried.
     """
     if not planner.program.tiers:
         return planner.minimum_bytes(deadline, is_thorough=True)

@@ -50,6 +50,13 @@ def add(commands: Commands) -> None:
     optimize.add_argument(
         "--time-limit", type=float, default=60.0, metavar="SECONDS", help="for the search (60)"
     )
+    optimize.add_argument(
+        "--gap",
+        type=float,
+        default=0.005,
+        metavar="FRACTION",
+        help="stop the search this close to the best, as a fraction of the step's time (0.005)",
+    )
     add_swap(optimize, ", also as params,optimizer for what may live there between steps")
     optimize.add_argument(
         "--optimizer",
@@ -140,6 +147,7 @@ def _request(options: argparse.Namespace, progress: Progress) -> Request:
         budget_of(options.budget),
         strategy=options.strategy,
         time_limit=options.time_limit,
+        gap=options.gap,
         costs=options.costs,
         swap=options.swap or None,
         optimizer=optimizer_of(options),

@@ -316,7 +316,7 @@ class StepBudget:
 
     def _plan_together(self, root: Subgraph) -> None:
         """Plans all subgraphs of a tree; with something to spare if they were planned before."""
-        started = time.monotonic()
+        started = time.thread_time()
         rooms = [self.room_bytes - self.budget_bytes // _SPARE, self.room_bytes]
         choices: dict[Subgraph, Choice] | None = None
         for room_bytes in rooms[1:] if root in self._unplanned else rooms:
@@ -330,7 +330,7 @@ class StepBudget:
             subgraph.choice = choice
             _report(subgraph)
         if len(choices) > 1:
-            seconds = time.monotonic() - started
+            seconds = time.thread_time() - started
             _LOG.info("planned %d graphs of a step together in %.1f s", len(choices), seconds)
 
     # ------------------------------------------------------------------ those that wait give way
@@ -405,7 +405,7 @@ class StepBudget:
     def _over(self, subgraph: Subgraph, now: _Now) -> BudgetError:
         """The refusal of a run, with what each graph of the step holds."""
         here, chosen = self._here(subgraph, now)
-        latest = time.monotonic() + self.time_limit
+        latest = time.thread_time() + self.time_limit
         needed = max(minimum_bytes(here, self.room_bytes, chosen, latest), self._needed(now, None))
         return self._refusal(subgraph.name, needed, now.alive_bytes)
 

@@ -380,12 +380,12 @@ def _plan_within(
 ) -> Point | Refusal:
     if observer is not None:
         observer.before(budget_bytes)
-    started = time.monotonic()
+    started = time.thread_time()
     try:
         program = planners.plan(sweep.chooser(budget_bytes))
         outcome = _point(program, is_bound=sweep.copies or sweep.offered is None)
     except (BudgetError, TimeLimitError) as error:
-        outcome = Refusal(budget_bytes, error.code, error.message, time.monotonic() - started)
+        outcome = Refusal(budget_bytes, error.code, error.message, time.thread_time() - started)
     if observer is not None:
         observer.after(outcome)
     return outcome
@@ -449,7 +449,7 @@ def _survey(planners: _Planners, sweep: Sweep) -> Survey:
     kernels_minimum_bytes, remark = 0, ""
     if planners.has_time_steps and (not sweep.budgets or budgets[-1] < minimum_bytes):
         try:
-            floor, least = _least_bytes(planners.time_steps, sweep, time.monotonic() + sweep.time_limit)
+            floor, least = _least_bytes(planners.time_steps, sweep, time.thread_time() + sweep.time_limit)
             if least < minimum_bytes:
                 kernels_minimum_bytes = minimum_bytes
                 floor_bytes, minimum_bytes = min(floor_bytes, floor), least

@@ -141,18 +141,18 @@ def choose(capture: Capture, request: PipelineRequest, batch: int) -> Choice:
         UsageError: IRC487 if the batch does not divide; IRC498 if no way was left.
         UnsupportedError: If the model uses what is not supported.
     """
-    started = time.monotonic()
+    started = time.thread_time()
     deadline = started + request.time_limit
     counts = _micro_batches(request, batch)
     choosing = _Choosing(request, deadline)
     failure: IrcError | None = None
     while counts:
-        now = time.monotonic()
+        now = time.thread_time()
         candidates = _candidates(capture, request, counts, now + (deadline - now) / 3)
         choosing.refuse(candidates.refused)
         choosing.plan(candidates.found)
         counts, failure = candidates.uncaptured, failure or candidates.failure
-        if time.monotonic() >= deadline:
+        if time.thread_time() >= deadline:
             break
     for count in counts:
         choosing.refuse(
@@ -163,7 +163,7 @@ def choose(capture: Capture, request: PipelineRequest, batch: int) -> Choice:
         raise choosing.refusal or (None if choosing.is_any_captured else failure) or _nothing(considered)
     candidate, stages = best
     considered.sort(key=lambda one: math.inf if one.step_seconds is None else one.step_seconds)
-    plan = replace(stages.plan, planning_seconds=time.monotonic() - started)
+    plan = replace(stages.plan, planning_seconds=time.thread_time() - started)
     return Choice(
         candidate.request,
         candidate.micro_batch.captured,
@@ -195,7 +195,7 @@ class _Choosing:
 
     def _considered(self, candidate: _Candidate, left: int) -> Considered:
         """Plans one candidate, of the given number that are left."""
-        seconds = self.deadline - time.monotonic()
+        seconds = self.deadline - time.thread_time()
         if self.best is not None and candidate.bound_seconds >= self.best[1].plan.step_seconds:
             return candidate.considered(why_not="no plan can be shorter than the best one")
         if self.best is not None and seconds <= 0:
@@ -259,7 +259,7 @@ def _candidates(
     refused: list[Considered] = []
     failure: UnsupportedError | UsageError | None = None
     for number, count in enumerate(counts):
-        if found and time.monotonic() > deadline:
+        if found and time.thread_time() > deadline:
             return _Candidates(_sorted(found), refused, list(counts[number:]), failure)
         ways: list[PipelineRequest] = []
         for way in _ways(request, count):

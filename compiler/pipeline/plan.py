@@ -173,12 +173,12 @@ class MicroBatch:
             TimeLimitError: IRC205.
             UsageError: IRC485 for more stages than operations; as `PipelineRequest`.
         """
-        started, time_steps = time.monotonic(), self.time_steps
+        started, time_steps = time.thread_time(), self.time_steps
         if time_steps is None:
             return self._planned(request, time_limit)
 
         def by_time_steps() -> Stages:
-            left = max(time_limit - (time.monotonic() - started), time_limit / 4)
+            left = max(time_limit - (time.thread_time() - started), time_limit / 4)
             return self._comparing(time_steps().plan(request, left), request)
 
         return kernels_or_time_steps(
@@ -284,8 +284,8 @@ def plan_stages(
         UnsupportedError: IRC508 for an optimizer that takes no steps parameter by parameter.
         UsageError: IRC485 for more stages than operations; as `PipelineRequest`.
     """
-    started = time.monotonic()
+    started = time.thread_time()
     micro_batch = MicroBatch.measured(captured, request, time_steps)
-    left = max(request.time_limit - (time.monotonic() - started), request.time_limit / 4)
+    left = max(request.time_limit - (time.thread_time() - started), request.time_limit / 4)
     stages = micro_batch.plan(request, left)
-    return replace(stages, plan=replace(stages.plan, planning_seconds=time.monotonic() - started))
+    return replace(stages, plan=replace(stages.plan, planning_seconds=time.thread_time() - started))

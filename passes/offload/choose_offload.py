@@ -74,7 +74,7 @@ def choose_offloaded(
     least_bytes = search.least_bytes(_within(deadline, _LEAST_PART))
     chosen = search.run(deadline)
     if chosen is None:
-        if budget_bytes >= search.floor_bytes and time.monotonic() >= deadline:
+        if budget_bytes >= search.floor_bytes and time.thread_time() >= deadline:
             raise out_of_time(limits, least_bytes)
         offloaded_bytes = sum(offloaded.storage.nbytes for offloaded in search.offloaded_parameters)
         error = over_budget(planner, budget_bytes, least_bytes, tiers=tiers, offloaded_bytes=offloaded_bytes)
@@ -89,14 +89,18 @@ def _searched(planner: Planner, work: OffloadProblem, limits: Limits) -> tuple[I
     least_bytes = least_budget(work, candidates, deadline=_within(deadline, _LEAST_PART))
     may_fit = work.budget_bytes >= work.floor_bytes
     seeds = known_offload_solutions(work, deadline=deadline)
-    incumbent = search_with_copies(work, candidates, deadline=deadline, seeds=seeds) if may_fit else None
-    if incumbent is None and may_fit and time.monotonic() < deadline:
+    incumbent = (
+        search_with_copies(work, candidates, deadline=deadline, gap=limits.gap, seeds=seeds)
+        if may_fit
+        else None
+    )
+    if incumbent is None and may_fit and time.thread_time() < deadline:
         candidates = planner.candidates(deadline, is_thorough=True)
-        incumbent = search_with_copies(work, candidates, deadline=deadline)
+        incumbent = search_with_copies(work, candidates, deadline=deadline, gap=limits.gap)
     if incumbent is not None:
         return incumbent, min(least_bytes, incumbent.best.peak_bytes)
     least_bytes = min(least_bytes, least_budget(work, candidates, deadline=deadline))
-    is_late = time.monotonic() >= deadline
+    is_late = time.thread_time() >= deadline
     if may_fit and (is_late or not candidates.is_complete):
         raise out_of_time(limits, least_bytes)
     raise over_budget(planner, work.budget_bytes, least_bytes, is_known=not is_late, tiers=work.tiers)
@@ -112,7 +116,7 @@ def _known(planner: Planner, strategy: str, work: OffloadProblem, deadline: floa
             work.budget_bytes,
             min(s.peak_bytes for s in made),
             strategy=strategy,
-            is_known=time.monotonic() < deadline,
+            is_known=time.thread_time() < deadline,
             tiers=work.tiers,
         )
     return Incumbent(strategy, min(fitting, key=lambda s: (s.seconds, s.peak_bytes)))
@@ -131,6 +135,6 @@ def _with_largest_step(error: BudgetError, search: OffloadSearch) -> BudgetError
 
 
 def _within(deadline: float, part: float) -> float:
-    """The `time.monotonic()` at which a part of the time that is left is over."""
-    now = time.monotonic()
+    """The `time.thread_time()` at which a part of the time that is left is over."""
+    now = time.thread_time()
     return now + (deadline - now) * part

@@ -22,20 +22,21 @@ _PROGRESS = 1e-4
 _BETTER = 1e-9
 
 
-def improve(work: OffloadProblem, incumbent: Incumbent, *, deadline: float) -> None:
+def improve(work: OffloadProblem, incumbent: Incumbent, *, deadline: float, gap: float = PROOF_GAP) -> None:
     """Runs less again, or more, if that makes a schedule faster; copies are chosen anew each time.
 
     Args:
         work: The problem.
         incumbent: The solution to improve.
-        deadline: `time.monotonic()` at which to stop.
+        deadline: `time.thread_time()` at which to stop.
+        gap: The distance from the best at which to stop, as a fraction of the step's time.
     """
     problem = work.problem
     recomputations = problem.recomputations(incumbent.best)
     while True:
         before = incumbent.best.seconds
         for change in (*_removals(problem, recomputations), *_additions(problem, recomputations)):
-            if time.monotonic() >= deadline or incumbent.is_proved(problem, PROOF_GAP):
+            if time.thread_time() >= deadline or incumbent.is_proved(problem, gap):
                 return
             changed = _changed(problem, recomputations, change)
             best = incumbent.best.seconds * (1 - _BETTER)

@@ -93,9 +93,9 @@ class OffloadSearch:
         """Returns the fastest schedule found; None if none fits.
 
         Args:
-            deadline: `time.monotonic()` at which to stop.
+            deadline: `time.thread_time()` at which to stop.
         """
-        started = time.monotonic()
+        started = time.thread_time()
         trial_seconds = (deadline - started) * _TRIAL_PART
         tried: dict[tuple[OffloadedParameter, ...], OffloadChoice | None] = {}
 
@@ -108,7 +108,7 @@ class OffloadSearch:
             for part in parts:
                 offloaded_parameters = self._part(part)
                 if offloaded_parameters not in tried and not is_good_enough():
-                    latest = time.monotonic() + trial_seconds
+                    latest = time.thread_time() + trial_seconds
                     tried[offloaded_parameters] = next(self._with(offloaded_parameters, (0.0,), latest), None)
             return min(parts, key=lambda part: (seconds(self._part(part)), part))
 
@@ -124,12 +124,12 @@ class OffloadSearch:
         choice = tried.get(offloaded_parameters)
         if choice is None:
             return next(
-                self._with(self.offloaded_parameters, (0.0,), time.monotonic() + _GRACE_SECONDS), None
+                self._with(self.offloaded_parameters, (0.0,), time.thread_time() + _GRACE_SECONDS), None
             )
-        bound_seconds = self._bound_seconds(time.monotonic() + (deadline - started) * _BOUND_PART)
+        bound_seconds = self._bound_seconds(time.thread_time() + (deadline - started) * _BOUND_PART)
         margins = _MARGINS
-        while margins and time.monotonic() < deadline and not is_good_enough():
-            latest = time.monotonic() + (deadline - time.monotonic()) / len(margins)
+        while margins and time.thread_time() < deadline and not is_good_enough():
+            latest = time.thread_time() + (deadline - time.thread_time()) / len(margins)
             for other in self._with(offloaded_parameters, margins[:1], latest):
                 if other.incumbent.best.seconds < choice.incumbent.best.seconds:
                     choice = other
@@ -144,13 +144,13 @@ class OffloadSearch:
         For models so small that moving takes more than it frees, it is the peak of keeping everything.
 
         Args:
-            deadline: `time.monotonic()` at which to stop; what was found by then counts.
+            deadline: `time.thread_time()` at which to stop; what was found by then counts.
         """
         loaded, planner = self._loaded(self.offloaded_parameters)
         work = OffloadProblem(
             planner.problem, self._tiers_beside(loaded.offloaded_parameters), self.budget_bytes
         )
-        candidates = planner.candidates((time.monotonic() + deadline) / 2, is_thorough=True)
+        candidates = planner.candidates((time.thread_time() + deadline) / 2, is_thorough=True)
         found_bytes = least_budget(work, candidates, deadline=deadline)
         return min(found_bytes, self.planner.problem.keep_all.peak_bytes)
 
@@ -196,8 +196,8 @@ class OffloadSearch:
             work = OffloadProblem(planner.problem, tiers, budget_bytes)
             if budget_bytes < work.floor_bytes:
                 continue
-            candidates = planner.candidates((time.monotonic() + deadline) / 2)
-            seeds = known_offload_solutions(work, deadline=(time.monotonic() + deadline) / 2)
+            candidates = planner.candidates((time.thread_time() + deadline) / 2)
+            seeds = known_offload_solutions(work, deadline=(time.thread_time() + deadline) / 2)
             incumbent = search_with_copies(work, candidates, deadline=deadline, seeds=seeds)
             if incumbent is not None:
                 yield self._offloaded(loaded, planner.problem, incumbent)

@@ -58,7 +58,7 @@ def pofo(work: OffloadProblem, deadline: float = math.inf) -> Iterator[Solution]
 
     Args:
         work: The problem.
-        deadline: `time.monotonic()` after which no more choices are made.
+        deadline: `time.thread_time()` after which no more choices are made.
 
     Source:
         Beaumont, Eyraud-Dubois, Shilova, Efficient Combination of Rematerialization and Offloading for
@@ -70,7 +70,7 @@ def pofo(work: OffloadProblem, deadline: float = math.inf) -> Iterator[Solution]
     blocks = blocks_of(problem)
     tried: set[tuple[Segment, ...]] = set()
     for reserve in _RESERVES:
-        if time.monotonic() >= deadline:
+        if time.thread_time() >= deadline:
             return
         chosen = segments_within(blocks, work.tiers[0], int(work.budget_bytes * reserve))
         if chosen is None or tuple(chosen) in tried:

@@ -52,6 +52,7 @@ def search_with_copies(
     candidates: Candidates,
     *,
     deadline: float,
+    gap: float = PROOF_GAP,
     seeds: Iterable[tuple[str, Solution]] = (),
 ) -> Incumbent | None:
     """Searches for the fastest schedule with copies and recomputation, with a bound; None if none was found.
@@ -63,36 +64,37 @@ def search_with_copies(
     Args:
         work: The problem.
         candidates: Schedules found without regard to the budget.
-        deadline: `time.monotonic()` at which to stop.
+        deadline: `time.thread_time()` at which to stop.
+        gap: The distance from the best at which to stop, as a fraction of the step's time.
         seeds: More schedules, which may have copies; those that fit are candidates as they are.
     """
-    problem = work.problem
+    problem, gap = work.problem, max(gap, PROOF_GAP)
     incumbent: Incumbent | None = None
     known: list[tuple[str, Solution]] = []
-    now = time.monotonic()
+    now = time.thread_time()
     latest = now + (deadline - now) * _KNOWN_PART
     for name, solution in itertools.chain(_candidates(work, candidates, deadline=latest), seeds):
         if solution.peak_bytes <= work.budget_bytes:
             known.append((name, solution))
             incumbent = Incumbent(name, solution) if incumbent is None else incumbent
             incumbent.update(name, solution, work.budget_bytes)
-        if incumbent is not None and (incumbent.is_proved(problem, PROOF_GAP) or time.monotonic() >= latest):
+        if incumbent is not None and (incumbent.is_proved(problem, gap) or time.thread_time() >= latest):
             break
     if incumbent is not None:
         _time_anew(work, known, incumbent, deadline=deadline)
-        if incumbent.is_proved(problem, PROOF_GAP) or time.monotonic() >= deadline:
+        if incumbent.is_proved(problem, gap) or time.thread_time() >= deadline:
             return incumbent
-    left = deadline - time.monotonic()
+    left = deadline - time.thread_time()
     if left > 0 and candidates.fitting(work.budget_bytes):
-        latest = time.monotonic() + left * _RECOMPUTE_PART
-        alone = search(problem, work.budget_bytes, candidates, deadline=latest)
+        latest = time.thread_time() + left * _RECOMPUTE_PART
+        alone = search(problem, work.budget_bytes, candidates, deadline=latest, gap=gap)
         if alone is not None:
             incumbent = Incumbent(alone.name, alone.best) if incumbent is None else incumbent
             incumbent.update(alone.name, alone.best, work.budget_bytes)
     if incumbent is None:
         return None
-    _bound(work, incumbent, deadline)
-    improve(work, incumbent, deadline=deadline)
+    _bound(work, incumbent, deadline, gap)
+    improve(work, incumbent, deadline=deadline, gap=gap)
     _time_anew(work, [(incumbent.name, incumbent.best)], incumbent, deadline=deadline, effort=_LAST_EFFORT)
     return incumbent
 
@@ -107,18 +109,18 @@ def _time_anew(
 ) -> None:
     """Tries the fastest schedules once more, with copies chosen with an effort."""
     for name, solution in sorted(known, key=lambda pair: pair[1].seconds)[:_TIMED_ANEW]:
-        if time.monotonic() >= deadline:
+        if time.thread_time() >= deadline:
             return
         timed = work.fitted(work.order(solution), effort=effort)
         if timed is not None:
             incumbent.update(name, timed, work.budget_bytes)
 
 
-def _bound(work: OffloadProblem, incumbent: Incumbent, deadline: float) -> None:
+def _bound(work: OffloadProblem, incumbent: Incumbent, deadline: float, gap: float) -> None:
     """Raises the bound by the programme over cuts with copies, and tries its choice."""
     problem = work.problem
-    left = deadline - time.monotonic()
-    if left <= 0 or incumbent.is_proved(problem, PROOF_GAP):
+    left = deadline - time.thread_time()
+    if left <= 0 or incumbent.is_proved(problem, gap):
         return
     solved = _relaxed(work, min(left / 2, _CUT_SECONDS))
     if not solved.is_infeasible:
@@ -135,9 +137,9 @@ def bound_with_copies(work: OffloadProblem, *, deadline: float) -> float:
 
     Args:
         work: The problem.
-        deadline: `time.monotonic()` at which to stop.
+        deadline: `time.thread_time()` at which to stop.
     """
-    left = deadline - time.monotonic()
+    left = deadline - time.thread_time()
     if left <= 0 or not work.problem.backward:
         return 0.0
     solved = _relaxed(work, left)
@@ -163,13 +165,13 @@ def least_budget(work: OffloadProblem, candidates: Candidates, *, deadline: floa
     Args:
         work: The problem.
         candidates: Schedules found without regard to the budget; those with the smallest peaks get copies.
-        deadline: `time.monotonic()` at which to stop; what was found by then counts.
+        deadline: `time.thread_time()` at which to stop; what was found by then counts.
     """
     problem = work.problem
     lowest = sorted((s for _, s in candidates.candidates), key=lambda s: (s.peak_bytes, s.seconds))
     orders = [work.order(solution) for solution in (problem.keep_all, *lowest[:_LOW])]
     low, high = work.floor_bytes - 1, lowest[0].peak_bytes
-    while high - low > max(problem.keep_all.peak_bytes >> _LOW_BITS, 1) and time.monotonic() < deadline:
+    while high - low > max(problem.keep_all.peak_bytes >> _LOW_BITS, 1) and time.thread_time() < deadline:
         middle = (low + high) // 2
         peak_bytes = _reached(replace(work, budget_bytes=middle), orders)
         if peak_bytes is None:
@@ -201,7 +203,7 @@ def _candidates(
 
     def offered(name: str, solution: Solution) -> Iterator[tuple[str, Solution]]:
         key = solution.seconds, solution.peak_bytes
-        if key not in known and (len(known) <= _LOW or time.monotonic() < deadline):
+        if key not in known and (len(known) <= _LOW or time.thread_time() < deadline):
             known.add(key)
             fitted = work.with_copies(solution, effort=0)
             if fitted is not None:
@@ -215,10 +217,10 @@ def _candidates(
         yield from offered(name, solution)
     top = problem.keep_all.peak_bytes
     for rung in range(1, _RUNGS):
-        if time.monotonic() >= deadline:
+        if time.thread_time() >= deadline:
             return
         budget = work.budget_bytes + (top - work.budget_bytes) * rung // _RUNGS
-        latest = min(deadline, time.monotonic() + _RUN_SECONDS)
+        latest = min(deadline, time.thread_time() + _RUN_SECONDS)
         evicted = evict_greedily(problem, budget, deadline=latest) if budget < top else None
         if evicted is not None:
             yield from offered("eviction", evicted)

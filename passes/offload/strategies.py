@@ -40,9 +40,9 @@ def swap_all(work: OffloadProblem, deadline: float = math.inf) -> Iterator[Solut
 
     Args:
         work: The problem.
-        deadline: `time.monotonic()` after which nothing is tried.
+        deadline: `time.thread_time()` after which nothing is tried.
     """
-    if time.monotonic() >= deadline:
+    if time.thread_time() >= deadline:
         return
     fitted = work.with_copies(work.problem.keep_all)
     if fitted is not None:
@@ -78,10 +78,10 @@ def lms(work: OffloadProblem, deadline: float = math.inf) -> Iterator[Solution]:
 
     Args:
         work: The problem.
-        deadline: `time.monotonic()` after which nothing more is tried.
+        deadline: `time.thread_time()` after which nothing more is tried.
     """
     for look_ahead in LOOK_AHEADS:
-        if time.monotonic() >= deadline:
+        if time.thread_time() >= deadline:
             return
         yield lms_all(work, look_ahead)
     problem = work.problem
@@ -105,10 +105,10 @@ def ome(work: OffloadProblem, deadline: float = math.inf) -> Iterator[Solution]:
 
     Args:
         work: The problem.
-        deadline: `time.monotonic()` after which nothing more is tried.
+        deadline: `time.thread_time()` after which nothing more is tried.
     """
     for solution in _checkpointings(work.problem):
-        if time.monotonic() >= deadline:
+        if time.thread_time() >= deadline:
             return
         if solution.peak_bytes <= work.budget_bytes:
             yield solution
@@ -229,7 +229,7 @@ def _fastest(work: OffloadProblem, order: Order, gaps: Sequence[Gap], deadline: 
     found: list[tuple[float, int, Sequence[Swap]]] = []
     computed = sum(order.event_seconds)
     for look_ahead in LOOK_AHEADS:
-        if time.monotonic() >= deadline:
+        if time.thread_time() >= deadline:
             break
         fewest = _fewest(work, order, gaps, look_ahead)
         if fewest is None:
@@ -268,7 +268,7 @@ OFFLOAD_STRATEGIES: Mapping[str, Callable[[OffloadProblem, float], Iterator[Solu
     "pofo": pofo,
     "swap": swap_all,
 }
-"""The strategies that copy, by name, given the problem and the `time.monotonic()` at which to stop.
+"""The strategies that copy, by name, given the problem and the `time.thread_time()` at which to stop.
 
 Among the schedules of one strategy, the fastest within the budget counts.
 """
@@ -281,7 +281,7 @@ def known_offload_solutions(
 
     Args:
         work: The problem.
-        deadline: `time.monotonic()` after which nothing more is tried.
+        deadline: `time.thread_time()` after which nothing more is tried.
     """
     for name, strategy in OFFLOAD_STRATEGIES.items():
         yield from ((name, solution) for solution in strategy(work, deadline))

@@ -88,7 +88,7 @@ def best_chain(
         TimeoutError: When the time ended before any chain was found.
     """
     search = _Search(between, kinds, cost, micro_batches)
-    return search.best(time.monotonic() + seconds)
+    return search.best(time.thread_time() + seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ class _Search:
         seen: dict[tuple[int, int], list[tuple[float, float]]] = {}
         while queue:
             first = heapq.heappop(queue)
-            if first.bound >= self._step(self.best_found) * (1 - _ROUNDING) or time.monotonic() > deadline:
+            if first.bound >= self._step(self.best_found) * (1 - _ROUNDING) or time.thread_time() > deadline:
                 return self._chain(first.bound)
             if first.end is None:
                 if self._is_new(first.begun, seen):
@@ -236,7 +236,7 @@ class _Search:
     def _dive(self, begun: _Begun, deadline: float) -> None:
         """Follows the ends with the least bounds until a chain is whole, so that there is one."""
         for _, end in self._ends(begun):
-            if self.best_found or len(self.told) >= _DIVE or time.monotonic() > deadline:
+            if self.best_found or len(self.told) >= _DIVE or time.thread_time() > deadline:
                 return
             longer = self._longer(begun, end)
             if longer is not None:

@@ -65,7 +65,7 @@ class CutPlanner:
         device_order: The numbers of these devices as the user gave them.
         options: The options of the pipeline.
         cost: Finds the costs of a stage's operations.
-        deadline: `time.monotonic()` at which to stop.
+        deadline: `time.thread_time()` at which to stop.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class CutPlanner:
 
         Args:
             cut: The cut.
-            deadline: `time.monotonic()` at which to stop; that of the planner if None.
+            deadline: `time.thread_time()` at which to stop; that of the planner if None.
 
         Raises:
             BudgetError: IRC486.
@@ -166,7 +166,7 @@ class CutPlanner:
         Raises:
             BudgetError: IRC486 if it needs more than its device has.
         """
-        left = (deadline or self.deadline) - time.monotonic()
+        left = (deadline or self.deadline) - time.thread_time()
         time_limit = max(left / (2 * self.schedule.stages), self.least_stage_seconds)
         try:
             return planner.planned(room[stage], self.options.strategy, time_limit)

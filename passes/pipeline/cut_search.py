@@ -45,7 +45,7 @@ class CutSearch:
         schedule: Says how many stages there are, and which device has which stage.
         options: The options of the pipeline.
         cost: Finds the costs of a stage's operations.
-        started: `time.monotonic()` at which planning began.
+        started: `time.thread_time()` at which planning began.
 
     Raises:
         UsageError: IRC485 for more stages than operations.
@@ -102,7 +102,7 @@ class CutSearch:
 
     @property
     def _is_over(self) -> bool:
-        return time.monotonic() >= self.deadline
+        return time.thread_time() >= self.deadline
 
     # ------------------------------------------------------------------ cuts to try
 
@@ -120,7 +120,7 @@ class CutSearch:
     def _partitions(self) -> list[LinearPartition]:
         """The partitions of the linear order, and of the order that the best chain of ideals gives."""
         found = [self.partition]
-        left = (self.deadline - time.monotonic()) * _ORDERING
+        left = (self.deadline - time.thread_time()) * _ORDERING
         operations = ideal_order(self.linear_order, self.schedule, self.devices, left)
         if operations is not None:
             other = self.linear_order.in_order(operations)
@@ -157,9 +157,9 @@ class CutSearch:
             self.refusals[cut] = known = self.refusals.pop(cut)
             return known
         self.refusals[cut] = None
-        left = self.deadline - time.monotonic()
+        left = self.deadline - time.thread_time()
         try:
-            pipeline = self.planner.plan(cut, time.monotonic() + left * _TRYING)
+            pipeline = self.planner.plan(cut, time.thread_time() + left * _TRYING)
         except DeviceRefusal as error:
             self.refusals[cut] = error
         except TimeLimitError as error:
@@ -173,10 +173,10 @@ class CutSearch:
         """Moves single cut points to the next one as long as the step becomes shorter."""
         tried = {best.cuts}
         is_better = True
-        while is_better and time.monotonic() < self.deadline:
+        while is_better and time.thread_time() < self.deadline:
             is_better = False
             for points in _neighbours(best.cuts, cut.linear_order.cut_points):
-                if points in tried or time.monotonic() >= self.deadline:
+                if points in tried or time.thread_time() >= self.deadline:
                     continue
                 tried.add(points)
                 candidate = Cut(cut.linear_order, points)

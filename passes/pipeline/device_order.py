@@ -20,7 +20,7 @@ def device_order(partition: LinearPartition, deadline: float) -> tuple[int, ...]
 
     Args:
         partition: The partition, with the devices as they were given.
-        deadline: `time.monotonic()` at which the best order so far is taken.
+        deadline: `time.thread_time()` at which the best order so far is taken.
 
     Returns:
         For each place in the pipeline the device that takes it: 0, 1 and so on if all are equal, or if there
@@ -31,7 +31,7 @@ def device_order(partition: LinearPartition, deadline: float) -> tuple[int, ...]
     if len(given.speeds) > _MOST_DEVICES:
         return best
     for order in _orders(given):
-        if time.monotonic() >= deadline:
+        if time.thread_time() >= deadline:
             break
         seconds = partition.on(given.ordered(order)).seconds()
         if seconds < best_seconds * (1 - 1e-9):

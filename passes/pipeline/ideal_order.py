@@ -44,13 +44,13 @@ def ideal_order(
     """
     if any(Trait.RANDOM in node.traits for node in linear_order.operations):
         return None
-    deadline = time.monotonic() + seconds
+    deadline = time.thread_time() + seconds
     speeds = sorted(set(devices.speeds))
     coarsened = _coarsened(linear_order, devices, speeds)
     sets: list[int] | None = None
     threshold = sum(min(each) for each in coarsened.seconds) / (32 * schedule.stages)
     while sets is None:
-        if time.monotonic() > deadline:
+        if time.thread_time() > deadline:
             return None
         coarsened = _without_small_items(coarsened, threshold)
         sets = order_ideals(coarsened, _MOST_IDEALS)
@@ -98,7 +98,7 @@ def _chain(
             kinds,
             load,
             micro_batches=micro_batches,
-            seconds=max(deadline - time.monotonic(), 0.0),
+            seconds=max(deadline - time.thread_time(), 0.0),
         )
     except TimeoutError:
         return None

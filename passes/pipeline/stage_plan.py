@@ -146,7 +146,7 @@ class StagePlanner:
 
     def minimum_bytes(self, time_limit: float) -> int:
         """The smallest budget, as `planned` counts it, that was found in `time_limit` seconds."""
-        deadline = time.monotonic() + time_limit
+        deadline = time.thread_time() + time_limit
         return self.planner.minimum_bytes(deadline, is_thorough=True) + self.beside_bytes
 
 

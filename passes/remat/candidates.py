@@ -49,7 +49,7 @@ _RUN_SECONDS = 3.0
 _HALVING_SECONDS = 1.0
 """The time limit for eviction that shall reach a lower peak than any before."""
 
-_LEAST_PEAK_SECONDS = 5.0
+_LEAST_PEAK_SECONDS = 1.0
 """The time limit for the least peak of a small graph."""
 
 
@@ -60,42 +60,42 @@ def find_candidates(
 
     Args:
         problem: The recomputation problem.
-        deadline: `time.monotonic()` after which nothing more is tried.
+        deadline: `time.thread_time()` after which nothing more is tried.
         is_thorough: Whether the smallest peak is worth several integer programmes; small graphs always have
             it exactly.
     """
     top, floor = problem.keep_all.peak_bytes, problem.floor_bytes
     found: list[tuple[str, Solution]] = []
-    latest = max(deadline, time.monotonic() + _KNOWN_SECONDS)
+    latest = max(deadline, time.thread_time() + _KNOWN_SECONDS)
     for named in known_strategies(problem):
         found.append(named)
-        if time.monotonic() >= latest:
+        if time.thread_time() >= latest:
             return Candidates(tuple(found), is_complete=False)
     for rung in reversed(range(_RUNGS)):
-        if time.monotonic() >= deadline:
+        if time.thread_time() >= deadline:
             return Candidates(tuple(found), is_complete=False)
         budget = floor + (top - floor) * rung // _RUNGS
-        latest = min(deadline, time.monotonic() + _RUN_SECONDS)
+        latest = min(deadline, time.thread_time() + _RUN_SECONDS)
         solution = evict_greedily(problem, budget, deadline=latest)
         if solution is not None:
             found.append(("eviction", solution))
-    lowest = min((s for _, s in found), key=lambda s: (s.peak_bytes, s.seconds))
+    latest = time.thread_time() + (deadline - time.thread_time()) / 3  # the rest is for the budget itself
+    lowest = min(s.peak_bytes for _, s in found)
+    found += _halved(problem, lowest, deadline=latest)
     if is_small(problem):
-        latest = time.monotonic() + min((deadline - time.monotonic()) / 2, _LEAST_PEAK_SECONDS)
-        found += [("ilp", lower) for lower in _below(problem, lowest.peak_bytes, deadline=latest)]
-    else:
-        latest = time.monotonic() + (deadline - time.monotonic()) / 3  # the rest is for the budget itself
-        found += _halved(problem, lowest.peak_bytes, deadline=latest)
-        if is_thorough:
-            seeds = sorted((s for _, s in found), key=lambda s: (s.peak_bytes, s.seconds))[:_LOW_SEEDS]
-            found.append(("ilp", _lowest(problem, seeds, deadline=latest)))
+        latest = min(latest, time.thread_time() + _LEAST_PEAK_SECONDS)
+        lowest = min(s.peak_bytes for _, s in found)
+        found += [("ilp", lower) for lower in _below(problem, lowest, deadline=latest)]
+    elif is_thorough:
+        seeds = sorted((s for _, s in found), key=lambda s: (s.peak_bytes, s.seconds))[:_LOW_SEEDS]
+        found.append(("ilp", _lowest(problem, seeds, deadline=latest)))
     return Candidates(tuple(found))
 
 
 def _below(problem: CheckpointProblem, peak_bytes: int, *, deadline: float) -> Iterator[Solution]:
     """Schedules below `peak_bytes`, each below the one before, down to the least of a small graph's class."""
     low, high = problem.floor_bytes - 1, peak_bytes
-    while low < high - 1 and time.monotonic() < deadline:
+    while low < high - 1 and time.thread_time() < deadline:
         below = best_of_class(problem, high - 1, deadline=deadline).best
         if below is None:
             return
@@ -122,9 +122,9 @@ def _halved(
 ) -> Iterator[tuple[str, Solution]]:
     """Yields ever lower peaks by eviction, at halvings of what is left between the floor and `peak_bytes`."""
     low, high = problem.floor_bytes - 1, peak_bytes
-    while high - low > max(problem.keep_all.peak_bytes >> 8, 1) and time.monotonic() < deadline:
+    while high - low > max(problem.keep_all.peak_bytes >> 8, 1) and time.thread_time() < deadline:
         middle = (low + high) // 2
-        latest = min(deadline, time.monotonic() + _HALVING_SECONDS)
+        latest = min(deadline, time.thread_time() + _HALVING_SECONDS)
         runs = (evict_greedily(problem, middle, distance_weight=w, deadline=latest) for w in (1.0, 0.0))
         lower = next((s for s in runs if s is not None), None)
         if lower is None:
@@ -143,7 +143,7 @@ def _lowest(problem: CheckpointProblem, seeds: list[Solution], *, deadline: floa
     assert work.best is not None
     for _ in range(_LOW_ROUNDS):
         before = work.best.peak_bytes
-        if before <= problem.floor_bytes or time.monotonic() >= deadline:
+        if before <= problem.floor_bytes or time.thread_time() >= deadline:
             break
         work.look_around(_around_peak(problem, work.best))
         if work.best.peak_bytes > before * (1 - _LOW_ENOUGH):

@@ -19,7 +19,11 @@ from .planner import Planner
 from .problem import CheckpointProblem
 from .search import Incumbent
 
-__all__ = ["ChosenSchedule", "Limits", "out_of_time", "over_budget"]
+__all__ = ["GAP", "ChosenSchedule", "Limits", "out_of_time", "over_budget"]
+
+
+GAP = 0.005
+"""The distance from the best at which a search stops, unless it is told otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,22 +32,24 @@ class Limits:
 
     Args:
         budget_bytes: The budget of the device.
-        time_limit: Seconds for the search.
+        time_limit: Seconds of the processor for the search.
+        gap: The distance from the best at which to stop, as a fraction of the step's time.
 
     Attributes:
-        started: `time.monotonic()` at the start.
+        started: `time.thread_time()` at the start.
     """
 
     budget_bytes: int
     time_limit: float
+    gap: float = GAP
     started: float = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "started", time.monotonic())
+        object.__setattr__(self, "started", time.thread_time())
 
     @property
     def deadline(self) -> float:
-        """`time.monotonic()` at which to stop; the best schedule so far counts then."""
+        """`time.thread_time()` at which to stop; the best schedule so far counts then."""
         return self.started + self.time_limit
 
 
@@ -146,7 +152,7 @@ def _under_annotations(planner: Planner, minimum_bytes: int, strategy: str | Non
     if strategy is not None:
         return f"; annotations are in force ({who})"
     free = Planner(without_annotations(planner.program))
-    nbytes = min(free.minimum_bytes(time.monotonic() + _FREE_SECONDS), minimum_bytes)
+    nbytes = min(free.minimum_bytes(time.thread_time() + _FREE_SECONDS), minimum_bytes)
     needs = f"{format_bytes(nbytes)} ({nbytes} bytes)"
     return f"; annotations are in force ({who}), and without them it needs {needs}"
 

@@ -56,7 +56,7 @@ def choose_recomputation(planner: Planner, strategy: str, limits: Limits) -> Cho
     return ChosenSchedule(problem, incumbent, planner.minimum_bytes(limits.deadline), problem.floor_bytes)
 
 
-_SMALLEST_SECONDS = 20.0
+_SMALLEST_SECONDS = 1.0
 """Time for the smallest budget that a plan names if its own needs no search."""
 
 _REFUSAL_SECONDS = 3.0
@@ -70,10 +70,10 @@ def _searched(planner: Planner, limits: Limits) -> Incumbent:
         candidates = planner.candidates(min(deadline, limits.started + _REFUSAL_SECONDS))
         raise over_budget(planner, budget_bytes, candidates.minimum_bytes, is_known=candidates.is_complete)
     candidates = planner.candidates(deadline)
-    incumbent = search(problem, budget_bytes, candidates, deadline=deadline)
+    incumbent = search(problem, budget_bytes, candidates, deadline=deadline, gap=limits.gap)
     if incumbent is None:
         candidates = planner.candidates(deadline, is_thorough=True)
-        incumbent = search(problem, budget_bytes, candidates, deadline=deadline)
+        incumbent = search(problem, budget_bytes, candidates, deadline=deadline, gap=limits.gap)
     if incumbent is not None:
         incumbent.bound_seconds = max(incumbent.bound_seconds, planner.bound_seconds(budget_bytes))
         return incumbent

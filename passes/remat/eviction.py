@@ -32,7 +32,7 @@ def evict_greedily(
         problem: The recomputation problem.
         budget_bytes: The most that may be alive at once, static bytes included.
         distance_weight: The weight of the distance to the next use; 0 ignores it.
-        deadline: `time.monotonic()` at which to give up.
+        deadline: `time.thread_time()` at which to give up.
 
     Returns:
         The schedule, or None if eviction does not reach the budget, or only by computing the step several
@@ -195,7 +195,7 @@ class _Run:
         excess = self.alive_bytes + nbytes - self.budget_bytes
         if excess <= 0:
             return
-        if time.monotonic() > self.deadline:
+        if time.thread_time() > self.deadline:
             raise _OverBudgetError
         victims = [s for s in self.resident if self.pinned[s] <= 0 and self._is_evictable(s)]
         many = len(victims) > _MANY

@@ -43,12 +43,12 @@ def best_of_class(problem: CheckpointProblem, budget_bytes: int, *, deadline: fl
     Args:
         problem: The recomputation problem of a small graph.
         budget_bytes: The most that may be alive at once.
-        deadline: `time.monotonic()` at which to stop.
+        deadline: `time.thread_time()` at which to stop.
     """
     everything = complete(problem)
     limit_bytes = budget_bytes
     best: Solution | None = None
-    while (left := deadline - time.monotonic()) > 0:
+    while (left := deadline - time.thread_time()) > 0:
         programme = RetentionProgramme(problem, everything, limit_bytes, {})
         chosen = programme.solve(seconds=left, gap=0.0)
         if chosen.is_infeasible:
@@ -70,8 +70,8 @@ def lower_bound(problem: CheckpointProblem, budget_bytes: int, *, deadline: floa
     Args:
         problem: The recomputation problem of a small graph.
         budget_bytes: The most that may be alive at once.
-        deadline: `time.monotonic()` at which to stop.
+        deadline: `time.thread_time()` at which to stop.
     """
     relaxation = Relaxation(problem, budget_bytes, range(problem.time_steps), small_bytes=-1)
-    solved = relaxation.solve(seconds=deadline - time.monotonic(), gap=0.0)
+    solved = relaxation.solve(seconds=deadline - time.thread_time(), gap=0.0)
     return 0.0 if solved.is_infeasible else solved.bound_seconds

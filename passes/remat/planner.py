@@ -65,12 +65,12 @@ class Planner:
         """Schedules found without regard to one budget, and those that earlier searches found.
 
         Args:
-            deadline: `time.monotonic()` after which nothing more is tried.
+            deadline: `time.thread_time()` after which nothing more is tried.
             is_thorough: Whether to look for the smallest peak by all means.
         """
         known = self._known.get(True) or (None if is_thorough else self._known.get(False))
         if known is None:
-            if self._cut_off is not None and time.monotonic() >= deadline:
+            if self._cut_off is not None and time.thread_time() >= deadline:
                 known = self._cut_off
             else:
                 known = find_candidates(self.problem, deadline=deadline, is_thorough=is_thorough)

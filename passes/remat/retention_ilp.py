@@ -258,9 +258,9 @@ class RetentionProgramme:
             node_limit: The number of branch-and-bound nodes after which each solve stops.
         """
         best: Solution | None = None
-        deadline = time.monotonic() + seconds
+        deadline = time.thread_time() + seconds
         for _ in range(_ROUNDS):
-            left = deadline - time.monotonic()
+            left = deadline - time.thread_time()
             if left <= 0:
                 break
             outcome = solve(self.model, seconds=left, gap=gap * 1000, node_limit=node_limit)

@@ -28,7 +28,7 @@ def reuse_schedule(chosen: Program, program: Program, budget_bytes: int) -> Prog
         The program, with a plan whose bound is that nothing is free; None if the operations do not match one
         to one by name, kind and traits, and if the schedule is not valid on these sizes or does not fit.
     """
-    started = time.monotonic()
+    started = time.thread_time()
     assert chosen.schedule is not None and chosen.plan is not None and program.costs is not None
     graph = _counterpart(chosen.schedule.graph, program)
     if graph is None:
@@ -60,7 +60,7 @@ def reuse_schedule(chosen: Program, program: Program, budget_bytes: int) -> Prog
         reused,
         budget_bytes,
         baseline_bytes=baseline_bytes(program, original, problem.floor_bytes),
-        seconds=time.monotonic() - started,
+        seconds=time.thread_time() - started,
         kernels_seconds=kernels_seconds(program),
     )
     return replace(program, graph=graph, schedule=carried.schedule, plan=plan)

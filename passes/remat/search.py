@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from ...ir import Storage
 from .candidates import Candidates
@@ -58,7 +58,7 @@ def fits_without_search(problem: CheckpointProblem, budget_bytes: int) -> bool:
 
 
 _PROOF_GAP = 1e-4
-"""A schedule counts as proved up to this fraction of the step's time above the bound."""
+"""The least gap: a schedule counts as proved up to this fraction of the step's time above the bound."""
 
 _NEGLIGIBLE = 2e-5
 """Storages up to this fraction of the peak that keeps all are free in the programme over cuts."""
@@ -67,14 +67,25 @@ _SEEDS = 5
 _NEW_CUTS = 5
 _CUT_ROUNDS = 8
 _PROGRESS = 2e-4
-_IDLE_TURNS = 2
-"""Stop after this many rounds that each close less of the gap than `_PROGRESS` of the step's time."""
+_IDLE_SECONDS = 2.0
+"""Stop if for this time, or half of what was worth it, no `_PROGRESS` of the step's time was closed."""
 
 _CUT_NODES = 100
+_LEAST_CUT_SECONDS = 1.0
 _LONGEST_CUT_SECONDS = 8.0
-_POOR_GAP = 5e-3
+_MOST_PATIENCE = 3.0
+_SOLVING = 4.0
+"""The time to solve a programme over cuts, in times of what it takes to write it down."""
+
+_MERGING_GAP = 0.2
+"""The part of the gap that schedules are merged to."""
+
 _LONGEST_PROOF_SECONDS = 30.0
-"""The time that the bound is worth if the gap is above `_POOR_GAP`, a fraction of the step's time."""
+_POOR = 2.0
+"""A proof is poor, and worth more time, beyond so many times the gap that was asked for."""
+
+_EXACT_SECONDS = 3.0
+"""The time for the programme over all of a small graph, if the gap is not reached before."""
 
 _WINDOW = 12
 _WINDOWS_SECONDS = 15.0
@@ -83,43 +94,69 @@ _WINDOW_GAP = 3e-2
 
 
 def search(
-    problem: CheckpointProblem, budget_bytes: int, candidates: Candidates, *, deadline: float
+    problem: CheckpointProblem,
+    budget_bytes: int,
+    candidates: Candidates,
+    *,
+    deadline: float,
+    gap: float = 0.0,
 ) -> Incumbent | None:
     """Searches for the fastest schedule within the budget, with a bound for all; None if none was found.
 
     Candidates and evictions at this budget are merged. Then, in rounds, the programme over cuts gives a bound
-    and a first choice with ever more cuts, and that choice is merged with the best so far.
+    and a first choice with ever more cuts, and that choice is merged with the best so far. If the gap is not
+    closed by then, one programme holds all that a small graph can do.
+
+    Args:
+        problem: The recomputation problem.
+        budget_bytes: The most that may be alive at once.
+        candidates: Schedules that are known.
+        deadline: `time.thread_time()` at which to stop.
+        gap: The distance from the best at which to stop, as a fraction of the step's time.
     """
-    fitting = candidates.fitting(budget_bytes)
-    if is_small(problem):
-        incumbent = Incumbent(*(fitting[0] if fitting else ("", replace(problem.keep_all, seconds=math.inf))))
-        if problem.backward:
-            latest = time.monotonic() + (deadline - time.monotonic()) / 3
-            incumbent.bound_seconds = lower_bound(problem, budget_bytes, deadline=latest)
-            exact = best_of_class(problem, budget_bytes, deadline=deadline)
-            if exact.best is not None:
-                incumbent.update("ilp", exact.best, budget_bytes)
-        return incumbent if incumbent.name else None
-    work = _Large(problem, budget_bytes, candidates, deadline)
-    return work.run()
+    incumbent = _Search(problem, budget_bytes, candidates, deadline, max(gap, _PROOF_GAP)).run()
+    if (incumbent is not None and incumbent.is_proved(problem, gap)) or not problem.backward:
+        return incumbent
+    return _exactly(problem, budget_bytes, incumbent, deadline) if is_small(problem) else incumbent
+
+
+def _exactly(
+    problem: CheckpointProblem, budget_bytes: int, incumbent: Incumbent | None, deadline: float
+) -> Incumbent | None:
+    """Closes what is left between the best schedule of a small graph and the bound."""
+    now = time.thread_time()
+    latest = min(deadline, now + _EXACT_SECONDS)
+    exact = best_of_class(problem, budget_bytes, deadline=latest)
+    if incumbent is None and exact.best is not None:
+        incumbent = Incumbent("ilp", exact.best)
+    if incumbent is None:
+        return None
+    if exact.best is not None:
+        incumbent.update("ilp", exact.best, budget_bytes)
+    bound_seconds = lower_bound(problem, budget_bytes, deadline=now + _EXACT_SECONDS)
+    incumbent.bound_seconds = max(incumbent.bound_seconds, bound_seconds)
+    return incumbent
 
 
 @dataclass
-class _Large:
+class _Search:
     problem: CheckpointProblem
     budget_bytes: int
     candidates: Candidates
     deadline: float
+    gap: float
     incumbent: Incumbent | None = field(default=None, init=False)
     tightest: Relaxation | None = field(default=None, init=False)
     """The programme that gave the best bound, if more time could raise it."""
 
     def run(self) -> Incumbent | None:
+        started = time.thread_time()
         seeds = self._seeds()
         if not seeds:
             return None
         self.incumbent = incumbent = Incumbent(*seeds[0])
-        work = SolutionMerger(self.problem, self.budget_bytes, incumbent.best, self.deadline)
+        gap = max(self.gap * _MERGING_GAP, _PROOF_GAP)
+        work = SolutionMerger(self.problem, self.budget_bytes, incumbent.best, self.deadline, gap)
         if self.problem.is_fastest(incumbent.best):
             return incumbent
         work.add()
@@ -127,7 +164,7 @@ class _Large:
         self._by_cuts(work, [seed for _, seed in seeds[1:_SEEDS]])
         self._by_windows(work)
         self._lower(work)
-        self._tighten()
+        self._tighten(started)
         return incumbent
 
     def _take(self, work: SolutionMerger) -> None:
@@ -137,7 +174,7 @@ class _Large:
     def _seeds(self) -> list[tuple[str, Solution]]:
         found = self.candidates.fitting(self.budget_bytes)
         for weight in () if fits_without_search(self.problem, self.budget_bytes) else _WEIGHTS:
-            latest = min(self.deadline, time.monotonic() + _RUN_SECONDS)
+            latest = min(self.deadline, time.thread_time() + _RUN_SECONDS)
             evicted = evict_greedily(self.problem, self.budget_bytes, distance_weight=weight, deadline=latest)
             if evicted is not None:
                 found.append(("eviction", evicted))
@@ -148,21 +185,25 @@ class _Large:
         """Takes, in rounds, a bound and a first choice from ever more cuts, and merges that choice."""
         assert self.incumbent is not None
         time_steps = [len(self.problem.forward)]
-        gap, idle = math.inf, 0
+        began = closed = time.thread_time()
+        gap, patience = math.inf, 1.0
         for _ in range(_CUT_ROUNDS):
-            closed = gap - self._gap_seconds
-            idle = idle + 1 if closed < _PROGRESS * self.problem.step_seconds else 0
-            if idle > _IDLE_TURNS:
-                return
-            gap = self._gap_seconds
-            left = self.deadline - time.monotonic()
-            if left <= 0 or self.incumbent.is_proved(self.problem, _PROOF_GAP):
+            started = time.thread_time()
+            if gap - self._gap_seconds >= _PROGRESS * self.problem.step_seconds:
+                gap, closed = self._gap_seconds, started
+            left = self.deadline - started
+            if left <= 0 or started - closed > max((closed - began) / 2, _IDLE_SECONDS) or self.is_proved:
                 return
             free_bytes = int(self.problem.keep_all.peak_bytes * _NEGLIGIBLE)
             relaxation = Relaxation(self.problem, self.budget_bytes, time_steps, small_bytes=free_bytes)
-            solved = relaxation.solve(
-                seconds=min(left / 2, _LONGEST_CUT_SECONDS), gap=_PROOF_GAP, node_limit=_CUT_NODES
-            )
+            seconds = max((time.thread_time() - started) * _SOLVING, _LEAST_CUT_SECONDS) * patience
+            seconds = min(left / 2, seconds, _LONGEST_CUT_SECONDS)
+            bound_seconds = relaxation.relaxed_bound_seconds(seconds=seconds)
+            if math.isfinite(bound_seconds):
+                self.incumbent.bound_seconds = max(self.incumbent.bound_seconds, bound_seconds)
+            if self.is_proved:
+                return
+            solved = relaxation.solve(seconds=seconds, gap=_PROOF_GAP, node_limit=_CUT_NODES)
             if solved.is_infeasible:
                 return  # within the solver's tolerance: a schedule that fits is at hand
             if solved.bound_seconds > self.incumbent.bound_seconds:
@@ -171,17 +212,21 @@ class _Large:
             if solved.resident is None:
                 return
             ideas = list(self._ideas(solved.resident))
+            before = self.incumbent.best
             for idea in (*ideas, *seeds[:1]):
-                if not self.incumbent.is_proved(self.problem, _PROOF_GAP):
+                if not self.is_proved:
                     work.add(idea)
                     self._take(work)
             seeds = seeds[1:]
+            if not solved.is_optimal and self.incumbent.best is before and patience < _MOST_PATIENCE:
+                patience *= 3  # the same cuts hold more than there was time for
+                continue
             more = _violated(self.problem, self.budget_bytes, ideas[0], time_steps) if ideas else []
             if not more:
                 more = [m for m in _tightest(self.problem) if m not in time_steps][:_NEW_CUTS]
             if not more:
                 return
-            time_steps = sorted({*time_steps, *more})
+            time_steps, patience = sorted({*time_steps, *more}), 1.0
 
     def _ideas(self, resident: Mapping[int, frozenset[Storage]]) -> Iterator[Solution]:
         """The schedules of a choice at cuts: all made again at the cuts, and all when it is first read."""
@@ -195,6 +240,11 @@ class _Large:
                 )
 
     @property
+    def is_proved(self) -> bool:
+        """Whether the gap that was asked for is reached."""
+        return self.incumbent is not None and self.incumbent.is_proved(self.problem, self.gap)
+
+    @property
     def _gap_seconds(self) -> float:
         assert self.incumbent is not None
         return self.incumbent.best.seconds - self.problem.step_seconds - self.incumbent.bound_seconds
@@ -202,27 +252,29 @@ class _Large:
     def _by_windows(self, work: SolutionMerger) -> None:
         assert self.incumbent is not None
         split, end = len(self.problem.forward), len(self.problem.base)
-        latest = min(self.deadline, time.monotonic() + _WINDOWS_SECONDS)
+        latest = min(self.deadline, time.thread_time() + _WINDOWS_SECONDS)
         for start in range(split, end, _WINDOW // 2):
-            if time.monotonic() >= latest or self.incumbent.is_proved(self.problem, _WINDOW_GAP):
+            if time.thread_time() >= latest or self.incumbent.is_proved(self.problem, _WINDOW_GAP):
                 return
             work.look_around(range(start, min(start + _WINDOW, end)))
             self._take(work)
 
-    def _tighten(self) -> None:
-        """Spends more time on the bound if the proof is poor."""
+    def _tighten(self, started: float) -> None:
+        """Spends more time on the bound if the proof is poor: half as much as on the search."""
         assert self.incumbent is not None
-        left = self.deadline - time.monotonic()
-        if self.tightest is None or left <= 0 or self.incumbent.is_proved(self.problem, _POOR_GAP):
+        left = self.deadline - time.thread_time()
+        is_poor = not self.incumbent.is_proved(self.problem, _POOR * self.gap)
+        if self.tightest is None or left <= 0 or not is_poor:
             return
-        solved = self.tightest.solve(seconds=min(left, _LONGEST_PROOF_SECONDS), gap=_PROOF_GAP)
+        seconds = min(left, (time.thread_time() - started) / 2, _LONGEST_PROOF_SECONDS)
+        solved = self.tightest.solve(seconds=seconds, gap=_PROOF_GAP)
         if not solved.is_infeasible:
             self.incumbent.bound_seconds = max(self.incumbent.bound_seconds, solved.bound_seconds)
 
     def _lower(self, work: SolutionMerger) -> None:
         """Among schedules as fast as the incumbent, takes the one with the lowest peak."""
         assert self.incumbent is not None
-        left = self.deadline - time.monotonic()
+        left = self.deadline - time.thread_time()
         if left <= 0:
             return
         best = self.incumbent.best

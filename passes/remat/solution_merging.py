@@ -15,7 +15,11 @@ __all__ = ["SolutionMerger", "complete", "united", "with_neighbours"]
 
 _GAP = 2e-4
 _NODE_LIMIT = 80
+_LEAST_SECONDS = 1.0
 _LONGEST_SECONDS = 8.0
+_SOLVING = 10.0
+"""The time to solve a programme, in times of what it takes to write it down."""
+
 _CHAIN = 10
 """The most operations of a chain that a neighbourhood adds before a step."""
 
@@ -35,13 +39,15 @@ class SolutionMerger:
         problem: The recomputation problem.
         budget_bytes: The most that may be alive at once; None looks for the least peak.
         best: The solution to improve; None if none is known yet.
-        deadline: `time.monotonic()` at which to stop.
+        deadline: `time.thread_time()` at which to stop.
+        gap: The distance from the best choice at which one counts as best, as a fraction of the step's time.
     """
 
     problem: CheckpointProblem
     budget_bytes: int | None
     best: Solution | None
     deadline: float = math.inf
+    gap: float = _GAP
     rows: dict[Step, None] = field(default_factory=dict[Step, None])
 
     def add(self, *ideas: Solution) -> bool:
@@ -56,12 +62,14 @@ class SolutionMerger:
 
     def choose(self, recomputations: Recomputations) -> bool:
         """Chooses among `recomputations`; returns whether that gave a better solution."""
-        left = self.deadline - time.monotonic()
+        left = self.deadline - time.thread_time()
         if left <= 0:
             return False
+        began = time.thread_time()
         programme = RetentionProgramme(self.problem, recomputations, self.budget_bytes, self.rows)
+        seconds = max((time.thread_time() - began) * _SOLVING, _LEAST_SECONDS)
         chosen = programme.solve(
-            seconds=min(left, _LONGEST_SECONDS), gap=_GAP, node_limit=_NODE_LIMIT
+            seconds=min(left, seconds, _LONGEST_SECONDS), gap=self.gap, node_limit=_NODE_LIMIT
         ).solution
         if chosen is None or (self.budget_bytes is not None and chosen.peak_bytes > self.budget_bytes):
             return False

@@ -36,7 +36,7 @@ def choose_together(root: Subgraph, budget_bytes: int, *, time_limit: float) -> 
     Returns:
         The choices; None if the known schedules do not fit together.
     """
-    deadline = time.monotonic() + time_limit
+    deadline = time.thread_time() + time_limit
     subgraphs = [subgraph for subgraph in root.tree if subgraph.ambient is not None]
     if len(subgraphs) == 1:
         try:
@@ -51,7 +51,7 @@ def choose_together(root: Subgraph, budget_bytes: int, *, time_limit: float) -> 
     for index, subgraph in enumerate(subgraphs):
         known = picked[subgraph]
         better: Choice | None = None
-        left = (deadline - time.monotonic()) / (len(subgraphs) - index)
+        left = (deadline - time.thread_time()) / (len(subgraphs) - index)
         if left > 0:
             with contextlib.suppress(BudgetError, TimeLimitError):
                 better = plan_subgraph(subgraph, budget_bytes, chosen, time_limit=left)
@@ -67,8 +67,8 @@ _Picked = dict[Subgraph, KnownSchedule]
 
 def _pick(subgraphs: Sequence[Subgraph], budget_bytes: int, deadline: float) -> _Picked | None:
     pools = list(dict.fromkeys(subgraph.solutions for subgraph in subgraphs))
-    each = max(deadline - time.monotonic(), 0.0) / 2 / len(pools)
-    schedules = {solutions: solutions.schedules(time.monotonic() + each) for solutions in pools}
+    each = max(deadline - time.thread_time(), 0.0) / 2 / len(pools)
+    schedules = {solutions: solutions.schedules(time.thread_time() + each) for solutions in pools}
     room_bytes = budget_bytes
     for _ in range(_TRIES):
         picked = _solve(subgraphs, schedules, room_bytes, deadline)
@@ -121,7 +121,7 @@ def _solve(
     least = math.fsum(
         min(known.solution.seconds for known in schedules[subgraph.solutions]) for subgraph in subgraphs
     )
-    outcome = solve(model, seconds=max(deadline - time.monotonic(), 1.0), gap=_GAP * least)
+    outcome = solve(model, seconds=max(deadline - time.thread_time(), 1.0), gap=_GAP * least)
     values = outcome.values
     if values is None:
         return None

@@ -79,4 +79,4 @@ def _evicted(problem: CheckpointProblem, least_bytes: int, budget_bytes: int) ->
     around = graph.static_bytes + outputs_bytes(graph) + tangents_bytes(graph) + least_bytes
     loss_bytes = max(budget_bytes - around, graph.loss_held_bytes)
     crowded = CheckpointProblem(replace(graph, loss_bytes=loss_bytes), problem.costs, problem.sequence)
-    return evict_greedily(crowded, budget_bytes, deadline=time.monotonic() + _RUN_SECONDS)
+    return evict_greedily(crowded, budget_bytes, deadline=time.thread_time() + _RUN_SECONDS)

@@ -94,7 +94,7 @@ def plan_subgraph(
         planned,
         share.budget_bytes,
         baseline_bytes=planner.baseline_bytes,
-        seconds=time.monotonic() - limits.started,
+        seconds=time.thread_time() - limits.started,
         kernels_seconds=planner.kernels_seconds,
     )
     return Choice(problem, solution, footprint(solution.schedule, problem.costs.workspace_bytes), plan)

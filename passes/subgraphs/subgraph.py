@@ -202,7 +202,7 @@ class SubgraphSolutions:
         """Lists the schedules that no other one beats in time and in all bytes.
 
         Args:
-            deadline: `time.monotonic()` after which nothing more is tried.
+            deadline: `time.thread_time()` after which nothing more is tried.
         """
         planner = self._known
         found = [(planner.problem, solution) for _, solution in planner.candidates(deadline).candidates]

@@ -57,7 +57,7 @@ def within(front: tuple[Choice, ...], budget_bytes: int) -> Choice | None:
 
 
 def later() -> float:
-    return time.monotonic() + MANY_SECONDS
+    return time.thread_time() + MANY_SECONDS
 
 
 # ------------------------------------------------------------------------------ the reference itself

@@ -91,7 +91,7 @@ def budgets(problem: CheckpointProblem) -> st.SearchStrategy[int]:
 
 def exactly(problem: CheckpointProblem, places: Sequence[Tier], budget_bytes: int) -> Exact:
     """The exact search, and whether what it says of its schedule is so."""
-    found = best_with_swaps(problem, places, budget_bytes, deadline=time.monotonic() + MANY_SECONDS)
+    found = best_with_swaps(problem, places, budget_bytes, deadline=time.thread_time() + MANY_SECONDS)
     assert found.is_proved and found.is_infeasible == (found.schedule is None)
     if found.schedule is not None:
         workspaces = problem.costs.workspace_bytes
@@ -178,7 +178,7 @@ def test_without_tiers_it_recomputes_as_the_integer_programme_does(
     problem = problem_of(sample)
     assume(len(problem.wanted) <= 7)
     budget = data.draw(budgets(problem))
-    expected = best_of_class(problem, budget, deadline=time.monotonic() + MANY_SECONDS)
+    expected = best_of_class(problem, budget, deadline=time.thread_time() + MANY_SECONDS)
     found = exactly(problem, [], budget)
     assert expected.is_proved and found.is_infeasible == (expected.best is None)
     if expected.best is not None:
@@ -213,7 +213,7 @@ def test_what_stays_for_other_forwards_in_flight_counts(data: st.DataObject, sam
     tier = data.draw(tiers(problem))
     budget = data.draw(budgets(problem))
     alone, beside = exactly(problem, [], budget), exactly(problem, [tier], budget)
-    expected = best_of_class(problem, budget, deadline=time.monotonic() + MANY_SECONDS)
+    expected = best_of_class(problem, budget, deadline=time.thread_time() + MANY_SECONDS)
     assert alone.is_infeasible == (expected.best is None)
     if expected.best is not None:
         assert alone.step_seconds == pytest.approx(expected.best.seconds, abs=ROUNDING * problem.step_seconds)
@@ -330,7 +330,7 @@ def test_the_loss_takes_its_bytes() -> None:
 def test_what_is_known_when_time_is_up_holds() -> None:
     problem = one_way_chain(again=True)
     proved = exactly(problem, [HOST], 14)
-    found = best_with_swaps(problem, [HOST], 14, deadline=time.monotonic() - 1)
+    found = best_with_swaps(problem, [HOST], 14, deadline=time.thread_time() - 1)
     assert problem.step_seconds <= found.bound_seconds <= proved.step_seconds <= found.step_seconds
     assert not found.is_infeasible
 
@@ -353,7 +353,7 @@ def test_the_plan_of_a_tiny_graph_is_nearly_the_best_and_its_bound_is_below(
     budget_bytes = data.draw(budgets(problem))
     reference = searched(problem, places, budget_bytes)
     work = OffloadProblem(problem, places, budget_bytes)
-    deadline = time.monotonic() + MANY_SECONDS
+    deadline = time.thread_time() + MANY_SECONDS
     candidates = find_candidates(problem, deadline=deadline)
     seeds = known_offload_solutions(work, deadline=deadline)
     found = search_with_copies(work, candidates, deadline=deadline, seeds=seeds)

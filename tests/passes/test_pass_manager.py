@@ -79,7 +79,7 @@ def test_a_pipeline_in_words() -> None:
     assert passes == (Cost("cpu"), PlanMemory("4GiB", time_limit=5.0), Cost())
     assert str(PassManager(passes)) == (
         "cost{profile=cpu,repeats=5,cache=true},"
-        "plan-memory{budget=4GiB,strategy=auto,time-limit=5.0,offload=none},"
+        "plan-memory{budget=4GiB,strategy=auto,time-limit=5.0,offload=none,gap=0.005},"
         "cost{profile=device,repeats=5,cache=true}"
     )
 
@@ -246,7 +246,8 @@ def test_a_claim_that_is_not_true_is_caught(sample: Sample) -> None:
 def test_an_error_of_a_pass_names_it_with_its_options(sample: Sample) -> None:
     error = failure([Rename(), PlanMemory(1)], program_of(sample))
     assert isinstance(error, BudgetError)
-    assert error.__notes__ == ["in pass plan-memory{budget=1,strategy=auto,time-limit=60.0,offload=none}"]
+    options = "budget=1,strategy=auto,time-limit=60.0,offload=none,gap=0.005"
+    assert error.__notes__ == [f"in pass plan-memory{{{options}}}"]
     error = failure([PlanMemory(strategy="best")], program_of(sample))
     assert error.code == "IRC403"
 

@@ -22,9 +22,9 @@ def program_of(sample: Sample) -> Program:
     return Program(sample.graph, Costs(sample.seconds, sample.workspace_bytes, "analytic:test"))
 
 
-def plan_of(program: Program, budget: int | str, strategy: str = "auto", time_limit: float = 60.0) -> Plan:
+def plan_of(program: Program, budget: int | str, strategy: str = "auto", *, time_limit: float = 60.0) -> Plan:
     """The plan, once its schedule has been checked against all that the plan says."""
-    result = PlanMemory(budget, strategy, time_limit).run(program)
+    result = PlanMemory(budget, strategy, time_limit, gap=0.0).run(program)
     assert result.plan is not None and result.schedule is not None and program.costs is not None
     plan, costs = result.plan, program.costs
     verify_schedule(

@@ -1,15 +1,22 @@
-"""The search goes on where the programme over cuts chooses what no schedule can do."""
+"""A search stops within its gap, and goes on where a programme over cuts chooses what no schedule can do."""
 
 import time
 from collections.abc import Mapping
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from support.examples import examples
+from support.exhaustive import chains, cheapest_in_class, problem_of
+from support.strategies import Sample, graphs
 
 from irc.ir import Storage, parse_graph
 from irc.passes import CheckpointProblem, Costs
-from irc.passes.remat import search
+from irc.passes.remat import cut_ilp, search
 from irc.passes.remat.candidates import find_candidates
 from irc.passes.remat.cut_ilp import Solved
+
+samples = chains() | graphs()
 
 MASKED = """\
 graph loss_bytes=0 {
@@ -59,6 +66,9 @@ def test_a_choice_that_runs_something_between_forward_and_the_loss_is_passed_ove
         def __init__(self, *args: object, **options: object) -> None:
             asked.append(args[2])
 
+        def relaxed_bound_seconds(self, **options: object) -> float:
+            return 0.0
+
         def solve(self, **options: object) -> Solved:
             return Solved(resident, 0.0, False, True)
 
@@ -66,6 +76,50 @@ def test_a_choice_that_runs_something_between_forward_and_the_loss_is_passed_ove
     monkeypatch.setattr(search, "is_small", lambda problem: False)
     candidates = find_candidates(problem)
     budget = problem.keep_all.peak_bytes - 1
-    found = search.search(problem, budget, candidates, deadline=time.monotonic() + 20)
+    found = search.search(problem, budget, candidates, deadline=time.thread_time() + 20)
     assert found is not None and found.best.peak_bytes <= budget
     assert asked[0] == [5] and len(asked) > 1, "more cuts are asked for"
+
+
+@given(samples, st.integers(0, 10))
+@examples(20)
+def test_the_search_stops_within_the_gap_or_at_the_best(sample: Sample, tenths: int) -> None:
+    problem = problem_of(sample)
+    assume(len(problem.wanted) <= 7)
+    for choice in cheapest_in_class(problem):
+        candidates = find_candidates(problem)
+        found = search.search(
+            problem, choice.peak_bytes, candidates, deadline=time.thread_time() + 60, gap=tenths / 10
+        )
+        assert found is not None and found.best.peak_bytes <= choice.peak_bytes
+        left = found.best.seconds - problem.step_seconds - found.bound_seconds
+        assert left <= tenths / 10 * problem.step_seconds or found.best.seconds <= choice.seconds * (1 + 1e-9)
+
+
+@given(samples)
+@examples(20)
+def test_the_relaxed_bound_is_below_the_bound(sample: Sample) -> None:
+    problem = problem_of(sample)
+    assume(problem.backward)
+    for choice in cheapest_in_class(problem):
+        cuts = sorted({len(problem.forward), problem.time_steps - 1})
+        relaxation = cut_ilp.Relaxation(problem, choice.peak_bytes, cuts)
+        relaxed_seconds = relaxation.relaxed_bound_seconds(seconds=60.0)
+        solved = relaxation.solve(seconds=60.0, gap=0.0)
+        assert relaxed_seconds <= solved.bound_seconds + 1e-6 * problem.step_seconds
+        assert problem.step_seconds + solved.bound_seconds <= choice.seconds * (1 + 1e-6)
+
+
+@given(samples)
+@examples(10)
+def test_where_everything_fits_nothing_is_searched(sample: Sample) -> None:
+    problem = problem_of(sample)
+    assume(search.fits_without_search(problem, problem.keep_all.peak_bytes))
+    candidates = find_candidates(problem)
+    with pytest.MonkeyPatch.context() as patched:
+        for name in ("evict_greedily", "best_of_class", "lower_bound", "Relaxation"):
+            patched.delattr(search, name)
+        found = search.search(
+            problem, problem.keep_all.peak_bytes, candidates, deadline=time.thread_time() + 60
+        )
+    assert found is not None and found.best.seconds == problem.step_seconds

@@ -278,7 +278,7 @@ def test_the_pipeline_is_printed_back(irc: Run) -> None:
     status, text, _ = irc("optimize", "m.py:f", "--budget", "4GiB", "--strategy", "every-4", "--print-passes")
     assert status == 0
     assert str(PassManager(parse_passes(text.strip()))) == text.strip()
-    assert "plan-memory{budget=4GiB,strategy=every-4,time-limit=60.0,offload=none}" in text
+    assert "plan-memory{budget=4GiB,strategy=every-4,time-limit=60.0,offload=none,gap=0.005}" in text
     again = irc("optimize", "m.py:f", "--passes", text.strip(), "--print-passes")
     assert again == (0, text, "")
 

@@ -54,11 +54,11 @@ def best_with_swaps(
         problem: The recomputation problem of a small graph.
         tiers: Where storages may be copied to.
         budget_bytes: The most that may be alive on the device at once.
-        deadline: `time.monotonic()` at which to stop.
+        deadline: `time.thread_time()` at which to stop.
     """
     exact = ExactProblem(problem, tuple(tiers), budget_bytes)
     nothing = Exact(None, math.inf, 0.0, False)
-    now = time.monotonic()
+    now = time.thread_time()
     first_deadline = now + (deadline - now) / 2 if exact.copyable else deadline
     best = _improve(exact, [0] * problem.time_steps, nothing, first_deadline)
     if exact.copyable:
@@ -96,7 +96,7 @@ class _Search:
     def halve(self, best: Exact) -> Exact:
         """A schedule that takes half as much more than the least as `best`, as often as that is easy."""
         least = self.exact.problem.step_seconds
-        while best.step_seconds > least and time.monotonic() < self.deadline:
+        while best.step_seconds > least and time.thread_time() < self.deadline:
             below = (least + best.step_seconds) / 2
             found = self.solve(below, any_will_do=True, effort=_EASY)
             if found.step_seconds >= best.step_seconds:
@@ -111,7 +111,7 @@ class _Search:
         from .programme import SwapProgramme  # OR-Tools' CP-SAT imports pandas
 
         programme = SwapProgramme(self.exact, self.steps, below_seconds)
-        left = self.deadline - time.monotonic()
+        left = self.deadline - time.thread_time()
         solved = programme.solve(left, any_will_do=any_will_do, effort=effort)
         if solved.choice is None:
             return Exact(None, math.inf, solved.bound_seconds, solved.is_infeasible)

@@ -8,6 +8,8 @@ import math
 import operator
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
@@ -124,6 +126,47 @@ def test_numbers_in_lists_dicts_and_keywords_are_looked_for_one_by_one(traces: T
     assert_agree(original, fitted, X, step=3, t=1)
     assert_agree(original, fitted, X, step=4, t=7)
     assert traces.count == 3
+
+
+class Sizes(NamedTuple):
+    count: Any
+    label: Any
+
+
+@dataclass
+class Options:
+    count: Any
+    mask: Any = None
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones(4)])
+def test_numbers_within_other_objects_are_part_of_the_key(mask: Any, traces: Traces) -> None:
+    def function(m: Any, x: Tensor, sizes: Any, t: Any) -> Tensor:
+        return m.lin(x) * (2 if isinstance(sizes.count, int) else t)
+
+    kept = Options(1)
+
+    def one_object(count: Any) -> Options:
+        kept.count = count
+        return kept
+
+    of_tensors = one_object if mask is None else lambda count: Options(count, mask)
+    for make in (of_tensors, lambda count: Sizes(count, mask)):
+        original, fitted = pair(function, X, make(1), 5)
+        for count, number in ((1, 6), (2, 6), (1.0, 6), (1.0, 7)):
+            assert_agree(original, fitted, X, make(count), number)
+
+
+def test_numbers_are_looked_for_at_the_same_time_by_threads_and_under_autocast(traces: Traces) -> None:
+    original, fitted = pair(unread, X, 0)
+    wanted = step(original, (X, 0), {})
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda number: fitted(X, number).detach(), range(1, 9)))
+    assert all(bits(each) == wanted[0] for each in found) and traces.count == 1
+    with torch.autocast("cpu", torch.bfloat16):
+        for number in (1, 2, 3):
+            assert_agree(original, fitted, X, number)
+    assert traces.count == 2
 
 
 def test_another_class_of_number_is_another_call(traces: Traces) -> None:

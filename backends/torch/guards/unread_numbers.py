@@ -65,6 +65,8 @@ def unread_numbers(
     """
     marked = [_Place(k, leaf) if is_number(leaf) else leaf for k, leaf in enumerate(leaves)]
     call = _Call(pytree.tree_unflatten(marked, tree))
+    if len(call.names) != sum(map(is_number, leaves)):
+        return frozenset()  # a number is within an object of another class
     with _unmarked([*filter(_is_tensor, leaves), *module.parameters(), *module.buffers()]):
         texts = _guards_and_code(call, module.forward, answers)
     if texts is None:
@@ -110,12 +112,8 @@ class _Call:
         if kind is dict and all(type(key) is str for key in value):
             return f"{{{', '.join(f'{key!r}: {self._text(item)}' for key, item in value.items())}}}"
         name = f"irc_argument_{len(self.values)}_"
-        self.values[name] = pytree.tree_map(_number, value)
+        self.values[name] = value
         return name
-
-
-def _number(part: Any) -> Any:
-    return part.number if isinstance(part, _Place) else part
 
 
 # ---------------------------------------------------------------------- Dynamo
@@ -234,7 +232,7 @@ def _settings(answers: TraceAnswers) -> Generator[None]:
     flag = torch.compiler._is_exporting_flag
     with (
         patched(suppress_errors=False, allow_rnn=True),
-        torch.compiler.config.patch(dynamic_sources=""),
+        torch.compiler.config.patch(dynamic_sources=""),  # pyright: ignore[reportAttributeAccessIssue]
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ..backends.torch import Compilation, CompiledPlan, ReservedMemory, compile_program, tracing
 from ..backends.torch.guards.attribute_reads import Names, recording_attribute_reads
+from ..backends.torch.guards.unread_numbers import TraceAnswers
 from ..frontends.torch import Captured, capture
 from ..ir import (
     BudgetError,
@@ -295,7 +296,14 @@ def _emitted(
     kept = {**reserved.reserved, **dict(_released(program.graph))}
     fresh = [name for name in compiled.released if name not in reserved.reserved]
     return CompiledCall(
-        CompiledPlan(compiled, captured.signature, program.plan, reserved=kept, names=names),
+        CompiledPlan(
+            compiled,
+            captured.signature,
+            program.plan,
+            reserved=kept,
+            names=names,
+            answers=TraceAnswers(captured.mode.compiling, captured.mode.exporting),
+        ),
         _optimizers(module, request, fresh),
         request if request.example is not None else request.settled(captured, program),
         captured,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from .guards.guard_failure import (
     tensor_failure,
 )
 from .guards.module_state import Reads, attribute, has, is_equal
+from .guards.unread_numbers import is_number
 from .refuse_wrappers import refuse_subclass
 
 __all__ = ["CacheEntry", "Explain", "check_tensor"]
@@ -126,21 +127,35 @@ class CacheEntry:
         signature = self.compiled.signature
         if call.tree != signature.in_tree:
             return math.inf
-        pairs = zip(call.leaves, signature.leaves, strict=True)
-        constants = sum(not _is_as_planned(leaf, wanted) for leaf, wanted in pairs)
+        constants = sum(1 for _ in self._differing_leaves(call))
         if constants:
             return 1000 + constants  # a number decides more than a shape
         return sum(not _is_of(call.tensors[argument], wanted) for _, argument, wanted in self._arguments)
 
+    def differing_numbers(self, call: CallKey) -> frozenset[int]:
+        """Returns the indices of numbers in which alone a call's constants differ; none if others do too."""
+        if call.tree != self.compiled.signature.in_tree:
+            return frozenset()
+        found = frozenset(self._differing_leaves(call))
+        planned = self.compiled.signature.leaves
+        are_numbers = all(is_number(planned[k]) and type(call.leaves[k]) is type(planned[k]) for k in found)
+        return found if are_numbers else frozenset()
+
     # ------------------------------------------------------------------ guards
+
+    def _differing_leaves(self, call: CallKey) -> Iterator[int]:
+        """Yields the indices of leaves that are other constants than planned, if the arguments nest alike."""
+        unread = self.compiled.unread
+        for place, (leaf, wanted) in enumerate(zip(call.leaves, self.compiled.signature.leaves, strict=True)):
+            if not _is_as_planned(leaf, wanted) and (place not in unread or type(leaf) is not type(wanted)):
+                yield place
 
     def _check_arguments(self, call: CallKey) -> Explain | None:
         signature = self.compiled.signature
         if call.tree != signature.in_tree:
             return partial(nesting_failure, call.tree, signature.in_tree)
-        for place, (leaf, wanted) in enumerate(zip(call.leaves, signature.leaves, strict=True)):
-            if not _is_as_planned(leaf, wanted):
-                return partial(self._constant_failure, call, place)
+        for place in self._differing_leaves(call):
+            return partial(self._constant_failure, call, place)
         for index, argument, wanted in self._arguments:
             if not _is_of(call.tensors[argument], wanted):
                 return partial(self._tensor_failure, index, call.tensors[argument])

@@ -16,6 +16,7 @@ from ...torch_support.pytree import flatten
 from .attribute_paths import AttributePath, find_attribute_paths
 from .guards.attribute_reads import Names, differing_modules
 from .guards.module_state import Attributes, State
+from .guards.unread_numbers import TraceAnswers
 from .program import Program
 
 __all__ = [
@@ -46,6 +47,9 @@ class CompiledPlan:
         reason: The call that it was made for, in words.
         attribute_paths: The paths in the module of tensors that are constants of the program, by their names;
             None if they are not known yet. The tensors are looked up in each call.
+        answers: The answers that capture gave to the model's code; None if they are not known.
+        unread: The indices of numbers among the leaves of the arguments that the forward does not look at:
+            any number of the same type is the planned one.
     """
 
     program: Program
@@ -58,6 +62,8 @@ class CompiledPlan:
     constants_bytes: int = 0
     reason: str = "the example arguments"
     attribute_paths: Mapping[str, AttributePath] | None = None
+    answers: TraceAnswers | None = None
+    unread: frozenset[int] = frozenset()
 
     def with_attribute_paths(self, module: nn.Module) -> CompiledPlan:
         """Returns a plan that knows which constants of the program the module holds.

@@ -27,12 +27,13 @@ from .constants import constants_of, fits_beside, sharing, storage_bytes
 from .guards.call_key import CallKey
 from .guards.guard_failure import GuardFailure, part_failure
 from .guards.module_state import ModuleState
+from .guards.unread_numbers import is_number, unread_numbers
 from .hooks import refuse_hooks_of
 from .live_forwards import LiveForwards
 from .offload import Tiers
 from .optimizer_hooks import guard_optimizer_calls
 from .optimizer_in_backward import OptimizersInBackward, check_deliveries, check_parameters
-from .original import Original
+from .original import Original, unfitted
 from .plan_cache_state import PlanCacheState
 from .planning_locks import is_tracing, parameters_lock, planning
 from .refuse_transforms import refuse_transforms
@@ -44,6 +45,10 @@ _log = logging.getLogger("irc")
 
 _IN_A_ROW = 3
 """The number of plans in a row for one argument after which a warning says so."""
+
+
+_NESTINGS = 64
+"""The number of nestings of arguments for which it is remembered which numbers are looked at."""
 
 
 class PlannedCall(NamedTuple):
@@ -73,6 +78,8 @@ class PlanCache:
         self.reserved = dict(state.reserved)
         self._latest_entry: CacheEntry | None = None
         """The entry that was planned last."""
+        self._read_numbers: list[tuple[Any, frozenset[int]]] = []
+        """The numbers among the arguments that the forward was seen to look at, by the arguments' nesting."""
         self._changing, self._plans_in_a_row, self._has_warned = "", 0, False
         """The argument or attribute that asked for it, for how many plans in a row, and if that was said."""
         with parameters_lock:
@@ -164,20 +171,20 @@ class PlanCache:
             call = CallKey(root, args, kwargs, leaves, tree, tensors, self._current(root), autocast_state())
             found = self._hit(call)
         if callable(found):
-            failure = found()
-            if self._request is None:
-                raise failure.error()
-            if not call.trains():
+            if self._request is not None and not call.trains():
                 return None
-            if not failure.is_plannable:
-                raise failure.error()
-            _refuse_modes(failure)
-            refuse_subclasses(root, leaves)
             with planning:
+                unread = self._unread_numbers(root, call)
                 with parameters_lock:
+                    self._widen(root, call, unread)
                     found = self._hit(call)  # another thread may have planned it by now
                 if callable(found):
-                    found = self._plan(root, call, found())
+                    failure = found()
+                    if self._request is None or not failure.is_plannable:
+                        raise failure.error()
+                    _refuse_modes(failure)
+                    refuse_subclasses(root, leaves)
+                    found = self._plan(root, call, failure, unread)
         entry, inputs = found
         return entry.compiled, inputs
 
@@ -237,6 +244,43 @@ class PlanCache:
             return partial(part_failure, None)
         return explains[min(explains, key=lambda entry: entry.distance(call))]
 
+    # ------------------------------------------------------------------ numbers that nothing looks at
+
+    def _unread_numbers(self, root: nn.Module, call: CallKey) -> frozenset[int]:
+        """Returns the numbers that the forward does not look at, if a plan differs from a call in numbers.
+
+        It is asked at most once for each number that is looked at, and each nesting of the arguments.
+        """
+        near = [entry for entry in self._entries if entry.differing_numbers(call)]
+        known = next((read for tree, read in self._read_numbers if tree == call.tree), frozenset[int]())
+        asking = [entry for entry in near if not entry.differing_numbers(call) & known]
+        answers = asking[0].compiled.answers if asking else None
+        if answers is None or _get_current_dispatch_mode_stack():
+            return frozenset()
+        started = time.perf_counter()
+        unread = unread_numbers(unfitted(root), call.leaves, call.tree, answers)
+        read = known.union(place for place, leaf in enumerate(call.leaves) if is_number(leaf)) - unread
+        others = [pair for pair in self._read_numbers if pair[0] != call.tree]
+        self._read_numbers = [(call.tree, read), *others][:_NESTINGS]
+        if unread:
+            _log.info(
+                "the forward does not look at %s: one plan is for all its values (found in %.1f s)",
+                ", ".join(call.name_of(place) for place in sorted(unread)),
+                time.perf_counter() - started,
+            )
+        return unread
+
+    def _widen(self, root: nn.Module, call: CallKey, unread: frozenset[int]) -> None:
+        """Makes unread numbers free in each plan that differs from a call in them alone."""
+        entries = list(self._entries)
+        for place, entry in enumerate(entries):
+            differing = entry.differing_numbers(call)
+            if differing and differing <= unread:
+                wide = CacheEntry(replace(entry.compiled, unread=entry.compiled.unread | unread), root)
+                if not callable(wide.bind(call)):
+                    entries[place] = wide
+        self._entries = tuple(entries)
+
     # ------------------------------------------------------------------ planning
 
     def _compiled(
@@ -258,7 +302,9 @@ class PlanCache:
         )
         return compiled, made
 
-    def _plan(self, root: nn.Module, call: CallKey, failure: GuardFailure) -> tuple[CacheEntry, list[Tensor]]:
+    def _plan(
+        self, root: nn.Module, call: CallKey, failure: GuardFailure, unread: frozenset[int]
+    ) -> tuple[CacheEntry, list[Tensor]]:
         """Plans a call that differs from those before; returns the plan and its inputs."""
         started = time.perf_counter()
         try:
@@ -275,7 +321,7 @@ class PlanCache:
         except IrcError as error:
             error.add_note(f"while planning for another call: {failure.message}")
             raise
-        compiled = replace(compiled, state=call.module_state.state, reason=failure.message)
+        compiled = replace(compiled, state=call.module_state.state, reason=failure.message, unread=unread)
         entry = CacheEntry(compiled, root)
         with parameters_lock:
             found = entry.bind(call)

@@ -87,6 +87,7 @@ class Captured:
         loss: The loss that is assumed, in words.
         roundings: Descriptions of numbers that may differ from eager's by rounding.
         eager: The memory of the step as it is written; None if it is not known.
+        mode: The mode in which the module was traced.
     """
 
     graph: Graph
@@ -95,6 +96,7 @@ class Captured:
     loss: str = ""
     roundings: tuple[str, ...] = ()
     eager: EagerMemory | None = None
+    mode: TraceMode = TRACE_MODES[0]
 
 
 class _Flat(nn.Module):
@@ -269,7 +271,7 @@ def capture(
     eager = _eager_memory(flat, tensors, graph) if with_eager else None
     rounded = roundings(graph, trained.values(), flat.layers, flat.parts, as_compiled=flat.mode.compiling)
     loss_in_words = described_loss(flat.losses[0])
-    return Captured(graph, signature, translation.constants, loss_in_words, tuple(rounded), eager)
+    return Captured(graph, signature, translation.constants, loss_in_words, tuple(rounded), eager, flat.mode)
 
 
 def _eager_memory(flat: _Flat, tensors: tuple[Tensor, ...], graph: Graph) -> EagerMemory | None:

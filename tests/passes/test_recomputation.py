@@ -293,6 +293,7 @@ def test_a_percentage_is_one_of_the_baseline() -> None:
         (PlanMemory(strategy="every-\u00b2"), "IRC403", "there is no strategy 'every-\u00b2'"),
         (PlanMemory(time_limit=-1), "IRC403", "the time limit is -1 seconds"),
         (PlanMemory(time_limit=math.nan), "IRC403", "the time limit is nan seconds"),
+        (PlanMemory(gap=1), "IRC403", "the gap is 1 of the step's time"),
     ],
 )
 def test_malformed_options_are_refused(step: PlanMemory, code: str, message: str) -> None:

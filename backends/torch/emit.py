@@ -42,7 +42,7 @@ from ...ir import (
     Wait,
     printable,
 )
-from ...torch_support.draws import draw_again
+from ...torch_support.draws import draw_again, draw_first
 from ...torch_support.operations import OWN_FUNCTIONS, function_name
 from .gradient_dependencies import zero_without
 from .offload.table import copied_value, copy_keys, last_fetches
@@ -172,6 +172,12 @@ class _Halves:
         return read | {value.storage for value in gradients if value is not None} - made
 
 
+def _repeated_nodes(schedule: Schedule) -> set[Node]:
+    """Returns the operations that a schedule runs more than once."""
+    runs = Counter(i.node for i in schedule.instructions if isinstance(i, Compute))
+    return {node for node, count in runs.items() if count > 1}
+
+
 class _Emitter:
     """Writes the source of one schedule. Names are given out in the order in which they are first used."""
 
@@ -199,6 +205,7 @@ class _Emitter:
         """The views of each storage that are variables now."""
         self.names: dict[Value, str] = {}
         self.operations: dict[str, str] = {}
+        self.replayed = _repeated_nodes(schedule)
         self.ran: set[Node] = set()
         self.own: set[Callable[..., Any]] = set()
         """The functions of irc that are called."""
@@ -451,12 +458,11 @@ class _Emitter:
                 check_names(node)
         arguments = [self._argument(argument) for argument in node.arguments]
         arguments += [f"{key}={self._argument(argument)}" for key, argument in node.own_keywords]
-        if node.generator_state is not None and node in self.ran:
-            self.own.add(draw_again)
+        if node.generator_state is not None and node in self.replayed:
+            drawing = draw_again if node in self.ran else draw_first
+            self.own.add(drawing)
             state, device = self._name(node.generator_state), _literal(node.values[0].type.device)
-            return (
-                f"{draw_again.__name__}({', '.join([state, device, self._operation(node.op), *arguments])})"
-            )
+            return f"{drawing.__name__}({', '.join([state, device, self._operation(node.op), *arguments])})"
         return f"{self._operation(node.op)}({', '.join(arguments)})"
 
     def _argument(self, argument: Argument) -> str:
@@ -553,7 +559,8 @@ class _Views:
 _RESERVED = frozenset(
     (
         *("inputs", "saved", "tangents", "given", "release", "exchange", "copies"),
-        *("forward", "backward", "torch", "float", "complex", "_", draw_again.__name__),
+        *("forward", "backward", "torch", "float", "complex", "_"),
+        *(function.__name__ for function in (draw_first, draw_again)),
         *(function.__name__ for function in OWN_FUNCTIONS.values()),
     )
 )

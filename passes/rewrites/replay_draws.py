@@ -101,7 +101,8 @@ def _dropout_parts(node: Node, read: Collection[Value]) -> Iterator[Node]:
     assert isinstance(data, Value) and isinstance(rate, float) and output is not None
     if (
         mask is None
-        or mask.type != TensorType.contiguous(mask.type.shape, DType.BOOL, "cpu")
+        or mask.type.device != "cpu"
+        or not mask.type.is_dense
         or rate >= 1
         or train == [False]
         or (output in read and not _is_plain(data, output))
@@ -111,7 +112,7 @@ def _dropout_parts(node: Node, read: Collection[Value]) -> Iterator[Node]:
     yield Node(
         f"{node.name}_mask",
         DROPOUT_MASK,
-        (mask.type.shape, rate),
+        (mask.type.shape, mask.type.strides, rate),
         (mask,),
         region=node.region,
         traits=node.traits,
@@ -125,5 +126,5 @@ def _dropout_parts(node: Node, read: Collection[Value]) -> Iterator[Node]:
 
 def _is_plain(data: Value, output: Value | None) -> bool:
     """Whether irc's own operation gives the bits of torch's, in the same layout."""
-    is_full = data.type.dtype in (DType.FLOAT32, DType.FLOAT64)
-    return output is not None and data.type == output.type and data.type.device == "cpu" and is_full
+    type = data.type
+    return output is not None and type == output.type and type.device == "cpu" and type.is_dense

@@ -34,9 +34,9 @@ DROPOUT_BACKWARD = "irc.dropout_backward.default"
 """The operation (gradient, mask, scale) that makes the gradient of a dropout's input."""
 
 
-def generator_state(device: str) -> Tensor:
-    """Copies the state of the generator of a device: bytes on the CPU."""
-    return _generator_of(torch.device(device)).get_state()
+def generator_state(source: str | torch.Generator) -> Tensor:
+    """Copies the state of a generator, or of a device's own: bytes on the CPU."""
+    return _generator_of(source).get_state()
 
 
 def state_bytes(device: str) -> int:
@@ -68,31 +68,37 @@ def dropout_backward(gradient: Tensor, mask: Tensor, scale: float) -> Tensor:
     return torch.empty_like(gradient).copy_(mask).mul_(gradient).mul_(scale)
 
 
-def draw_first(state: Tensor, device: str, draw: Callable[..., Any], /, *args: Any, **keywords: Any) -> Any:
-    """Runs a draw from a copied state of the generator, and leaves the generator where the draw ends.
+def draw_first(
+    state: Tensor,
+    source: str | torch.Generator,
+    draw: Callable[..., Any],
+    /,
+    *args: Any,
+    **keywords: Any,
+) -> Any:
+    """Runs a draw from a copied state of a generator, and leaves the generator where the draw ends.
 
     The draw has a generator of its own meanwhile: the bits are those of `draw_again`, even if another thread
-    draws from the device's generator at the same time. A kernel that takes no generator draws from the
-    device's, which is put to the state right before.
+    draws from the generator at the same time. A kernel that takes no generator draws from the device's, which
+    is put to the state right before.
     """
-    place = torch.device(device)
-    shared, drawing = _generator_of(place), _with_generator(draw)
+    shared, drawing = _generator_of(source), _with_generator(draw)
     if drawing is None:
         shared.set_state(state)
         return draw(*args, **keywords)
-    generator = _generator_in(state, place)
+    generator = _generator_in(state, shared.device)
     drawn = drawing(*args, **keywords, generator=generator)
     shared.set_state(generator.get_state())
     return drawn
 
 
 def draw_again(state: Tensor, device: str, draw: Callable[..., Any], /, *args: Any, **keywords: Any) -> Any:
-    """Runs a draw from a copied state of the generator, which is afterwards as it was before."""
+    """Runs a draw from a copied state of a generator of a device, which is afterwards as it was before."""
     place = torch.device(device)
     drawing = _with_generator(draw)
     if drawing is not None:
         return drawing(*args, **keywords, generator=_generator_in(state, place))
-    shared = _generator_of(place)
+    shared = _generator_of(device)
     now = shared.clone_state()
     shared.set_state(state)
     try:
@@ -126,7 +132,10 @@ def _generator_argument(draw: Any) -> bool:
     return any(each.name == "generator" for each in draw._schema.arguments)
 
 
-def _generator_of(device: torch.device) -> torch.Generator:
+def _generator_of(source: str | torch.Generator) -> torch.Generator:
+    if isinstance(source, torch.Generator):
+        return source
+    device = torch.device(source)
     if device.type == "cpu":
         return torch.default_generator
     return torch.cuda.default_generators[device.index or 0]

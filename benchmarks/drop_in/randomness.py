@@ -152,9 +152,9 @@ trains_own(
 )
 
 
-@check(2, refusable=True)
+@check(2)
 def a_generator_of_the_model_s_own(trial: Trial) -> None:
-    """A model that draws from a torch.Generator of its own goes on drawing, or is refused."""
+    """A model that draws from a torch.Generator of its own goes on drawing."""
     module, arguments = _linear(lambda m, h: h * torch.rand(16, generator=m.generator))
     vars(module)["generator"] = torch.Generator().manual_seed(4)
 

@@ -173,8 +173,7 @@ class _GraphCheck:
             self.generator_state = node.values[0], node.arguments[0]
             return
         state = node.generator_state
-        device = node.values[0].storage.device if node.values else ""
-        if state is not None and (state, device) != self.generator_state:
+        if state is not None and (state, node.generator) != self.generator_state:
             fail("IRC142", f"{node.name} reads {state}, which is not the state that it begins from", node)
         if Trait.RANDOM in node.traits:
             self.generator_state = None

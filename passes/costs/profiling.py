@@ -303,6 +303,8 @@ def _materialize(argument: Argument, tensors: dict[Value, Tensor]) -> Any:
             return tensors[argument]
         case tuple():
             return [_materialize(item, tensors) for item in argument]
+        case Symbol("generator", name):
+            return torch.Generator(name.partition("@")[2])
         case Symbol("device", name):
             return torch.device(name)
         case Symbol(_, name):

@@ -82,7 +82,9 @@ def _state_before(node: Node) -> Node:
     type = TensorType.contiguous((state_bytes(device),), DType.UINT8, "cpu")
     name = f"{node.name}_state"
     state = Value(name, type, Storage(name, allocation_bytes(type.nbytes, "cpu"), "cpu"))
-    return Node(name, GENERATOR_STATE, (device,), (state,), traits=frozenset({Trait.RANDOM}), at=node.at)
+    return Node(
+        name, GENERATOR_STATE, (node.generator,), (state,), traits=frozenset({Trait.RANDOM}), at=node.at
+    )
 
 
 def _parts(node: Node, read: Collection[Value]) -> Iterator[Node]:

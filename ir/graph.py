@@ -9,7 +9,7 @@ from functools import cached_property
 
 from .annotation import Annotation, Policy
 from .errors import Location
-from .types import Storage, TensorType, Value, allocation_bytes
+from .types import DType, Storage, TensorType, Value, allocation_bytes
 
 __all__ = [
     "ACCUMULATE_GRADIENT",
@@ -32,6 +32,7 @@ __all__ = [
     "Region",
     "Symbol",
     "Trait",
+    "generator_state_type",
     "values_in",
 ]
 
@@ -107,6 +108,14 @@ the part of the state that may live in a tier."""
 
 GENERATOR_STATE = "irc.generator_state.default"
 """The operation (device or symbol) that copies the state of a generator, for the draw that follows it."""
+
+
+def generator_state_type(source: Symbol | str) -> TensorType:
+    """Returns the type of such a copy: bytes on the CPU, of a seed and an offset if the device is another."""
+    device = source.name.partition("@")[2] if isinstance(source, Symbol) else source
+    return TensorType.contiguous((5056 if device.partition(":")[0] == "cpu" else 16,), DType.UINT8, "cpu")
+
+
 _STATE = "generator_state"
 """The keyword by which a draw reads the state that the generator has when it runs first."""
 

@@ -23,7 +23,6 @@ __all__ = [
     "dropout_mask",
     "dropout_product",
     "generator_state",
-    "state_bytes",
 ]
 
 DROPOUT_MASK = "irc.dropout_mask.default"
@@ -37,11 +36,6 @@ DROPOUT_BACKWARD = "irc.dropout_backward.default"
 def generator_state(source: str | torch.Generator) -> Tensor:
     """Copies the state of a generator, or of a device's own: bytes on the CPU."""
     return _generator_of(source).get_state()
-
-
-def state_bytes(device: str) -> int:
-    """Returns the bytes of such a state; on another device than the CPU a seed and an offset."""
-    return 5056 if torch.device(device).type == "cpu" else 16
 
 
 def dropout_mask(

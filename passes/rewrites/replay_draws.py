@@ -8,17 +8,16 @@ from typing import ClassVar
 
 from ...ir import (
     GENERATOR_STATE,
-    DType,
     Graph,
     Node,
     Region,
     Storage,
-    TensorType,
     Trait,
     Value,
     allocation_bytes,
+    generator_state_type,
 )
-from ...torch_support.draws import DROPOUT_BACKWARD, DROPOUT_MASK, DROPOUT_PRODUCT, state_bytes
+from ...torch_support.draws import DROPOUT_BACKWARD, DROPOUT_MASK, DROPOUT_PRODUCT
 from ..program import Program
 
 __all__ = ["ReplayDraws"]
@@ -73,13 +72,12 @@ def _is_worth_a_state(node: Node) -> bool:
     if node.generator_state is not None or not node.values:
         return False
     device = node.values[0].type.device
-    return device != "meta" and sum(value.type.nbytes for value in node.values) > state_bytes(device)
+    return device != "meta" and sum(v.type.nbytes for v in node.values) > generator_state_type(device).nbytes
 
 
 def _state_before(node: Node) -> Node:
     """The operation that copies the state from which a draw begins."""
-    device = node.values[0].type.device
-    type = TensorType.contiguous((state_bytes(device),), DType.UINT8, "cpu")
+    type = generator_state_type(node.generator)
     name = f"{node.name}_state"
     state = Value(name, type, Storage(name, allocation_bytes(type.nbytes, "cpu"), "cpu"))
     return Node(

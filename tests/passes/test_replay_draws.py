@@ -29,13 +29,14 @@ from irc.ir import (
     Trait,
     Value,
     VerificationError,
+    generator_state_type,
     verify_graph,
 )
 from irc.passes import Cost, PassManager, PlanMemory, Program, ReplayDraws
 from irc.passes.costs.profiling import profile_costs
 from irc.passes.subgraphs.footprint import saved_by
 from irc.torch_support import draws
-from irc.torch_support.draws import draw_again, draw_first, generator_state, state_bytes
+from irc.torch_support.draws import draw_again, draw_first, generator_state
 
 STATE_BYTES = 5056
 
@@ -238,7 +239,7 @@ def test_the_generator_is_left_as_it_was(draw: Callable[..., Tensor]) -> None:
     arguments = ([100],) if "rand" in str(draw) else (torch.ones(100), 0.5, True)
     torch.manual_seed(3)
     state = generator_state("cpu")
-    assert state.nbytes == state_bytes("cpu") == STATE_BYTES
+    assert state.nbytes == generator_state_type("cpu").nbytes == STATE_BYTES
     first = draw(*arguments)
     torch.rand(17)
     now = torch.get_rng_state()
@@ -308,6 +309,11 @@ def test_a_draw_from_another_state_is_refused() -> None:
     ):
         with pytest.raises(VerificationError, match="does not copy the state of a generator"):
             verify_graph(replace(graph, nodes=(*graph.nodes[: place - 1], copied, *graph.nodes[place:])))
+    short = TensorType.contiguous((16,), DType.UINT8)
+    small = Value("small", short, Storage("small", 16))
+    nodes = (*graph.nodes[: place - 1], replace(state, results=(small,)), *graph.nodes[place:])
+    with pytest.raises(VerificationError, match="copies a state of 5056 B into %small of 16 B"):
+        verify_graph(replace(graph, nodes=nodes))
     empty = replace(graph.nodes[place], results=(None,))
     with pytest.raises(VerificationError):
         verify_graph(replace(graph, nodes=(*graph.nodes[:place], empty, *graph.nodes[place + 1 :])))

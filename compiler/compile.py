@@ -292,7 +292,7 @@ def _emitted(
 ) -> CompiledCall:
     """The planned call as a program that runs, with optimizers for gradients that are released now first."""
     assert program.schedule is not None and program.plan is not None
-    compiled = compile_program(program.schedule, captured.constants)
+    compiled = compile_program(program.schedule, captured.constants, captured.generators)
     kept = {**reserved.reserved, **dict(_released(program.graph))}
     fresh = [name for name in compiled.released if name not in reserved.reserved]
     return CompiledCall(

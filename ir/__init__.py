@@ -36,6 +36,7 @@ from .graph import (
     Region,
     Symbol,
     Trait,
+    generator_state_type,
     values_in,
 )
 from .live_forwards import Others, loss_waiting_bytes, others_after, others_before
@@ -150,6 +151,7 @@ __all__ = [
     "check_scratch",
     "first_line",
     "format_bytes",
+    "generator_state_type",
     "liveness",
     "loss_waiting_bytes",
     "named_annotations",

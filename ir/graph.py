@@ -9,7 +9,7 @@ from functools import cached_property
 
 from .annotation import Annotation, Policy
 from .errors import Location
-from .types import Storage, TensorType, Value, allocation_bytes
+from .types import DType, Storage, TensorType, Value, allocation_bytes
 
 __all__ = [
     "ACCUMULATE_GRADIENT",
@@ -32,13 +32,17 @@ __all__ = [
     "Region",
     "Symbol",
     "Trait",
+    "generator_state_type",
     "values_in",
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """A named constant of the framework: kind is `dtype`, `device`, `layout` or `memory_format`."""
+    """A named constant of the framework: kind is `dtype`, `device`, `layout` or `memory_format`.
+
+    One of the kind `generator` stands for a generator of the user's, by a number and its device: `0@cpu`.
+    """
 
     kind: str
     name: str
@@ -103,7 +107,15 @@ keywords are what was measured of this step: `state_bytes`, `workspace_bytes`, `
 the part of the state that may live in a tier."""
 
 GENERATOR_STATE = "irc.generator_state.default"
-"""The operation (device) that copies the state of a device's generator, for the draw that follows it."""
+"""The operation (device or symbol) that copies the state of a generator, for the draw that follows it."""
+
+
+def generator_state_type(source: Symbol | str) -> TensorType:
+    """Returns the type of such a copy: bytes on the CPU, of a seed and an offset if the device is another."""
+    device = source.name.partition("@")[2] if isinstance(source, Symbol) else source
+    return TensorType.contiguous((5056 if device.partition(":")[0] == "cpu" else 16,), DType.UINT8, "cpu")
+
+
 _STATE = "generator_state"
 """The keyword by which a draw reads the state that the generator has when it runs first."""
 
@@ -173,6 +185,12 @@ class Node:
         """The state of the generator from which a draw runs again; None if it is no draw or has no state."""
         found = dict(self.keywords).get(_STATE) if self.keywords and Trait.RANDOM in self.traits else None
         return found if isinstance(found, Value) else None
+
+    @property
+    def generator(self) -> Symbol | str:
+        """The generator that a draw draws from: the user's, or the name of a device for its own."""
+        given = dict(self.keywords).get("generator")
+        return given if isinstance(given, Symbol) else self.values[0].type.device if self.values else ""
 
     def with_generator_state(self, state: Value) -> Node:
         """The draw, which may run again from this state."""
@@ -397,6 +415,12 @@ class Graph:
         more = sum(storage.nbytes for storage in self.call_storages) * (self.forwards_in_flight - 1)
         offloaded_bytes = sum(each.storage.nbytes for each in self.offloaded_parameters if each.is_state)
         return once + more + self.reserved_bytes - offloaded_bytes
+
+    @cached_property
+    def generators(self) -> tuple[str, ...]:
+        """The names of the generators of the user's that operations draw from, in order of appearance."""
+        found = (node.generator for node in self.nodes if Trait.RANDOM in node.traits)
+        return tuple(dict.fromkeys(each.name for each in found if isinstance(each, Symbol)))
 
     @cached_property
     def tied(self) -> dict[Value, Value]:

@@ -1,4 +1,4 @@
-"""Finds the attributes through which a module holds tensors that are not parameters, buffers or inputs."""
+"""Finds the attributes through which a module holds generators, and tensors that are not its state."""
 
 # torch has no public way to the tables of a module.
 # pyright: reportPrivateUsage=false
@@ -9,26 +9,30 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from ...torch_support.inspectable import is_inspectable, store_of
 
-__all__ = ["AttributePath", "find_attribute_paths", "tensor_at"]
+__all__ = ["AttributePath", "find_attribute_paths", "held_at"]
 
 AttributePath = tuple[str, tuple[object, ...]]
-"""The name of a submodule, and the names and keys that lead from its attributes to a tensor."""
+"""The name of a submodule, and the names and keys that lead from its attributes to what it holds."""
 
 _DEPTH = 4
-"""The number of steps from an attribute up to which a tensor is found."""
+"""The number of steps from an attribute up to which something is found."""
+_KINDS = (Tensor, torch.Generator)
 _OWN = frozenset(vars(nn.Module()))
 
 
-def find_attribute_paths(module: nn.Module, tensors: Iterable[Tensor]) -> dict[int, AttributePath]:
-    """Finds the paths of some tensors by their identity, through attributes, containers and objects.
+def find_attribute_paths(
+    module: nn.Module, wanted_ones: Iterable[Tensor | torch.Generator]
+) -> dict[int, AttributePath]:
+    """Finds the paths of tensors and generators by identity, through attributes, containers and objects.
 
-    A tensor without a path is one that the module's code made, or found outside of the module.
+    One without a path is one that the module's code made, or found outside of the module.
     """
-    wanted = {id(tensor) for tensor in tensors}
+    wanted = {id(each) for each in wanted_ones}
     found: dict[int, AttributePath] = {}
     if not wanted:
         return found
@@ -41,7 +45,7 @@ def find_attribute_paths(module: nn.Module, tensors: Iterable[Tensor]) -> dict[i
     )
     while pending:
         name, steps, value = pending.popleft()
-        if issubclass(type(value), Tensor):  # not isinstance(), which asks the object for its class
+        if issubclass(type(value), _KINDS):  # not isinstance(), which asks the object for its class
             if id(value) in wanted:
                 found.setdefault(id(value), (name, steps))
         elif len(steps) <= _DEPTH and id(value) not in seen:
@@ -50,13 +54,13 @@ def find_attribute_paths(module: nn.Module, tensors: Iterable[Tensor]) -> dict[i
     return found
 
 
-def tensor_at(module: nn.Module, path: AttributePath) -> Tensor | None:
-    """Returns the tensor at a path; None if there is none."""
+def held_at(module: nn.Module, path: AttributePath) -> Tensor | torch.Generator | None:
+    """Returns the tensor or generator at a path; None if there is none."""
     name, (first, *steps) = path
     value = vars(module.get_submodule(name)).get(cast(str, first))
     for step in steps:
         value = _parts(value).get(step)
-    return value if isinstance(value, Tensor) else None
+    return value if isinstance(value, _KINDS) else None
 
 
 def _parts(value: Any) -> Mapping[object, object]:

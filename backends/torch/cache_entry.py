@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...ir import Input, InputRole, Slot
-from .attribute_paths import AttributePath, tensor_at
+from ...ir import Input, InputRole, Slot, Symbol
+from .attribute_paths import AttributePath, held_at
 from .compiled_plan import CompiledPlan
 from .guards.call_key import CallKey
 from .guards.guard_failure import (
@@ -66,6 +66,10 @@ class CacheEntry:
         """The index among the inputs of each tensor in an attribute of the module, and its path."""
         for index, static in enumerate(compiled.program.statics):
             self._inputs.append(self._add_input(index, static, module))
+        self._generators = [
+            self._add_generator(name, planned) for name, planned in compiled.program.generators.items()
+        ]
+        """Functions that find the generators of the user's in a call."""
         self._found = {index: (table, name) for index, table, name, _ in self._module_inputs}
         self.shared = self._inputs_that_share_memory()
         self.written = [
@@ -94,6 +98,17 @@ class CacheEntry:
                     return self.compiled.program.constants[static.target]
                 self._attributes.append((index, path, wanted))
                 return None
+
+    def _add_generator(self, name: str, planned: torch.Generator) -> Callable[[CallKey], Any]:
+        """Returns a function that finds a generator: at its attribute, or among the arguments."""
+        path = (self.compiled.attribute_paths or {}).get(name)
+        leaves = self.compiled.signature.leaves
+        if Symbol("generator", name) in leaves:
+            place = leaves.index(Symbol("generator", name))
+            return lambda call: call.leaves[place]
+        if path is None:
+            return lambda call: planned
+        return lambda call: held_at(call.root, path)
 
     def _inputs_that_share_memory(self) -> list[list[int]]:
         """Groups the inputs by storage, without parameters whose gradients are released.
@@ -199,9 +214,9 @@ class CacheEntry:
     def _bind(self, call: CallKey) -> list[Tensor] | Explain:
         inputs = self._inputs.copy()
         for index, path, wanted in self._attributes:
-            tensor = tensor_at(call.root, path)
-            if tensor is None or not _is_of(tensor, wanted):
-                return partial(self._tensor_failure, index, tensor)
+            tensor = held_at(call.root, path)
+            if not isinstance(tensor, Tensor) or not _is_of(tensor, wanted):
+                return partial(self._tensor_failure, index, tensor if isinstance(tensor, Tensor) else None)
             inputs[index] = tensor
         for index, table, name, (shape, strides, dtype, device, requires_grad) in self._module_inputs:
             tensor = table.get(name)
@@ -220,7 +235,7 @@ class CacheEntry:
             inputs[index] = tensor
         for index, argument, _ in self._arguments:
             inputs[index] = call.tensors[argument]
-        return self._check_sharing(inputs) or inputs
+        return self._check_sharing(inputs) or inputs + [find(call) for find in self._generators]
 
     def _constant_failure(self, call: CallKey, place: int) -> GuardFailure:
         wanted = self.compiled.signature.leaves[place]
@@ -239,6 +254,8 @@ def _is_as_planned(leaf: object, wanted: object) -> bool:
     """Whether a leaf of the arguments is a tensor where one was planned, or else the same constant."""
     if isinstance(wanted, Slot) or isinstance(leaf, Tensor):
         return isinstance(wanted, Slot) and isinstance(leaf, Tensor)
+    if isinstance(wanted, Symbol) and isinstance(leaf, torch.Generator):
+        return wanted.name.endswith(f"@{leaf.device}")
     return leaf is wanted or (type(leaf) is type(wanted) and is_equal(leaf, wanted))
 
 

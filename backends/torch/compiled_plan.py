@@ -45,8 +45,8 @@ class CompiledPlan:
         names: The attributes that capture read of each module; if it is empty, all settings count.
         constants_bytes: The bytes of other plans' constants that its peak counts.
         reason: The call that it was made for, in words.
-        attribute_paths: The paths in the module of tensors that are constants of the program, by their names;
-            None if they are not known yet. The tensors are looked up in each call.
+        attribute_paths: The paths in the module of tensors that are constants of the program, and of its
+            generators, by their names; None if they are not known yet. They are looked up in each call.
         answers: The answers that capture gave to the model's code; None if they are not known.
         unread: The indices of numbers among the leaves of the arguments that the forward does not look at:
             any number of the same type is the planned one.
@@ -73,7 +73,7 @@ class CompiledPlan:
         """
         if self.attribute_paths is not None:
             return self
-        constants = self.program.constants
+        constants = {**self.program.constants, **self.program.generators}
         found = find_attribute_paths(module, constants.values())
         return replace(
             self, attribute_paths={k: found[id(t)] for k, t in constants.items() if id(t) in found}

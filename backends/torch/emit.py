@@ -42,7 +42,7 @@ from ...ir import (
     Wait,
     printable,
 )
-from ...torch_support.draws import draw_again
+from ...torch_support.draws import draw_again, draw_first
 from ...torch_support.operations import OWN_FUNCTIONS, function_name
 from .gradient_dependencies import zero_without
 from .offload.table import copied_value, copy_keys, last_fetches
@@ -52,7 +52,7 @@ __all__ = ["check_names", "emit_source", "is_partial", "saved_values"]
 _HEADER = '''"""One training step as straight-line Python, written by irc.
 
 {forward} -> (outputs, saved); {backward} -> gradients.
-`inputs` are the parameters, buffers, inputs and constants below, in this order. backward empties
+`inputs` are the parameters, buffers, inputs, constants and generators below, in this order. backward empties
 `saved`, so that saved values are freed as backward runs.{partial}{releases}{exchanges}{copies}
 """
 '''
@@ -73,7 +73,8 @@ _COPIES = """
 def emit_source(schedule: Schedule) -> str:
     """Writes Python source with `forward` and `backward`, which run `schedule` exactly.
 
-    `forward(inputs)` takes the static inputs in graph order and returns `(outputs, saved)`.
+    `forward(inputs)` takes the static inputs in graph order, then the generators of the user's that are drawn
+    from, and returns `(outputs, saved)`.
     `backward(inputs, saved, tangents)` empties `saved` and returns the gradients in graph order; a missing
     gradient is None. Views are derived where they are used, or once if they are used often. Both functions
     must run without gradients.
@@ -172,6 +173,12 @@ class _Halves:
         return read | {value.storage for value in gradients if value is not None} - made
 
 
+def _repeated_nodes(schedule: Schedule) -> set[Node]:
+    """Returns the operations that a schedule runs more than once."""
+    runs = Counter(i.node for i in schedule.instructions if isinstance(i, Compute))
+    return {node for node, count in runs.items() if count > 1}
+
+
 class _Emitter:
     """Writes the source of one schedule. Names are given out in the order in which they are first used."""
 
@@ -199,10 +206,15 @@ class _Emitter:
         """The views of each storage that are variables now."""
         self.names: dict[Value, str] = {}
         self.operations: dict[str, str] = {}
+        self.generators: dict[str, str] = {}
+        """The variable of each generator of the user's, by its name in the graph."""
+        self.replayed = _repeated_nodes(schedule)
         self.ran: set[Node] = set()
         self.own: set[Callable[..., Any]] = set()
         """The functions of irc that are called."""
         self.taken: set[str] = set(_RESERVED)
+        for name in graph.generators:
+            self.generators[name] = self._unique("generator")
 
     def source(self) -> str:
         """Writes the module: docstring, imports, tables, forward and backward."""
@@ -257,6 +269,7 @@ class _Emitter:
 
     def _input_table(self) -> list[str]:
         rows = [_comment(f"  {self._name(i.value)}: {i.role.value} {i.target}") for i in self.statics]
+        rows += [_comment(f"  {name}: generator {key}") for key, name in self.generators.items()]
         return [_comment("inputs:"), *rows]
 
     def _copy_table(self) -> list[str]:
@@ -271,6 +284,7 @@ class _Emitter:
     def _forward(self) -> Iterator[str]:
         statics = [i.value for i in self.statics]
         yield from self._unpack(statics, "inputs", self.halves.before, self.outputs)
+        yield from self._unpack_generators(self.halves.before)
         yield from self._body(self.halves.before, 0)
         yield f"return [{self._list(self.outputs)}], [{self._saved_list()}]"
 
@@ -280,6 +294,7 @@ class _Emitter:
         yield "saved.clear()"
         statics = [i.value for i in self.statics]
         yield from self._unpack(statics, "inputs", self.halves.after, self.gradients)
+        yield from self._unpack_generators(self.halves.after)
         yield from self._unpack(self.tangents, "tangents", self.halves.after, self.gradients)
         yield from self._body(self.halves.after, len(self.halves.before) + 1)
         yield f"return [{self._list(self.gradients)}]"
@@ -293,6 +308,13 @@ class _Emitter:
         for index, value in enumerate(values):
             if value in read and value.storage not in self.graph.offloaded_of:
                 yield f"{self._name(value)} = {source}[{index}]"
+
+    def _unpack_generators(self, body: Iterable[Instruction]) -> Iterator[str]:
+        """Assigns names to the generators of the user's that a body draws from."""
+        drawn_from = {i.node.generator for i in body if isinstance(i, Compute)}
+        for index, (key, name) in enumerate(self.generators.items(), len(self.statics)):
+            if Symbol("generator", key) in drawn_from:
+                yield f"{name} = inputs[{index}]"
 
     def _bases(self, values: Iterable[Value]) -> Iterator[Value]:
         """Yields the values that are variables: views are followed to their bases."""
@@ -450,14 +472,20 @@ class _Emitter:
             case _:
                 check_names(node)
         arguments = [self._argument(argument) for argument in node.arguments]
-        arguments += [f"{key}={self._argument(argument)}" for key, argument in node.own_keywords]
-        if node.generator_state is not None and node in self.ran:
-            self.own.add(draw_again)
-            state, device = self._name(node.generator_state), _literal(node.values[0].type.device)
-            return (
-                f"{draw_again.__name__}({', '.join([state, device, self._operation(node.op), *arguments])})"
-            )
-        return f"{self._operation(node.op)}({', '.join(arguments)})"
+        keywords = dict(node.own_keywords)
+        if node.generator_state is not None and node in self.replayed:
+            if node in self.ran:
+                drawing, source = draw_again, node.values[0].type.device
+            else:
+                drawing, source = draw_first, node.generator
+            self.own.add(drawing)
+            keywords.pop("generator", None)
+            before = [self._name(node.generator_state), self._argument(source), self._operation(node.op)]
+            arguments, call = [*before, *arguments], drawing.__name__
+        else:
+            call = self._operation(node.op)
+        arguments += [f"{key}={self._argument(argument)}" for key, argument in keywords.items()]
+        return f"{call}({', '.join(arguments)})"
 
     def _argument(self, argument: Argument) -> str:
         match argument:
@@ -465,6 +493,8 @@ class _Emitter:
                 return self._expression(self.views.shortest(argument))
             case tuple():
                 return f"[{', '.join(self._argument(item) for item in argument)}]"
+            case Symbol("generator", name):
+                return self.generators[name]
             case Symbol():
                 return _symbol(argument)
             case _:
@@ -553,7 +583,8 @@ class _Views:
 _RESERVED = frozenset(
     (
         *("inputs", "saved", "tangents", "given", "release", "exchange", "copies"),
-        *("forward", "backward", "torch", "float", "complex", "_", draw_again.__name__),
+        *("forward", "backward", "torch", "float", "complex", "_"),
+        *(function.__name__ for function in (draw_first, draw_again)),
         *(function.__name__ for function in OWN_FUNCTIONS.values()),
     )
 )

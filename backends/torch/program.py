@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, fields
 from itertools import count
+from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...ir import (
@@ -29,6 +31,7 @@ from ...ir import (
     Schedule,
     Storage,
     Trait,
+    UnsupportedError,
     Value,
 )
 from .emit import emit_source, is_partial
@@ -76,6 +79,8 @@ class Program:
         feeds: The outputs that are computed from each output, for outputs that others are computed from.
         parts: The sets of outputs whose gradients meet in an operation that reads values of forward.
         constants: The values of the constant inputs.
+        generators: The generators of the user's that it draws from, by their names in the graph. They follow
+            the static inputs.
         source: The emitted source.
         forwards_in_flight: The number of live forwards that the plan counted.
         exchanges: Whether it is a pipeline stage that sends or receives; both functions take a mailbox then.
@@ -104,6 +109,7 @@ class Program:
     exchanges: bool = False
     pauses: bool = False
     copies: CopyTable = field(default_factory=CopyTable)
+    generators: Mapping[str, torch.Generator] = field(default_factory=dict[str, torch.Generator])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
         return self
@@ -115,14 +121,29 @@ class Program:
         )
 
 
-def compile_program(schedule: Schedule, constants: Mapping[str, Tensor]) -> Program:
+def compile_program(
+    schedule: Schedule,
+    constants: Mapping[str, Tensor],
+    generators: Mapping[str, torch.Generator] = MappingProxyType({}),
+) -> Program:
     """Compiles the Python that `emit_source` writes for `schedule`.
 
     Args:
         schedule: A verified schedule.
         constants: The tensors of the graph's constant inputs, by target.
+        generators: The generators of the user's that the graph draws from, by name.
+
+    Raises:
+        UnsupportedError: IRC334 if one of these is not given, as for a written plan or a pipeline.
     """
     graph = schedule.graph
+    if not generators.keys() >= set(graph.generators):
+        raise UnsupportedError(
+            "IRC334",
+            "the forward draws from a torch.Generator of its own, which a written plan, the stages of a "
+            "pipeline and graphs of Dynamo do not hold",
+            help="call irc.optimize, or draw from torch's generator (leave out generator=)",
+        )
     source = emit_source(schedule)
     forward, backward = _functions(source)
     statics = tuple(i for i in graph.inputs if i.role is not InputRole.TANGENT)
@@ -153,6 +174,7 @@ def compile_program(schedule: Schedule, constants: Mapping[str, Tensor]) -> Prog
         exchanges=any(node.op in (SEND, RECEIVE) for node in graph.operations),
         pauses=any(node.op == PAUSE for node in graph.operations),
         copies=copy_table(schedule),
+        generators=dict(generators),
     )
 
 

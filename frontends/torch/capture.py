@@ -10,7 +10,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -88,6 +88,7 @@ class Captured:
         roundings: Descriptions of numbers that may differ from eager's by rounding.
         eager: The memory of the step as it is written; None if it is not known.
         mode: The mode in which the module was traced.
+        generators: The user's generators that it draws from, by their names in the graph.
     """
 
     graph: Graph
@@ -97,6 +98,7 @@ class Captured:
     roundings: tuple[str, ...] = ()
     eager: EagerMemory | None = None
     mode: TraceMode = TRACE_MODES[0]
+    generators: Mapping[str, torch.Generator] = field(default_factory=dict[str, torch.Generator])
 
 
 class _Flat(nn.Module):
@@ -115,8 +117,8 @@ class _Flat(nn.Module):
         super().__init__()
         self.module = module
         self.tree = tree
-        self.leaves = leaves
         self.state = State(module)
+        self.leaves = [self.state.generators.leaf(leaf) for leaf in leaves]
         self.tied = TiedParameters(module)
         self.result_leaves: list[Any] = []
         self.places: list[int] = []
@@ -136,7 +138,7 @@ class _Flat(nn.Module):
         given = iter(tensors)
         leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.tree)
-        with refusing_writes((args, kwargs)):
+        with refusing_writes((args, kwargs)), self.state.generators.refusing_seeds():
             return self.module.forward(*args, **kwargs)
 
     def run(self, *tensors: Tensor) -> Any:
@@ -253,12 +255,14 @@ def capture(
     beside = _returned_bytes(graph, found, flat) + (_SCALED_BYTES if flat.losses[0] is own_loss else 0)
     most, held = most + 2 * aliased + beside, held + aliased + beside
     graph = replace(graph, loss_bytes=most, loss_held_bytes=held, loss_saved_bytes=saved)
-    slots = map(Slot, range(len(tensors)))
+    slots, generators = map(Slot, range(len(tensors))), flat.state.generators
     unused = (found[k] for k in flat.unused or ())
     signature = Signature(
         in_tree=tree,
         out_tree=flat.result_tree,
-        leaves=tuple(next(slots) if isinstance(leaf, Tensor) else leaf for leaf in leaves),
+        leaves=tuple(
+            next(slots) if isinstance(leaf, Tensor) else generators.planned(leaf) for leaf in flat.leaves
+        ),
         deliveries=tuple(result),
         modes=tuple((name, child.training) for name, child in module.named_modules()),
         autocast=autocast_state(),
@@ -271,7 +275,16 @@ def capture(
     eager = _eager_memory(flat, tensors, graph) if with_eager else None
     rounded = roundings(graph, trained.values(), flat.layers, flat.parts, as_compiled=flat.mode.compiling)
     loss_in_words = described_loss(flat.losses[0])
-    return Captured(graph, signature, translation.constants, loss_in_words, tuple(rounded), eager, flat.mode)
+    return Captured(
+        graph,
+        signature,
+        translation.constants,
+        loss_in_words,
+        tuple(rounded),
+        eager,
+        flat.mode,
+        {name: generators.originals[name] for name in graph.generators},
+    )
 
 
 def _eager_memory(flat: _Flat, tensors: tuple[Tensor, ...], graph: Graph) -> EagerMemory | None:
@@ -389,7 +402,7 @@ def _translated(flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...]) -> 
     with contextlib.ExitStack() as stack:
         joint, scopes = _trace(stack, flat, module, tensors)
         share_casts(joint.graph_module.graph)
-        translation = translate(joint)
+        translation = translate(joint, flat.state.generators)
         flat.without_gradients = scopes.without_gradients
     graph = place_annotations(translation.graph, translation.notes, scopes.asked)
     return replace(translation, graph=graph)

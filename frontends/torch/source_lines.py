@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from pathlib import Path
@@ -12,10 +13,10 @@ import torch
 __all__ = ["described", "is_capture", "is_library", "user_line"]
 
 _FRONTENDS = Path(__file__).parents[1]
-_LIBRARIES = tuple(
-    f"{spelled}{os.sep}"
-    for root in (Path(torch.__file__).parent, _FRONTENDS)
-    for spelled in (root, root.resolve())
+_ROOTS = Path(torch.__file__).parent, _FRONTENDS
+_LIBRARIES = (
+    *(f"{spelled}{os.sep}" for root in _ROOTS for spelled in (root, root.resolve())),
+    contextlib.__file__,
 )
 _CAPTURE = str(Path(__file__).with_name("capture.py"))
 

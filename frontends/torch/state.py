@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from ...torch_support.recorders import RECORDERS_MARK, is_recorder
 from .closures import closed_over
 from .code import code_reach
 from .fixups.function_caches import caches_of, forget_traced
+from .generators import Generators, is_torch_generator
 from .iterators import is_iterator, untouched_iterators
 from .object_graph import HeldObject, changed, digest, holds_traced, is_generator, is_plain, own_reach
 
@@ -38,6 +39,7 @@ class State:
 
     Args:
         module: The module.
+        generators: The generators of torch's that it draws from.
 
     Attributes:
         drawn: Generators that the last run of the forward drew from. A forward that seeds one itself leaves
@@ -49,6 +51,7 @@ class State:
     """
 
     module: nn.Module
+    generators: Generators = field(default_factory=Generators)
     drawn: list[str] = field(default_factory=list[str])
     flipped: list[str] = field(default_factory=list[str])
     assigned: list[str] = field(default_factory=list[str])
@@ -121,8 +124,9 @@ class State:
         holders = self._holders()
         caches = caches_of(self.module)
         python, numpy = random.getstate(), np.random.get_state()
+        own = _places(holders, is_torch_generator)
         try:
-            with untouched_iterators(_places(holders)):
+            with untouched_iterators(_places(holders, is_iterator)), self.generators.replaced(own):
                 yield
         finally:
             random.setstate(python)
@@ -303,10 +307,10 @@ def _tables(module: nn.Module) -> Iterator[Any]:
                 yield value
 
 
-def _places(holders: list[HeldObject]) -> Iterator[tuple[str, Any, Any]]:
-    """Yields the places of iterators among the items of objects, if they can be replaced for a while."""
+def _places(holders: list[HeldObject], is_one: Callable[[Any], bool]) -> Iterator[tuple[str, Any, Any]]:
+    """Yields the places of such values among the items of objects, if they can be replaced for a while."""
     for holder in holders:
-        found = [key for key, value in holder.items.items() if is_iterator(value)]
+        found = [key for key, value in holder.items.items() if is_one(value)]
         held = holder.store if found else None
         if held is not None:
             yield from ((holder.path_of(key), held, key) for key in found)

@@ -52,6 +52,7 @@ from ...ir import (
     allocation_bytes,
     nondeterminism,
 )
+from .generators import Generators
 from .loss_terms import kept_bytes
 from .place_annotations import Note, note_of
 from .provenance import location_of
@@ -95,8 +96,12 @@ def tensor_type(tensor: Tensor) -> TensorType:
     )
 
 
-def translate(joint: JointWithDescriptors) -> Translation:
+def translate(joint: JointWithDescriptors, generators: Generators) -> Translation:
     """The training graph of a joint graph that AOTAutograd traced from a flat module.
+
+    Args:
+        joint: The joint graph.
+        generators: Those that the module may draw from.
 
     Raises:
         UnsupportedError: IRC334 for a value that is not a tensor, IRC335 for an operation outside the
@@ -104,12 +109,14 @@ def translate(joint: JointWithDescriptors) -> Translation:
             read through a view, IRC339 for a draw whose order would change, IRC554 for a checkpoint policy
             that moves results to the host.
     """
-    return _Translator(joint).run()
+    return _Translator(joint, generators).run()
 
 
 @dataclass
 class _Translator:
     joint: JointWithDescriptors
+    generators: Generators
+    drawn_from: dict[fx.Node, Symbol | None] = field(default_factory=dict[fx.Node, Symbol | None])
     values: dict[fx.Node, Value] = field(default_factory=dict)
     tuples: dict[fx.Node, tuple[Value | None, ...]] = field(default_factory=dict)
     storages: dict[int, Storage] = field(default_factory=dict)
@@ -161,7 +168,8 @@ class _Translator:
         self.referenced.append(handle)  # keeps the id unique
         device = str(tensor.device)
         if handle._cdata not in self.storages:
-            operands: list[Any] = [operand.meta["val"] for operand in node.all_input_nodes]
+            read = (operand for operand in node.all_input_nodes if operand not in self.drawn_from)
+            operands: list[Any] = [operand.meta["val"] for operand in read]
             kept = kept_bytes(str(node.target), operands, tensor)
             payload_bytes = max(int(handle.nbytes()), kept, self._cloned_bytes(node))
             nbytes = allocation_bytes(payload_bytes, device)
@@ -181,6 +189,8 @@ class _Translator:
     def _input(self, node: fx.Node) -> None:
         if node.op == "get_attr":
             tensor = operator.attrgetter(str(node.target))(self.joint.graph_module)
+            if isinstance(tensor, torch.Generator):
+                return self._generator(node, tensor)
             self._check_constant(node, tensor)
             for known in self.inputs:
                 if known.role is InputRole.CONSTANT and self.constants[known.target] is tensor:
@@ -210,6 +220,17 @@ class _Translator:
         else:
             return
         self.values[node] = self.inputs[-1].value
+
+    def _generator(self, node: fx.Node, found: torch.Generator) -> None:
+        try:
+            self.drawn_from[node] = self.generators.symbol_of(found)
+        except LookupError:
+            raise UnsupportedError(
+                "IRC334",
+                "the forward draws from a generator that it makes itself, or that no attribute leads to",
+                at=next((location_of(user) for user in node.users), None),
+                help="keep the generator in an attribute of the module, or pass it as an argument",
+            ) from None
 
     def _check_constant(self, node: fx.Node, found: object) -> None:
         if isinstance(found, Tensor) and not found.requires_grad:
@@ -245,6 +266,9 @@ class _Translator:
         operands = _training_batch_norm_operands(node)
         arguments = tuple(self._argument(argument, node) for argument in operands)
         keywords = tuple((key, self._argument(value, node)) for key, value in node.kwargs.items())
+        place = next((k for k, a in enumerate(operands) if a in self.drawn_from), len(operands))
+        names = (each.name for each in node.target._schema.arguments[place : len(arguments)])
+        arguments, keywords = arguments[:place], (*zip(names, arguments[place:], strict=True), *keywords)
         made = Node(
             name=node.name,
             op=str(node.target),
@@ -318,7 +342,7 @@ class _Translator:
     def _argument(self, argument: Any, node: fx.Node) -> Argument:
         match argument:
             case fx.Node():
-                return self.values.get(argument)
+                return self.drawn_from[argument] if argument in self.drawn_from else self.values.get(argument)
             case tuple() | list():
                 return tuple(self._argument(item, node) for item in argument)
             case torch.dtype():

@@ -13,9 +13,11 @@ from ..graph import (
     Node,
     OutputRole,
     Region,
+    Symbol,
     Trait,
+    generator_state_type,
 )
-from ..types import Storage, Value
+from ..types import Storage, Value, allocation_bytes
 from .faults import describe, fail
 from .offloaded_parameters import check_offloaded
 from .released_gradients import check_released
@@ -167,14 +169,19 @@ class _GraphCheck:
     def draw(self, node: Node) -> None:
         """Checks that a draw which may run again reads the state of the generator that it begins from."""
         if node.op == GENERATOR_STATE:
-            is_copy = node.traits == frozenset({Trait.RANDOM}) and not node.keywords
-            if not is_copy or len(node.values) != 1 or len(node.arguments) != 1:
-                fail("IRC142", f"{node.name} does not copy the state of a generator", node)
-            self.generator_state = node.values[0], node.arguments[0]
+            is_copy = node.traits == frozenset({Trait.RANDOM}) and not node.keywords and not node.is_sequence
+            match node.arguments, node.values:
+                case ((Symbol() | str()) as source,), (Value() as state,) if is_copy:
+                    self.generator_state = state, source
+                case _:
+                    fail("IRC142", f"{node.name} does not copy the state of a generator", node)
+            made, whole = state.type, generator_state_type(source)
+            if made != whole or state.storage.nbytes != allocation_bytes(whole.nbytes, "cpu"):
+                message = f"{node.name} copies a state of {whole.nbytes} B into {state} of {made.nbytes} B"
+                fail("IRC142", message, node)
             return
         state = node.generator_state
-        device = node.values[0].storage.device if node.values else ""
-        if state is not None and (state, device) != self.generator_state:
+        if state is not None and (state, node.generator) != self.generator_state:
             fail("IRC142", f"{node.name} reads {state}, which is not the state that it begins from", node)
         if Trait.RANDOM in node.traits:
             self.generator_state = None

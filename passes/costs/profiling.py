@@ -32,7 +32,6 @@ from ...ir import (
     Value,
     allocation_bytes,
 )
-from ...torch_support.draws import takes_generator
 from ...torch_support.operations import function_of
 from .allocations import allocation_events, cuda_events
 from .machines import machine_named
@@ -113,17 +112,20 @@ def profile_costs(
     return Costs(
         seconds={node: m.seconds if m else modelled.seconds[node] for node, m in found.items()},
         workspace_bytes={
-            node: m.workspace_bytes + _swap_bytes(node) if m else modelled.workspace_bytes[node]
+            node: _with_state(node, m.workspace_bytes) if m else modelled.workspace_bytes[node]
             for node, m in found.items()
         },
         source=f"profile:{device}",
     )
 
 
-def _swap_bytes(node: Node) -> int:
-    """The bytes of the generator's state while a draw runs again that takes no other generator."""
+def _with_state(node: Node, workspace_bytes: int) -> int:
+    """The workspace of a draw that may run again: each run ends with a copy of the generator's state.
+
+    The copy takes its bytes when the kernel has given back its own, beside the results.
+    """
     state = node.generator_state
-    return 0 if state is None or takes_generator(function_of(node.op)) else state.storage.nbytes
+    return workspace_bytes if state is None else max(workspace_bytes, state.storage.nbytes)
 
 
 def _touched_bytes(graph: Graph, node: Node) -> int:
@@ -301,6 +303,8 @@ def _materialize(argument: Argument, tensors: dict[Value, Tensor]) -> Any:
             return tensors[argument]
         case tuple():
             return [_materialize(item, tensors) for item in argument]
+        case Symbol("generator", name):
+            return torch.Generator(name.partition("@")[2])
         case Symbol("device", name):
             return torch.device(name)
         case Symbol(_, name):

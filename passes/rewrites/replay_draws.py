@@ -8,17 +8,16 @@ from typing import ClassVar
 
 from ...ir import (
     GENERATOR_STATE,
-    DType,
     Graph,
     Node,
     Region,
     Storage,
-    TensorType,
     Trait,
     Value,
     allocation_bytes,
+    generator_state_type,
 )
-from ...torch_support.draws import DROPOUT_BACKWARD, DROPOUT_MASK, DROPOUT_PRODUCT, state_bytes
+from ...torch_support.draws import DROPOUT_BACKWARD, DROPOUT_MASK, DROPOUT_PRODUCT
 from ..program import Program
 
 __all__ = ["ReplayDraws"]
@@ -73,16 +72,17 @@ def _is_worth_a_state(node: Node) -> bool:
     if node.generator_state is not None or not node.values:
         return False
     device = node.values[0].type.device
-    return device != "meta" and sum(value.type.nbytes for value in node.values) > state_bytes(device)
+    return device != "meta" and sum(v.type.nbytes for v in node.values) > generator_state_type(device).nbytes
 
 
 def _state_before(node: Node) -> Node:
     """The operation that copies the state from which a draw begins."""
-    device = node.values[0].type.device
-    type = TensorType.contiguous((state_bytes(device),), DType.UINT8, "cpu")
+    type = generator_state_type(node.generator)
     name = f"{node.name}_state"
     state = Value(name, type, Storage(name, allocation_bytes(type.nbytes, "cpu"), "cpu"))
-    return Node(name, GENERATOR_STATE, (device,), (state,), traits=frozenset({Trait.RANDOM}), at=node.at)
+    return Node(
+        name, GENERATOR_STATE, (node.generator,), (state,), traits=frozenset({Trait.RANDOM}), at=node.at
+    )
 
 
 def _parts(node: Node, read: Collection[Value]) -> Iterator[Node]:
@@ -101,7 +101,8 @@ def _dropout_parts(node: Node, read: Collection[Value]) -> Iterator[Node]:
     assert isinstance(data, Value) and isinstance(rate, float) and output is not None
     if (
         mask is None
-        or mask.type != TensorType.contiguous(mask.type.shape, DType.BOOL, "cpu")
+        or mask.type.device != "cpu"
+        or not mask.type.is_dense
         or rate >= 1
         or train == [False]
         or (output in read and not _is_plain(data, output))
@@ -111,7 +112,7 @@ def _dropout_parts(node: Node, read: Collection[Value]) -> Iterator[Node]:
     yield Node(
         f"{node.name}_mask",
         DROPOUT_MASK,
-        (mask.type.shape, rate),
+        (mask.type.shape, mask.type.strides, rate),
         (mask,),
         region=node.region,
         traits=node.traits,
@@ -125,5 +126,5 @@ def _dropout_parts(node: Node, read: Collection[Value]) -> Iterator[Node]:
 
 def _is_plain(data: Value, output: Value | None) -> bool:
     """Whether irc's own operation gives the bits of torch's, in the same layout."""
-    is_full = data.type.dtype in (DType.FLOAT32, DType.FLOAT64)
-    return output is not None and data.type == output.type and data.type.device == "cpu" and is_full
+    type = data.type
+    return output is not None and type == output.type and type.device == "cpu" and type.is_dense

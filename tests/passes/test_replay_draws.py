@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,12 +29,14 @@ from irc.ir import (
     Trait,
     Value,
     VerificationError,
+    generator_state_type,
     verify_graph,
 )
 from irc.passes import Cost, PassManager, PlanMemory, Program, ReplayDraws
 from irc.passes.costs.profiling import profile_costs
 from irc.passes.subgraphs.footprint import saved_by
-from irc.torch_support.draws import draw_again, generator_state, state_bytes
+from irc.torch_support import draws
+from irc.torch_support.draws import draw_again, draw_first, generator_state
 
 STATE_BYTES = 5056
 
@@ -123,7 +126,9 @@ def test_the_parts_take_no_workspace() -> None:
     costs = profile_costs(graph)
     ours = [node for node in graph.operations if node.op.startswith("irc.")]
     assert len(ours) == 7
-    assert {costs.workspace_bytes[node] for node in ours} <= set(range(32))
+    replayed = {node for node in ours if node.generator_state is not None}
+    assert {costs.workspace_bytes[node] for node in replayed} == {STATE_BYTES}
+    assert {costs.workspace_bytes[node] for node in ours if node not in replayed} <= set(range(32))
 
 
 def test_what_is_no_dropout_in_training_stays() -> None:
@@ -139,6 +144,27 @@ def test_draws_of_fewer_bytes_than_a_state_stay() -> None:
     layer, x = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)), torch.randn(64, 6)
     graph = ReplayDraws().run(Program(capture(layer, (x,)).graph)).graph
     assert not any(node.op == GENERATOR_STATE for node in graph.nodes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rate", [0.0, 0.1, 0.3, 0.5, 0.77])
+def test_the_parts_have_the_bits_of_torchs_kernels(rate: float, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    data = torch.randn(30, 40).to(dtype).T
+    data[::3, ::5], data[1::3, ::7] = -0.0, float("inf")
+    state = generator_state("cpu")
+    output, mask = torch.native_dropout(data, rate, True)
+    torch.set_rng_state(state)
+    drawn = draws.dropout_mask(data.shape, data.stride(), rate)
+    scale = 1 / (1 - rate)
+    gradient = torch.ops.aten.native_dropout_backward(data, mask, scale)
+    for expected, found in (
+        (mask, drawn),
+        (output.view(bits), draws.dropout_product(data, mask, rate).view(bits)),
+        (gradient.view(bits), draws.dropout_backward(data, mask, scale).view(bits)),
+    ):
+        assert torch.equal(expected, found) and expected.stride() == found.stride()
 
 
 # ---------------------------------------------------------------------- every operation that draws
@@ -182,6 +208,7 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "gamma": lambda x: torch._standard_gamma(x.abs() + 1),
     "rrelu": lambda x: torch.nn.functional.rrelu(x, training=True),
     "dropout": lambda x: torch.nn.functional.dropout(x, 0.4),
+    "dropout in half precision": lambda x: torch.native_dropout(x.half(), 0.3, True)[0],
     "dropout of a transposed tensor": lambda x: torch.nn.functional.dropout(x.T, 0.4).T,
     "alpha dropout": lambda x: torch.nn.functional.alpha_dropout(x, 0.4, training=True),
 }
@@ -212,7 +239,7 @@ def test_the_generator_is_left_as_it_was(draw: Callable[..., Tensor]) -> None:
     arguments = ([100],) if "rand" in str(draw) else (torch.ones(100), 0.5, True)
     torch.manual_seed(3)
     state = generator_state("cpu")
-    assert state.nbytes == state_bytes("cpu") == STATE_BYTES
+    assert state.nbytes == generator_state_type("cpu").nbytes == STATE_BYTES
     first = draw(*arguments)
     torch.rand(17)
     now = torch.get_rng_state()
@@ -220,6 +247,48 @@ def test_the_generator_is_left_as_it_was(draw: Callable[..., Tensor]) -> None:
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one, other)
     assert torch.equal(now, torch.get_rng_state())
+
+
+def _meanwhile(run: Callable[[], object]) -> None:
+    """Runs something in another thread, to its end."""
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+
+
+def test_masks_are_the_same_if_another_thread_draws_between_copy_and_draw(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, x = _model(0.5)
+    captured = capture(model, (x.clone().requires_grad_(),))
+    program = _planned(captured, "keep-none", is_replayed=True)
+    assert program.schedule is not None
+
+    def copied(device: str) -> Tensor:
+        state = generator_state(device)
+        _meanwhile(lambda: torch.rand(100))
+        return state
+
+    undisturbed = _trained(model, captured, program.schedule, x)
+    monkeypatch.setattr(draws, "generator_state", copied)
+    disturbed = _trained(model, captured, program.schedule, x)
+    # every number is of one set of masks, which are those of a run without the thread
+    for one, other in zip(undisturbed, disturbed, strict=True):
+        assert one is not None and other is not None
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("draw", [torch.ops.aten.rand.default, torch.ops.aten.native_dropout.default])
+def test_a_draw_ends_where_it_would_without_another_thread(draw: Callable[..., Tensor]) -> None:
+    arguments = ([100],) if "rand" in str(draw) else (torch.ones(100), 0.5, True)
+    torch.manual_seed(3)
+    state = generator_state("cpu")
+    expected = draw(*arguments)
+    after = torch.get_rng_state()
+    _meanwhile(lambda: torch.rand(17))
+    for one, other in zip(expected, draw_first(state, "cpu", draw, *arguments), strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(after, torch.get_rng_state())
 
 
 def test_a_draw_from_another_state_is_refused() -> None:
@@ -240,6 +309,11 @@ def test_a_draw_from_another_state_is_refused() -> None:
     ):
         with pytest.raises(VerificationError, match="does not copy the state of a generator"):
             verify_graph(replace(graph, nodes=(*graph.nodes[: place - 1], copied, *graph.nodes[place:])))
+    short = TensorType.contiguous((16,), DType.UINT8)
+    small = Value("small", short, Storage("small", 16))
+    nodes = (*graph.nodes[: place - 1], replace(state, results=(small,)), *graph.nodes[place:])
+    with pytest.raises(VerificationError, match="copies a state of 5056 B into %small of 16 B"):
+        verify_graph(replace(graph, nodes=nodes))
     empty = replace(graph.nodes[place], results=(None,))
     with pytest.raises(VerificationError):
         verify_graph(replace(graph, nodes=(*graph.nodes[:place], empty, *graph.nodes[place + 1 :])))

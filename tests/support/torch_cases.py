@@ -101,7 +101,9 @@ def fitted_from(captured: Captured, module: nn.Module, schedule: Callable[[Graph
     verify_graph(captured.graph)
     chosen = schedule(captured.graph)
     verify_schedule(chosen, {})
-    return bind_program(module, compile_program(chosen, captured.constants), captured.signature)
+    return bind_program(
+        module, compile_program(chosen, captured.constants, captured.generators), captured.signature
+    )
 
 
 # ---------------------------------------------------------------------- same numbers

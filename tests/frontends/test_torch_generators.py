@@ -1,0 +1,216 @@
+"""Generators of torch's that a forward draws from, and those that it must not seed."""
+
+# torch's own generator of the CPU has no other name that stays.
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.torch_cases import Model, assert_same, keep_all, outcome
+from torch import Tensor, nn
+
+import irc
+from irc.backends.torch import bind_program, compile_program
+from irc.frontends.torch import capture
+from irc.ir import (
+    GENERATOR_STATE,
+    Compute,
+    Graph,
+    Schedule,
+    UnsupportedError,
+    parse_program,
+    print_program,
+)
+from irc.passes import Cost, PassManager, PlanMemory, Program, ReplayDraws
+
+Draw = Callable[[Any, Tensor], Tensor]
+
+DRAWS: dict[str, Draw] = {
+    "rand": lambda m, h: torch.rand(h.shape, generator=m.g),
+    "randn": lambda m, h: torch.randn(h.shape, generator=m.g),
+    "randint": lambda m, h: torch.randint(1, 4, h.shape, generator=m.g),
+    "randperm": lambda m, h: torch.randperm(h.numel(), generator=m.g).view(h.shape),
+    "bernoulli": lambda m, h: torch.bernoulli(h.sigmoid(), generator=m.g),
+    "poisson": lambda m, h: torch.poisson(h.abs(), m.g),
+    "multinomial": lambda m, h: torch.multinomial(h.abs() + 0.1, 16, True, generator=m.g),
+    "normal": lambda m, h: torch.normal(h, h.abs(), generator=m.g),
+    "normal_": lambda m, h: torch.empty_like(h).normal_(generator=m.g),
+    "the device's own": lambda m, h: torch.rand(h.shape, generator=torch.default_generator),
+    "both": lambda m, h: torch.rand(h.shape, generator=m.g) * torch.rand(h.shape),
+}
+
+
+def drawing(draw: Draw) -> Any:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        for layer in m.layers:
+            x = (layer(x) * draw(m, x.detach()).to(x.dtype)).tanh()
+        return x
+
+    torch.manual_seed(0)
+    module: Any = Model(forward, layers=nn.ModuleList(nn.Linear(16, 16) for _ in range(2)))
+    module.g = torch.Generator().manual_seed(4)
+    return module
+
+
+def keep_none(graph: Graph) -> Schedule:
+    program = ReplayDraws().run(Program(graph))
+    program = PassManager([Cost(profile="cpu"), PlanMemory(2**30, "keep-none")]).run(Program(program.graph))
+    assert program.schedule is not None
+    runs = Counter(i.node for i in program.schedule.instructions if isinstance(i, Compute))
+    again = [node for node in runs if node.generator_state is not None and node.op != GENERATOR_STATE]
+    assert again and all(runs[node] > 1 for node in again)
+    return program.schedule
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_draws_from_an_attribute_run_again(name: str) -> None:
+    module, x = drawing(DRAWS[name]), torch.randn(128, 16)
+    original = copy.deepcopy(module)
+    before = module.g.get_state()
+    captured = capture(module, (x,))
+    schedule = keep_none(captured.graph)
+    program = compile_program(schedule, captured.constants, captured.generators)
+    ours: Any = bind_program(module, program, captured.signature)
+    assert torch.equal(before, module.g.get_state())
+    text = print_program(schedule)
+    assert print_program(parse_program(text)) == text
+    for seed in (6, 7):
+        for each in (ours, original):
+            each.g.manual_seed(seed)
+        assert_same(outcome(ours, (x,), {}), outcome(original, (x,), {}))
+        assert torch.equal(ours.g.get_state(), original.g.get_state())
+
+
+def _trained(module: Any, *args: Any) -> list[Tensor]:
+    module.zero_grad()
+    result = module(*args)
+    result.square().sum().backward()
+    drawn_from = [*(a for a in args if isinstance(a, torch.Generator)), module.g]
+    found = [result.detach(), *(p.grad for p in module.parameters()), *(g.get_state() for g in drawn_from)]
+    return [tensor.clone() for tensor in found if tensor is not None]
+
+
+def test_an_argument_may_be_another_generator_in_each_step() -> None:
+    def forward(m: Any, x: Tensor, noise: torch.Generator) -> Tensor:
+        return m.lin(x) * torch.rand(8, generator=noise) * torch.rand(8, generator=m.g)
+
+    module: Any = Model(forward, lin=nn.Linear(4, 8))
+    module.g = torch.Generator()
+    original, x = copy.deepcopy(module), torch.randn(5, 4)
+    ours: Any = irc.optimize(module, (x, torch.Generator()), "100%")
+    for seed in range(3):
+        found: list[list[Tensor]] = []
+        for each in (ours, original):
+            noise = torch.Generator().manual_seed(seed)
+            each.zero_grad()
+            result = each(x, noise)
+            result.sum().backward()
+            found.append([result.detach(), each.lin.weight.grad, noise.get_state(), each.g.get_state()])
+        for mine, theirs in zip(*found, strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_copies_draw_from_their_own_generators() -> None:
+    module, x = drawing(DRAWS["rand"]), torch.randn(64, 16)
+    ours: Any = irc.optimize(module, (x,), "100%")
+    before = ours.g.get_state()
+    other = copy.deepcopy(ours)
+    found = _trained(other, x)
+    assert torch.equal(before, ours.g.get_state())
+    for mine, theirs in zip(_trained(ours, x), found, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_generator_that_the_forward_makes_is_refused() -> None:
+    module = drawing(lambda m, h: torch.rand(16, generator=torch.Generator().manual_seed(3)))
+    with pytest.raises(UnsupportedError, match="a generator that it makes itself") as caught:
+        capture(module, (torch.randn(4, 16),))
+    assert caught.value.code == "IRC334" and "test_torch_generators.py" in str(caught.value)
+
+
+def _forked(m: Any, h: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        return torch.rand(h.shape)
+
+
+def _then_drawn(act: Callable[[Any], object]) -> Draw:
+    def draw(m: Any, h: Tensor) -> Tensor:
+        act(m)
+        return torch.rand(h.shape)
+
+    return draw
+
+
+SEEDS: dict[str, Draw] = {
+    "manual_seed": _then_drawn(lambda m: torch.manual_seed(3)),
+    "seed": _then_drawn(lambda m: torch.seed()),
+    "set_rng_state": _then_drawn(lambda m: torch.set_rng_state(torch.get_rng_state())),
+    "the generator itself": _then_drawn(lambda m: torch.default_generator.manual_seed(3)),
+    "fork_rng": _forked,
+    "a generator of its own": _then_drawn(lambda m: m.g.manual_seed(4)),
+}
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_seeding_is_refused_with_the_line(name: str) -> None:
+    module, x = drawing(SEEDS[name]), torch.randn(4, 16)
+    before = torch.get_rng_state(), module.g.get_state()
+    with pytest.raises(UnsupportedError, match="the forward seeds") as caught:
+        capture(module, (x,))
+    assert caught.value.code == "IRC338" and "test_torch_generators.py" in str(caught.value)
+    assert torch.equal(before[0], torch.get_rng_state()) and torch.equal(before[1], module.g.get_state())
+    assert torch.default_generator is torch.random.default_generator is torch._C.default_generator
+
+
+def test_the_cures_for_seeding_give_the_numbers_of_eager() -> None:
+    module, x = drawing(SEEDS["manual_seed"]), torch.randn(4, 16)
+    expected = module(x)
+    compiled = torch.compile(copy.deepcopy(module), backend=irc.backend(10**7))
+    assert torch.equal(expected, compiled(x))
+    around = irc.optimize(drawing(lambda m, h: torch.rand(h.shape)), (x,), "100%")
+    torch.manual_seed(5)
+    now = torch.get_rng_state()
+    with torch.random.fork_rng():
+        first = around(x)
+    assert torch.equal(now, torch.get_rng_state())
+    assert torch.equal(first, around(x))
+
+
+def test_another_thread_may_seed_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+
+    def draw(m: Any, h: Tensor) -> Tensor:
+        thread = threading.Thread(target=lambda: torch.manual_seed(11))
+        thread.start()
+        thread.join()
+        return torch.rand(h.shape)
+
+    capture(drawing(draw), (torch.randn(4, 16),))
+    assert not raised
+
+
+def test_a_run_on_the_example_leaves_the_generator() -> None:
+    def draw(m: Any, h: Tensor) -> Tensor:
+        return torch.rand(h.shape, generator=m.g) * (2 if bool(torch.rand(1, generator=m.g) > 2) else 1)
+
+    module = drawing(draw)
+    before = module.g.get_state()
+    capture(module, (torch.randn(4, 16),), specialize_branches=True)
+    assert torch.equal(before, module.g.get_state())
+
+
+def test_who_does_not_give_the_generators_is_refused() -> None:
+    module, x = drawing(DRAWS["rand"]), torch.randn(4, 16)
+    captured = capture(module, (x,))
+    assert captured.graph.generators == ("0@cpu",)
+    with pytest.raises(UnsupportedError, match=r"a torch\.Generator of its own") as caught:
+        compile_program(keep_all(captured.graph), captured.constants)
+    assert caught.value.code == "IRC334"

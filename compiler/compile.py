@@ -28,6 +28,7 @@ from ..ir import (
 from ..passes import PassManager, Program
 from ..passes.costs.optimizer_costs import optimizer_of
 from ..passes.costs.table import StepCost
+from ..passes.progress import Progress, report
 from ..passes.remat.reuse_schedule import reuse_schedule
 from .request import Example, Request
 from .time_steps import kernels_or_time_steps, seconds_to_capture
@@ -115,6 +116,7 @@ def _captured(
         with_eager=not stepwise,
         measure=request.bounded_cost.measure,
     )
+    report(Progress("capture"))
     with tracing(), recording_attribute_reads() as readings:
         try:
             captured = traced(loss=request.loss)

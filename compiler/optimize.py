@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -21,6 +23,7 @@ from ..frontends.torch import Captured, Loss
 from ..ir import Plan, UsageError
 from ..passes import Program
 from ..passes.costs.optimizer_costs import OptimizerFactory
+from ..passes.progress import Listener, Progress, listening
 from ..torch_support.pytree import flatten
 from .compile import CompiledCall, compile_call
 from .request import MEASURED, Request, renamed, renamed_costs
@@ -70,6 +73,7 @@ def optimize(
     swap: str | Sequence[str] | None = None,
     plans: int = 8,
     dynamic: str | None = None,
+    progress: bool | Callable[[Progress], None] = False,
     same_branches: bool | None = None,
     profile: bool | str | None = None,
 ) -> Any:
@@ -136,6 +140,9 @@ def optimize(
         dynamic: `"batch"` says that the example has the largest batch: calls that differ from it in the first
             dimension of their tensors alone take over its schedule without a search, if their operations
             are the same and it fits. Others, larger ones among them, are planned as usual.
+        progress: True prints how the first plan is made to stderr; a function is called with each
+            `irc.Progress`: the phase, and in a search the best overhead so far, its bound and the time left.
+            The logger `irc` has the same lines at INFO, of later plans too.
         same_branches: The old name of `specialize_branches`, until the next version.
         profile: The old name of `costs`, until the next version: None, True and False are `measured`,
             `thorough` and `analytic`.
@@ -176,7 +183,21 @@ def optimize(
             help="give a tensor, or a tuple of the arguments of one step",
         )
     arguments = (given,) if isinstance(given, Tensor) else tuple(example_args)
-    return optimize_module(model, arguments, request, example_kwargs).module
+    with listening(_listener(progress)):
+        return optimize_module(model, arguments, request, example_kwargs).module
+
+
+def _listener(progress: object) -> Listener | None:
+    """The function that is told of progress.
+
+    Raises:
+        UsageError: IRC406 for what is neither a bool nor a function.
+    """
+    if isinstance(progress, bool):
+        return partial(print, file=sys.stderr) if progress else None
+    if not callable(progress):
+        raise UsageError("IRC406", f"progress is a {type(progress).__name__}, not a bool or a function")
+    return progress
 
 
 def optimize_module(

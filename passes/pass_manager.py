@@ -15,6 +15,7 @@ from .costs.measure_costs import Cost
 from .offload.offer_tiers import OfferTiers
 from .plan_memory import PlanMemory
 from .program import Program
+from .progress import Progress, report
 from .rewrites.hold_forwards import HoldForwards
 from .rewrites.release_gradients import ReleaseGradients
 from .rewrites.replay_draws import ReplayDraws
@@ -85,6 +86,7 @@ class PassManager:
         for step in self.passes:
             for observer in self.observers:
                 observer.before(step, program)
+            report(Progress(step.name, len(program.graph.operations)))
             started = time.perf_counter()
             try:
                 before, program = program, step.run(program)

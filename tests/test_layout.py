@@ -74,6 +74,7 @@ def test_public_names_exist() -> None:
         "Front",
         "IrcError",
         "Plan",
+        "Progress",
         "TierError",
         "TimeLimitError",
         "UnsupportedError",

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rich.status import Status
 
     from ..passes import Pass, Program
+    from ..passes.progress import Progress as Planning
 
 __all__ = ["Progress"]
 
@@ -32,17 +33,22 @@ class Progress:
         if self.shown:
             from rich.console import Console
 
-            with Console(stderr=True).status(what) as self.status:
+            from ..passes.progress import listening
+
+            with Console(stderr=True).status(what) as self.status, listening(self._show):
                 yield
             self.status = None
         else:
             yield
         self._took(what, started)
 
-    def before(self, step: Pass, program: Program) -> None:
-        """Shows which pass runs."""
+    def _show(self, progress: Planning) -> None:
+        """Shows how planning goes on."""
         if self.status is not None:
-            self.status.update(f"{step.name}: {len(program.graph.operations)} operations")
+            self.status.update(str(progress))
+
+    def before(self, step: Pass, program: Program) -> None:
+        """Shows nothing: passes report themselves."""
 
     def after(self, step: Pass, program: Program, seconds: float) -> None:
         """Says how long a pass took."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ...ir import Storage
+from ..progress import Progress, report
 from .candidates import Candidates
 from .cut_ilp import Relaxation
 from .eviction import evict_greedily
@@ -165,7 +166,21 @@ class _Search:
         self._by_windows(work)
         self._lower(work)
         self._tighten(started)
+        self._report()
         return incumbent
+
+    def _report(self) -> None:
+        assert self.incumbent is not None
+        step_seconds = self.problem.step_seconds or 1.0
+        report(
+            Progress(
+                "plan-memory",
+                len(self.problem.base),
+                self.incumbent.best.seconds / step_seconds - 1,
+                self.incumbent.bound_seconds / step_seconds,
+                max(self.deadline - time.thread_time(), 0.0),
+            )
+        )
 
     def _take(self, work: SolutionMerger) -> None:
         assert self.incumbent is not None and work.best is not None
@@ -189,6 +204,7 @@ class _Search:
         gap, patience = math.inf, 1.0
         for _ in range(_CUT_ROUNDS):
             started = time.thread_time()
+            self._report()
             if gap - self._gap_seconds >= _PROGRESS * self.problem.step_seconds:
                 gap, closed = self._gap_seconds, started
             left = self.deadline - started

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .compiler.pareto.sweep import pareto
     from .compiler.pareto.front import Front
     from .compiler.pipeline.api import pipeline
+    from .passes.progress import Progress
 
 __version__ = "0.1.0"
 
@@ -37,6 +38,7 @@ __all__ = [
     "Front",
     "IrcError",
     "Plan",
+    "Progress",
     "TierError",
     "TimeLimitError",
     "UnsupportedError",
@@ -55,6 +57,7 @@ __all__ = [
 
 _MODULES = {
     "Front": ".compiler.pareto.front",
+    "Progress": ".passes.progress",
     "backend": ".compiler.dynamo.backend",
     "export_onnx": ".compiler.onnx_export.export",
     "from_onnx": ".frontends.onnx",

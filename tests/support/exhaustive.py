@@ -33,6 +33,8 @@ from irc.ir import (
     TensorType,
     Trait,
     Value,
+    allocation_bytes,
+    generator_state_type,
     loss_waiting_bytes,
     others_after,
     others_before,
@@ -85,7 +87,9 @@ def _chain(random: Random, count: int, max_kept: int) -> Sample:
         operands = list(dict.fromkeys((*operands, w)))
         node = Node(f"f{index}", "test.op", tuple(operands), tuple(results), is_sequence=pair, traits=traits)
         if Trait.RANDOM in traits and room > len(results) and random.random() < 0.7:
-            state = value(f"state{index}", unit)
+            type = generator_state_type("cpu")
+            name = f"state{index}"
+            state = Value(name, type, Storage(name, allocation_bytes(type.nbytes, "cpu"), "cpu"))
             nodes.append(Node(f"copy{index}", GENERATOR_STATE, ("cpu",), (state,), traits=traits))
             node = node.with_generator_state(state)
             room -= 1

@@ -197,7 +197,7 @@ def _listener(progress: object) -> Listener | None:
         return partial(print, file=sys.stderr) if progress else None
     if not callable(progress):
         raise UsageError("IRC406", f"progress is a {type(progress).__name__}, not a bool or a function")
-    return progress
+    return cast(Listener, progress)
 
 
 def optimize_module(

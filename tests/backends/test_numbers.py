@@ -199,13 +199,11 @@ def test_looking_for_unread_numbers_runs_nothing_and_leaves_no_traces(traces: Tr
 
 
 @pytest.mark.parametrize("disabled", ["config", "stance"])
-def test_without_dynamo_each_number_is_part_of_the_key(
-    disabled: str, monkeypatch: pytest.MonkeyPatch, traces: Traces
-) -> None:
+def test_without_dynamo_each_number_is_part_of_the_key(disabled: str, traces: Traces) -> None:
     original, fitted = pair(unread, X, 1)
     if disabled == "config":
-        monkeypatch.setattr("torch._dynamo.config.disable", True)
-        assert_agree(original, fitted, X, 2)
+        with torch._dynamo.config.patch(disable=True):  # pyright: ignore
+            assert_agree(original, fitted, X, 2)
     else:
         with torch.compiler.set_stance("force_eager"):
             assert_agree(original, fitted, X, 2)

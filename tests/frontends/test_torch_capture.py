@@ -278,12 +278,11 @@ def _outside(m: Any, x: Tensor) -> Tensor:
 
 
 def _generator(m: Any, x: Tensor) -> Tensor:
-    return m.lin(x) + torch.rand(4, generator=_GENERATOR)
+    return m.lin(x) + torch.rand(4, generator=torch.Generator())
 
 
 _STATE = torch.zeros(4)
 _WEIGHT = torch.ones(4, requires_grad=True)
-_GENERATOR = torch.Generator()
 
 
 @pytest.mark.parametrize(
@@ -297,7 +296,7 @@ _GENERATOR = torch.Generator()
         (_writes_parameter, "IRC336", "parameter lin.weight", False),
         (_writes_constant, "IRC336", "not a parameter, buffer or input", False),
         (_outside, "IRC334", "tensor of shape [4] that requires a gradient", True),
-        (_generator, "IRC334", "Generator", True),
+        (_generator, "IRC334", "a generator that it makes itself", True),
     ],
 )
 def test_what_has_no_place_in_a_plan_is_refused_with_the_line(

@@ -142,7 +142,7 @@ def optimize(
             are the same and it fits. Others, larger ones among them, are planned as usual.
         progress: True prints how the first plan is made to stderr; a function is called with each
             `irc.Progress`: the phase, and in a search the best overhead so far, its bound and the time left.
-            The logger `irc` has the same lines at INFO, of later plans too.
+            The logger `irc.progress` has the same lines at INFO, and `irc` one for each later plan.
         same_branches: The old name of `specialize_branches`, until the next version.
         profile: The old name of `costs`, until the next version: None, True and False are `measured`,
             `thorough` and `analytic`.
@@ -187,17 +187,21 @@ def optimize(
         return optimize_module(model, arguments, request, example_kwargs).module
 
 
-def _listener(progress: object) -> Listener | None:
+def _listener(progress: object) -> Listener:
     """The function that is told of progress.
 
     Raises:
         UsageError: IRC406 for what is neither a bool nor a function.
     """
     if isinstance(progress, bool):
-        return partial(print, file=sys.stderr) if progress else None
+        return partial(print, file=sys.stderr) if progress else _unheard
     if not callable(progress):
         raise UsageError("IRC406", f"progress is a {type(progress).__name__}, not a bool or a function")
     return cast(Listener, progress)
+
+
+def _unheard(_: Progress) -> None:
+    pass
 
 
 def optimize_module(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 __all__ = ["Listener", "Progress", "listening", "report"]
 
-_log = logging.getLogger("irc")
+_log = logging.getLogger("irc.progress")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +56,8 @@ _listener: ContextVar[Listener | None] = ContextVar("irc_progress", default=None
 
 
 @contextlib.contextmanager
-def listening(listener: Listener | None) -> Generator[None]:
-    """Lets a function be told what goes on within; None leaves it to whoever listens already."""
-    if listener is None:
-        yield
-        return
+def listening(listener: Listener) -> Generator[None]:
+    """Lets a function be told what goes on within, and logs it."""
     token = _listener.set(listener)
     try:
         yield
@@ -69,8 +66,8 @@ def listening(listener: Listener | None) -> Generator[None]:
 
 
 def report(progress: Progress) -> None:
-    """Says how planning goes on: to the listener, and to the logger `irc` at INFO."""
-    _log.info("%s", progress)
+    """Tells the listener, if there is one, and the logger `irc.progress` at INFO how planning goes on."""
     listener = _listener.get()
     if listener is not None:
+        _log.info("%s", progress)
         listener(progress)

@@ -31,7 +31,7 @@ def test_a_function_is_told_of_phases_and_of_the_search(caplog: pytest.LogCaptur
         assert later.seconds_left <= earlier.seconds_left <= 60
     count = len(told)
     fitted(torch.randn(256, 32)).sum().backward()
-    assert len(told) == count, "later plans are told to the logger alone"
+    assert len(told) == count, "a later plan has one line of the logger"
 
 
 def test_progress_is_printed_where_it_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:

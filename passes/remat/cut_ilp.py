@@ -205,7 +205,7 @@ class Relaxation:
         """A lower bound by parts of storages: below that of `solve`, in a part of its time.
 
         Args:
-            seconds: The time limit.
+            seconds: The time limit; a linear programme that it ends proves nothing.
         """
         whole = [variable for variable in self.model.variables() if variable.integer]
         for variable in whole:
@@ -213,7 +213,9 @@ class Relaxation:
         outcome = solve(self.model, seconds=seconds, gap=0.0)
         for variable in whole:
             variable.integer = True
-        return math.inf if outcome.is_infeasible else outcome.bound * self.unit_seconds
+        if outcome.is_infeasible:
+            return math.inf
+        return outcome.bound * self.unit_seconds if outcome.is_optimal else 0.0
 
     def solve(self, *, seconds: float, gap: float, node_limit: int | None = None) -> Solved:
         """Returns the best choice under the rows.

@@ -127,6 +127,7 @@ def _exactly(
     """Closes what is left between the best schedule of a small graph and the bound."""
     now = time.thread_time()
     latest = min(deadline, now + _EXACT_SECONDS)
+    bound_seconds = lower_bound(problem, budget_bytes, deadline=now + (latest - now) / 2)
     exact = best_of_class(problem, budget_bytes, deadline=latest)
     if incumbent is None and exact.best is not None:
         incumbent = Incumbent("ilp", exact.best)
@@ -134,7 +135,6 @@ def _exactly(
         return None
     if exact.best is not None:
         incumbent.update("ilp", exact.best, budget_bytes)
-    bound_seconds = lower_bound(problem, budget_bytes, deadline=now + _EXACT_SECONDS)
     incumbent.bound_seconds = max(incumbent.bound_seconds, bound_seconds)
     return incumbent
 

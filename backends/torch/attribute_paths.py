@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...torch_support.inspectable import is_inspectable, store_of
 
-__all__ = ["AttributePath", "find_attribute_paths", "held_at"]
+__all__ = ["AttributePath", "find_all_paths", "find_attribute_paths", "held_at"]
 
 AttributePath = tuple[str, tuple[object, ...]]
 """The name of a submodule, and the names and keys that lead from its attributes to what it holds."""
@@ -32,8 +32,15 @@ def find_attribute_paths(
 
     One without a path is one that the module's code made, or found outside of the module.
     """
+    return {key: paths[0] for key, paths in find_all_paths(module, wanted_ones).items()}
+
+
+def find_all_paths(
+    module: nn.Module, wanted_ones: Iterable[Tensor | torch.Generator]
+) -> dict[int, tuple[AttributePath, ...]]:
+    """Finds all paths of tensors and generators by identity; a container that is held twice has one."""
     wanted = {id(each) for each in wanted_ones}
-    found: dict[int, AttributePath] = {}
+    found: dict[int, tuple[AttributePath, ...]] = {}
     if not wanted:
         return found
     seen: set[int] = set()
@@ -47,7 +54,7 @@ def find_attribute_paths(
         name, steps, value = pending.popleft()
         if issubclass(type(value), _KINDS):  # not isinstance(), which asks the object for its class
             if id(value) in wanted:
-                found.setdefault(id(value), (name, steps))
+                found[id(value)] = (*found.get(id(value), ()), (name, steps))
         elif len(steps) <= _DEPTH and id(value) not in seen:
             seen.add(id(value))
             pending += [(name, (*steps, key), part) for key, part in _parts(value).items()]

@@ -23,6 +23,7 @@ from .guards.guard_failure import (
     attribute_failure,
     autocast_failure,
     constant_failure,
+    generators_failure,
     nesting_failure,
     sharing_failure,
     state_failure,
@@ -66,10 +67,12 @@ class CacheEntry:
         """The index among the inputs of each tensor in an attribute of the module, and its path."""
         for index, static in enumerate(compiled.program.statics):
             self._inputs.append(self._add_input(index, static, module))
-        self._generators = [
-            self._add_generator(name, planned) for name, planned in compiled.program.generators.items()
+        leaves = enumerate(compiled.signature.leaves)
+        self._generators: list[tuple[str, int | AttributePath]] = [
+            *((leaf.name, k) for k, leaf in leaves if isinstance(leaf, Symbol) and leaf.kind == "generator"),
+            *compiled.generator_paths,
         ]
-        """Functions that find the generators of the user's in a call."""
+        """The places of the generators of the user's in a call, by their names: arguments and attributes."""
         self._found = {index: (table, name) for index, table, name, _ in self._module_inputs}
         self.shared = self._inputs_that_share_memory()
         self.written = [
@@ -98,17 +101,6 @@ class CacheEntry:
                     return self.compiled.program.constants[static.target]
                 self._attributes.append((index, path, wanted))
                 return None
-
-    def _add_generator(self, name: str, planned: torch.Generator) -> Callable[[CallKey], Any]:
-        """Returns a function that finds a generator: at its attribute, or among the arguments."""
-        path = (self.compiled.attribute_paths or {}).get(name)
-        leaves = self.compiled.signature.leaves
-        if Symbol("generator", name) in leaves:
-            place = leaves.index(Symbol("generator", name))
-            return lambda call: call.leaves[place]
-        if path is None:
-            return lambda call: planned
-        return lambda call: held_at(call.root, path)
 
     def _inputs_that_share_memory(self) -> list[list[int]]:
         """Groups the inputs by storage, without parameters whose gradients are released.
@@ -235,7 +227,33 @@ class CacheEntry:
             inputs[index] = tensor
         for index, argument, _ in self._arguments:
             inputs[index] = call.tensors[argument]
-        return self._check_sharing(inputs) or inputs + [find(call) for find in self._generators]
+        if failure := self._check_sharing(inputs):
+            return failure
+        if not self._generators and not self.compiled.program.generators:
+            return inputs
+        generators = self._bind_generators(call)
+        return generators_failure if generators is None else inputs + generators
+
+    def _bind_generators(self, call: CallKey) -> list[Any] | None:
+        """Returns the generators of a call; None unless they are one where they were one, and several else.
+
+        A generator without a place is that of the plan.
+        """
+        found: dict[str, torch.Generator] = {}
+        for name, place in self._generators:
+            held: object = call.leaves[place] if isinstance(place, int) else held_at(call.root, place)
+            if not isinstance(held, torch.Generator) or not name.endswith(f"@{held.device}"):
+                return None
+            if found.setdefault(name, held) is not held:
+                return None
+        planned = self.compiled.program.generators
+        found = {**planned, **found}
+        own = {torch.default_generator, *torch.cuda.default_generators}
+        if len(set(found.values())) < len(found):
+            return None
+        if any((found[name] in own) != (planned[name] in own) for name in planned):
+            return None
+        return [found[name] for name in planned]
 
     def _constant_failure(self, call: CallKey, place: int) -> GuardFailure:
         wanted = self.compiled.signature.leaves[place]

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from ...ir import Plan, Signature
 from ...torch_support.pytree import flatten
-from .attribute_paths import AttributePath, find_attribute_paths
+from .attribute_paths import AttributePath, find_all_paths, find_attribute_paths
 from .guards.attribute_reads import Names, differing_modules
 from .guards.module_state import Attributes, State
 from .guards.unread_numbers import TraceAnswers
@@ -47,6 +47,7 @@ class CompiledPlan:
         reason: The call that it was made for, in words.
         attribute_paths: The paths in the module of tensors that are constants of the program, and of its
             generators, by their names; None if they are not known yet. They are looked up in each call.
+        generator_paths: All places in the module of the generators, by their names there.
         answers: The answers that capture gave to the model's code; None if they are not known.
         unread: The indices of numbers among the leaves of the arguments that the forward does not look at:
             any number of the same type is the planned one.
@@ -62,6 +63,7 @@ class CompiledPlan:
     constants_bytes: int = 0
     reason: str = "the example arguments"
     attribute_paths: Mapping[str, AttributePath] | None = None
+    generator_paths: tuple[tuple[str, AttributePath], ...] = ()
     answers: TraceAnswers | None = None
     unread: frozenset[int] = frozenset()
 
@@ -73,10 +75,13 @@ class CompiledPlan:
         """
         if self.attribute_paths is not None:
             return self
-        constants = {**self.program.constants, **self.program.generators}
+        constants, generators = self.program.constants, self.program.generators
         found = find_attribute_paths(module, constants.values())
+        places = find_all_paths(module, generators.values())
         return replace(
-            self, attribute_paths={k: found[id(t)] for k, t in constants.items() if id(t) in found}
+            self,
+            attribute_paths={k: found[id(t)] for k, t in constants.items() if id(t) in found},
+            generator_paths=tuple((k, path) for k, g in generators.items() for path in places.get(id(g), ())),
         )
 
     def is_for(self, state: State) -> bool:

@@ -27,7 +27,7 @@ from .constants import constants_of, fits_beside, sharing, storage_bytes
 from .guards.call_key import CallKey
 from .guards.guard_failure import GuardFailure, part_failure
 from .guards.module_state import ModuleState
-from .guards.unread_numbers import is_number, unread_numbers
+from .guards.unread_numbers import TraceAnswers, is_number, unread_numbers
 from .hooks import refuse_hooks_of
 from .live_forwards import LiveForwards
 from .offload import Tiers
@@ -174,9 +174,9 @@ class PlanCache:
             if self._request is not None and not call.trains():
                 return None
             with planning:
-                unread = self._unread_numbers(root, call)
+                unread, answers = self._unread_numbers(root, call)
                 with parameters_lock:
-                    self._widen(root, call, unread)
+                    self._widen(root, call, unread, answers)
                     found = self._hit(call)  # another thread may have planned it by now
                 if callable(found):
                     failure = found()
@@ -184,7 +184,7 @@ class PlanCache:
                         raise failure.error()
                     _refuse_modes(failure)
                     refuse_subclasses(root, leaves)
-                    found = self._plan(root, call, failure, unread)
+                    found = self._plan(root, call, failure, unread, answers)
         entry, inputs = found
         return entry.compiled, inputs
 
@@ -246,8 +246,10 @@ class PlanCache:
 
     # ------------------------------------------------------------------ numbers that nothing looks at
 
-    def _unread_numbers(self, root: nn.Module, call: CallKey) -> frozenset[int]:
-        """Returns the numbers that the forward does not look at, if a plan differs from a call in numbers.
+    def _unread_numbers(self, root: nn.Module, call: CallKey) -> tuple[frozenset[int], TraceAnswers | None]:
+        """Finds the numbers that the forward does not look at, if a plan differs from a call in numbers.
+
+        It holds for plans whose capture got the same answers.
 
         It is asked at most once for each number that is looked at, and each nesting of the arguments.
         """
@@ -256,7 +258,7 @@ class PlanCache:
         asking = [entry for entry in near if not entry.differing_numbers(call) & known]
         answers = asking[0].compiled.answers if asking else None
         if answers is None or _get_current_dispatch_mode_stack():
-            return frozenset()
+            return frozenset(), None
         started = time.perf_counter()
         unread = unread_numbers(unfitted(root), call.leaves, call.tree, answers)
         read = known.union(place for place, leaf in enumerate(call.leaves) if is_number(leaf)) - unread
@@ -268,14 +270,16 @@ class PlanCache:
                 ", ".join(call.name_of(place) for place in sorted(unread)),
                 time.perf_counter() - started,
             )
-        return unread
+        return unread, answers
 
-    def _widen(self, root: nn.Module, call: CallKey, unread: frozenset[int]) -> None:
+    def _widen(
+        self, root: nn.Module, call: CallKey, unread: frozenset[int], answers: TraceAnswers | None
+    ) -> None:
         """Makes unread numbers free in each plan that differs from a call in them alone."""
         entries = list(self._entries)
         for place, entry in enumerate(entries):
             differing = entry.differing_numbers(call)
-            if differing and differing <= unread:
+            if differing and differing <= unread and entry.compiled.answers == answers:
                 wide = CacheEntry(replace(entry.compiled, unread=entry.compiled.unread | unread), root)
                 if not callable(wide.bind(call)):
                     entries[place] = wide
@@ -303,7 +307,12 @@ class PlanCache:
         return compiled, made
 
     def _plan(
-        self, root: nn.Module, call: CallKey, failure: GuardFailure, unread: frozenset[int]
+        self,
+        root: nn.Module,
+        call: CallKey,
+        failure: GuardFailure,
+        unread: frozenset[int],
+        answers: TraceAnswers | None,
     ) -> tuple[CacheEntry, list[Tensor]]:
         """Plans a call that differs from those before; returns the plan and its inputs."""
         started = time.perf_counter()
@@ -321,7 +330,8 @@ class PlanCache:
         except IrcError as error:
             error.add_note(f"while planning for another call: {failure.message}")
             raise
-        compiled = replace(compiled, state=call.module_state.state, reason=failure.message, unread=unread)
+        free = unread if compiled.answers == answers else frozenset[int]()
+        compiled = replace(compiled, state=call.module_state.state, reason=failure.message, unread=free)
         entry = CacheEntry(compiled, root)
         with parameters_lock:
             found = entry.bind(call)

@@ -37,13 +37,14 @@ class _StandIn(torch.Generator):
         torch.Generator.set_state(self, original.get_state())
         self.original, self.words, self.is_read = original, words, is_read
         self.thread = threading.get_ident()
+        self.refusals: list[UnsupportedError] = []
 
 
 def _seeding(name: str) -> Callable[..., Any]:
     def method(self: _StandIn, *args: Any) -> Any:
         if threading.get_ident() != self.thread:
             return getattr(self.original, name)(*args)
-        raise UnsupportedError(
+        error = UnsupportedError(
             "IRC338",
             f"the forward seeds {self.words} or sets its state; a plan would not",
             at=Location(source=user_line(inspect.currentframe())),
@@ -51,6 +52,8 @@ def _seeding(name: str) -> Callable[..., Any]:
             "compile the model with torch.compile(model, backend=irc.backend(budget)), which leaves "
             "torch.manual_seed to Python",
         )
+        self.refusals.append(error)
+        raise error
 
     return method
 
@@ -123,11 +126,11 @@ class Generators:
 
     @contextlib.contextmanager
     def refusing_seeds(self) -> Generator[None]:
-        """Refuses (IRC338) that a forward seeds a device's generator, as by `torch.manual_seed`.
+        """Refuses (IRC338) that a forward seeds a generator, by `torch.manual_seed` say, even if it goes on.
 
         All functions of `torch.random` reach the generator by a global of their module.
         """
-        owners: tuple[Any, ...] = torch, torch.random
+        owners: tuple[Any, ...] = torch, torch.random, torch._C
         cpu, gpus = torch._C.default_generator, tuple(map(_original, torch.cuda.default_generators))
         stand_in = self._of_device(cpu)
         for owner in owners:
@@ -139,6 +142,9 @@ class Generators:
             for owner in owners:
                 owner.default_generator = cpu
             torch.cuda.default_generators = gpus
+        for _, each in self._stand_ins.values():
+            if each.refusals:  # the forward may have gone on
+                raise each.refusals[0]
 
     def _stand_in(self, original: torch.Generator, words: str) -> _StandIn:
         if id(original) not in self._stand_ins:

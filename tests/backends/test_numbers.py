@@ -429,3 +429,19 @@ def test_programs_of_numbers_give_the_original_s_numbers(code: Code) -> None:
         except irc.IrcError:
             continue
         assert found == step(original, (X, *numbers), {})
+
+
+def decides_if_compiled(m: Any, x: Tensor, mask: Tensor, count: int, t: int) -> Tensor:
+    """Gives the same either way: `count` is the sum of the mask."""
+    y = m.lin(x)
+    if t < 6:
+        return y * 1.0
+    return y / count if torch.compiler.is_compiling() else y / y[mask.detach() > 0].numel()
+
+
+def test_a_proof_is_for_plans_of_the_same_answers_alone() -> None:
+    """The number decides only where the model is told that it is compiled, as in the next plan's capture."""
+    masks = [(torch.arange(12).view(3, 4) < count).float() for count in range(8)]
+    original, fitted = pair(decides_if_compiled, X, masks[3], 3, 5)
+    for count, t in ((3, 5), (3, 6), (4, 6), (7, 6)):
+        assert_agree(original, fitted, X, masks[count], count, t)

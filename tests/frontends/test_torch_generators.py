@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import operator
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -214,3 +216,44 @@ def test_who_does_not_give_the_generators_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"a torch\.Generator of its own") as caught:
         compile_program(keep_all(captured.graph), captured.constants)
     assert caught.value.code == "IRC334"
+
+
+def test_generators_that_were_one_and_are_several_are_planned_anew() -> None:
+    class Drawing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(16, 16)
+            self.a = self.b = torch.Generator()
+
+        def forward(self, x: Tensor, c: torch.Generator, d: torch.Generator) -> Tensor:
+            y = self.lin(x)
+            for generator in (self.a, c, self.b, d):
+                y = (y * torch.rand(x.shape, generator=generator)).sin()
+            return y
+
+    def seeded(seed: int) -> torch.Generator:
+        return torch.Generator().manual_seed(seed)
+
+    x, shared = torch.randn(8, 16), torch.Generator()
+    original = Drawing()
+    fitted = irc.optimize(copy.deepcopy(original), (x, shared, shared), "100%", costs="analytic")
+    for module in (original, fitted):
+        module.a, module.b = seeded(1), seeded(2)
+    for seeds in ((3, 3), (3, 4)):
+        first = [fitted(x, *map(seeded, seeds)), original(x, *map(seeded, seeds))]
+        assert torch.equal(*first)
+    tied = [module(x, module.a, module.b) for module in (fitted, original)]
+    assert torch.equal(*tied)
+
+
+@pytest.mark.parametrize("seed", ["torch.manual_seed", "torch._C.default_generator.manual_seed"])
+def test_a_refusal_that_the_forward_catches_is_raised_all_the_same(seed: str) -> None:
+    class Seeding(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            with contextlib.suppress(Exception):
+                operator.attrgetter(seed.removeprefix("torch."))(torch)(3)
+            return super().forward(input)
+
+    with pytest.raises(irc.UnsupportedError) as raised:
+        irc.optimize(Seeding(4, 4), torch.randn(2, 4), "100%", costs="analytic")
+    assert raised.value.code == "IRC338"

@@ -148,6 +148,16 @@ def sharing_failure(names: tuple[str, str], *, shares: bool) -> GuardFailure:
     )
 
 
+def generators_failure() -> GuardFailure:
+    """Describes generators of the user's that are other ones, or no longer one where they were one."""
+    return GuardFailure(
+        "IRC507",
+        "the generators that the forward draws from are missing, on other devices, or one where they were "
+        "several at planning (or the reverse)",
+        "give the module's attributes and the arguments generators as in the example",
+    )
+
+
 def state_failure(now: ModuleState, planned: State, names: Names) -> GuardFailure:
     """Describes submodules that are in other modes, or that have other settings of those that count."""
     indices = list(differing_modules(now.state, planned, names))

@@ -198,7 +198,7 @@ def test_a_branch_that_comes_late_makes_what_waits_give_way(caplog: pytest.LogCa
     torch.manual_seed(0)
     model, x = Branch(), torch.randn(BATCH, WIDTH)
     deep, shallow = torch.tensor(1.0), torch.tensor(-1.0)
-    budget = cut(model, 0.64, x, deep)
+    budget = cut(model, 0.61, x, deep)
     twin = copy.deepcopy(model)
     run, backend = compiled(model, budget)
     caplog.set_level(logging.INFO, "irc")

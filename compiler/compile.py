@@ -11,9 +11,18 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..backends.torch import Compilation, CompiledPlan, ReservedMemory, compile_program, tracing
+from ..backends.torch import (
+    Compilation,
+    CompiledPlan,
+    NumberSlots,
+    ReservedMemory,
+    VariedCall,
+    compile_program,
+    tracing,
+)
 from ..backends.torch.guards.attribute_reads import Names, recording_attribute_reads
-from ..backends.torch.guards.unread_numbers import TraceAnswers
+from ..backends.torch.guards.dynamo_call import TraceAnswers
+from ..backends.torch.guards.free_numbers import NO_NUMBERS, FreeNumbers
 from ..frontends.torch import Captured, capture
 from ..ir import (
     BudgetError,
@@ -21,6 +30,7 @@ from ..ir import (
     Graph,
     Input,
     InputRole,
+    IrcError,
     OutputRole,
     Plan,
     UsageError,
@@ -30,6 +40,7 @@ from ..passes.costs.optimizer_costs import optimizer_of
 from ..passes.costs.table import StepCost
 from ..passes.progress import Progress, report
 from ..passes.remat.reuse_schedule import reuse_schedule
+from .number_slots import number_slots
 from .request import Example, Request
 from .time_steps import kernels_or_time_steps, seconds_to_capture
 
@@ -55,6 +66,7 @@ def compile_call(
     kwargs: dict[str, Any],
     request: Request,
     reserved: ReservedMemory,
+    varied: VariedCall | None = None,
 ) -> CompiledCall:
     """Compiles a call of a module: the first one, and each that differs from those before.
 
@@ -71,6 +83,7 @@ def compile_call(
         kwargs: Its keyword arguments.
         request: What is asked of the plan. After the first one, its budget is in bytes.
         reserved: What the module holds already for other plans.
+        varied: The call with other numbers, which the program then takes as inputs if it can.
 
     Raises:
         BudgetError: IRC204 if no schedule fits; nothing has run.
@@ -90,7 +103,42 @@ def compile_call(
         return steps, names_of_steps, _planned(steps, program, request, reserved)
 
     planned, read, program = kernels_or_time_steps(captured.graph, by_kernels, by_time_steps)
-    return _emitted(module, planned, read, program, request, reserved)
+    slots = None
+    if varied is not None:
+        slots = _number_slots(module, planned, program, request, varied, stepwise=planned is not captured)
+    free = NO_NUMBERS if slots is None or varied is None else FreeNumbers(expressions=varied.expressions)
+    return _emitted(module, planned, read, program, request, reserved, slots or {}, free)
+
+
+def _number_slots(
+    module: nn.Module,
+    captured: Captured,
+    program: Program,
+    request: Request,
+    varied: VariedCall,
+    *,
+    stepwise: bool,
+) -> NumberSlots | None:
+    """The literals of a planned graph that are numbers of the call; None if they cannot be told."""
+    if TraceAnswers(captured.mode.compiling, captured.mode.exporting) != varied.answers:
+        return None
+    try:
+        with tracing():
+            other = capture(
+                module,
+                varied.args,
+                varied.kwargs,
+                loss=request.loss,
+                specialize_branches=request.specialize_branches,
+                stepwise=stepwise,
+                time_limit=seconds_to_capture(request.plan.time_limit),
+            )
+        both = captured, other
+        with torch._C._DisableAutocast():  # pyright: ignore[reportPrivateUsage]
+            prepared = [PassManager(request.preparing).run(Program(each.graph)) for each in both]
+    except IrcError:
+        return None
+    return number_slots(program, both, (prepared[0], prepared[1]), varied)
 
 
 # ---------------------------------------------------------------------- capture
@@ -291,10 +339,12 @@ def _emitted(
     program: Program,
     request: Request,
     reserved: ReservedMemory,
+    slots: NumberSlots,
+    free: FreeNumbers,
 ) -> CompiledCall:
     """The planned call as a program that runs, with optimizers for gradients that are released now first."""
     assert program.schedule is not None and program.plan is not None
-    compiled = compile_program(program.schedule, captured.constants, captured.generators)
+    compiled = compile_program(program.schedule, captured.constants, captured.generators, slots)
     kept = {**reserved.reserved, **dict(_released(program.graph))}
     fresh = [name for name in compiled.released if name not in reserved.reserved]
     return CompiledCall(
@@ -305,6 +355,7 @@ def _emitted(
             reserved=kept,
             names=names,
             answers=TraceAnswers(captured.mode.compiling, captured.mode.exporting),
+            free=free,
         ),
         _optimizers(module, request, fresh),
         request if request.example is not None else request.settled(captured, program),

@@ -8,11 +8,12 @@ from .compiled_plan import (
     Compile,
     CompiledPlan,
     ReservedMemory,
+    VariedCall,
     pack_signature,
     unpack_signature,
 )
 from .deliver import deliver
-from .emit import check_names, emit_source, saved_values
+from .emit import NumberSlots, check_names, emit_source, saved_values
 from .guards.attribute_reads import recording_attribute_reads
 from .hooks import refuse_hooks
 from .module import bind, bind_program
@@ -34,6 +35,7 @@ __all__ = [
     "CompiledPlan",
     "DiskTierConfig",
     "HostTierConfig",
+    "NumberSlots",
     "Original",
     "PendingBackward",
     "PlanCacheState",
@@ -43,6 +45,7 @@ __all__ = [
     "StandaloneModule",
     "TierConfig",
     "Tiers",
+    "VariedCall",
     "bind",
     "bind_program",
     "check_names",

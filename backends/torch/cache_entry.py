@@ -18,6 +18,7 @@ from ...ir import Input, InputRole, Slot, Symbol
 from .attribute_paths import AttributePath, held_at
 from .compiled_plan import CompiledPlan
 from .guards.call_key import CallKey
+from .guards.dynamo_call import is_number
 from .guards.guard_failure import (
     GuardFailure,
     attribute_failure,
@@ -30,8 +31,8 @@ from .guards.guard_failure import (
     tensor_failure,
 )
 from .guards.module_state import Reads, attribute, has, is_equal
-from .guards.unread_numbers import is_number
 from .refuse_wrappers import refuse_subclass
+from .scalars import evaluate, leaves_of
 
 __all__ = ["CacheEntry", "Explain", "check_tensor"]
 
@@ -73,6 +74,10 @@ class CacheEntry:
             *compiled.generator_paths,
         ]
         """The places of the generators of the user's in a call, by their names: arguments and attributes."""
+        self._free = compiled.free.places
+        planned = compiled.signature.leaves
+        self._numbers = [(each, type(evaluate(each, planned))) for each in compiled.free.expressions]
+        """The scalar operands that come with a call, with their types."""
         self._found = {index: (table, name) for index, table, name, _ in self._module_inputs}
         self.shared = self._inputs_that_share_memory()
         self.written = [
@@ -139,22 +144,22 @@ class CacheEntry:
             return 1000 + constants  # a number decides more than a shape
         return sum(not _is_of(call.tensors[argument], wanted) for _, argument, wanted in self._arguments)
 
-    def differing_numbers(self, call: CallKey) -> frozenset[int]:
-        """Returns the indices of numbers in which alone a call's constants differ; none if others do too."""
+    def varying_numbers(self, call: CallKey) -> frozenset[int]:
+        """Returns the indices of numbers that differ in a call, or may; none if other constants do too."""
         if call.tree != self.compiled.signature.in_tree:
             return frozenset()
         found = frozenset(self._differing_leaves(call))
         planned = self.compiled.signature.leaves
         are_numbers = all(is_number(planned[k]) and type(call.leaves[k]) is type(planned[k]) for k in found)
-        return found if are_numbers else frozenset()
+        return found | self._free if are_numbers else frozenset()
 
     # ------------------------------------------------------------------ guards
 
     def _differing_leaves(self, call: CallKey) -> Iterator[int]:
         """Yields the indices of leaves that are other constants than planned, if the arguments nest alike."""
-        unread = self.compiled.unread
         for place, (leaf, wanted) in enumerate(zip(call.leaves, self.compiled.signature.leaves, strict=True)):
-            if not _is_as_planned(leaf, wanted) and (place not in unread or type(leaf) is not type(wanted)):
+            is_free = place in self._free and type(leaf) is type(wanted)
+            if not is_free and not _is_as_planned(leaf, wanted):
                 yield place
 
     def _check_arguments(self, call: CallKey) -> Explain | None:
@@ -229,10 +234,20 @@ class CacheEntry:
             inputs[index] = call.tensors[argument]
         if failure := self._check_sharing(inputs):
             return failure
-        if not self._generators and not self.compiled.program.generators:
-            return inputs
-        generators = self._bind_generators(call)
-        return generators_failure if generators is None else inputs + generators
+        if self._generators or self.compiled.program.generators:
+            generators = self._bind_generators(call)
+            if generators is None:
+                return generators_failure
+            inputs += generators
+        for expression, kind in self._numbers:
+            try:
+                number = evaluate(expression, call.leaves)
+            except (ArithmeticError, ValueError):
+                number = None
+            if type(number) is not kind:
+                return partial(self._constant_failure, call, min(leaves_of(expression)))
+            inputs.append(number)
+        return inputs
 
     def _bind_generators(self, call: CallKey) -> list[Any] | None:
         """Returns the generators of a call; None unless they are one where they were one, and several else.

@@ -15,15 +15,18 @@ from ...ir import Plan, Signature
 from ...torch_support.pytree import flatten
 from .attribute_paths import AttributePath, find_all_paths, find_attribute_paths
 from .guards.attribute_reads import Names, differing_modules
+from .guards.dynamo_call import TraceAnswers
+from .guards.free_numbers import NO_NUMBERS, FreeNumbers
 from .guards.module_state import Attributes, State
-from .guards.unread_numbers import TraceAnswers
 from .program import Program
+from .scalars import Operand
 
 __all__ = [
     "Compilation",
     "Compile",
     "CompiledPlan",
     "ReservedMemory",
+    "VariedCall",
     "pack_signature",
     "unpack_signature",
 ]
@@ -49,8 +52,8 @@ class CompiledPlan:
             generators, by their names; None if they are not known yet. They are looked up in each call.
         generator_paths: All places in the module of the generators, by their names there.
         answers: The answers that capture gave to the model's code; None if they are not known.
-        unread: The indices of numbers among the leaves of the arguments that the forward does not look at:
-            any number of the same type is the planned one.
+        free: The numbers among the leaves of the arguments that decide nothing: any number of the same type
+            is the planned one. The program takes their expressions after its generators.
     """
 
     program: Program
@@ -65,7 +68,7 @@ class CompiledPlan:
     attribute_paths: Mapping[str, AttributePath] | None = None
     generator_paths: tuple[tuple[str, AttributePath], ...] = ()
     answers: TraceAnswers | None = None
-    unread: frozenset[int] = frozenset()
+    free: FreeNumbers = NO_NUMBERS
 
     def with_attribute_paths(self, module: nn.Module) -> CompiledPlan:
         """Returns a plan that knows which constants of the program the module holds.
@@ -131,6 +134,29 @@ class ReservedMemory:
 
 
 @dataclass(frozen=True)
+class VariedCall:
+    """A call again with other numbers that decide nothing, which shows their places in its graph.
+
+    Args:
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        answers: The answers of a capture for which the numbers decide nothing.
+        expressions: The scalar operands that are computed from them.
+        uses: The number of operations of forward that take each expression.
+        values: What each expression is in the call itself.
+        others: What it is in this one.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    answers: TraceAnswers
+    expressions: tuple[Operand, ...]
+    uses: tuple[int, ...]
+    values: tuple[Any, ...]
+    others: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
 class Compilation:
     """The result of compiling a call.
 
@@ -145,5 +171,9 @@ class Compilation:
     request: Any
 
 
-Compile = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any, ReservedMemory], Compilation]
-"""Compiles a call (module, positional and keyword arguments) as a request asks, beside what is reserved."""
+Compile = Callable[
+    [nn.Module, tuple[Any, ...], dict[str, Any], Any, ReservedMemory, VariedCall | None], Compilation
+]
+"""Compiles a call (module, positional and keyword arguments) as a request asks, beside what is reserved.
+
+With the call again with other numbers, the program takes these numbers as inputs, if it can."""

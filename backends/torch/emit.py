@@ -11,8 +11,9 @@ import keyword
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -47,13 +48,13 @@ from ...torch_support.operations import OWN_FUNCTIONS, function_name
 from .gradient_dependencies import zero_without
 from .offload.table import copied_value, copy_keys, last_fetches
 
-__all__ = ["check_names", "emit_source", "is_partial", "saved_values"]
+__all__ = ["NumberSlots", "check_names", "emit_source", "is_partial", "saved_values"]
 
 _HEADER = '''"""One training step as straight-line Python, written by irc.
 
 {forward} -> (outputs, saved); {backward} -> gradients.
-`inputs` are the parameters, buffers, inputs, constants and generators below, in this order. backward empties
-`saved`, so that saved values are freed as backward runs.{partial}{releases}{exchanges}{copies}
+`inputs` are the parameters, buffers, inputs, constants, generators and numbers below, in this order. backward
+empties `saved`, so that saved values are freed as backward runs.{partial}{releases}{exchanges}{copies}
 """
 '''
 _PARTIAL = """
@@ -70,11 +71,16 @@ _COPIES = """
 `wait(key)` waits for its end, after which the value may be deleted or read, `drop(key)` frees its copy."""
 
 
-def emit_source(schedule: Schedule) -> str:
+NumberSlots = Mapping[str, Mapping[int | str, int]]
+"""The scalar operands that come with each call: by the name of the node and the index or the keyword of the
+argument, the index of the number."""
+
+
+def emit_source(schedule: Schedule, slots: NumberSlots = MappingProxyType({})) -> str:
     """Writes Python source with `forward` and `backward`, which run `schedule` exactly.
 
     `forward(inputs)` takes the static inputs in graph order, then the generators of the user's that are drawn
-    from, and returns `(outputs, saved)`.
+    from and the numbers that `slots` names, and returns `(outputs, saved)`.
     `backward(inputs, saved, tangents)` empties `saved` and returns the gradients in graph order; a missing
     gradient is None. Views are derived where they are used, or once if they are used often. Both functions
     must run without gradients.
@@ -88,7 +94,7 @@ def emit_source(schedule: Schedule) -> str:
       pause, backward is a generator that yields once, at the pause.
     - `copies` of both, such as a `Session`, if the schedule copies to tiers.
     """
-    return _Emitter(schedule).source()
+    return _Emitter(schedule, slots).source()
 
 
 def is_partial(graph: Graph) -> bool:
@@ -182,7 +188,7 @@ def _repeated_nodes(schedule: Schedule) -> set[Node]:
 class _Emitter:
     """Writes the source of one schedule. Names are given out in the order in which they are first used."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, slots: NumberSlots) -> None:
         graph = schedule.graph
         self.schedule, self.graph = schedule, graph
         self.halves = _Halves.of(schedule)
@@ -215,6 +221,12 @@ class _Emitter:
         self.taken: set[str] = set(_RESERVED)
         for name in graph.generators:
             self.generators[name] = self._unique("generator")
+        self.slots = slots
+        self.numbers = {
+            index: self._unique("number")
+            for index in sorted({index for places in slots.values() for index in places.values()})
+        }
+        """The variable of each number that comes with a call, by its index."""
 
     def source(self) -> str:
         """Writes the module: docstring, imports, tables, forward and backward."""
@@ -270,6 +282,7 @@ class _Emitter:
     def _input_table(self) -> list[str]:
         rows = [_comment(f"  {self._name(i.value)}: {i.role.value} {i.target}") for i in self.statics]
         rows += [_comment(f"  {name}: generator {key}") for key, name in self.generators.items()]
+        rows += [_comment(f"  {name}: number {index}") for index, name in self.numbers.items()]
         return [_comment("inputs:"), *rows]
 
     def _copy_table(self) -> list[str]:
@@ -285,6 +298,7 @@ class _Emitter:
         statics = [i.value for i in self.statics]
         yield from self._unpack(statics, "inputs", self.halves.before, self.outputs)
         yield from self._unpack_generators(self.halves.before)
+        yield from self._unpack_numbers(self.halves.before)
         yield from self._body(self.halves.before, 0)
         yield f"return [{self._list(self.outputs)}], [{self._saved_list()}]"
 
@@ -295,6 +309,7 @@ class _Emitter:
         statics = [i.value for i in self.statics]
         yield from self._unpack(statics, "inputs", self.halves.after, self.gradients)
         yield from self._unpack_generators(self.halves.after)
+        yield from self._unpack_numbers(self.halves.after)
         yield from self._unpack(self.tangents, "tangents", self.halves.after, self.gradients)
         yield from self._body(self.halves.after, len(self.halves.before) + 1)
         yield f"return [{self._list(self.gradients)}]"
@@ -315,6 +330,15 @@ class _Emitter:
         for index, (key, name) in enumerate(self.generators.items(), len(self.statics)):
             if Symbol("generator", key) in drawn_from:
                 yield f"{name} = inputs[{index}]"
+
+    def _unpack_numbers(self, body: Iterable[Instruction]) -> Iterator[str]:
+        """Assigns names to the numbers of a call that a body computes with."""
+        places = [self.slots.get(i.node.name, {}) for i in body if isinstance(i, Compute)]
+        read = {index for each in places for index in each.values()}
+        first = len(self.statics) + len(self.generators)
+        for index, name in self.numbers.items():
+            if index in read:
+                yield f"{name} = inputs[{first + index}]"
 
     def _bases(self, values: Iterable[Value]) -> Iterator[Value]:
         """Yields the values that are variables: views are followed to their bases."""
@@ -471,7 +495,8 @@ class _Emitter:
                 return "yield"
             case _:
                 check_names(node)
-        arguments = [self._argument(argument) for argument in node.arguments]
+        numbers = {place: self.numbers[index] for place, index in self.slots.get(node.name, {}).items()}
+        arguments = [numbers.get(k) or self._argument(argument) for k, argument in enumerate(node.arguments)]
         keywords = dict(node.own_keywords)
         if node.generator_state is not None and node in self.replayed:
             if node in self.ran:
@@ -484,7 +509,9 @@ class _Emitter:
             arguments, call = [*before, *arguments], drawing.__name__
         else:
             call = self._operation(node.op)
-        arguments += [f"{key}={self._argument(argument)}" for key, argument in keywords.items()]
+        arguments += [
+            f"{key}={numbers.get(key) or self._argument(argument)}" for key, argument in keywords.items()
+        ]
         return f"{call}({', '.join(arguments)})"
 
     def _argument(self, argument: Argument) -> str:

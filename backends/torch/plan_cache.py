@@ -22,12 +22,13 @@ from ...ir import BudgetError, IrcError, Plan, UnsupportedError, UsageError, for
 from ...torch_support.autocast import autocast_state
 from ...torch_support.pytree import flatten_arguments
 from .cache_entry import CacheEntry, Explain
-from .compiled_plan import Compilation, CompiledPlan, ReservedMemory
+from .compiled_plan import Compilation, CompiledPlan, ReservedMemory, VariedCall
 from .constants import constants_of, fits_beside, sharing, storage_bytes
 from .guards.call_key import CallKey
+from .guards.dynamo_call import TraceAnswers
+from .guards.free_numbers import NO_NUMBERS, FreeNumbers, free_numbers
 from .guards.guard_failure import GuardFailure, part_failure
 from .guards.module_state import ModuleState
-from .guards.unread_numbers import TraceAnswers, is_number, unread_numbers
 from .hooks import refuse_hooks_of
 from .live_forwards import LiveForwards
 from .offload import Tiers
@@ -38,6 +39,7 @@ from .plan_cache_state import PlanCacheState
 from .planning_locks import is_tracing, parameters_lock, planning
 from .refuse_transforms import refuse_transforms
 from .refuse_wrappers import refuse_cached_parametrizations, refuse_subclass, refuse_subclasses
+from .varied_call import varied_call
 
 __all__ = ["PlanCache", "PlannedCall"]
 
@@ -78,8 +80,8 @@ class PlanCache:
         self.reserved = dict(state.reserved)
         self._latest_entry: CacheEntry | None = None
         """The entry that was planned last."""
-        self._read_numbers: list[tuple[Any, frozenset[int]]] = []
-        """The numbers among the arguments that the forward was seen to look at, by the arguments' nesting."""
+        self._deciding_numbers: list[tuple[Any, frozenset[int]]] = []
+        """The numbers among the arguments that may decide something, by the arguments' nesting."""
         self._changing, self._plans_in_a_row, self._has_warned = "", 0, False
         """The argument or attribute that asked for it, for how many plans in a row, and if that was said."""
         with parameters_lock:
@@ -174,9 +176,9 @@ class PlanCache:
             if self._request is not None and not call.trains():
                 return None
             with planning:
-                unread, answers = self._unread_numbers(root, call)
+                free, answers = self._free_numbers(root, call)
                 with parameters_lock:
-                    self._widen(root, call, unread, answers)
+                    self._widen(root, call, free.unread, answers)
                     found = self._hit(call)  # another thread may have planned it by now
                 if callable(found):
                     failure = found()
@@ -184,7 +186,7 @@ class PlanCache:
                         raise failure.error()
                     _refuse_modes(failure)
                     refuse_subclasses(root, leaves)
-                    found = self._plan(root, call, failure, unread, answers)
+                    found = self._plan(root, call, failure, free, answers)
         entry, inputs = found
         return entry.compiled, inputs
 
@@ -244,43 +246,49 @@ class PlanCache:
             return partial(part_failure, None)
         return explains[min(explains, key=lambda entry: entry.distance(call))]
 
-    # ------------------------------------------------------------------ numbers that nothing looks at
+    # ------------------------------------------------------------------ numbers that decide nothing
 
-    def _unread_numbers(self, root: nn.Module, call: CallKey) -> tuple[frozenset[int], TraceAnswers | None]:
-        """Finds the numbers that the forward does not look at, if a plan differs from a call in numbers.
+    def _free_numbers(self, root: nn.Module, call: CallKey) -> tuple[FreeNumbers, TraceAnswers | None]:
+        """Finds the numbers that decide nothing in a call, if a plan differs from it in numbers, or may.
 
-        It holds for plans whose capture got the same answers.
-
-        It is asked at most once for each number that is looked at, and each nesting of the arguments.
+        It holds for plans whose capture got the same answers. It is asked in vain at most once for each
+        number, and each nesting of the arguments.
         """
-        near = [entry for entry in self._entries if entry.differing_numbers(call)]
-        known = next((read for tree, read in self._read_numbers if tree == call.tree), frozenset[int]())
-        asking = [entry for entry in near if not entry.differing_numbers(call) & known]
-        answers = asking[0].compiled.answers if asking else None
+        deciding = self._deciding(call)
+        varying = ((entry, entry.varying_numbers(call) - deciding) for entry in self._entries)
+        entry, asked = next(((entry, numbers) for entry, numbers in varying if numbers), (None, frozenset()))
+        answers = None if entry is None else entry.compiled.answers
         if answers is None or _get_current_dispatch_mode_stack():
-            return frozenset(), None
+            return NO_NUMBERS, None
         started = time.perf_counter()
-        unread = unread_numbers(unfitted(root), call.leaves, call.tree, answers)
-        read = known.union(place for place, leaf in enumerate(call.leaves) if is_number(leaf)) - unread
-        others = [pair for pair in self._read_numbers if pair[0] != call.tree]
-        self._read_numbers = [(call.tree, read), *others][:_NESTINGS]
-        if unread:
+        free = free_numbers(unfitted(root), call.leaves, call.tree, answers, asked)
+        self._deciding(call, asked - free.places)
+        if free.places:
             _log.info(
-                "the forward does not look at %s: one plan is for all its values (found in %.1f s)",
-                ", ".join(call.name_of(place) for place in sorted(unread)),
+                "nothing is decided by %s: one plan is for all values (found in %.1f s)",
+                ", ".join(call.name_of(place) for place in sorted(free.places)),
                 time.perf_counter() - started,
             )
-        return unread, answers
+        return free, answers
+
+    def _deciding(self, call: CallKey, more: frozenset[int] = frozenset()) -> frozenset[int]:
+        """Returns the numbers that are asked for no more in calls that nest alike, and adds to them."""
+        known = next((found for tree, found in self._deciding_numbers if tree == call.tree), frozenset[int]())
+        if more:
+            others = [pair for pair in self._deciding_numbers if pair[0] != call.tree]
+            self._deciding_numbers = [(call.tree, known | more), *others][:_NESTINGS]
+        return known | more
 
     def _widen(
         self, root: nn.Module, call: CallKey, unread: frozenset[int], answers: TraceAnswers | None
     ) -> None:
-        """Makes unread numbers free in each plan that differs from a call in them alone."""
+        """Frees unread numbers in each plan that differs from a call in them alone."""
         entries = list(self._entries)
         for place, entry in enumerate(entries):
-            differing = entry.differing_numbers(call)
-            if differing and differing <= unread and entry.compiled.answers == answers:
-                wide = CacheEntry(replace(entry.compiled, unread=entry.compiled.unread | unread), root)
+            free = entry.compiled.free
+            if unread - free.places and entry.compiled.answers == answers and entry.varying_numbers(call):
+                freed = replace(free, unread=free.unread | unread - free.places)
+                wide = CacheEntry(replace(entry.compiled, free=freed), root)
                 if not callable(wide.bind(call)):
                     entries[place] = wide
         self._entries = tuple(entries)
@@ -288,14 +296,18 @@ class PlanCache:
     # ------------------------------------------------------------------ planning
 
     def _compiled(
-        self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        root: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        varied: VariedCall | None = None,
     ) -> tuple[CompiledPlan, Compilation]:
         """Compiles a call; its plan shares the constants of the plans beside it, and counts them."""
         assert self._compile is not None
         original = Original(root)
         reserved = ReservedMemory(dict(self.reserved), storage_bytes(constants_of(self.compiled_plans)))
         with torch.inference_mode(False):  # under it there is no backward
-            made = self._compile(original.module, args, kwargs, self._request, reserved)
+            made = self._compile(original.module, args, kwargs, self._request, reserved, varied)
         compiled = made.compiled.with_attribute_paths(root)
         written = constants_of(self.compiled_plans, are_held=False)
         compiled = replace(
@@ -311,13 +323,14 @@ class PlanCache:
         root: nn.Module,
         call: CallKey,
         failure: GuardFailure,
-        unread: frozenset[int],
+        free: FreeNumbers,
         answers: TraceAnswers | None,
     ) -> tuple[CacheEntry, list[Tensor]]:
         """Plans a call that differs from those before; returns the plan and its inputs."""
         started = time.perf_counter()
+        varied = None if answers is None else varied_call(call, free, answers)
         try:
-            compiled, made = self._compiled(root, call.args, call.kwargs)
+            compiled, made = self._compiled(root, call.args, call.kwargs, varied)
         except BudgetError as error:
             raise BudgetError(
                 "IRC520",
@@ -330,8 +343,10 @@ class PlanCache:
         except IrcError as error:
             error.add_note(f"while planning for another call: {failure.message}")
             raise
-        free = unread if compiled.answers == answers else frozenset[int]()
-        compiled = replace(compiled, state=call.module_state.state, reason=failure.message, unread=free)
+        if compiled.answers == answers:
+            self._deciding(call, free.places - free.unread - compiled.free.places)
+            compiled = replace(compiled, free=replace(compiled.free, unread=free.unread))
+        compiled = replace(compiled, state=call.module_state.state, reason=failure.message)
         entry = CacheEntry(compiled, root)
         with parameters_lock:
             found = entry.bind(call)
@@ -411,6 +426,7 @@ class PlanCache:
         self, entry: CacheEntry, failure: GuardFailure, seconds: float, given_up: Sequence[CompiledPlan]
     ) -> None:
         plan = entry.compiled.plan
+        advice = f"; {failure.advice}" if failure.advice and not entry.compiled.free.places else ""
         peak = "" if plan is None else f", with a predicted peak of {format_bytes(plan.peak_bytes)}"
         _log.warning(
             "planned again in %.1f s%s (plan %d of at most %d): %s%s",
@@ -419,7 +435,7 @@ class PlanCache:
             len(self._entries),
             self.limit,
             entry.compiled.reason,
-            f"; {failure.advice}" if failure.advice else "",
+            advice,
         )
         for compiled in given_up:
             if len(self._entries) < self.limit:

@@ -34,7 +34,7 @@ from ...ir import (
     UnsupportedError,
     Value,
 )
-from .emit import emit_source, is_partial
+from .emit import NumberSlots, emit_source, is_partial
 from .gradient_dependencies import output_dependencies
 from .offload.table import CopyTable, copy_table
 
@@ -80,7 +80,7 @@ class Program:
         parts: The sets of outputs whose gradients meet in an operation that reads values of forward.
         constants: The values of the constant inputs.
         generators: The generators of the user's that it draws from, by their names in the graph. They follow
-            the static inputs.
+            the static inputs; the numbers of a call that it computes with follow them.
         source: The emitted source.
         forwards_in_flight: The number of live forwards that the plan counted.
         exchanges: Whether it is a pipeline stage that sends or receives; both functions take a mailbox then.
@@ -125,6 +125,7 @@ def compile_program(
     schedule: Schedule,
     constants: Mapping[str, Tensor],
     generators: Mapping[str, torch.Generator] = MappingProxyType({}),
+    slots: NumberSlots = MappingProxyType({}),
 ) -> Program:
     """Compiles the Python that `emit_source` writes for `schedule`.
 
@@ -132,6 +133,7 @@ def compile_program(
         schedule: A verified schedule.
         constants: The tensors of the graph's constant inputs, by target.
         generators: The generators of the user's that the graph draws from, by name.
+        slots: The scalar operands that come with each call.
 
     Raises:
         UnsupportedError: IRC334 if one of these is not given, as for a written plan or a pipeline.
@@ -144,7 +146,7 @@ def compile_program(
             "pipeline and graphs of Dynamo do not hold",
             help="call irc.optimize, or draw from torch's generator (leave out generator=)",
         )
-    source = emit_source(schedule)
+    source = emit_source(schedule, slots)
     forward, backward = _functions(source)
     statics = tuple(i for i in graph.inputs if i.role is not InputRole.TANGENT)
     tangents = _tangents(graph)

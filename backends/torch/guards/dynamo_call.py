@@ -1,8 +1,7 @@
-"""Proves that a forward does not look at some numbers among its arguments, by Dynamo.
+"""Lets Dynamo interpret a call of a forward on tensors without data, and reports what it did with numbers.
 
-Dynamo interprets the forward's bytecode on tensors without data. It opens an argument when anything looks at
-its value, type or identity, and then guards it. A number that has no guard, and that the code which Dynamo
-writes does not load (to return or to store it), makes no difference to the forward. None of the code is run.
+Dynamo interprets the forward's bytecode. It opens an argument when anything looks at its value, type or
+identity, and then guards it. None of the code that it writes is run.
 """
 
 # Dynamo has no public door to its answers about tracing, nor to the code that it writes.
@@ -15,7 +14,7 @@ import dis
 import functools
 import warnings
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, NoReturn
 
@@ -23,7 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["TraceAnswers", "is_number", "unread_numbers"]
+from .symbolic_numbers import SymbolUses, symbolic_numbers
+
+__all__ = ["Interpretation", "TraceAnswers", "interpret", "is_number"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,39 +40,53 @@ class TraceAnswers:
     exporting: bool = False
 
 
+@dataclass
+class Interpretation:
+    """What Dynamo did with the numbers of a call.
+
+    Args:
+        names: The variables of the numbers, by their indices among the leaves of the arguments.
+        guards: The kind and the source of each guard.
+        variables: The names that the written code reads or writes, one for each time.
+        symbols: What it did with the symbolic ones.
+    """
+
+    names: dict[int, str]
+    guards: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    variables: list[str] = field(default_factory=list[str])
+    symbols: SymbolUses = field(default_factory=SymbolUses)
+
+
 def is_number(leaf: object) -> bool:
     """Whether an argument is a number of Python's own classes; a truth value is none."""
     return type(leaf) is int or type(leaf) is float
 
 
-def unread_numbers(
+def interpret(
     module: nn.Module,
     leaves: Sequence[Any],
     tree: pytree.TreeSpec,
     answers: TraceAnswers,
-) -> frozenset[int]:
-    """Finds the numbers among the arguments of a call that the forward is proved not to look at.
-
-    They make no difference together: what the forward looks at stays the same whatever they are.
+    symbolic: frozenset[int] = frozenset(),
+) -> Interpretation | None:
+    """Interprets the forward of a module.
 
     Args:
         module: The module whose forward is called.
         leaves: The leaves of the positional and keyword arguments.
         tree: Their nesting.
         answers: The answers that capture gave.
+        symbolic: The indices of numbers that Dynamo is to compute with as symbols.
 
     Returns:
-        Their indices among the leaves.
+        None if Dynamo does not follow the forward as a whole, and if numbers are within other objects.
     """
     marked = [_Place(k, leaf) if is_number(leaf) else leaf for k, leaf in enumerate(leaves)]
     call = _Call(pytree.tree_unflatten(marked, tree))
     if len(call.names) != sum(map(is_number, leaves)):
-        return frozenset()  # a number is within an object of another class
+        return None  # a number is within an object of another class
     with _unmarked([*filter(_is_tensor, leaves), *module.parameters(), *module.buffers()]):
-        texts = _guards_and_code(call, module.forward, answers)
-    if texts is None:
-        return frozenset()
-    return frozenset(place for place, name in call.names.items() if not any(name in text for text in texts))
+        return _interpreted(call, module.forward, answers, symbolic)
 
 
 # ---------------------------------------------------------------------- the call, written out
@@ -123,33 +138,37 @@ class _Interpreted(BaseException):
     """Ends Dynamo once its guards are known, before any of its code runs."""
 
 
-def _guards_and_code(call: _Call, forward: Callable[..., Any], answers: TraceAnswers) -> list[str] | None:
-    """Returns the sources that Dynamo guards in a call and the variables of the code that it writes.
-
-    None stands for a forward that Dynamo does not follow as a whole.
-    """
+def _interpreted(
+    call: _Call, forward: Callable[..., Any], answers: TraceAnswers, symbolic: frozenset[int]
+) -> Interpretation | None:
+    """Returns what Dynamo did in a call; None stands for a forward that it does not follow as a whole."""
     namespace: dict[str, Any] = {"forward": forward, "only_interpreted": _only_interpreted}
     text = f"def call({', '.join(call.values)}):\n    only_interpreted()\n    return forward({call.text})\n"
     exec(compile(text, "<irc call>", "exec"), namespace)
     function = namespace["call"]
-    written: list[CodeType] = []
-    guarded: list[str] | None = None
+    found = Interpretation(call.names)
+    is_guarded = False
 
     def note_guards(guards: Sequence[Any]) -> NoReturn:
-        nonlocal guarded
-        guarded = [f"{guard.name} {guard.orig_guard.name}" for guard in guards]
+        nonlocal is_guarded
+        is_guarded = True
+        found.guards += [(each.guard_type, f"{each.name} {each.orig_guard.name}") for each in guards]
         raise _Interpreted
 
     options: Any = {"guard_filter_fn": note_guards}
+    sources = {f"L[{call.names[place]!r}]" for place in symbolic}
     try:
-        with _settings(answers), _noting_code(function.__code__, written):
+        with (
+            _settings(answers),
+            _noting_code(function.__code__, found),
+            symbolic_numbers(sources, found.symbols) if sources else contextlib.nullcontext(),
+        ):
             run = torch.compile(function, fullgraph=True, dynamic=False, backend=_refuse, options=options)
             run(**call.values)
     except _Interpreted:
-        if guarded is not None and written:
-            return [*guarded, *map(_variables, written)]
+        return found if is_guarded and found.variables else None
     except Exception:  # whatever Dynamo does not follow
-        pass
+        return None
     return None
 
 
@@ -176,19 +195,14 @@ def _substitute() -> None:
     torch.compiler.substitute_in_graph(_only_interpreted)(_nothing)
 
 
-def _variables(code: CodeType) -> str:
-    """Returns the names that a code reads or writes."""
-    return " ".join(str(instruction.argval) for instruction in dis.get_instructions(code))
-
-
 @contextlib.contextmanager
-def _noting_code(code: CodeType, written: list[CodeType]) -> Generator[None]:
-    """Collects the code that Dynamo writes for another one meanwhile."""
+def _noting_code(code: CodeType, found: Interpretation) -> Generator[None]:
+    """Notes the names in the code that Dynamo writes for another one meanwhile."""
     from torch._dynamo.convert_frame import register_bytecode_hook
 
     def note(interpreted: CodeType, transformed: CodeType) -> None:
         if interpreted is code:
-            written.append(transformed)
+            found.variables += [str(each.argval) for each in dis.get_instructions(transformed)]
 
     hook = register_bytecode_hook(note)  # pyright: ignore[reportArgumentType]
     try:

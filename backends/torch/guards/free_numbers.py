@@ -1,0 +1,224 @@
+"""Proves that a forward does not look at some numbers among its arguments, or only computes with them.
+
+A number that Dynamo has no guard for, and that the code which it writes does not load (to return or to store
+it), makes no difference to the forward. A number that Dynamo computes with as a symbol, and that nothing is
+decided by, enters operations of tensors through scalar expressions alone: `x * (1 - t / 1000)`. These
+operations run the same way whatever their scalar operand is.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import SymFloat, SymInt, Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from ..scalars import FUNCTIONS, Leaf, Operand, Scalar, leaves_of
+from .dynamo_call import Interpretation, TraceAnswers, interpret, is_number
+from .symbolic_numbers import Operation
+
+__all__ = ["NO_NUMBERS", "FreeNumbers", "free_numbers"]
+
+
+@dataclass(frozen=True, slots=True)
+class FreeNumbers:
+    """The numbers among the arguments of a call that decide nothing in a forward.
+
+    They hold together: what the forward does stays the same whatever all of them are.
+
+    Args:
+        unread: The indices among the leaves of numbers that the forward does not look at.
+        expressions: The scalar operands of tensors' operations, computed from the others.
+        uses: The number of operations that take each expression.
+    """
+
+    unread: frozenset[int] = frozenset()
+    expressions: tuple[Operand, ...] = ()
+    uses: tuple[int, ...] = ()
+
+    @property
+    def places(self) -> frozenset[int]:
+        """The indices of all of them."""
+        return self.unread.union(*map(leaves_of, self.expressions))
+
+
+NO_NUMBERS = FreeNumbers()
+"""None are known to decide nothing."""
+
+
+def free_numbers(
+    module: nn.Module,
+    leaves: Sequence[Any],
+    tree: pytree.TreeSpec,
+    answers: TraceAnswers,
+    varying: frozenset[int],
+) -> FreeNumbers:
+    """Finds the numbers among the arguments of a call that are proved to decide nothing.
+
+    Args:
+        module: The module whose forward is called.
+        leaves: The leaves of the positional and keyword arguments.
+        tree: Their nesting.
+        answers: The answers that capture gave.
+        varying: The indices of numbers that are asked for; the others are only looked for among the unread.
+    """
+    constant = interpret(module, leaves, tree, answers)
+    if constant is None:
+        return NO_NUMBERS
+    texts = [*(source for _, source in constant.guards), *constant.variables]
+    unread = frozenset(k for k, name in constant.names.items() if not any(name in text for text in texts))
+    symbolic = varying - unread
+    if not symbolic:
+        return FreeNumbers(unread)
+    chosen = [_unspecial(leaf) if place in symbolic else leaf for place, leaf in enumerate(leaves)]
+    found = interpret(module, chosen, tree, answers, symbolic)
+    entering = None if found is None else _entering(found, {k: found.names[k] for k in symbolic})
+    by_text = {repr(each): each for each in entering or ()}  # 2 and 2.0 are equal, and are two operands
+    uses = Counter(map(repr, entering or ()))
+    return FreeNumbers(unread, tuple(by_text.values()), tuple(uses[text] for text in by_text))
+
+
+def _unspecial(number: float) -> float:
+    """Returns a number that Dynamo does not take for a constant of its own, as it takes 0, 1 and infinity."""
+    if isinstance(number, int):
+        return number if abs(number) > 16 else number + 37
+    return number if 1e-6 < abs(number) < 1e6 and number != 1.0 else 0.6180339
+
+
+# ---------------------------------------------------------------------- expressions
+
+
+def _entering(found: Interpretation, names: Mapping[int, str]) -> list[Operand] | None:
+    """Returns what is computed from symbolic numbers for each operation of tensors that takes it.
+
+    None stands for numbers that may decide anything.
+    """
+    if found.symbols.decides or not all(_is_only_an_operand(found, name) for name in names.values()):
+        return None
+    scalars: dict[fx.Node, Operand] = {}
+    entering: list[Operand] = []
+    given = {f"L_{name}": Leaf(place) for place, name in names.items()}
+    for made in found.symbols.operations:
+        if made.node.op == "placeholder" and made.node.target in given:
+            scalars[made.node] = given[str(made.node.target)]
+            continue
+        operands = _nodes((made.args, made.kwargs), scalars)
+        if not operands:
+            continue
+        if not isinstance(made.node.meta.get("example_value"), SymInt | SymFloat):
+            if not _takes_scalars(made, scalars):
+                return None
+            entering += (scalars[each] for each in operands)
+            continue
+        scalar = _scalar(made, scalars)
+        if scalar is None:
+            return None
+        scalars[made.node] = scalar
+    read = {id(part) for each in entering for part in _parts(each)}
+    computed = (each for each in scalars.values() if isinstance(each, Scalar))
+    return entering if all(id(each) in read for each in computed) else None  # what is dropped may still raise
+
+
+def _parts(operand: Operand) -> Iterator[Operand]:
+    """Yields an expression and all that it is made of."""
+    yield operand
+    if isinstance(operand, Scalar):
+        for each in operand.operands:
+            yield from _parts(each)
+
+
+def _is_only_an_operand(found: Interpretation, name: str) -> bool:
+    """Whether Dynamo guards a number's class alone, and its code hands the number only to the graph."""
+    kinds = [kind for kind, source in found.guards if name in source]
+    nodes = [made.node for made in found.symbols.operations]
+    graphs = sum(node.op == "placeholder" and node.target == f"L_{name}" for node in nodes)
+    loads = sum(name in text for text in found.variables)
+    return set(kinds) <= {"TYPE_MATCH"} and loads <= graphs <= 1
+
+
+_SCALAR_FUNCTIONS: dict[Any, str] = {
+    **{getattr(operator, name): name for name in FUNCTIONS if hasattr(operator, name)},
+    **{function: f"_sym_{name}" for name in FUNCTIONS if (function := getattr(torch, f"_sym_{name}", None))},
+    torch.sym_float: "float",
+    torch.sym_min: "min",
+    torch.sym_max: "max",
+}
+"""The names of the functions that Dynamo computes symbols by."""
+
+
+def _scalar(made: Operation, scalars: Mapping[fx.Node, Operand]) -> Operand | None:
+    """Returns a node as an expression; None if it is not one, and if Dynamo takes it for a constant."""
+    node = made.node
+    if not node.meta["example_value"].node.expr.free_symbols or made.kwargs:
+        return None
+    if (node.op, node.target) == ("call_method", "item"):  # Dynamo makes a float of a tensor
+        (operand,) = made.args
+        return scalars[operand] if isinstance(operand, fx.Node) else None
+    function = _SCALAR_FUNCTIONS.get(node.target) if node.op == "call_function" else None
+    if function is None:
+        return None
+    operands: list[Operand] = []
+    for each in made.args:
+        if isinstance(each, fx.Node) and each in scalars:
+            operands.append(scalars[each])
+        elif isinstance(each, int | float) and is_number(each):
+            operands.append(each)
+        else:
+            return None
+    return Scalar(function.removeprefix("_sym_"), tuple(operands))
+
+
+# ---------------------------------------------------------------------- operations of tensors
+
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "iadd", "isub", "imul", "itruediv")
+_OPERATIONS = ("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide")
+
+_OF_TWO: frozenset[Any] = frozenset(
+    (
+        *(getattr(operator, name) for name in _ARITHMETIC),
+        *(getattr(torch, name) for name in (*_OPERATIONS, "rsub")),
+        *_OPERATIONS,
+        *(f"{name}_" for name in _OPERATIONS),
+    )
+)
+"""Functions and methods of two operands, either of which may be a scalar, if they are called with no more."""
+
+_FILLING: dict[Any, int] = {
+    torch.full: 1,
+    torch.full_like: 1,
+    "new_full": 2,
+    "fill_": 1,
+    "masked_fill": 2,
+    "masked_fill_": 2,
+}
+"""Functions and methods that write a scalar, with its place among their arguments."""
+
+
+def _takes_scalars(made: Operation, scalars: Mapping[fx.Node, Operand]) -> bool:
+    """Whether an operation runs the same way whatever the scalars are that it is given."""
+    node, args, kwargs = made.node, made.args, made.kwargs
+    if node.op not in ("call_function", "call_method"):
+        return False
+    is_method = node.op == "call_method"
+    if not isinstance(node.meta.get("example_value"), Tensor) or is_method != isinstance(node.target, str):
+        return False
+    if node.target in _OF_TWO:
+        return len(args) == 2 and not kwargs and len(_nodes(args, scalars)) == 1
+    place = _FILLING.get(node.target)
+    if place is None or len(args) <= place or not isinstance(args[place], fx.Node):
+        return False
+    others = (*args[:place], *args[place + 1 :]), kwargs
+    return args[place] in scalars and not _nodes(others, scalars)
+
+
+def _nodes(arguments: Any, among: Mapping[fx.Node, Operand]) -> list[fx.Node]:
+    """Returns the nodes in arguments, nested ones included, that are among some."""
+    found: list[fx.Node] = []
+    visit: Callable[[fx.Node], None] = found.append
+    fx.map_arg(arguments, visit)
+    return [each for each in found if each in among]

@@ -29,6 +29,7 @@ from .guards.dynamo_call import TraceAnswers
 from .guards.free_numbers import NO_NUMBERS, FreeNumbers, free_numbers
 from .guards.guard_failure import GuardFailure, part_failure
 from .guards.module_state import ModuleState
+from .guards.settings import is_same
 from .hooks import refuse_hooks_of
 from .live_forwards import LiveForwards
 from .offload import Tiers
@@ -228,7 +229,7 @@ class PlanCache:
         """Replaces the state by an equal one of a plan, so that the next comparison is by identity."""
         states = (entry.compiled.state for entry in self._entries)
         module_state.state = next(
-            (state for state in states if state == module_state.state), module_state.state
+            (state for state in states if is_same(state, module_state.state)), module_state.state
         )
         return module_state
 

@@ -835,7 +835,7 @@ class _Timed(nn.Module):
         self.lin = nn.Linear(8, 8)
 
     def forward(self, x: Tensor, timestep: float = 0, sizes: Any = ()) -> Tensor:
-        return self.lin(x) * (timestep + 1) * (1 + sum(sizes))
+        return self.lin(x).clamp(max=timestep + 1 + sum(sizes))
 
 
 def test_a_plan_for_another_number_names_the_argument_the_nearest_plan_and_the_remedy(
@@ -855,6 +855,42 @@ def test_a_plan_for_another_number_names_the_argument_the_nearest_plan_and_the_r
     lines = [record.getMessage() for record in caplog.records]
     assert "argument sizes[1] is 3; the plan was made for 2" in lines[1]
     assert "the arguments are 1 positional and timestep=" in lines[2]
+
+
+@pytest.mark.parametrize(("planned", "now"), [(0.0, -0.0), (2, 2.0), (1, True), ((1, 0.0), (1, -0.0))])
+def test_equal_numbers_of_another_class_or_sign_are_other_constants(planned: Any, now: Any) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin, self.scale = nn.Linear(4, 4), [planned]
+            self.inner = Settings(planned)
+
+        def forward(self, x: Tensor, k: Tensor, by: Any) -> Tensor:
+            numbers = [
+                n
+                for each in (by, *self.scale, self.inner.scale)
+                for n in (each if isinstance(each, tuple) else [each])
+            ]
+            return torch.tanh(self.lin(x)) * sum((k * n).sum() for n in numbers) + 1 / torch.full(
+                (), numbers[-1]
+            )
+
+    class Settings(nn.Module):
+        def __init__(self, scale: Any) -> None:
+            super().__init__()
+            self.scale = scale
+
+    x, k = torch.randn(3, 4), torch.tensor([2**53 + 1, 3])
+    original = Scaled()
+    fitted = irc.optimize(copy.deepcopy(original), (x, k, planned), "1GiB", costs="analytic")
+    for change in ("argument", "attribute", "submodule"):
+        for model in (original, fitted):
+            model.scale = [now if change == "attribute" else planned]
+            model.inner.scale = now if change == "submodule" else planned
+        by = now if change == "argument" else planned
+        mine, its = original(x, k, by), fitted(x, k, by)
+        assert mine.dtype == its.dtype
+        assert torch.equal(mine.view(torch.uint8), its.view(torch.uint8))
 
 
 def test_plans_for_calls_that_take_turns_are_not_plans_in_a_row(caplog: pytest.LogCaptureFixture) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from .module_state import Attributes, State
+from .settings import is_same
 
 __all__ = [
     "AttributeReads",
@@ -84,9 +85,10 @@ def _is_unsuspected(file: str) -> bool:
 def differing_modules(now: State, planned: State, names: Names) -> Iterator[int]:
     """Yields the indices of the modules in a tree whose class differs, or a setting that was read."""
     for index, (mine, its) in enumerate(zip(now, planned, strict=True)):
-        if mine is not its and mine != its:
+        if not is_same(mine, its):
             read = names[index] if names else None
-            if mine[0] is not its[0] or relevant_settings(mine[1], read) != relevant_settings(its[1], read):
+            known, found = (relevant_settings(each[1], read) for each in (its, mine))
+            if mine[0] is not its[0] or not is_same(known, found):
                 yield index
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from ....torch_support.inspectable import is_of_library
 from ....torch_support.recorders import RECORDERS_MARK
-from .settings import ABSENT, Content, Kind, Watch, is_plain, stand_in
+from .settings import ABSENT, Content, Kind, Watch, is_plain, is_same, stand_in
 
 __all__ = [
     "ABSENT",
@@ -58,7 +58,7 @@ def attribute(held: Mapping[str, object], name: str, known: StandIns | None = No
 
 def is_equal(a: object, b: object) -> bool:
     """Whether two values are equal; values that cannot tell, such as arrays, count as different."""
-    return is_plain(a) and is_plain(b) and bool(a == b)
+    return is_plain(a) and is_plain(b) and is_same(a, b)
 
 
 def has(held: Mapping[str, object], attributes: Attributes) -> bool:
@@ -70,7 +70,7 @@ def has(held: Mapping[str, object], attributes: Attributes) -> bool:
 
 
 def _is_same(now: object, wanted: object) -> bool:
-    return now is wanted or (now == wanted if isinstance(wanted, (Content, Kind)) else is_equal(now, wanted))
+    return now is wanted or (is_same if isinstance(wanted, (Content, Kind)) else is_equal)(now, wanted)
 
 
 class _Compared:

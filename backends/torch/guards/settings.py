@@ -29,7 +29,7 @@ from ....torch_support.object_graph import (
     partial_items,
 )
 
-__all__ = ["ABSENT", "Content", "Kind", "Watch", "differing", "is_plain", "kind_of", "stand_in"]
+__all__ = ["ABSENT", "Content", "Kind", "Watch", "differing", "is_plain", "is_same", "kind_of", "stand_in"]
 
 _LIMITS = Limits(depth=4, items=1000, array_bytes=1 << 12)
 """The limits of comparisons: settings are looked at in each step, and each difference costs a plan.
@@ -70,6 +70,28 @@ def is_plain(value: object) -> bool:
     if issubclass(kind, tuple):
         return all(map(is_plain, tuple.__iter__(cast("tuple[object, ...]", value))))
     return issubclass(kind, _PLAIN)
+
+
+def is_same(a: object, b: object) -> bool:
+    """Whether two values, or stand-ins, are equal and their numbers of one class and sign.
+
+    What computes with `1` and `1.0`, or `0.0` and `-0.0`, may give other results.
+    """
+    if a is b:
+        return True
+    if type(a) is not type(b) or not bool(a == b):
+        return False
+    match a, b:
+        case tuple(), tuple():
+            return all(map(is_same, a, b))
+        case dict(), dict():
+            return all(is_same(value, b[key]) for key, value in a.items())
+        case Content(), Content():
+            return is_same(a.items, b.items)
+        case ((float() | complex()), _):
+            return repr(a) == repr(b)
+        case _:
+            return True
 
 
 @functools.lru_cache(maxsize=1024)

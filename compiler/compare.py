@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..torch_support.bits import same_bits
+
 __all__ = ["TOLERANCE", "Differences", "Numbers", "Outcome", "difference", "largest", "numbers_of"]
 
 TOLERANCE = 1e-5
@@ -142,7 +144,7 @@ def numbers_of(expected: Outcome, found: Outcome) -> Numbers:
         gradient_scale=of_gradients.scale,
         buffer_scale=max((largest(a) for a, _ in buffers if _is_float(a)), default=0.0),
         worst_gradient=of_gradients.worst,
-        bit_equal=all(_same_bits(a, b) for a, b in (*outputs, *gradients, *buffers)),
+        bit_equal=all(same_bits(a, b) for a, b in (*outputs, *gradients, *buffers)),
         same_gradients=expected.gradients.keys() == found.gradients.keys(),
         same_generator=all(map(torch.equal, expected.generators, found.generators)),
     )
@@ -171,9 +173,3 @@ def difference(expected: Tensor, found: Tensor) -> float:
 
 def _is_float(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return torch.equal(*(t.detach().resolve_conj().contiguous().flatten().view(torch.uint8) for t in (a, b)))

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from ..backends.torch import NumberSlots, VariedCall
+from ..backends.torch.guards.module_state import is_equal
 from ..backends.torch.scalars import is_same
 from ..frontends.torch import Captured
-from ..ir import Graph, Node, Region, same_graph
+from ..ir import Graph, Node, Region, Signature, same_graph
 from ..passes import Program
+from ..torch_support.bits import same_bits
 
 __all__ = ["number_slots"]
 
@@ -64,19 +64,23 @@ def number_slots(
 
 def _differ_in_leaves_alone(first: Captured, second: Captured) -> bool:
     """Whether two captures have the same constants and calling convention but for the numbers given."""
-    mine, its = (replace(each.signature, leaves=()) for each in (first, second))
-    if mine != its or first.mode != second.mode or first.constants.keys() != second.constants.keys():
+    mine, its = first.signature, second.signature
+    if mine.branches or its.branches or len(mine.deliveries) != len(its.deliveries):
         return False
+    if first.mode != second.mode or first.constants.keys() != second.constants.keys():
+        return False
+    returned = ((a.constant, b.constant) for a, b in zip(mine.deliveries, its.deliveries, strict=True))
     constants = ((first.constants[key], second.constants[key]) for key in first.constants)
-    return all(a is b or _is_same_tensor(a, b) for a, b in constants)
-
-
-def _is_same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
     return (
-        (a.dtype, a.shape, a.stride(), a.device) == (b.dtype, b.shape, b.stride(), b.device)
-        and a.layout is torch.strided is b.layout
-        and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+        _without_constants(mine) == _without_constants(its)
+        and all(a is b or is_equal(a, b) for a, b in returned)
+        and all(a is b or (a.stride() == b.stride() and same_bits(a, b)) for a, b in constants)
     )
+
+
+def _without_constants(signature: Signature) -> Signature:
+    deliveries = tuple(replace(each, constant=None) for each in signature.deliveries)
+    return replace(signature, leaves=(), deliveries=deliveries)
 
 
 def _graphs(program: Program) -> list[Graph]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from ...torch_support.allocated import allocated_bytes
+from ...torch_support.bits import same_bits
 from .compiled_plan import CompiledPlan
 from .program import Program
 
@@ -47,8 +47,7 @@ def sharing(program: Program, known: Sequence[Tensor], held: Container[str]) -> 
     """
 
     def same(a: Tensor, b: Tensor) -> bool:
-        alike = (a.dtype, a.device, a.shape, a.stride()) == (b.dtype, b.device, b.shape, b.stride())
-        return alike and torch.equal(a, b)
+        return (a.device, a.layout, a.stride()) == (b.device, b.layout, b.stride()) and same_bits(a, b)
 
     constants = {
         name: constant if name in held else next((o for o in known if same(o, constant)), constant)

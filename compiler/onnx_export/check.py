@@ -23,6 +23,7 @@ from ...frontends.onnx.graphs import subgraphs
 from ...frontends.onnx.reader import normalise, read
 from ...frontends.onnx.rebatch import fixed_batch
 from ...ir import IrcError, VerificationError, first_line
+from ...torch_support.bits import bits, same_bits
 from .differences import furthest
 from .evaluating import evaluate, random_node
 
@@ -168,7 +169,7 @@ def _check_weights(module: OnnxModule, again: OnnxModule) -> dict[torch.dtype, t
             raise _defect(f"the written file, imported again, has no weight {name!r}")
         found = written[name]
         expected = tensor.to(found.dtype)
-        if expected.shape != found.shape or not torch.equal(_bits(expected), _bits(found)):
+        if not same_bits(expected, found):
             raise _defect(
                 f"the written file, imported again, has another weight {name!r} than the module: "
                 f"{found.dtype} {list(found.shape)}, {_share(expected, found)} of its elements differ"
@@ -182,12 +183,8 @@ def _share(expected: Tensor, found: Tensor) -> str:
     if expected.shape != found.shape:
         return "all"
     size = expected.element_size()
-    differs = (_bits(expected) != _bits(found)).reshape(-1, size).any(1)
+    differs = (bits(expected) != bits(found)).reshape(-1, size).any(1)
     return f"{int(differs.sum()):,} of {expected.numel():,}"
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _check_outputs(

@@ -114,7 +114,7 @@ class _Run:
         for step, node in enumerate(self.order):
             for storage in problem.graph.reads(node):
                 self.reads.setdefault(storage, []).append(step)
-        for storage, step in _sources(problem).items():
+        for storage, step in (*_sources(problem).items(), *_states(problem)):
             bisect.insort(self.reads.setdefault(storage, []), step)
         graph = problem.graph
         self.permanent = graph.static_storages | graph.tangent_storages | graph.output_storages
@@ -286,6 +286,19 @@ def _sources(problem: CheckpointProblem) -> dict[Storage, int]:
         for source in sources:
             found[source] = max(found.get(source, -1), step)
     return {storage: step for storage, step in found.items() if storage not in problem.transient}
+
+
+def _states(problem: CheckpointProblem) -> Iterator[tuple[Storage, int]]:
+    """Yields what only one run makes and is smaller than what is made of it, with the step of its last use.
+
+    A state of a generator stays as long as its draws may run again.
+    """
+    for storage, node in problem.producer.items():
+        if node.is_recomputable or storage in problem.transient:
+            continue
+        made = [s.nbytes for user in problem.users.get(storage, ()) for s in problem.graph.allocates(user)]
+        if problem.last_useful[storage] >= 0 and storage.nbytes < min(made, default=0):
+            yield storage, len(problem.forward) + problem.last_useful[storage]
 
 
 def _unrepeatable(problem: CheckpointProblem, node: Node) -> list[Storage]:

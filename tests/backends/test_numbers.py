@@ -241,11 +241,6 @@ def in_dropout(m: Any, x: Tensor, t: Any) -> Tensor:
     return nn.functional.dropout(m.lin(x) * t, 0.5)
 
 
-class Weights(NamedTuple):
-    first: float
-    second: float
-
-
 @pytest.mark.parametrize("numbers", [(5, 6, 7, 1, -3, 10**6, 2), (0.5, 0.25, 1e30, -0.0, 1.0, -7.5, 2.5)])
 @pytest.mark.parametrize("function", [scaled, warmed_up, decayed, in_place, in_dropout])
 def test_a_number_that_only_enters_arithmetic_is_an_input(
@@ -335,6 +330,10 @@ def as_constant(m: Any, x: Tensor, t: Any) -> Tensor:
     return m.lin(x) * torch.tensor([t, 1.0])[0]
 
 
+def as_zero(m: Any, x: Tensor, t: Any) -> Tensor:
+    return m.lin(x) * torch.tensor(float(t)) * torch.full((), 2.0)
+
+
 def as_exponent(m: Any, x: Tensor, t: Any) -> Tensor:
     return m.lin(x) ** t
 
@@ -375,6 +374,7 @@ def dead_number(m: Any, x: Tensor, t: Any) -> Tensor:
         *(
             as_text,
             as_constant,
+            as_zero,
             as_exponent,
             as_alpha,
             as_rate,
@@ -388,7 +388,7 @@ def dead_number(m: Any, x: Tensor, t: Any) -> Tensor:
 )
 def test_other_uses_of_a_number_are_no_inputs(function: Callable[..., Any]) -> None:
     original, fitted = pair(function, X, 0.5)
-    for number in (0.25, 0.5, 1.0, 2.0, 1e17, 3.0):
+    for number in (0.25, 0.5, 1.0, 2.0, 1e17, 3.0, 0.0, -0.0):
         torch.manual_seed(1)
         wanted = step(original, (X, number), {})
         torch.manual_seed(1)

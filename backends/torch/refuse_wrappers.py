@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from ...ir import UnsupportedError
@@ -170,14 +171,17 @@ def refuse_subclass(tensor: Tensor, role: str, target: str) -> None:
     is_plain = kind in (Tensor, nn.Parameter) or issubclass(kind, _TRACERS)
     if is_plain or (_function(kind) in _PLAIN and _dispatch(kind) is _dispatch(Tensor)):
         return
-    sharded = kind.__name__ == "DTensor"
+    what, cure = "", "convert it to a torch.Tensor"
+    if kind.__name__ == "DTensor":
+        what = ", sharded over devices"
+        cure = "call irc.optimize before fully_shard, and fully_shard with the whole fitted module"
+    elif is_lazy(tensor):
+        what = ", which the first forward makes"
+        cure = "call the module once on the example before irc.optimize"
     raise UnsupportedError(
         "IRC531",
-        f"{role} {target} is a {kind.__name__}{', sharded over devices' if sharded else ''}; "
-        "a plan is for plain tensors",
-        help="call irc.optimize before fully_shard, and fully_shard with the whole fitted module"
-        if sharded
-        else "convert it to a torch.Tensor",
+        f"{role} {target} is a {kind.__name__}{what}; a plan is for plain tensors",
+        help=cure,
     )
 
 

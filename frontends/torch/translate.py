@@ -162,6 +162,7 @@ class _Translator:
             raise UnsupportedError(
                 "IRC334",
                 f"{node.target} makes a {tensor.layout} tensor",
+                help="a plan holds dense tensors alone: give embeddings sparse=False, or call to_dense()",
                 at=location_of(node),
             )
         handle = tensor.untyped_storage()

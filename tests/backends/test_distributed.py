@@ -65,3 +65,12 @@ def test_a_tensor_that_takes_over_operations_is_refused() -> None:
         ours(logged)
     with pytest.raises(irc.UnsupportedError, match=r"IRC531.*input 0 is a Logged"):
         irc.optimize(torch.nn.Linear(4, 4), (logged,), "100%", costs="analytic")
+
+
+def test_parameters_that_the_first_forward_makes_are_refused_with_a_cure_that_works() -> None:
+    model, x = torch.nn.Sequential(torch.nn.LazyLinear(4)), torch.randn(3, 4)
+    with pytest.raises(irc.UnsupportedError, match=r"IRC531.*0.weight is a UninitializedParameter") as raised:
+        irc.optimize(model, (x,), "100%", costs="analytic")
+    assert raised.value.help == "call the module once on the example before irc.optimize"
+    model(x)
+    assert irc.optimize(model, (x,), "100%", costs="analytic")(x).requires_grad

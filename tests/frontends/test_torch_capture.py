@@ -329,8 +329,9 @@ def test_a_draw_that_would_come_out_in_another_order_is_refused(x: Tensor) -> No
 
 
 def test_a_sparse_gradient_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"IRC334.*sparse"):
+    with pytest.raises(UnsupportedError, match=r"IRC334.*sparse") as raised:
         capture(nn.Embedding(5, 4, sparse=True), (torch.tensor([1, 2]),))
+    assert "sparse=False" in str(raised.value.help)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from ..passes.costs.optimizer_costs import optimizer_of
 from ..passes.costs.table import StepCost
 from ..passes.progress import Progress, report
 from ..passes.remat.reuse_schedule import reuse_schedule
+from .frozen_heap import frozen_heap
 from .request import Example, Request
 from .time_steps import kernels_or_time_steps, seconds_to_capture
 
@@ -49,6 +50,7 @@ class CompiledCall(Compilation):
     program: Program
 
 
+@frozen_heap()
 def compile_call(
     module: nn.Module,
     args: tuple[Any, ...],

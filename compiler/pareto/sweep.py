@@ -413,6 +413,7 @@ def _planned(planner: Planner, select: PlanMemory) -> Program:
 def _point(program: Program, *, is_bound: bool) -> Point:
     """A plan as a point; what was proved of schedules without copies says nothing if there are tiers."""
     plan = _plan_of(program)
+    assert plan.step_seconds is not None, "a front is of measured times"
     bound = plan.lower_bound_overhead if is_bound else 0.0
     return Point(
         budget_bytes=plan.budget_bytes,
@@ -443,6 +444,7 @@ def _survey(planners: _Planners, sweep: Sweep) -> Survey:
     """
     planner = planners.kernels
     baseline = _plan_of(_planned(planner, PlanMemory(_EVERY_SCHEDULE, "keep-all", time_limit=0)))
+    assert baseline.step_seconds is not None, "a front is of measured times"
     work = OffloadProblem(planner.problem, planner.program.tiers, baseline.baseline_peak_bytes)
     floor_bytes, minimum_bytes = _least_bytes(planner, sweep)
     budgets = sweep.budget_bytes(minimum_bytes, baseline.baseline_peak_bytes)

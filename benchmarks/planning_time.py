@@ -112,8 +112,8 @@ class Row:
         asked: The budget that was asked for.
         operations: Of the graph that is planned.
         share: The budget as a part of the baseline's peak.
-        imports: Seconds of the processor from the start of the process until `irc.optimize` is called, without
-            the model's own.
+        imports: Seconds of the processor from the start of the process until `irc.optimize` is called,
+            without the model's own.
         capture: Seconds for tracing, and for writing the program down.
         measuring: Seconds for rewriting the graph and measuring its operations.
         search: Seconds for choosing the schedule.

@@ -10,6 +10,7 @@ import platform
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -287,21 +288,24 @@ def _measure(
     drawn_on = sorted({device for device in map(_device_of_node, nodes) if device.startswith("cuda")})
     with torch.no_grad(), torch.random.fork_rng(devices=drawn_on):
         workspace_bytes = {key: cost.workspace_bytes for key, cost in known.items() if key in missing}
-        unknown = [key for key in missing if key not in known]
+        unknown = {key: node for key, node in missing.items() if key not in known}
         if unknown:  # and no profiler session without, which would end one that is open
-            found = _workspaces([missing[key] for key in unknown])
-            workspace_bytes |= zip(unknown, found, strict=True)
-        seconds = _seconds(nodes, repeats) if with_times else [None] * len(nodes)
+            workspace_bytes |= zip(unknown, _workspaces(list(unknown.values())), strict=True)
+        warm = unknown.values() if torch.get_num_threads() == 1 else ()
+        seconds = _seconds(nodes, repeats, set(warm)) if with_times else [None] * len(nodes)
     return {key: Measured(s, workspace_bytes[key]) for key, s in zip(missing, seconds, strict=True)}
 
 
-def _seconds(nodes: Iterable[Node], repeats: int) -> list[float]:
-    """The best time of each operation."""
+def _seconds(nodes: Iterable[Node], repeats: int, warm: AbstractSet[Node]) -> list[float]:
+    """The best time of each operation; those that are not warm run once before."""
     found: list[float] = []
     with one_thread():
         for node in nodes:
             with _explained(node):
-                found.append(_best_seconds(node, _runner(node), repeats))
+                run = _runner(node)
+                if node not in warm:
+                    run()  # kernels are chosen and caches filled on the first run
+                found.append(_best_seconds(run, _device_of_node(node), repeats))
     return found
 
 
@@ -336,8 +340,14 @@ def made_up(type: TensorType) -> Tensor:
     reach = 1 + sum((size - 1) * step for size, step in zip(type.shape, type.strides, strict=True))
     flat = torch.zeros(reach if type.numel else 0, dtype=dtype, device=type.device)
     if dtype.is_floating_point and dtype.itemsize > 1:
-        flat.uniform_(0.1, 1.0, generator=torch.Generator(type.device).manual_seed(0))
+        drawn = flat[:_DRAWN].uniform_(0.1, 1.0, generator=torch.Generator(type.device).manual_seed(0))
+        for part in flat[_DRAWN:].split(_DRAWN):
+            part.copy_(drawn[: part.numel()])
     return flat.as_strided(type.shape, type.strides)
+
+
+_DRAWN = 1 << 16
+"""The elements of a made-up tensor that are drawn; the others repeat them, which takes less time."""
 
 
 def _materialize(argument: Argument, tensors: dict[Value, Tensor]) -> Any:
@@ -356,19 +366,15 @@ def _materialize(argument: Argument, tensors: dict[Value, Tensor]) -> Any:
             return argument
 
 
-_LONG_SECONDS = 0.15
+_LONG_SECONDS = 0.02
+"""A run of this time for each of the repeats is enough: operations that take longer run less often."""
 
 
-def _best_seconds(node: Node, run: Callable[[], Any], repeats: int) -> float:
-    device = _device_of_node(node)
-    best = float("inf")
-    run()  # kernels are chosen and caches filled on the first run
-    for attempt in range(max(repeats, 2)):
-        seconds = run_seconds(run, device)
-        best = min(best, seconds)
-        if attempt and seconds > _LONG_SECONDS:
-            break
-    return best
+def _best_seconds(run: Callable[[], Any], device: str, repeats: int) -> float:
+    found = [run_seconds(run, device), run_seconds(run, device)]
+    while len(found) < repeats and sum(found) < repeats * _LONG_SECONDS:
+        found.append(run_seconds(run, device))
+    return min(found)
 
 
 def _check_sizes(node: Node, results: Any) -> None:

@@ -78,5 +78,11 @@ def test_nothing_is_asked_of_larger_graphs_unless_everything_is_kept() -> None:
     assert not replace(whole, measuring=0.2, search=0.3).has_failed
 
 
+def test_a_row_that_found_no_plan_stays_and_is_missed() -> None:
+    refused = Row("m", "40%", minimum_bytes=7)
+    assert refused.has_failed and refused.goal == "a plan" and len(refused.cells()) == len(HEADER)
+    assert refused.cells()[2] == "40%, refused" and refused.cells()[-1] == "missed"
+
+
 def test_there_are_twenty_models() -> None:
     assert len(MODELS) == 20

@@ -41,7 +41,7 @@ _GOALS = ((500, 5.0), (1500, 15.0))
 """Operations, and the seconds that a plan of so many may take."""
 
 _RETRIES = 3
-"""A smallest budget may be refused in its turn: which one is found differs with the times that are measured."""
+"""A smallest budget may be refused in its turn: which one is found depends on the times that are measured."""
 
 _CAPTURE_ALONE = 0.2
 """With everything kept, measuring and search may take this part of imports and capture."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from ...ir import Storage
 from ..progress import Progress, report
 from .candidates import Candidates
-from .cut_ilp import Relaxation
+from .cut_ilp import Relaxation, Solved
 from .eviction import evict_greedily
 from .exact import best_of_class, is_small, lower_bound
 from .problem import CheckpointProblem, Solution
@@ -229,12 +229,7 @@ class _Search:
                 self.incumbent.bound_seconds = max(self.incumbent.bound_seconds, bound_seconds)
             if self.is_proved:
                 return
-            solved = relaxation.solve(
-                seconds=seconds,
-                gap=_PROOF_GAP,
-                node_limit=_CUT_NODES,
-                below_seconds=self._worth_seconds,
-            )
+            solved = self._solved(relaxation, seconds)
             if solved.is_infeasible:
                 return  # within the solver's tolerance: a schedule that fits is at hand
             if solved.bound_seconds > self.incumbent.bound_seconds:
@@ -281,16 +276,32 @@ class _Search:
         assert self.incumbent is not None
         return self.incumbent.best.seconds - self.problem.step_seconds - self.incumbent.bound_seconds
 
-    @property
-    def _worth_seconds(self) -> float:
-        """The time that a schedule computes again at most if the incumbent is not near enough to it.
+    def _solved(self, relaxation: Relaxation, seconds: float) -> Solved:
+        """Asks for a choice that is better by the gap; if there is none, for any better one in as much time."""
+        started = time.thread_time()
+        limit_seconds = self._better_seconds(self.gap)
+        solved = relaxation.solve(
+            seconds=seconds, gap=_PROOF_GAP, node_limit=_CUT_NODES, below_seconds=limit_seconds
+        )
+        if math.isinf(limit_seconds) or solved.resident is not None or not solved.is_optimal:
+            return solved
+        closer = relaxation.solve(
+            seconds=time.thread_time() - started,
+            gap=_PROOF_GAP,
+            node_limit=_CUT_NODES,
+            below_seconds=self._better_seconds(_PROOF_GAP),
+        )
+        return solved if closer.bound_seconds < solved.bound_seconds or closer.is_infeasible else closer
+
+    def _better_seconds(self, gap: float) -> float:
+        """The time that a schedule computes again at most if it is better than the incumbent by a gap.
 
         It is infinite far from a proof, where the limit only makes programmes harder.
         """
         assert self.incumbent is not None
         if not self.incumbent.is_proved(self.problem, _NEAR * self.gap):
             return math.inf
-        return self.incumbent.best.seconds - (1 + self.gap) * self.problem.step_seconds
+        return self.incumbent.best.seconds - (1 + gap) * self.problem.step_seconds
 
     def _by_windows(self, work: SolutionMerger, started: float) -> None:
         """Lets more run again in one part of backward after the other, for as long as was searched so far."""
@@ -312,7 +323,9 @@ class _Search:
         if self.tightest is None or left <= 0 or not is_poor:
             return
         seconds = min(left, (time.thread_time() - started) / 2, _LONGEST_PROOF_SECONDS)
-        solved = self.tightest.solve(seconds=seconds, gap=_PROOF_GAP, below_seconds=self._worth_seconds)
+        solved = self.tightest.solve(
+            seconds=seconds, gap=_PROOF_GAP, below_seconds=self._better_seconds(self.gap)
+        )
         if not solved.is_infeasible:
             self.incumbent.bound_seconds = max(self.incumbent.bound_seconds, solved.bound_seconds)
 

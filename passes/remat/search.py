@@ -277,7 +277,7 @@ class _Search:
         return self.incumbent.best.seconds - self.problem.step_seconds - self.incumbent.bound_seconds
 
     def _solved(self, relaxation: Relaxation, seconds: float) -> Solved:
-        """Asks for a choice that is better by the gap; if there is none, for any better one in as much time."""
+        """Asks for a choice that is better by the gap; if there is none, for any better one."""
         started = time.thread_time()
         limit_seconds = self._better_seconds(self.gap)
         solved = relaxation.solve(

@@ -95,7 +95,7 @@ MODELS: dict[str, Callable[[], Instance]] = {
     "vgg16": partial(_made, vgg16),
     "unet": partial(_made, unet),
     "gpt2": partial(_made, gpt2, width=384, heads=6),
-    "gpt2, 24 layers": partial(_made, gpt2, depth=24, width=256, heads=4, sequence=128),
+    "gpt2-24": partial(_made, gpt2, depth=24, width=256, heads=4, sequence=128),
     "t5": partial(_made, t5),
     "lstm": partial(_made, lstm),
     **{name: partial(_tiny, name) for name in _TINY},

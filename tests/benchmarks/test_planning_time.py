@@ -85,6 +85,5 @@ def test_a_row_that_found_no_plan_stays_and_is_missed() -> None:
 
 
 def test_there_are_twenty_models() -> None:
-    assert len(MODELS) == 20 and not any("," in name for name in MODELS), (
-        "--models takes names with commas between"
-    )
+    assert len(MODELS) == 20
+    assert not any("," in name for name in MODELS), "--models takes names with commas between"

@@ -40,6 +40,7 @@ from ..passes.costs.optimizer_costs import optimizer_of
 from ..passes.costs.table import StepCost
 from ..passes.progress import Progress, report
 from ..passes.remat.reuse_schedule import reuse_schedule
+from .frozen_heap import frozen_heap
 from .number_slots import number_slots
 from .request import Example, Request
 from .time_steps import kernels_or_time_steps, seconds_to_capture
@@ -60,6 +61,7 @@ class CompiledCall(Compilation):
     program: Program
 
 
+@frozen_heap()
 def compile_call(
     module: nn.Module,
     args: tuple[Any, ...],
@@ -70,7 +72,8 @@ def compile_call(
 ) -> CompiledCall:
     """Compiles a call of a module: the first one, and each that differs from those before.
 
-    Operations that were not measured before are measured now; for later calls that is amid training: one
+    Operations that were not measured before are measured now: their workspaces, and their times unless all
+    is kept and nothing runs twice. For later calls that is amid training: one
     after another on tensors made up for it (see `profile_costs`), and nothing stays. What that takes, the
     operands, results and workspace of one operation and a mark of a megabyte, comes on top of what is
     alive between two steps and of what forwards in flight have saved. So does a run of the loss, on outputs
@@ -92,14 +95,14 @@ def compile_call(
         UsageError: IRC522 if the loss does not run on a result that is larger than the example's.
     """
     captured, names = _captured(module, args, kwargs, request)
-    costed = _costed(captured, request)
+    prepared = _prepared(captured, request)
 
     def by_kernels() -> tuple[Captured, Names, Program]:
-        return captured, names, _planned(captured, costed, request, reserved)
+        return captured, names, _planned(captured, prepared, request, reserved)
 
     def by_time_steps() -> tuple[Captured, Names, Program]:
         steps, names_of_steps = _captured(module, args, kwargs, request, stepwise=True)
-        program = replace(_costed(steps, request), kernels=costed)
+        program = replace(_prepared(steps, request), kernels=_costed(prepared, request))
         return steps, names_of_steps, _planned(steps, program, request, reserved)
 
     planned, read, program = kernels_or_time_steps(captured.graph, by_kernels, by_time_steps)
@@ -212,24 +215,33 @@ def _output_bytes(graph: Graph) -> list[int]:
 # ---------------------------------------------------------------------- passes
 
 
-def _costed(captured: Captured, request: Request) -> Program:
-    """The call, rewritten, with the costs of its operations."""
+def _prepared(captured: Captured, request: Request) -> Program:
+    """The call, rewritten."""
     with torch._C._DisableAutocast():  # pyright: ignore[reportPrivateUsage]
-        program = PassManager(request.preparing, request.observers).run(
-            Program(captured.graph, eager=captured.eager)
-        )
-        return PassManager([request.bounded_cost], request.observers).run(program)
+        program = Program(captured.graph, eager=captured.eager)
+        return PassManager(request.preparing, request.observers).run(program)
+
+
+def _costed(program: Program, request: Request, *, with_times: bool = True) -> Program:
+    """The program with the costs of its operations, their times among them or only their workspaces."""
+    with torch._C._DisableAutocast():  # pyright: ignore[reportPrivateUsage]
+        cost = replace(request.bounded_cost, times=with_times)
+        return PassManager([cost], request.observers).run(program)
 
 
 def _planned(captured: Captured, program: Program, request: Request, reserved: ReservedMemory) -> Program:
-    """The call with a schedule and its certificate, which count what is reserved.
+    """The call with costs, a schedule and its certificate, which count what is reserved.
 
     Raises:
         BudgetError: IRC204.
     """
+    reserved_bytes = _held_bytes(program.graph, reserved) + reserved.constants_bytes
+    within = request.with_less(reserved_bytes)
+    program = _costed(program, request, with_times=False)
+    assert program.costs is not None
+    if not program.costs.has_times and within.needs_times(program):
+        program = _costed(program, request)
     with torch._C._DisableAutocast():  # pyright: ignore[reportPrivateUsage]
-        reserved_bytes = _held_bytes(program.graph, reserved) + reserved.constants_bytes
-        within = request.with_less(reserved_bytes)
         program = _reused(captured, program, within) or _chosen(program, within, reserved_bytes)
     assert program.plan is not None
     plan = replace(

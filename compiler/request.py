@@ -236,6 +236,10 @@ class Request:
         """The part of the pipeline that chooses a schedule."""
         return (self.plan,) if self.tiers is None else (self.tiers, self.plan)
 
+    def needs_times(self, program: Program) -> bool:
+        """Whether the schedule depends on what the operations of a program take."""
+        return self.tiers is not None or self.plan.needs_times(program)
+
     def costed(self, captured: Captured) -> Program:
         """The program of a captured call, with costs."""
         return PassManager(self.costing, self.observers).run(Program(captured.graph, eager=captured.eager))

@@ -114,12 +114,13 @@ class Plan:
             reserved bytes.
         minimum_budget_bytes: The smallest budget that a schedule was found for.
         floor_bytes: No schedule with this order of backward fits into less.
-        step_seconds: Predicted time of the baseline's step.
+        step_seconds: Predicted time of the baseline's step; None if no operation was timed, as nothing is
+            computed twice.
         overhead: Predicted extra time, as a fraction of the baseline's.
         lower_bound_overhead: No schedule within the budget, with this order of backward, costs less.
         proven_optimal: Whether the gap is closed (to 1e-4 of the step's time).
         strategy: The strategy that found the schedule.
-        costs: The source of seconds and workspaces.
+        costs: The source of seconds, if there are any, and of workspaces.
         decisions: One for each forward storage.
         seconds_to_plan: The time that planning took.
         gradients: The fate of the gradients of parameters: the name of one of `Gradients`.
@@ -151,7 +152,7 @@ class Plan:
     static_bytes: int
     minimum_budget_bytes: int
     floor_bytes: int
-    step_seconds: float
+    step_seconds: float | None
     overhead: float
     lower_bound_overhead: float
     proven_optimal: bool
@@ -203,7 +204,7 @@ class Plan:
                 f"{format_bytes(self.minimum_budget_bytes)} ({self.minimum_budget_bytes:,} bytes)",
             ),
             *(("annotations", text) for text in self._annotations_in_force),
-            ("strategy", f"{self.strategy}, costs {self.costs}, planned in {self.seconds_to_plan:.1f} s"),
+            ("strategy", f"{self.strategy}, {self._costs}, planned in {self.seconds_to_plan:.1f} s"),
         ]
         return "\n".join(f"{name:>16}  {printable(text, 1000)}" for name, text in rows)
 
@@ -216,6 +217,11 @@ class Plan:
             beside = f"{inputs}, and {what}" if what else inputs
             return f"{beside}, without the {format_bytes(self.offloaded_bytes)} below"
         return f"{inputs}, and {format_bytes(self.reserved_bytes)} of {what}" if what else inputs
+
+    @property
+    def _costs(self) -> str:
+        untimed = " (workspaces; nothing is computed twice, so that no time matters)"
+        return f"costs {self.costs}{untimed if self.step_seconds is None else ''}"
 
     @property
     def _in_flight(self) -> str:
@@ -244,7 +250,7 @@ class Plan:
     @property
     def _copies(self) -> Iterator[str]:
         """Describes in one line what is copied to each tier."""
-        planned_seconds = self.step_seconds * (1 + self.overhead)
+        planned_seconds = (self.step_seconds or 0.0) * (1 + self.overhead)
         if self.offloaded_bytes:
             amount = format_bytes(self.offloaded_bytes)
             yield f"{amount} of parameters and optimizer state live in a tier between steps"
@@ -367,6 +373,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "int": (int,),
     "int | None": (int, type(None)),
     "float": (int, float),
+    "float | None": (int, float, type(None)),
     "str": (str,),
     "bool": (bool,),
 }

@@ -18,7 +18,7 @@ from .offload.strategies import OFFLOAD_STRATEGIES
 from .program import Program
 from .remat.certificate import certify
 from .remat.choice import GAP, ChosenSchedule, Limits
-from .remat.choose_recomputation import STRATEGIES, choose_recomputation
+from .remat.choose_recomputation import STRATEGIES, choose_recomputation, is_all_kept
 from .remat.planner import Planner
 
 __all__ = ["PlanMemory", "smallest_budget"]
@@ -166,6 +166,19 @@ class PlanMemory:
             kernels_seconds=planner.kernels_seconds,
         )
         return replace(program, schedule=choice.incumbent.best.schedule, plan=plan)
+
+    def needs_times(self, program: Program) -> bool:
+        """Whether the choice depends on what operations take: not if all is kept, and nothing runs twice.
+
+        Raises:
+            UsageError: As of `run`.
+        """
+        self.check()
+        if program.tiers or self.which or program.kernels is not None:
+            return True
+        planner = Planner(program)
+        budget_bytes = parse_budget(self.budget, planner.baseline_bytes)
+        return not is_all_kept(planner, self.strategy, budget_bytes)
 
     def _choice(self, planner: Planner, limits: Limits) -> ChosenSchedule:
         if self.which:

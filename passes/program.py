@@ -57,6 +57,7 @@ def without_annotations(program: Program) -> Program:
         {free[node]: seconds for node, seconds in program.costs.seconds.items()},
         {free[node]: nbytes for node, nbytes in program.costs.workspace_bytes.items()},
         program.costs.source,
+        program.costs.has_times,
     )
     original = freed[1] if len(freed) > 1 else None
     return Program(freed[0], costs, original=original, eager=program.eager, kernels=program.kernels)

@@ -13,6 +13,7 @@ from ..ir import UsageError
 from .options import (
     EXITS,
     Commands,
+    add_gap,
     add_model,
     add_swap,
     budget_of,
@@ -50,13 +51,7 @@ def add(commands: Commands) -> None:
     optimize.add_argument(
         "--time-limit", type=float, default=60.0, metavar="SECONDS", help="for the search (60)"
     )
-    optimize.add_argument(
-        "--gap",
-        type=float,
-        default=0.005,
-        metavar="FRACTION",
-        help="stop the search this close to the best, as a fraction of the step's time (0.005)",
-    )
+    add_gap(optimize)
     add_swap(optimize, ", also as params,optimizer for what may live there between steps")
     optimize.add_argument(
         "--optimizer",

@@ -130,6 +130,17 @@ class _Renamed(argparse.Action):
         print(f"warning: {option_string} is now --costs {namespace.costs}", file=sys.stderr)
 
 
+def add_gap(parser: argparse.ArgumentParser) -> None:
+    """Adds --gap."""
+    parser.add_argument(
+        "--gap",
+        type=float,
+        default=0.005,
+        metavar="FRACTION",
+        help="stop a search this close to the best, as a fraction of the step's time (0.005)",
+    )
+
+
 def add_verbosity(parser: argparse.ArgumentParser) -> None:
     """Adds --json, --verbose and --quiet."""
     parser.add_argument("--json", action="store_true", help="print the result as JSON")

@@ -10,6 +10,7 @@ from ..ir import UsageError
 from .options import (
     EXITS,
     Commands,
+    add_gap,
     add_model,
     add_swap,
     budget_of,
@@ -50,6 +51,7 @@ def add(commands: Commands) -> None:
     pareto.add_argument(
         "--time-limit", type=float, default=20.0, metavar="SECONDS", help="for the search at each budget (20)"
     )
+    add_gap(pareto)
     add_swap(pareto)
     pareto.set_defaults(command=_pareto)
 
@@ -75,7 +77,7 @@ def _pareto(options: argparse.Namespace) -> int:
         from ..torch_support.pytree import flatten
         from .pareto_progress import FrontProgress
 
-        sweep = Sweep(options.points, budgets, options.strategy, options.time_limit, offered)
+        sweep = Sweep(options.points, budgets, options.strategy, options.time_limit, offered, options.gap)
         sweep.check()
         if options.output is not None:
             check_folder(options.output, restart=options.restart)

@@ -128,6 +128,7 @@ def optimize_pipeline(options: argparse.Namespace) -> int:
         options.link,
         options.partition,
         options.swap,
+        options.gap,
     )
     request.check()
     if options.output is not None:

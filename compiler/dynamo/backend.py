@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from ...backends.torch import check_tensor, deliver, planning, run_step, tracing
 from ...frontends.torch import capture_graph, compiled_frame, forward_bytes, graph_name, lifted_names
 from ...ir import Plan, UsageError, parse_budget
+from ...passes.remat.choice import GAP
 from ...passes.subgraphs.subgraph import SubgraphSolutions
 from ..request import MEASURED, Request, renamed_costs
 from ..time_steps import kernels_or_time_steps, seconds_to_capture
@@ -36,6 +37,7 @@ def backend(
     budget: int | str,
     *,
     time_limit: float = 60.0,
+    gap: float = GAP,
     costs: str = MEASURED,
     outside: int | str | None = None,
     model: nn.Module | None = None,
@@ -60,6 +62,7 @@ def backend(
             graphs take; a loss outside of them is assumed to take twice the bytes of the outputs it is given.
             Measuring operations, when a graph runs for the first time, takes memory of its own.
         time_limit: Seconds for each search of schedules.
+        gap: As in `irc.optimize`, for each search.
         costs: As in `irc.optimize`.
         outside: Bytes that the step takes outside of the compiled graphs, which are not known here: code that
             Dynamo leaves to Python, a larger loss, the state of the optimizer. They come off the budget.
@@ -70,14 +73,14 @@ def backend(
         profile: The old name of `costs`, until the next version.
 
     Raises:
-        UsageError: IRC401 for a malformed budget, IRC403 for a malformed time limit, IRC410 for the name of
-            no machine, IRC541 for a budget in percent.
+        UsageError: IRC401 for a malformed budget, IRC403 for a malformed time limit or gap, IRC410 for the
+            name of no machine, IRC541 for a budget in percent.
 
     The step itself raises BudgetError (IRC540), which names its graphs, before a graph would go over the
     budget, and UnsupportedError for a graph that cannot be captured (IRC543 and others), and for what was
     computed outside of graphs (IRC542).
     """
-    return Backend(budget, time_limit, renamed_costs(costs, profile), outside, model)
+    return Backend(budget, time_limit, gap, renamed_costs(costs, profile), outside, model)
 
 
 class Backend:
@@ -86,6 +89,7 @@ class Backend:
     Args:
         budget: As in `irc.backend`.
         time_limit: As there.
+        gap: As there.
         costs: As there.
         outside: As there.
         model: As there.
@@ -95,6 +99,7 @@ class Backend:
         self,
         budget: int | str,
         time_limit: float,
+        gap: float,
         costs: str,
         outside: int | str | None,
         model: nn.Module | None,
@@ -108,9 +113,9 @@ class Backend:
                     "it takes without a plan",
                 )
         self.__name__ = "irc"  # torch.compile asks for it
-        self._request = Request.of(budget, time_limit=time_limit, costs=costs)
+        self._request = Request.of(budget, time_limit=time_limit, gap=gap, costs=costs)
         outside_bytes = None if outside is None else parse_budget(outside) if outside else 0
-        self._budget = StepBudget(parse_budget(budget), time_limit, outside_bytes)
+        self._budget = StepBudget(parse_budget(budget), time_limit, outside_bytes, gap)
         self._given = [] if model is None else [model]
         self._budget.count(self._given)
         self._lock = threading.RLock()

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from ...backends.torch import AliveTensors, held_by_history
 from ...ir import BudgetError, TimeLimitError, format_bytes
 from ...passes import CheckpointProblem
+from ...passes.remat.choice import GAP
 from ...passes.subgraphs.choose_together import choose_together
 from ...passes.subgraphs.footprint import Footprint, footprint, outputs_bytes, saved_by, tangents_bytes
 from ...passes.subgraphs.leaner_backward import leaner_backwards
@@ -51,17 +52,20 @@ class StepBudget:
         budget_bytes: Of a step, on one device.
         time_limit: Seconds for each planning.
         outside_bytes: What the step takes outside of the graphs; None if nobody said.
+        gap: The distance from the best at which a search stops.
 
     Attributes:
         peak_bytes: The largest peak that was predicted of a step so far; 0 before the first.
         latest_peak_bytes: The same of the latest: since a graph ran that nothing waited below.
     """
 
-    def __init__(self, budget_bytes: int, time_limit: float, outside_bytes: int | None) -> None:
+    def __init__(
+        self, budget_bytes: int, time_limit: float, outside_bytes: int | None, gap: float = GAP
+    ) -> None:
         self.budget_bytes = budget_bytes
         self.knows_outside = outside_bytes is not None
         self.room_bytes = budget_bytes - (outside_bytes or 0)
-        self.time_limit = time_limit
+        self.time_limit, self.gap = time_limit, gap
         self.alive = AliveTensors()
         self.eager_parameters = EagerParameters()
         self.pending_runs: list[PendingRun] = []
@@ -305,7 +309,7 @@ class StepBudget:
 
     def _planned(self, subgraph: Subgraph, now: _Now, time_limit: float) -> Choice:
         here, chosen = self._here(subgraph, now)
-        return plan_subgraph(here, self.room_bytes, chosen, time_limit=time_limit)
+        return plan_subgraph(here, self.room_bytes, chosen, time_limit=time_limit, gap=self.gap)
 
     def _here(self, subgraph: Subgraph, now: _Now) -> tuple[Subgraph, dict[Subgraph, Footprint]]:
         """A subgraph as it stands in this very run, with what those below it take."""
@@ -321,7 +325,7 @@ class StepBudget:
         choices: dict[Subgraph, Choice] | None = None
         for room_bytes in rooms[1:] if root in self._unplanned else rooms:
             if choices is None:
-                choices = choose_together(root, room_bytes, time_limit=self.time_limit)
+                choices = choose_together(root, room_bytes, time_limit=self.time_limit, gap=self.gap)
         self._unplanned.discard(root)
         if choices is None:
             _LOG.info("no plans were found that fit together; each graph goes on with its own")

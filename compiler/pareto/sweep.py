@@ -33,6 +33,7 @@ from ...passes import (
 )
 from ...passes.offload.offload_problem import OffloadProblem
 from ...passes.offload.strategies import LOOK_AHEADS, OFFLOAD_STRATEGIES, lms_all
+from ...passes.remat.choice import GAP
 from ...passes.remat.strategies import known_strategies
 from ...torch_support.pytree import flatten
 from ..request import MEASURED, Request, renamed_costs
@@ -61,6 +62,7 @@ class Sweep:
         strategy: As for `irc.optimize`.
         time_limit: Seconds for the search at each budget.
         offered: The tiers that plans may copy to; None if nothing is copied.
+        gap: As for `irc.optimize`.
     """
 
     points: int = _POINTS
@@ -68,13 +70,14 @@ class Sweep:
     strategy: str = "auto"
     time_limit: float = _SECONDS
     offered: OfferTiers | None = None
+    gap: float = GAP
 
     def check(self) -> None:
         """Refuses malformed options.
 
         Raises:
-            UsageError: IRC440 for the number of points; IRC401 or IRC403 for a budget, the strategy or the
-                time limit; as `OfferTiers` for the tiers.
+            UsageError: IRC440 for the number of points; IRC401 or IRC403 for a budget, the strategy, the time
+                limit or the gap; as `OfferTiers` for the tiers.
         """
         points = cast(object, self.points)
         if not isinstance(points, int) or isinstance(points, bool) or points < 2:
@@ -89,7 +92,7 @@ class Sweep:
 
     def chooser(self, budget: int | str) -> PlanMemory:
         """The pass that plans within a budget."""
-        return PlanMemory(budget, self.strategy, self.time_limit)
+        return PlanMemory(budget, self.strategy, self.time_limit, gap=self.gap)
 
     @property
     def copies(self) -> bool:
@@ -135,7 +138,8 @@ class Sweep:
 
     def __str__(self) -> str:
         budgets = " ".join(map(str, self.budgets)) or f"{self.points} points"
-        return f"{budgets}, strategy {self.strategy}, {self.time_limit:g} s each"
+        gap = "" if self.gap == GAP else f", gap {self.gap:g}"
+        return f"{budgets}, strategy {self.strategy}, {self.time_limit:g} s each{gap}"
 
 
 class FrontObserver(Protocol):
@@ -163,6 +167,7 @@ def pareto(
     example_kwargs: Mapping[str, Any] | None = None,
     strategy: str = "auto",
     time_limit: float = _SECONDS,
+    gap: float = GAP,
     costs: str = MEASURED,
     loss: Loss | None = None,
     swap: str | Sequence[str] | None = None,
@@ -183,6 +188,7 @@ def pareto(
         example_kwargs: As for `irc.optimize`.
         strategy: As for `irc.optimize`.
         time_limit: Seconds for the search at each budget.
+        gap: As for `irc.optimize`, at each budget.
         costs: As for `irc.optimize`.
         loss: As for `irc.optimize`.
         swap: As for `irc.optimize`: each point may copy to these tiers, and its bound is over all schedules
@@ -205,7 +211,7 @@ def pareto(
     """
     costs = renamed_costs(costs, profile)
     offered = None if swap is None else offer(swap, costs)
-    sweep = Sweep(points, tuple(budgets), strategy, time_limit, offered)
+    sweep = Sweep(points, tuple(budgets), strategy, time_limit, offered, gap)
     sweep.check()
     request = Request.of("100%", costs=costs)
     args = _checked(model, example_args, example_kwargs, loss)
@@ -413,6 +419,7 @@ def _planned(planner: Planner, select: PlanMemory) -> Program:
 def _point(program: Program, *, is_bound: bool) -> Point:
     """A plan as a point; what was proved of schedules without copies says nothing if there are tiers."""
     plan = _plan_of(program)
+    assert plan.step_seconds is not None, "a front is of measured times"
     bound = plan.lower_bound_overhead if is_bound else 0.0
     return Point(
         budget_bytes=plan.budget_bytes,
@@ -443,6 +450,7 @@ def _survey(planners: _Planners, sweep: Sweep) -> Survey:
     """
     planner = planners.kernels
     baseline = _plan_of(_planned(planner, PlanMemory(_EVERY_SCHEDULE, "keep-all", time_limit=0)))
+    assert baseline.step_seconds is not None, "a front is of measured times"
     work = OffloadProblem(planner.problem, planner.program.tiers, baseline.baseline_peak_bytes)
     floor_bytes, minimum_bytes = _least_bytes(planner, sweep)
     budgets = sweep.budget_bytes(minimum_bytes, baseline.baseline_peak_bytes)

@@ -20,6 +20,7 @@ from ...ir import IrcError, UsageError, parse_program
 from ...ir.pipeline.plan import PipelinePlan
 from ...ir.pipeline.schedule import PipelineSchedule
 from ...passes.costs.optimizer_costs import OptimizerFactory
+from ...passes.remat.choice import GAP
 from ..request import MEASURED, renamed_costs
 from ..time_steps import has_kernels, seconds_to_capture
 from .auto import Capture, Considered, choose
@@ -98,6 +99,7 @@ def pipeline(
     link: int | str = "10GB",
     partition: str = "best",
     swap: str | Sequence[str] = (),
+    gap: float = GAP,
     profile: bool | str | None = None,
 ) -> Pipeline:
     """Cuts a model into pipeline stages that fit their devices, for the shortest step.
@@ -134,6 +136,7 @@ def pipeline(
         partition: Where the model is cut: `best`, or for comparison as many places in each stage (`uniform`),
             torchgpipe's balance (`time`, `size`) or PipeDream's (`pipedream`).
         swap: Tiers that each device's stages may copy to, as in `irc.optimize`: `"host:64GiB"`.
+        gap: As in `irc.optimize`, for the plan of each stage.
         profile: The old name of `costs`, until the next version.
 
     Raises:
@@ -156,6 +159,7 @@ def pipeline(
         link,
         partition,
         swap,
+        gap,
     )
     request.check()
     return compile_pipeline(lambda count: (model, arguments), request, loss)

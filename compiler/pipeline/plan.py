@@ -213,6 +213,7 @@ class MicroBatch:
             request.strategies(),
             time_limit,
             self.optimizer_steps,
+            gap=request.gap,
         )
         order = request.order()
         find = partial(self._costed, parts=order.stages // order.devices)

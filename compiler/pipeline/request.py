@@ -13,6 +13,7 @@ from ...ir.pipeline.schedule import PipelineSchedule
 from ...passes import PlanMemory
 from ...passes.costs.optimizer_costs import OptimizerFactory
 from ...passes.pipeline import PARTITIONS, SCHEDULES, pipeline_schedule
+from ...passes.remat.choice import GAP
 from ..request import MEASURED, Request
 from ..tiers import offer
 
@@ -107,6 +108,7 @@ class PipelineRequest:
         link: Bytes that go from one device to another in a second, in each direction.
         swap: Tiers that stages may copy to, as in `irc.optimize`, for each device.
         partition: Where the model is cut: `best`, or for comparison `uniform`, `time`, `size` or `pipedream`.
+        gap: The distance from the best at which the plan of a stage is good enough, as in `irc.optimize`.
     """
 
     devices: int | str
@@ -122,14 +124,15 @@ class PipelineRequest:
     link: int | str = "10GB"
     partition: str = "best"
     swap: str | Sequence[str] = ()
+    gap: float = GAP
 
     def check(self) -> None:
         """Refuses what can be refused before the model is looked at.
 
         Raises:
-            UsageError: IRC401 or IRC482 for devices or the link, IRC403 for strategy or time limit, IRC467 or
-                IRC468 for a schedule, IRC469 for what is not a number, IRC495 for a mode of checkpointing,
-                IRC499 for an unknown partition; as `offer` for tiers.
+            UsageError: IRC401 or IRC482 for devices or the link, IRC403 for strategy, time limit or gap,
+                IRC467 or IRC468 for a schedule, IRC469 for what is not a number, IRC495 for a mode of
+                checkpointing, IRC499 for an unknown partition; as `offer` for tiers.
         """
         numbers: tuple[tuple[str, object], ...] = (
             ("stages", self.devices),
@@ -153,7 +156,7 @@ class PipelineRequest:
                 help="give --device for each of them, or a list of budgets",
             )
         self.requested_devices()
-        PlanMemory(1, self.strategy, self.time_limit).check()
+        PlanMemory(1, self.strategy, self.time_limit, gap=self.gap).check()
         self.strategies()
         if self.partition not in PARTITIONS:
             raise UsageError(

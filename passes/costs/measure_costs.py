@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -30,6 +30,7 @@ class Cost:
         cache: Whether measurements are kept on disk and taken from there.
         most_bytes: The operands and results of the largest operation that may run to be measured; the costs
             of larger ones are those of the machine `cpu`. None lets all run.
+        times: Whether operations are timed too, and not only their workspaces measured.
     """
 
     name: ClassVar[str] = "cost"
@@ -38,6 +39,7 @@ class Cost:
     repeats: int = 5
     cache: bool = True
     most_bytes: int | None = field(default=None, metadata={"in_text": False})
+    times: bool = field(default=True, metadata={"in_text": False})
 
     def check(self) -> None:
         """Refuses what names no machine.
@@ -51,15 +53,7 @@ class Cost:
     def run(self, program: Program, /) -> Program:
         """The program with the costs of its graph, and of the graph as it was captured."""
         graphs = [program.graph, *([program.original] if program.original is not None else [])]
-        tables = [self._costs(graph) for graph in graphs]
-        return replace(
-            program,
-            costs=Costs(
-                {node: seconds for table in tables for node, seconds in table.seconds.items()},
-                {node: nbytes for table in tables for node, nbytes in table.workspace_bytes.items()},
-                tables[0].source,
-            ),
-        )
+        return replace(program, costs=self._costs(graphs))
 
     @property
     def measure(self) -> Callable[[Iterable[Callable[[], Any]], str, int], list[Level] | None] | None:
@@ -84,12 +78,18 @@ class Cost:
         except torch.OutOfMemoryError:
             return None
 
-    def _costs(self, graph: Graph) -> Costs:
+    def _costs(self, graphs: Sequence[Graph]) -> Costs:
         if self.profile != "device":
-            return analytic_costs(graph, machine_named(self.profile))
-        if any(storage.device == "meta" for storage in graph.storages):  # nothing runs there
-            return analytic_costs(graph, machine_named("cpu"))
+            return Costs.united([analytic_costs(graph, machine_named(self.profile)) for graph in graphs])
+        if any(storage.device == "meta" for graph in graphs for storage in graph.storages):
+            on_cpu = machine_named("cpu")  # nothing runs there
+            return Costs.united([analytic_costs(graph, on_cpu) for graph in graphs])
         from .profiling import ProfileStore, profile_costs
 
-        store = ProfileStore.default() if self.cache else None
-        return profile_costs(graph, store=store, repeats=self.repeats, most_bytes=self.most_bytes)
+        return profile_costs(
+            *graphs,
+            store=ProfileStore.default() if self.cache else None,
+            repeats=self.repeats,
+            most_bytes=self.most_bytes,
+            with_times=self.times,
+        )

@@ -9,7 +9,8 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -55,51 +56,62 @@ class Measured:
     """One measured operation.
 
     Args:
-        seconds: The best time of several runs.
+        seconds: The best time of several runs; None if only the workspace was measured.
         workspace_bytes: The allocator's bytes at the operation's own peak, beyond its results.
     """
 
-    seconds: float
+    seconds: float | None
     workspace_bytes: int
 
 
 def profile_costs(
-    graph: Graph, *, store: ProfileStore | None = None, repeats: int = 5, most_bytes: int | None = None
+    *graphs: Graph,
+    store: ProfileStore | None = None,
+    repeats: int = 5,
+    most_bytes: int | None = None,
+    with_times: bool = True,
 ) -> Costs:
-    """Measures costs on the devices that the graph's tensors live on.
+    """Measures costs on the devices that the graphs' tensors live on.
 
-    Each distinct operation (name, constants, operand types) runs on made-up tensors: once to warm up and to
+    Each distinct operation (name, constants, operand types) runs on made-up tensors: twice, to warm up and to
     count its allocations, then up to `repeats` times for the time, of which the best counts. The generator's
     state is as before. The cost of an optimizer's step stands at its node (see `StepCost`).
 
     Args:
-        graph: The graph whose operations are measured.
+        *graphs: The graphs whose operations are measured, all on the same devices.
         store: The store of earlier measurements; None measures everything anew.
         repeats: The number of timed runs of an operation; long operations get fewer, but two at least.
         most_bytes: An operation with more bytes of operands and results, or for which the device has no room,
             is not measured: unless it was before, its costs are modelled. None lets all run.
+        with_times: Whether to measure times too; without, those that were not measured before are modelled.
 
     Raises:
         IrcError: IRC411 when an operation does not run by itself.
         UsageError: IRC457 when cuDNN is to choose the algorithms of convolutions by timing them.
     """
-    _refuse_chosen_by_time(graph)
+    for graph in graphs:
+        _refuse_chosen_by_time(graph)
     store = ProfileStore(None) if store is None else store
+    operations = [node for graph in graphs for node in graph.operations]
     steps: dict[Node, StepCost | Measured] = {
-        n: StepCost.of(n) for n in graph.operations if n.releases is Gradients.APPLIED
+        n: StepCost.of(n) for n in operations if n.releases is Gradients.APPLIED
     }
-    steps |= {n: Measured(0.0, 0) for n in graph.operations if Trait.EXCHANGE in n.traits}
-    distinct = {signature(node): node for node in reversed(graph.operations) if node not in steps}
-    device = _device_of(graph)
+    steps |= {n: Measured(0.0, 0) for n in operations if Trait.EXCHANGE in n.traits}
+    touched_bytes = {
+        signature(node): (node, _touched_bytes(graph, node))
+        for graph in reversed(graphs)
+        for node in reversed(graph.operations)
+        if node not in steps
+    }
+    device = _device_of(graphs)
     known = store.load(device)
-    missing = [
-        (key, node)
-        for key, node in distinct.items()
-        if key not in known and (most_bytes is None or _touched_bytes(graph, node) <= most_bytes)
-    ]
+    missing = {
+        key: node
+        for key, (node, nbytes) in touched_bytes.items()
+        if _lacks(known.get(key), with_times) and (most_bytes is None or nbytes <= most_bytes)
+    }
     try:
-        measured = _measure([node for _, node in missing], repeats)
-        fresh = dict(zip((key for key, _ in missing), measured, strict=True))
+        fresh = _measure(missing, known, repeats, with_times)
     except torch.OutOfMemoryError:
         if most_bytes is None:
             raise
@@ -107,16 +119,34 @@ def profile_costs(
     if fresh:
         store.save(device, fresh)
     table = {**known, **fresh}
-    found = {node: steps.get(node) or table.get(signature(node)) for node in graph.operations}
-    modelled = analytic_costs(graph, machine_named("cpu")) if None in found.values() else Costs({}, {}, "")
-    return Costs(
-        seconds={node: m.seconds if m else modelled.seconds[node] for node, m in found.items()},
-        workspace_bytes={
-            node: _with_state(node, m.workspace_bytes) if m else modelled.workspace_bytes[node]
-            for node, m in found.items()
-        },
-        source=f"profile:{device}",
-    )
+    found = {node: steps.get(node) or table.get(signature(node)) for node in operations}
+    return _costs_of(graphs, found, device, is_measured=with_times)
+
+
+def _lacks(known: Measured | None, with_times: bool) -> bool:
+    return known is None or (with_times and known.seconds is None)
+
+
+def _costs_of(
+    graphs: Iterable[Graph],
+    found: Mapping[Node, StepCost | Measured | None],
+    device: str,
+    *,
+    is_measured: bool,
+) -> Costs:
+    """Makes the table of what was found; what was not is modelled."""
+    has_times = is_measured or all(cost is not None and cost.seconds is not None for cost in found.values())
+    seconds: dict[Node, float] = {}
+    workspace_bytes: dict[Node, int] = {}
+    if not has_times or None in found.values():
+        modelled = Costs.united([analytic_costs(graph, machine_named("cpu")) for graph in graphs])
+        seconds, workspace_bytes = dict(modelled.seconds), dict(modelled.workspace_bytes)
+    for node, cost in found.items():
+        if cost is not None:
+            workspace_bytes[node] = _with_state(node, cost.workspace_bytes)
+            if cost.seconds is not None:
+                seconds[node] = cost.seconds
+    return Costs(seconds, workspace_bytes, f"profile:{device}", has_times)
 
 
 def _with_state(node: Node, workspace_bytes: int) -> int:
@@ -157,7 +187,8 @@ class ProfileStore:
         try:
             rows = json.loads(path.read_text())["operations"]
             return {
-                key: Measured(float(seconds), int(workspace)) for key, (seconds, workspace) in rows.items()
+                key: Measured(None if seconds is None else float(seconds), int(workspace))
+                for key, (seconds, workspace) in rows.items()
             }
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             return {}
@@ -187,8 +218,8 @@ class ProfileStore:
         return self.folder / f"profile-{plain}.json"
 
 
-def _device_of(graph: Graph) -> str:
-    devices = sorted({storage.device for storage in graph.storages})
+def _device_of(graphs: Iterable[Graph]) -> str:
+    devices = sorted({storage.device for graph in graphs for storage in graph.storages})
     on_cuda = any(device.startswith("cuda") for device in devices)
     names = [*map(device_name, devices), *(_cuda_settings() if on_cuda else ())]
     return f"torch-{torch.__version__}-{'-'.join(names)}"
@@ -247,19 +278,35 @@ def _processor() -> str:
 # ---------------------------------------------------------------------- operations
 
 
-def _measure(nodes: Sequence[Node], repeats: int) -> list[Measured]:
-    """Measures times and workspaces: one pass for times, which warms kernels up, and one for allocations."""
-    if not nodes:
-        return []  # and not a profiler session, which would end one that is open
-    seconds: list[float] = []
+def _measure(
+    missing: Mapping[str, Node], known: Mapping[str, Measured], repeats: int, with_times: bool
+) -> dict[str, Measured]:
+    """Measures what is not known of operations: one pass for allocations, and one for times."""
+    if not missing:
+        return {}
+    nodes = list(missing.values())
     drawn_on = sorted({device for device in map(_device_of_node, nodes) if device.startswith("cuda")})
     with torch.no_grad(), torch.random.fork_rng(devices=drawn_on):
-        with one_thread():
-            for node in nodes:
-                with _explained(node):
-                    seconds.append(_best_seconds(node, _runner(node), repeats))
-        workspaces = _workspaces(nodes)
-    return [Measured(*pair) for pair in zip(seconds, workspaces, strict=True)]
+        workspace_bytes = {key: cost.workspace_bytes for key, cost in known.items() if key in missing}
+        unknown = {key: node for key, node in missing.items() if key not in known}
+        if unknown:  # and no profiler session without, which would end one that is open
+            workspace_bytes |= zip(unknown, _workspaces(list(unknown.values())), strict=True)
+        warm = unknown.values() if torch.get_num_threads() == 1 else ()
+        seconds = _seconds(nodes, repeats, set(warm)) if with_times else [None] * len(nodes)
+    return {key: Measured(s, workspace_bytes[key]) for key, s in zip(missing, seconds, strict=True)}
+
+
+def _seconds(nodes: Iterable[Node], repeats: int, warm: AbstractSet[Node]) -> list[float]:
+    """The best time of each operation; those that are not warm run once before."""
+    found: list[float] = []
+    with one_thread():
+        for node in nodes:
+            with _explained(node):
+                run = _runner(node)
+                if node not in warm:
+                    run()  # kernels are chosen and caches filled on the first run
+                found.append(_best_seconds(run, _device_of_node(node), repeats))
+    return found
 
 
 @contextlib.contextmanager
@@ -293,8 +340,14 @@ def made_up(type: TensorType) -> Tensor:
     reach = 1 + sum((size - 1) * step for size, step in zip(type.shape, type.strides, strict=True))
     flat = torch.zeros(reach if type.numel else 0, dtype=dtype, device=type.device)
     if dtype.is_floating_point and dtype.itemsize > 1:
-        flat.uniform_(0.1, 1.0, generator=torch.Generator(type.device).manual_seed(0))
+        drawn = flat[:_DRAWN].uniform_(0.1, 1.0, generator=torch.Generator(type.device).manual_seed(0))
+        for part in flat[_DRAWN:].split(_DRAWN):
+            part.copy_(drawn[: part.numel()])
     return flat.as_strided(type.shape, type.strides)
+
+
+_DRAWN = 1 << 16
+"""The elements of a made-up tensor that are drawn; the others repeat them, which takes less time."""
 
 
 def _materialize(argument: Argument, tensors: dict[Value, Tensor]) -> Any:
@@ -313,19 +366,15 @@ def _materialize(argument: Argument, tensors: dict[Value, Tensor]) -> Any:
             return argument
 
 
-_LONG_SECONDS = 0.15
+_LONG_SECONDS = 0.02
+"""A run of this time for each of the repeats is enough: operations that take longer run less often."""
 
 
-def _best_seconds(node: Node, run: Callable[[], Any], repeats: int) -> float:
-    device = _device_of_node(node)
-    best = float("inf")
-    _check_sizes(node, run())  # kernels are chosen and caches filled on the first run
-    for attempt in range(max(repeats, 2)):
-        seconds = run_seconds(run, device)
-        best = min(best, seconds)
-        if attempt and seconds > _LONG_SECONDS:
-            break
-    return best
+def _best_seconds(run: Callable[[], Any], device: str, repeats: int) -> float:
+    found = [run_seconds(run, device), run_seconds(run, device)]
+    while len(found) < repeats and sum(found) < repeats * _LONG_SECONDS:
+        found.append(run_seconds(run, device))
+    return min(found)
 
 
 def _check_sizes(node: Node, results: Any) -> None:
@@ -393,8 +442,9 @@ def _device_of_node(node: Node) -> str:
 
 
 def _warm_runner(node: Node) -> Callable[[], Any]:
-    run = _runner(node)
-    run()  # kernels are chosen on the first run with this number of threads
+    with _explained(node):
+        run = _runner(node)
+        _check_sizes(node, run())  # kernels are chosen on the first run with this number of threads
     return run
 
 

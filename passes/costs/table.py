@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ...ir import GENERATOR_STATE, Argument, Graph, Node, TensorType, Trait, Value
@@ -21,11 +21,14 @@ class Costs:
         seconds: The time of one run.
         workspace_bytes: The bytes that the allocator hands out while the operation runs, beyond its results.
         source: The origin, `analytic:<machine>` or `profile:<device>`.
+        has_times: Whether the seconds are of that origin. If not, they stand in for times that do not matter,
+            because nothing will be computed twice.
     """
 
     seconds: Mapping[Node, float]
     workspace_bytes: Mapping[Node, int]
     source: str
+    has_times: bool = True
 
     @property
     def is_analytic(self) -> bool:
@@ -35,6 +38,15 @@ class Costs:
     def step_seconds(self, graph: Graph) -> float:
         """The time of one training step that runs every operation once."""
         return sum(self.seconds[node] for node in graph.operations)
+
+    @staticmethod
+    def united(tables: Sequence[Costs]) -> Costs:
+        """The costs of several graphs as one table; they have one origin."""
+        return replace(
+            tables[0],
+            seconds={node: seconds for table in tables for node, seconds in table.seconds.items()},
+            workspace_bytes={n: nbytes for table in tables for n, nbytes in table.workspace_bytes.items()},
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ def choose_offloaded(
         UsageError: IRC404 if nothing of the graph can live in a tier.
     """
     budget_bytes, deadline, tiers = limits.budget_bytes, limits.deadline, planner.program.tiers
-    search = OffloadSearch(planner, which, budget_bytes, names)
+    search = OffloadSearch(planner, which, budget_bytes, names, gap=limits.gap)
     if not search.offloaded_parameters and names is None:
         raise UsageError(
             "IRC404",

@@ -12,6 +12,7 @@ from ...ir import Gradients, OffloadedParameter, Tier
 from ..remat.planner import Planner
 from ..remat.problem import CheckpointProblem
 from ..remat.search import Incumbent
+from .local_search import PROOF_GAP
 from .offload_problem import OffloadProblem
 from .offloaded_parameters import LEAST_BYTES, LoadedProgram, offloadable_in
 from .prefetch import prefetch
@@ -39,8 +40,6 @@ _BOUND_PART = 0.1
 _GRACE_SECONDS = 2.0
 """The time for a schedule if none was found in time."""
 
-_PROOF_GAP = 1e-4
-
 
 @dataclass(frozen=True, slots=True)
 class OffloadChoice:
@@ -65,6 +64,7 @@ class OffloadSearch:
         budget_bytes: The budget of the device.
         names: The names of the parameters to offload; None if the search chooses them.
         least_offloaded_bytes: Smaller parameters stay on the device.
+        gap: The distance from the best at which to stop, as a fraction of the step's time.
     """
 
     planner: Planner
@@ -72,6 +72,7 @@ class OffloadSearch:
     budget_bytes: int
     names: Collection[str] | None = None
     least_offloaded_bytes: int = LEAST_BYTES
+    gap: float = PROOF_GAP
 
     def __post_init__(self) -> None:
         tiers = self.planner.program.tiers
@@ -113,9 +114,10 @@ class OffloadSearch:
             return min(parts, key=lambda part: (seconds(self._part(part)), part))
 
         def is_good_enough() -> bool:
-            """Whether a schedule is as fast as computing nothing twice, and waiting for nothing."""
+            """Whether a schedule is nearly as fast as computing nothing twice, and waiting for nothing."""
+            gap = max(self.gap, PROOF_GAP)
             choices = [choice for choice in tried.values() if choice is not None]
-            return any(c.incumbent.best.seconds <= c.problem.step_seconds * (1 + _PROOF_GAP) for c in choices)
+            return any(c.incumbent.best.seconds <= c.problem.step_seconds * (1 + gap) for c in choices)
 
         best = best_of((1.0,) if self.names is not None else _PARTS)
         for step in _STEPS if self.names is None else ():
@@ -198,7 +200,7 @@ class OffloadSearch:
                 continue
             candidates = planner.candidates((time.thread_time() + deadline) / 2)
             seeds = known_offload_solutions(work, deadline=(time.thread_time() + deadline) / 2)
-            incumbent = search_with_copies(work, candidates, deadline=deadline, seeds=seeds)
+            incumbent = search_with_copies(work, candidates, deadline=deadline, gap=self.gap, seeds=seeds)
             if incumbent is not None:
                 yield self._offloaded(loaded, planner.problem, incumbent)
 

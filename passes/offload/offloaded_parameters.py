@@ -34,7 +34,7 @@ from ...ir import (
     Wait,
     allocation_bytes,
 )
-from ..costs.table import Costs, StepCost
+from ..costs.table import StepCost
 from ..program import Program
 from ..remat.problem import CheckpointProblem
 
@@ -142,7 +142,7 @@ class LoadedProgram:
             workspace_bytes[load] = 0
         for seen, real in self._real.items():
             seconds[seen], workspace_bytes[seen] = seconds[real], workspace_bytes[real]
-        costs = Costs(seconds, workspace_bytes, costs.source)
+        costs = replace(costs, seconds=seconds, workspace_bytes=workspace_bytes)
         self.seen = replace(program, graph=graph, original=original, costs=costs)
 
     @property

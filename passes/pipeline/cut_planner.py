@@ -169,14 +169,14 @@ class CutPlanner:
         left = (deadline or self.deadline) - time.thread_time()
         time_limit = max(left / (2 * self.schedule.stages), self.least_stage_seconds)
         try:
-            return planner.planned(room[stage], self.options.strategy, time_limit)
+            return planner.planned(room[stage], self.options.strategy, time_limit, self.options.gap)
         except (BudgetError, TimeLimitError) as error:
             least_bytes = self._least_bytes(planner, time_limit, error)
             if least_bytes > self.devices.budget_bytes[self.schedule.device_of[stage]]:
                 raise self._refusal_of(planner, least_bytes) from error
             room[stage] = least_bytes
             try:
-                return planner.planned(least_bytes, self.options.strategy, time_limit)
+                return planner.planned(least_bytes, self.options.strategy, time_limit, self.options.gap)
             except BudgetError as still:
                 raise self._refusal_of(planner, still.minimum_bytes + planner.beside_bytes) from still
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from ...ir.pipeline.schedule import PipelineSchedule
 from ...ir.pipeline.timing import PipelineTimeline, Transfer
+from ..remat.choice import GAP
 from .devices import Devices
 from .optimizer_steps import OptimizerSteps
 from .stage_graphs import StageGraph
@@ -29,6 +30,7 @@ class PipelineOptions:
         time_limit: Seconds for the whole plan.
         optimizer_steps: The memory and time of the steps of an optimizer.
         cuts: The positions at which to cut forward, instead of a search for them.
+        gap: The distance from the best at which the search for the plan of a stage stops.
     """
 
     devices: Devices
@@ -38,6 +40,7 @@ class PipelineOptions:
     time_limit: float = 60.0
     optimizer_steps: OptimizerSteps = field(default_factory=OptimizerSteps)
     cuts: tuple[int, ...] | None = None
+    gap: float = GAP
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from ...ir.pipeline.timing import StageCost
 from ...ir.timing import step_times
 from ..plan_memory import PlanMemory
 from ..program import Program
+from ..remat.choice import GAP
 from ..remat.planner import Planner
 from ..rewrites.hold_forwards import HoldForwards
 from ..rewrites.release_gradients import ReleaseGradients
@@ -88,13 +89,14 @@ class StagePlanner:
         self.update_bytes = optimizer_steps.workspace_bytes(graph)
         self._by_strategy: dict[str, PlannedStage] = {}
 
-    def planned(self, budget_bytes: int, strategy: str, time_limit: float) -> PlannedStage:
+    def planned(self, budget_bytes: int, strategy: str, time_limit: float, gap: float = GAP) -> PlannedStage:
         """Plans the best schedule within a budget that covers all of the stage but what is on its way.
 
         Args:
             budget_bytes: The budget of the stage alone, with its static bytes, optimizer state included.
             strategy: A strategy of `PlanMemory`.
             time_limit: The time limit in seconds.
+            gap: The distance from the best at which to stop, as a fraction of the stage's time.
 
         Raises:
             BudgetError: IRC204.
@@ -106,7 +108,7 @@ class StagePlanner:
             return self._measured(
                 replace(self.program, graph=keep_all.schedule.graph, schedule=keep_all.schedule)
             )
-        return self._measured(PlanMemory(room_bytes, strategy, time_limit).choose(self.planner))
+        return self._measured(PlanMemory(room_bytes, strategy, time_limit, gap=gap).choose(self.planner))
 
     def by_strategy(self, strategy: str) -> PlannedStage:
         """Plans by a strategy that has one schedule, or by the fastest of several, whatever memory it needs.

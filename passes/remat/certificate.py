@@ -76,7 +76,7 @@ def certify(
         static_bytes=problem.graph.static_bytes,
         minimum_budget_bytes=min(chosen.minimum_bytes, incumbent.best.peak_bytes),
         floor_bytes=chosen.floor_bytes,
-        step_seconds=step,
+        step_seconds=step if problem.costs.has_times else None,
         overhead=overhead,
         lower_bound_overhead=bound,
         proven_optimal=overhead - bound <= _PROOF_GAP,
@@ -246,6 +246,8 @@ def _why_kept(problem: CheckpointProblem, storage: Storage, node: Node) -> str:
         )
     if annotation := _deciding(node, "keep"):
         return f"{annotation}: {_purpose(problem, storage)}"
+    if not problem.costs.has_times:
+        return _purpose(problem, storage)
     return f"{_purpose(problem, storage)}; its operation takes {_milliseconds(problem.costs.seconds[node])}"
 
 

@@ -13,7 +13,7 @@ from .problem import CheckpointProblem, Solution
 from .search import Incumbent, fits_without_search, search
 from .strategies import every_k, keep_all, keep_none, min_cut_candidates, per_block, sqrt_n
 
-__all__ = ["STRATEGIES", "choose_recomputation"]
+__all__ = ["STRATEGIES", "choose_recomputation", "is_all_kept"]
 
 STRATEGIES = (
     "auto",
@@ -26,6 +26,12 @@ STRATEGIES = (
     "keep-none",
     "keep-all",
 )
+
+
+def is_all_kept(planner: Planner, strategy: str, budget_bytes: int) -> bool:
+    """Whether a strategy keeps all within a budget and computes nothing twice, whatever operations take."""
+    problems = (planner.problem, planner.original)
+    return strategy in _KEEPING and any(fits_without_search(problem, budget_bytes) for problem in problems)
 
 
 def choose_recomputation(planner: Planner, strategy: str, limits: Limits) -> ChosenSchedule:
@@ -44,7 +50,7 @@ def choose_recomputation(planner: Planner, strategy: str, limits: Limits) -> Cho
     problem = planner.problem
     if fits_without_search(problem, limits.budget_bytes):
         limits = replace(limits, time_limit=min(limits.time_limit, _SMALLEST_SECONDS))
-    keeps_all = strategy in ("auto", "ilp", "keep-all")
+    keeps_all = strategy in _KEEPING
     kept_bytes = planner.original.keep_all.peak_bytes
     if keeps_all and problem.keep_all.peak_bytes > limits.budget_bytes >= kept_bytes:
         problem = planner.original  # the captured graph fits as it is, the rewritten one does not
@@ -55,6 +61,9 @@ def choose_recomputation(planner: Planner, strategy: str, limits: Limits) -> Cho
         planner.add_solution(limits.budget_bytes, incumbent)
     return ChosenSchedule(problem, incumbent, planner.minimum_bytes(limits.deadline), problem.floor_bytes)
 
+
+_KEEPING = ("auto", "ilp", "keep-all")
+"""Strategies that keep all if it fits."""
 
 _SMALLEST_SECONDS = 1.0
 """Time for the smallest budget that a plan names if its own needs no search."""

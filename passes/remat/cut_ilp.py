@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...ir import Node, Storage
@@ -11,6 +12,9 @@ from ..milp import LinearSum, Model, Variable, add_memory_row, solve
 from .problem import CheckpointProblem
 
 __all__ = ["Relaxation", "Solved"]
+
+_ANY_GAP = 1e6
+"""A gap at which the first choice will do, in units of the objective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,7 @@ class Relaxation:
     time_steps: Sequence[int]
     small_bytes: int = 0
     model: Model = field(init=False)
+    objective: LinearSum = field(init=False)
     resident: list[dict[Storage, Variable]] = field(default_factory=list, init=False)
     again: list[dict[Node, Variable]] = field(default_factory=list, init=False)
     arrived: list[dict[Storage, Variable]] = field(default_factory=list, init=False)
@@ -88,7 +93,8 @@ class Relaxation:
         for cut in range(len(self.time_steps)):
             self._add_memory(cut)
         again = (self._seconds_again(cut) for cut in range(len(self.time_steps)))
-        self.model.minimize(LinearSum((*again, *waited)))
+        self.objective = LinearSum((*again, *waited))
+        self.model.minimize(self.objective)
 
     def _seconds_again(self, cut: int) -> LinearSum:
         """The time of what runs again between a cut and the next, in units."""
@@ -217,18 +223,30 @@ class Relaxation:
             return math.inf
         return outcome.bound * self.unit_seconds if outcome.is_optimal else 0.0
 
-    def solve(self, *, seconds: float, gap: float, node_limit: int | None = None) -> Solved:
+    def solve(
+        self,
+        *,
+        seconds: float,
+        gap: float,
+        node_limit: int | None = None,
+        below_seconds: float = math.inf,
+    ) -> Solved:
         """Returns the best choice under the rows.
 
         Args:
             seconds: The time limit.
             gap: The gap at which to stop, as a fraction of the step's time.
             node_limit: The number of branch-and-bound nodes after which to stop.
+            below_seconds: A limit: only choices that compute again for less are asked for. If there are none,
+                it is the bound.
         """
-        outcome = solve(self.model, seconds=seconds, gap=gap * 1000, node_limit=node_limit)
+        with self._below(below_seconds):
+            outcome = solve(self.model, seconds=seconds, gap=gap * 1000, node_limit=node_limit)
         if outcome.is_infeasible:
+            if math.isfinite(below_seconds) and not self._is_infeasible(seconds):
+                return Solved(None, below_seconds, False, True)
             return Solved(None, math.inf, True, False)
-        bound_seconds = outcome.bound * self.unit_seconds
+        bound_seconds = min(outcome.bound * self.unit_seconds, below_seconds)
         if outcome.values is None:
             return Solved(None, bound_seconds, False, False)
         values = outcome.values
@@ -243,6 +261,22 @@ class Relaxation:
         return Solved(
             resident, bound_seconds, False, outcome.is_optimal, frozenset().union(*swapped.values())
         )
+
+    @contextlib.contextmanager
+    def _below(self, seconds: float) -> Generator[None]:
+        """Adds a row that limits the objective, for the time of a solve."""
+        if not math.isfinite(seconds):
+            yield
+            return
+        row = self.model.add_linear_constraint(self.objective <= seconds / self.unit_seconds)
+        try:
+            yield
+        finally:
+            self.model.delete_linear_constraint(row)
+
+    def _is_infeasible(self, seconds: float) -> bool:
+        """Whether the solver finds no choice at all, by its tolerance perhaps, as far as the root tells."""
+        return solve(self.model, seconds=seconds, gap=_ANY_GAP, node_limit=1).is_infeasible
 
 
 def _replaced(problem: CheckpointProblem, large: Sequence[Storage], *, boundary: bool) -> set[Storage]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from ...ir import Storage
 from ..progress import Progress, report
 from .candidates import Candidates
-from .cut_ilp import Relaxation
+from .cut_ilp import Relaxation, Solved
 from .eviction import evict_greedily
 from .exact import best_of_class, is_small, lower_bound
 from .problem import CheckpointProblem, Solution
@@ -71,6 +71,9 @@ _PROGRESS = 2e-4
 _IDLE_SECONDS = 2.0
 """Stop if for this time, or half of what was worth it, no `_PROGRESS` of the step's time was closed."""
 
+_FAIR_IDLE_SECONDS = 0.25
+"""The same, with a quarter of what was worth it, if the proof is not poor: more rounds seldom help."""
+
 _CUT_NODES = 100
 _LEAST_CUT_SECONDS = 1.0
 _LONGEST_CUT_SECONDS = 8.0
@@ -85,11 +88,15 @@ _LONGEST_PROOF_SECONDS = 30.0
 _POOR = 2.0
 """A proof is poor, and worth more time, beyond so many times the gap that was asked for."""
 
+_NEAR = 10.0
+"""A proof is near, and programmes ask for better schedules alone, within so many times the gap."""
+
 _EXACT_SECONDS = 3.0
 """The time for the programme over all of a small graph, if the gap is not reached before."""
 
 _WINDOW = 12
 _WINDOWS_SECONDS = 15.0
+_LEAST_WINDOWS_SECONDS = 2.0
 _WINDOW_GAP = 3e-2
 """Windows are looked at if the schedule may be this far from the best, as a fraction of the step's time."""
 
@@ -163,7 +170,7 @@ class _Search:
         work.add()
         self._take(work)
         self._by_cuts(work, [seed for _, seed in seeds[1:_SEEDS]])
-        self._by_windows(work)
+        self._by_windows(work, started)
         self._lower(work)
         self._tighten(started)
         self._report()
@@ -208,25 +215,28 @@ class _Search:
             if gap - self._gap_seconds >= _PROGRESS * self.problem.step_seconds:
                 gap, closed = self._gap_seconds, started
             left = self.deadline - started
-            if left <= 0 or started - closed > max((closed - began) / 2, _IDLE_SECONDS) or self.is_proved:
+            is_fair = self.incumbent.is_proved(self.problem, _POOR * self.gap)
+            idle = (closed - began) / 4 if is_fair else (closed - began) / 2
+            idle = max(idle, _FAIR_IDLE_SECONDS if is_fair else _IDLE_SECONDS)
+            if left <= 0 or started - closed > idle or self.is_proved:
                 return
             free_bytes = int(self.problem.keep_all.peak_bytes * _NEGLIGIBLE)
             relaxation = Relaxation(self.problem, self.budget_bytes, time_steps, small_bytes=free_bytes)
             seconds = max((time.thread_time() - started) * _SOLVING, _LEAST_CUT_SECONDS) * patience
-            seconds = min(left / 2, seconds, _LONGEST_CUT_SECONDS)
+            seconds = min(left / 2, seconds, idle if is_fair else _LONGEST_CUT_SECONDS)
             bound_seconds = relaxation.relaxed_bound_seconds(seconds=seconds)
             if math.isfinite(bound_seconds):
                 self.incumbent.bound_seconds = max(self.incumbent.bound_seconds, bound_seconds)
             if self.is_proved:
                 return
-            solved = relaxation.solve(seconds=seconds, gap=_PROOF_GAP, node_limit=_CUT_NODES)
+            solved = self._solved(relaxation, seconds)
             if solved.is_infeasible:
                 return  # within the solver's tolerance: a schedule that fits is at hand
             if solved.bound_seconds > self.incumbent.bound_seconds:
                 self.incumbent.bound_seconds = solved.bound_seconds
                 self.tightest = None if solved.is_optimal else relaxation
             if solved.resident is None:
-                return
+                return  # nothing that is worth it, as far as there was time: what is left is the bound
             ideas = list(self._ideas(solved.resident))
             before = self.incumbent.best
             for idea in (*ideas, *seeds[:1]):
@@ -234,7 +244,8 @@ class _Search:
                     work.add(idea)
                     self._take(work)
             seeds = seeds[1:]
-            if not solved.is_optimal and self.incumbent.best is before and patience < _MOST_PATIENCE:
+            is_cut_off = not solved.is_optimal and not is_fair
+            if is_cut_off and self.incumbent.best is before and patience < _MOST_PATIENCE:
                 patience *= 3  # the same cuts hold more than there was time for
                 continue
             more = _violated(self.problem, self.budget_bytes, ideas[0], time_steps) if ideas else []
@@ -265,10 +276,39 @@ class _Search:
         assert self.incumbent is not None
         return self.incumbent.best.seconds - self.problem.step_seconds - self.incumbent.bound_seconds
 
-    def _by_windows(self, work: SolutionMerger) -> None:
+    def _solved(self, relaxation: Relaxation, seconds: float) -> Solved:
+        """Asks for a choice that is better by the gap; if there is none, for any better one."""
+        started = time.thread_time()
+        limit_seconds = self._better_seconds(self.gap)
+        solved = relaxation.solve(
+            seconds=seconds, gap=_PROOF_GAP, node_limit=_CUT_NODES, below_seconds=limit_seconds
+        )
+        if math.isinf(limit_seconds) or solved.resident is not None or not solved.is_optimal:
+            return solved
+        closer = relaxation.solve(
+            seconds=time.thread_time() - started,
+            gap=_PROOF_GAP,
+            node_limit=_CUT_NODES,
+            below_seconds=self._better_seconds(_PROOF_GAP),
+        )
+        return solved if closer.bound_seconds < solved.bound_seconds or closer.is_infeasible else closer
+
+    def _better_seconds(self, gap: float) -> float:
+        """The time that a schedule computes again at most if it is better than the incumbent by a gap.
+
+        It is infinite far from a proof, where the limit only makes programmes harder.
+        """
+        assert self.incumbent is not None
+        if not self.incumbent.is_proved(self.problem, _NEAR * self.gap):
+            return math.inf
+        return self.incumbent.best.seconds - (1 + gap) * self.problem.step_seconds
+
+    def _by_windows(self, work: SolutionMerger, started: float) -> None:
+        """Lets more run again in one part of backward after the other, for as long as was searched so far."""
         assert self.incumbent is not None
         split, end = len(self.problem.forward), len(self.problem.base)
-        latest = min(self.deadline, time.thread_time() + _WINDOWS_SECONDS)
+        now = time.thread_time()
+        latest = min(self.deadline, now + min(max(now - started, _LEAST_WINDOWS_SECONDS), _WINDOWS_SECONDS))
         for start in range(split, end, _WINDOW // 2):
             if time.thread_time() >= latest or self.incumbent.is_proved(self.problem, _WINDOW_GAP):
                 return
@@ -283,7 +323,9 @@ class _Search:
         if self.tightest is None or left <= 0 or not is_poor:
             return
         seconds = min(left, (time.thread_time() - started) / 2, _LONGEST_PROOF_SECONDS)
-        solved = self.tightest.solve(seconds=seconds, gap=_PROOF_GAP)
+        solved = self.tightest.solve(
+            seconds=seconds, gap=_PROOF_GAP, below_seconds=self._better_seconds(self.gap)
+        )
         if not solved.is_infeasible:
             self.incumbent.bound_seconds = max(self.incumbent.bound_seconds, solved.bound_seconds)
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from ...ir import BudgetError, TimeLimitError
 from ..milp import LinearSum, Model, add_memory_row, solve
+from ..remat.choice import GAP
 from .plan_subgraph import certified, plan_subgraph
 from .subgraph import Choice, KnownSchedule, Subgraph, SubgraphSolutions
 
@@ -22,7 +23,9 @@ _SLACK = 10_000
 """If a choice is over the budget, within the solver's tolerance, one part in this many is taken off."""
 
 
-def choose_together(root: Subgraph, budget_bytes: int, *, time_limit: float) -> dict[Subgraph, Choice] | None:
+def choose_together(
+    root: Subgraph, budget_bytes: int, *, time_limit: float, gap: float = GAP
+) -> dict[Subgraph, Choice] | None:
     """Chooses schedules for all known subgraphs of a tree, such that every path through it fits the budget.
 
     First an integer programme with the least time in total picks one of the known schedules for each
@@ -32,6 +35,7 @@ def choose_together(root: Subgraph, budget_bytes: int, *, time_limit: float) -> 
         root: The lowest subgraph.
         budget_bytes: The budget of the whole step.
         time_limit: The time limit in seconds.
+        gap: As of `plan_subgraph`.
 
     Returns:
         The choices; None if the known schedules do not fit together.
@@ -40,7 +44,7 @@ def choose_together(root: Subgraph, budget_bytes: int, *, time_limit: float) -> 
     subgraphs = [subgraph for subgraph in root.tree if subgraph.ambient is not None]
     if len(subgraphs) == 1:
         try:
-            return {root: plan_subgraph(root, budget_bytes, {}, time_limit=time_limit)}
+            return {root: plan_subgraph(root, budget_bytes, {}, time_limit=time_limit, gap=gap)}
         except (BudgetError, TimeLimitError):
             return None
     picked = _pick(subgraphs, budget_bytes, deadline)
@@ -54,7 +58,7 @@ def choose_together(root: Subgraph, budget_bytes: int, *, time_limit: float) -> 
         left = (deadline - time.thread_time()) / (len(subgraphs) - index)
         if left > 0:
             with contextlib.suppress(BudgetError, TimeLimitError):
-                better = plan_subgraph(subgraph, budget_bytes, chosen, time_limit=left)
+                better = plan_subgraph(subgraph, budget_bytes, chosen, time_limit=left, gap=gap)
         if better is None or better.solution.seconds > known.solution.seconds:
             better = certified(subgraph, budget_bytes, chosen, known.problem, known.solution, name="shared")
         choices[subgraph] = better

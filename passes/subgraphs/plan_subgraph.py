@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from ...ir import BudgetError, Graph, TimeLimitError
 from ..program import Program
 from ..remat.certificate import certify
-from ..remat.choice import ChosenSchedule, Limits
+from ..remat.choice import GAP, ChosenSchedule, Limits
 from ..remat.choose_recomputation import choose_recomputation
 from ..remat.eviction import evict_greedily
 from ..remat.planner import Planner
@@ -58,7 +58,12 @@ def _share(subgraph: Subgraph, budget_bytes: int, chosen: Mapping[Subgraph, Foot
 
 
 def plan_subgraph(
-    subgraph: Subgraph, budget_bytes: int, chosen: Mapping[Subgraph, Footprint], *, time_limit: float
+    subgraph: Subgraph,
+    budget_bytes: int,
+    chosen: Mapping[Subgraph, Footprint],
+    *,
+    time_limit: float,
+    gap: float = GAP,
 ) -> Choice:
     """Plans the best schedule for a subgraph in what the others leave of the budget.
 
@@ -68,6 +73,7 @@ def plan_subgraph(
         chosen: The footprints of the other subgraphs; it must have those below, and subgraphs above that are
             not in it do not count.
         time_limit: Seconds for the search.
+        gap: The distance from the best at which to stop, as a fraction of the subgraph's time.
 
     Raises:
         BudgetError: IRC204 when no schedule was found within what is left.
@@ -81,7 +87,7 @@ def plan_subgraph(
             f"{share.budget_bytes} bytes are left, {planner.problem.floor_bytes} the least",
             minimum_bytes=budget_bytes - share.budget_bytes + planner.problem.floor_bytes,
         )
-    limits = Limits(share.budget_bytes, time_limit)
+    limits = Limits(share.budget_bytes, time_limit, gap)
     try:
         planned = choose_recomputation(planner, "auto", limits)
     except TimeLimitError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,11 @@ class Measuring:
         monkeypatch.setenv("IRC_CACHE_DIR", str(folder))
         monkeypatch.setattr(profile, "_measure", self)
 
-    def __call__(self, nodes: Sequence[Node], *rest: Any) -> Any:
+    def __call__(self, missing: Mapping[str, Node], *rest: Any) -> Any:
+        nodes = missing.values()
         alive = AliveBytes()
         with alive:
-            found = self._measure(nodes, *rest)
+            found = self._measure(missing, *rest)
         self.operations += len(nodes)
         self.most_bytes = max(self.most_bytes, alive.peak_bytes)
         self.left_bytes += alive.alive_bytes

@@ -15,8 +15,9 @@ from irc.frontends.torch import capture
 from irc.ir import DType, Graph, IrcError, Location, Node, Storage, Symbol, TensorType, UsageError, Value
 from irc.passes.costs import profiling as profile
 from irc.passes.costs.allocations import allocation_events, peak_bytes
+from irc.passes.costs.machines import machine_named
 from irc.passes.costs.profiling import Level, Measured, ProfileStore, allocation_levels, profile_costs
-from irc.passes.costs.table import StepCost, signature
+from irc.passes.costs.table import StepCost, analytic_costs, signature
 from irc.passes.rewrites.release_gradients import release_gradients
 
 torch.set_num_threads(1)
@@ -180,11 +181,11 @@ def _only_file(folder: Path) -> Path:
 
 def test_what_is_stored_is_read_back(tmp_path: Path) -> None:
     store = ProfileStore(tmp_path / "new" / "folder")
-    measured = {"a(1)": Measured(0.125, 64), "b": Measured(1e-7, 0)}
+    measured = {"a(1)": Measured(0.125, 64), "b": Measured(1e-7, 0), "untimed": Measured(None, 8)}
     assert store.load("some device: 2") == {}
     store.save("some device: 2", measured)
     store.save("some device: 2", {"b": Measured(2.0, 1)})
-    assert store.load("some device: 2") == {"a(1)": Measured(0.125, 64), "b": Measured(2.0, 1)}
+    assert store.load("some device: 2") == {**measured, "b": Measured(2.0, 1)}
     assert store.load("another device") == {}
     assert [p.suffix for p in (tmp_path / "new" / "folder").iterdir()] == [".json"]
 
@@ -201,7 +202,7 @@ def test_what_is_stored_is_read_back(tmp_path: Path) -> None:
         b'{"operations": {"a": 1}}',
         b'{"operations": {"a": [1]}}',
         b'{"operations": {"a": ["x", "y"]}}',
-        b'{"operations": {"a": [null, 2]}}',
+        b'{"operations": {"a": [2, null]}}',
     ],
 )
 def test_a_file_that_cannot_be_read_counts_as_empty_and_is_replaced(tmp_path: Path, content: bytes) -> None:
@@ -235,6 +236,33 @@ def test_what_is_known_is_not_measured_again(tmp_path: Path, graph: Graph, runs:
     path.write_text(json.dumps(content))
     profile_costs(graph, store=store, repeats=1)
     assert {signature(node) for node in runs} == {forgotten}
+
+
+def test_times_are_measured_when_they_are_asked_for_and_workspaces_once(
+    tmp_path: Path, graph: Graph, runs: list[Node]
+) -> None:
+    store, distinct = ProfileStore(tmp_path), {signature(node) for node in graph.operations}
+    untimed = profile_costs(graph, store=store, repeats=1, with_times=False)
+    assert not untimed.has_times and len(runs) == len(distinct), "only workspaces are measured"
+    assert {signature(node) for node in runs} == distinct
+    modelled = analytic_costs(graph, machine_named("cpu"))
+    assert untimed.seconds == modelled.seconds and untimed.workspace_bytes != modelled.workspace_bytes
+    runs.clear()
+    timed = profile_costs(graph, store=store, repeats=1)
+    assert timed.has_times and len(runs) == len(distinct), "only times are measured"
+    assert timed.workspace_bytes == untimed.workspace_bytes and timed.seconds != untimed.seconds
+    runs.clear()
+    assert profile_costs(graph, store=store, repeats=1, with_times=False) == timed, "what is known is taken"
+    assert not runs
+
+
+def test_several_graphs_are_measured_together(runs: list[Node]) -> None:
+    one, both = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    graphs = [capture(module, (torch.randn(3, 4),)).graph for module in (one, both)]
+    costs = profile_costs(*graphs, repeats=1)
+    operations = {node for graph in graphs for node in graph.operations}
+    assert set(costs.seconds) == set(costs.workspace_bytes) == operations
+    assert len(runs) == 2 * len({signature(node) for node in operations})
 
 
 def test_the_default_store_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,9 +375,9 @@ def test_convolutions_of_a_gpu_are_not_chosen_by_time(monkeypatch: pytest.Monkey
 def test_measurements_on_a_gpu_are_kept_by_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU")
     graph, names = convolution_on("cuda:0"), set[str]()
-    names.add(vars(profile)["_device_of"](graph))
+    names.add(vars(profile)["_device_of"]([graph]))
     for name in ("deterministic", "allow_tf32"):
         monkeypatch.setattr(torch.backends.cudnn, name, not getattr(torch.backends.cudnn, name))
-        names.add(vars(profile)["_device_of"](graph))
+        names.add(vars(profile)["_device_of"]([graph]))
     assert len(names) == 3 and all("cudnn-" in name for name in names)
-    assert "cudnn" not in vars(profile)["_device_of"](convolution_on("cpu"))
+    assert "cudnn" not in vars(profile)["_device_of"]([convolution_on("cpu")])

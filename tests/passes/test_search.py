@@ -110,6 +110,27 @@ def test_the_relaxed_bound_is_below_the_bound(sample: Sample) -> None:
         assert problem.step_seconds + solved.bound_seconds <= choice.seconds * (1 + 1e-6)
 
 
+@given(samples, st.integers(0, 20))
+@examples(20)
+def test_a_choice_below_a_limit_is_found_or_the_limit_is_a_bound(sample: Sample, tenths: int) -> None:
+    problem = problem_of(sample)
+    assume(problem.backward)
+    for choice in cheapest_in_class(problem):
+        cuts = sorted({len(problem.forward), problem.time_steps - 1})
+        relaxation = cut_ilp.Relaxation(problem, choice.peak_bytes, cuts)
+        free = relaxation.solve(seconds=60.0, gap=0.0)
+        limit_seconds = free.bound_seconds * tenths / 10
+        limited = relaxation.solve(seconds=60.0, gap=0.0, below_seconds=limit_seconds)
+        assert not limited.is_infeasible and limited.bound_seconds <= free.bound_seconds * (1 + 1e-6) + 1e-9
+        if tenths < 10 and free.bound_seconds > 1e-3 * problem.step_seconds:
+            assert limited.resident is None and limited.bound_seconds == limit_seconds
+        if tenths > 10:
+            assert limited.resident is not None
+            assert limited.bound_seconds == pytest.approx(free.bound_seconds, rel=1e-4, abs=1e-9)
+        again = relaxation.solve(seconds=60.0, gap=0.0)
+        assert again.bound_seconds == pytest.approx(free.bound_seconds, rel=1e-6, abs=1e-12), "no row stays"
+
+
 @given(samples)
 @examples(10)
 def test_where_everything_fits_nothing_is_searched(sample: Sample) -> None:

@@ -190,6 +190,7 @@ def reached(planner: Planner, strategy: str, budget_bytes: int, seconds: float) 
 
 
 def _entry(strategy: str, plan: Plan, plan_seconds: float) -> Entry:
+    assert plan.step_seconds is not None, "the costs are a machine's"
     return Entry(
         strategy,
         plan.budget_bytes,

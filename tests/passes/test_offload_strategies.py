@@ -98,7 +98,7 @@ def planned(planner: Planner, budget: int, strategy: str) -> float | None:
     except BudgetError as error:
         assert error.minimum_bytes > budget
         return None
-    assert plan is not None and plan.peak_bytes <= plan.budget_bytes
+    assert plan is not None and plan.peak_bytes <= plan.budget_bytes and plan.step_seconds is not None
     assert strategy == "auto" or plan.strategy == strategy or strategy == "recompute"
     return plan.step_seconds * (1 + plan.overhead)
 

@@ -236,6 +236,7 @@ def test_the_plan_tells_what_is_copied(sample: Sample) -> None:
         assert use.held_bytes <= use.out_bytes <= use.in_bytes
     for decision in copied.values():
         assert decision.reason.startswith("copied to host (")
+    assert plan.step_seconds is not None
     assert 0 <= plan.exposed_seconds <= plan.overhead * plan.step_seconds + 1e-9
 
 

@@ -31,6 +31,7 @@ def plan_of(program: Program, budget: int | str, strategy: str = "auto", *, time
         result.schedule, costs.workspace_bytes, budget_bytes=plan.budget_bytes, peak_bytes=plan.peak_bytes
     )
     seconds = math.fsum(costs.seconds[node] for node in result.schedule.computed)
+    assert plan.step_seconds is not None
     assert plan.step_seconds * (1 + plan.overhead) == pytest.approx(seconds)
     assert 0 <= plan.lower_bound_overhead <= plan.overhead
     assert plan.floor_bytes <= plan.minimum_budget_bytes <= plan.peak_bytes <= plan.budget_bytes
@@ -66,6 +67,7 @@ def test_no_schedule_of_the_class_is_better_and_none_at_all_is_below_the_bound(
     front = cheapest_in_class(problem)
     chosen = data.draw(st.sampled_from(front))
     plan = plan_of(program, chosen.peak_bytes)
+    assert plan.step_seconds is not None
     seconds = plan.step_seconds * (1 + plan.overhead)
     assert seconds <= chosen.seconds * (1 + 1e-9)
     best = cheapest_of_all(problem, chosen.peak_bytes)

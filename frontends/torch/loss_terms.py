@@ -57,6 +57,15 @@ _SUMS = ("aten.sum.default", "aten.sum.dim_IntList")
 _MEANS = ("aten.mean.default", "aten.mean.dim")
 
 
+_PRODUCTS = tuple(f"aten.{name}.default" for name in ("mm", "bmm", "addmm", "baddbmm"))
+
+_PACKED = 64
+"""Rows and columns of matrices in bfloat16 are filled up to a multiple of it, where kernels pack them."""
+
+_PACKING_BYTES = 17 << 10
+"""Beside the packed matrices, found by measuring 300 products."""
+
+
 def kept_bytes(op: str, operands: Sequence[Tensor], result: Tensor) -> int:
     """Bytes of the terms that a loss sums up: these kernels return the sum in the terms' allocation."""
     return _terms_bytes(operands, result) if op in _KEEP_THEIR_TERMS else 0
@@ -76,6 +85,8 @@ def workspace_bytes(op: str, operands: Sequence[Tensor], result: Tensor) -> int:
         # where no mode is active it makes the gradient before it counts a mask in whole numbers
         counts_bytes = operands[0].numel() * torch.int64.itemsize
         return operands[0].numel() * operands[0].element_size() + counts_bytes + _SCALAR_BYTES
+    if op in _PRODUCTS:
+        return _product_bytes(operands, result)
     single_bytes = result.numel() * torch.float32.itemsize if is_half else 0
     if op in _MEANS and is_half:
         return operands[0].numel() * torch.float32.itemsize + single_bytes + _SCALAR_BYTES
@@ -83,6 +94,22 @@ def workspace_bytes(op: str, operands: Sequence[Tensor], result: Tensor) -> int:
     rounded_bytes = single_bytes if is_reduction or op.startswith(_SCATTERING) else 0
     is_cast = op in (*_SUMS, *_MEANS) and operands[0].dtype != result.dtype
     return rounded_bytes + (operands[0].numel() * result.element_size() if is_cast else 0)
+
+
+def _product_bytes(operands: Sequence[Tensor], result: Tensor) -> int:
+    """Bytes that a product in bfloat16 takes at most where oneDNN computes it: packed matrices and sums."""
+    if result.dtype is not torch.bfloat16 or result.device.type != "cpu" or not _packs_bfloat16():
+        return 0
+    *batch, rows, columns = result.shape
+    depth = operands[-1].shape[-2]
+    m, n, k = (-(-size // _PACKED) * _PACKED for size in (rows, columns, depth))
+    packed = result.element_size() * (m * k + k * n) + torch.float32.itemsize * m * n
+    return _PACKING_BYTES + math.prod(batch) * packed
+
+
+@functools.cache
+def _packs_bfloat16() -> bool:
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def number_bytes(func: Any, args: Sequence[Any]) -> int:

@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ...ir import Storage
 from ..progress import Progress, report
@@ -215,7 +215,7 @@ class _Search:
             if gap - self._gap_seconds >= _PROGRESS * self.problem.step_seconds:
                 gap, closed = self._gap_seconds, started
             left = self.deadline - started
-            is_fair = self.incumbent.is_proved(self.problem, _POOR * self.gap)
+            is_fair = self._is_fair
             idle = (closed - began) / 4 if is_fair else (closed - began) / 2
             idle = max(idle, _FAIR_IDLE_SECONDS if is_fair else _IDLE_SECONDS)
             if left <= 0 or started - closed > idle or self.is_proved:
@@ -244,7 +244,7 @@ class _Search:
                     work.add(idea)
                     self._take(work)
             seeds = seeds[1:]
-            is_cut_off = not solved.is_optimal and not is_fair
+            is_cut_off = not solved.is_optimal and math.isinf(self._better_seconds(self.gap))
             if is_cut_off and self.incumbent.best is before and patience < _MOST_PATIENCE:
                 patience *= 3  # the same cuts hold more than there was time for
                 continue
@@ -272,19 +272,32 @@ class _Search:
         return self.incumbent is not None and self.incumbent.is_proved(self.problem, self.gap)
 
     @property
+    def _is_fair(self) -> bool:
+        """Whether the proof is not poor."""
+        return self.incumbent is not None and self.incumbent.is_proved(self.problem, _POOR * self.gap)
+
+    @property
     def _gap_seconds(self) -> float:
         assert self.incumbent is not None
         return self.incumbent.best.seconds - self.problem.step_seconds - self.incumbent.bound_seconds
 
     def _solved(self, relaxation: Relaxation, seconds: float) -> Solved:
-        """Asks for a choice that is better by the gap; if there is none, for any better one."""
+        """Asks for a choice that is better by the gap; if there is none, for any better one.
+
+        If there was no time to tell, and the proof is poor, it asks for any choice, as an idea.
+        """
         started = time.thread_time()
         limit_seconds = self._better_seconds(self.gap)
         solved = relaxation.solve(
             seconds=seconds, gap=_PROOF_GAP, node_limit=_CUT_NODES, below_seconds=limit_seconds
         )
-        if math.isinf(limit_seconds) or solved.resident is not None or not solved.is_optimal:
+        if math.isinf(limit_seconds) or solved.resident is not None or solved.is_infeasible:
             return solved
+        if not solved.is_optimal:
+            if self._is_fair:
+                return solved
+            free = relaxation.solve(seconds=seconds, gap=_PROOF_GAP, node_limit=_CUT_NODES)
+            return replace(free, bound_seconds=max(free.bound_seconds, solved.bound_seconds))
         closer = relaxation.solve(
             seconds=time.thread_time() - started,
             gap=_PROOF_GAP,
@@ -319,8 +332,7 @@ class _Search:
         """Spends more time on the bound if the proof is poor: half as much as on the search."""
         assert self.incumbent is not None
         left = self.deadline - time.thread_time()
-        is_poor = not self.incumbent.is_proved(self.problem, _POOR * self.gap)
-        if self.tightest is None or left <= 0 or not is_poor:
+        if self.tightest is None or left <= 0 or self._is_fair:
             return
         seconds = min(left, (time.thread_time() - started) / 2, _LONGEST_PROOF_SECONDS)
         solved = self.tightest.solve(

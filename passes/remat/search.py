@@ -71,8 +71,8 @@ _PROGRESS = 2e-4
 _IDLE_SECONDS = 2.0
 """Stop if for this time, or half of what was worth it, no `_PROGRESS` of the step's time was closed."""
 
-_FAIR_IDLE_SECONDS = 0.25
-"""The same, with a quarter of what was worth it, if the proof is not poor: more rounds seldom help."""
+_FAIR_IDLE_SECONDS = 1.0
+"""The same if the proof is not poor: more rounds seldom help then."""
 
 _CUT_NODES = 100
 _LEAST_CUT_SECONDS = 1.0
@@ -216,8 +216,7 @@ class _Search:
                 gap, closed = self._gap_seconds, started
             left = self.deadline - started
             is_fair = self._is_fair
-            idle = (closed - began) / 4 if is_fair else (closed - began) / 2
-            idle = max(idle, _FAIR_IDLE_SECONDS if is_fair else _IDLE_SECONDS)
+            idle = max((closed - began) / 2, _FAIR_IDLE_SECONDS if is_fair else _IDLE_SECONDS)
             if left <= 0 or started - closed > idle or self.is_proved:
                 return
             free_bytes = int(self.problem.keep_all.peak_bytes * _NEGLIGIBLE)

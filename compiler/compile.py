@@ -20,7 +20,6 @@ from ..backends.torch import (
     compile_program,
     tracing,
 )
-from ..backends.torch.guards.attribute_reads import Names, recording_attribute_reads
 from ..backends.torch.guards.dynamo_call import TraceAnswers
 from ..backends.torch.guards.free_numbers import NO_NUMBERS, FreeNumbers
 from ..frontends.torch import Captured, capture
@@ -40,6 +39,7 @@ from ..passes.costs.optimizer_costs import optimizer_of
 from ..passes.costs.table import StepCost
 from ..passes.progress import Progress, report
 from ..passes.remat.reuse_schedule import reuse_schedule
+from ..torch_support.attribute_reads import Names, recording_attribute_reads
 from .frozen_heap import frozen_heap
 from .number_slots import number_slots
 from .request import Example, Request
@@ -176,7 +176,8 @@ def _captured(
                 raise
             captured = traced()
             captured = _with_loss_of(request.example, captured, error)
-    return captured, readings.of(module)
+    changed = {(each.module, each.name) for each in captured.signature.assignments}
+    return captured, readings.of(module, changed)
 
 
 def _with_loss_of(example: Example, captured: Captured, failed: UsageError) -> Captured:
@@ -284,7 +285,7 @@ def _reused(captured: Captured, program: Program, request: Request) -> Program |
 def _differs_in_batch(example: Example, captured: Captured) -> bool:
     """Whether a call is the example but for the first dimension of its tensors."""
     mine, its = (
-        replace(signature, out_tree=None, deliveries=(), branches=(), unused=frozenset())
+        replace(signature, out_tree=None, deliveries=(), branches=(), unused=frozenset(), assignments=())
         for signature in (example.signature, captured.signature)
     )
     if mine != its:

@@ -9,9 +9,9 @@ from typing import Any
 
 from ..backends.torch import NumberSlots, VariedCall
 from ..backends.torch.guards.module_state import is_equal
-from ..backends.torch.scalars import is_same
 from ..frontends.torch import Captured
 from ..ir import Graph, Node, Region, Signature, same_graph
+from ..ir.scalars import is_same
 from ..passes import Program
 from ..torch_support.bits import same_bits
 

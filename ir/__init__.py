@@ -54,7 +54,7 @@ from .pipeline.timing import (
 from .plan import AnnotationEffect, Decision, Plan, TierUse
 from .printable import printable
 from .schedule import Compute, Fetch, Free, Instruction, Loss, Offload, Schedule, Wait, with_frees
-from .signature import Autocast, Branch, Delivery, Origin, Signature, Slot
+from .signature import Assignment, Autocast, Branch, Delivery, Origin, Signature, Slot
 from .text import (
     parse_graph,
     parse_program,
@@ -87,6 +87,7 @@ __all__ = [
     "Annotation",
     "AnnotationEffect",
     "Argument",
+    "Assignment",
     "Autocast",
     "BackwardError",
     "Branch",

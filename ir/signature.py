@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["Autocast", "Branch", "Delivery", "Origin", "Signature", "Slot"]
+from .scalars import Operand
+
+__all__ = ["Assignment", "Autocast", "Branch", "Delivery", "Origin", "Signature", "Slot"]
 
 
 Autocast = tuple[tuple[str, str, bool], ...]
@@ -69,12 +71,31 @@ class Branch:
 
 
 @dataclass(frozen=True, slots=True)
+class Assignment:
+    """An attribute that the forward leaves with another value, and does not look at before.
+
+    Args:
+        module: The dotted path of its module; "" is the root.
+        name: Its name.
+        number: The number that it becomes. `Leaf(k)` is the number that the attribute of the signature's
+            assignment k held before. None stands for tensors, which are delivered with the result.
+        before: The number that it held at capture.
+    """
+
+    module: str
+    name: str
+    number: Operand | None = None
+    before: int | float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Signature:
     """The calling convention of a captured module.
 
     Args:
         in_tree: The framework's description of how `(args, kwargs)` nest (opaque here).
-        out_tree: The same for the result.
+        out_tree: The same for the result; for the pair of the result and a tuple of the values that
+            attributes get, if there are such.
         leaves: For each leaf of the arguments: a `Slot` if it is a tensor, or else the constant that
             the graph was specialised to.
         deliveries: The way each leaf of the result is made.
@@ -84,6 +105,7 @@ class Signature:
             loss that it was captured for does not use them.
         branches: The values that the module's Python code reads from tensors, if the graph is specialised to
             them.
+        assignments: The attributes that the forward changes.
     """
 
     in_tree: object
@@ -94,3 +116,9 @@ class Signature:
     autocast: Autocast = ()
     unused: frozenset[int] = frozenset()
     branches: tuple[Branch, ...] = ()
+    assignments: tuple[Assignment, ...] = ()
+
+    @property
+    def delivers_assigned(self) -> bool:
+        """Whether attributes get tensors, or objects with tensors."""
+        return any(each.number is None for each in self.assignments)

@@ -14,7 +14,6 @@ from .compiled_plan import (
 )
 from .deliver import deliver
 from .emit import NumberSlots, check_names, emit_source, saved_values
-from .guards.attribute_reads import recording_attribute_reads
 from .hooks import refuse_hooks
 from .module import bind, bind_program
 from .offload import DiskTierConfig, HostTierConfig, TierConfig, Tiers, check_tier_configs
@@ -57,7 +56,6 @@ __all__ = [
     "held_by_history",
     "pack_signature",
     "planning",
-    "recording_attribute_reads",
     "refuse_hooks",
     "refuse_unplannable",
     "run_step",

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ir import Input, InputRole, Slot, Symbol
+from ...ir.scalars import evaluate, leaves_of
 from .attribute_paths import AttributePath, held_at
 from .compiled_plan import CompiledPlan
 from .guards.call_key import CallKey
@@ -32,7 +33,6 @@ from .guards.guard_failure import (
 )
 from .guards.module_state import Reads, attribute, has, is_equal
 from .refuse_wrappers import refuse_subclass
-from .scalars import evaluate, leaves_of
 
 __all__ = ["CacheEntry", "Explain", "check_tensor"]
 
@@ -78,6 +78,7 @@ class CacheEntry:
         planned = compiled.signature.leaves
         self._numbers = [(each, type(evaluate(each, planned))) for each in compiled.free.expressions]
         """The scalar operands that come with a call, with their types."""
+        self._counted = [each for each in compiled.signature.assignments if each.number is not None]
         self._found = {index: (table, name) for index, table, name, _ in self._module_inputs}
         self.shared = self._inputs_that_share_memory()
         self.written = [
@@ -179,6 +180,11 @@ class CacheEntry:
             if not self.compiled.is_for(now):
                 return partial(state_failure, call.module_state, planned, self.compiled.names)
             self._state = now
+        for each in self._counted:
+            held = vars(call.root.get_submodule(each.module) if each.module else call.root)
+            if type(held.get(each.name)) is not type(each.before):
+                path = f"{each.module}.{each.name}".strip(".")
+                return partial(attribute_failure, path, attribute(held, each.name), each.before)
         if call.autocast != self.compiled.signature.autocast:
             return partial(autocast_failure, call.autocast, self.compiled.signature.autocast)
         return None if self._reads.holds(vars(call.root)) else self._check_attributes(call)

@@ -12,14 +12,14 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from ...ir import Plan, Signature
+from ...ir.scalars import Operand
+from ...torch_support.attribute_reads import Names
 from ...torch_support.pytree import flatten
 from .attribute_paths import AttributePath, find_all_paths, find_attribute_paths
-from .guards.attribute_reads import Names, differing_modules
 from .guards.dynamo_call import TraceAnswers
 from .guards.free_numbers import NO_NUMBERS, FreeNumbers
-from .guards.module_state import Attributes, State
+from .guards.module_state import Attributes, State, differing_modules
 from .program import Program
-from .scalars import Operand
 
 __all__ = [
     "Compilation",

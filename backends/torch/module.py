@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from ...ir import IrcError, Location, Plan, Signature
+from .assignments import Assigned
 from .compiled_plan import CompiledPlan
 from .deliver import deliver, deliver_leaf
 from .hooks import refuse_hooks
@@ -120,11 +121,12 @@ class _Fitted(Persistent):
                 in_backward = plans.in_backward if program.released else None
                 if program.copies.has_offloaded:
                     refuse_shards(type(self))
+                assigned = Assigned(self, signature.assignments) if signature.assignments else None
                 outputs = run_step(
                     program, inputs, in_backward, plans.live_forwards, signature.unused, plans.tiers
                 )
                 _check_branches(signature, inputs, outputs)
-                return _deliver(signature, inputs, outputs)
+                return _deliver(signature, inputs, outputs, assigned)
         if (forward := own_forward(self)) is not None:
             return forward(*args, **kwargs)
         return super().forward(*args, **kwargs)
@@ -150,6 +152,13 @@ def _check_branches(signature: Signature, inputs: list[Tensor], outputs: tuple[T
             )
 
 
-def _deliver(signature: Signature, inputs: list[Tensor], outputs: tuple[Tensor, ...]) -> Any:
+def _deliver(
+    signature: Signature, inputs: list[Tensor], outputs: tuple[Tensor, ...], assigned: Assigned | None
+) -> Any:
     tree: Any = signature.out_tree
-    return pytree.tree_unflatten(deliver(signature.deliveries, inputs, outputs), tree)
+    result: Any = pytree.tree_unflatten(deliver(signature.deliveries, inputs, outputs), tree)
+    if assigned is None:
+        return result
+    result, values = result if signature.delivers_assigned else (result, ())
+    assigned.assign(values)
+    return result

@@ -5,13 +5,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any, cast
 
 from torch import nn
 
-from ...ir import UnsupportedError, UsageError
+from ...ir import Assignment, UnsupportedError, UsageError
+from ...torch_support.attribute_reads import READS_AS_ANY, reads_all
 from ...torch_support.recorders import RECORDERS_MARK
-from .guards.attribute_reads import reads_all
 from .guards.module_state import Attributes, attribute
 from .refuse_wrappers import wrapper_of
 
@@ -57,12 +58,18 @@ class Original:
                 names.update(held)
             return cast(Any, original).__getattribute__(self, name)
 
-        kind = class_of_same_name(original, (_Unnoticed, original), {"__getattribute__": read})
+        members = {"__getattribute__": read, READS_AS_ANY: True}
+        kind = class_of_same_name(original, (_Unnoticed, original), members)
         self.module: nn.Module = _instance(kind, vars(plain))
 
-    def reads(self) -> Attributes:
-        """Returns the attributes of the root that were read so far, without parameters and submodules."""
-        wanted = (n for n in self._names if n not in _UNREAD and not n.startswith("__"))
+    def reads(self, assignments: Sequence[Assignment] = ()) -> Attributes:
+        """Returns the attributes of the root that were read so far, without parameters and submodules.
+
+        Args:
+            assignments: The attributes that the forward changes, which are left out.
+        """
+        names = self._names - {each.name for each in assignments if not each.module}
+        wanted = (n for n in names if n not in _UNREAD and not n.startswith("__"))
         return tuple((name, attribute(self._held, name)) for name in sorted(wanted))
 
 

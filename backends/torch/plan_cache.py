@@ -187,6 +187,7 @@ class PlanCache:
                         raise failure.error()
                     _refuse_modes(failure)
                     refuse_subclasses(root, leaves)
+                    call = self._with_all_settings(root, call)
                     found = self._plan(root, call, failure, free, answers)
         entry, inputs = found
         return entry.compiled, inputs
@@ -220,10 +221,22 @@ class PlanCache:
                 raise part_failure(part).error()
             self._entries, self._module_state = (), ModuleState(root)
         elif not self._module_state.has_same_state(root):
-            self._module_state = self._known(ModuleState(root))
+            self._module_state = self._known(ModuleState(root, self._ignored()))
         refuse_hooks_of(root, self._module_state.names[1:], self._module_state.submodules)
         refuse_cached_parametrizations(root)
         return self._module_state
+
+    def _ignored(self) -> dict[str, frozenset[str]]:
+        """Returns the attributes that calls change and no plan looks at, by the paths of their submodules."""
+        changed = {(a.module, a.name) for each in self._entries for a in each.compiled.signature.assignments}
+        found: dict[str, frozenset[str]] = {}
+        for index, path in enumerate(self._module_state.names if changed else ()):
+            reads = [each.compiled.names[index] for each in self._entries if each.compiled.names]
+            read = frozenset[str]().union(*(each for each in reads if each is not None))
+            names = frozenset(name for module, name in changed if module == path)
+            if len(reads) == len(self._entries) and None not in reads:
+                found[path] = names - read
+        return found
 
     def _known(self, module_state: ModuleState) -> ModuleState:
         """Replaces the state by an equal one of a plan, so that the next comparison is by identity."""
@@ -232,6 +245,14 @@ class PlanCache:
             (state for state in states if is_same(state, module_state.state)), module_state.state
         )
         return module_state
+
+    def _with_all_settings(self, root: nn.Module, call: CallKey) -> CallKey:
+        """Returns a call with the settings that no plan looks at so far: a new one may."""
+        if not call.module_state.ignored:
+            return call
+        with parameters_lock:
+            self._module_state = self._known(ModuleState(root))
+        return replace(call, module_state=self._module_state)
 
     def _hit(self, call: CallKey) -> tuple[CacheEntry, list[Tensor]] | Explain:
         """Returns the plan for a call with its inputs, or tells how it differs from the nearest plan."""
@@ -314,7 +335,7 @@ class PlanCache:
         compiled = replace(
             compiled,
             program=sharing(compiled.program, written, compiled.attribute_paths or ()),
-            reads=original.reads(),
+            reads=original.reads(compiled.signature.assignments),
             constants_bytes=reserved.constants_bytes,
         )
         return compiled, made

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
+from ...ir.scalars import Operand, evaluate, is_same, leaves_of
 from .compiled_plan import VariedCall
 from .guards.call_key import CallKey
 from .guards.dynamo_call import TraceAnswers
 from .guards.free_numbers import FreeNumbers
-from .scalars import Operand, evaluate, is_same, leaves_of
 
 __all__ = ["varied_call"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...frontends.torch import Captured
+from ...frontends.torch import Captured, refuse_assignments
 from ...ir import (
     Delivery,
     Input,
@@ -32,9 +32,11 @@ def own_results(captured: Captured) -> Captured:
     memory; a copy is made where it is handed out, and counted.
 
     Raises:
-        UnsupportedError: IRC489 for a result that is a trained parameter, or memory that forward writes or
-            that is not one block; or a written argument, which one rank alone would see.
+        UnsupportedError: IRC338 for a forward that changes attributes; IRC489 for a result that is a trained
+            parameter, or memory that forward writes or that is not one block; or a written argument, which
+            one rank alone would see.
     """
+    refuse_assignments(captured.signature, "a pipeline")
     graph = captured.graph
     static = [entry for entry in graph.inputs if entry.role is not InputRole.TANGENT]
     written = {n.operands[0].storage for n in graph.nodes if Trait.EFFECT in n.traits}

@@ -27,6 +27,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
 from ...ir import (
+    Assignment,
     Branch,
     Delivery,
     EagerMemory,
@@ -44,6 +45,7 @@ from ...ir import (
 from ...torch_support.autocast import autocast_state
 from ...torch_support.pytree import flatten_arguments
 from .annotation_scopes import Scopes
+from .assignments import unkept_attributes
 from .branches import Branches
 from .eager_run import eager_memory
 from .fixups.autocast_cache import share_casts
@@ -121,8 +123,12 @@ class _Flat(nn.Module):
         self.leaves = [self.state.generators.leaf(leaf) for leaf in leaves]
         self.tied = TiedParameters(module)
         self.result_leaves: list[Any] = []
-        self.places: list[int] = []
         self.result_tree: pytree.TreeSpec | None = None
+        self.assignments: tuple[Assignment, ...] = ()
+        self.delivered: list[Any] = []
+        """The leaves of the result, and of the values that attributes get."""
+        self.delivered_tree: pytree.TreeSpec | None = None
+        self.places: list[int] = []
         self.losses = (loss,)  # in a tuple: a loss that is a module must not become a submodule
         self.unused: frozenset[int] | None = frozenset() if loss is None else None
         self.branches: Branches | None = None
@@ -154,9 +160,11 @@ class _Flat(nn.Module):
             self.assume_loss(result)
         if self.unused is None:
             raise _ResultKnown
-        found = [leaf for leaf in self.result_leaves if isinstance(leaf, Tensor)]
+        self.take_assigned(result)
+        found = [leaf for leaf in self.delivered if isinstance(leaf, Tensor)]
+        unused = self.unused_places()
         as_they_are = {id(t) for t in (*tensors, *self.module.parameters(), *self.module.buffers())}
-        as_they_are |= {id(leaf) for k, leaf in enumerate(found) if k not in self.unused}
+        as_they_are |= {id(leaf) for k, leaf in enumerate(found) if k not in unused}
         # a tensor that is returned twice is one output with one gradient, as in eager
         distinct = {id(leaf): leaf for leaf in found}
         order = {key: place for place, key in enumerate(distinct)}
@@ -165,9 +173,44 @@ class _Flat(nn.Module):
         results = (leaf if key in as_they_are else leaf.detach() for key, leaf in distinct.items())
         return (*results, *read)
 
+    def take_assigned(self, result: Any) -> None:
+        """Adds the values that the forward left in attributes to its result.
+
+        Raises:
+            UnsupportedError: IRC338 for a value that a planned step could not make anew.
+        """
+        self.assignments = tuple(assignment for assignment, _ in self.state.assignments)
+        self.delivered, self.delivered_tree = self.result_leaves, self.result_tree
+        values = tuple(value for assignment, value in self.state.assignments if assignment.number is None)
+        if values:
+            try:
+                self.delivered, self.delivered_tree = flattened((result, values))
+            except UnsupportedError as error:
+                paths = (f"{a.module}.{a.name}".strip(".") for a in self.assignments if a.number is None)
+                raise unkept_attributes(list(paths)) from error
+
+    def assigned_for_loss(self) -> list[Tensor]:
+        """Returns the tensors in attributes that may be added to a loss."""
+        assigned = self.delivered[len(self.result_leaves) :]
+        return [leaf for leaf in assigned if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+    def unused_places(self) -> frozenset[int]:
+        """Returns the places, among the tensors that are delivered, of those that the loss does not use.
+
+        Nobody knows what is done with attributes. If the loss of the result is known, single numbers in them
+        may be added to it, as auxiliary losses are, and larger tensors are there to be looked at.
+        """
+        assert self.unused is not None
+        if self.losses == (None,):
+            return self.unused
+        returned = sum(isinstance(leaf, Tensor) for leaf in self.result_leaves)
+        tensors = (leaf for leaf in self.delivered if isinstance(leaf, Tensor))
+        looked_at = (k for k, leaf in enumerate(tensors) if k >= returned and leaf.numel() != 1)
+        return self.unused.union(looked_at)
+
     def with_detached(self, deliveries: Sequence[Delivery]) -> list[Delivery]:
         """Marks the views that the module has detached among the deliveries of the result's tensors."""
-        found = (leaf for leaf in self.result_leaves if isinstance(leaf, Tensor))
+        found = (leaf for leaf in self.delivered if isinstance(leaf, Tensor))
         return [
             replace(d, is_detached=d.view is not None and not leaf.requires_grad)
             for d, leaf in zip(deliveries, found, strict=True)
@@ -247,30 +290,33 @@ def capture(
     deliveries = iter(found)
     result = [
         next(deliveries) if isinstance(leaf, Tensor) else Delivery(Origin.CONSTANT, constant=leaf)
-        for leaf in flat.result_leaves
+        for leaf in flat.delivered
     ]
-    most, held, saved = loss_bytes(flat.losses[0], flat.result_leaves, flat.result_tree, measure)
-    trained = {flat.places[k]: d for k, d in enumerate(found) if k not in (flat.unused or ())}
+    of_loss = [*flat.result_leaves, *(flat.assigned_for_loss() if flat.losses == (None,) else ())]
+    most, held, saved = loss_bytes(flat.losses[0], of_loss, flat.result_tree, measure)
+    unused = flat.unused_places()
+    trained = {flat.places[k]: d for k, d in enumerate(found) if k not in unused}
     aliased = _aliased_bytes(graph, trained.values())
     beside = _returned_bytes(graph, found, flat) + (_SCALED_BYTES if flat.losses[0] is own_loss else 0)
     most, held = most + 2 * aliased + beside, held + aliased + beside
     graph = replace(graph, loss_bytes=most, loss_held_bytes=held, loss_saved_bytes=saved)
     slots, generators = map(Slot, range(len(tensors))), flat.state.generators
-    unused = (found[k] for k in flat.unused or ())
+    without_use = (found[k] for k in unused)
     signature = Signature(
         in_tree=tree,
-        out_tree=flat.result_tree,
+        out_tree=flat.delivered_tree,
         leaves=tuple(
             next(slots) if isinstance(leaf, Tensor) else generators.planned(leaf) for leaf in flat.leaves
         ),
         deliveries=tuple(result),
         modes=tuple((name, child.training) for name, child in module.named_modules()),
         autocast=autocast_state(),
-        unused=frozenset(d.index for d in unused if d.origin in (Origin.COMPUTED, Origin.OUTPUT)),
+        unused=frozenset(d.index for d in without_use if d.origin in (Origin.COMPUTED, Origin.OUTPUT)),
         branches=tuple(
             Branch(delivery, reading.read, reading.value, reading.where)
             for delivery, reading in zip(read, flat.branches.readings if flat.branches else (), strict=True)
         ),
+        assignments=flat.assignments,
     )
     eager = _eager_memory(flat, tensors, graph) if with_eager else None
     rounded = roundings(graph, trained.values(), flat.layers, flat.parts, as_compiled=flat.mode.compiling)
@@ -315,11 +361,12 @@ _SCALED_BYTES = 2 * 8
 def _returned_bytes(graph: Graph, found: Iterable[Delivery], flat: _Flat) -> int:
     """Returns the bytes of the gradients that parameters get from the loss itself, as parts of the result."""
     statics = [entry.value.storage for entry in graph.inputs if entry.role is not InputRole.TANGENT]
-    leaves = (leaf for leaf in flat.result_leaves if isinstance(leaf, Tensor))
+    leaves = (leaf for leaf in flat.delivered if isinstance(leaf, Tensor))
+    unused = flat.unused_places()
     bases = {
         statics[d.index]
         for place, (d, leaf) in enumerate(zip(found, leaves, strict=True))
-        if d.origin is Origin.INPUT and leaf.requires_grad and place not in (flat.unused or ())
+        if d.origin is Origin.INPUT and leaf.requires_grad and place not in unused
     }
     return sum(base.nbytes for base in bases)
 
@@ -394,11 +441,22 @@ def _traced_in(flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...], mode
 
 
 def _translated(flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...]) -> Translation:
-    """Traces the module's training graph once.
+    """Traces the module's training graph; once more without knowing the numbers that its forward counts.
 
     Raises:
         _ResultKnown: The result shows first on which of its tensors the loss depends.
     """
+    try:
+        return _translated_once(flat, module, tensors)
+    except UnsupportedError:
+        if not flat.state.may_count():
+            raise
+        with contextlib.suppress(Exception):
+            return _translated_once(flat, module, tensors)
+        raise
+
+
+def _translated_once(flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...]) -> Translation:
     with contextlib.ExitStack() as stack:
         joint, scopes = _trace(stack, flat, module, tensors)
         share_casts(joint.graph_module.graph)

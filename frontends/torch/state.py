@@ -9,18 +9,22 @@ import contextlib
 import functools
 import random
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...ir import UnsupportedError
+from ...ir import Assignment, UnsupportedError
+from ...ir.scalars import Leaf
+from ...torch_support.attribute_reads import AttributeReads, recording_attribute_reads
 from ...torch_support.object_graph import ABSENT
 from ...torch_support.recorders import RECORDERS_MARK, is_recorder
+from .assignments import unkept_attributes
 from .closures import closed_over
 from .code import code_reach
+from .counters import Counter, CounterReadError
 from .fixups.function_caches import caches_of, forget_traced
 from .generators import Generators, is_torch_generator
 from .iterators import is_iterator, untouched_iterators
@@ -45,7 +49,10 @@ class State:
         drawn: Generators that the last run of the forward drew from. A forward that seeds one itself leaves
             it as it found it from the second run on, and draws the same in each step.
         flipped: The items that the last run left with another number or text than it found.
-        assigned: The items in which runs left a tensor that they computed.
+        assigned: The items in which runs left a tensor that they computed, where no plan can.
+        assignments: The attributes that the last run changed as each step has to, with what it left there:
+            results that nothing reads before they are assigned, and the numbers of `counters`.
+        counters: The numbers in attributes that are not known while the forward runs.
         replaced: Buffers and parameters that the last run put others in the place of, with the reason why
             that is not a write into them.
     """
@@ -56,6 +63,10 @@ class State:
     flipped: list[str] = field(default_factory=list[str])
     assigned: list[str] = field(default_factory=list[str])
     replaced: list[str] = field(default_factory=list[str])
+    assignments: list[tuple[Assignment, Any]] = field(default_factory=list[tuple[Assignment, Any]])
+    counters: tuple[Assignment, ...] = ()
+    _numbers: dict[str, Assignment] = field(default_factory=dict[str, Assignment])
+    """The numbers in attributes that runs changed, by their paths."""
 
     @contextlib.contextmanager
     def one_run(self) -> Generator[None]:
@@ -64,6 +75,9 @@ class State:
         A buffer that is assigned (`self.mean = 0.9 * self.mean + ...`) is written into instead: its values
         after the step are the same, and the tensor stays the one that the plan knows. Tensors that are left
         elsewhere are taken away again: the next run would find them, and have no use for them.
+
+        Raises:
+            CounterReadError: The forward looks at one of `counters`.
         """
         modules = list(self.module.named_modules())
         buffers = [dict(child._buffers) for _, child in modules]
@@ -71,11 +85,14 @@ class State:
         generators = _generators()
         caches = caches_of(self.module)
         holders = self._holders()
-        try:
-            yield
-        finally:
-            forget_traced(caches)
-            self._compare(holders)
+        self.assignments = []
+        with recording_attribute_reads() as reads:
+            try:
+                with self._counting():
+                    yield
+            finally:
+                forget_traced(caches)
+                self._compare(holders, reads)
         self.drawn += [name for name, state in _generators().items() if state != generators[name]]
         self.replaced = []
         for (name, child), held, trained in zip(modules, buffers, parameters, strict=True):
@@ -109,6 +126,7 @@ class State:
                     if _is_state(holder, old, new) and not _is_learned(holder, old, new):
                         counted.append(holder.path_of(key))
         counted += [name for name in self.flipped if name not in counted]
+        self._numbers = self._numbers if set(counted) == self._numbers.keys() else {}
         self._refuse(self.assigned, counted)
 
     @contextlib.contextmanager
@@ -158,29 +176,56 @@ class State:
         own = own_reach(self.module, _excused)
         return [*own, *code_reach(self.module, own)]
 
-    def _compare(self, holders: list[HeldObject]) -> None:
+    def may_count(self) -> bool:
+        """Lets numbers that a run changed be unknown in the next, if that is all that it was refused for."""
+        is_asked = bool(self._numbers) and not (self.counters or self.assigned or self.replaced or self.drawn)
+        self.counters = tuple(self._numbers.values()) if is_asked else ()
+        return is_asked
+
+    @contextlib.contextmanager
+    def _counting(self) -> Generator[None]:
+        """Meanwhile, the numbers of `counters` are not known; afterwards they are as before."""
+        reads: list[str] = []
+        tables = [vars(self.module.get_submodule(each.module)) for each in self.counters]
+        for place, (held, each) in enumerate(zip(tables, self.counters, strict=True)):
+            held[each.name] = Counter(Leaf(place), reads)
+        found: list[Any] = []
+        try:
+            yield
+            found += (held.get(each.name) for held, each in zip(tables, self.counters, strict=True))
+        finally:
+            for held, each in zip(tables, self.counters, strict=True):
+                held[each.name] = each.before
+        if reads or any(type(each) is not Counter for each in found):
+            raise CounterReadError
+        counted = zip(self.counters, found, strict=True)
+        self.assignments = [(replace(each, number=number.operand), None) for each, number in counted]
+
+    def _compare(self, holders: list[HeldObject], reads: AttributeReads) -> None:
         """Notes what one run changed, and takes away what exists only while it is traced."""
         self.drawn, self.flipped = [], []
+        names = {id(child): name for name, child in self.module.named_modules()}
         for holder in holders:
+            name = names.get(id(holder.value))
             for key, old, new in list(changed(holder)):
                 path = holder.path_of(key)
                 if is_generator(holder.value):
                     self.drawn.append(f"the generator {path}")
                 elif holds_traced(new):
-                    self.assigned += [path] * (path not in self.assigned)
+                    if name is None or reads.is_read(holder.value, key):
+                        self.assigned += [path] * (path not in self.assigned)
+                    else:
+                        self.assignments.append((Assignment(name, key), new))
                     holder.put_back_item(key)
                 elif _is_number(old, new) and (holder.is_own or old is not ABSENT):
                     self.flipped.append(path)
+                    is_counter = type(old) is type(new) and type(new) in (int, float)
+                    if name is not None and is_counter and reads.are_known(holder.value):
+                        self._numbers.setdefault(path, Assignment(name, key, before=old))
 
     def _refuse(self, assigned: list[str], counted: list[str]) -> None:
         if assigned:
-            raise UnsupportedError(
-                "IRC338",
-                f"the forward assigns a tensor to the attribute {assigned[0]} "
-                f"({len(assigned)} such attributes)",
-                help="return the tensor, or register a buffer and write into it with copy_(); if it is a "
-                "cache, call the module once before, so that it is full",
-            )
+            raise unkept_attributes(assigned)
         if self.replaced:
             raise UnsupportedError(
                 "IRC338",

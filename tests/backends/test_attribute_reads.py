@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import irc
-from irc.backends.torch.guards.attribute_reads import reads_all, recording_attribute_reads
+from irc.torch_support.attribute_reads import reads_all, recording_attribute_reads
 
 torch.set_num_threads(1)
 

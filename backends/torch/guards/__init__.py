@@ -3,7 +3,6 @@
 - `call_key`: a call with all that decides which plan is for it.
 - `module_state`: the submodules of a module and their settings, recorded to be compared later.
 - `settings`: the values of settings, and quick comparisons of them.
-- `attribute_reads`: which attributes were read during capture, so that the others may change.
 - `unread_numbers`: which numbers among the arguments the forward does not look at.
 - `guard_failure`: the ways in which a call differs, each with its error.
 """

@@ -18,7 +18,7 @@ import torch
 from torch import SymFloat, SymInt, Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from ..scalars import FUNCTIONS, Leaf, Operand, Scalar, leaves_of
+from ....ir.scalars import FUNCTIONS, Leaf, Operand, Scalar, leaves_of
 from .dynamo_call import Interpretation, TraceAnswers, interpret, is_number
 from .symbolic_numbers import Operation
 

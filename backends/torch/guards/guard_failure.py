@@ -14,9 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from ....ir import Autocast, DType, Input, IrcError, Slot, TensorType, UsageError
+from ....torch_support.attribute_reads import Names
 from ....torch_support.pytree import is_openable
-from .attribute_reads import Names, differing_modules, relevant_settings
-from .module_state import ModuleState, State
+from .module_state import ModuleState, State, differing_modules, relevant_settings
 from .settings import ABSENT, differing, is_plain
 
 __all__ = [

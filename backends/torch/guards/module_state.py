@@ -8,12 +8,13 @@ from __future__ import annotations
 import itertools
 import operator
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import cast
 
 import torch
 from torch import nn
 
+from ....torch_support.attribute_reads import Names
 from ....torch_support.inspectable import is_of_library
 from ....torch_support.recorders import RECORDERS_MARK
 from .settings import ABSENT, Content, Kind, Watch, is_plain, is_same, stand_in
@@ -26,9 +27,11 @@ __all__ = [
     "Reads",
     "State",
     "attribute",
+    "differing_modules",
     "has",
     "is_equal",
     "is_plain",
+    "relevant_settings",
 ]
 
 Attributes = tuple[tuple[str, object], ...]
@@ -44,6 +47,8 @@ State = tuple[tuple[type, Attributes], ...]
 
 _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 """The marks that sharding of the whole module leaves in its submodules."""
+_OWN_MARKS = "_irc"
+"""The prefix of irc's own marks, which are read from the `__dict__`."""
 _NO_SETTINGS = (frozenset(vars(nn.Module())) - {"training"}).union(_MARKS, [RECORDERS_MARK])
 """The attributes of every module that are not settings: parameters, buffers, submodules, hooks."""
 
@@ -130,12 +135,13 @@ class _Row:
 class _Settings:
     """The settings of a submodule."""
 
-    def __init__(self, module: nn.Module, known: StandIns) -> None:
+    def __init__(self, module: nn.Module, known: StandIns, ignored: frozenset[str]) -> None:
         self.module, self.kind, self.held = module, type(module), vars(module)
         self.count = len(self.held)
         # FullyShardedDataParallel sets whole parameters beside their shards while the module runs
         whole = module._parameters if _MARKS[0] in self.held else ()
-        names = (name for name in self.held if name not in _NO_SETTINGS and name not in whole)
+        without = _NO_SETTINGS | ignored if ignored else _NO_SETTINGS
+        names = (name for name in self.held if name not in without and name not in whole)
         self.all = tuple((name, attribute(self.held, name, known)) for name in names)
         self.compared = _Compared(self.held, self.all)
 
@@ -170,15 +176,17 @@ class ModuleState:
     Args:
         root: The root of the tree. Its only setting here is its mode: `Original.reads` has the others that
             count.
+        ignored: The attributes that do not count, by the paths of their submodules.
 
     Attributes:
         names: The names of the modules, the root ("") first.
         state: The type and the settings of each module. The root's entry has its mode, torch's default type
             and the attributes of the modules' classes.
         submodules: All modules but the root.
+        ignored: The attributes that do not count.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, ignored: Mapping[str, frozenset[str]] | None = None) -> None:
         named = dict(root.named_modules())
         self.names = tuple(named)
         self.submodules = tuple(named.values())[1:]
@@ -187,7 +195,11 @@ class ModuleState:
             (name, *pair) for name, row in zip(self.names, self._rows, strict=True) for pair in row.absent
         ]
         known: StandIns = {}
-        self._settings = [_Settings(module, known) for module in self.submodules]
+        self.ignored = ignored or {}
+        self._settings = [
+            _Settings(module, known, self.ignored.get(name, frozenset()))
+            for name, module in zip(self.names[1:], self.submodules, strict=True)
+        ]
         self._training, self._dtype = root.training, torch.get_default_dtype()
         self._watch = Watch(value for each in self._settings for value in each.compared.values)
         of_classes: list[tuple[str, object]] = []
@@ -232,3 +244,20 @@ class ModuleState:
             if each.compared.others and not has(each.held, each.compared.others):
                 return False
         return self._watch.holds()
+
+
+def differing_modules(now: State, planned: State, names: Names) -> Iterator[int]:
+    """Yields the indices of the modules in a tree whose class differs, or a setting that was read."""
+    for index, (mine, its) in enumerate(zip(now, planned, strict=True)):
+        if not is_same(mine, its):
+            read = names[index] if names else None
+            known, found = (relevant_settings(each[1], read) for each in (its, mine))
+            if mine[0] is not its[0] or not is_same(known, found):
+                yield index
+
+
+def relevant_settings(settings: Attributes, read: frozenset[str] | None) -> dict[str, object]:
+    """Returns the settings that count if these names are known to be read; None stands for all names."""
+    return {
+        name: value for name, value in settings if read is None or name in read or name.startswith(_OWN_MARKS)
+    }

@@ -1,4 +1,4 @@
-"""Scalar expressions of the numbers among a call's arguments, such as `1 - t / 1000`."""
+"""Scalar expressions of a call's numbers, arguments or attributes, such as `1 - t / 1000`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A number among the leaves of the arguments.
+    """A number among the leaves of the arguments, or among the attributes that a forward changes.
 
     Args:
         place: Its index.

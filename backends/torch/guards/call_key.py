@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ....ir import Autocast
+from ....torch_support.observers import Observer
 from .module_state import ModuleState
 
 __all__ = ["CallKey"]
@@ -28,6 +29,7 @@ class CallKey:
         tensors: The tensors among the leaves.
         module_state: The submodules and their settings at the time of the call.
         autocast: The device types for which automatic casting is on.
+        observers: The hooks of submodules that look at what passes.
     """
 
     root: nn.Module
@@ -38,6 +40,7 @@ class CallKey:
     tensors: list[Tensor]
     module_state: ModuleState
     autocast: Autocast
+    observers: tuple[Observer, ...] = ()
 
     def trains(self) -> bool:
         """Whether an argument or a parameter requires a gradient."""

@@ -222,7 +222,8 @@ class _Flat(nn.Module):
         looked_at = {
             k
             for k, leaf in enumerate(tensors)
-            if k >= returned + assigned or (k >= returned and is_known and leaf.numel() != 1)
+            if leaf.requires_grad
+            and (k >= returned + assigned or (k >= returned and is_known and leaf.numel() != 1))
         }
         unused = self.unused | looked_at
         used = {id(leaf) for k, leaf in enumerate(tensors) if k not in unused}

@@ -522,7 +522,7 @@ def test_a_hook_that_asks_for_an_embedding_s_gradient_is_taken(is_frozen: bool) 
 
 
 def _scaling(module: Any, _: Any, made: Any) -> None:
-    made.requires_grad_(True).mul_(2)
+    made.requires_grad_(True).detach().mul_(2)
 
 
 def _flag(module: Any, _: Any, made: Any, flag: bool = True) -> None:

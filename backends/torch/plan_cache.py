@@ -163,6 +163,7 @@ class PlanCache:
             UnsupportedError: IRC505, IRC532 and IRC534 for hooks and wrappers of submodules; IRC538 within
                 `parametrize.cached()`; IRC523 within a dispatch mode; IRC531 for tensors of
                 other classes; IRC533 within a transform.
+            Exception: The one that the model's forward raises, as in eager.
         """
         if kwargs:
             kwargs = dict(sorted(kwargs.items()))  # as at capture: their order makes no difference
@@ -365,7 +366,10 @@ class PlanCache:
                 help="call the module with less at once, or call irc.optimize with a larger budget",
             ) from error
         except IrcError as error:
-            error.add_note(f"while planning for another call: {failure.message}")
+            cause = error.__cause__ if error.code == "IRC349" else None
+            (cause or error).add_note(f"while irc planned for another call: {failure.message}")
+            if cause is not None:
+                raise cause from None
             raise
         if compiled.answers == answers:
             self._deciding(call, free.places - free.unread - compiled.free.places)

@@ -308,7 +308,7 @@ def test_a_number_that_an_expression_refuses_raises_as_in_the_original() -> None
     assert_agree(original, fitted, X, 2**70)
     _, fitted = pair(lambda m, x, t: m.lin(x) * math.sqrt(t), X, 2.0)
     fitted(X, 3.0)
-    with pytest.raises(irc.UsageError, match=r"IRC349.*ValueError"):
+    with pytest.raises(ValueError, match=r"math domain error|nonnegative"):
         fitted(X, -1.0)
 
 
@@ -399,7 +399,7 @@ def test_other_uses_of_a_number_are_no_inputs(function: Callable[..., Any]) -> N
 def test_a_number_whose_result_is_dropped_raises_as_in_the_original(function: Callable[..., Any]) -> None:
     _, fitted = pair(function, X, 0.5)
     fitted(X, 0.25)
-    with pytest.raises(irc.UsageError, match=r"IRC349.*ZeroDivisionError"):
+    with pytest.raises(ZeroDivisionError):
         fitted(X, 0.75)
 
 
@@ -584,15 +584,14 @@ def test_a_number_that_decides_and_enters_gives_the_original_s_numbers(function:
 
 
 def assert_agree_or_raise(original: Any, fitted: Any, *args: Any) -> None:
-    """Checks one step; where the original raises, the fitted module says so."""
+    """Checks one step, which raises what the original raises."""
     try:
         wanted = step(original, args, {})
-    except (AttributeError, KeyError):
-        wanted = []
-    try:
+    except (AttributeError, KeyError) as error:
+        with pytest.raises(type(error)):
+            step(fitted, args, {})
+    else:
         assert step(fitted, args, {}) == wanted
-    except irc.UsageError as error:
-        assert error.code == "IRC349" and len(wanted) <= 1
 
 
 def test_a_number_that_the_forward_stores_is_part_of_the_key() -> None:

@@ -2,7 +2,7 @@
 
 A planned step calls them after its forward, each with what it would be given. That is what eager does if
 the forward depends on nothing that they do. Where it may, they are refused: here if a hook leads to what the
-forward leads to, in each step if it returns something, or changes the module or what it is given.
+forward leads to, or may return something, in each step if it changes the module or what it is given.
 """
 
 # pyright: reportPrivateUsage=false
@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import functools
+import inspect
+import itertools
 import types
 from collections.abc import Callable, Generator, Set
 from typing import Any
@@ -48,7 +51,7 @@ class Observed:
         """Meanwhile, the hooks are not called.
 
         Raises:
-            UnsupportedError: IRC505 for a hook that leads to what the forward leads to.
+            UnsupportedError: IRC505 for a hook that leads to what the forward leads to, or may return anything.
         """
         tables: list[dict[int, Any]] = [
             vars(self.module.get_submodule(each.module))[each.table] for each in self.observers
@@ -95,6 +98,8 @@ class Observed:
         own = own_reach(self.module, lambda _: frozenset())
         forward = _places([*own, *code_reach(self.module, own)])
         for each in self.observers:
+            if not _returns_nothing(_function_of(each.hook)):
+                raise _refusal(each, "may return another value than None (a lambda does: write a def)")
             reach = function_reach(each.hook, modules)
             if _places(reach, _written_globals(each.hook)) & forward:
                 raise _refusal(each, "shares an object with the forward, which may read what it leaves there")
@@ -120,8 +125,7 @@ def _places(holders: list[HeldObject], written: Set[str] | None = None) -> set[t
 
 def _written_globals(hook: Any) -> set[str]:
     """Returns the globals that a hook assigns to, itself and in functions within."""
-    function: Any = hook if isinstance(hook, types.FunctionType) else getattr(hook, "__func__", None)
-    waiting: list[Any] = [getattr(function or type(hook).__call__, "__code__", None)]
+    waiting: list[Any] = [getattr(_function_of(hook), "__code__", None)]
     found: set[str] = set()
     while waiting:
         code = waiting.pop()
@@ -130,6 +134,31 @@ def _written_globals(hook: Any) -> set[str]:
             found.update(str(each.argval) for each in stores)
             waiting += code.co_consts
     return found
+
+
+def _function_of(hook: Any) -> Any:
+    """Returns the function of Python that a hook calls, without its decorators."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    function: Any = getattr(hook, "__func__", hook)
+    return inspect.unwrap(function if isinstance(function, types.FunctionType) else type(hook).__call__)
+
+
+_NO_RESULT = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
+def _returns_nothing(function: Any) -> bool:
+    """Whether all ways out of a function return None, as its code is written."""
+    if not isinstance(function, types.FunctionType) or function.__code__.co_flags & _NO_RESULT:
+        return False
+    steps = list(dis.get_instructions(function))
+    for before, step in itertools.pairwise(steps):
+        is_none = before.opname == "LOAD_CONST" and before.argval is None and not step.is_jump_target
+        if (step.opname == "RETURN_VALUE" and not is_none) or (
+            step.opname == "RETURN_CONST" and step.argval is not None
+        ):
+            return False
+    return True
 
 
 def _refusal(observer: Observer, reason: str) -> UnsupportedError:

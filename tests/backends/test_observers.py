@@ -62,7 +62,11 @@ def trained(model: Any, seed: int, size: int = 8) -> list[Tensor]:
 
 def watch(model: Any, log: list[Any]) -> None:
     def after(name: str) -> Hook:
-        return lambda _, args, result: log.append((name, args[0].sum().item(), result.detach().clone()))
+        @torch.no_grad()
+        def hook(_: nn.Module, args: Any, result: Tensor) -> None:
+            log.append((name, args[0].sum().item(), result.clone()))
+
+        return hook
 
     def before(_: nn.Module, args: Any, keywords: dict[str, int]) -> None:
         log.append((args[0].mean().item(), keywords))
@@ -102,7 +106,11 @@ def test_a_hook_that_is_removed_is_called_no_more() -> None:
     log = list[Any]()
     ours = fitted()
     before = trained(ours, 1)
-    handle = ours.blocks[0].register_forward_hook(lambda *_: log.append(1))
+
+    def count(*_: Any) -> None:
+        log.append(1)
+
+    handle = ours.blocks[0].register_forward_hook(count)
     assert same(trained(ours, 1), before) and log == [1]
     handle.remove()
     assert same(trained(ours, 1), before) and log == [1]
@@ -111,7 +119,11 @@ def test_a_hook_that_is_removed_is_called_no_more() -> None:
 
 def test_what_hooks_are_given_is_within_the_plan() -> None:
     kept = dict[str, Tensor]()
-    ours = fitted(("blocks.0", lambda _, args, result: kept.update(x=result)))
+
+    def keep(_: nn.Module, args: Any, result: Tensor) -> None:
+        kept["x"] = result
+
+    ours = fitted(("blocks.0", keep))
     x, plan = torch.randn(8, 16), ours.irc_plan
     trained(ours, 1)
     assert measured_peak_bytes(ours, (x,), plan.static_bytes) <= plan.peak_bytes
@@ -143,6 +155,10 @@ def _write_global(_: nn.Module, args: Any, result: Any) -> None:
     scale = 1.0
 
 
+def _pass(*_: Any) -> None:
+    pass
+
+
 def _doubled(_: nn.Module, args: Any, result: Tensor) -> Tensor:
     return result * 2
 
@@ -167,7 +183,6 @@ def _set(module: Any, args: Any, result: Tensor) -> None:
 @pytest.mark.parametrize(
     ("hook", "reason"),
     [
-        (_doubled, "returns something"),
         (_changed, "changes what it is given"),
         (_drawn, "draws random numbers"),
         (_constrained, "changes a parameter"),
@@ -200,6 +215,20 @@ def _with(hook: Hook) -> nn.Module:
     return model
 
 
+def _generating(*_: Any) -> Any:
+    yield 1
+
+
+@pytest.mark.parametrize("hook", [_doubled, lambda *_: 3, _generating, print])
+def test_a_hook_that_may_return_something_is_refused_before_anything_runs(hook: Hook) -> None:
+    ours = fitted()
+    ours.blocks[0].register_forward_hook(hook)
+    state = torch.get_rng_state()
+    with pytest.raises(UnsupportedError, match=r"IRC505.*'blocks.0'.*may return"):
+        ours(torch.ones(8, 16))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 class InPlace(Model):
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu_(self.blocks[0](x))
@@ -217,13 +246,13 @@ def test_hooks_that_eager_shows_something_else_are_refused(
     make: Callable[[], nn.Module], reason: str
 ) -> None:
     with pytest.raises(UnsupportedError, match=f"IRC505.*{reason}"):
-        fitted(("blocks.0", lambda *_: None), make=make)
+        fitted(("blocks.0", _pass), make=make)
 
 
 def test_a_pipeline_refuses_hooks() -> None:
     with pytest.raises(UnsupportedError, match=r"IRC505.*a pipeline"):
         irc.pipeline(
-            _with(lambda *_: None),
+            _with(_pass),
             (torch.randn(8, 16),),
             stages=2,
             micro_batches=2,

@@ -87,7 +87,7 @@ class PlanCache:
         self._changing, self._plans_in_a_row, self._has_warned = "", 0, False
         """The argument or attribute that asked for it, for how many plans in a row, and if that was said."""
         with parameters_lock:
-            module_state = ModuleState(root)
+            module_state = ModuleState(root, _ignored(state.compiled_plans, root))
             planned = (
                 replace(compiled, state=compiled.state or module_state.state)
                 for compiled in state.compiled_plans
@@ -224,22 +224,10 @@ class PlanCache:
                 raise part_failure(part).error()
             self._entries, self._module_state = (), ModuleState(root)
         elif not self._module_state.has_same_state(root):
-            self._module_state = self._known(ModuleState(root, self._ignored()))
+            self._module_state = self._known(ModuleState(root, _ignored(self.compiled_plans, root)))
         observers = refuse_hooks_of(root, self._module_state.names[1:], self._module_state.submodules)
         refuse_cached_parametrizations(root)
         return self._module_state, observers
-
-    def _ignored(self) -> dict[str, frozenset[str]]:
-        """Returns the attributes that calls change and no plan looks at, by the paths of their submodules."""
-        changed = {(a.module, a.name) for each in self._entries for a in each.compiled.signature.assignments}
-        found: dict[str, frozenset[str]] = {}
-        for index, path in enumerate(self._module_state.names if changed else ()):
-            reads = [each.compiled.names[index] for each in self._entries if each.compiled.names]
-            read = frozenset[str]().union(*(each for each in reads if each is not None))
-            names = frozenset(name for module, name in changed if module == path)
-            if len(reads) == len(self._entries) and None not in reads:
-                found[path] = names - read
-        return found
 
     def _known(self, module_state: ModuleState) -> ModuleState:
         """Replaces the state by an equal one of a plan, so that the next comparison is by identity."""
@@ -479,6 +467,23 @@ class PlanCache:
                 compiled.reason,
                 self.limit + 1,
             )
+
+
+def _ignored(plans: Sequence[CompiledPlan], root: nn.Module) -> dict[str, frozenset[str]]:
+    """Returns the attributes that calls change and no plan looks at, by the paths of their submodules."""
+    changed = {(each.module, each.name) for plan in plans for each in plan.signature.assignments}
+    found: dict[str, frozenset[str]] = {}
+    for index, (path, _) in enumerate(root.named_modules() if changed else ()):
+        names = frozenset(name for module, name in changed if module == path)
+        found[path] = names.difference(*(_looked_at(plan, index, path, names) for plan in plans))
+    return found
+
+
+def _looked_at(plan: CompiledPlan, index: int, path: str, names: frozenset[str]) -> frozenset[str]:
+    """Returns those attributes of a submodule that a plan looks at before it changes them, or may."""
+    own = frozenset(each.name for each in plan.signature.assignments if each.module == path)
+    read = plan.names[index] if plan.names else None
+    return (names if read is None else names & read) - own
 
 
 def _refuse_modes(failure: GuardFailure) -> None:

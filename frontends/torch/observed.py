@@ -51,7 +51,7 @@ class Observed:
         """Meanwhile, the hooks are not called.
 
         Raises:
-            UnsupportedError: IRC505 for a hook that leads to what the forward leads to, or may return anything.
+            UnsupportedError: IRC505 for a hook that leads to what the forward leads to, or may return one.
         """
         tables: list[dict[int, Any]] = [
             vars(self.module.get_submodule(each.module))[each.table] for each in self.observers

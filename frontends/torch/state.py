@@ -237,7 +237,8 @@ class State:
                 "IRC338",
                 f"the forward changes Python state: {counted[0]} ({len(counted)} such); "
                 "a plan would freeze it",
-                help="keep it outside of the module, or in a buffer",
+                help="keep it outside of the module, or in a buffer; if the first call alone sets it, call the "
+                "module once before",
             )
         if self.drawn:
             raise UnsupportedError(

@@ -28,7 +28,7 @@ from ..backends.torch import (
     compile_program,
     emit_source,
 )
-from ..frontends.torch import refuse_effects
+from ..frontends.torch import refuse_assignments
 from ..ir import (
     Delivery,
     Gradients,
@@ -234,7 +234,7 @@ def _write_files(
     examples: tuple[Tensor, ...],
     optimizer: DescribedOptimizer | None,
 ) -> None:
-    refuse_effects(optimized.captured.signature, "a written plan")
+    refuse_assignments(optimized.captured.signature, "a written plan")
     schedule, costs = optimized.program.schedule, optimized.program.costs
     assert schedule is not None and costs is not None
     applies = schedule.graph.gradients is Gradients.APPLIED

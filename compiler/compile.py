@@ -285,15 +285,7 @@ def _reused(captured: Captured, program: Program, request: Request) -> Program |
 def _differs_in_batch(example: Example, captured: Captured) -> bool:
     """Whether a call is the example but for the first dimension of its tensors."""
     mine, its = (
-        replace(
-            signature,
-            out_tree=None,
-            deliveries=(),
-            branches=(),
-            unused=frozenset(),
-            assignments=(),
-            observed=(),
-        )
+        replace(signature, out_tree=None, deliveries=(), branches=(), unused=frozenset(), assignments=())
         for signature in (example.signature, captured.signature)
     )
     if mine != its:
@@ -377,7 +369,6 @@ def _emitted(
             names=names,
             answers=TraceAnswers(captured.mode.compiling, captured.mode.exporting),
             free=free,
-            observers=captured.observers,
         ),
         _optimizers(module, request, fresh),
         request if request.example is not None else request.settled(captured, program),

@@ -94,8 +94,8 @@ class Signature:
 
     Args:
         in_tree: The framework's description of how `(args, kwargs)` nest (opaque here).
-        out_tree: The same for the result; for the result, a tuple of the values that attributes get, and
-            one of what observers are given, if there are such.
+        out_tree: The same for the result; for the pair of the result and a tuple of the values that
+            attributes get, if there are such.
         leaves: For each leaf of the arguments: a `Slot` if it is a tensor, or else the constant that
             the graph was specialised to.
         deliveries: The way each leaf of the result is made.
@@ -106,7 +106,6 @@ class Signature:
         branches: The values that the module's Python code reads from tensors, if the graph is specialised to
             them.
         assignments: The attributes that the forward changes.
-        observed: The indices of the observers that are called after the forward, in this order.
     """
 
     in_tree: object
@@ -118,9 +117,8 @@ class Signature:
     unused: frozenset[int] = frozenset()
     branches: tuple[Branch, ...] = ()
     assignments: tuple[Assignment, ...] = ()
-    observed: tuple[int, ...] = ()
 
     @property
-    def has_effects(self) -> bool:
-        """Whether the forward does more than to return a result."""
-        return bool(self.assignments or self.observed)
+    def delivers_assigned(self) -> bool:
+        """Whether attributes get tensors, or objects with tensors."""
+        return any(each.number is None for each in self.assignments)

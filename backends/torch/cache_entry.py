@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from ...ir import Input, InputRole, Slot, Symbol
 from ...ir.scalars import evaluate, leaves_of
-from ...torch_support.observers import are_same
 from .attribute_paths import AttributePath, held_at
 from .compiled_plan import CompiledPlan
 from .guards.call_key import CallKey
@@ -28,7 +27,6 @@ from .guards.guard_failure import (
     constant_failure,
     generators_failure,
     nesting_failure,
-    observers_failure,
     sharing_failure,
     state_failure,
     tensor_failure,
@@ -182,8 +180,6 @@ class CacheEntry:
             if not self.compiled.is_for(now):
                 return partial(state_failure, call.module_state, planned, self.compiled.names)
             self._state = now
-        if not are_same(call.observers, self.compiled.observers):
-            return partial(observers_failure, call.observers, self.compiled.observers)
         for each in self._counted:
             held = vars(call.root.get_submodule(each.module) if each.module else call.root)
             if type(held.get(each.name)) is not type(each.before):

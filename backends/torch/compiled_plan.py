@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 from ...ir import Plan, Signature
 from ...ir.scalars import Operand
 from ...torch_support.attribute_reads import Names
-from ...torch_support.observers import Observer
 from ...torch_support.pytree import flatten
 from .attribute_paths import AttributePath, find_all_paths, find_attribute_paths
 from .guards.dynamo_call import TraceAnswers
@@ -55,7 +54,6 @@ class CompiledPlan:
         answers: The answers that capture gave to the model's code; None if they are not known.
         free: The numbers among the leaves of the arguments that decide nothing: any number of the same type
             is the planned one. The program takes their expressions after its generators.
-        observers: The hooks of submodules that are called after the forward.
     """
 
     program: Program
@@ -71,7 +69,6 @@ class CompiledPlan:
     generator_paths: tuple[tuple[str, AttributePath], ...] = ()
     answers: TraceAnswers | None = None
     free: FreeNumbers = NO_NUMBERS
-    observers: tuple[Observer, ...] = ()
 
     def with_attribute_paths(self, module: nn.Module) -> CompiledPlan:
         """Returns a plan that knows which constants of the program the module holds.

@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...ir import UnsupportedError
-from ...torch_support.observers import Observer, is_part_of_graph, modules_of, observers_of
-from ...torch_support.recorders import is_recorder
+from ...torch_support.recorders import is_recorder, is_recording
 from .program import Program
 from .refuse_wrappers import refuse_wrapped_parts
 
@@ -36,13 +36,40 @@ _WATCHERS = ("torch.utils.", f"{_PACKAGE}.frontends.")
 """Global hooks of these modules only record which module runs, such as those of `FlopCounterMode`."""
 
 
+def _require_gradient(module: Any, args: Any, output: Any) -> None:
+    output.requires_grad_(True)
+
+
+def _is_same_code(function: Any, other: FunctionType) -> bool:
+    """Whether two functions have the same code, apart from the names of their arguments."""
+    if type(function) is not FunctionType or function.__closure__ or function.__defaults__:
+        return False
+    mine, its = function.__code__, other.__code__
+    return (mine.co_code, mine.co_consts, mine.co_names, mine.co_argcount, mine.co_nlocals) == (
+        its.co_code,
+        its.co_consts,
+        its.co_names,
+        its.co_argcount,
+        its.co_nlocals,
+    )
+
+
+def _module_of(hook: Any) -> str:
+    """Returns the name of the Python module that a hook comes from."""
+    return str(getattr(hook, "__module__", None) or type(hook).__module__)
+
+
+def _modules_of(hook: Any) -> list[str]:
+    """Adds the modules of the hook's base classes: a user's pruning method inherits from torch's."""
+    return [_module_of(hook), *(kind.__module__ for kind in type(hook).__mro__)]
+
+
 def refuse_hooks(root: nn.Module) -> None:
-    """Refuses hooks and wrappers of submodules that a planned step does not call, so that they would be lost.
+    """Refuses hooks and wrappers of submodules: a planned step does not call them, so they would be lost.
 
     torch's own hooks, such as those of weight and spectral norm, compute tensors and are part of the graph.
-    So are hooks that only record what submodules return (`recorders`), unless a module around this one
+    So are hooks that only record what submodules return (`ir/recorders`), unless a module around this one
     records, and the hooks of gradient checkpointing, which let the output of an embedding require a gradient.
-    Hooks that look at what forwards are given and return are called after the planned forward: `observed`.
 
     Raises:
         UnsupportedError: IRC505; IRC532 for hooks on all modules; IRC534 for wrappers.
@@ -51,13 +78,8 @@ def refuse_hooks(root: nn.Module) -> None:
     refuse_hooks_of(root, tuple(named)[1:], tuple(named.values())[1:])
 
 
-def refuse_hooks_of(
-    root: nn.Module, names: Sequence[str], submodules: Sequence[nn.Module]
-) -> tuple[Observer, ...]:
+def refuse_hooks_of(root: nn.Module, names: Sequence[str], submodules: Sequence[nn.Module]) -> None:
     """Does what `refuse_hooks` does, for submodules and names that are known already.
-
-    Returns:
-        The hooks that are called after a planned forward.
 
     Raises:
         UnsupportedError: As `refuse_hooks`.
@@ -65,14 +87,13 @@ def refuse_hooks_of(
     _refuse_global_hooks(root)
     _refuse_root_hooks(root)
     refuse_wrapped_parts(root, names, submodules)
-    has_observers = False
     for name, child in zip(names, submodules, strict=True):
         held = child.__dict__
         if not any(map(held.__getitem__, _HOOKS)):
             continue
         for kind in _HOOKS:
             for hook in held[kind].values():
-                if is_part_of_graph(hook):
+                if _is_part_of_graph(hook):
                     continue
                 if is_recorder(hook):
                     raise UnsupportedError(
@@ -80,9 +101,6 @@ def refuse_hooks_of(
                         f"submodule {name!r} records its outputs for a module around this one",
                         help="call irc.optimize with that module",
                     )
-                if kind.startswith("_forward") and not modules_of(hook)[0].startswith("torch."):
-                    has_observers = True
-                    continue
                 raise UnsupportedError(
                     "IRC505",
                     f"submodule {name!r} has a hook ({kind.strip('_').replace('_', ' ')}: "
@@ -90,7 +108,19 @@ def refuse_hooks_of(
                     help="remove it, or register it on the root module or on a parameter; if it is there for "
                     "gradient checkpointing, gradient_checkpointing_disable(): irc chooses what runs again",
                 )
-    return tuple(observers_of(names, submodules)) if has_observers else ()
+
+
+def _is_part_of_graph(hook: Any) -> bool:
+    """Whether the work of a submodule's hook is part of the traced graph.
+
+    It is if the hook is torch's own and computes tensors, if it records within the forward, and if it lets
+    the submodule's output require a gradient and does nothing else.
+    """
+    if is_recorder(hook):
+        return not is_recording()
+    if _is_same_code(hook, _require_gradient):
+        return True
+    return any(h.startswith("torch.") and not h.startswith("torch.distributed.") for h in _modules_of(hook))
 
 
 def _refuse_global_hooks(root: nn.Module) -> None:
@@ -106,7 +136,7 @@ def _refuse_global_hooks(root: nn.Module) -> None:
         return
     for table in _TABLES:
         for hook in tables[table].values():
-            if not modules_of(hook)[0].startswith(_WATCHERS):
+            if not _module_of(hook).startswith(_WATCHERS):
                 kind = table.removeprefix("_global_").replace("_", " ")
                 raise UnsupportedError(
                     "IRC532",
@@ -126,7 +156,7 @@ def _refuse_root_hooks(root: nn.Module) -> None:
     if root._backward_hooks and root._is_full_backward_hook is False:
         raise _legacy("the root module")
     for hook in root._forward_pre_hooks.values():
-        if any(module.startswith("torch.nn.utils.") for module in modules_of(hook)):
+        if any(module.startswith("torch.nn.utils.") for module in _modules_of(hook)):
             raise UnsupportedError(
                 "IRC532",
                 f"a hook of the root module computes its weights before each forward ({type(hook).__name__})",

@@ -15,7 +15,6 @@ from .assignments import Assigned
 from .compiled_plan import CompiledPlan
 from .deliver import deliver, deliver_leaf
 from .hooks import refuse_hooks
-from .observed import call_observers
 from .offload import TierConfig, Traffic
 from .original import FITTED, ORIGINAL, own_forward, unfitted
 from .persistence import Persistent, fitted_class
@@ -127,15 +126,7 @@ class _Fitted(Persistent):
                     program, inputs, in_backward, plans.live_forwards, signature.unused, plans.tiers
                 )
                 _check_branches(signature, inputs, outputs)
-                result = _deliver(signature, inputs, outputs)
-                if not signature.has_effects:
-                    return result
-                result, values, given = result
-                if assigned is not None:
-                    assigned.assign(values)
-                if given:
-                    call_observers(self, compiled, given)
-                return result
+                return _deliver(signature, inputs, outputs, assigned)
         if (forward := own_forward(self)) is not None:
             return forward(*args, **kwargs)
         return super().forward(*args, **kwargs)
@@ -161,6 +152,13 @@ def _check_branches(signature: Signature, inputs: list[Tensor], outputs: tuple[T
             )
 
 
-def _deliver(signature: Signature, inputs: list[Tensor], outputs: tuple[Tensor, ...]) -> Any:
+def _deliver(
+    signature: Signature, inputs: list[Tensor], outputs: tuple[Tensor, ...], assigned: Assigned | None
+) -> Any:
     tree: Any = signature.out_tree
-    return pytree.tree_unflatten(deliver(signature.deliveries, inputs, outputs), tree)
+    result: Any = pytree.tree_unflatten(deliver(signature.deliveries, inputs, outputs), tree)
+    if assigned is None:
+        return result
+    result, values = result if signature.delivers_assigned else (result, ())
+    assigned.assign(values)
+    return result

@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ...ir import BudgetError, IrcError, Plan, UnsupportedError, UsageError, format_bytes
 from ...torch_support.autocast import autocast_state
-from ...torch_support.observers import Observer
 from ...torch_support.pytree import flatten_arguments
 from .cache_entry import CacheEntry, Explain
 from .compiled_plan import Compilation, CompiledPlan, ReservedMemory, VariedCall
@@ -173,8 +172,7 @@ class PlanCache:
             refuse_subclass(tensor, "input", str(index))
         refuse_transforms(chain(tensors, root.parameters()))
         with parameters_lock:
-            state, observers = self._current(root)
-            call = CallKey(root, args, kwargs, leaves, tree, tensors, state, autocast_state(), observers)
+            call = CallKey(root, args, kwargs, leaves, tree, tensors, self._current(root), autocast_state())
             found = self._hit(call)
         if callable(found):
             if self._request is not None and not call.trains():
@@ -206,7 +204,7 @@ class PlanCache:
         with planning:
             compiled, made = self._compiled(root, args, kwargs)
             with parameters_lock:
-                state = self._current(root)[0].state
+                state = self._current(root).state
                 entry = CacheEntry(replace(compiled, state=state), root)
                 self._adopt(entry, made.optimizers)
                 self._add(entry)
@@ -216,8 +214,8 @@ class PlanCache:
 
     # ------------------------------------------------------------------ looking up
 
-    def _current(self, root: nn.Module) -> tuple[ModuleState, tuple[Observer, ...]]:
-        """Returns the modules and observers as they are now; gives up plans for other modules."""
+    def _current(self, root: nn.Module) -> ModuleState:
+        """Returns the modules as they are now; gives up plans for other modules."""
         part = self._module_state.changed_part()
         if part is not None:
             if self._request is None:
@@ -225,9 +223,9 @@ class PlanCache:
             self._entries, self._module_state = (), ModuleState(root)
         elif not self._module_state.has_same_state(root):
             self._module_state = self._known(ModuleState(root, _ignored(self.compiled_plans, root)))
-        observers = refuse_hooks_of(root, self._module_state.names[1:], self._module_state.submodules)
+        refuse_hooks_of(root, self._module_state.names[1:], self._module_state.submodules)
         refuse_cached_parametrizations(root)
-        return self._module_state, observers
+        return self._module_state
 
     def _known(self, module_state: ModuleState) -> ModuleState:
         """Replaces the state by an equal one of a plan, so that the next comparison is by identity."""
@@ -271,7 +269,7 @@ class PlanCache:
         varying = ((entry, entry.varying_numbers(call) - deciding) for entry in self._entries)
         entry, asked = next(((entry, numbers) for entry, numbers in varying if numbers), (None, frozenset()))
         answers = None if entry is None else entry.compiled.answers
-        if answers is None or call.observers or _get_current_dispatch_mode_stack():
+        if answers is None or _get_current_dispatch_mode_stack():
             return NO_NUMBERS, None
         started = time.perf_counter()
         free = free_numbers(unfitted(root), call.leaves, call.tree, answers, asked)

@@ -216,7 +216,7 @@ def _check_unused(program: Program, unused: frozenset[int], given: frozenset[int
                 "not use it",
                 help="call irc.optimize with loss= the function by which the training loop computes its loss "
                 "from the result; without it a Hugging Face model that is given labels is trained by "
-                "its result's .loss. What a hook of a submodule is given has no gradient: return it",
+                "its result's .loss",
             )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...frontends.torch import Captured, refuse_effects
+from ...frontends.torch import Captured, refuse_assignments
 from ...ir import (
     Delivery,
     Input,
@@ -36,7 +36,7 @@ def own_results(captured: Captured) -> Captured:
             parameter, or memory that forward writes or that is not one block; or a written argument, which
             one rank alone would see.
     """
-    refuse_effects(captured.signature, "a pipeline")
+    refuse_assignments(captured.signature, "a pipeline")
     graph = captured.graph
     static = [entry for entry in graph.inputs if entry.role is not InputRole.TANGENT]
     written = {n.operands[0].storage for n in graph.nodes if Trait.EFFECT in n.traits}

@@ -1,6 +1,6 @@
 """torch modules in: captured as one training graph."""
 
-from .assignments import refuse_effects
+from .assignments import refuse_assignments
 from .capture import Captured, capture
 from .dynamo import CapturedGraph, capture_graph, compiled_frame, graph_name, lifted_names
 from .forward_bytes import forward_bytes
@@ -16,5 +16,5 @@ __all__ = [
     "forward_bytes",
     "graph_name",
     "lifted_names",
-    "refuse_effects",
+    "refuse_assignments",
 ]

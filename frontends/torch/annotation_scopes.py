@@ -71,7 +71,6 @@ class Scopes:
         self._numbers = itertools.count()
         self.asked: dict[Annotation, None] = {}
         self.without_gradients: list[str] = []
-        self._checkpoints = 0
         self._open: list[Scope] = []
         self._opened: list[int] = [0]
         """The number of scopes that each call has opened."""
@@ -133,17 +132,10 @@ class Scopes:
         if hint is not None:
             self.asked[hint] = None
         self._push(Scope(next(self._numbers), hint, where))
-        self._checkpoints += 1
         try:
             yield
         finally:
-            self._checkpoints -= 1
             self.leave()
-
-    @property
-    def is_checkpointing(self) -> bool:
-        """Whether a checkpoint of torch's is open."""
-        return self._checkpoints > 0
 
     def _push(self, scope: Scope) -> None:
         self._open.append(scope)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...ir import Signature, UnsupportedError
 
-__all__ = ["refuse_effects", "unkept_attributes"]
+__all__ = ["refuse_assignments", "unkept_attributes"]
 
 
 def unkept_attributes(paths: list[str]) -> UnsupportedError:
@@ -19,15 +19,15 @@ def unkept_attributes(paths: list[str]) -> UnsupportedError:
     )
 
 
-def refuse_effects(signature: Signature, means: str) -> None:
-    """Refuses a forward that changes attributes or has hooks, where no such module is in training.
+def refuse_assignments(signature: Signature, means: str) -> None:
+    """Refuses a forward that changes attributes of its module, where there is no such module in training.
 
     Args:
         signature: The calling convention of the forward.
         means: What trains it, in words.
 
     Raises:
-        UnsupportedError: IRC338 or IRC505.
+        UnsupportedError: IRC338.
     """
     for each in signature.assignments:
         path = f"{each.module}.{each.name}".strip(".")
@@ -36,10 +36,4 @@ def refuse_effects(signature: Signature, means: str) -> None:
             f"the forward changes the attribute {path} ({len(signature.assignments)} such attributes), which "
             f"{means} does not hold",
             help="return what it assigns, keep counters in buffers, or train by irc.optimize(...)",
-        )
-    if signature.observed:
-        raise UnsupportedError(
-            "IRC505",
-            f"submodules have hooks around their forwards, which {means} does not call",
-            help="remove them, or train by irc.optimize(...)",
         )

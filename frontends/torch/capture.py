@@ -43,7 +43,6 @@ from ...ir import (
     first_line,
 )
 from ...torch_support.autocast import autocast_state
-from ...torch_support.observers import Observer
 from ...torch_support.pytree import flatten_arguments
 from .annotation_scopes import Scopes
 from .assignments import unkept_attributes
@@ -59,7 +58,6 @@ from .fixups.tied_parameters import TiedParameters
 from .known_values import known_values
 from .loss import Loss, described_loss, has_own_loss, loss_bytes, own_loss, unused_outputs
 from .loss_run import Measure
-from .observed import Observed
 from .place_annotations import place_annotations
 from .provenance import raised_at, raised_code, recording
 from .results import flattened, refuse_hidden_tensors, refusing_writes
@@ -93,7 +91,6 @@ class Captured:
         eager: The memory of the step as it is written; None if it is not known.
         mode: The mode in which the module was traced.
         generators: The user's generators that it draws from, by their names in the graph.
-        observers: The hooks of submodules that look at what passes.
     """
 
     graph: Graph
@@ -104,7 +101,6 @@ class Captured:
     eager: EagerMemory | None = None
     mode: TraceMode = TRACE_MODES[0]
     generators: Mapping[str, torch.Generator] = field(default_factory=dict[str, torch.Generator])
-    observers: tuple[Observer, ...] = ()
 
 
 class _Flat(nn.Module):
@@ -124,15 +120,13 @@ class _Flat(nn.Module):
         self.module = module
         self.tree = tree
         self.state = State(module)
-        self.observed = Observed(module)
         self.leaves = [self.state.generators.leaf(leaf) for leaf in leaves]
         self.tied = TiedParameters(module)
         self.result_leaves: list[Any] = []
         self.result_tree: pytree.TreeSpec | None = None
         self.assignments: tuple[Assignment, ...] = ()
-        self.assigned_leaves: list[Any] = []
         self.delivered: list[Any] = []
-        """The leaves of the result, of the values that attributes get, and of what observers are given."""
+        """The leaves of the result, and of the values that attributes get."""
         self.delivered_tree: pytree.TreeSpec | None = None
         self.places: list[int] = []
         self.losses = (loss,)  # in a tuple: a loss that is a module must not become a submodule
@@ -146,7 +140,7 @@ class _Flat(nn.Module):
         self.time_limit = time_limit
 
     def call(self, *tensors: Tensor) -> Any:
-        """Returns the result of the module's forward; its own hooks run around the planned forward."""
+        """Returns the result of the module's forward; its hooks run around the planned forward."""
         given = iter(tensors)
         leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.tree)
@@ -156,11 +150,7 @@ class _Flat(nn.Module):
     def run(self, *tensors: Tensor) -> Any:
         """Returns what `call` does, and keeps the state of Python as it was."""
         branches = self.branches.replayed() if self.branches else contextlib.nullcontext()
-        with contextlib.ExitStack() as stack:
-            for each in (self.state.one_run(), branches, self.tied.as_one(), known_values()):
-                stack.enter_context(each)
-            stack.enter_context(self.observed.one_run())
-            stack.enter_context(TensorWrites(self.parts))
+        with self.state.one_run(), branches, self.tied.as_one(), known_values(), TensorWrites(self.parts):
             return self.call(*tensors)
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -170,7 +160,7 @@ class _Flat(nn.Module):
             self.assume_loss(result)
         if self.unused is None:
             raise _ResultKnown
-        self.take_effects(result)
+        self.take_assigned(result)
         found = [leaf for leaf in self.delivered if isinstance(leaf, Tensor)]
         unused = self.unused_places()
         as_they_are = {id(t) for t in (*tensors, *self.module.parameters(), *self.module.buffers())}
@@ -183,49 +173,40 @@ class _Flat(nn.Module):
         results = (leaf if key in as_they_are else leaf.detach() for key, leaf in distinct.items())
         return (*results, *read)
 
-    def take_effects(self, result: Any) -> None:
-        """Adds to the result the values that the forward left in attributes, and what hooks were given.
+    def take_assigned(self, result: Any) -> None:
+        """Adds the values that the forward left in attributes to its result.
 
         Raises:
-            UnsupportedError: IRC338 or IRC505 for a value that a planned step could not make anew.
+            UnsupportedError: IRC338 for a value that a planned step could not make anew.
         """
         self.assignments = tuple(assignment for assignment, _ in self.state.assignments)
         self.delivered, self.delivered_tree = self.result_leaves, self.result_tree
-        if not self.assignments and not self.observed.calls:
-            return
         values = tuple(value for assignment, value in self.state.assignments if assignment.number is None)
-        try:
-            self.assigned_leaves, _ = flattened(values)
-        except UnsupportedError as error:
-            paths = (f"{a.module}.{a.name}".strip(".") for a in self.assignments if a.number is None)
-            raise unkept_attributes(list(paths)) from error
-        given = tuple(each for _, each in self.observed.calls)
-        try:
-            self.delivered, self.delivered_tree = flattened((result, values, given))
-        except UnsupportedError as error:
-            error.add_note("the result, with what attributes and hooks of submodules get")
-            raise
+        if values:
+            try:
+                self.delivered, self.delivered_tree = flattened((result, values))
+            except UnsupportedError as error:
+                paths = (f"{a.module}.{a.name}".strip(".") for a in self.assignments if a.number is None)
+                raise unkept_attributes(list(paths)) from error
+
+    def assigned_for_loss(self) -> list[Tensor]:
+        """Returns the tensors in attributes that may be added to a loss."""
+        assigned = self.delivered[len(self.result_leaves) :]
+        return [leaf for leaf in assigned if isinstance(leaf, Tensor) and leaf.requires_grad]
 
     def unused_places(self) -> frozenset[int]:
         """Returns the places, among the tensors that are delivered, of those that the loss does not use.
 
-        What hooks are given is there to be looked at. Nobody knows what is done with attributes: if the loss
-        of the result is known, single numbers in them may be added to it, as auxiliary losses are.
+        Nobody knows what is done with attributes. If the loss of the result is known, single numbers in them
+        may be added to it, as auxiliary losses are, and larger tensors are there to be looked at.
         """
         assert self.unused is not None
         tensors = [leaf for leaf in self.delivered if isinstance(leaf, Tensor)]
-        returned, assigned = (
-            sum(isinstance(leaf, Tensor) for leaf in leaves)
-            for leaves in (self.result_leaves, self.assigned_leaves)
-        )
-        is_known = self.losses != (None,)
-        looked_at = {
-            k
-            for k, leaf in enumerate(tensors)
-            if leaf.requires_grad
-            and (k >= returned + assigned or (k >= returned and is_known and leaf.numel() != 1))
-        }
-        unused = self.unused | looked_at
+        returned = sum(isinstance(leaf, Tensor) for leaf in self.result_leaves)
+        unused = set(self.unused)
+        if self.losses != (None,):
+            places = range(returned, len(tensors))
+            unused |= {k for k in places if tensors[k].requires_grad and tensors[k].numel() != 1}
         used = {id(leaf) for k, leaf in enumerate(tensors) if k not in unused}
         return frozenset(k for k in unused if id(tensors[k]) not in used)
 
@@ -299,9 +280,9 @@ def capture(
     refuse_hidden_tensors(leaves)
     flat = _Flat(module, tree, leaves, loss, stepwise=stepwise, time_limit=time_limit)
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
-    modes = TRACE_MODES + (TRACE_MODES_OF_EXAMPLE if specialize_branches else ())
-    with flat.observed.recording():
-        translation = _traced(flat, module, tensors, modes)
+    translation = _traced(
+        flat, module, tensors, TRACE_MODES + (TRACE_MODES_OF_EXAMPLE if specialize_branches else ())
+    )
     graph = translation.graph
     if not any(o.value is not None and o.role is OutputRole.GRADIENT for o in graph.outputs):
         raise _nothing_to_train(flat, tensors)
@@ -313,9 +294,7 @@ def capture(
         next(deliveries) if isinstance(leaf, Tensor) else Delivery(Origin.CONSTANT, constant=leaf)
         for leaf in flat.delivered
     ]
-    of_loss = list(flat.result_leaves)
-    if flat.losses == (None,):
-        of_loss += (t for t in flat.assigned_leaves if isinstance(t, Tensor) and t.requires_grad)
+    of_loss = [*flat.result_leaves, *(flat.assigned_for_loss() if flat.losses == (None,) else ())]
     most, held, saved = loss_bytes(flat.losses[0], of_loss, flat.result_tree, measure)
     unused = flat.unused_places()
     trained = {flat.places[k]: d for k, d in enumerate(found) if k not in unused}
@@ -340,7 +319,6 @@ def capture(
             for delivery, reading in zip(read, flat.branches.readings if flat.branches else (), strict=True)
         ),
         assignments=flat.assignments,
-        observed=tuple(index for index, _ in flat.observed.calls),
     )
     eager = _eager_memory(flat, tensors, graph) if with_eager else None
     rounded = roundings(graph, trained.values(), flat.layers, flat.parts, as_compiled=flat.mode.compiling)
@@ -354,14 +332,13 @@ def capture(
         eager,
         flat.mode,
         {name: generators.originals[name] for name in graph.generators},
-        flat.observed.observers,
     )
 
 
 def _eager_memory(flat: _Flat, tensors: tuple[Tensor, ...], graph: Graph) -> EagerMemory | None:
     if flat.branches is not None:
         flat.branches.is_noting = False
-    with flat.observed.recording(), flat.state.kept():
+    with flat.state.kept():
         return eager_memory(
             flat.run,
             flat,

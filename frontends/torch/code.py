@@ -13,9 +13,9 @@ from torch import nn
 from ...torch_support.containers import CONTAINERS
 from ...torch_support.inspectable import is_inspectable, is_of_library
 from .closures import closed_over
-from .object_graph import HeldObject, class_items, is_closed, reach_of, walk_from
+from .object_graph import HeldObject, class_items, is_closed, walk_from
 
-__all__ = ["code_reach", "function_reach"]
+__all__ = ["code_reach"]
 
 _ALL_NAMES = frozenset({"globals", "vars"})
 """A function that names one of these may use any name of its file."""
@@ -65,18 +65,6 @@ def code_reach(module: nn.Module, own: Iterable[HeldObject]) -> list[HeldObject]
         code.follow(_code_in([*roots, *reached]), 1)
         if code.size == known:
             return roots + reached
-
-
-def function_reach(function: Any, closed: Iterable[Any]) -> list[HeldObject]:
-    """Lists what a function or method leads to by itself: closures, its object, the globals that it names.
-
-    Args:
-        function: The function.
-        closed: Objects that are not looked into.
-    """
-    code = _Code()
-    code.follow([function], 0)
-    return [*reach_of([function], closed), *code.holders()]
 
 
 class _Code:

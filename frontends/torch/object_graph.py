@@ -246,14 +246,9 @@ def own_reach(module: nn.Module, excused: Callable[[nn.Module], frozenset[str] |
     return modules + walk_from(modules)
 
 
-def reach_of(values: Iterable[Any], closed: Iterable[Any] = ()) -> list[HeldObject]:
-    """Lists what some values are and lead to, except what is in tensors.
-
-    Args:
-        values: The values.
-        closed: Objects that are not looked into.
-    """
-    return _walk([("", value) for value in values], is_own=True, closed=closed)
+def reach_of(values: Iterable[Any]) -> list[HeldObject]:
+    """Lists what some values are and lead to, except what is in tensors."""
+    return _walk([("", value) for value in values], is_own=True)
 
 
 def changed(holder: HeldObject) -> Iterator[tuple[Any, Any, Any]]:
@@ -342,10 +337,10 @@ def walk_from(holders: list[HeldObject]) -> list[HeldObject]:
     return _walk(roots, is_own=all(each.is_own for each in holders))
 
 
-def _walk(roots: list[tuple[Path, Any]], *, is_own: bool, closed: Iterable[Any] = ()) -> list[HeldObject]:
+def _walk(roots: list[tuple[Path, Any]], *, is_own: bool) -> list[HeldObject]:
     """Lists what these values are and lead to, nearest first."""
     waiting = deque((path, value, 0) for path, value in roots)
-    seen = set(map(id, closed))
+    seen: set[int] = set()
     found: list[HeldObject] = []
     items_left, large_left = _MOST_ITEMS, _MOST_LARGE if is_own else 0
     while waiting and len(found) < _MOST_OBJECTS and items_left > 0:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ....ir import Autocast
-from ....torch_support.observers import Observer
 from .module_state import ModuleState
 
 __all__ = ["CallKey"]
@@ -29,7 +28,6 @@ class CallKey:
         tensors: The tensors among the leaves.
         module_state: The submodules and their settings at the time of the call.
         autocast: The device types for which automatic casting is on.
-        observers: The hooks of submodules that look at what passes.
     """
 
     root: nn.Module
@@ -40,7 +38,6 @@ class CallKey:
     tensors: list[Tensor]
     module_state: ModuleState
     autocast: Autocast
-    observers: tuple[Observer, ...] = ()
 
     def trains(self) -> bool:
         """Whether an argument or a parameter requires a gradient."""

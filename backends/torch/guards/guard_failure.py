@@ -7,7 +7,6 @@ of these has a function here, which describes the difference.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from ....ir import Autocast, DType, Input, IrcError, Slot, TensorType, UsageError
 from ....torch_support.attribute_reads import Names
-from ....torch_support.observers import Observer
 from ....torch_support.pytree import is_openable
 from .module_state import ModuleState, State, differing_modules, relevant_settings
 from .settings import ABSENT, differing, is_plain
@@ -27,7 +25,6 @@ __all__ = [
     "autocast_failure",
     "constant_failure",
     "nesting_failure",
-    "observers_failure",
     "part_failure",
     "sharing_failure",
     "state_failure",
@@ -201,20 +198,6 @@ def attribute_failure(name: str, now: object, planned: object) -> GuardFailure:
         "call irc.optimize again",
         changing=f"attribute {name!r}",
         advice="hold it in a buffer",
-    )
-
-
-def observers_failure(now: Sequence[Observer], planned: Sequence[Observer]) -> GuardFailure:
-    """Describes other hooks of submodules that look at what passes."""
-    others = [each for each in (*now, *planned) if not (each in now and each in planned)]
-    changed = str(others[0]) if others else "their order"
-    return GuardFailure(
-        "IRC507",
-        f"submodules have {len(now)} hooks around their forwards; the plan was made for {len(planned)} "
-        f"({changed})",
-        "call irc.optimize again",
-        changing="hooks of submodules",
-        advice="register hooks once, before irc.optimize",
     )
 
 

@@ -78,14 +78,23 @@ class Assignment:
         module: The dotted path of its module; "" is the root.
         name: Its name.
         number: The number that it becomes. `Leaf(k)` is the number that the attribute of the signature's
-            assignment k held before. None stands for tensors, which are delivered with the result.
+            assignment k held before.
         before: The number that it held at capture.
+        is_constant: Whether it becomes the same number or text in each call.
+        constant: That number or text.
     """
 
     module: str
     name: str
     number: Operand | None = None
     before: int | float | None = None
+    is_constant: bool = False
+    constant: object = None
+
+    @property
+    def is_delivered(self) -> bool:
+        """Whether it becomes an object with tensors, which is delivered with the result."""
+        return self.number is None and not self.is_constant
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,4 +130,4 @@ class Signature:
     @property
     def delivers_assigned(self) -> bool:
         """Whether attributes get tensors, or objects with tensors."""
-        return any(each.number is None for each in self.assignments)
+        return any(each.is_delivered for each in self.assignments)

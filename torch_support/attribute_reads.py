@@ -56,6 +56,10 @@ class AttributeReads:
         if name not in self._names.get(id(module), ()) and id(module) not in self._whole:
             self._made.add((id(module), name))
 
+    def assigned_to(self, module: nn.Module) -> set[str]:
+        """Returns the names of the attributes of a module that were assigned before they were read."""
+        return {name for key, name in self._made if key == id(module)}
+
     def is_read(self, module: nn.Module, name: str) -> bool:
         """Whether the value that an attribute had before may have been read: it was not assigned first."""
         return (id(module), name) not in self._made or not self.are_known(module)

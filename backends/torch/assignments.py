@@ -27,14 +27,16 @@ class Assigned:
         self._places = [
             (vars(root.get_submodule(each.module) if each.module else root), each) for each in assignments
         ]
-        held = [table.get(each.name) for table, each in self._places]
-        self._numbers = [None if each.number is None else evaluate(each.number, held) for each in assignments]
         for table, each in self._places:
-            if each.number is None:
+            if each.is_delivered:
                 table[each.name] = None
 
     def assign(self, values: Sequence[Any]) -> None:
-        """Assigns the numbers, and the values with tensors in their order."""
+        """Assigns the numbers and texts, and the values with tensors in their order."""
         given = iter(values)
-        for (table, each), number in zip(self._places, self._numbers, strict=True):
-            table[each.name] = next(given) if each.number is None else number
+        held = [table.get(each.name) for table, each in self._places]
+        for table, each in self._places:
+            if each.number is not None:
+                table[each.name] = evaluate(each.number, held)
+            else:
+                table[each.name] = each.constant if each.is_constant else next(given)

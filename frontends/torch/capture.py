@@ -41,12 +41,14 @@ from ...ir import (
     UnsupportedError,
     UsageError,
     first_line,
+    print_graph,
 )
 from ...torch_support.autocast import autocast_state
 from ...torch_support.pytree import flatten_arguments
 from .annotation_scopes import Scopes
 from .assignments import unkept_attributes
 from .branches import Branches
+from .counters import CounterReadError
 from .eager_run import eager_memory
 from .fixups.autocast_cache import share_casts
 from .fixups.batch_norm import batch_norm_of_eager
@@ -181,12 +183,12 @@ class _Flat(nn.Module):
         """
         self.assignments = tuple(assignment for assignment, _ in self.state.assignments)
         self.delivered, self.delivered_tree = self.result_leaves, self.result_tree
-        values = tuple(value for assignment, value in self.state.assignments if assignment.number is None)
+        values = tuple(value for assignment, value in self.state.assignments if assignment.is_delivered)
         if values:
             try:
                 self.delivered, self.delivered_tree = flattened((result, values))
             except UnsupportedError as error:
-                paths = (f"{a.module}.{a.name}".strip(".") for a in self.assignments if a.number is None)
+                paths = (f"{a.module}.{a.name}".strip(".") for a in self.assignments if a.is_delivered)
                 raise unkept_attributes(list(paths)) from error
 
     def assigned_for_loss(self) -> list[Tensor]:
@@ -454,8 +456,23 @@ def _translated(flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...]) -> 
         if not flat.state.may_count():
             raise
         with contextlib.suppress(Exception):
-            return _translated_once(flat, module, tensors)
+            return _translated_with_counters(flat, module, tensors)
         raise
+
+
+def _translated_with_counters(flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...]) -> Translation:
+    """Traces with and without knowing the numbers that the forward counts: it must make no difference.
+
+    Raises:
+        CounterReadError: It makes a difference: code can look at the class of an object unseen.
+    """
+    flat.state.counters_are_unknown = False
+    known = _translated_once(flat, module, tensors)
+    flat.state.counters_are_unknown = True
+    found = _translated_once(flat, module, tensors)
+    if print_graph(found.graph) != print_graph(known.graph) or found.deliveries != known.deliveries:
+        raise CounterReadError
+    return found
 
 
 def _translated_once(flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...]) -> Translation:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
+import numbers
 import operator
 import pickle
 import random
@@ -281,6 +283,8 @@ def digest(value: Any, depth: int = 4) -> Any:
     """Returns the content of an object as nested tuples; the class, if it is neither plain nor opened."""
     if is_plain(value):
         return value
+    if isinstance(value, (np.generic, numbers.Number, datetime.timedelta)):
+        return type(value), repr(value)
     parts = _parts(value) if depth else None
     if parts is None or is_generator(value):
         return type(value)

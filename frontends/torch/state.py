@@ -15,6 +15,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ...ir import Assignment, UnsupportedError
 from ...ir.scalars import Leaf
@@ -53,6 +54,7 @@ class State:
         assignments: The attributes that the last run changed as each step has to, with what it left there:
             results that nothing reads before they are assigned, and the numbers of `counters`.
         counters: The numbers in attributes that are not known while the forward runs.
+        counters_are_unknown: Whether that is so; if not, they are what they are.
         replaced: Buffers and parameters that the last run put others in the place of, with the reason why
             that is not a write into them.
     """
@@ -65,6 +67,9 @@ class State:
     replaced: list[str] = field(default_factory=list[str])
     assignments: list[tuple[Assignment, Any]] = field(default_factory=list[tuple[Assignment, Any]])
     counters: tuple[Assignment, ...] = ()
+    counters_are_unknown: bool = True
+    _constants: dict[str, Any] = field(default_factory=dict[str, Any])
+    """The values that the runs so far assigned to attributes, the same in each, by their paths."""
     _numbers: dict[str, Assignment] = field(default_factory=dict[str, Assignment])
     """The numbers in attributes that runs changed, by their paths."""
 
@@ -85,6 +90,7 @@ class State:
         generators = _generators()
         caches = caches_of(self.module)
         holders = self._holders()
+        tables = [(name, child, dict(vars(child)), dict(child._modules)) for name, child in modules]
         self.assignments = []
         with recording_attribute_reads() as reads:
             try:
@@ -93,6 +99,7 @@ class State:
             finally:
                 forget_traced(caches)
                 self._compare(holders, reads)
+                self._compare_tables(tables)
         self.drawn += [name for name, state in _generators().items() if state != generators[name]]
         self.replaced = []
         for (name, child), held, trained in zip(modules, buffers, parameters, strict=True):
@@ -184,11 +191,12 @@ class State:
 
     @contextlib.contextmanager
     def _counting(self) -> Generator[None]:
-        """Meanwhile, the numbers of `counters` are not known; afterwards they are as before."""
+        """Afterwards, the numbers of `counters` are as before; meanwhile they are not known, unless asked."""
         reads: list[str] = []
         tables = [vars(self.module.get_submodule(each.module)) for each in self.counters]
-        for place, (held, each) in enumerate(zip(tables, self.counters, strict=True)):
-            held[each.name] = Counter(Leaf(place), reads)
+        if self.counters_are_unknown:
+            for place, (held, each) in enumerate(zip(tables, self.counters, strict=True)):
+                held[each.name] = Counter(Leaf(place), reads)
         found: list[Any] = []
         try:
             yield
@@ -196,6 +204,8 @@ class State:
         finally:
             for held, each in zip(tables, self.counters, strict=True):
                 held[each.name] = each.before
+        if not self.counters_are_unknown:
+            return
         if reads or any(type(each) is not Counter for each in found):
             raise CounterReadError
         counted = zip(self.counters, found, strict=True)
@@ -217,11 +227,57 @@ class State:
                     else:
                         self.assignments.append((Assignment(name, key), new))
                     holder.put_back_item(key)
+                elif name is not None and not reads.is_read(holder.value, key) and is_plain(new):
+                    holder.put_back_item(key)
+                    self._assign_constant(name, key, path, new)
                 elif _is_number(old, new) and (holder.is_own or old is not ABSENT):
                     self.flipped.append(path)
                     is_counter = type(old) is type(new) and type(new) in (int, float)
                     if name is not None and is_counter and reads.are_known(holder.value):
                         self._numbers.setdefault(path, Assignment(name, key, before=old))
+            if name is not None:
+                self._take_unchanged(holder, name, reads)
+
+    def _take_unchanged(self, holder: HeldObject, name: str, reads: AttributeReads) -> None:
+        """Notes the attributes of a module that were assigned what they held, or held nothing but texts.
+
+        Between two calls, others may assign something else.
+        """
+        taken = {each.name for each, _ in self.assignments if each.module == name}
+        for key in reads.assigned_to(holder.value) - taken - holder.without:
+            now = vars(holder.value).get(key, ABSENT)
+            if reads.is_read(holder.value, key) or now is ABSENT:
+                continue
+            if is_plain(now):
+                self._assign_constant(name, key, holder.path_of(key), now)
+            elif type(now) in (list, dict, tuple) and all(map(is_plain, pytree.tree_leaves(now))):
+                self.assignments.append((Assignment(name, key), now))
+
+    def _assign_constant(self, name: str, key: str, path: str, value: Any) -> None:
+        """Notes an attribute that each run leaves with the same number or text."""
+        known = self._constants.setdefault(path, value)
+        if type(known) is type(value) and repr(known) == repr(value):
+            self.assignments.append((Assignment(name, key, is_constant=True, constant=value), None))
+        else:
+            self.flipped.append(path)
+
+    def _compare_tables(self, tables: list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]]) -> None:
+        """Notes modes and submodules that a run changed, and settings of torch's modules; puts them back."""
+        for name, child, held, modules in tables:
+            keys = ["training"]
+            if _excused(child) is None:
+                keys += (key for key in vars(child) if key not in _OWN and is_plain(vars(child)[key]))
+            now = vars(child)
+            for key in keys:
+                old, new = held.get(key, ABSENT), now.get(key, ABSENT)
+                if _is_number(old, new) and (type(old) is not type(new) or repr(old) != repr(new)):
+                    self.flipped.append(f"{name}.{key}".lstrip("."))
+                    if old is not ABSENT:
+                        now[key] = old
+            if list(modules.items()) != list(child._modules.items()):
+                self.flipped.append(f"the submodules of {name or 'the module'}")
+                child._modules.clear()
+                child._modules.update(modules)
 
     def _refuse(self, assigned: list[str], counted: list[str]) -> None:
         if assigned:
@@ -237,8 +293,8 @@ class State:
                 "IRC338",
                 f"the forward changes Python state: {counted[0]} ({len(counted)} such); "
                 "a plan would freeze it",
-                help="keep it outside of the module, or in a buffer; if the first call alone sets it, call the "
-                "module once before",
+                help="keep it outside of the module, or in a buffer; if the first call alone sets it, call "
+                "the module once before",
             )
         if self.drawn:
             raise UnsupportedError(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -321,3 +323,87 @@ def test_a_pipeline_refuses_attributes() -> None:
             budget="1GiB",
             loss=lambda y, _: y.sum(),
         )
+
+
+class Choosing(nn.Module):
+    """Leaves a loss in some calls, and says each time what it did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Sequential(nn.Linear(16, 16))
+        self.aux: Any = 0.0
+        self.rows, self.sizes, self.mode = 0, None, "none"
+
+    def forward(self, x: Tensor, *, with_aux: bool = False) -> Tensor:
+        y = self.part(x)
+        self.aux, self.mode = 0.0, "plain"
+        self.rows, self.sizes = x.shape[0], [x.shape[0], {"columns": 16}]
+        if with_aux:
+            self.aux, self.mode = y.mean(), "aux"
+        return y
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_each_call_leaves_what_eager_leaves(first: bool) -> None:
+    original, ours = pair(Choosing, budget="1MiB")
+    for count, with_aux in enumerate((first, not first, first, first, not first)):
+        for model in (original, ours):
+            cast("Any", model).mode = "reset"
+            step = lambda model, x: model(x, with_aux=with_aux).sum() + model.aux  # noqa: B023, E731
+            steps(model, 1, step)
+            if count == 2:
+                model.eval()(torch.ones(5, 16))
+                model.train()
+        found = [[m.aux, m.rows, m.sizes, m.mode] for m in cast("Any", (original, ours))]
+        assert same(*found) or count == 2
+    assert len(ours.irc_plans) == 3
+
+
+CLASSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "type": lambda self, y: y * (1.0 if type(self.calls) is int else 100.0),
+    "identity": lambda self, y: y * (1.0 if self.calls is self.one else 100.0),
+    "callable": lambda self, y: y * (100.0 if callable(self.calls) else 1.0),
+}
+
+
+@pytest.mark.parametrize("decision", CLASSES)
+def test_a_counter_whose_class_decides_is_refused(decision: str) -> None:
+    def make() -> nn.Module:
+        model = Deciding(CLASSES[decision])
+        vars(model)["one"] = 1
+        return model
+
+    with pytest.raises(UnsupportedError, match=r"IRC338.*calls"):
+        pair(make)
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "a setting of a layer": lambda self: setattr(self.act, "negative_slope", self.act.negative_slope * 0.5),
+    "a rate": lambda self: setattr(self.drop, "p", self.drop.p * 0.5),
+    "a mode": lambda self: self.norm.eval(),
+    "the submodules": lambda self: (setattr(self, "a", self.b), setattr(self, "b", self.a)),
+    "a number of numpy": lambda self: setattr(self, "scale", self.scale * np.float32(0.5)),
+    "a clock": lambda self: setattr(self, "seen", time.perf_counter()),
+}
+
+
+class Changing(nn.Module):
+    def __init__(self, change: Callable[[Any], object]) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.act, self.drop, self.norm = nn.LeakyReLU(), nn.Dropout(0.5), nn.BatchNorm1d(16)
+        self.scale, self.change = np.float32(1), change
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.drop(self.act(self.b(self.a(x))))) * float(self.scale)
+        self.change(self)
+        return y
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_other_changes_of_a_forward_are_refused(change: str) -> None:
+    model = Changing(CHANGES[change])
+    before = (model.act.negative_slope, model.drop.p, model.norm.training, model.a, model.scale)
+    with pytest.raises(UnsupportedError, match="IRC338"):
+        irc.optimize(model, (torch.randn(32, 16),), budget="1MiB")
+    assert before == (model.act.negative_slope, model.drop.p, model.norm.training, model.a, model.scale)

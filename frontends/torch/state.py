@@ -274,6 +274,12 @@ class State:
                     self.flipped.append(f"{name}.{key}".lstrip("."))
                     if old is not ABSENT:
                         now[key] = old
+            if _excused(child) is None:
+                made = {key: value for key, value in now.items() if key not in _OWN and key[0] != "_"}
+                left = [
+                    key for key, value in made.items() if value is not held.get(key) and holds_traced(value)
+                ]
+                self.assigned += (path for key in left if (path := f"{name}.{key}") not in self.assigned)
             if list(modules.items()) != list(child._modules.items()):
                 self.flipped.append(f"the submodules of {name or 'the module'}")
                 child._modules.clear()

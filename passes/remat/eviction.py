@@ -41,6 +41,8 @@ def evict_greedily(
     Source:
         Kirisame et al., Dynamic Tensor Rematerialization (2021); the known next use replaces staleness.
     """
+    if problem.keep_all.peak_bytes <= budget_bytes:
+        return problem.keep_all  # nothing is evicted
     found: list[Solution] = []
     for kept_bytes in _limits(problem, budget_bytes):
         try:

@@ -22,6 +22,8 @@ def unkept_attributes(paths: list[str]) -> UnsupportedError:
 def refuse_assignments(signature: Signature, means: str) -> None:
     """Refuses a forward that changes attributes of its module, where there is no such module in training.
 
+    Numbers and texts that it leaves are the same in each call, and nothing in training reads them.
+
     Args:
         signature: The calling convention of the forward.
         means: What trains it, in words.
@@ -29,11 +31,12 @@ def refuse_assignments(signature: Signature, means: str) -> None:
     Raises:
         UnsupportedError: IRC338.
     """
-    for each in signature.assignments:
+    changed = [each for each in signature.assignments if not each.is_constant]
+    for each in changed:
         path = f"{each.module}.{each.name}".strip(".")
         raise UnsupportedError(
             "IRC338",
-            f"the forward changes the attribute {path} ({len(signature.assignments)} such attributes), which "
+            f"the forward changes the attribute {path} ({len(changed)} such attributes), which "
             f"{means} does not hold",
             help="return what it assigns, keep counters in buffers, or train by irc.optimize(...)",
         )

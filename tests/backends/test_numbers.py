@@ -601,9 +601,9 @@ def test_a_number_that_the_forward_stores_is_part_of_the_key() -> None:
 
     original = Model(storing, lin=nn.Linear(4, 4), label=5)
     fitted = irc.optimize(copy.deepcopy(original), (X, 5), "1GiB", costs="analytic")
-    assert_agree(original, fitted, X, 5)
-    with pytest.raises(irc.UnsupportedError, match="IRC338"):
-        fitted(X, 6)
+    for number in (5, 6, 7, 6, 0.5, True):
+        assert_agree(original, fitted, X, number)
+        assert type(fitted.label) is type(number) and fitted.label == original.label == number
 
 
 # ---------------------------------------------------------------------- any program

@@ -275,7 +275,8 @@ class State:
                     if old is not ABSENT:
                         now[key] = old
             if _excused(child) is None:
-                made = {key: value for key, value in now.items() if key not in _OWN and key[0] != "_"}
+                computed = _computed_before(child)
+                made = {k: value for k, value in now.items() if k not in _OWN | computed and k[0] != "_"}
                 left = [
                     key for key, value in made.items() if value is not held.get(key) and holds_traced(value)
                 ]
@@ -349,11 +350,13 @@ def _excused(child: nn.Module) -> frozenset[str] | None:
     """
     if type(child).__module__.startswith("torch."):
         return None
-    found = {*_OWN, RECORDERS_MARK}
-    for hook in child._forward_pre_hooks.values():
-        if _is_torchs(hook):
-            found.update(_texts(hook))
-    return frozenset(found)
+    return _OWN | {RECORDERS_MARK} | _computed_before(child)
+
+
+def _computed_before(child: nn.Module) -> frozenset[str]:
+    """Returns texts of torch's hooks before a forward: the attributes that they compute are among them."""
+    hooks = (hook for hook in child._forward_pre_hooks.values() if _is_torchs(hook))
+    return frozenset(text for hook in hooks for text in _texts(hook))
 
 
 def _texts(hook: Any) -> Iterator[str]:

@@ -456,11 +456,12 @@ def test_threads_that_miss_at_once_plan_once(caplog: pytest.LogCaptureFixture) -
     args = [rows(count) for count in counts]
     found: dict[int, Tensor] = {}
     start = threading.Barrier(len(args))
+    weight: Tensor = ours.lin.weight  # not read within a thread: another may plan, with others in its place
 
     def run(index: int) -> None:
         start.wait()
         for _ in range(3):
-            found[index] = torch.autograd.grad(ours(*args[index]).square().sum(), ours.lin.weight)[0]
+            found[index] = torch.autograd.grad(ours(*args[index]).square().sum(), weight)[0]
 
     threads = [threading.Thread(target=run, args=(index,)) for index in range(len(args))]
     with caplog.at_level(logging.INFO, "irc"):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from . import hub, own_images, own_sequences
+from . import hub, own_control_flow, own_images, own_sequences
 from .registry import ARCHITECTURES, Instance, Maker, loss_of
 
 __all__ = ["ARCHITECTURES", "Instance", "Maker", "loss_of"]
 
-assert hub and own_images and own_sequences
+assert hub and own_control_flow and own_images and own_sequences

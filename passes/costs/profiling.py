@@ -10,7 +10,6 @@ import platform
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -73,14 +72,15 @@ def profile_costs(
 ) -> Costs:
     """Measures costs on the devices that the graphs' tensors live on.
 
-    Each distinct operation (name, constants, operand types) runs on made-up tensors: twice, to warm up and to
-    count its allocations, then up to `repeats` times for the time, of which the best counts. The generator's
+    Each distinct operation (name, constants, operand types) runs on made-up tensors: to count its
+    allocations, on a GPU after a run to warm up, then again for the time until the two best agree, of which
+    the best counts. On one thread the run that counts allocations is the first of these. The generator's
     state is as before. The cost of an optimizer's step stands at its node (see `StepCost`).
 
     Args:
         *graphs: The graphs whose operations are measured, all on the same devices.
         store: The store of earlier measurements; None measures everything anew.
-        repeats: The number of timed runs of an operation; long operations get fewer, but two at least.
+        repeats: The most timed runs of an operation; long and steady ones get fewer, but two at least.
         most_bytes: An operation with more bytes of operands and results, or for which the device has no room,
             is not measured: unless it was before, its costs are modelled. None lets all run.
         with_times: Whether to measure times too; without, those that were not measured before are modelled.
@@ -289,23 +289,25 @@ def _measure(
     with torch.no_grad(), torch.random.fork_rng(devices=drawn_on):
         workspace_bytes = {key: cost.workspace_bytes for key, cost in known.items() if key in missing}
         unknown = {key: node for key, node in missing.items() if key not in known}
+        first_seconds: dict[Node, float] = {}
         if unknown:  # and no profiler session without, which would end one that is open
-            workspace_bytes |= zip(unknown, _workspaces(list(unknown.values())), strict=True)
-        warm = unknown.values() if torch.get_num_threads() == 1 else ()
-        seconds = _seconds(nodes, repeats, set(warm)) if with_times else [None] * len(nodes)
+            found = _workspaces(list(unknown.values()), first_seconds)
+            workspace_bytes |= zip(unknown, found, strict=True)
+        seconds = _seconds(nodes, repeats, first_seconds) if with_times else [None] * len(nodes)
     return {key: Measured(s, workspace_bytes[key]) for key, s in zip(missing, seconds, strict=True)}
 
 
-def _seconds(nodes: Iterable[Node], repeats: int, warm: AbstractSet[Node]) -> list[float]:
-    """The best time of each operation; those that are not warm run once before."""
+def _seconds(nodes: Iterable[Node], repeats: int, first_seconds: Mapping[Node, float]) -> list[float]:
+    """The best time of each operation; those whose first run took no time yet run once before."""
     found: list[float] = []
     with one_thread():
         for node in nodes:
             with _explained(node):
                 run = _runner(node)
-                if node not in warm:
+                times = [first_seconds[node]] if node in first_seconds else []
+                if not times:
                     run()  # kernels are chosen and caches filled on the first run
-                found.append(_best_seconds(run, _device_of_node(node), repeats))
+                found.append(_best_seconds(run, _device_of_node(node), repeats, times))
     return found
 
 
@@ -369,12 +371,24 @@ def _materialize(argument: Argument, tensors: dict[Value, Tensor]) -> Any:
 _LONG_SECONDS = 0.02
 """A run of this time for each of the repeats is enough: operations that take longer run less often."""
 
+_SHORT_SECONDS = 1e-3
+"""With less time for each of the repeats, times vary too much for two that agree to mean anything."""
 
-def _best_seconds(run: Callable[[], Any], device: str, repeats: int) -> float:
-    found = [run_seconds(run, device), run_seconds(run, device)]
-    while len(found) < repeats and sum(found) < repeats * _LONG_SECONDS:
+_STEADY = 0.05
+"""The best two times agree if they differ by at most this fraction."""
+
+
+def _best_seconds(run: Callable[[], Any], device: str, repeats: int, found: list[float]) -> float:
+    """The best of the times in `found` and of as many more as are needed."""
+    while len(found) < 2 or (len(found) < repeats and not _is_enough(found, repeats)):
         found.append(run_seconds(run, device))
     return min(found)
+
+
+def _is_enough(found: Sequence[float], repeats: int) -> bool:
+    best, second = sorted(found)[:2]
+    is_steady = second <= best * (1 + _STEADY) and sum(found) >= repeats * _SHORT_SECONDS
+    return is_steady or sum(found) >= repeats * _LONG_SECONDS
 
 
 def _check_sizes(node: Node, results: Any) -> None:
@@ -427,18 +441,50 @@ def _cuda_seconds(run: Callable[[], Any], device: str) -> float:
     return start.elapsed_time(end) / 1000
 
 
-def _workspaces(nodes: Sequence[Node]) -> list[int]:
-    """For each operation, the allocator's peak over one run less the bytes of its results."""
+def _workspaces(nodes: Sequence[Node], first_seconds: dict[Node, float]) -> list[int]:
+    """For each operation, the allocator's peak over one run less the bytes of its results.
+
+    On a processor that is the first run, unless it leaves bytes behind: what fills a cache runs again. On a
+    GPU, a run before fills the caches of libraries.
+
+    Args:
+        nodes: The operations.
+        first_seconds: Gets the time of first runs, if operations compute on this one thread.
+    """
     levels: dict[Node, Level] = {}
     for device in sorted(set(map(_device_of_node, nodes))):
         mine = [node for node in nodes if _device_of_node(node) == device]
-        levels |= zip(mine, allocation_levels(map(_warm_runner, mine), device), strict=True)
+        if not device.startswith("cuda"):
+            levels |= _levels_of(mine, (_first_run(node, first_seconds) for node in mine), device)
+            mine = [node for node in mine if levels[node].left_bytes != _result_bytes(node)]
+        levels |= _levels_of(mine, map(_warm_runner, mine), device)
     return [max(levels[node].peak_bytes - _result_bytes(node), 0) for node in nodes]
+
+
+def _levels_of(nodes: Sequence[Node], runs: Iterable[Callable[[], Any]], device: str) -> dict[Node, Level]:
+    return dict(zip(nodes, allocation_levels(runs, device) if nodes else (), strict=True))
 
 
 def _device_of_node(node: Node) -> str:
     """The device that an operation runs on: a GPU if one of its tensors is there."""
     return max((value.type.device for value in (*node.operands, *node.values)), default="cpu")
+
+
+def _first_run(node: Node, first_seconds: dict[Node, float]) -> Callable[[], Any]:
+    """Makes the first run of an operation on a processor, which looks at its results and takes its time."""
+
+    def run_first() -> Any:
+        with _explained(node):
+            start = time.process_time()
+            results = run()
+            if torch.get_num_threads() == 1:
+                first_seconds[node] = time.process_time() - start
+            _check_sizes(node, results)
+        return results
+
+    with _explained(node):
+        run = _runner(node)
+    return run_first
 
 
 def _warm_runner(node: Node) -> Callable[[], Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,56 @@ def test_the_workspace_is_what_an_operation_takes_beyond_its_results() -> None:
     measured = profile_costs(Graph((), (dropout,), ()), repeats=1).workspace_bytes[dropout]
     with torch.no_grad():
         assert measured + results_bytes == peak_bytes(lambda: torch.native_dropout(x, 0.5, True))
+
+
+def test_a_first_run_that_fills_a_cache_is_not_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    relu = capture(nn.ReLU(), (torch.randn(64, 32, requires_grad=True),)).graph.operations[0]
+    cache: list[Tensor] = []
+    original: Any = vars(profile)["_runner"]
+
+    def runner(node: Node) -> Callable[[], Any]:
+        run = original(node)
+
+        def fill_and_run() -> Any:
+            if not cache:
+                cache.append(torch.empty(1 << 16, dtype=torch.uint8))
+            return run()
+
+        return fill_and_run
+
+    monkeypatch.setattr(profile, "_runner", runner)
+    assert profile_costs(Graph((), (relu,), ()), repeats=1).workspace_bytes[relu] == 0
+    assert cache
+
+
+@pytest.mark.parametrize(
+    ("first", "times", "timed", "best"),
+    [
+        (0.09, [0.02, 0.0], 1, 0.02),  # together that is long enough
+        (0.03, [0.02, 0.0201, 0.0], 2, 0.02),  # two agree
+        (0.03, [0.02, 0.01, 0.005, 0.004], 4, 0.004),  # none agree
+        (1e-4, [1e-4, 1e-4, 1e-4, 1e-4], 4, 1e-4),  # too short for that to mean anything
+    ],
+)
+def test_an_operation_is_timed_until_two_runs_agree(
+    monkeypatch: pytest.MonkeyPatch, first: float, times: list[float], timed: int, best: float
+) -> None:
+    relu = capture(nn.ReLU(), (torch.randn(4, requires_grad=True),)).graph.operations[0]
+    given = iter(times)
+    taken: list[float] = []
+
+    def run_seconds(run: Callable[[], Any], device: str) -> float:
+        taken.append(next(given))
+        return taken[-1]
+
+    def workspaces(nodes: Sequence[Node], first_seconds: dict[Node, float]) -> list[int]:
+        first_seconds |= dict.fromkeys(nodes, first)
+        return [0] * len(nodes)
+
+    monkeypatch.setattr(profile, "run_seconds", run_seconds)
+    monkeypatch.setattr(profile, "_workspaces", workspaces)
+    costs = profile_costs(Graph((), (relu,), ()), repeats=5)
+    assert (len(taken), costs.seconds[relu]) == (timed, best)
 
 
 def test_a_peak_is_counted_above_the_level_at_the_start() -> None:

@@ -16,7 +16,14 @@ from torch._dynamo import callback_handler
 from torch.utils import _pytree as pytree
 
 from ...backends.torch import check_tensor, deliver, planning, run_step, tracing
-from ...frontends.torch import capture_graph, compiled_frame, forward_bytes, graph_name, lifted_names
+from ...frontends.torch import (
+    capture_graph,
+    compiled_frame,
+    forward_bytes,
+    graph_name,
+    lifted_names,
+    refuse_uncompiled_module,
+)
 from ...ir import Plan, UsageError, parse_budget
 from ...passes.remat.choice import GAP
 from ...passes.subgraphs.subgraph import SubgraphSolutions
@@ -76,6 +83,9 @@ def backend(
         UsageError: IRC401 for a malformed budget, IRC403 for a malformed time limit or gap, IRC410 for the
             name of no machine, IRC541 for a budget in percent.
 
+    `model.compile(backend=...)` raises UnsupportedError (IRC544) where torch would compile nothing, which is
+    so if the forward is one of torch's own, as that of `nn.Sequential`; `torch.compile(model)` takes these.
+
     The step itself raises BudgetError (IRC540), which names its graphs, before a graph would go over the
     budget, and UnsupportedError for a graph that cannot be captured (IRC543 and others), and for what was
     computed outside of graphs (IRC542).
@@ -112,7 +122,6 @@ class Backend:
                     help="give bytes, such as 4GiB; baseline_bytes of this backend tells after a step what "
                     "it takes without a plan",
                 )
-        self.__name__ = "irc"  # torch.compile asks for it
         self._request = Request.of(budget, time_limit=time_limit, gap=gap, costs=costs)
         outside_bytes = None if outside is None else parse_budget(outside) if outside else 0
         self._budget = StepBudget(parse_budget(budget), time_limit, outside_bytes, gap)
@@ -122,6 +131,17 @@ class Backend:
         self._numbers = itertools.count(1)
         if _look not in callback_handler.start_callbacks:  # torch._dynamo.reset() drops it
             callback_handler.register_start_callback(_look)
+
+    @property
+    def __name__(self) -> str:
+        """The name of the backend, for which `torch.compile` asks before it compiles anything.
+
+        Raises:
+            UnsupportedError: IRC544 for `model.compile()` of a model that Dynamo would leave to Python, with
+                no call to its backend.
+        """
+        refuse_uncompiled_module()
+        return "irc"
 
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Returns the function that runs a graph; Dynamo calls this once for each."""

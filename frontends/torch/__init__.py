@@ -2,7 +2,14 @@
 
 from .assignments import refuse_assignments
 from .capture import Captured, capture
-from .dynamo import CapturedGraph, capture_graph, compiled_frame, graph_name, lifted_names
+from .dynamo import (
+    CapturedGraph,
+    capture_graph,
+    compiled_frame,
+    graph_name,
+    lifted_names,
+    refuse_uncompiled_module,
+)
 from .forward_bytes import forward_bytes
 from .loss import Loss
 
@@ -17,4 +24,5 @@ __all__ = [
     "graph_name",
     "lifted_names",
     "refuse_assignments",
+    "refuse_uncompiled_module",
 ]

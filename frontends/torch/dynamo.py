@@ -16,11 +16,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._dynamo import trace_rules
 
 from ...ir import InputRole, Location, UnsupportedError, UsageError
 from .capture import Captured, capture
 
-__all__ = ["CapturedGraph", "capture_graph", "compiled_frame", "graph_name", "lifted_names"]
+__all__ = [
+    "CapturedGraph",
+    "capture_graph",
+    "compiled_frame",
+    "graph_name",
+    "lifted_names",
+    "refuse_uncompiled_module",
+]
 
 
 @dataclass(frozen=True)
@@ -69,6 +77,31 @@ def compiled_frame() -> tuple[object, list[nn.Module]] | None:
     used = {i.argval for i in dis.get_instructions(seen["code"]) if i.opname == "LOAD_GLOBAL"}
     variables = [*seen["locals"].values(), *(seen["globals"].get(name) for name in sorted(used))]
     return backend, [variable for variable in variables if isinstance(variable, nn.Module)]
+
+
+def refuse_uncompiled_module() -> None:
+    """Refuses `module.compile()`, if that is what calls, where Dynamo would compile no frame of the module.
+
+    Dynamo leaves torch's own code to Python at the top of a call: `Module._call_impl`, and a forward such as
+    that of `nn.Sequential`. A backend is not asked then, and could neither plan nor refuse.
+
+    Raises:
+        UnsupportedError: IRC544.
+    """
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not nn.Module.compile.__code__:
+        frame = frame.f_back
+    if frame is None:
+        return
+    module: nn.Module = frame.f_locals["self"]
+    codes = [getattr(function, "__code__", None) for function in (nn.Module._call_impl, module.forward)]
+    if all(code is not None and trace_rules.check(code) for code in codes):
+        raise UnsupportedError(
+            "IRC544",
+            f"{type(module).__name__}.compile() would compile nothing, and no budget could be kept: torch "
+            "leaves calls of its own modules to Python there",
+            help="write model = torch.compile(model, backend=irc.backend(...)), not model.compile(...)",
+        )
 
 
 def graph_name(graph: fx.GraphModule) -> str:

@@ -268,6 +268,32 @@ def test_a_model_of_which_dynamo_makes_no_graph_is_refused_in_backward() -> None
     assert other.weight.grad is not None
 
 
+class Stack(nn.Sequential):
+    """A model of the user's with a forward of torch's."""
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, Stack])
+def test_a_module_that_torch_would_not_compile_is_refused_and_the_cure_works(kind: type[nn.Module]) -> None:
+    model, x = kind(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)), torch.randn(2, 4)
+    twin = copy.deepcopy(model)
+    backend = irc.backend(PLENTY, costs="analytic")
+    with pytest.raises(irc.UnsupportedError, match=rf"IRC544.*{kind.__name__}\.compile\(\)") as raised:
+        model.compile(backend=backend)
+    assert raised.value.help is not None and "torch.compile(model, backend=" in raised.value.help
+    for run in (torch.compile(model, backend=backend), twin):
+        run(x).sum().backward()
+    assert_same_gradients(model, twin)
+    assert backend.peak_bytes > 0
+
+
+def test_a_module_with_a_forward_of_its_own_compiles_itself() -> None:
+    model, x = Block(), torch.randn(BATCH, WIDTH)
+    backend = irc.backend(PLENTY, costs="analytic")
+    model.compile(backend=backend)
+    model(x).sum().backward()
+    assert len(backend.plans) == 1
+
+
 def test_a_model_is_free_to_train_elsewhere_until_its_backend_compiles_it() -> None:
     model, x = nn.Linear(4, 4), torch.randn(2, 4)
     backends = [irc.backend(PLENTY, costs="analytic", model=model) for _ in range(2)]

@@ -21,10 +21,13 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
+import irc
 from irc.compiler.compare import Numbers
+from irc.compiler.dynamo.backend import Backend
 from irc.compiler.training import compare, measured_peak_bytes
-from irc.ir import IrcError, Plan, UnsupportedError, UsageError, first_line
+from irc.ir import BudgetError, IrcError, Plan, UnsupportedError, UsageError, first_line
 
 from .command import chosen, parser_of, run_command, run_rows, write_json, write_page
 from .harness import FittedShare, broken_promises, fit_share
@@ -56,7 +59,9 @@ class Row:
         whole_bytes: The measured peak of a plan for 100%, where that is more than the original takes.
         numbers: Of each step, against the original's.
         specialize_branches: Whether its branches are those of the example, as it is refused otherwise.
-        refusal: Code and reason, where the model is refused by name.
+        refusal: Code and reason, where `irc.optimize` refuses the model by name.
+        graphs: Number of graphs that `irc.backend` trains it by, if it is refused; 0 if that refuses it too.
+        graphs_refusal: Code and reason of that.
         failures: What does not hold.
     """
 
@@ -74,6 +79,8 @@ class Row:
     numbers: tuple[Numbers, ...] = ()
     specialize_branches: bool = False
     refusal: str | None = None
+    graphs: int = 0
+    graphs_refusal: str | None = None
     failures: tuple[str, ...] = ()
 
     @property
@@ -84,7 +91,7 @@ class Row:
     @property
     def works(self) -> bool:
         """Whether it trains within its budget as the original does."""
-        return self.refusal is None and not self.failures
+        return (self.refusal is None or self.graphs > 0) and not self.failures
 
     def cells(self) -> tuple[str, ...]:
         """The row of the table."""
@@ -95,7 +102,7 @@ class Row:
         return (
             self.name,
             parameters,
-            str(self.operations),
+            "-" if self.operations is None else str(self.operations),
             f"{self.asked:.0%}",
             f"{self.predicted_bytes:,}",
             f"{self.measured_bytes / self.predicted_bytes:.4f}",
@@ -108,8 +115,13 @@ class Row:
     def _result(self) -> str:
         if self.failures:
             return f"FAIL: {'; '.join(self.failures)}"
+        if self.refusal is not None and not self.graphs:
+            return f"refused: {self.refusal}; irc.backend: {self.graphs_refusal}"
         if self.refusal is not None:
-            return f"refused: {self.refusal}"
+            least = f", smallest {self.minimum:.0%}" if self.minimum else ""
+            return (
+                f"works by irc.backend, {self.graphs} graphs{least}; irc.optimize refuses it: {self.refusal}"
+            )
         how = " with specialize_branches" if self.specialize_branches else ""
         if self.whole_bytes is not None and self.original_bytes is not None:
             how += f"; a plan for 100% measures {self.whole_bytes / self.original_bytes:.4f} of eager"
@@ -146,16 +158,104 @@ def measure(name: str, make: Maker, *, share: float = 0.6, time_limit: float = 2
         try:
             return _measured(row, instance, share, time_limit)
         except UnsupportedError as error:
-            if error.code != "IRC332":
-                raise
-            return _measured(replace(row, specialize_branches=True), instance, share, time_limit)
+            refused = error
+        if refused.code == "IRC332":
+            try:
+                return _measured(replace(row, specialize_branches=True), instance, share, time_limit)
+            except UnsupportedError as error:
+                refused = error
+        return _by_graphs(replace(row, refusal=_one_line(refused)), instance, share)
     except UsageError:
         raise
-    except UnsupportedError as error:
-        return replace(row, refusal=_one_line(error))
     except Exception as error:
         text = first_line(error)
         return replace(row, failures=(f"{type(error).__name__}: {text}",))
+
+
+_WARM_STEPS = 5
+"""The most steps until what is outside of graphs is measured; one more plans with it."""
+
+_RAISES = (1.0, 1.25, 1.6)
+"""Budgets that are tried, by the one asked for; the last one is what the step takes without a plan."""
+
+
+def _by_graphs(row: Row, instance: Instance, share: float) -> Row:
+    """Trains a model that `irc.optimize` refuses as the refusal says, by `irc.backend`."""
+    original, args, keywords = instance.module, instance.args, instance.keywords
+    tensors = [*original.parameters(), *original.buffers()]
+    tensors += [leaf for leaf in pytree.tree_leaves((args, keywords)) if isinstance(leaf, torch.Tensor)]
+    static_bytes = sum(tensor.nbytes for tensor in tensors)
+
+    def step(module: nn.Module) -> None:
+        loss_of(module(*args, **keywords)).backward()
+        module.zero_grad()
+
+    def measured(module: nn.Module) -> int:
+        return measured_peak_bytes(module, args, static_bytes, keywords=keywords, loss=loss_of)
+
+    def compiled(budget: int | str) -> tuple[nn.Module, Backend]:
+        torch._dynamo.reset()  # pyright: ignore[reportPrivateUsage]
+        module = copy.deepcopy(original)
+        backend = irc.backend(budget, outside="measured", time_limit=1.0)
+        module.compile(backend=backend)
+        with torch.random.fork_rng(devices=[]):
+            for _ in range(_WARM_STEPS):
+                is_settled = backend.outside_bytes is not None
+                step(module)
+                if is_settled:
+                    break
+        module.load_state_dict(original.state_dict())
+        return module, backend
+
+    def compared(other: nn.Module) -> tuple[Numbers, ...]:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            reference = copy.deepcopy(original)
+            return compare(reference, other, args, _STEPS, keywords=keywords, loss=loss_of).numbers
+
+    def trained(budgets: Sequence[int]) -> tuple[int, Backend, tuple[Numbers, ...], int]:
+        budget, *larger = budgets
+        try:
+            module, backend = compiled(budget)
+            return budget, backend, compared(module), measured(module)
+        except BudgetError:
+            if not larger:
+                raise
+        return trained(larger)
+
+    try:
+        with torch.random.fork_rng(devices=[]):
+            step(copy.deepcopy(original))  # fills what a first call fills
+        original_bytes = measured(copy.deepcopy(original))
+        baseline_bytes = compiled("1TiB")[1].baseline_bytes
+        tried = [int(share * original_bytes * more) for more in _RAISES]
+        tried = [*(budget for budget in tried if budget < baseline_bytes), baseline_bytes]
+        budget, backend, numbers, measured_bytes = trained(tried)
+        if not all(seen.agrees for seen in numbers) and not all(
+            seen.agrees for seen in compared(copy.deepcopy(original))
+        ):
+            return replace(row, graphs_refusal="the original's numbers differ from run to run")
+    except (UnsupportedError, BudgetError) as error:
+        return replace(row, graphs_refusal=_one_line(error))
+    except Exception as error:
+        return replace(row, failures=(f"irc.backend: {type(error).__name__}: {first_line(error)}",))
+    finally:
+        torch._dynamo.reset()  # pyright: ignore[reportPrivateUsage]
+    row = replace(
+        row,
+        asked=budget / original_bytes,
+        minimum=budget / original_bytes if budget > share * original_bytes else None,
+        budget_bytes=budget,
+        predicted_bytes=backend.latest_peak_bytes,
+        measured_bytes=measured_bytes,
+        original_bytes=original_bytes,
+        baseline_bytes=baseline_bytes,
+        numbers=numbers,
+        graphs=len(backend.plans),
+    )
+    failures = broken_promises(measured_bytes, backend.latest_peak_bytes, budget)
+    failures += [f"numbers differ: {seen}" for seen in numbers if not seen.agrees][:1]
+    return replace(row, failures=tuple(failures))
 
 
 def _measured(row: Row, instance: Instance, share: float, time_limit: float) -> Row:

@@ -3,6 +3,7 @@
 from .annotation import Annotation, Policy, named_annotations
 from .eager_memory import EagerMemory, OperandKind, OperationKind
 from .errors import (
+    THROUGH_DYNAMO,
     BackwardError,
     BudgetError,
     IrcError,
@@ -82,6 +83,7 @@ __all__ = [
     "RECEIVE",
     "RUN_ONCE",
     "SEND",
+    "THROUGH_DYNAMO",
     "TIER_KINDS",
     "Action",
     "Annotation",

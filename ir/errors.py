@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from .printable import printable
 
 __all__ = [
+    "THROUGH_DYNAMO",
     "BackwardError",
     "BudgetError",
     "IrcError",
@@ -20,6 +21,9 @@ __all__ = [
     "first_line",
 ]
 
+
+THROUGH_DYNAMO = 'train with torch.compile(model, backend=irc.backend(budget, outside="measured"))'
+"""The way of models that one graph cannot hold, for the help of errors."""
 
 _MOST = 4000
 """The most characters of a message; names of others may stand in it."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...ir import UnsupportedError
+from ...ir import THROUGH_DYNAMO, UnsupportedError
 from ...torch_support.recorders import is_recorder, is_recording
 from .program import Program
 from .refuse_wrappers import refuse_wrapped_parts
@@ -106,7 +106,8 @@ def refuse_hooks_of(root: nn.Module, names: Sequence[str], submodules: Sequence[
                     f"submodule {name!r} has a hook ({kind.strip('_').replace('_', ' ')}: "
                     f"{hook!r}), which a planned step would not call",
                     help="remove it, or register it on the root module or on a parameter; if it is there for "
-                    "gradient checkpointing, gradient_checkpointing_disable(): irc chooses what runs again",
+                    "gradient checkpointing, gradient_checkpointing_disable(): irc chooses what runs again; "
+                    f"or {THROUGH_DYNAMO}, which calls hooks",
                 )
 
 

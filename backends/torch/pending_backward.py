@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -36,6 +36,13 @@ class PendingBackward:
     def is_behind(self, node: object) -> bool:
         """Whether an autograd node, such as the `grad_fn` of a tensor, is this step's."""
         return node is not None and node is self._node()
+
+    def call_around(self, before: Callable[[], None], after: Callable[[], None]) -> None:
+        """Calls a function right before backward, and one right after it."""
+        node = self._node()
+        if node is not None:
+            node.register_prehook(lambda *_: before())
+            node.register_hook(lambda *_: after())
 
     def change(self, program: Program, kept: Sequence[int]) -> bool:
         """Makes backward run another program that needs fewer saved values; frees the others.

@@ -133,7 +133,7 @@ class _Source:
         self.file = file
         self.functions = {f.name: f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef)}
         self.calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-        self.texts = _texts(tree)
+        self.texts = {**_texts(ast.parse(Path(errors.__file__).read_text())), **_texts(tree)}
 
     def raised(self) -> Iterator[Raised]:
         """What the file raises and logs."""

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo import callback_handler
+from torch._dynamo.utils import get_hook_for_recompile_user_context, register_hook_for_recompile_user_context
 from torch.utils import _pytree as pytree
 
 from ...backends.torch import check_tensor, deliver, planning, run_step, tracing
 from ...frontends.torch import (
+    CapturedGraph,
     capture_graph,
     compiled_frame,
     forward_bytes,
@@ -24,11 +26,13 @@ from ...frontends.torch import (
     lifted_names,
     refuse_uncompiled_module,
 )
-from ...ir import Plan, UsageError, parse_budget
+from ...ir import InputRole, Plan, UnsupportedError, UsageError, parse_budget
+from ...passes import Program
 from ...passes.remat.choice import GAP
 from ...passes.subgraphs.subgraph import SubgraphSolutions
 from ..request import MEASURED, Request, renamed_costs
 from ..time_steps import kernels_or_time_steps, seconds_to_capture
+from .outside_meter import OutsideMeter
 from .pending_runs import Variant
 from .step_budget import StepBudget
 
@@ -73,8 +77,11 @@ def backend(
         costs: As in `irc.optimize`.
         outside: Bytes that the step takes outside of the compiled graphs, which are not known here: code that
             Dynamo leaves to Python, a larger loss, the state of the optimizer. They come off the budget.
-            Without it, a graph that takes what such code has computed with autograd is refused, and so is, in
-            backward, a gradient of a parameter that no graph of the step has read.
+            `"measured"` measures them in the first step whose graphs are all known, mostly the second: from
+            the next one on the budget holds, as long as that code takes no more than it did. What the loop
+            does between two steps counts, and what was there before that step does not, such as the state
+            of the optimizer. Without it, a graph that takes what such code has computed with autograd is
+            refused, and so is, in backward, a gradient of a parameter that no graph of the step has read.
         model: What will be compiled. Its parameters and buffers count from the start. Without it, the modules
             that the compiled function can see do, which is all of them if the model itself is compiled.
         profile: The old name of `costs`, until the next version.
@@ -123,14 +130,17 @@ class Backend:
                     "it takes without a plan",
                 )
         self._request = Request.of(budget, time_limit=time_limit, gap=gap, costs=costs)
-        outside_bytes = None if outside is None else parse_budget(outside) if outside else 0
-        self._budget = StepBudget(parse_budget(budget), time_limit, outside_bytes, gap)
+        meter = OutsideMeter() if outside == MEASURED else None
+        outside_bytes = None if outside is None or meter else parse_budget(outside) if outside else 0
+        self._budget = StepBudget(parse_budget(budget), time_limit, outside_bytes, gap, meter)
         self._given = [] if model is None else [model]
         self._budget.count(self._given)
         self._lock = threading.RLock()
         self._numbers = itertools.count(1)
         if _look not in callback_handler.start_callbacks:  # torch._dynamo.reset() drops it
             callback_handler.register_start_callback(_look)
+        if _look_again not in (get_hook_for_recompile_user_context() or ()):
+            register_hook_for_recompile_user_context(_look_again)
 
     @property
     def __name__(self) -> str:
@@ -178,6 +188,15 @@ class Backend:
         with self._lock:
             return self._budget.baseline_bytes
 
+    @property
+    def outside_bytes(self) -> int | None:
+        """The bytes that come off the budget for what runs outside of graphs; None if nobody has said.
+
+        With `outside="measured"` it is None until a step without a new graph has been measured.
+        """
+        with self._lock:
+            return self._budget.known_outside_bytes
+
     def summary(self) -> str:
         """The step in a few lines: the budget, and each graph with what it takes."""
         with self._lock:
@@ -192,7 +211,7 @@ class Backend:
 
     def let_go(self) -> None:
         """Leaves the backwards of a step that ends with an error alone."""
-        self._budget.eager_parameters.let_go()
+        self._budget.let_go()
 
     def run(self, variant: Variant, inputs: list[Tensor]) -> tuple[Tensor, ...]:
         """Runs a graph's forward once there is room for it; returns its flat outputs.
@@ -207,11 +226,13 @@ class Backend:
         return outputs
 
     def pass_by(self, unplanned: Unplanned, graph: fx.GraphModule, args: Sequence[Any]) -> Any:
-        """Runs a graph that has no backward, as it is, once there is room for it."""
+        """Runs a graph as it is, once there is room for it."""
         inputs = [arg for arg in args if isinstance(arg, Tensor)]
         with self._lock:
             if torch.is_grad_enabled():
                 self._budget.pass_by(unplanned.name, inputs, unplanned.nbytes)
+            else:  # an evaluation is no part of the step before it
+                self._budget.is_between_steps()
             result = graph(*args)
             if torch.is_grad_enabled():
                 self._budget.alive.note(
@@ -228,15 +249,25 @@ class Backend:
         self, graph: fx.GraphModule, args: Sequence[Any], names: Sequence[str | None]
     ) -> Variant | Unplanned:
         """A graph captured for these arguments, with what its operations cost, if it has a backward."""
-        with planning, tracing():
-            captured = capture_graph(graph, args, names)
         name = f"graph {next(self._numbers)} ({graph_name(graph)})"
-        if captured is None:
-            _LOG.info("%s has nothing to differentiate and runs as it is", name)
-            return Unplanned(name, forward_bytes(graph, args) if torch.is_grad_enabled() else 0)
+        with self._budget.measuring_paused():
+            try:
+                with planning, tracing():
+                    captured = capture_graph(graph, args, names)
+            except UnsupportedError as error:
+                if self._budget.meter is None:
+                    raise
+                _LOG.warning("%s runs as it is, since no plan can hold it: %s", name, error.brief)
+                return Unplanned(name, 0)
+            if captured is None:
+                _LOG.info("%s has nothing to differentiate and runs as it is", name)
+                return Unplanned(name, forward_bytes(graph, args) if torch.is_grad_enabled() else 0)
+            return Variant(name, captured, SubgraphSolutions(self._costed(captured)))
+
+    def _costed(self, captured: CapturedGraph) -> Program:
+        """A captured graph with what its operations cost."""
         with planning, torch._C._DisableAutocast():  # pyright: ignore[reportPrivateUsage]
-            program = self._request.costed(captured.captured)
-        return Variant(name, captured, SubgraphSolutions(program))
+            return self._request.costed(captured.captured)
 
     def time_steps(
         self, kernels: Variant, graph: fx.GraphModule, args: Sequence[Any], names: Sequence[str | None]
@@ -247,13 +278,12 @@ class Backend:
             TimeLimitError: IRC205 for too many time steps.
         """
         limit = seconds_to_capture(self._request.plan.time_limit)
-        with planning, tracing():
-            captured = capture_graph(graph, args, names, stepwise=True, time_limit=limit)
-        assert captured is not None, "its kernels have something to differentiate"
-        _LOG.info("%s does not fit by kernels: its LSTM layers are planned as time steps", kernels.name)
-        with planning, torch._C._DisableAutocast():  # pyright: ignore[reportPrivateUsage]
-            program = self._request.costed(captured.captured)
-        program = replace(program, kernels=kernels.solutions.program)
+        with self._budget.measuring_paused():
+            with planning, tracing():
+                captured = capture_graph(graph, args, names, stepwise=True, time_limit=limit)
+            assert captured is not None, "its kernels have something to differentiate"
+            _LOG.info("%s does not fit by kernels: its LSTM layers are planned as time steps", kernels.name)
+            program = replace(self._costed(captured), kernels=kernels.solutions.program)
         return Variant(kernels.name, captured, SubgraphSolutions(program))
 
 
@@ -264,13 +294,20 @@ def _look(_: object) -> None:
         found[0].see(found[1])
 
 
+def _look_again() -> str:
+    """Does the same before a frame is compiled anew, or left to Python since that was too often."""
+    _look(None)
+    return ""
+
+
 @dataclass(frozen=True, slots=True)
 class Unplanned:
-    """A graph that has nothing to differentiate.
+    """A graph that has nothing to differentiate, or that no plan can hold.
 
     Args:
         name: Its number, and where it is in the user's code.
-        nbytes: What it takes beside its arguments; 0 if gradients are off, which is not a training step.
+        nbytes: What it takes beside its arguments; 0 if gradients are off, which is not a training step, or
+            if it is measured with what is outside of graphs.
     """
 
     name: str
@@ -311,7 +348,8 @@ class _Compiled:
     def _run_variant(self, variant: Variant, args: Sequence[Any]) -> Any:
         captured = variant.captured
         inputs = [args[b] if isinstance(b, int) else b for b in captured.bindings]
-        for tensor, static in zip(inputs, captured.captured.graph.inputs, strict=False):
+        statics = (i for i in captured.captured.graph.inputs if i.role is not InputRole.TANGENT)
+        for tensor, static in zip(inputs, statics, strict=True):
             check_tensor(tensor, static)
         outputs = self.backend.run(variant, inputs)
         signature = captured.captured.signature

@@ -21,9 +21,14 @@ class EagerParameters:
     Code that runs in eager behind the last graph, or in a model of which Dynamo makes no graph, hands no
     graph its results: the gradients of its parameters are what shows it. What Dynamo leaves to Python is
     settled when it compiles, so that the first gradient after that is enough.
+
+    Args:
+        is_measured: Whether what runs outside of graphs is measured: then a gradient is refused only if no
+            graph has run since Dynamo compiled, or gave up compiling.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_measured: bool) -> None:
+        self._is_measured = is_measured
         self._watched = WeakIdKeyDictionary()
         self._read: set[int] = set()
 
@@ -48,7 +53,11 @@ class EagerParameters:
         handle.remove()
         if id(parameter) not in self._read:
             self.let_go()
-            raise outside_of_graphs(f"the gradient of parameter {name} comes from what")
+            raise (
+                without_graphs(name)
+                if self._is_measured
+                else outside_of_graphs(f"the gradient of parameter {name} comes from what")
+            )
 
     def let_go(self) -> None:
         """Refuses nothing more: the step ends with an error."""
@@ -62,6 +71,8 @@ class EagerParameters:
 
     def read(self, inputs: Iterable[Tensor]) -> None:
         """Takes down that a graph reads these tensors."""
+        if self._is_measured:
+            self.let_go()
         self._read.update(id(tensor) for tensor in inputs if tensor.is_leaf and tensor.requires_grad)
 
 
@@ -83,6 +94,23 @@ def outside_of_graphs(subject: str) -> UnsupportedError:
         "IRC542",
         f"{subject} was computed outside of compiled graphs, with autograd: how much memory that takes is "
         "not known, and the budget could not be kept",
-        help="say how many bytes it takes, with outside= of irc.backend (0 if it is nothing to speak of), or "
-        "compile what Dynamo left out: TORCH_LOGS=graph_breaks names it",
+        help='let the first steps measure it, with outside="measured" of irc.backend; or say how many bytes '
+        "it takes (outside=0 if it is nothing to speak of), or compile what Dynamo left out: "
+        "TORCH_LOGS=graph_breaks names it",
+    )
+
+
+def without_graphs(name: str) -> UnsupportedError:
+    """The refusal of a step that has no graph.
+
+    Args:
+        name: The parameter whose gradient came from there, and its module.
+    """
+    return UnsupportedError(
+        "IRC545",
+        f"Dynamo made no graph of the step from which the gradient of parameter {name} comes: nothing was "
+        "planned, and the budget could not be kept",
+        help="compile parts of the model in place of all of it, as in model.layers[k] = "
+        "torch.compile(model.layers[k], backend=backend); TORCH_LOGS=graph_breaks,recompiles names what "
+        "Dynamo left to Python",
     )

@@ -11,6 +11,7 @@ from torch import Tensor
 from ...backends.torch import PendingBackward, Program, compile_program, saved_values, storage_key
 from ...frontends.torch import CapturedGraph
 from ...ir import Graph, InputRole, OutputRole, Schedule, Value, verify_graph, verify_schedule
+from ...passes.subgraphs.footprint import outputs_bytes, tangents_bytes
 from ...passes.subgraphs.subgraph import Choice, Subgraph, SubgraphSolutions
 
 __all__ = ["Backward", "Gradient", "PendingRun", "Run", "Variant", "gradients_of"]
@@ -137,6 +138,12 @@ class PendingRun(Run):
     def is_pending(self) -> bool:
         """Whether forward has run and backward can still come."""
         return self.step is not None and self.step.is_pending
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that it holds when its backward begins: saved values, outputs and their gradients."""
+        graph = self.variant.graph
+        return self.choice.footprint.saved_bytes + outputs_bytes(graph) + tangents_bytes(graph)
 
     @property
     def loose_bytes(self) -> int:

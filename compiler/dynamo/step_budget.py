@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import OrderedDict
@@ -22,6 +23,7 @@ from ...passes.subgraphs.plan_subgraph import minimum_bytes, plan_subgraph
 from ...passes.subgraphs.subgraph import AmbientMemory, Choice, Subgraph
 from ...torch_support.allocated import allocated_bytes
 from .eager_parameters import EagerParameters, outside_of_graphs
+from .outside_meter import OutsideMeter
 from .pending_runs import Backward, Gradient, PendingRun, Run, Variant, gradients_of
 
 __all__ = ["StepBudget"]
@@ -53,6 +55,7 @@ class StepBudget:
         time_limit: Seconds for each planning.
         outside_bytes: What the step takes outside of the graphs; None if nobody said.
         gap: The distance from the best at which a search stops.
+        meter: Measures what the step takes outside of the graphs, and `outside_bytes` grows to that.
 
     Attributes:
         peak_bytes: The largest peak that was predicted of a step so far; 0 before the first.
@@ -60,21 +63,49 @@ class StepBudget:
     """
 
     def __init__(
-        self, budget_bytes: int, time_limit: float, outside_bytes: int | None, gap: float = GAP
+        self,
+        budget_bytes: int,
+        time_limit: float,
+        outside_bytes: int | None,
+        gap: float = GAP,
+        meter: OutsideMeter | None = None,
     ) -> None:
-        self.budget_bytes = budget_bytes
-        self.knows_outside = outside_bytes is not None
-        self.room_bytes = budget_bytes - (outside_bytes or 0)
+        self.budget_bytes, self._outside_bytes, self.meter = budget_bytes, outside_bytes, meter
+        self.knows_outside = outside_bytes is not None or meter is not None
         self.time_limit, self.gap = time_limit, gap
         self.alive = AliveTensors()
-        self.eager_parameters = EagerParameters()
+        self.eager_parameters = EagerParameters(is_measured=meter is not None)
         self.pending_runs: list[PendingRun] = []
+        self._at_loss_bytes = 0
+        self._before_backward: dict[PendingRun, int] = {}
         self.subgraphs: OrderedDict[tuple[int, ...], Subgraph] = OrderedDict()
         self._variants: dict[int, Variant] = {}  # keeps the ids unique that are keys of subgraphs
         self._others: dict[Subgraph, list[Choice]] = {}
         self._unplanned: set[Subgraph] = set()
         self.peak_bytes = 0
         self.latest_peak_bytes = 0
+
+    @property
+    def outside_bytes(self) -> int:
+        """The bytes that the step takes beside its graphs while they run, or wait for their backward."""
+        return self._outside_bytes or 0 if self.meter is None else self.meter.outside.beside_bytes
+
+    @property
+    def known_outside_bytes(self) -> int | None:
+        """The same; None if nobody has said, or if it is still to be measured."""
+        if self.meter is None:
+            return self._outside_bytes
+        return self.outside_bytes if self.meter.is_settled else None
+
+    @property
+    def between_bytes(self) -> int:
+        """The bytes that are alive between two steps, if they are measured."""
+        return 0 if self.meter is None else self.meter.outside.between_bytes
+
+    @property
+    def room_bytes(self) -> int:
+        """The bytes of the budget that are the graphs'."""
+        return self.budget_bytes - self.outside_bytes
 
     def count(self, modules: Iterable[nn.Module]) -> None:
         """Counts the parameters and buffers that modules have, from now on."""
@@ -84,7 +115,12 @@ class StepBudget:
 
     def watch(self, modules: Iterable[nn.Module]) -> None:
         """Refuses gradients of modules that no graph makes, unless the bytes outside of graphs are known."""
-        if not self.knows_outside:
+        if self.meter is not None:
+            self.meter.expect_change()  # or code that is left to Python from now on
+        waits = any(pending_run.is_pending for pending_run in self.pending_runs)
+        if not waits:
+            self.eager_parameters.begin_step()
+        if not self.knows_outside or (self.meter is not None and not waits):
             for module in modules:
                 self.eager_parameters.watch(module)
 
@@ -103,16 +139,19 @@ class StepBudget:
             UnsupportedError: IRC542 when it takes what was computed outside of graphs, and nobody said what
                 that takes.
         """
-        self.pending_runs = [pending_run for pending_run in self.pending_runs if pending_run.is_pending]
-        if not self.pending_runs:
+        is_first = self.is_between_steps()
+        if is_first:
             self.latest_peak_bytes = 0
             self.eager_parameters.begin_step()
+        if self.between_bytes > self.budget_bytes:
+            raise self._over_between()
         self.alive.note(inputs)
         self.eager_parameters.read(inputs)
         gradients = gradients_of(variant, inputs, self.pending_runs)
         upstream, outside = self._behind(variant, inputs)
         run = Run(self._part(variant), variant, (*gradients, *outside), upstream)
         subgraph = run.subgraph
+        is_new = subgraph.choice is None
         now, has_grown = self._look(run)
         if subgraph.choice is None:
             subgraph.choice = self._first(subgraph, now)
@@ -125,7 +164,57 @@ class StepBudget:
             self._plan_together(_root(subgraph))
         choice = self._chosen(subgraph, now)
         self._count(self._needed(now, choice.footprint))
-        return PendingRun(subgraph, variant, run.gradients, upstream, choice)
+        pending_run = PendingRun(subgraph, variant, run.gradients, upstream, choice)
+        if self.meter is not None:
+            if is_new:
+                self.meter.expect_change()
+            if is_first:
+                self.meter.begin(_device(inputs), now.alive_bytes)
+            if self.meter.is_recording:
+                self._measure(self.meter, pending_run, now)
+        return pending_run
+
+    def is_between_steps(self) -> bool:
+        """Whether no run waits for its backward; if so, takes what was measured of the step before."""
+        self.pending_runs = [pending_run for pending_run in self.pending_runs if pending_run.is_pending]
+        if not self.pending_runs and self.meter is not None and self.meter.end():
+            _LOG.info(
+                "a step takes %s beside its graphs, and %s at most between two steps, as measured",
+                *map(format_bytes, self.meter.outside),
+            )
+            self._unplanned.update(_root(subgraph) for subgraph in self.subgraphs.values())
+        return not self.pending_runs
+
+    def let_go(self) -> None:
+        """Leaves what is left of a step that ends with an error alone."""
+        self.eager_parameters.let_go()
+        if self.meter is not None:
+            self.meter.stop()
+
+    def measuring_paused(self) -> contextlib.AbstractContextManager[None]:
+        """Lets what is planned be measured within a step that is measured itself."""
+        return contextlib.nullcontext() if self.meter is None else self.meter.paused()
+
+    def _measure(self, meter: OutsideMeter, pending_run: PendingRun, now: _Now) -> None:
+        """Marks the forward of a run, and takes down what is predicted from there on."""
+        taken = pending_run.choice.footprint
+        self._before_backward = {p: now.backwards[p].nbytes(taken.saved_bytes) for p in now.pending_runs}
+        self._before_backward[pending_run] = now.backwards[now.run].nbytes(0)
+        forward_bytes, self._at_loss_bytes, _ = now.moments(taken)
+        meter.mark(forward_bytes)
+
+    def _mark_backward(self, meter: OutsideMeter, pending_run: PendingRun) -> None:
+        """Marks the end of a run's forward, and where its backward will begin and end."""
+        meter.mark(self._at_loss_bytes)
+        assert pending_run.step is not None
+
+        def begin() -> None:
+            beside_bytes = self._before_backward.get(pending_run)
+            if beside_bytes is not None:
+                meter.settle(beside_bytes + pending_run.held_bytes)
+                meter.mark(beside_bytes + pending_run.choice.footprint.backward_bytes)
+
+        pending_run.step.call_around(begin, lambda: meter.mark(None))
 
     def pass_by(self, name: str, inputs: Iterable[Tensor], nbytes: int) -> None:
         """Makes sure that a graph without a backward has room.
@@ -151,6 +240,8 @@ class StepBudget:
         self.alive.note(outputs)
         pending_run.takes_off(inputs, outputs)
         self.pending_runs.append(pending_run)
+        if self.meter is not None and self.meter.is_recording:
+            self._mark_backward(self.meter, pending_run)
 
     def forget(self, variant: Variant) -> None:
         """Drops all that is known of a graph that is not used any more."""
@@ -265,7 +356,7 @@ class StepBudget:
         most = max(
             (now.backward_bytes(pending_run, new_bytes) for pending_run in now.pending_runs), default=0
         )
-        return most if taken is None else max(most, now.peak_bytes(taken))
+        return most if taken is None else max(most, *now.moments(taken))
 
     # ------------------------------------------------------------------ planning
 
@@ -378,7 +469,7 @@ class StepBudget:
 
     def _count(self, needed_bytes: int) -> None:
         """Takes down what is predicted of the step so far."""
-        needed_bytes += self.budget_bytes - self.room_bytes
+        needed_bytes = max(needed_bytes + self.outside_bytes, self.between_bytes)
         self.latest_peak_bytes = max(self.latest_peak_bytes, needed_bytes)
         self.peak_bytes = max(self.peak_bytes, needed_bytes)
 
@@ -390,7 +481,7 @@ class StepBudget:
             subgraph.peak_bytes(chosen) for subgraph in chosen if all(p in chosen for p in subgraph.below)
         )
         most = max(peaks, default=None)
-        return 0 if most is None else most + self.budget_bytes - self.room_bytes
+        return 0 if most is None else max(most + self.outside_bytes, self.between_bytes)
 
     def summary(self) -> str:
         """The budget, and each graph with what it takes."""
@@ -399,6 +490,9 @@ class StepBudget:
             f"{'predicted peak':>16}  {format_bytes(self.peak_bytes)} ({self.peak_bytes:,} bytes)",
             f"{'baseline peak':>16}  {format_bytes(self.baseline_bytes)}",
         ]
+        if self.outside_bytes:
+            how = "" if self.meter is None else ", as measured"
+            lines.append(f"{'outside of graphs':>16}  {format_bytes(self.outside_bytes)}{how}")
         for subgraph in self.subgraphs.values():
             if subgraph.choice is not None:
                 lines.append(f"{' ' * 16}  {'  ' * len(subgraph.below)}{_described(subgraph)}")
@@ -413,8 +507,20 @@ class StepBudget:
         needed = max(minimum_bytes(here, self.room_bytes, chosen, latest), self._needed(now, None))
         return self._refusal(subgraph.name, needed, now.alive_bytes)
 
+    def _over_between(self) -> BudgetError:
+        """The refusal of a budget that what is alive between two steps does not fit into."""
+        return BudgetError(
+            "IRC540",
+            f"{format_bytes(self.between_bytes)} ({self.between_bytes} bytes) are alive between the last "
+            "backward of a graph and the next step's first graph, as measured, over the budget of "
+            f"{format_bytes(self.budget_bytes)} ({self.budget_bytes} bytes)",
+            minimum_bytes=self.between_bytes,
+            help=f"raise the budget to {self.between_bytes} bytes; parameters, gradients, the optimizer's "
+            "step, the next batch and code before the first graph take it",
+        )
+
     def _refusal(self, name: str, needed: int, alive_bytes: int) -> BudgetError:
-        needed += self.budget_bytes - self.room_bytes
+        needed += self.outside_bytes
         held = [(f.subgraph.name, format_bytes(f.choice.footprint.saved_bytes)) for f in self.pending_runs]
         waiting = "".join(f"; {name} holds {amount} until its backward" for name, amount in held)
         return BudgetError(
@@ -472,13 +578,18 @@ class _Now:
         """The most that is alive in the backward of a run that waits; the run itself saves `new_bytes`."""
         return self.backwards[pending_run].nbytes(new_bytes) + pending_run.choice.footprint.backward_bytes
 
-    def peak_bytes(self, taken: Footprint) -> int:
-        """The most that is alive while the run takes this."""
-        return max(
+    def moments(self, taken: Footprint) -> tuple[int, int, int]:
+        """The most that is alive in the run's forward, at the loss and in its backward, if it takes this."""
+        return (
             self.alive_bytes + self.losses_bytes + self.waiting_bytes + taken.forward_bytes,
             self.loss_bytes + self.waiting_bytes + taken.saved_bytes,
             self.backwards[self.run].nbytes(0) + taken.backward_bytes,
         )
+
+
+def _device(tensors: Iterable[Tensor]) -> str:
+    """The device that a graph runs on: a GPU if one of its inputs is there."""
+    return max((str(tensor.device) for tensor in tensors), default="cpu")
 
 
 def _root(subgraph: Subgraph) -> Subgraph:

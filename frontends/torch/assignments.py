@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...ir import Signature, UnsupportedError
+from ...ir import THROUGH_DYNAMO, Signature, UnsupportedError
 
 __all__ = ["refuse_assignments", "unkept_attributes"]
 
@@ -15,7 +15,7 @@ def unkept_attributes(paths: list[str]) -> UnsupportedError:
         "reads what the last call left there, or adds to it",
         help="let each forward assign the attribute of a module anew (self.found = [...]) before it is read; "
         "return the tensor; or register a buffer and write into it with copy_(); if it is a cache, call the "
-        "module once before, so that it is full",
+        f"module once before, so that it is full; or {THROUGH_DYNAMO}",
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ...ir import UnsupportedError
+from ...ir import THROUGH_DYNAMO, UnsupportedError
 from .source_lines import user_line
 from .state import State
 
@@ -142,6 +142,6 @@ def _another_way() -> UnsupportedError:
     return UnsupportedError(
         "IRC332",
         "the model's code reads other tensors while it is traced than in a run on the example arguments",
-        help="replace the data-dependent branch, or move it out of the module; or compile the model with "
-        "torch.compile(model, backend=irc.backend(budget)), which breaks the graph there",
+        help="replace the data-dependent branch, or move it out of the module; or "
+        f"{THROUGH_DYNAMO}, which leaves it to Python",
     )

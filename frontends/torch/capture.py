@@ -27,6 +27,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
 from ...ir import (
+    THROUGH_DYNAMO,
     Assignment,
     Branch,
     Delivery,
@@ -542,8 +543,7 @@ def _depends_on_data(error: Exception, *, is_specialized: bool) -> UnsupportedEr
         + (f" in `{code}`" if code else ""),
         at=raised_at(error),
         help="set the option that leads there (as layerdrop=0), replace the branch, or move it out of the "
-        f"module{'' if is_specialized else specialize}; or compile the model with torch.compile(model, "
-        "backend=irc.backend(budget)), which breaks the graph there",
+        f"module{'' if is_specialized else specialize}; or {THROUGH_DYNAMO}, which leaves it to Python",
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ...ir import Location, Symbol, UnsupportedError
+from ...ir import THROUGH_DYNAMO, Location, Symbol, UnsupportedError
 from ...torch_support.containers import put_item
 from .source_lines import user_line
 
@@ -49,8 +49,7 @@ def _seeding(name: str) -> Callable[..., Any]:
             f"the forward seeds {self.words} or sets its state; a plan would not",
             at=Location(source=user_line(inspect.currentframe())),
             help="move it out of the module, before the call or around it (with torch.random.fork_rng()); or "
-            "compile the model with torch.compile(model, backend=irc.backend(budget)), which leaves "
-            "torch.manual_seed to Python",
+            f"{THROUGH_DYNAMO}, which leaves torch.manual_seed to Python",
         )
         self.refusals.append(error)
         raise error

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
 
-from ...ir import UnsupportedError
+from ...ir import THROUGH_DYNAMO, UnsupportedError
 from ...torch_support.pytree import flatten, flatten_arguments, is_openable
 from .object_graph import reach_of
 
@@ -49,7 +49,7 @@ def flattened(result: Any) -> tuple[list[Any], pytree.TreeSpec]:
             help="pass use_cache=False: training reads no cache of earlier tokens"
             if _is_cache(hidden)
             else "return tuples, lists, dicts or plain dataclasses, or register the class with torch's "
-            "pytree before irc.optimize",
+            f"pytree before irc.optimize; or {THROUGH_DYNAMO}",
         )
     return leaves, tree
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ...ir import Assignment, UnsupportedError
+from ...ir import THROUGH_DYNAMO, Assignment, UnsupportedError
 from ...ir.scalars import Leaf
 from ...torch_support.attribute_reads import AttributeReads, recording_attribute_reads
 from ...torch_support.object_graph import ABSENT
@@ -308,7 +308,7 @@ class State:
                 "IRC338",
                 f"the forward draws from {self.drawn[0]}; a plan would freeze what it drew",
                 help="draw with torch (torch.rand), set the rate that asks for it to 0, or pass the numbers "
-                "as an argument",
+                f"as an argument; or {THROUGH_DYNAMO}",
             )
 
 

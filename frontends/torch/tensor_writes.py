@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ...ir import Location, UnsupportedError
+from ...ir import THROUGH_DYNAMO, Location, UnsupportedError
 from .source_lines import user_line
 
 __all__ = ["TensorWrites"]
@@ -40,7 +40,8 @@ class TensorWrites(TorchFunctionMode):
                 "IRC338",
                 "the forward assigns to the data of a tensor, which no trace sees",
                 at=None if line is None else Location(source=line),
-                help="write into it with copy_(), under torch.no_grad() if it is a parameter",
+                help="write into it with copy_(), under torch.no_grad() if it is a parameter; or "
+                f"{THROUGH_DYNAMO}",
             )
         if _computes_in_place(getattr(func, "__name__", "")) and args and _is_loose(args[0]):
             self.parts.add(_line() or "a library")

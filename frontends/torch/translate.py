@@ -31,6 +31,7 @@ from torch._functorch._aot_autograd.schemas import JointWithDescriptors, OutputT
 from torch.utils import _pytree as pytree
 
 from ...ir import (
+    THROUGH_DYNAMO,
     Argument,
     Delivery,
     DType,
@@ -230,7 +231,8 @@ class _Translator:
                 "IRC334",
                 "the forward draws from a generator that it makes itself, or that no attribute leads to",
                 at=next((location_of(user) for user in node.users), None),
-                help="keep the generator in an attribute of the module, or pass it as an argument",
+                help="keep the generator in an attribute of the module, or pass it as an argument; or "
+                f"{THROUGH_DYNAMO}",
             ) from None
 
     def _check_constant(self, node: fx.Node, found: object) -> None:

@@ -1,6 +1,6 @@
 """The memory that the allocator hands out while something runs, from its own events."""
 
-# The history of the CUDA allocator has no public interface.
+# The history of the CUDA allocator has no public interface, nor has a session without operations.
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ import contextlib
 import gc
 import os
 import sys
-import warnings
 from collections.abc import Callable, Generator, Iterable
 from itertools import accumulate
 from typing import Any
 
 import torch
+from torch._C._profiler import RecordScope  # pyright: ignore[reportAttributeAccessIssue]
 
 from ...ir import UsageError, allocation_bytes
 
-__all__ = ["allocation_events", "cuda_events", "peak_bytes"]
+__all__ = ["allocation_events", "cuda_events", "peak_bytes", "recorded_allocations"]
 
 
 def peak_bytes(run: Callable[[], Any], device: torch.device | str = "cpu") -> int:
@@ -30,11 +30,27 @@ def allocation_events(run: Callable[[], Any], device: torch.device | str = "cpu"
     """The events of a device's allocator while `run` runs, in order: bytes taken (positive) or given back.
 
     Raises:
-        UsageError: As `cuda_events`.
+        UsageError: As `recorded_allocations`.
     """
     gc.collect()
+    with recorded_allocations(device) as events:
+        run()
+    return events
+
+
+def recorded_allocations(
+    device: torch.device | str = "cpu",
+) -> contextlib.AbstractContextManager[list[int]]:
+    """Records the events of a device's allocator, into the list that it gives, which is filled at the end.
+
+    On the CPU, memory that was taken before and is given back meanwhile makes no event, and a session of
+    torch's profiler that begins meanwhile takes the events: there are none then.
+
+    Raises:
+        UsageError: IRC458 when the history of CUDA memory is recorded already.
+    """
     found = torch.device(device)
-    return cuda_events(run, found) if found.type == "cuda" else _cpu_events(run)
+    return _cuda_recorded(found) if found.type == "cuda" else _cpu_recorded()
 
 
 # ---------------------------------------------------------------------- CUDA
@@ -49,6 +65,14 @@ def cuda_events(run: Callable[[], Any], device: torch.device) -> list[int]:
     Raises:
         UsageError: IRC458 when the history is recorded already.
     """
+    with _cuda_recorded(device) as events:
+        run()
+    return events
+
+
+@contextlib.contextmanager
+def _cuda_recorded(device: torch.device) -> Generator[list[int]]:
+    events: list[int] = []
     torch.cuda.synchronize(device)
     if torch._C._cuda_isHistoryEnabled():
         raise UsageError(
@@ -59,9 +83,9 @@ def cuda_events(run: Callable[[], Any], device: torch.device) -> list[int]:
     torch.cuda.memory._record_memory_history("all", context=None, stacks="python")
     try:
         before = len(_history(device))
-        run()
+        yield events
         torch.cuda.synchronize(device)
-        return _levelled(_history(device)[before:])
+        events += _levelled(_history(device)[before:])
     finally:
         torch.cuda.memory._record_memory_history(None)
 
@@ -87,26 +111,34 @@ def _levelled(history: Iterable[dict[str, Any]]) -> list[int]:
 # ---------------------------------------------------------------------- CPU
 
 
-def _cpu_events(run: Callable[[], Any]) -> list[int]:
-    from torch.profiler import ProfilerActivity, profile
+@contextlib.contextmanager
+def _cpu_recorded() -> Generator[list[int]]:
+    from torch.autograd import profiler
 
-    session = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False)
-    with _quiet_stderr(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # older releases warn of cycles, although there are none
-        session.start()
+    events: list[int] = []
+    session = profiler.profile(profile_memory=True)
+    is_beside = profiler._is_profiler_enabled  # a session of the user's, which this one ends
+    with _quiet_stderr():
+        profiler._prepare_profiler(session.config(), session.kineto_activities)
+        enable: Callable[..., None] = profiler._enable_profiler  # its stub lacks the scopes
+        enable(session.config(), session.kineto_activities, _NO_OPERATIONS)
     try:
-        run()
+        yield events
     finally:
-        with _quiet_stderr():
-            session.stop()
-    profiler: Any = session.profiler
-    recorded: Iterable[Any] = profiler.kineto_results.events()
-    events = [
+        recorded: list[Any] = []
+        if torch.autograd._profiler_enabled() and profiler._is_profiler_enabled == is_beside:
+            with _quiet_stderr():
+                recorded = list(profiler._disable_profiler().events())
+    found = [
         (event.start_ns(), index, event.nbytes())
         for index, event in enumerate(recorded)
         if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU
     ]
-    return [nbytes for _, _, nbytes in sorted(events)]
+    events += [nbytes for _, _, nbytes in sorted(found)]
+
+
+_NO_OPERATIONS = {RecordScope.STATIC_RUNTIME_MODEL}
+"""A scope that nothing enters: with operations recorded, a session could neither begin nor end within one."""
 
 
 _NO_LOG = "99"

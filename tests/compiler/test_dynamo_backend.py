@@ -235,7 +235,7 @@ def test_what_is_computed_outside_of_graphs_is_refused_or_its_results_are_counte
     run, _ = compiled(model, PLENTY)
     with pytest.raises(irc.UnsupportedError, match=r"IRC542.*graph 2 \(.*was computed outside") as raised:
         run(x)
-    assert raised.value.help is not None and "outside= of irc.backend" in raised.value.help
+    assert raised.value.help is not None and 'outside="measured" of irc.backend' in raised.value.help
     torch._dynamo.reset()  # pyright: ignore[reportPrivateUsage]
     budget = cut(model, 1.05, x)  # each graph is planned for a loss right after it, too
     run, _ = compiled(model, budget, outside=0)

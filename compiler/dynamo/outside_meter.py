@@ -1,0 +1,188 @@
+"""Measures the memory that a step takes outside of its compiled graphs."""
+
+# The state of the profiler has no public name.
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
+
+import torch
+
+from ...ir import UsageError, allocation_bytes
+from ...passes.costs.allocations import recorded_allocations
+
+__all__ = ["Outside", "OutsideMeter"]
+
+_LOG = logging.getLogger(__name__)
+
+_MARK_BYTES = 1_000_033
+"""The size of an allocation that separates two stretches of a step; no tensor has it but by accident."""
+
+
+_MOST_WAITED = 3
+"""A meter waits so often for the session of another one, whose next step would end it."""
+
+
+class Outside(NamedTuple):
+    """The memory that a step takes outside of its graphs.
+
+    Args:
+        beside_bytes: The most that is alive, from the first graph's forward to its backward, beside the bytes
+            that are predicted of the graphs.
+        between_bytes: The most that is alive at once after that, until the next step's first graph.
+    """
+
+    beside_bytes: int = 0
+    between_bytes: int = 0
+
+    def __or__(self, other: Outside) -> Outside:
+        """The most of two steps."""
+        return Outside(*map(max, self, other))
+
+
+@dataclass(eq=False)
+class OutsideMeter:
+    """Records the allocations of a step, and compares them with the bytes that are predicted.
+
+    Marks divide the step into stretches: a graph's forward or backward, or the code between two of them,
+    which Dynamo left to Python. The step ends where the next one begins, so that the last stretch is what
+    the training loop does between them (the optimizer's step, the next batch), and what runs before a first
+    graph.
+
+    The first step, in which graphs are compiled and kernels run for the first time, is measured as well; what
+    is found then holds until a step without a new graph has been measured. After that no step is recorded
+    until a graph is new.
+
+    Attributes:
+        outside: What was found so far.
+    """
+
+    outside: Outside = field(default_factory=Outside)
+    _is_wanted: bool = field(default=True, init=False)
+    _has_new: bool = field(default=False, init=False)
+    _settled: Outside = field(default_factory=Outside, init=False)
+    _recording: weakref.finalize[..., OutsideMeter] | None = field(default=None, init=False)
+    """Ends the session, at the latest when the process exits."""
+    _device: str = field(default="cpu", init=False)
+    _events: list[list[int]] = field(default_factory=list[list[int]], init=False)
+    _predicted: list[int | None] = field(default_factory=list[int | None], init=False)
+    _start_bytes: int = field(default=0, init=False)
+    _waited: int = field(default=0, init=False)
+    _recorder: ClassVar[weakref.ref[OutsideMeter] | None] = None
+    """The meter whose session is open: torch has one for each thread."""
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether a step without a new graph has been measured since the last graph that was new."""
+        return not self._is_wanted
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether a step is being recorded."""
+        return self._recording is not None
+
+    def begin(self, device: str, alive_bytes: int) -> None:
+        """Begins to record a step, if that is wanted and nobody else is recording.
+
+        Args:
+            device: The device whose memory counts.
+            alive_bytes: The bytes that are known to be alive there now.
+        """
+        self._device, self._events, self._predicted = device, [], []
+        self._start_bytes = alive_bytes
+        if self._is_wanted:
+            self._record()
+
+    def _record(self) -> None:
+        if torch.autograd._profiler_enabled() and not self._takes_over():
+            return
+        recording = contextlib.ExitStack()
+        try:
+            self._events.append(recording.enter_context(recorded_allocations(self._device)))
+        except UsageError as error:
+            _LOG.info("what the step takes outside of graphs is measured in a later step: %s", error)
+            return
+        self._recording = weakref.finalize(self, recording.close)
+        self._waited, OutsideMeter._recorder = 0, weakref.ref(self)
+
+    def _takes_over(self) -> bool:
+        """Ends a recording that another model has left, but no other one, such as the user's."""
+        other = OutsideMeter._recorder() if OutsideMeter._recorder is not None else None
+        self._waited += 1
+        if other is None or not other.is_recording or self._waited < _MOST_WAITED:
+            return False
+        other.stop()
+        return True
+
+    def expect_change(self) -> None:
+        """Takes down that a graph of this step is new."""
+        self._is_wanted = self._has_new = True
+
+    @contextlib.contextmanager
+    def paused(self) -> Generator[None]:
+        """Records nothing meanwhile: what is planned is measured by sessions of its own."""
+        was_recording = self.is_recording
+        self.stop()
+        yield
+        if was_recording:
+            self._record()
+
+    def mark(self, predicted_bytes: int | None) -> None:
+        """Begins a stretch.
+
+        Args:
+            predicted_bytes: The most that is predicted to be alive meanwhile; None if `settle` will tell.
+        """
+        if self.is_recording:
+            torch.empty(_MARK_BYTES, dtype=torch.uint8, device=self._device)
+            self._predicted.append(predicted_bytes)
+
+    def settle(self, predicted_bytes: int) -> None:
+        """Tells what is predicted to be alive when the stretch that was begun last ends."""
+        if self.is_recording:
+            self._predicted[-1] = max(self._predicted[-1] or 0, predicted_bytes)
+
+    def stop(self) -> None:
+        """Ends the recording; without `end`, nothing comes of it."""
+        if self._recording is not None:
+            recording, self._recording = self._recording, None
+            with contextlib.suppress(RuntimeError):  # another thread began it
+                recording()
+
+    def end(self) -> bool:
+        """Ends the recording, if a whole step was recorded; returns whether `outside` changed."""
+        if not self.is_recording:
+            return False
+        self.stop()
+        levels, has_new, before = self._levels(), self._has_new, self.outside
+        self._has_new = False
+        if len(levels) != len(self._predicted) or self._predicted[-1] is not None:
+            return False
+        pairs = zip(levels[:-1], self._predicted, strict=False)
+        beside = (level - predicted for level, predicted in pairs if predicted is not None)
+        measured = Outside(max(0, 0, *beside), levels[-1])
+        if has_new:
+            self.outside |= measured
+        else:
+            self.outside = self._settled = self._settled | measured
+            self._is_wanted = False
+        return self.outside != before
+
+    def _levels(self) -> list[int]:
+        """The most bytes that were alive in each stretch."""
+        mark_bytes = allocation_bytes(_MARK_BYTES, self._device)
+        level, levels = self._start_bytes, list[int]()
+        for nbytes in (nbytes for events in self._events for nbytes in events):
+            if nbytes == mark_bytes:
+                levels.append(level)
+            elif nbytes != -mark_bytes:
+                level += nbytes
+                if levels:
+                    levels[-1] = max(levels[-1], level)
+        return levels

@@ -1,0 +1,421 @@
+"""`irc.backend(outside="measured")`: what Dynamo leaves to Python counts, and refused models train."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+from collections.abc import Callable, Generator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import irc
+from irc.compiler.dynamo.backend import Backend
+from irc.compiler.dynamo.outside_meter import Outside, OutsideMeter
+from irc.passes.costs.allocations import peak_bytes
+
+# Dynamo looks at `.grad` of what a graph break hands on, and warns of what it leaves to Python.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:.*Dynamo"),
+]
+WIDTH, BATCH = 16, 32
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Generator[None]:  # pyright: ignore[reportUnusedFunction]
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()  # pyright: ignore[reportPrivateUsage]
+    gc.collect()  # ends recordings
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
+class Net(nn.Module):
+    """Three blocks; what is between them is the subclasses'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = layers(), layers(), layers()
+        self.seen: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.b(self.a(x)))
+
+
+def compiled(model: nn.Module, budget: int | str = "1GiB") -> tuple[Any, Backend]:
+    backend = irc.backend(budget, outside="measured", costs="analytic")
+    return torch.compile(model, backend=backend), backend
+
+
+def step(model: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    model(x).sum().backward()
+
+
+class Greedy(Net):
+    """Its middle runs in eager, and takes some memory for a moment."""
+
+    @torch.compiler.disable
+    def between(self, x: Tensor) -> Tensor:
+        torch.empty(MIB, dtype=torch.uint8)
+        return x.sin()
+
+    def forward(self, x: Tensor) -> Tensor:
+        between: Any = self.between
+        return self.c(between(self.a(x)))
+
+
+def test_what_runs_outside_of_graphs_is_measured_in_the_first_steps_and_comes_off_the_budget() -> None:
+    model, x = Greedy(), torch.randn(BATCH, WIDTH)
+    run, backend = compiled(model)
+    assert backend.outside_bytes is None
+    for _ in range(3):
+        step(run, x)
+        model.zero_grad()
+    assert backend.outside_bytes is not None and 0.9 * MIB < backend.outside_bytes <= MIB
+    static = sum(t.nbytes for t in (*model.parameters(), x))
+    step(run, x)
+    model.zero_grad()
+    assert "outside of graphs" in backend.summary()
+    measured = peak_bytes(lambda: step(run, x)) + static
+    assert MIB < measured <= backend.latest_peak_bytes < 1.1 * MIB
+
+
+def test_a_budget_without_room_for_what_is_outside_is_refused_once_that_is_measured() -> None:
+    model, x = Greedy(), torch.randn(BATCH, WIDTH)
+    run, _ = compiled(model, MIB // 2)
+    step(run, x)
+    model.zero_grad()
+    with pytest.raises(irc.BudgetError, match="IRC540") as raised:
+        step(run, x)
+    assert raised.value.minimum_bytes is not None and raised.value.minimum_bytes > MIB
+    torch._dynamo.reset()  # pyright: ignore[reportPrivateUsage]
+    model.zero_grad()
+    budget = MIB * 5 // 4
+    run, backend = compiled(model, budget)
+    for _ in range(4):
+        step(run, x)
+        model.zero_grad()
+    assert MIB < backend.latest_peak_bytes <= budget
+
+
+def test_what_the_loop_takes_between_two_steps_counts_as_it_is() -> None:
+    model, x = Net(), torch.randn(BATCH, WIDTH)
+    run, backend = compiled(model)
+    for _ in range(4):
+        step(run, x)
+        model.zero_grad()
+        torch.empty(MIB, dtype=torch.uint8)
+    assert backend.outside_bytes == 0
+    assert MIB < backend.latest_peak_bytes < 1.2 * MIB
+    torch._dynamo.reset()  # pyright: ignore[reportPrivateUsage]
+    run, _ = compiled(model, MIB // 2)
+    step(run, x)
+    torch.empty(MIB, dtype=torch.uint8)
+    with pytest.raises(irc.BudgetError, match=r"IRC540.*between the last backward") as raised:
+        step(run, x)
+    assert raised.value.minimum_bytes is not None and raised.value.minimum_bytes > MIB
+
+
+def test_a_graph_that_no_plan_can_hold_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    class Writes(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x)
+            print(end="")
+            x[:, 0] = 0  # a result of the graph before
+            return self.c(x)
+
+    model, x = Writes(), torch.randn(BATCH, WIDTH)
+    twin = copy.deepcopy(model)
+    run, backend = compiled(model)
+    for _ in range(3):
+        step(run, x)
+    for _ in range(3):
+        step(twin, x)
+    assert "runs as it is, since no plan can hold it: IRC336" in caplog.text
+    assert_same(model, twin)
+    assert len(backend.plans) == 1
+
+
+def test_a_constant_of_a_graph_comes_behind_the_gradients_of_its_results() -> None:
+    class Constant(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.cat([torch.tensor([]), self.a(x)])
+            print(end="")
+            return self.c(x)
+
+    model, x = Constant(), torch.randn(BATCH, WIDTH)
+    twin = copy.deepcopy(model)
+    run, _ = compiled(model)
+    step(run, x)
+    step(twin, x)
+    assert_same(model, twin)
+
+
+def test_a_session_of_the_users_profiler_is_not_ended() -> None:
+    model, x = Greedy(), torch.randn(BATCH, WIDTH)
+    run, backend = compiled(model)
+    with torch.profiler.profile(profile_memory=True) as session:
+        step(run, x)
+        step(run, x)
+    names = [event.name for event in session.events() or ()]
+    assert names.count("aten::sin") == 2 and backend.outside_bytes is None
+    step(run, x)
+    with torch.profiler.profile(profile_memory=True) as session:  # the step is recorded already
+        step(run, x)
+    assert session.events()
+    for _ in range(3):
+        step(run, x)
+    assert backend.outside_bytes is not None and backend.outside_bytes > MIB // 2
+
+
+def test_a_recording_ends_with_the_meter_that_began_it() -> None:
+    is_enabled: Callable[[], bool] = torch.autograd._profiler_enabled  # pyright: ignore
+    meter = OutsideMeter()
+    meter.begin("cpu", 10)
+    assert meter.is_recording and is_enabled()
+    del meter
+    assert not is_enabled()
+
+
+def test_a_meter_compares_each_stretch_with_what_was_predicted() -> None:
+    meter, held = OutsideMeter(), list[Tensor]()
+
+    def take(nbytes: int) -> None:
+        held.append(torch.empty(nbytes, dtype=torch.uint8))
+
+    meter.begin("cpu", 1000)
+    meter.mark(1500)
+    take(700)  # 200 more than predicted
+    with meter.paused():
+        take(5000)
+    meter.mark(None)
+    meter.settle(2100)
+    take(300)
+    held.clear()
+    meter.mark(None)
+    take(50)
+    assert meter.end() and meter.is_settled
+    assert meter.outside == Outside(beside_bytes=200, between_bytes=1050)
+    meter.expect_change()
+    meter.begin("cpu", 1000)
+    meter.mark(0)
+    meter.mark(None)
+    assert meter.end() and not meter.is_settled  # a graph was new: the next step is measured too
+    assert meter.outside == Outside(beside_bytes=1000, between_bytes=1050)
+
+
+# ---------------------------------------------------------------------- what irc.optimize refuses
+
+
+class ForwardHook(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.b.register_forward_hook(self.note)
+
+    def note(self, _: nn.Module, args: Any, output: Tensor) -> None:
+        self.seen.append(output.detach().sum().item())
+
+
+class BackwardHook(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.b.register_full_backward_hook(self.note)
+
+    def note(self, _: nn.Module, inputs: Any, outputs: Any) -> None:
+        self.seen.append(outputs[0].sum().item())
+
+
+class Item(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        if x.sum().item() > 0:
+            x = self.b(x)
+        return self.c(x)
+
+
+class Nonzero(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        rows = (x[:, 0] > 0).nonzero()[:, 0]
+        return self.c(x.index_add(0, rows, self.b(x[rows])))
+
+
+class MaskedSelect(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        return self.c(x).masked_select(x > 0).sum() + self.b(x).sum()
+
+
+class ToList(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        return self.c(torch.cat([self.b(x[k : k + 1]) for k in x[:, 0].topk(2).indices.tolist()]))
+
+
+class Packed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = torch.tensor([8, 5, 3, 2])
+        words = self.a(x).view(4, 8, WIDTH)
+        packed = nn.utils.rnn.pack_padded_sequence(words, lengths, batch_first=True)
+        return self.c(nn.utils.rnn.pad_packed_sequence(self.layer(packed)[0], batch_first=True)[0])
+
+
+class PythonsRandom(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        if random.random() < 0.5:
+            x = self.b(x)
+        return self.c(x)
+
+
+class Average(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH, momentum=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.norm(self.a(x)))
+
+
+class Last(Net):
+    """Reads what the last call left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        y = x if self.last is None else x + self.last
+        self.last = x.detach()
+        return self.c(y)
+
+
+class Seeds(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        torch.manual_seed(3)
+        return self.c(nn.functional.dropout(x, 0.3))
+
+
+class OwnGenerator(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(1)
+        return self.c(self.a(x) + torch.rand(BATCH, WIDTH, generator=generator))
+
+
+def assert_same(model: nn.Module, twin: nn.Module) -> None:
+    for (name, parameter), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert (parameter.grad is None) == (other.grad is None), name
+        if parameter.grad is not None and other.grad is not None:
+            assert torch.equal(parameter.grad, other.grad), name
+    for (name, buffer), other in zip(model.named_buffers(), twin.buffers(), strict=True):
+        assert torch.equal(buffer, other), name
+
+
+REFUSED: dict[type[Net], str] = {
+    ForwardHook: "IRC505",
+    BackwardHook: "IRC505",
+    Item: "IRC332",
+    Nonzero: "IRC332",
+    MaskedSelect: "IRC332",
+    ToList: "IRC332",
+    Packed: "IRC332",
+    PythonsRandom: "IRC338",
+    Average: "IRC332",
+    Last: "IRC338",
+    Seeds: "IRC338",
+    OwnGenerator: "IRC334",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "code"), REFUSED.items())
+def test_what_is_refused_trains_as_the_refusal_says(kind: type[Net], code: str) -> None:
+    model, x = kind(), torch.randn(BATCH, WIDTH)
+    twin = kind()
+    twin.load_state_dict(model.state_dict())
+    with pytest.raises(irc.UnsupportedError, match=code) as raised:
+        irc.optimize(kind(), (x,), "1GiB", costs="analytic")
+    assert raised.value.help is not None
+    assert 'torch.compile(model, backend=irc.backend(budget, outside="measured"))' in raised.value.help
+    run, backend = compiled(model)
+    static = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), x))
+    for seed in range(12):  # more often than Dynamo compiles a frame
+        states: list[Tensor] = []
+        for one in (twin, run):
+            torch.manual_seed(seed)
+            random.seed(seed)
+            one.zero_grad()
+            if one is run and backend.outside_bytes is not None:
+                assert peak_bytes(lambda: step(run, x)) + static <= backend.latest_peak_bytes
+            else:
+                step(one, x)
+            states.append(torch.get_rng_state())
+        assert torch.equal(*states)
+        assert_same(model, twin)
+        assert model.seen == twin.seen
+    assert backend.plans and backend.outside_bytes is not None
+
+
+class Appends(Net):
+    """Changes what Dynamo compiles for in each step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(0.0)
+        return self.c(self.a(x))
+
+
+@pytest.mark.parametrize(("outside", "code"), [("measured", "IRC545"), (None, "IRC542")])
+def test_a_frame_that_dynamo_gives_up_compiling_is_refused(outside: str | None, code: str) -> None:
+    model, x = Appends(), torch.randn(BATCH, WIDTH)
+    backend = irc.backend("1GiB", outside=outside, costs="analytic")
+    run: Any = torch.compile(model, backend=backend)
+    with torch._dynamo.config.patch(recompile_limit=2):  # pyright: ignore
+        for _ in range(2):
+            step(run, x)
+        with pytest.raises(irc.UnsupportedError, match=code):
+            step(run, x)
+
+
+class Exits(Net):
+    """A loop that Dynamo leaves to Python, and so all that the loop calls."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.a, self.b, self.c):
+            x = layer(x)
+            if x.abs().max() > 0.9:
+                break
+        return x
+
+
+def test_parts_of_a_model_without_a_graph_are_compiled_in_its_place() -> None:
+    model, x = Exits(), torch.randn(BATCH, WIDTH)
+    twin = copy.deepcopy(model)
+    run, backend = compiled(model)
+    with pytest.raises(irc.UnsupportedError, match=r"IRC545.*nothing was planned") as raised:
+        step(run, x)
+    assert raised.value.help is not None and "torch.compile(model.layers[k]" in raised.value.help
+    torch._dynamo.reset()  # pyright: ignore[reportPrivateUsage]
+    model.zero_grad()
+    backend = irc.backend("1GiB", outside="measured", costs="analytic")
+    for name, part in list(model.named_children()):
+        setattr(model, name, torch.compile(part, backend=backend))
+    for _ in range(6):  # the recording of the first backend ends meanwhile
+        for one in (model, twin):
+            one.zero_grad()
+            step(one, x)
+    assert_same(model, twin)
+    assert backend.plans and backend.outside_bytes is not None

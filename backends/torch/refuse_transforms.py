@@ -71,7 +71,9 @@ def refuse_second_derivatives() -> None:
         raise UnsupportedTransformError(
             "IRC504",
             "the backward of a planned module cannot be differentiated again (create_graph=True)",
-            help="use the original module if you need gradients of gradients",
+            help="put what takes gradients of gradients into the forward that is planned: give irc.optimize "
+            "a module whose forward calls the model and torch.autograd.grad(..., create_graph=True), and "
+            "returns the loss; or use the original module",
         )
 
 

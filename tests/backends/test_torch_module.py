@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
+import irc
 from benchmarks import models
 from irc.backends.torch import bind_program, compile_program, emit_source
 from irc.compiler.training import measured_peak_bytes
@@ -213,6 +214,30 @@ def test_a_graph_of_gradients_is_refused() -> None:
     parameter = next(ours.parameters())
     with pytest.raises(UnsupportedError, match="IRC504"):
         torch.autograd.grad(ours(x).sum(), parameter, create_graph=True)
+
+
+class Penalized(nn.Module):
+    """Returns a loss with a penalty for gradients, as the refusal of `create_graph=True` says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_(True)
+        score = self.critic(x).sum()
+        (gradient,) = torch.autograd.grad(score, x, create_graph=True)
+        return score + (gradient.norm(dim=1) - 1).square().mean()
+
+
+def test_gradients_of_gradients_are_planned_within_a_forward() -> None:
+    torch.manual_seed(0)
+    model, x = Penalized(), torch.randn(16, 8)
+    ours = irc.optimize(copy.deepcopy(model), (x,), "80%", costs="analytic")
+    for module in (model, ours):
+        module(x).backward()
+    for one, other in zip(model.parameters(), ours.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad)
 
 
 def test_what_recomputation_reads_is_not_written_before_backward() -> None:

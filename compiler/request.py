@@ -346,9 +346,9 @@ def cost_passes(costs: str) -> list[Pass]:
     """
     match cast(object, costs):
         case "measured":
-            return [ReplayDraws(), SplitConvolutions(), Cost(repeats=3)]
+            return [ReplayDraws(), SplitConvolutions(measure=True), Cost(repeats=3)]
         case "thorough":
-            return [ReplayDraws(), SplitConvolutions(), Cost(repeats=8)]
+            return [ReplayDraws(), SplitConvolutions(measure=True), Cost(repeats=8)]
         case "analytic":
             return [ReplayDraws(), SplitConvolutions(), Cost(profile="cpu")]
         case str():

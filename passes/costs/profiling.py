@@ -36,6 +36,7 @@ from ...ir import (
 from ...torch_support.operations import function_of
 from .allocations import allocation_events, cuda_events
 from .machines import machine_named
+from .no_workspace import takes_none
 from .table import Costs, StepCost, analytic_costs, signature
 
 __all__ = [
@@ -87,10 +88,11 @@ def profile_costs(
     """Measures costs on the devices that the graphs' tensors live on.
 
     Each distinct operation (name, constants, operand types) runs on made-up tensors: to count its
-    allocations, on a GPU after a run to warm up, then again for the time until the two best agree, of which
-    the best counts. On one thread the run that counts allocations is the first of these, and the only one
-    of a long operation that runs once in every step: of backward, or one that must not run again. The
-    generator's state is as before. The cost of an optimizer's step stands at its node (see `StepCost`).
+    allocations, on a GPU after a run to warm up, unless it is known to take none (see `takes_none`); then
+    again for the time until the two best agree, of which the best counts. On one thread the run that counts
+    allocations is the first of these, and the only one of a long operation that runs once in every step: of
+    backward, or one that must not run again. The generator's state is as before. The cost of an optimizer's
+    step stands at its node (see `StepCost`).
 
     Args:
         *graphs: The graphs whose operations are measured, all on the same devices.
@@ -113,18 +115,20 @@ def profile_costs(
         n: StepCost.of(n) for n in operations if n.releases is Gradients.APPLIED
     }
     steps |= {n: Measured(0.0, 0) for n in operations if Trait.EXCHANGE in n.traits}
+    keys = {node: signature(node) for node in operations if node not in steps}
     touched_bytes = {
-        signature(node): (node, _touched_bytes(graph, node))
+        keys[node]: (node, _touched_bytes(graph, node))
         for graph in reversed(graphs)
         for node in reversed(graph.operations)
         if node not in steps
     }
-    again = {signature(node) for node in operations if _may_run_again(node)}
+    again = {key for node, key in keys.items() if _may_run_again(node)}
     runs = {key: 2 if key in again else 1 for key in touched_bytes}
     device = _device_of(graphs)
     known = store.load(device)
     new = {key: found for key, found in (measured or {}).items() if key not in known}
-    known |= new
+    none = {key: Measured(None, 0, 0) for key, (node, _) in touched_bytes.items() if takes_none(node)}
+    known = none | known | new
     missing = {
         key: node
         for key, (node, nbytes) in touched_bytes.items()
@@ -141,7 +145,7 @@ def profile_costs(
         store.save(device, {**new, **fresh})
     table = {**known, **fresh}
     has_times = with_times or all(key in table and table[key].is_timed(runs[key]) for key in touched_bytes)
-    found = {node: steps.get(node) or table.get(signature(node)) for node in operations}
+    found = steps | {node: table.get(key) for node, key in keys.items()}
     return _costs_of(graphs, found, device, has_times=has_times)
 
 
@@ -340,7 +344,7 @@ def _timed(node: Node, known: Measured, runs: int, repeats: int) -> Measured:
         times = [] if known.seconds is None else [known.seconds]
         if device.startswith("cuda"):
             run()  # kernels are chosen and caches filled on the first run
-        while len(times) < 2 or (runs > 1 and len(times) < repeats and not _is_enough(times, repeats)):
+        while not _is_timed(times, runs, repeats):
             times.append(run_seconds(run, device))
     return Measured(min(times), known.workspace_bytes, len(times))
 
@@ -413,6 +417,13 @@ _SHORT_SECONDS = 1e-3
 
 _STEADY = 0.05
 """The best two times agree if they differ by at most this fraction."""
+
+
+def _is_timed(found: Sequence[float], runs: int, repeats: int) -> bool:
+    """Whether these times are enough for an operation that a step runs so often."""
+    if len(found) < 2 or runs == 1:
+        return bool(found) and Measured(min(found), 0, len(found)).is_timed(runs)
+    return len(found) >= repeats or _is_enough(found, repeats)
 
 
 def _is_enough(found: Sequence[float], repeats: int) -> bool:

@@ -91,13 +91,17 @@ def analytic_costs(graph: Graph, machine: Machine) -> Costs:
     """
     seconds: dict[Node, float] = {}
     workspace: dict[Node, int] = {}
+    flops: dict[tuple[object, ...], float] = {}
     for node in graph.operations:
         if Trait.EXCHANGE in node.traits:
             seconds[node], workspace[node] = 0.0, 0
             continue
         moved = sum(value.type.nbytes for value in (*node.operands, *node.values))
         if node.releases is None:
-            seconds[node] = machine.seconds(_flops(node), moved)
+            key = signature(node), *(value.type.shape for value in node.values)
+            if key not in flops:
+                flops[key] = _flops(node)
+            seconds[node] = machine.seconds(flops[key], moved)
             workspace[node] = _workspace_bound(node, moved)
         else:
             step = StepCost.of(node)

@@ -82,8 +82,8 @@ def test_profiling_leaves_the_generator_the_gradients_and_the_model_alone() -> N
 
 
 def test_an_operation_that_stands_there_twice_is_measured_once(runs: list[Node]) -> None:
-    net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
-    graph = capture(net, (torch.randn(3, 4),)).graph
+    net = nn.Sequential(*(nn.Tanh() for _ in range(5)))
+    graph = capture(net, (torch.randn(3, 4, requires_grad=True),)).graph
     profile_costs(graph, repeats=1)
     once = {signature(node) for node in graph.operations}
     assert len(once) < len(graph.operations)
@@ -346,8 +346,8 @@ def test_times_are_measured_when_they_are_asked_for_and_workspaces_once(
 
 
 def test_several_graphs_are_measured_together(runs: list[Node]) -> None:
-    one, both = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    graphs = [capture(module, (torch.randn(3, 4),)).graph for module in (one, both)]
+    one, both = nn.Tanh(), nn.Sequential(nn.Tanh(), nn.ReLU())
+    graphs = [capture(module, (torch.randn(3, 4, requires_grad=True),)).graph for module in (one, both)]
     costs = profile_costs(*graphs, repeats=1)
     operations = {node for graph in graphs for node in graph.operations}
     assert set(costs.seconds) == set(costs.workspace_bytes) == operations

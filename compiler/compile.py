@@ -240,8 +240,11 @@ def _planned(captured: Captured, program: Program, request: Request, reserved: R
     within = request.with_less(reserved_bytes)
     program = _costed(program, request, with_times=False)
     assert program.costs is not None
-    if not program.costs.has_times and within.needs_times(program):
-        program = _costed(program, request)
+    if not program.costs.has_times:
+        untimed = within.without_times(program)
+        if untimed is None:
+            program = _costed(program, request)
+        within = untimed or within
     with torch._C._DisableAutocast():  # pyright: ignore[reportPrivateUsage]
         program = _reused(captured, program, within) or _chosen(program, within, reserved_bytes)
     assert program.plan is not None

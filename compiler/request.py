@@ -236,9 +236,10 @@ class Request:
         """The part of the pipeline that chooses a schedule."""
         return (self.plan,) if self.tiers is None else (self.tiers, self.plan)
 
-    def needs_times(self, program: Program) -> bool:
-        """Whether the schedule depends on what the operations of a program take."""
-        return self.tiers is not None or self.plan.needs_times(program)
+    def without_times(self, program: Program) -> Request | None:
+        """The request, for a program whose schedule does not depend on what operations take; else None."""
+        plan = None if self.tiers is not None else self.plan.without_times(program)
+        return None if plan is None else replace(self, plan=plan)
 
     def costed(self, captured: Captured) -> Program:
         """The program of a captured call, with costs."""
@@ -346,9 +347,9 @@ def cost_passes(costs: str) -> list[Pass]:
     """
     match cast(object, costs):
         case "measured":
-            return [ReplayDraws(), SplitConvolutions(), Cost(repeats=3)]
+            return [ReplayDraws(), SplitConvolutions(measure=True), Cost(repeats=3)]
         case "thorough":
-            return [ReplayDraws(), SplitConvolutions(), Cost(repeats=8)]
+            return [ReplayDraws(), SplitConvolutions(measure=True), Cost(repeats=8)]
         case "analytic":
             return [ReplayDraws(), SplitConvolutions(), Cost(profile="cpu")]
         case str():

@@ -44,6 +44,7 @@ class PlanMemory:
         offload: The kinds that may live in the first tier between steps: `params`, `optimizer`,
             `params+optimizer` or `none`. How much of it does is chosen.
         offloaded_names: The names of what is offloaded, once known. Not part of the text form.
+        planner: The planner of the program that is to be planned, once known. Not part of the text form.
     """
 
     name: ClassVar[str] = "plan-memory"
@@ -55,6 +56,7 @@ class PlanMemory:
     offload: str = "none"
     gap: float = GAP
     offloaded_names: tuple[str, ...] | None = field(default=None, metadata={"in_text": False})
+    planner: Planner | None = field(default=None, compare=False, repr=False, metadata={"in_text": False})
 
     def check(self) -> None:
         """Refuses malformed options.
@@ -148,7 +150,10 @@ class PlanMemory:
             UsageError: IRC401 and IRC403 as of `check` and `check_tiers`; IRC404 if nothing of the graph can
                 live in a tier.
         """
-        return self.choose(Planner(program))
+        planner = self.planner
+        return self.choose(
+            planner if planner is not None and planner.program is program else Planner(program)
+        )
 
     def choose(self, planner: Planner, /) -> Program:
         """Does what `run` does, with all that the planner knows from other budgets of the same program."""
@@ -167,18 +172,18 @@ class PlanMemory:
         )
         return replace(program, schedule=choice.incumbent.best.schedule, plan=plan)
 
-    def needs_times(self, program: Program) -> bool:
-        """Whether the choice depends on what operations take: not if all is kept, and nothing runs twice.
+    def without_times(self, program: Program) -> PlanMemory | None:
+        """The pass for a program of which it keeps all, and runs nothing twice; None if times may matter.
 
         Raises:
             UsageError: As of `run`.
         """
         self.check()
         if program.tiers or self.which or program.kernels is not None:
-            return True
+            return None
         planner = Planner(program)
         budget_bytes = parse_budget(self.budget, planner.baseline_bytes)
-        return not is_all_kept(planner, self.strategy, budget_bytes)
+        return replace(self, planner=planner) if is_all_kept(planner, self.strategy, budget_bytes) else None
 
     def _choice(self, planner: Planner, limits: Limits) -> ChosenSchedule:
         if self.which:

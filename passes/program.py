@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from ..ir import EagerMemory, Graph, Plan, Schedule, Tier, print_graph, print_schedule, with_frees
 from .costs.table import Costs
+
+if TYPE_CHECKING:
+    from .costs.profiling import Measured
 
 __all__ = ["Program", "without_annotations"]
 
@@ -25,6 +30,7 @@ class Program:
             released in backward, and no second forward is in flight.
         kernels: The program with costs of the kernels that eager runs, if this one has the time steps of LSTM
             layers in their place; plans are compared with it.
+        measured: Measurements of operations that rewrites have run, by `signature`.
     """
 
     graph: Graph
@@ -35,6 +41,7 @@ class Program:
     tiers: tuple[Tier, ...] = ()
     eager: EagerMemory | None = None
     kernels: Program | None = None
+    measured: Mapping[str, Measured] = field(default_factory=dict[str, "Measured"])
 
     @property
     def baseline(self) -> Schedule:

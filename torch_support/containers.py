@@ -26,9 +26,12 @@ def size_of(value: Any) -> int:
 
 def copied(value: Any) -> dict[Any, Any] | list[Any]:
     """Copies the items of a container: by key, in order (list, deque), or by themselves (set)."""
-    base = base_of(type(value))
-    if issubclass(base, dict):
+    kind: Any = type(value)
+    base = base_of(kind)
+    if kind.__iter__ is dict.__iter__:
         return cast("dict[Any, Any]", dict.copy(value))  # in one step, even while another thread adds to it
+    if issubclass(base, dict):  # one that orders by itself: dict.copy would look items up by its own methods
+        return dict(base.items(value))
     items: list[Any] = list(base.__iter__(value))
     return dict(zip(items, items, strict=True)) if base is set else items
 

@@ -9,12 +9,13 @@ import contextlib
 import math
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _len_torch_function_stack
 from torch._functorch._aot_autograd.schemas import JointWithDescriptors
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
@@ -24,7 +25,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.overrides import _pop_mode_temporarily
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ...ir import (
     THROUGH_DYNAMO,
@@ -162,7 +165,7 @@ class _Flat(nn.Module):
         if self.losses == (None,):
             self.assume_loss(result)
         if self.unused is None:
-            raise _ResultKnown
+            self.ask_loss()
         self.take_assigned(result)
         found = [leaf for leaf in self.delivered if isinstance(leaf, Tensor)]
         unused = self.unused_places()
@@ -227,14 +230,34 @@ class _Flat(nn.Module):
             self.losses, self.unused = (own_loss,), None
 
     def ask_loss(self) -> None:
-        """Finds the tensors of the result, known from a first run, on which the loss does not depend."""
+        """Finds the tensors of the result on which the loss does not depend, outside of the trace's modes.
+
+        Raises:
+            _LossFails: The loss fails, perhaps because a trace is under way.
+        """
+        try:
+            with _disable_current_modes(), _without_function_modes():
+                self.ask_loss_alone()
+        except Exception as error:
+            raise _LossFails from error
+
+    def ask_loss_alone(self) -> None:
+        """Does what `ask_loss` does, while nothing is traced."""
         (loss,) = self.losses
         assert loss is not None
         self.unused = unused_outputs(loss, self.result_leaves, self.result_tree)
 
 
-class _ResultKnown(BaseException):
-    """Ends a trace after the first run of the forward, which has shown the structure of the result."""
+@contextlib.contextmanager
+def _without_function_modes() -> Generator[None]:
+    with contextlib.ExitStack() as stack:
+        for _ in range(_len_torch_function_stack()):
+            stack.enter_context(_pop_mode_temporarily())
+        yield
+
+
+class _LossFails(BaseException):
+    """Ends a trace in the first run of the forward, after which the loss is asked again."""
 
 
 def capture(
@@ -251,8 +274,8 @@ def capture(
 ) -> Captured:
     """Captures the training graph of one call `module(*args, **kwargs)`, a loss and its backward.
 
-    The module is traced on tensors without data, a second time if a loss is given, and again in another mode
-    if the first one yields no graph. Nothing is computed, no buffer changes and no random number is drawn;
+    The module is traced on tensors without data, and again in another mode if the first one yields no graph.
+    Nothing is computed, no buffer changes and no random number is drawn;
     a loss alone is computed, if it is measured.
     Python control flow is followed as these arguments take it.
 
@@ -427,7 +450,7 @@ def _traced(
 
 
 def _traced_in(flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...], mode: TraceMode) -> Translation:
-    """Traces the module's training graph in one mode, after asking a loss which outputs it does not use."""
+    """Traces the module's training graph in one mode."""
     flat.mode = mode
     flat.parts.clear()
     flat.branches = Branches(module) if mode.specialize_branches else None
@@ -440,17 +463,13 @@ def _traced_in(flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...], mode
             raise _untraceable(error) from error
     try:
         return _translated(flat, module, tensors)
-    except _ResultKnown:
-        flat.ask_loss()
+    except _LossFails:
+        flat.ask_loss_alone()
         return _translated(flat, module, tensors)
 
 
 def _translated(flat: _Flat, module: nn.Module, tensors: tuple[Tensor, ...]) -> Translation:
-    """Traces the module's training graph; once more without knowing the numbers that its forward counts.
-
-    Raises:
-        _ResultKnown: The result shows first on which of its tensors the loss depends.
-    """
+    """Traces the module's training graph; once more without knowing the numbers that its forward counts."""
     try:
         return _translated_once(flat, module, tensors)
     except UnsupportedError:

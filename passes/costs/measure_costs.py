@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,7 +12,7 @@ from .machines import machine_named
 from .table import Costs, analytic_costs
 
 if TYPE_CHECKING:
-    from .profiling import Level
+    from .profiling import Level, Measured
 
 __all__ = ["Cost"]
 
@@ -53,7 +53,7 @@ class Cost:
     def run(self, program: Program, /) -> Program:
         """The program with the costs of its graph, and of the graph as it was captured."""
         graphs = [program.graph, *([program.original] if program.original is not None else [])]
-        return replace(program, costs=self._costs(graphs))
+        return replace(program, costs=self._costs(graphs, program.measured))
 
     @property
     def measure(self) -> Callable[[Iterable[Callable[[], Any]], str, int], list[Level] | None] | None:
@@ -78,7 +78,7 @@ class Cost:
         except torch.OutOfMemoryError:
             return None
 
-    def _costs(self, graphs: Sequence[Graph]) -> Costs:
+    def _costs(self, graphs: Sequence[Graph], measured: Mapping[str, Measured]) -> Costs:
         if self.profile != "device":
             return Costs.united([analytic_costs(graph, machine_named(self.profile)) for graph in graphs])
         if any(storage.device == "meta" for graph in graphs for storage in graph.storages):
@@ -89,6 +89,7 @@ class Cost:
         return profile_costs(
             *graphs,
             store=ProfileStore.default() if self.cache else None,
+            measured=measured,
             repeats=self.repeats,
             most_bytes=self.most_bytes,
             with_times=self.times,

@@ -9,7 +9,7 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -24,6 +24,7 @@ from ...ir import (
     Graph,
     IrcError,
     Node,
+    Region,
     Symbol,
     TensorType,
     Trait,
@@ -35,6 +36,7 @@ from ...ir import (
 from ...torch_support.operations import function_of
 from .allocations import allocation_events, cuda_events
 from .machines import machine_named
+from .no_workspace import takes_none
 from .table import Costs, StepCost, analytic_costs, signature
 
 __all__ = [
@@ -43,10 +45,12 @@ __all__ = [
     "ProfileStore",
     "allocation_levels",
     "device_name",
+    "first_runs",
     "made_up",
     "one_thread",
     "profile_costs",
     "run_seconds",
+    "runner",
 ]
 
 
@@ -55,17 +59,28 @@ class Measured:
     """One measured operation.
 
     Args:
-        seconds: The best time of several runs; None if only the workspace was measured.
+        seconds: The best time of its runs; None if none of them was timed.
         workspace_bytes: The allocator's bytes at the operation's own peak, beyond its results.
+        runs: The number of runs that were timed.
     """
 
     seconds: float | None
     workspace_bytes: int
+    runs: int = 2
+
+    def is_timed(self, runs: int) -> bool:
+        """Whether the time counts for an operation that runs so often in a step.
+
+        A first run takes longer, by what it fills caches with: it counts for an operation that runs once, if
+        it is long.
+        """
+        return self.seconds is not None and (self.runs > 1 or (runs == 1 and self.seconds >= _LONG_SECONDS))
 
 
 def profile_costs(
     *graphs: Graph,
     store: ProfileStore | None = None,
+    measured: Mapping[str, Measured] | None = None,
     repeats: int = 5,
     most_bytes: int | None = None,
     with_times: bool = True,
@@ -73,17 +88,20 @@ def profile_costs(
     """Measures costs on the devices that the graphs' tensors live on.
 
     Each distinct operation (name, constants, operand types) runs on made-up tensors: to count its
-    allocations, on a GPU after a run to warm up, then again for the time until the two best agree, of which
-    the best counts. On one thread the run that counts allocations is the first of these. The generator's
-    state is as before. The cost of an optimizer's step stands at its node (see `StepCost`).
+    allocations, on a GPU after a run to warm up, unless it is known to take none (see `takes_none`); then
+    again for the time until the two best agree, of which the best counts. On one thread the run that counts
+    allocations is the first of these, and the only one of a long operation that runs once in every step: of
+    backward, or one that must not run again. The generator's state is as before. The cost of an optimizer's
+    step stands at its node (see `StepCost`).
 
     Args:
         *graphs: The graphs whose operations are measured, all on the same devices.
         store: The store of earlier measurements; None measures everything anew.
-        repeats: The most timed runs of an operation; long and steady ones get fewer, but two at least.
+        measured: Measurements of runs that a rewrite has made, by `signature`; they are stored too.
+        repeats: The most timed runs of an operation that may run again; long and steady ones get fewer.
         most_bytes: An operation with more bytes of operands and results, or for which the device has no room,
             is not measured: unless it was before, its costs are modelled. None lets all run.
-        with_times: Whether to measure times too; without, those that were not measured before are modelled.
+        with_times: Whether to measure times too; without, times are modelled unless all are known.
 
     Raises:
         IrcError: IRC411 when an operation does not run by itself.
@@ -97,34 +115,43 @@ def profile_costs(
         n: StepCost.of(n) for n in operations if n.releases is Gradients.APPLIED
     }
     steps |= {n: Measured(0.0, 0) for n in operations if Trait.EXCHANGE in n.traits}
+    keys = {node: signature(node) for node in operations if node not in steps}
     touched_bytes = {
-        signature(node): (node, _touched_bytes(graph, node))
+        keys[node]: (node, _touched_bytes(graph, node))
         for graph in reversed(graphs)
         for node in reversed(graph.operations)
         if node not in steps
     }
+    again = {key for node, key in keys.items() if _may_run_again(node)}
+    runs = {key: 2 if key in again else 1 for key in touched_bytes}
     device = _device_of(graphs)
     known = store.load(device)
+    new = {key: found for key, found in (measured or {}).items() if key not in known}
+    none = {key: Measured(None, 0, 0) for key, (node, _) in touched_bytes.items() if takes_none(node)}
+    known = none | known | new
     missing = {
         key: node
         for key, (node, nbytes) in touched_bytes.items()
-        if _lacks(known.get(key), with_times) and (most_bytes is None or nbytes <= most_bytes)
+        if (most_bytes is None or nbytes <= most_bytes)
+        and (key not in known or (with_times and not known[key].is_timed(runs[key])))
     }
     try:
-        fresh = _measure(missing, known, repeats, with_times)
+        fresh = _measure(missing, known, runs, repeats, with_times)
     except torch.OutOfMemoryError:
         if most_bytes is None:
             raise
         fresh = {}
-    if fresh:
-        store.save(device, fresh)
+    if new or fresh:
+        store.save(device, {**new, **fresh})
     table = {**known, **fresh}
-    found = {node: steps.get(node) or table.get(signature(node)) for node in operations}
-    return _costs_of(graphs, found, device, is_measured=with_times)
+    has_times = with_times or all(key in table and table[key].is_timed(runs[key]) for key in touched_bytes)
+    found = steps | {node: table.get(key) for node, key in keys.items()}
+    return _costs_of(graphs, found, device, has_times=has_times)
 
 
-def _lacks(known: Measured | None, with_times: bool) -> bool:
-    return known is None or (with_times and known.seconds is None)
+def _may_run_again(node: Node) -> bool:
+    """Whether a step may run an operation more than once: one of forward that gives the same numbers."""
+    return node.region is Region.FORWARD and node.is_recomputable
 
 
 def _costs_of(
@@ -132,10 +159,9 @@ def _costs_of(
     found: Mapping[Node, StepCost | Measured | None],
     device: str,
     *,
-    is_measured: bool,
+    has_times: bool,
 ) -> Costs:
-    """Makes the table of what was found; what was not is modelled."""
-    has_times = is_measured or all(cost is not None and cost.seconds is not None for cost in found.values())
+    """Makes the table of what was found; what was not is modelled, and all times if some are not known."""
     seconds: dict[Node, float] = {}
     workspace_bytes: dict[Node, int] = {}
     if not has_times or None in found.values():
@@ -144,7 +170,7 @@ def _costs_of(
     for node, cost in found.items():
         if cost is not None:
             workspace_bytes[node] = _with_state(node, cost.workspace_bytes)
-            if cost.seconds is not None:
+            if has_times and cost.seconds is not None:
                 seconds[node] = cost.seconds
     return Costs(seconds, workspace_bytes, f"profile:{device}", has_times)
 
@@ -187,8 +213,8 @@ class ProfileStore:
         try:
             rows = json.loads(path.read_text())["operations"]
             return {
-                key: Measured(None if seconds is None else float(seconds), int(workspace))
-                for key, (seconds, workspace) in rows.items()
+                key: Measured(None if seconds is None else float(seconds), int(workspace), *map(int, runs))
+                for key, (seconds, workspace, *runs) in rows.items()
             }
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             return {}
@@ -201,7 +227,7 @@ class ProfileStore:
         rows = {**self.load(device), **measured}
         content = {
             "device": device,
-            "operations": {k: [m.seconds, m.workspace_bytes] for k, m in rows.items()},
+            "operations": {k: [m.seconds, m.workspace_bytes, m.runs] for k, m in rows.items()},
         }
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -279,36 +305,48 @@ def _processor() -> str:
 
 
 def _measure(
-    missing: Mapping[str, Node], known: Mapping[str, Measured], repeats: int, with_times: bool
+    missing: Mapping[str, Node],
+    known: Mapping[str, Measured],
+    runs: Mapping[str, int],
+    repeats: int,
+    with_times: bool,
 ) -> dict[str, Measured]:
-    """Measures what is not known of operations: one pass for allocations, and one for times."""
+    """Measures what is not known of operations: one pass for allocations, and one for times.
+
+    Args:
+        missing: The operations.
+        known: What was measured before.
+        runs: How often a step runs each operation, 2 if it may run again.
+        repeats: The most timed runs.
+        with_times: Whether to measure times.
+    """
     if not missing:
         return {}
-    nodes = list(missing.values())
-    drawn_on = sorted({device for device in map(_device_of_node, nodes) if device.startswith("cuda")})
+    drawn_on = sorted({d for d in map(_device_of_node, missing.values()) if d.startswith("cuda")})
     with torch.no_grad(), torch.random.fork_rng(devices=drawn_on):
-        workspace_bytes = {key: cost.workspace_bytes for key, cost in known.items() if key in missing}
+        found = {key: known[key] for key in missing if key in known}
         unknown = {key: node for key, node in missing.items() if key not in known}
-        first_seconds: dict[Node, float] = {}
         if unknown:  # and no profiler session without, which would end one that is open
-            found = _workspaces(list(unknown.values()), first_seconds)
-            workspace_bytes |= zip(unknown, found, strict=True)
-        seconds = _seconds(nodes, repeats, first_seconds) if with_times else [None] * len(nodes)
-    return {key: Measured(s, workspace_bytes[key]) for key, s in zip(missing, seconds, strict=True)}
-
-
-def _seconds(nodes: Iterable[Node], repeats: int, first_seconds: Mapping[Node, float]) -> list[float]:
-    """The best time of each operation; those whose first run took no time yet run once before."""
-    found: list[float] = []
-    with one_thread():
-        for node in nodes:
-            with _explained(node):
-                run = _runner(node)
-                times = [first_seconds[node]] if node in first_seconds else []
-                if not times:
-                    run()  # kernels are chosen and caches filled on the first run
-                found.append(_best_seconds(run, _device_of_node(node), repeats, times))
+            found |= zip(unknown, first_runs(list(unknown.values())), strict=True)
+        if with_times:
+            with one_thread():
+                for key, node in missing.items():
+                    found[key] = _timed(node, found[key], runs[key], repeats)
     return found
+
+
+def _timed(node: Node, known: Measured, runs: int, repeats: int) -> Measured:
+    """Adds the time of an operation, which a step runs so often, to what is known of it."""
+    if known.is_timed(runs):
+        return known
+    with _explained(node):
+        run, device = runner(node), _device_of_node(node)
+        times = [] if known.seconds is None else [known.seconds]
+        if device.startswith("cuda"):
+            run()  # kernels are chosen and caches filled on the first run
+        while not _is_timed(times, runs, repeats):
+            times.append(run_seconds(run, device))
+    return Measured(min(times), known.workspace_bytes, len(times))
 
 
 @contextlib.contextmanager
@@ -326,7 +364,8 @@ def _explained(node: Node) -> Generator[None]:
         ) from error
 
 
-def _runner(node: Node) -> Callable[[], Any]:
+def runner(node: Node) -> Callable[[], Any]:
+    """Returns an operation on tensors made up for it, ready to run."""
     # the parameter, of the same type, stands for the `.grad` that its gradient is added to
     op = "aten.add_.Tensor" if node.releases is Gradients.ACCUMULATED else node.op
     operation = function_of(op)
@@ -340,8 +379,10 @@ def made_up(type: TensorType) -> Tensor:
     """Makes a tensor of `type`: floats between 0.1 and 1, all else zero (so that indices are in range)."""
     dtype: torch.dtype = getattr(torch, type.dtype.value)
     reach = 1 + sum((size - 1) * step for size, step in zip(type.shape, type.strides, strict=True))
-    flat = torch.zeros(reach if type.numel else 0, dtype=dtype, device=type.device)
-    if dtype.is_floating_point and dtype.itemsize > 1:
+    is_drawn = dtype.is_floating_point and dtype.itemsize > 1
+    make = torch.empty if is_drawn else torch.zeros
+    flat = make(reach if type.numel else 0, dtype=dtype, device=type.device)
+    if is_drawn:
         drawn = flat[:_DRAWN].uniform_(0.1, 1.0, generator=torch.Generator(type.device).manual_seed(0))
         for part in flat[_DRAWN:].split(_DRAWN):
             part.copy_(drawn[: part.numel()])
@@ -378,11 +419,11 @@ _STEADY = 0.05
 """The best two times agree if they differ by at most this fraction."""
 
 
-def _best_seconds(run: Callable[[], Any], device: str, repeats: int, found: list[float]) -> float:
-    """The best of the times in `found` and of as many more as are needed."""
-    while len(found) < 2 or (len(found) < repeats and not _is_enough(found, repeats)):
-        found.append(run_seconds(run, device))
-    return min(found)
+def _is_timed(found: Sequence[float], runs: int, repeats: int) -> bool:
+    """Whether these times are enough for an operation that a step runs so often."""
+    if len(found) < 2 or runs == 1:
+        return bool(found) and Measured(min(found), 0, len(found)).is_timed(runs)
+    return len(found) >= repeats or _is_enough(found, repeats)
 
 
 def _is_enough(found: Sequence[float], repeats: int) -> bool:
@@ -441,24 +482,26 @@ def _cuda_seconds(run: Callable[[], Any], device: str) -> float:
     return start.elapsed_time(end) / 1000
 
 
-def _workspaces(nodes: Sequence[Node], first_seconds: dict[Node, float]) -> list[int]:
-    """For each operation, the allocator's peak over one run less the bytes of its results.
+def first_runs(nodes: Sequence[Node], look: Callable[[Node, Any], None] | None = None) -> list[Measured]:
+    """Measures one run of each operation: the allocator's peak less the bytes of its results, and the time.
 
-    On a processor that is the first run, unless it leaves bytes behind: what fills a cache runs again. On a
-    GPU, a run before fills the caches of libraries.
+    On a processor that is the first run, unless it leaves bytes behind: what fills a cache runs again. It is
+    timed if operations compute on this one thread. On a GPU, a run before fills the caches of libraries.
 
     Args:
         nodes: The operations.
-        first_seconds: Gets the time of first runs, if operations compute on this one thread.
+        look: Called with each operation and its results.
     """
     levels: dict[Node, Level] = {}
+    seconds: dict[Node, float] = {}
     for device in sorted(set(map(_device_of_node, nodes))):
         mine = [node for node in nodes if _device_of_node(node) == device]
         if not device.startswith("cuda"):
-            levels |= _levels_of(mine, (_first_run(node, first_seconds) for node in mine), device)
+            levels |= _levels_of(mine, _timing_runs(mine, seconds, look), device)
             mine = [node for node in mine if levels[node].left_bytes != _result_bytes(node)]
         levels |= _levels_of(mine, map(_warm_runner, mine), device)
-    return [max(levels[node].peak_bytes - _result_bytes(node), 0) for node in nodes]
+    workspaces = {node: max(levels[node].peak_bytes - _result_bytes(node), 0) for node in nodes}
+    return [Measured(seconds.get(node), workspaces[node], int(node in seconds)) for node in nodes]
 
 
 def _levels_of(nodes: Sequence[Node], runs: Iterable[Callable[[], Any]], device: str) -> dict[Node, Level]:
@@ -470,26 +513,35 @@ def _device_of_node(node: Node) -> str:
     return max((value.type.device for value in (*node.operands, *node.values)), default="cpu")
 
 
-def _first_run(node: Node, first_seconds: dict[Node, float]) -> Callable[[], Any]:
-    """Makes the first run of an operation on a processor, which looks at its results and takes its time."""
-
-    def run_first() -> Any:
+def _timing_runs(
+    nodes: Iterable[Node], seconds: dict[Node, float], look: Callable[[Node, Any], None] | None
+) -> Iterator[Callable[[], Any]]:
+    """Makes the first runs of operations on a processor, which take their times, and shows their results."""
+    for node in nodes:
         with _explained(node):
-            start = time.process_time()
-            results = run()
-            if torch.get_num_threads() == 1:
-                first_seconds[node] = time.process_time() - start
-            _check_sizes(node, results)
-        return results
+            run = runner(node)
+        held: list[Any] = []
 
-    with _explained(node):
-        run = _runner(node)
-    return run_first
+        def run_first(node: Node = node, run: Callable[[], Any] = run, held: list[Any] = held) -> Any:
+            with _explained(node):
+                start = time.process_time()
+                results = run()
+                if torch.get_num_threads() == 1:
+                    seconds[node] = time.process_time() - start
+                _check_sizes(node, results)
+            if look is not None:
+                held.append(results)
+            return results
+
+        yield run_first
+        del run, run_first
+        if look is not None:  # after the run's window: what is freed here is not its own
+            look(node, held.pop())
 
 
 def _warm_runner(node: Node) -> Callable[[], Any]:
     with _explained(node):
-        run = _runner(node)
+        run = runner(node)
         _check_sizes(node, run())  # kernels are chosen on the first run with this number of threads
     return run
 

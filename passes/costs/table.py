@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, cast
 
 from ...ir import GENERATOR_STATE, Argument, Graph, Node, TensorType, Trait, Value
 from .machines import Machine
@@ -83,21 +83,26 @@ def analytic_costs(graph: Graph, machine: Machine) -> Costs:
     An operation moves its operands and results once. FLOPs are those of torch's own formulas
     (`torch.utils.flop_counter`); an operation without a formula there counts one for each element of its
     results. The workspace bound is one reordered copy of each operand and each result, for the operations
-    whose kernels are known to reorder (convolutions, attention, matrix products); the others need none beyond
-    a small constant. Copies for a convolution have their channels rounded up to whole blocks. Exchanges of
+    whose kernels are known to reorder (convolutions, attention, matrix products, interpolation); the others
+    need no more than their largest tensor. Copies for a convolution have their channels rounded up to whole
+    blocks, in each group. The bound is proved for no operation; none of 149 models exceeds it. Exchanges of
     pipeline stages cost nothing here (see `ir.pipeline.timing`). Accumulating a gradient needs no workspace.
     The step of an optimizer reads and writes its state once, and its workspace is the one that its node was
     given.
     """
     seconds: dict[Node, float] = {}
     workspace: dict[Node, int] = {}
+    flops: dict[tuple[object, ...], float] = {}
     for node in graph.operations:
         if Trait.EXCHANGE in node.traits:
             seconds[node], workspace[node] = 0.0, 0
             continue
         moved = sum(value.type.nbytes for value in (*node.operands, *node.values))
         if node.releases is None:
-            seconds[node] = machine.seconds(_flops(node), moved)
+            key = signature(node), *(value.type.shape for value in node.values)
+            if key not in flops:
+                flops[key] = _flops(node)
+            seconds[node] = machine.seconds(flops[key], moved)
             workspace[node] = _workspace_bound(node, moved)
         else:
             step = StepCost.of(node)
@@ -116,7 +121,10 @@ _REORDERING = (
     "rnn",
     "gru",
     "batch_norm",
+    "layer_norm",
     "embedding",
+    "upsample",
+    "binary_cross_entropy",
 )
 _SCRATCH_BYTES = 1 << 16
 _CONVOLUTION_COPIES = 2
@@ -128,7 +136,10 @@ def _workspace_bound(node: Node, moved_bytes: int) -> int:
         return 0
     if "convolution" in node.op:
         weight = node.arguments[2 if "backward" in node.op else 1]
-        blocked_bytes = sum(_blocked_bytes(v.type, v is weight) for v in (*node.operands, *node.values))
+        groups = cast(int, node.arguments[9 if "backward" in node.op else 8])
+        blocked_bytes = sum(
+            _blocked_bytes(v.type, groups if v is weight else 0) for v in (*node.operands, *node.values)
+        )
         return _CONVOLUTION_COPIES * blocked_bytes + _SCRATCH_BYTES
     if any(part in node.op for part in _REORDERING):
         return moved_bytes + _SCRATCH_BYTES
@@ -136,12 +147,17 @@ def _workspace_bound(node: Node, moved_bytes: int) -> int:
     return largest + _SCRATCH_BYTES
 
 
-def _blocked_bytes(type: TensorType, is_weight: bool) -> int:
-    """Bytes of a tensor in the layout of CPU convolutions: channels in whole blocks (a weight's both)."""
+def _blocked_bytes(type: TensorType, groups: int) -> int:
+    """Bytes of a tensor in the layout of CPU convolutions: channels in whole blocks.
+
+    Args:
+        type: The tensor's type.
+        groups: Those of a weight, which has blocks of its own in both channels of each; 0 for other tensors.
+    """
     if len(type.shape) < 3:
         return type.nbytes
     outer, channels, *space = type.shape
-    outer = _whole_blocks(outer) if is_weight else outer
+    outer = groups * _whole_blocks(outer // groups) if groups else outer
     return outer * _whole_blocks(channels) * math.prod(space) * type.dtype.itemsize
 
 

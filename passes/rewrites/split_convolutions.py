@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, cast
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from ...ir import DType, Graph, Node, TensorType, Value
 from ..costs.table import Costs, signature
 from ..program import Program
+
+if TYPE_CHECKING:
+    from ..costs.profiling import Measured
 
 __all__ = ["SplitConvolutions", "rejoined"]
 
@@ -26,6 +29,7 @@ class SplitConvolutions:
 
     Args:
         transpose: Whether to look for such convolutions, which runs each here, on tensors of its real sizes.
+        measure: Whether these runs are measured, so that the costs need no others.
 
     Source:
         Qi et al., Zero Bubble Pipeline Parallelism (ICLR 2024) split for time; here it is for memory.
@@ -34,32 +38,45 @@ class SplitConvolutions:
     name: ClassVar[str] = "split-convolutions"
 
     transpose: bool = True
+    measure: bool = field(default=False, metadata={"in_text": False})
 
     def run(self, program: Program, /) -> Program:
         """Rewrites the program's graph; `original` is the graph as it was."""
         graph = program.graph
-        nodes = tuple(part for node in graph.nodes for part in _parts(node, transpose=self.transpose))
-        if len(nodes) == len(graph.nodes):
+        joint = [node for node in graph.nodes if _is_divisible(node)]
+        if not joint:
             return program
-        return replace(program, graph=replace(graph, nodes=nodes), original=program.original or graph)
+        measured = _compare(joint, measure=self.measure) if self.transpose else {}
+        nodes = tuple(part for node in graph.nodes for part in _parts(node, transpose=self.transpose))
+        return replace(
+            program,
+            graph=replace(graph, nodes=nodes),
+            original=program.original or graph,
+            measured={**program.measured, **measured},
+        )
+
+
+def _is_divisible(node: Node) -> bool:
+    """Whether a node makes the gradients of a convolution's input and of its weight or bias."""
+    if node.op != _JOINT or len(node.arguments) != _MASK + 1:
+        return False
+    into_data, into_weight, into_bias = node.results
+    return into_data is not None and (into_weight is not None or into_bias is not None)
 
 
 def _parts(node: Node, *, transpose: bool) -> Iterator[Node]:
     """The node itself, or the two that it is split into."""
-    if node.op != _JOINT or len(node.arguments) != _MASK + 1:
+    if not _is_divisible(node):
         yield node
         return
     into_data, into_weight, into_bias = node.results
-    if into_data is None or (into_weight is None and into_bias is None):
-        yield node
-        return
     weight_half = replace(
         node,
         name=f"{node.name}_weight",
         arguments=(*node.arguments[:_MASK], (False, into_weight is not None, into_bias is not None)),
         results=(None, into_weight, into_bias),
     )
-    if transpose and _is_transposable(node):
+    if transpose and _is_plain(node) and _compared[_kernels(node)]:
         yield weight_half
         yield _transposed(node)
     else:
@@ -96,12 +113,11 @@ def rejoined(original: Graph, split: Graph, costs: Costs) -> Graph:
     return replace(split, nodes=tuple(dict.fromkeys(whole.get(node.name, node) for node in split.nodes)))
 
 
-def _is_transposable(node: Node) -> bool:
-    """Whether a transposed convolution runs the same kernel as the input's gradient.
+def _is_plain(node: Node) -> bool:
+    """Whether a transposed convolution may run the same kernel as the input's gradient.
 
     oneDNN's does for float32, in one and two dimensions, without groups; for one image, one channel, or a
-    kernel of one element, torch may take others. What it takes can depend on the machine and on settings:
-    the kernels run once on random numbers, and the bits are compared.
+    kernel of one element, torch may take others.
     """
     gradient, data, weight = (cast(Value, argument).type for argument in node.arguments[:3])
     sizes = list(data.shape)
@@ -116,32 +132,54 @@ def _is_transposable(node: Node) -> bool:
         and sizes[0] > 1
         and sizes[1] > 1
         and any(size > 1 for size in weight.shape[2:])
-        and _is_equal(node)
     )
 
 
 _compared: dict[tuple[str, int, bool], bool] = {}
-"""The results by the operation with its types, the number of threads, and whether oneDNN is in use."""
+"""Whether both kernels give the same bits, by `_kernels`."""
 
 
-def _is_equal(node: Node) -> bool:
-    """Whether both kernels give the same bits for operands of these types."""
+def _kernels(node: Node) -> tuple[str, int, bool]:
+    """The operation with its types, the number of threads, and whether oneDNN is in use."""
     import torch
 
-    key = signature(node), torch.get_num_threads(), bool(torch.backends.mkldnn.enabled)
-    if key not in _compared:
-        gradient, data, weight = (cast(Value, argument).type.shape for argument in node.arguments[:3])
-        generator = torch.Generator().manual_seed(0)
-        tensors = [torch.randn(shape, generator=generator) for shape in (gradient, data, weight)]
-        rest: tuple[Any, ...] = tuple(list(a) if isinstance(a, tuple) else a for a in node.arguments[3:_MASK])
-        _, _, _, strides, paddings, dilations, _, missing, _ = _transposed(node).arguments
-        given: tuple[Any, ...] = (None, strides, paddings, dilations, True, missing, 1)
-        with torch.no_grad():
-            joint = torch.ops.aten.convolution_backward.default(*tensors, *rest, [True, False, False])[0]
-            del tensors[1]  # in training, memory may be scarce
-            alone = torch.ops.aten.convolution.default(*tensors, *given)
-        _compared[key] = torch.equal(joint, alone) and joint.stride() == alone.stride()
-    return _compared[key]
+    return signature(node), torch.get_num_threads(), bool(torch.backends.mkldnn.enabled)
+
+
+def _compare(nodes: Iterable[Node], *, measure: bool) -> dict[str, Measured]:
+    """Compares the kernels of convolutions that were not compared before, and returns what was measured.
+
+    What a transposed convolution takes can depend on the machine and on settings: each runs once on made-up
+    numbers, as does the operation that it is to replace, and the bits are compared.
+    """
+    plain = {_kernels(node): node for node in nodes if _is_plain(node)}
+    missing = {key: node for key, node in plain.items() if key not in _compared}
+    if not missing:
+        return {}
+    import torch
+
+    from ..costs.profiling import first_runs, runner
+
+    given: list[torch.Tensor] = []
+    pairs = [part for node in missing.values() for part in (node, _transposed(node))]
+    found: list[bool] = []
+
+    def look(node: Node, results: Any) -> None:
+        if node.op == _JOINT:
+            given.append(results[0])
+        else:
+            joint = given.pop()
+            found.append(torch.equal(joint, results) and joint.stride() == results.stride())
+
+    measured: dict[str, Measured] = {}
+    with torch.no_grad():
+        if measure and not torch.autograd._profiler_enabled():  # pyright: ignore[reportPrivateUsage]
+            measured |= zip(map(signature, pairs), first_runs(pairs, look), strict=True)
+        else:
+            for node in pairs:
+                look(node, runner(node)())
+    _compared.update(zip(missing, found, strict=True))
+    return measured
 
 
 def _transposed(node: Node) -> Node:

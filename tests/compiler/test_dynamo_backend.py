@@ -44,7 +44,7 @@ def _all_measured() -> Generator[None]:  # pyright: ignore[reportUnusedFunction]
         raise AssertionError("an operation is measured within a step")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("irc.passes.costs.profiling._workspaces", measures)
+        patch.setattr("irc.passes.costs.profiling.first_runs", measures)
         yield
 
 

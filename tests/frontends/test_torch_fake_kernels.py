@@ -18,7 +18,7 @@ from torch.nn import functional
 from irc.frontends.torch import capture
 from irc.frontends.torch.fixups.fake_kernels import fake_kernels_of_eager
 from irc.ir import Graph, Trait, UnsupportedError
-from irc.passes.costs.profiling import _runner, profile_costs  # pyright: ignore[reportPrivateUsage]
+from irc.passes.costs.profiling import profile_costs, runner
 
 torch.set_num_threads(1)
 
@@ -201,7 +201,7 @@ def test_results_have_the_layout_that_the_kernel_gives_them(name: str, order: tu
     nodes = graph_of(module, torch.randn(shape)).operations
     assert name in [node.op.split(".")[1] for node in nodes]
     for node in nodes:
-        made = _runner(node)()
+        made = runner(node)()
         for value, tensor in zip(node.results, made if isinstance(made, tuple) else (made,), strict=False):
             if value is not None:
                 steps = [

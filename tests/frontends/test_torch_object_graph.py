@@ -22,6 +22,7 @@ from torch.nn.utils import weight_norm
 
 from irc.frontends.torch import capture
 from irc.ir import IrcError, UnsupportedError
+from irc.torch_support.containers import copied
 
 torch.set_num_threads(1)
 
@@ -482,6 +483,27 @@ class Sealed(list[Any]):
 
 LAZY: Any = Lazy()
 GUARDED: Any = Guarded(a=1)
+
+
+class Making(collections.OrderedDict[Any, Any]):
+    """A dict whose items are made anew for each reader, as the activations of transformers."""
+
+    def __getitem__(self, key: Any) -> Any:
+        raise AssertionError(f"{key} is asked for")
+
+
+class Listing(dict[Any, Any]):
+    """A dict that lists other keys than it has."""
+
+    def __iter__(self) -> Any:
+        return iter(["other"])
+
+
+def test_a_copy_of_a_dict_has_what_it_holds_in_its_order() -> None:
+    making, listing = Making(a=1, b=2), Listing(a=1)
+    making.move_to_end("a")
+    assert copied(making) == {"a": 1, "b": 2} and list(copied(making)) == ["b", "a"]
+    assert copied(listing) == copied({"a": 1}) == {"a": 1}
 
 
 def test_objects_that_refuse_to_be_looked_at_are_no_reason_to_fail(x: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from irc.frontends.torch import capture
 from irc.ir import InputRole, UnsupportedError
 
 torch.set_num_threads(1)
+captures: Any = sys.modules["irc.frontends.torch.capture"]
 
 
 class Scored(nn.Module):
@@ -54,6 +56,24 @@ def gradients(module: nn.Module, value: Tensor) -> list[Tensor | None]:
     module.zero_grad()
     value.backward()
     return [p.grad for p in module.parameters()]
+
+
+def test_a_loss_is_tried_within_the_trace_and_again_alone_if_it_fails_there(
+    x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[bool] = []
+    run = vars(captures._Flat)["run"]
+    monkeypatch.setattr(captures._Flat, "run", lambda *given: runs.append(True) or run(*given))
+    within = capture(Scored(), (x,), loss=loss)
+    assert len(runs) == 2, "as often as without a loss"
+    unused = vars(captures)["unused_outputs"]
+
+    def fails_once(*given: Any) -> frozenset[int]:
+        monkeypatch.setattr(captures, "unused_outputs", unused)
+        raise RuntimeError("a trace is under way")
+
+    monkeypatch.setattr(captures, "unused_outputs", fails_once)
+    assert str(capture(Scored(), (x,), loss=loss).graph) == str(within.graph) and len(runs) == 5
 
 
 def test_the_graph_has_no_gradient_for_them(x: Tensor) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
 
 import irc
 from benchmarks import models
@@ -32,6 +33,10 @@ def _small_models() -> dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...
         "wide": lambda: (_wide(), (torch.randn(2, 32, 16, 16),)),
         "transformer": lambda: (nn.TransformerEncoderLayer(64, 4, 128), (torch.randn(12, 2, 64),)),
         "others": lambda: (_others(), (torch.randn(2, 8, 16, 16),)),
+        "relaid": lambda: (
+            _Relaid(),
+            (torch.randn(8, 32, 8, 8).to(memory_format=torch.channels_last), torch.rand(8, 32, 32, 32)),
+        ),
     }
 
 
@@ -50,6 +55,22 @@ def _wide() -> nn.Module:
         nn.Flatten(),
         nn.Linear(256, 10),
     )
+
+
+class _Relaid(nn.Module):
+    """Operations that copy what they read or make: images by channels, interpolation, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.depthwise = nn.Conv2d(32, 32, 7, padding=3, groups=32)
+        self.norm = nn.LayerNorm(8)
+        self.ups = nn.Sequential(
+            nn.Upsample(scale_factor=2.0, mode="bilinear"), nn.Upsample(scale_factor=2.0)
+        )
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        scores = self.ups(self.norm(self.depthwise(x)))
+        return functional.binary_cross_entropy_with_logits(scores, target, reduction="sum")
 
 
 def _others() -> nn.Module:

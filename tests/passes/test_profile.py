@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from irc.frontends.torch import capture
-from irc.ir import DType, Graph, IrcError, Location, Node, Storage, Symbol, TensorType, UsageError, Value
+from irc.ir import (
+    DType,
+    Graph,
+    IrcError,
+    Location,
+    Node,
+    Region,
+    Storage,
+    Symbol,
+    TensorType,
+    Trait,
+    UsageError,
+    Value,
+)
 from irc.passes.costs import profiling as profile
 from irc.passes.costs.allocations import allocation_events, peak_bytes
 from irc.passes.costs.machines import machine_named
@@ -34,13 +48,13 @@ def graph() -> Graph:
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[Node]:
     """The operations that are prepared for a run from here on."""
     prepared: list[Node] = []
-    original: Any = vars(profile)["_runner"]
+    original: Any = vars(profile)["runner"]
 
     def runner(node: Node) -> Any:
         prepared.append(node)
         return original(node)
 
-    monkeypatch.setattr(profile, "_runner", runner)
+    monkeypatch.setattr(profile, "runner", runner)
     return prepared
 
 
@@ -68,8 +82,8 @@ def test_profiling_leaves_the_generator_the_gradients_and_the_model_alone() -> N
 
 
 def test_an_operation_that_stands_there_twice_is_measured_once(runs: list[Node]) -> None:
-    net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
-    graph = capture(net, (torch.randn(3, 4),)).graph
+    net = nn.Sequential(*(nn.Tanh() for _ in range(5)))
+    graph = capture(net, (torch.randn(3, 4, requires_grad=True),)).graph
     profile_costs(graph, repeats=1)
     once = {signature(node) for node in graph.operations}
     assert len(once) < len(graph.operations)
@@ -93,7 +107,7 @@ def test_the_workspace_is_what_an_operation_takes_beyond_its_results() -> None:
 def test_a_first_run_that_fills_a_cache_is_not_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     relu = capture(nn.ReLU(), (torch.randn(64, 32, requires_grad=True),)).graph.operations[0]
     cache: list[Tensor] = []
-    original: Any = vars(profile)["_runner"]
+    original: Any = vars(profile)["runner"]
 
     def runner(node: Node) -> Callable[[], Any]:
         run = original(node)
@@ -105,7 +119,7 @@ def test_a_first_run_that_fills_a_cache_is_not_the_workspace(monkeypatch: pytest
 
         return fill_and_run
 
-    monkeypatch.setattr(profile, "_runner", runner)
+    monkeypatch.setattr(profile, "runner", runner)
     assert profile_costs(Graph((), (relu,), ()), repeats=1).workspace_bytes[relu] == 0
     assert cache
 
@@ -130,14 +144,38 @@ def test_an_operation_is_timed_until_two_runs_agree(
         taken.append(next(given))
         return taken[-1]
 
-    def workspaces(nodes: Sequence[Node], first_seconds: dict[Node, float]) -> list[int]:
-        first_seconds |= dict.fromkeys(nodes, first)
-        return [0] * len(nodes)
+    def first_runs(nodes: Sequence[Node]) -> list[Measured]:
+        return [Measured(first, 0, 1)] * len(nodes)
 
     monkeypatch.setattr(profile, "run_seconds", run_seconds)
-    monkeypatch.setattr(profile, "_workspaces", workspaces)
+    monkeypatch.setattr(profile, "first_runs", first_runs)
     costs = profile_costs(Graph((), (relu,), ()), repeats=5)
     assert (len(taken), costs.seconds[relu]) == (timed, best)
+
+
+@pytest.mark.parametrize(("first", "timed"), [(0.03, 0), (0.003, 1)])
+def test_a_long_operation_that_runs_once_is_not_run_again_for_its_time(
+    monkeypatch: pytest.MonkeyPatch, first: float, timed: int
+) -> None:
+    relu = capture(nn.ReLU(), (torch.randn(4, requires_grad=True),)).graph.operations[0]
+    taken: list[float] = []
+
+    def run_seconds(run: Callable[[], Any], device: str) -> float:
+        taken.append(0.1)
+        return taken[-1]
+
+    monkeypatch.setattr(profile, "run_seconds", run_seconds)
+    monkeypatch.setattr(profile, "first_runs", lambda nodes: [Measured(first, 0, 1)] * len(nodes))
+    for once in (replace(relu, region=Region.BACKWARD), replace(relu, traits=frozenset({Trait.PINNED}))):
+        taken.clear()
+        costs = profile_costs(Graph((), (once,), ()), repeats=5)
+        assert (len(taken), costs.seconds[once]) == (timed, first)
+
+
+def test_the_first_time_of_an_operation_that_runs_once_does_not_count_where_it_may_run_again() -> None:
+    assert Measured(0.5, 0, 1).is_timed(1) and not Measured(0.5, 0, 1).is_timed(2)
+    assert not Measured(0.001, 0, 1).is_timed(1) and not Measured(None, 0, 0).is_timed(1)
+    assert Measured(0.001, 0).is_timed(2)
 
 
 def test_a_peak_is_counted_above_the_level_at_the_start() -> None:
@@ -308,8 +346,8 @@ def test_times_are_measured_when_they_are_asked_for_and_workspaces_once(
 
 
 def test_several_graphs_are_measured_together(runs: list[Node]) -> None:
-    one, both = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    graphs = [capture(module, (torch.randn(3, 4),)).graph for module in (one, both)]
+    one, both = nn.Tanh(), nn.Sequential(nn.Tanh(), nn.ReLU())
+    graphs = [capture(module, (torch.randn(3, 4, requires_grad=True),)).graph for module in (one, both)]
     costs = profile_costs(*graphs, repeats=1)
     operations = {node for graph in graphs for node in graph.operations}
     assert set(costs.seconds) == set(costs.workspace_bytes) == operations

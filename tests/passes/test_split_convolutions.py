@@ -12,8 +12,10 @@ from torch import nn
 
 import irc
 from irc.frontends.torch import capture
-from irc.ir import verify_graph
+from irc.ir import Graph, verify_graph
 from irc.passes import Program, SplitConvolutions
+from irc.passes.costs.profiling import profile_costs
+from irc.passes.costs.table import signature
 
 KINDS: dict[tuple[int, bool], Any] = {
     (1, False): nn.Conv1d,
@@ -121,6 +123,24 @@ def test_the_halves(kernel: int) -> None:
     reads = {storage.nbytes for storage in after.graph.reads(into_input)}
     wide = 2 * 4 * 8 * 8 * 4
     assert (wide in reads) == (kernel == 1), "a transposed convolution does not read the input"
+
+
+def test_runs_that_compare_kernels_are_measured_and_the_costs_need_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("irc.passes.rewrites.split_convolutions._compared", {})
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 8, 3), nn.Conv2d(8, 8, 3))
+    graph = capture(model, (torch.randn(2, 3, 12, 12),), None).graph
+    measured = SplitConvolutions(measure=True).run(Program(graph)).measured
+    assert not SplitConvolutions(measure=True).run(Program(graph)).measured, "they were compared before"
+    joint = [node for node in graph.nodes if signature(node) in measured]
+    assert len(measured) == 4 and len(joint) == 2
+    apart = profile_costs(graph, repeats=1).workspace_bytes
+    assert all(measured[signature(node)].workspace_bytes == apart[node] for node in joint)
+    runs: list[str] = []
+    monkeypatch.setattr("irc.passes.costs.profiling.runner", lambda node: runs.append(node.op))
+    profile_costs(Graph((), tuple(joint), ()), measured=measured, with_times=False)
+    assert not runs
 
 
 def test_for_another_machine_nothing_is_run() -> None:

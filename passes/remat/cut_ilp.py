@@ -67,6 +67,7 @@ class Relaxation:
         budget_bytes: The most that may be alive at once.
         time_steps: The time steps of the cuts, in order.
         small_bytes: Storages up to this size are always kept, and free, unless they are transient.
+        has_spans: Whether to add the rows of spans, which a choice does not need.
 
     Source:
         The rows between cuts are those of Checkmate (Jain et al., MLSys 2020, eq. 1), at some time steps.
@@ -76,6 +77,7 @@ class Relaxation:
     budget_bytes: int
     time_steps: Sequence[int]
     small_bytes: int = 0
+    has_spans: bool = True
     model: Model = field(init=False)
     objective: LinearSum = field(init=False)
     resident: list[dict[Storage, Variable]] = field(default_factory=list, init=False)
@@ -95,7 +97,8 @@ class Relaxation:
         for cut in range(len(self.time_steps)):
             self._add_cut(cut)
         self.again = [self._add_span(cut, cut + 1) for cut in range(len(self.time_steps))]
-        self._add_spans()
+        if self.has_spans:
+            self._add_spans()
         waited = self._add_copies()
         for cut in range(len(self.time_steps)):
             self._add_memory(cut)
@@ -243,6 +246,14 @@ class Relaxation:
         return storage not in self.replaced or any(problem.index[user] >= time_step for user in users)
 
     # ------------------------------------------------------------------ solving
+
+    def fix(self, resident: Mapping[int, frozenset[Storage]]) -> None:
+        """Leaves open only what stays at the cuts that `resident` does not say."""
+        for time_step, variables in zip(self.time_steps, self.resident, strict=True):
+            if time_step in resident:
+                for storage, variable in variables.items():
+                    if variable.lower_bound < 1.0:
+                        variable.lower_bound = variable.upper_bound = float(storage in resident[time_step])
 
     def relaxed_bound_seconds(self, *, seconds: float) -> float:
         """A lower bound by parts of storages: below that of `solve`, in a part of its time.

@@ -60,9 +60,11 @@ def bound_at_loss(problem: CheckpointProblem, budget_bytes: int) -> float:
     return bound_seconds if math.isfinite(bound_seconds) else 0.0
 
 
-def _relaxation(problem: CheckpointProblem, budget_bytes: int, time_steps: Sequence[int]) -> Relaxation:
+def _relaxation(
+    problem: CheckpointProblem, budget_bytes: int, time_steps: Sequence[int], *, has_spans: bool = True
+) -> Relaxation:
     free_bytes = int(problem.keep_all.peak_bytes * _NEGLIGIBLE)
-    return Relaxation(problem, budget_bytes, time_steps, small_bytes=free_bytes)
+    return Relaxation(problem, budget_bytes, time_steps, small_bytes=free_bytes, has_spans=has_spans)
 
 
 def fits_without_search(problem: CheckpointProblem, budget_bytes: int) -> bool:
@@ -83,6 +85,10 @@ _STRETCHES = 6
 """Beside the loss, cuts are first set at the tightest time step of each of so many stretches of backward."""
 
 _NEW_CUTS = 5
+_DIVE_SECONDS = 0.5
+_DIVE_GAP = 1e-3
+"""The time limit and the gap for a choice at new cuts alone; a tenth of the time is usual."""
+
 _CUT_ROUNDS = 8
 _PROGRESS = 2e-4
 _IDLE_SECONDS = 2.0
@@ -245,7 +251,7 @@ class _Search:
                 return
             relaxation = _relaxation(self.problem, self.budget_bytes, time_steps)
             seconds = max((time.thread_time() - started) * _SOLVING, _LEAST_CUT_SECONDS)
-            seconds = min(left, seconds, idle if is_fair else _LONGEST_CUT_SECONDS)
+            seconds = min(self.deadline - started, seconds, idle if is_fair else _LONGEST_CUT_SECONDS)
             bound_seconds = relaxation.relaxed_bound_seconds(seconds=seconds)
             if math.isfinite(bound_seconds):
                 self.incumbent.bound_seconds = max(self.incumbent.bound_seconds, bound_seconds)
@@ -260,10 +266,9 @@ class _Search:
             if solved.resident is None:
                 return  # nothing that is worth it, as far as there was time: what is left is the bound
             ideas = list(self._ideas(solved.resident))
-            for idea in ideas:
-                if not self.is_proved:
-                    work.add(idea)
-                    self._take(work)
+            self._merge(work, *ideas)
+            if len(time_steps) > 1:
+                self._dive(work, solved.resident)
             more: set[int] = set()
             if len(time_steps) > 1 and ideas:
                 more.update(_violated(self.problem, self.budget_bytes, ideas[0], time_steps))
@@ -273,6 +278,42 @@ class _Search:
             if more.issubset(time_steps):
                 return
             time_steps = sorted(more.union(time_steps))
+
+    def _dive(self, work: SolutionMerger, resident: Mapping[int, frozenset[Storage]]) -> None:
+        """Merges what a choice becomes as cuts are set where it is over the budget, and only these are open.
+
+        Each programme is small, and rules out what is no better than the incumbent. The last choice fits at
+        many more cuts than one programme could have, and often between them too.
+        """
+        assert self.incumbent is not None
+        idea: Solution | None = None
+        chosen: Mapping[int, frozenset[Storage]] | None = resident
+        while chosen is not None:
+            ideas = list(self._ideas(chosen))
+            if not ideas:
+                break
+            idea = min(ideas, key=lambda s: s.peak_bytes)
+            more = _violated(self.problem, self.budget_bytes, idea, list(chosen))
+            left = self.deadline - time.thread_time()
+            if not more or left <= 0:
+                break
+            relaxation = _relaxation(
+                self.problem, self.budget_bytes, sorted({*chosen, *more}), has_spans=False
+            )
+            relaxation.fix(chosen)
+            better_seconds = self.incumbent.best.seconds - self.problem.step_seconds
+            chosen = relaxation.solve(
+                seconds=min(left, _DIVE_SECONDS), gap=_DIVE_GAP, below_seconds=better_seconds
+            ).resident
+        if idea is not None and chosen is not resident:
+            self._merge(work, idea)
+
+    def _merge(self, work: SolutionMerger, *ideas: Solution) -> None:
+        """Merges ideas with the incumbent, one after the other, until the gap is reached."""
+        for idea in ideas:
+            if not self.is_proved:
+                work.add(idea)
+                self._take(work)
 
     def _ideas(self, resident: Mapping[int, frozenset[Storage]]) -> Iterator[Solution]:
         """The schedules of a choice at cuts: all made again at the cuts, and all when it is first read."""

@@ -14,7 +14,16 @@ from datetime import timedelta
 
 from ortools.math_opt.python import mathopt
 
-__all__ = ["LinearSum", "LinearTypes", "Model", "Outcome", "Variable", "add_memory_row", "solve"]
+__all__ = [
+    "LinearSum",
+    "LinearTypes",
+    "Model",
+    "Outcome",
+    "Variable",
+    "add_memory_row",
+    "add_rounded_rows",
+    "solve",
+]
 
 LinearSum = mathopt.LinearSum
 LinearTypes = mathopt.LinearTypes
@@ -166,3 +175,21 @@ def add_memory_row(model: Model, terms: Sequence[tuple[int, Variable]], room_byt
     scale = max(math.ceil(largest / divisor / _LARGEST_COEFFICIENT), 1)
     total = LinearSum(nbytes // divisor / scale * variable for nbytes, variable in terms)
     model.add_linear_constraint(total <= room_bytes // divisor / scale)
+
+
+_ROUNDINGS = 3
+"""The largest sizes that are counted."""
+
+
+def add_rounded_rows(model: Model, terms: Sequence[tuple[int, Variable]], room_bytes: int) -> None:
+    """Adds what `sum(bytes * variable) <= room` says of how many of the largest sizes fit; all are whole.
+
+    Source:
+        Chvatal-Gomory rounding: the row divided by each of the three largest sizes, all of it rounded down.
+    """
+    if sum(nbytes for nbytes, _ in terms) <= room_bytes:
+        return
+    sizes = sorted({nbytes for nbytes, _ in terms if nbytes}, reverse=True)
+    for size in sizes[:_ROUNDINGS]:
+        total = LinearSum(nbytes // size * variable for nbytes, variable in terms if nbytes >= size)
+        model.add_linear_constraint(total <= room_bytes // size)

@@ -10,7 +10,7 @@ from .choice import ChosenSchedule, Limits, out_of_time, over_budget
 from .eviction import evict_greedily
 from .planner import Planner
 from .problem import CheckpointProblem, Solution
-from .search import Incumbent, fits_without_search, search
+from .search import Incumbent, bound_at_loss, fits_without_search, search
 from .strategies import every_k, keep_all, keep_none, min_cut_candidates, per_block, sqrt_n
 
 __all__ = ["STRATEGIES", "choose_recomputation", "is_all_kept"]
@@ -109,7 +109,9 @@ def _named(planner: Planner, strategy: str, limits: Limits) -> Incumbent:
     if not fitting:
         reached = min((s.peak_bytes for s in schedules), default=problem.keep_all.peak_bytes)
         raise over_budget(planner, budget_bytes, reached, strategy=strategy)
-    return Incumbent(strategy, min(fitting, key=lambda s: (s.seconds, s.peak_bytes)))
+    best = min(fitting, key=lambda s: (s.seconds, s.peak_bytes))
+    bound_seconds = 0.0 if problem.is_fastest(best) else bound_at_loss(problem, budget_bytes)
+    return Incumbent(strategy, best, bound_seconds)
 
 
 def _by_name(

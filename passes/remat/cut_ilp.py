@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...ir import Node, Storage
-from ..milp import LinearSum, Model, Variable, add_memory_row, solve
+from ..milp import LinearSum, Model, Variable, add_memory_row, add_rounded_rows, solve
 from .problem import CheckpointProblem
 
 __all__ = ["Relaxation", "Solved"]
@@ -52,6 +52,11 @@ class Relaxation:
     - carry: k[j+1, s] <= k[j, s] + x[j, maker(s)];
     - memory: bytes of k[j, .], of what t_j reads and of what is held besides <= budget; other forwards in
       flight that wait hold those of k at the loss, if a cut stands there;
+    - spans: the rows of read, closure and carry hold too for y[i, j, o] in [0, 1], o runs again anywhere
+      between t_i and t_j, in the place of x; and y[i, j, o] <= y[i, m, o] + y[m, j, o], where y[j, j+1, o] is
+      x[j, o]. Else half of a storage, kept at two cuts, could make all that is made of it, and more cuts
+      would weaken the linear programme;
+    - rounding: how many of the largest storages fit into the memory of a cut is a whole number;
     - annotations: x[j, o] = 0 if o is to be kept, and k[j, s] = 0 at the loss if s is transient.
 
     Every schedule with this order of first runs that honours the annotations satisfies these rows, however
@@ -62,6 +67,7 @@ class Relaxation:
         budget_bytes: The most that may be alive at once.
         time_steps: The time steps of the cuts, in order.
         small_bytes: Storages up to this size are always kept, and free, unless they are transient.
+        has_spans: Whether to add the rows of spans, which a choice does not need.
 
     Source:
         The rows between cuts are those of Checkmate (Jain et al., MLSys 2020, eq. 1), at some time steps.
@@ -71,6 +77,7 @@ class Relaxation:
     budget_bytes: int
     time_steps: Sequence[int]
     small_bytes: int = 0
+    has_spans: bool = True
     model: Model = field(init=False)
     objective: LinearSum = field(init=False)
     resident: list[dict[Storage, Variable]] = field(default_factory=list, init=False)
@@ -89,6 +96,9 @@ class Relaxation:
         self.unit_seconds = max(problem.step_seconds, 1e-12) / 1000
         for cut in range(len(self.time_steps)):
             self._add_cut(cut)
+        self.again = [self._add_span(cut, cut + 1) for cut in range(len(self.time_steps))]
+        if self.has_spans:
+            self._add_spans()
         waited = self._add_copies()
         for cut in range(len(self.time_steps)):
             self._add_memory(cut)
@@ -132,43 +142,72 @@ class Relaxation:
     # ------------------------------------------------------------------ rows
 
     def _add_cut(self, cut: int) -> None:
+        """Adds what stays at a cut, and what comes back behind it."""
         problem, model = self.problem, self.model
         time_step = self.time_steps[cut]
-        end = self.time_steps[cut + 1] if cut + 1 < len(self.time_steps) else problem.time_steps - 1
         inputs = dict.fromkeys(s for s in problem.read_at(time_step) if s in self.is_large)
         resident = {
             s: model.add_variable(lb=1.0 if s in inputs else 0.0, ub=1.0, is_integer=True)
             for s in self.large
             if s in inputs or self._may_stay(cut, s)
         }
-        made = [s for s in self.large if problem.index[problem.producer[s]] < time_step]
+        self.resident.append(resident)
+        self.arrived.append(self._arrivals(cut, self._made(cut)))
+
+    def _made(self, cut: int) -> list[Storage]:
+        """The storages that were made before a cut."""
+        index, producer = self.problem.index, self.problem.producer
+        return [s for s in self.large if index[producer[s]] < self.time_steps[cut]]
+
+    def _spans(self) -> Iterator[tuple[int, int, int]]:
+        """Spans of two, four, eight intervals and so on, and to the end: first cut, one inside, last."""
+        count = len(self.time_steps)
+        for power in range(1, count.bit_length()):
+            for first in range(count - (1 << power) + 1):
+                yield first, first + (1 << power - 1), first + (1 << power)
+        for first in reversed(range(count - 1)):
+            yield first, first + 1, count
+
+    def _add_spans(self) -> None:
+        """Adds what runs again anywhere in several intervals; both parts of a span are there before it."""
+        spans = {(cut, cut + 1): again for cut, again in enumerate(self.again)}
+        for first, inside, last in self._spans():
+            if (first, last) not in spans:
+                spans[first, last] = self._add_span(first, last)
+            parts = spans[first, inside], spans[inside, last]
+            for node, runs in spans[first, last].items():
+                often = LinearSum(part[node] for part in parts if node in part)
+                self.model.add_linear_constraint(runs - often <= 0.0)
+
+    def _add_span(self, first: int, last: int) -> dict[Node, Variable]:
+        """Adds what runs again between two cuts, or from one to the end of the step."""
+        problem, model = self.problem, self.model
+        time_step = self.time_steps[first]
+        following = self.resident[last] if last < len(self.time_steps) else {}
+        end = self.time_steps[last] if last < len(self.time_steps) else problem.time_steps - 1
+        made = self._made(first)
         makers = dict.fromkeys(
             problem.producer[s] for s in made if s in self.wanted or self._is_read(s, time_step)
         )
         again = {o: model.add_variable(lb=0.0, ub=1.0 if o.is_recomputable else 0.0) for o in makers}
-        arrived = self._arrivals(cut, made)
-        for storage in made:
+
+        def there(storage: Storage) -> LinearSum:
+            """That a storage stays from the first cut on, is copied back, or is made again."""
+            back = (arrived.get(storage, 0.0) for arrived in self.arrived[first:last])
             maker = problem.producer[storage]
-            if maker in again and self._is_read(storage, time_step, end):
-                here = resident.get(storage, 0.0) + arrived.get(storage, 0.0)
-                model.add_linear_constraint(again[maker] + here >= 1.0)
+            return LinearSum((self.resident[first].get(storage, 0.0), *back, again.get(maker, 0.0)))
+
+        for storage in made:
+            if problem.producer[storage] in again and self._is_read(storage, time_step, end):
+                model.add_linear_constraint(there(storage) >= 1.0)
         for node, runs in again.items():
             for storage in problem.forward_reads[node]:
-                maker = problem.producer[storage]
-                if maker in again and storage in self.is_large:
-                    here = resident.get(storage, 0.0) + arrived.get(storage, 0.0)
-                    model.add_linear_constraint(again[maker] + here - runs >= 0.0)
-        if cut:
-            before, between, back = self.resident[-1], self.again[-1], self.arrived[-1]
-            for storage, variable in resident.items():
-                if problem.index[problem.producer[storage]] >= self.time_steps[cut - 1]:
-                    continue  # made since
-                maker = problem.producer[storage]
-                carried = (before.get(storage, 0.0), between.get(maker, 0.0), back.get(storage, 0.0))
-                model.add_linear_constraint(variable - LinearSum(carried) <= 0.0)
-        self.resident.append(resident)
-        self.again.append(again)
-        self.arrived.append(arrived)
+                if problem.producer[storage] in again and storage in self.is_large:
+                    model.add_linear_constraint(there(storage) - runs >= 0.0)
+        for storage, variable in following.items():
+            if problem.index[problem.producer[storage]] < time_step:
+                model.add_linear_constraint(variable - there(storage) <= 0.0)
+        return again
 
     def _add_memory(self, cut: int) -> None:
         """Adds the bytes of a cut; other forwards in flight that wait hold what stays at the loss."""
@@ -177,14 +216,15 @@ class Relaxation:
         inputs = [s for s in dict.fromkeys(problem.read_at(time_step)) if s in self.is_large]
         fixed = problem.held_in(time_step, self.small_bytes) + sum(s.nbytes for s in inputs)
         terms = [(s.nbytes, v) for s, v in self.resident[cut].items() if s not in inputs]
-        terms += self._copied(cut)
+        copied = self._copied(cut)
         loss = len(problem.forward)
         kept = self.resident[self.time_steps.index(loss)] if loss in self.time_steps else {}
         for case in problem.others_at(time_step):
             waiting = [(case.waiting * s.nbytes, v) for s, v in kept.items()] if case.waiting else []
             least_bytes = 0 if kept else self._forced_bytes
             room_bytes = self.budget_bytes - fixed - case.bytes_at(least_bytes)
-            add_memory_row(self.model, [*terms, *waiting], room_bytes)
+            add_memory_row(self.model, [*terms, *copied, *waiting], room_bytes)
+            add_rounded_rows(self.model, [*terms, *waiting], room_bytes)
 
     def _is_read(self, storage: Storage, after: int, until: int | None = None) -> bool:
         """Whether the first run of an operation after a time step (up to another) reads a storage."""
@@ -206,6 +246,14 @@ class Relaxation:
         return storage not in self.replaced or any(problem.index[user] >= time_step for user in users)
 
     # ------------------------------------------------------------------ solving
+
+    def fix(self, resident: Mapping[int, frozenset[Storage]]) -> None:
+        """Leaves open only what stays at the cuts that `resident` does not say."""
+        for time_step, variables in zip(self.time_steps, self.resident, strict=True):
+            if time_step in resident:
+                for storage, variable in variables.items():
+                    if variable.lower_bound < 1.0:
+                        variable.lower_bound = variable.upper_bound = float(storage in resident[time_step])
 
     def relaxed_bound_seconds(self, *, seconds: float) -> float:
         """A lower bound by parts of storages: below that of `solve`, in a part of its time.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...ir import Storage
@@ -18,7 +18,7 @@ from .problem import CheckpointProblem, Solution
 from .retention_ilp import RetentionProgramme
 from .solution_merging import SolutionMerger
 
-__all__ = ["Incumbent", "fits_without_search", "search"]
+__all__ = ["Incumbent", "bound_at_loss", "fits_without_search", "search"]
 
 _WEIGHTS = (1.0, 0.5, 0.25, 0.0)
 """The weights that the distance to the next use has in eviction."""
@@ -53,6 +53,20 @@ class Incumbent:
         return self.best.seconds - problem.step_seconds - self.bound_seconds <= gap * problem.step_seconds
 
 
+def bound_at_loss(problem: CheckpointProblem, budget_bytes: int) -> float:
+    """A lower bound of the recomputation, in seconds, by a small programme: what can stay at the loss."""
+    relaxation = _relaxation(problem, budget_bytes, [len(problem.forward)])
+    bound_seconds = relaxation.relaxed_bound_seconds(seconds=_LOSS_SECONDS)
+    return bound_seconds if math.isfinite(bound_seconds) else 0.0
+
+
+def _relaxation(
+    problem: CheckpointProblem, budget_bytes: int, time_steps: Sequence[int], *, has_spans: bool = True
+) -> Relaxation:
+    free_bytes = int(problem.keep_all.peak_bytes * _NEGLIGIBLE)
+    return Relaxation(problem, budget_bytes, time_steps, small_bytes=free_bytes, has_spans=has_spans)
+
+
 def fits_without_search(problem: CheckpointProblem, budget_bytes: int) -> bool:
     """Whether keeping everything is within the budget and computes nothing twice."""
     return problem.keep_all.peak_bytes <= budget_bytes and problem.is_fastest(problem.keep_all)
@@ -64,8 +78,17 @@ _PROOF_GAP = 1e-4
 _NEGLIGIBLE = 2e-5
 """Storages up to this fraction of the peak that keeps all are free in the programme over cuts."""
 
-_SEEDS = 5
+_LOSS_SECONDS = 3.0
+"""The time limit for the bound at the loss, whatever time is left; a tenth of it is usual."""
+
+_STRETCHES = 6
+"""Beside the loss, cuts are first set at the tightest time step of each of so many stretches of backward."""
+
 _NEW_CUTS = 5
+_DIVE_SECONDS = 0.5
+_DIVE_GAP = 1e-3
+"""The time limit and the gap for a choice at new cuts alone; a tenth of the time is usual."""
+
 _CUT_ROUNDS = 8
 _PROGRESS = 2e-4
 _IDLE_SECONDS = 2.0
@@ -75,9 +98,8 @@ _FAIR_IDLE_SECONDS = 1.0
 """The same if the proof is not poor: more rounds seldom help then."""
 
 _CUT_NODES = 100
-_LEAST_CUT_SECONDS = 1.0
+_LEAST_CUT_SECONDS = 0.6
 _LONGEST_CUT_SECONDS = 8.0
-_MOST_PATIENCE = 3.0
 _SOLVING = 4.0
 """The time to solve a programme over cuts, in times of what it takes to write it down."""
 
@@ -88,17 +110,27 @@ _LONGEST_PROOF_SECONDS = 30.0
 _POOR = 2.0
 """A proof is poor, and worth more time, beyond so many times the gap that was asked for."""
 
-_NEAR = 10.0
+_NEAR = 4.0
 """A proof is near, and programmes ask for better schedules alone, within so many times the gap."""
 
-_EXACT_SECONDS = 3.0
+_EXACT_SECONDS = 2.0
 """The time for the programme over all of a small graph, if the gap is not reached before."""
 
 _WINDOW = 12
 _WINDOWS_SECONDS = 15.0
 _LEAST_WINDOWS_SECONDS = 2.0
-_WINDOW_GAP = 3e-2
-"""Windows are looked at if the schedule may be this far from the best, as a fraction of the step's time."""
+
+_SECONDS = 3.0
+_OPERATIONS = 500
+_GAP = 5e-3
+"""A search for this gap may take so many seconds for a graph of so many operations, and more for a larger
+graph or a smaller gap in proportion: more seldom closes what is left."""
+
+_PATIENCE = 10.0
+"""It may take up to so many times as long while the proof is poor, in proportion to what is open."""
+
+_CUTS_PART = 0.65
+"""The part of that time for programmes over cuts; the rest is for windows."""
 
 
 def search(
@@ -156,9 +188,17 @@ class _Search:
     incumbent: Incumbent | None = field(default=None, init=False)
     tightest: Relaxation | None = field(default=None, init=False)
     """The programme that gave the best bound, if more time could raise it."""
+    started: float = field(default_factory=time.thread_time, init=False)
+
+    def left(self, part: float = 1.0) -> float:
+        """Seconds that are left of a part of the time, the more the poorer the proof."""
+        allowed = _SECONDS * max(len(self.problem.base) / _OPERATIONS, 1.0) * max(_GAP / self.gap, 1.0)
+        fair_seconds = _POOR * self.gap * self.problem.step_seconds
+        poverty = self._gap_seconds / fair_seconds if fair_seconds else 1.0
+        allowed *= min(max(poverty, 1.0), _PATIENCE)
+        return min(self.deadline, self.started + part * allowed) - time.thread_time()
 
     def run(self) -> Incumbent | None:
-        started = time.thread_time()
         seeds = self._seeds()
         if not seeds:
             return None
@@ -167,12 +207,11 @@ class _Search:
         work = SolutionMerger(self.problem, self.budget_bytes, incumbent.best, self.deadline, gap)
         if self.problem.is_fastest(incumbent.best):
             return incumbent
-        work.add()
-        self._take(work)
-        self._by_cuts(work, [seed for _, seed in seeds[1:_SEEDS]])
-        self._by_windows(work, started)
+        incumbent.bound_seconds = bound_at_loss(self.problem, self.budget_bytes)
+        self._by_cuts(work)
+        self._by_windows(work)
         self._lower(work)
-        self._tighten(started)
+        self._tighten()
         self._report()
         return incumbent
 
@@ -203,26 +242,25 @@ class _Search:
         distinct = {(s.seconds, s.peak_bytes): (name, s) for name, s in reversed(found)}
         return [distinct[key] for key in sorted(distinct)]
 
-    def _by_cuts(self, work: SolutionMerger, seeds: list[Solution]) -> None:
+    def _by_cuts(self, work: SolutionMerger) -> None:
         """Takes, in rounds, a bound and a first choice from ever more cuts, and merges that choice."""
         assert self.incumbent is not None
         time_steps = [len(self.problem.forward)]
         began = closed = time.thread_time()
-        gap, patience = math.inf, 1.0
+        gap, stretches = math.inf, _STRETCHES
         for _ in range(_CUT_ROUNDS):
             started = time.thread_time()
             self._report()
             if gap - self._gap_seconds >= _PROGRESS * self.problem.step_seconds:
                 gap, closed = self._gap_seconds, started
-            left = self.deadline - started
+            left = self.left(_CUTS_PART)
             is_fair = self._is_fair
             idle = max((closed - began) / 2, _FAIR_IDLE_SECONDS if is_fair else _IDLE_SECONDS)
             if left <= 0 or started - closed > idle or self.is_proved:
                 return
-            free_bytes = int(self.problem.keep_all.peak_bytes * _NEGLIGIBLE)
-            relaxation = Relaxation(self.problem, self.budget_bytes, time_steps, small_bytes=free_bytes)
-            seconds = max((time.thread_time() - started) * _SOLVING, _LEAST_CUT_SECONDS) * patience
-            seconds = min(left / 2, seconds, idle if is_fair else _LONGEST_CUT_SECONDS)
+            relaxation = _relaxation(self.problem, self.budget_bytes, time_steps)
+            seconds = max((time.thread_time() - started) * _SOLVING, _LEAST_CUT_SECONDS)
+            seconds = min(self.left(), seconds, idle if is_fair else _LONGEST_CUT_SECONDS)
             bound_seconds = relaxation.relaxed_bound_seconds(seconds=seconds)
             if math.isfinite(bound_seconds):
                 self.incumbent.bound_seconds = max(self.incumbent.bound_seconds, bound_seconds)
@@ -237,22 +275,54 @@ class _Search:
             if solved.resident is None:
                 return  # nothing that is worth it, as far as there was time: what is left is the bound
             ideas = list(self._ideas(solved.resident))
-            before = self.incumbent.best
-            for idea in (*ideas, *seeds[:1]):
-                if not self.is_proved:
-                    work.add(idea)
-                    self._take(work)
-            seeds = seeds[1:]
-            is_cut_off = not solved.is_optimal and math.isinf(self._better_seconds(self.gap))
-            if is_cut_off and self.incumbent.best is before and patience < _MOST_PATIENCE:
-                patience *= 3  # the same cuts hold more than there was time for
-                continue
-            more = _violated(self.problem, self.budget_bytes, ideas[0], time_steps) if ideas else []
+            self._merge(work, *ideas)
+            if len(time_steps) > 1:
+                self._dive(work, solved.resident)
+            more: set[int] = set()
+            if len(time_steps) > 1 and ideas:
+                more.update(_violated(self.problem, self.budget_bytes, ideas[0], time_steps))
             if not more:
-                more = [m for m in _tightest(self.problem) if m not in time_steps][:_NEW_CUTS]
-            if not more:
+                more.update(_tightest(self.problem, stretches))
+                stretches *= 2
+            if more.issubset(time_steps):
                 return
-            time_steps, patience = sorted({*time_steps, *more}), 1.0
+            time_steps = sorted(more.union(time_steps))
+
+    def _dive(self, work: SolutionMerger, resident: Mapping[int, frozenset[Storage]]) -> None:
+        """Merges what a choice becomes as cuts are set where it is over the budget, and only these are open.
+
+        Each programme is small, and rules out what is no better than the incumbent. The last choice fits at
+        many more cuts than one programme could have, and often between them too.
+        """
+        assert self.incumbent is not None
+        idea: Solution | None = None
+        chosen: Mapping[int, frozenset[Storage]] | None = resident
+        while chosen is not None:
+            ideas = list(self._ideas(chosen))
+            if not ideas:
+                break
+            idea = min(ideas, key=lambda s: s.peak_bytes)
+            more = _violated(self.problem, self.budget_bytes, idea, list(chosen))
+            left = self.left()
+            if not more or left <= 0:
+                break
+            relaxation = _relaxation(
+                self.problem, self.budget_bytes, sorted({*chosen, *more}), has_spans=False
+            )
+            relaxation.fix(chosen)
+            better_seconds = self.incumbent.best.seconds - self.problem.step_seconds
+            chosen = relaxation.solve(
+                seconds=min(left, _DIVE_SECONDS), gap=_DIVE_GAP, below_seconds=better_seconds
+            ).resident
+        if idea is not None and chosen is not resident:
+            self._merge(work, idea)
+
+    def _merge(self, work: SolutionMerger, *ideas: Solution) -> None:
+        """Merges ideas with the incumbent, one after the other, until the gap is reached."""
+        for idea in ideas:
+            if not self.is_proved:
+                work.add(idea)
+                self._take(work)
 
     def _ideas(self, resident: Mapping[int, frozenset[Storage]]) -> Iterator[Solution]:
         """The schedules of a choice at cuts: all made again at the cuts, and all when it is first read."""
@@ -315,25 +385,25 @@ class _Search:
             return math.inf
         return self.incumbent.best.seconds - (1 + gap) * self.problem.step_seconds
 
-    def _by_windows(self, work: SolutionMerger, started: float) -> None:
+    def _by_windows(self, work: SolutionMerger) -> None:
         """Lets more run again in one part of backward after the other, for as long as was searched so far."""
         assert self.incumbent is not None
         split, end = len(self.problem.forward), len(self.problem.base)
         now = time.thread_time()
-        latest = min(self.deadline, now + min(max(now - started, _LEAST_WINDOWS_SECONDS), _WINDOWS_SECONDS))
+        latest = now + min(self.left(), max(now - self.started, _LEAST_WINDOWS_SECONDS), _WINDOWS_SECONDS)
         for start in range(split, end, _WINDOW // 2):
-            if time.thread_time() >= latest or self.incumbent.is_proved(self.problem, _WINDOW_GAP):
+            if time.thread_time() >= latest or self._is_fair:
                 return
             work.look_around(range(start, min(start + _WINDOW, end)))
             self._take(work)
 
-    def _tighten(self, started: float) -> None:
+    def _tighten(self) -> None:
         """Spends more time on the bound if the proof is poor: half as much as on the search."""
         assert self.incumbent is not None
-        left = self.deadline - time.thread_time()
+        left = self.left()
         if self.tightest is None or left <= 0 or self._is_fair:
             return
-        seconds = min(left, (time.thread_time() - started) / 2, _LONGEST_PROOF_SECONDS)
+        seconds = min(left, (time.thread_time() - self.started) / 2, _LONGEST_PROOF_SECONDS)
         solved = self.tightest.solve(
             seconds=seconds, gap=_PROOF_GAP, below_seconds=self._better_seconds(self.gap)
         )
@@ -343,7 +413,7 @@ class _Search:
     def _lower(self, work: SolutionMerger) -> None:
         """Among schedules as fast as the incumbent, takes the one with the lowest peak."""
         assert self.incumbent is not None
-        left = self.deadline - time.thread_time()
+        left = self.left()
         if left <= 0:
             return
         best = self.incumbent.best
@@ -378,7 +448,14 @@ def _apart(problem: CheckpointProblem, time_steps: Iterable[int]) -> list[int]:
     return found
 
 
-def _tightest(problem: CheckpointProblem) -> list[int]:
-    """The time steps in the order of the memory that keeping everything takes there, spread out."""
-    peaks = problem.peaks(problem.keep_all)
-    return _apart(problem, sorted(range(len(peaks)), key=lambda m: (-peaks[m], m)))
+def _tightest(problem: CheckpointProblem, stretches: int) -> list[int]:
+    """The time step of each stretch of backward that leaves least for what stays."""
+    needed = {
+        time_step: problem.held_in(time_step, 0) + sum(s.nbytes for s in problem.read_at(time_step))
+        for time_step in range(len(problem.forward) + 1, problem.time_steps)
+    }
+    length = max(math.ceil(len(needed) / stretches), 1)
+    steps = list(needed)
+    return [
+        max(steps[start : start + length], key=needed.__getitem__) for start in range(0, len(steps), length)
+    ]

@@ -26,6 +26,7 @@ from irc.passes.remat.cut_ilp import Relaxation
 from irc.passes.remat.eviction import evict_greedily
 from irc.passes.remat.exact import best_of_class, lower_bound
 from irc.passes.remat.problem import Solution
+from irc.passes.remat.search import bound_at_loss
 
 SMALL = examples(20)
 MANY_SECONDS = 60.0
@@ -207,6 +208,38 @@ def test_few_cuts_still_bound_and_still_fit(sample: Sample) -> None:
         for eager in (True, False):
             solution = problem.simulate_recomputations(problem.repeats_between(solved.resident, eager=eager))
             verify_schedule(solution.schedule, sample.workspace_bytes, peak_bytes=solution.peak_bytes)
+
+
+@given(samples, st.data())
+@SMALL
+def test_any_cuts_are_below_every_schedule(sample: Sample, data: st.DataObject) -> None:
+    problem = problems(sample, most_kept=5)
+    assume(problem.backward)
+    cuts = data.draw(st.sets(st.integers(0, problem.time_steps - 1), min_size=1))
+    for budget in budgets(cheapest_in_class(problem)):
+        best = cheapest_of_all(problem, budget)
+        relaxation = Relaxation(problem, budget, sorted(cuts), small_bytes=-1)
+        in_parts = relaxation.relaxed_bound_seconds(seconds=MANY_SECONDS)
+        whole = relaxation.solve(seconds=MANY_SECONDS, gap=0.0).bound_seconds
+        assert in_parts <= whole * (1 + 1e-6) + 1e-6
+        assert problem.step_seconds + whole <= best * (1 + 1e-6) or math.isinf(best)
+        at_loss = bound_at_loss(problem, budget)
+        assert problem.step_seconds + at_loss <= best * (1 + 1e-6)
+
+
+@given(chains())
+@SMALL
+def test_more_cuts_are_a_better_bound(sample: Sample) -> None:
+    """Spans hold what a programme of fewer cuts says, which the rows between cuts alone do not."""
+    problem = problem_of(sample)
+    assume(len(problem.backward) >= 2)
+    loss, middle = len(problem.forward), len(problem.forward) + 1 + len(problem.backward) // 2
+    budget = (problem.floor_bytes + problem.keep_all.peak_bytes) // 2
+    few, more = (
+        Relaxation(problem, budget, cuts, small_bytes=-1).relaxed_bound_seconds(seconds=MANY_SECONDS)
+        for cuts in ([loss], [loss, middle])
+    )
+    assert few <= more * (1 + 1e-6) + 1e-6
 
 
 @given(samples)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.examples import examples
-from support.exhaustive import chains, cheapest_in_class, problem_of
+from support.exhaustive import chains, cheapest_in_class, cheapest_of_all, problem_of
 from support.strategies import Sample, graphs
 
 from irc.ir import Storage, parse_graph
@@ -94,6 +94,25 @@ def test_the_search_stops_within_the_gap_or_at_the_best(sample: Sample, tenths: 
         assert found is not None and found.best.peak_bytes <= choice.peak_bytes
         left = found.best.seconds - problem.step_seconds - found.bound_seconds
         assert left <= tenths / 10 * problem.step_seconds or found.best.seconds <= choice.seconds * (1 + 1e-9)
+
+
+@given(samples, st.integers(0, 9))
+@examples(20)
+def test_what_is_found_fits_and_is_not_below_its_bound(sample: Sample, tenths: int) -> None:
+    """Of no schedule's time, with dives between; and it is no slower than what was known."""
+    problem = problem_of(sample)
+    assume(problem.backward and len(problem.wanted) <= 5)
+    room = problem.keep_all.peak_bytes - problem.floor_bytes
+    budget = problem.floor_bytes + room * tenths // 10
+    candidates = find_candidates(problem)
+    found = search.search(problem, budget, candidates, deadline=time.thread_time() + 60.0, gap=0.005)
+    if found is None:
+        return
+    assert found.best.peak_bytes <= budget
+    assert all(found.best.seconds <= known.seconds for _, known in candidates.fitting(budget))
+    assert problem.step_seconds + found.bound_seconds <= cheapest_of_all(problem, budget) * (1 + 1e-6)
+    at_loss = search.bound_at_loss(problem, budget)
+    assert found.bound_seconds >= min(at_loss, found.best.seconds - problem.step_seconds) - 1e-6
 
 
 @given(samples)

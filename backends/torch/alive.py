@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -55,6 +55,14 @@ class AliveTensors:
         for key in gone:
             del self._storages[key]
         return sum(nbytes for _, nbytes in self._storages.values())
+
+    def storages(self) -> Mapping[int, tuple[StorageWeakRef, int]]:
+        """Returns the noted storages that existed at the last `alive_bytes`, for `gone_bytes`."""
+        return dict(self._storages)
+
+    def gone_bytes(self, storages: Mapping[int, tuple[StorageWeakRef, int]]) -> int:
+        """Returns the bytes of those of these storages that do not exist any more."""
+        return sum(nbytes for storage, nbytes in storages.values() if storage.expired())
 
     def bytes_of(self, keys: Iterable[int]) -> int:
         """Returns the bytes of those of these storages that existed at the last `alive_bytes`."""

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
+import time
 import weakref
 from collections.abc import Generator
 from dataclasses import dataclass, field
@@ -24,6 +26,10 @@ _LOG = logging.getLogger(__name__)
 _MARK_BYTES = 1_000_033
 """The size of an allocation that separates two stretches of a step; no tensor has it but by accident."""
 
+
+_MOST_MARKS = 20_000
+_IDLE_SECONDS = 60
+"""A recording with so many marks, or with none for so long, is given up."""
 
 _MOST_WAITED = 3
 """A meter waits so often for the session of another one, whose next step would end it."""
@@ -55,9 +61,7 @@ class OutsideMeter:
     the training loop does between them (the optimizer's step, the next batch), and what runs before a first
     graph.
 
-    The first step, in which graphs are compiled and kernels run for the first time, is measured as well; what
-    is found then holds until a step without a new graph has been measured. After that no step is recorded
-    until a graph is new.
+    A step in which a graph is new is recorded, and the one after it. Other steps are not.
 
     Attributes:
         outside: What was found so far.
@@ -66,13 +70,13 @@ class OutsideMeter:
     outside: Outside = field(default_factory=Outside)
     _is_wanted: bool = field(default=True, init=False)
     _has_new: bool = field(default=False, init=False)
-    _settled: Outside = field(default_factory=Outside, init=False)
     _recording: weakref.finalize[..., OutsideMeter] | None = field(default=None, init=False)
     """Ends the session, at the latest when the process exits."""
     _device: str = field(default="cpu", init=False)
     _events: list[list[int]] = field(default_factory=list[list[int]], init=False)
     _predicted: list[int | None] = field(default_factory=list[int | None], init=False)
     _start_bytes: int = field(default=0, init=False)
+    _marked_seconds: float = field(default=0.0, init=False)
     _waited: int = field(default=0, init=False)
     _recorder: ClassVar[weakref.ref[OutsideMeter] | None] = None
     """The meter whose session is open: torch has one for each thread."""
@@ -109,6 +113,9 @@ class OutsideMeter:
             _LOG.info("what the step takes outside of graphs is measured in a later step: %s", error)
             return
         self._recording = weakref.finalize(self, recording.close)
+        self._marked_seconds = time.monotonic()
+        if _stop_idle not in gc.callbacks:
+            gc.callbacks.append(_stop_idle)
         self._waited, OutsideMeter._recorder = 0, weakref.ref(self)
 
     def _takes_over(self) -> bool:
@@ -140,8 +147,12 @@ class OutsideMeter:
             predicted_bytes: The most that is predicted to be alive meanwhile; None if `settle` will tell.
         """
         if self.is_recording:
+            if len(self._predicted) >= _MOST_MARKS:
+                self.stop()
+                return
             torch.empty(_MARK_BYTES, dtype=torch.uint8, device=self._device)
             self._predicted.append(predicted_bytes)
+            self._marked_seconds = time.monotonic()
 
     def settle(self, predicted_bytes: int) -> None:
         """Tells what is predicted to be alive when the stretch that was begun last ends."""
@@ -155,27 +166,41 @@ class OutsideMeter:
             with contextlib.suppress(RuntimeError):  # another thread began it
                 recording()
 
-    def end(self) -> bool:
-        """Ends the recording, if a whole step was recorded; returns whether `outside` changed."""
+    def stop_if_idle(self) -> None:
+        """Ends a recording that no graph has added to for long: what is recorded meanwhile takes memory."""
+        if self.is_recording and time.monotonic() - self._marked_seconds > _IDLE_SECONDS:
+            _LOG.warning(
+                "what a step takes outside of its graphs was not measured: no step has begun for %d s",
+                _IDLE_SECONDS,
+            )
+            self.stop()
+
+    def end(self, alive_bytes: int, gone_bytes: int) -> bool:
+        """Ends the recording, if a whole step was recorded; returns whether `outside` changed.
+
+        Args:
+            alive_bytes: The bytes that are known to be alive now, when the next step begins.
+            gone_bytes: The bytes that were known to be alive at the beginning and are not alive any more; on
+                the CPU their end is no event.
+        """
         if not self.is_recording:
             return False
         self.stop()
-        levels, has_new, before = self._levels(), self._has_new, self.outside
+        (levels, level), has_new, before = self._levels(), self._has_new, self.outside
         self._has_new = False
         if len(levels) != len(self._predicted) or self._predicted[-1] is not None:
             return False
+        if not self._device.startswith("cuda"):
+            level -= gone_bytes
         pairs = zip(levels[:-1], self._predicted, strict=False)
         beside = (level - predicted for level, predicted in pairs if predicted is not None)
-        measured = Outside(max(0, 0, *beside), levels[-1])
-        if has_new:
-            self.outside |= measured
-        else:
-            self.outside = self._settled = self._settled | measured
-            self._is_wanted = False
+        held_bytes = max(level - alive_bytes, 0)  # by what ran before the first graph, and nobody knows of
+        self.outside |= Outside(max(0, 0, *beside) + held_bytes, levels[-1])
+        self._is_wanted = has_new
         return self.outside != before
 
-    def _levels(self) -> list[int]:
-        """The most bytes that were alive in each stretch."""
+    def _levels(self) -> tuple[list[int], int]:
+        """The most bytes that were alive in each stretch, and those that are alive in the end."""
         mark_bytes = allocation_bytes(_MARK_BYTES, self._device)
         level, levels = self._start_bytes, list[int]()
         for nbytes in (nbytes for events in self._events for nbytes in events):
@@ -185,4 +210,11 @@ class OutsideMeter:
                 level += nbytes
                 if levels:
                     levels[-1] = max(levels[-1], level)
-        return levels
+        return levels, level
+
+
+def _stop_idle(phase: str, _: object) -> None:
+    """Looks at the open recording whenever Python collects garbage."""
+    meter = OutsideMeter._recorder() if OutsideMeter._recorder is not None else None
+    if phase == "stop" and meter is not None:
+        meter.stop_if_idle()

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
 from ...backends.torch import AliveTensors, held_by_history
@@ -77,6 +78,7 @@ class StepBudget:
         self.eager_parameters = EagerParameters(is_measured=meter is not None)
         self.pending_runs: list[PendingRun] = []
         self._at_loss_bytes = 0
+        self._at_start: Mapping[int, tuple[StorageWeakRef, int]] = {}
         self._before_backward: dict[PendingRun, int] = {}
         self.subgraphs: OrderedDict[tuple[int, ...], Subgraph] = OrderedDict()
         self._variants: dict[int, Variant] = {}  # keeps the ids unique that are keys of subgraphs
@@ -139,13 +141,13 @@ class StepBudget:
             UnsupportedError: IRC542 when it takes what was computed outside of graphs, and nobody said what
                 that takes.
         """
+        self.alive.note(inputs)
         is_first = self.is_between_steps()
         if is_first:
             self.latest_peak_bytes = 0
             self.eager_parameters.begin_step()
         if self.between_bytes > self.budget_bytes:
             raise self._over_between()
-        self.alive.note(inputs)
         self.eager_parameters.read(inputs)
         gradients = gradients_of(variant, inputs, self.pending_runs)
         upstream, outside = self._behind(variant, inputs)
@@ -170,6 +172,7 @@ class StepBudget:
                 self.meter.expect_change()
             if is_first:
                 self.meter.begin(_device(inputs), now.alive_bytes)
+                self._at_start = self.alive.storages()
             if self.meter.is_recording:
                 self._measure(self.meter, pending_run, now)
         return pending_run
@@ -177,13 +180,18 @@ class StepBudget:
     def is_between_steps(self) -> bool:
         """Whether no run waits for its backward; if so, takes what was measured of the step before."""
         self.pending_runs = [pending_run for pending_run in self.pending_runs if pending_run.is_pending]
-        if not self.pending_runs and self.meter is not None and self.meter.end():
+        if not self.pending_runs and self.meter is not None and self.meter.end(*self._alive_since_start()):
             _LOG.info(
                 "a step takes %s beside its graphs, and %s at most between two steps, as measured",
                 *map(format_bytes, self.meter.outside),
             )
             self._unplanned.update(_root(subgraph) for subgraph in self.subgraphs.values())
         return not self.pending_runs
+
+    def _alive_since_start(self) -> tuple[int, int]:
+        """The bytes that are alive, and those that were when the step began and are not any more."""
+        alive_bytes = self.alive.alive_bytes()
+        return alive_bytes, self.alive.gone_bytes(self._at_start)
 
     def let_go(self) -> None:
         """Leaves what is left of a step that ends with an error alone."""

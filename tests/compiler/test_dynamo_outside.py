@@ -202,14 +202,78 @@ def test_a_meter_compares_each_stretch_with_what_was_predicted() -> None:
     held.clear()
     meter.mark(None)
     take(50)
-    assert meter.end() and meter.is_settled
-    assert meter.outside == Outside(beside_bytes=200, between_bytes=1050)
+    assert meter.end(alive_bytes=1030, gone_bytes=10) and meter.is_settled
+    assert meter.outside == Outside(beside_bytes=210, between_bytes=1050)  # 10 that nobody knows of
     meter.expect_change()
     meter.begin("cpu", 1000)
     meter.mark(0)
     meter.mark(None)
-    assert meter.end() and not meter.is_settled  # a graph was new: the next step is measured too
+    assert meter.end(1000, 0) and not meter.is_settled  # a graph was new: the next step is measured too
     assert meter.outside == Outside(beside_bytes=1000, between_bytes=1050)
+
+
+def test_a_recording_that_no_step_adds_to_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    meter = OutsideMeter()
+    meter.begin("cpu", 0)
+    gc.collect()
+    assert meter.is_recording
+    monkeypatch.setattr("irc.compiler.dynamo.outside_meter._IDLE_SECONDS", -1)
+    gc.collect()
+    assert not meter.is_recording and not meter.is_settled
+
+
+class Holds(Net):
+    """Code before the first graph makes what code behind the last one reads."""
+
+    held: Tensor | None = None
+
+    @torch.compiler.disable
+    def before(self) -> None:
+        self.held = torch.ones(MIB, dtype=torch.uint8)
+
+    @torch.compiler.disable
+    def behind(self, x: Tensor) -> Tensor:
+        assert self.held is not None
+        x, self.held = x * self.held[0], None
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        before: Any = self.before
+        behind: Any = self.behind
+        before()
+        return behind(self.c(self.a(x)))
+
+
+def test_what_is_held_from_before_the_first_graph_counts() -> None:
+    model, x = Holds(), torch.randn(BATCH, WIDTH)
+    run, backend = compiled(model)
+    for _ in range(4):
+        step(run, x)
+        model.zero_grad()
+    static = sum(t.nbytes for t in (*model.parameters(), x))
+    measured = peak_bytes(lambda: step(run, x)) + static
+    assert MIB < measured <= backend.latest_peak_bytes
+
+
+def test_a_large_first_batch_is_not_forgotten_for_small_ones() -> None:
+    class Copies(Net):
+        @torch.compiler.disable
+        def between(self, x: Tensor) -> Tensor:
+            x.detach().repeat(1, 64)
+            return x.sin()
+
+        def forward(self, x: Tensor) -> Tensor:
+            between: Any = self.between
+            return self.c(between(self.a(x)))
+
+    model, large, small = Copies(), torch.randn(8 * BATCH, WIDTH), torch.randn(BATCH, WIDTH)
+    run, backend = compiled(model)
+    for x in (large, small, small, small):
+        step(run, x)
+        model.zero_grad()
+    static = sum(t.nbytes for t in (*model.parameters(), large, small))
+    measured = peak_bytes(lambda: step(run, large)) + static
+    assert measured <= backend.latest_peak_bytes
 
 
 # ---------------------------------------------------------------------- what irc.optimize refuses

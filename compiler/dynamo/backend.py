@@ -77,11 +77,11 @@ def backend(
         costs: As in `irc.optimize`.
         outside: Bytes that the step takes outside of the compiled graphs, which are not known here: code that
             Dynamo leaves to Python, a larger loss, the state of the optimizer. They come off the budget.
-            `"measured"` measures them in the first step whose graphs are all known, mostly the second: from
-            the next one on the budget holds, as long as that code takes no more than it did. What the loop
-            does between two steps counts, and what was there before that step does not, such as the state
-            of the optimizer. Without it, a graph that takes what such code has computed with autograd is
-            refused, and so is, in backward, a gradient of a parameter that no graph of the step has read.
+            `"measured"` measures them in each step with a new graph and in the one after it, mostly the first
+            two: from the next one on the budget holds, as long as that code takes no more than it did. What
+            the loop does between two steps counts, the state of the optimizer does not. Without it, a graph
+            that takes what such code has computed with autograd is refused, and so is, in backward, a
+            gradient of a parameter that no graph of the step has read.
         model: What will be compiled. Its parameters and buffers count from the start. Without it, the modules
             that the compiled function can see do, which is all of them if the model itself is compiled.
         profile: The old name of `costs`, until the next version.

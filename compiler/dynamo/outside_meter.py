@@ -12,9 +12,12 @@ import time
 import weakref
 from collections.abc import Generator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils import _pytree as pytree
 
 from ...ir import UsageError, allocation_bytes
 from ...passes.costs.allocations import recorded_allocations
@@ -76,6 +79,7 @@ class OutsideMeter:
     _events: list[list[int]] = field(default_factory=list[list[int]], init=False)
     _predicted: list[int | None] = field(default_factory=list[int | None], init=False)
     _start_bytes: int = field(default=0, init=False)
+    _state_bytes: int = field(default=0, init=False)
     _marked_seconds: float = field(default=0.0, init=False)
     _waited: int = field(default=0, init=False)
     _recorder: ClassVar[weakref.ref[OutsideMeter] | None] = None
@@ -99,7 +103,7 @@ class OutsideMeter:
             alive_bytes: The bytes that are known to be alive there now.
         """
         self._device, self._events, self._predicted = device, [], []
-        self._start_bytes = alive_bytes
+        self._start_bytes, self._state_bytes = alive_bytes, 0
         if self._is_wanted:
             self._record()
 
@@ -107,10 +111,13 @@ class OutsideMeter:
         if torch.autograd._profiler_enabled() and not self._takes_over():
             return
         recording = contextlib.ExitStack()
+        for hook, sign in ((register_optimizer_step_pre_hook, -1), (register_optimizer_step_post_hook, 1)):
+            recording.callback(hook(partial(_count_state, weakref.ref(self), sign)).remove)
         try:
             self._events.append(recording.enter_context(recorded_allocations(self._device)))
         except UsageError as error:
             _LOG.info("what the step takes outside of graphs is measured in a later step: %s", error)
+            recording.close()
             return
         self._recording = weakref.finalize(self, recording.close)
         self._marked_seconds = time.monotonic()
@@ -190,6 +197,8 @@ class OutsideMeter:
         self._has_new = False
         if len(levels) != len(self._predicted) or self._predicted[-1] is not None:
             return False
+        level -= self._state_bytes
+        levels[-1] -= self._state_bytes
         if not self._device.startswith("cuda"):
             level -= gone_bytes
         pairs = zip(levels[:-1], self._predicted, strict=False)
@@ -211,6 +220,16 @@ class OutsideMeter:
                 if levels:
                     levels[-1] = max(levels[-1], level)
         return levels, level
+
+
+def _count_state(
+    meter: weakref.ref[OutsideMeter], sign: int, optimizer: torch.optim.Optimizer, *_: object
+) -> None:
+    """Adds or takes off the bytes of an optimizer's state: what its first step makes is not counted."""
+    recorder = meter()
+    if recorder is not None:
+        held = pytree.tree_leaves(list(optimizer.state.values()))
+        recorder._state_bytes += sign * sum(t.nbytes for t in held if isinstance(t, torch.Tensor))
 
 
 def _stop_idle(phase: str, _: object) -> None:

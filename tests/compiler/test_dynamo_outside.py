@@ -124,6 +124,18 @@ def test_what_the_loop_takes_between_two_steps_counts_as_it_is() -> None:
     assert raised.value.minimum_bytes is not None and raised.value.minimum_bytes > MIB
 
 
+def test_the_state_that_an_optimizer_makes_in_its_first_step_does_not_count() -> None:
+    model, x = Net(), torch.randn(BATCH, WIDTH)
+    run, backend = compiled(model)
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(3):
+        step(run, x)
+        optimizer.step()
+        optimizer.zero_grad()
+    state = sum(t.nbytes for values in optimizer.state.values() for t in values.values())
+    assert backend.outside_bytes is not None and backend.outside_bytes < state / 4
+
+
 def test_a_graph_that_no_plan_can_hold_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     class Writes(Net):
         def forward(self, x: Tensor) -> Tensor:

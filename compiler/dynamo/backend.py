@@ -23,6 +23,7 @@ from ...frontends.torch import (
     compiled_frame,
     forward_bytes,
     graph_name,
+    is_given_up,
     lifted_names,
     refuse_uncompiled_module,
 )
@@ -202,10 +203,11 @@ class Backend:
         with self._lock:
             return self._budget.summary()
 
-    def see(self, modules: Iterable[nn.Module]) -> None:
-        """Takes down what a frame that is compiled with this backend can see."""
+    def see(self, modules: Iterable[nn.Module], *, gave_up: bool = False) -> None:
+        """Takes down what a frame that is compiled with this backend can see, or if Dynamo gave it up."""
         seen = [*self._given, *modules]
         with self._lock:
+            self._budget.eager_parameters.gave_up |= gave_up
             self._budget.count(seen)
             self._budget.watch(seen)
 
@@ -296,7 +298,9 @@ def _look(_: object) -> None:
 
 def _look_again() -> str:
     """Does the same before a frame is compiled anew, or left to Python since that was too often."""
-    _look(None)
+    found = compiled_frame()
+    if found is not None and isinstance(found[0], Backend):
+        found[0].see(found[1], gave_up=is_given_up())
     return ""
 
 

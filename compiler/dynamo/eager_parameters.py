@@ -1,15 +1,20 @@
 """Parameters whose gradients come from code that Dynamo left to Python."""
 
+# The engine's number of a backward has no public name.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ...backends.torch import PendingBackward
 from ...ir import UnsupportedError
 
 __all__ = ["EagerParameters", "outside_of_graphs"]
@@ -25,10 +30,17 @@ class EagerParameters:
     Args:
         is_measured: Whether what runs outside of graphs is measured: then a gradient is refused only if no
             graph has run since Dynamo compiled, or gave up compiling.
+
+    Attributes:
+        gave_up: Whether Dynamo has given up compiling a frame: calls of it that no graph is for run in eager
+            from then on, and the next backward in which no graph runs is refused.
     """
 
     def __init__(self, is_measured: bool) -> None:
         self._is_measured = is_measured
+        self.gave_up = False
+        self._waiting: weakref.WeakSet[PendingBackward] = weakref.WeakSet()
+        self._backward = -1
         self._watched = WeakIdKeyDictionary()
         self._read: set[int] = set()
 
@@ -47,11 +59,15 @@ class EagerParameters:
         Raises:
             UnsupportedError: IRC542.
         """
+        is_allowed = self._is_measured or id(parameter) in self._read
+        if self.gave_up and is_allowed and self._has_graph():
+            return
         handle = self._watched.pop(parameter, None)
         if handle is None:
             return
         handle.remove()
-        if id(parameter) not in self._read:
+        if self.gave_up or id(parameter) not in self._read:
+            self.gave_up = False
             self.let_go()
             raise (
                 without_graphs(name)
@@ -59,8 +75,23 @@ class EagerParameters:
                 else outside_of_graphs(f"the gradient of parameter {name} comes from what")
             )
 
+    def follow(self, run: PendingBackward) -> None:
+        """Takes down that a graph has run, whose backward is to come."""
+        self._waiting.add(run)
+        run.call_around(self._note_backward, lambda: None)
+
+    def _note_backward(self) -> None:
+        self._backward = torch._C._current_graph_task_id()
+
+    def _has_graph(self) -> bool:
+        """Whether a graph's backward is part of the backward that runs now, or waits."""
+        is_here = self._backward == torch._C._current_graph_task_id()
+        return is_here or any(run.is_pending for run in self._waiting)
+
     def let_go(self) -> None:
-        """Refuses nothing more: the step ends with an error."""
+        """Refuses nothing more: the step ends with an error, or has a graph."""
+        if self.gave_up:
+            return
         for handle in self._watched.values():
             handle.remove()
         self._watched.clear()

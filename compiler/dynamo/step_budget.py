@@ -248,6 +248,8 @@ class StepBudget:
         self.alive.note(outputs)
         pending_run.takes_off(inputs, outputs)
         self.pending_runs.append(pending_run)
+        if pending_run.step is not None:
+            self.eager_parameters.follow(pending_run.step)
         if self.meter is not None and self.meter.is_recording:
             self._mark_backward(self.meter, pending_run)
 

@@ -7,6 +7,7 @@ from .dynamo import (
     capture_graph,
     compiled_frame,
     graph_name,
+    is_given_up,
     lifted_names,
     refuse_uncompiled_module,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "compiled_frame",
     "forward_bytes",
     "graph_name",
+    "is_given_up",
     "lifted_names",
     "refuse_assignments",
     "refuse_uncompiled_module",

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo import trace_rules
+from torch._dynamo.cache_size import exceeds_recompile_limit
 
 from ...ir import InputRole, Location, UnsupportedError, UsageError
 from .capture import Captured, capture
@@ -26,6 +27,7 @@ __all__ = [
     "capture_graph",
     "compiled_frame",
     "graph_name",
+    "is_given_up",
     "lifted_names",
     "refuse_uncompiled_module",
 ]
@@ -63,14 +65,25 @@ def lifted_names(graph: fx.GraphModule) -> tuple[str | None, ...]:
     return tuple(names)
 
 
-def compiled_frame() -> tuple[object, list[nn.Module]] | None:
-    """The backend that Dynamo compiles a frame for now, and the modules that the frame's code can see."""
+def _compiling() -> dict[str, Any] | None:
+    """The variables of Dynamo's function that compiles a frame now."""
     frame = sys._getframe()
     while frame is not None and not (frame.f_code.co_name == "_compile" and "compiler_fn" in frame.f_locals):
         frame = frame.f_back
-    if frame is None:
+    return None if frame is None else frame.f_locals
+
+
+def is_given_up() -> bool:
+    """Whether Dynamo gives up the frame that it is to compile now, since it was compiled too often."""
+    seen = _compiling()
+    return seen is not None and exceeds_recompile_limit(seen["cache_size"], seen["compile_id"])[0]
+
+
+def compiled_frame() -> tuple[object, list[nn.Module]] | None:
+    """The backend that Dynamo compiles a frame for now, and the modules that the frame's code can see."""
+    seen = _compiling()
+    if seen is None:
         return None
-    seen = frame.f_locals
     backend = seen["compiler_fn"]
     for wrapper in ("_torchdynamo_orig_backend", "compiler_fn"):
         backend = getattr(backend, wrapper, backend)

@@ -466,6 +466,23 @@ def test_a_frame_that_dynamo_gives_up_compiling_is_refused(outside: str | None, 
             step(run, x)
 
 
+@pytest.mark.parametrize("outside", ["measured", None])
+def test_a_size_that_dynamo_gave_up_in_an_evaluation_is_refused_in_training(outside: str | None) -> None:
+    model, sizes = Net(), [torch.randn(n, WIDTH) for n in (2, 3, 4)]
+    backend = irc.backend("1GiB", outside=outside, costs="analytic")
+    run: Any = torch.compile(model, backend=backend, dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=2):  # pyright: ignore
+        for x in sizes[:2]:
+            step(run, x)
+        with torch.no_grad():
+            run(sizes[2])
+        step(run, sizes[0])
+        step(run, sizes[1])
+        with pytest.raises(irc.UnsupportedError, match=r"IRC54[25]"):
+            step(run, sizes[2])
+    step(model, sizes[2])  # in eager, which is free to
+
+
 class Exits(Net):
     """A loop that Dynamo leaves to Python, and so all that the loop calls."""
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo import callback_handler
 from torch._dynamo.utils import get_hook_for_recompile_user_context, register_hook_for_recompile_user_context
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from ...backends.torch import check_tensor, deliver, planning, run_step, tracing
@@ -156,8 +157,8 @@ class Backend:
 
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Returns the function that runs a graph; Dynamo calls this once for each."""
-        _, modules = compiled_frame() or (None, [])
-        self.see(modules)
+        _, variables = compiled_frame() or (None, [])
+        self.see(variables)
         return _Compiled(self, graph).run
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
@@ -203,10 +204,12 @@ class Backend:
         with self._lock:
             return self._budget.summary()
 
-    def see(self, modules: Iterable[nn.Module], *, gave_up: bool = False) -> None:
+    def see(self, variables: Iterable[nn.Module | Tensor], *, gave_up: bool = False) -> None:
         """Takes down what a frame that is compiled with this backend can see, or if Dynamo gave it up."""
-        seen = [*self._given, *modules]
+        variables = list(variables)
+        seen = [*self._given, *(variable for variable in variables if isinstance(variable, nn.Module))]
         with self._lock:
+            self._budget.alive.note(v for v in variables if isinstance(v, Tensor) and _is_countable(v))
             self._budget.eager_parameters.gave_up |= gave_up
             self._budget.count(seen)
             self._budget.watch(seen)
@@ -287,6 +290,11 @@ class Backend:
             _LOG.info("%s does not fit by kernels: its LSTM layers are planned as time steps", kernels.name)
             program = replace(self._costed(captured), kernels=kernels.solutions.program)
         return Variant(kernels.name, captured, SubgraphSolutions(program))
+
+
+def _is_countable(tensor: Tensor) -> bool:
+    """Whether a tensor has memory of its own here: no stand-in of a tracer, no sparse tensor."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not is_lazy(tensor)
 
 
 def _look(_: object) -> None:

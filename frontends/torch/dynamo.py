@@ -79,8 +79,8 @@ def is_given_up() -> bool:
     return seen is not None and exceeds_recompile_limit(seen["cache_size"], seen["compile_id"])[0]
 
 
-def compiled_frame() -> tuple[object, list[nn.Module]] | None:
-    """The backend that Dynamo compiles a frame for now, and the modules that the frame's code can see."""
+def compiled_frame() -> tuple[object, list[nn.Module | Tensor]] | None:
+    """The backend that Dynamo compiles a frame for now, and the modules and tensors that its code can see."""
     seen = _compiling()
     if seen is None:
         return None
@@ -89,7 +89,7 @@ def compiled_frame() -> tuple[object, list[nn.Module]] | None:
         backend = getattr(backend, wrapper, backend)
     used = {i.argval for i in dis.get_instructions(seen["code"]) if i.opname == "LOAD_GLOBAL"}
     variables = [*seen["locals"].values(), *(seen["globals"].get(name) for name in sorted(used))]
-    return backend, [variable for variable in variables if isinstance(variable, nn.Module)]
+    return backend, [variable for variable in variables if isinstance(variable, nn.Module | Tensor)]
 
 
 def refuse_uncompiled_module() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...ir import DType, Node, TensorType
+from ...ir import DType, Node, TensorType, Value
 
 __all__ = ["takes_none"]
 
@@ -14,20 +14,31 @@ _PRODUCTS = ("aten.mm.default", "aten.addmm.default")
 def takes_none(node: Node) -> bool:
     """Whether an operation takes nothing from the allocator beyond its result, whatever its sizes.
 
-    On a processor these are products of matrices of full precision that lie row by row or column by column:
-    torch hands such matrices, and the result, to MKL as they are. It copies others first. What MKL takes
-    for itself does not come from torch's allocator.
+    On a processor these are products of matrices of full precision that lie row by row or column by column,
+    with a vector as bias if there is one: torch hands such matrices, and the result, to MKL as they are. It
+    copies others first. What MKL takes for itself does not come from torch's allocator.
     """
+    if node.op not in _PRODUCTS or not torch.backends.mkl.is_available() or not _is_exact():
+        return False
+    *biases, left, right = (value.type for value in node.arguments if isinstance(value, Value))
     return (
-        node.op in _PRODUCTS
-        and all(map(_is_plain, (value.type for value in node.operands[-2:])))
-        and all(value.type.dtype is DType.FLOAT32 for value in node.operands)
-        and torch.backends.mkl.is_available()
-        and torch.get_float32_matmul_precision() == "highest"
+        all(len(bias.shape) == 1 for bias in biases)
+        and all(map(_is_plain, (left, right)))
+        and all(type.dtype is DType.FLOAT32 for type in (*biases, left, right))
     )
+
+
+def _is_exact() -> bool:
+    """Whether products of float32 are known to be computed in float32."""
+    try:
+        return torch.get_float32_matmul_precision() == "highest"
+    except RuntimeError:  # a precision was set by torch.backends.*.fp32_precision, which this cannot tell
+        return False
 
 
 def _is_plain(type: TensorType) -> bool:
     """Whether a matrix of a processor's lies row by row or column by column, without gaps."""
+    if type.device != "cpu" or type.numel == 0 or len(type.shape) != 2:
+        return False
     rows, columns = type.shape
-    return type.device == "cpu" and type.numel > 0 and type.strides in ((columns, 1), (1, rows))
+    return type.strides in ((columns, 1), (1, rows))

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import _pop_mode_temporarily
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ...ir import (
     THROUGH_DYNAMO,
@@ -236,7 +236,7 @@ class _Flat(nn.Module):
             _LossFails: The loss fails, perhaps because a trace is under way.
         """
         try:
-            with _disable_current_modes(), _without_function_modes():
+            with _disable_current_modes(), _without_function_modes(), _WithoutWrites():
                 self.ask_loss_alone()
         except Exception as error:
             raise _LossFails from error
@@ -246,6 +246,15 @@ class _Flat(nn.Module):
         (loss,) = self.losses
         assert loss is not None
         self.unused = unused_outputs(loss, self.result_leaves, self.result_tree)
+
+
+class _WithoutWrites(TorchDispatchMode):
+    """Lets nothing be written: the parameters of a module that is traced are not its own."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable:
+            raise RuntimeError(f"{func} writes while the module is traced")
+        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager

@@ -76,6 +76,18 @@ def test_a_loss_is_tried_within_the_trace_and_again_alone_if_it_fails_there(
     assert str(capture(Scored(), (x,), loss=loss).graph) == str(within.graph) and len(runs) == 5
 
 
+def test_a_loss_that_writes_into_the_model_is_asked_outside_of_the_trace() -> None:
+    layer, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
+    model = torch.nn.Sequential(layer, torch.nn.Tanh())
+
+    def clamping(result: Tensor) -> Tensor:
+        layer.bias.data.clamp_(-1, 1)
+        return result.sum()
+
+    clamping(irc.optimize(model, (x,), "100%", costs="analytic", loss=clamping)(x)).backward()
+    assert layer.bias.grad is not None
+
+
 def test_the_graph_has_no_gradient_for_them(x: Tensor) -> None:
     used, all_used = capture(Scored(), (x,), loss=loss), capture(Scored(), (x,))
     tangents = [[i for i in c.graph.inputs if i.role is InputRole.TANGENT] for c in (used, all_used)]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo import trace_rules
 from torch._dynamo.cache_size import exceeds_recompile_limit
+from torch.utils import _pytree as pytree
 
 from ...ir import InputRole, Location, UnsupportedError, UsageError
 from .capture import Captured, capture
@@ -89,6 +90,8 @@ def compiled_frame() -> tuple[object, list[nn.Module | Tensor]] | None:
         backend = getattr(backend, wrapper, backend)
     used = {i.argval for i in dis.get_instructions(seen["code"]) if i.opname == "LOAD_GLOBAL"}
     variables = [*seen["locals"].values(), *(seen["globals"].get(name) for name in sorted(used))]
+    arguments = [value for value in variables if isinstance(value, tuple | dict)]  # *args and **kwargs
+    variables = [*variables, *pytree.tree_leaves(arguments)]
     return backend, [variable for variable in variables if isinstance(variable, nn.Module | Tensor)]
 
 

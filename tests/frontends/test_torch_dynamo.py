@@ -143,7 +143,7 @@ def test_what_cannot_be_captured_is_refused_by_name() -> None:
         compiled(x, torch.zeros(3, requires_grad=True) * 1)
 
 
-def test_the_frame_that_is_compiled_shows_its_modules_and_its_backend() -> None:
+def test_the_frame_that_is_compiled_shows_its_modules_its_tensors_and_its_backend() -> None:
     model, seen = nn.Sequential(nn.Linear(4, 4), Inner()), list[Any]()
 
     def backend(graph: Any, _: Any) -> Any:
@@ -152,10 +152,13 @@ def test_the_frame_that_is_compiled_shows_its_modules_and_its_backend() -> None:
 
     for function in (model, lambda x: model(x), _through_a_global):
         torch._dynamo.reset()  # pyright: ignore[reportPrivateUsage]
-        torch.compile(function, backend=backend)(torch.randn(3, 4))
+        x = torch.randn(3, 4)
+        torch.compile(function, backend=backend)(x)
+        found, variables = seen.pop()
+        modules = [variable for variable in variables if isinstance(variable, nn.Module)]
+        assert found is backend and modules == [_GLOBAL if function is _through_a_global else model]
+        assert any(variable is x for variable in variables)
     assert compiled_frame() is None
-    expected = (model, model, _GLOBAL)
-    assert [(found, modules) for found, modules in seen] == [(backend, [module]) for module in expected]
 
 
 _GLOBAL = nn.Linear(4, 4)

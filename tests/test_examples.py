@@ -54,7 +54,6 @@ def test_an_example_ends_with_the_same_weights(name: str, capsys: pytest.Capture
 def test_a_trainer_of_hugging_face_ends_with_the_same_weights(name: str, accumulation: int) -> None:
     found = example("hugging_face_trainer")
     assert tuple(found.MODELS) == MODELS
-    costs = (
-        "measured" if name == "vit" else "analytic"
-    )  # what its convolution takes aside is only bounded unmeasured
+    # Unmeasured, the workspace of a convolution is only bounded, and too high for so tight a budget.
+    costs = "measured" if name in ("vit", "mamba") else "analytic"
     assert found.main([name], "90%", accumulation, time_limit=1, costs=costs) == {name: True}

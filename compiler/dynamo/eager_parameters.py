@@ -33,7 +33,7 @@ class EagerParameters:
 
     Attributes:
         gave_up: Whether Dynamo has given up compiling a frame: calls of it that no graph is for run in eager
-            from then on, and the next backward in which no graph runs is refused.
+            from then on, and every backward in which no graph runs is refused.
     """
 
     def __init__(self, is_measured: bool) -> None:
@@ -54,20 +54,21 @@ class EagerParameters:
                 self._watched[parameter] = parameter.register_hook(check)
 
     def check(self, parameter: Tensor, name: str) -> None:
-        """Refuses the gradient of a parameter that no graph has read; lets go of the parameter.
+        """Refuses the gradient of a parameter that no graph has read; lets go of it, unless Dynamo gave up.
 
         Raises:
-            UnsupportedError: IRC542.
+            UnsupportedError: IRC542, IRC545.
         """
-        is_allowed = self._is_measured or id(parameter) in self._read
-        if self.gave_up and is_allowed and self._has_graph():
+        is_read = id(parameter) in self._read
+        if self.gave_up:
+            if not ((self._is_measured or is_read) and self._has_graph()):
+                raise given_up(name)
             return
         handle = self._watched.pop(parameter, None)
         if handle is None:
             return
         handle.remove()
-        if self.gave_up or id(parameter) not in self._read:
-            self.gave_up = False
+        if not is_read:
             self.let_go()
             raise (
                 without_graphs(name)
@@ -137,11 +138,35 @@ def without_graphs(name: str) -> UnsupportedError:
     Args:
         name: The parameter whose gradient came from there, and its module.
     """
+    return _unplanned(
+        name,
+        "",
+        "compile parts of the model in place of all of it, as in model.layers[k] = "
+        "torch.compile(model.layers[k], backend=backend); TORCH_LOGS=graph_breaks names what Dynamo left to "
+        "Python",
+    )
+
+
+def given_up(name: str) -> UnsupportedError:
+    """The refusal of a step that has no graph since Dynamo compiled the model too often.
+
+    Args:
+        name: The parameter whose gradient came from there, and its module.
+    """
+    most = torch._dynamo.config.recompile_limit
+    return _unplanned(
+        name,
+        f" (it compiles a frame {most} times, and runs it in eager after that)",
+        "keep the sizes, or the numbers, that change from step to step to a few, give torch.compile "
+        f"dynamic=True, or raise torch._dynamo.config.recompile_limit above {most}; TORCH_LOGS=recompiles "
+        "names what changed",
+    )
+
+
+def _unplanned(name: str, reason: str, cure: str) -> UnsupportedError:
     return UnsupportedError(
         "IRC545",
-        f"Dynamo made no graph of the step from which the gradient of parameter {name} comes: nothing was "
-        "planned, and the budget could not be kept",
-        help="compile parts of the model in place of all of it, as in model.layers[k] = "
-        "torch.compile(model.layers[k], backend=backend); TORCH_LOGS=graph_breaks,recompiles names what "
-        "Dynamo left to Python",
+        f"Dynamo made no graph of the step from which the gradient of parameter {name} comes{reason}: nothing "
+        "was planned, and the budget could not be kept",
+        help=cure,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import os
 import time
 import weakref
 from collections.abc import Generator
@@ -27,8 +28,12 @@ __all__ = ["Outside", "OutsideMeter"]
 _LOG = logging.getLogger(__name__)
 
 _MARK_BYTES = 1_000_033
-"""The size of an allocation that separates two stretches of a step; no tensor has it but by accident."""
+_OTHER_MARK_BYTES = 7 * 512 + 2
+"""The size of an allocation that separates two stretches of a step, and how much larger it is after a recording
+that was spoilt: by a tensor of that size, if the model has one."""
 
+_MOST_SPOILT = 4
+"""After so many recordings in a row that were spoilt, the log warns; so many sizes of marks there are."""
 
 _MOST_MARKS = 20_000
 _IDLE_SECONDS = 60
@@ -82,8 +87,13 @@ class OutsideMeter:
     _state_bytes: int = field(default=0, init=False)
     _marked_seconds: float = field(default=0.0, init=False)
     _waited: int = field(default=0, init=False)
+    _spoilt: int = field(default=0, init=False)
     _recorder: ClassVar[weakref.ref[OutsideMeter] | None] = None
     """The meter whose session is open: torch has one for each thread."""
+
+    @property
+    def _mark_bytes(self) -> int:
+        return _MARK_BYTES + self._spoilt % _MOST_SPOILT * _OTHER_MARK_BYTES
 
     @property
     def is_settled(self) -> bool:
@@ -127,7 +137,7 @@ class OutsideMeter:
 
     def _takes_over(self) -> bool:
         """Ends a recording that another model has left, but no other one, such as the user's."""
-        other = OutsideMeter._recorder() if OutsideMeter._recorder is not None else None
+        other = _open()
         self._waited += 1
         if other is None or not other.is_recording or self._waited < _MOST_WAITED:
             return False
@@ -143,9 +153,11 @@ class OutsideMeter:
         """Records nothing meanwhile: what is planned is measured by sessions of its own."""
         was_recording = self.is_recording
         self.stop()
-        yield
-        if was_recording:
-            self._record()
+        try:
+            yield
+        finally:
+            if was_recording:
+                self._record()
 
     def mark(self, predicted_bytes: int | None) -> None:
         """Begins a stretch.
@@ -157,7 +169,7 @@ class OutsideMeter:
             if len(self._predicted) >= _MOST_MARKS:
                 self.stop()
                 return
-            torch.empty(_MARK_BYTES, dtype=torch.uint8, device=self._device)
+            torch.empty(self._mark_bytes, dtype=torch.uint8, device=self._device)
             self._predicted.append(predicted_bytes)
             self._marked_seconds = time.monotonic()
 
@@ -196,7 +208,15 @@ class OutsideMeter:
         (levels, level), has_new, before = self._levels(), self._has_new, self.outside
         self._has_new = False
         if len(levels) != len(self._predicted) or self._predicted[-1] is not None:
+            self._spoilt += 1
+            if self._spoilt == _MOST_SPOILT:
+                _LOG.warning(
+                    "what a step takes outside of its graphs could not be measured in %d steps: it does not "
+                    "count in the budget, which may not hold",
+                    _MOST_SPOILT,
+                )
             return False
+        self._spoilt = 0
         level -= self._state_bytes
         levels[-1] -= self._state_bytes
         if not self._device.startswith("cuda"):
@@ -210,7 +230,7 @@ class OutsideMeter:
 
     def _levels(self) -> tuple[list[int], int]:
         """The most bytes that were alive in each stretch, and those that are alive in the end."""
-        mark_bytes = allocation_bytes(_MARK_BYTES, self._device)
+        mark_bytes = allocation_bytes(self._mark_bytes, self._device)
         level, levels = self._start_bytes, list[int]()
         for nbytes in (nbytes for events in self._events for nbytes in events):
             if nbytes == mark_bytes:
@@ -232,8 +252,24 @@ def _count_state(
         recorder._state_bytes += sign * sum(t.nbytes for t in held if isinstance(t, torch.Tensor))
 
 
+def _open() -> OutsideMeter | None:
+    """The meter that recorded last."""
+    return OutsideMeter._recorder() if OutsideMeter._recorder is not None else None
+
+
 def _stop_idle(phase: str, _: object) -> None:
     """Looks at the open recording whenever Python collects garbage."""
-    meter = OutsideMeter._recorder() if OutsideMeter._recorder is not None else None
+    meter = _open()
     if phase == "stop" and meter is not None:
         meter.stop_if_idle()
+
+
+def _stop_before_fork() -> None:
+    """Ends the recording before the process forks: its child would go on with it, and never end it."""
+    meter = _open()
+    if meter is not None:
+        meter.stop()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(before=_stop_before_fork)

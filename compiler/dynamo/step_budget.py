@@ -551,7 +551,7 @@ class _Now:
 
     Args:
         run: The run.
-        flights: Those that wait for their backward.
+        pending_runs: Those that wait for their backward.
         alive_bytes: Tensors that are alive now.
         losses_bytes: What losses may hold already, of runs that this one does not depend on.
         loss_bytes: What is alive at the loss, if it comes right after the run, without what is saved.

@@ -153,14 +153,20 @@ def _quiet_stderr() -> Generator[None]:
     user's that came before.
     """
     level = os.environ.setdefault("KINETO_LOG_LEVEL", _NO_LOG)
-    sys.stderr.flush()
-    kept = os.dup(2)
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
+    if sys.stderr:  # None in a daemon
+        sys.stderr.flush()
+    try:
+        kept = os.dup(2)
+    except OSError:  # closed: nothing to silence
+        kept = None
+    if kept is not None:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        if kept is not None:
+            os.dup2(kept, 2)
+            os.close(kept)
         if level is _NO_LOG:
             del os.environ["KINETO_LOG_LEVEL"]

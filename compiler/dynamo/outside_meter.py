@@ -150,14 +150,20 @@ class OutsideMeter:
 
     @contextlib.contextmanager
     def paused(self) -> Generator[None]:
-        """Records nothing meanwhile: what is planned is measured by sessions of its own."""
-        was_recording = self.is_recording
+        """Records nothing meanwhile: what is planned is measured by sessions of its own.
+
+        Garbage is collected before and after, so that nothing is taken on one side and given back on the other.
+        """
+        if not self.is_recording:
+            yield
+            return
+        gc.collect()
         self.stop()
         try:
             yield
         finally:
-            if was_recording:
-                self._record()
+            gc.collect()
+            self._record()
 
     def mark(self, predicted_bytes: int | None) -> None:
         """Begins a stretch.

@@ -188,7 +188,7 @@ def test_the_peak_stays_within_the_budget_and_the_numbers_are_those_of_eager() -
     ours = model.state_dict()
     assert all(torch.equal(value, ours[name]) for name, value in twin.state_dict().items())
     assert len(backend.plans) == 3
-    assert peak <= backend.latest_peak_bytes <= peak * 1.01
+    assert peak <= backend.latest_peak_bytes <= peak * 1.03  # a loss is assumed to take twice its outputs
     assert backend.latest_peak_bytes <= backend.peak_bytes <= budget < backend.baseline_bytes
     assert any(plan.overhead > 0 for plan in backend.plans)
 

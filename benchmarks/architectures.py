@@ -218,9 +218,7 @@ def _by_graphs(row: Row, instance: Instance, share: float) -> Row:
         return run, backend
 
     def compared(other: nn.Module) -> tuple[Numbers, ...]:
-        """One after the other: what runs between two steps counts as the step's."""
-        expected, found = (_outcomes(module, instance) for module in (copy.deepcopy(original), other))
-        return tuple(map(numbers_of, expected, found))
+        return tuple(map(numbers_of, expected, _outcomes(other, instance)))
 
     def trained(budgets: Sequence[int]) -> tuple[int, Backend, tuple[Numbers, ...], int]:
         budget, *larger = budgets
@@ -236,6 +234,8 @@ def _by_graphs(row: Row, instance: Instance, share: float) -> Row:
         with torch.random.fork_rng(devices=[]):
             step(copy.deepcopy(original))  # fills what a first call fills
         original_bytes = measured(copy.deepcopy(original))
+        # apart from the compiled steps: what runs between two of them counts
+        expected = _outcomes(copy.deepcopy(original), instance)
         baseline_bytes = compiled("1TiB")[1].baseline_bytes
         tried = [int(share * original_bytes * more) for more in _RAISES]
         tried = [*(budget for budget in tried if budget < baseline_bytes), baseline_bytes]

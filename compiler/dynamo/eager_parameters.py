@@ -166,7 +166,7 @@ def given_up(name: str) -> UnsupportedError:
 def _unplanned(name: str, reason: str, cure: str) -> UnsupportedError:
     return UnsupportedError(
         "IRC545",
-        f"Dynamo made no graph of the step from which the gradient of parameter {name} comes{reason}: nothing "
-        "was planned, and the budget could not be kept",
+        f"Dynamo made no graph of the step from which the gradient of parameter {name} comes{reason}: "
+        "nothing was planned, and the budget could not be kept",
         help=cure,
     )

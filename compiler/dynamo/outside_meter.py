@@ -29,8 +29,8 @@ _LOG = logging.getLogger(__name__)
 
 _MARK_BYTES = 1_000_033
 _OTHER_MARK_BYTES = 7 * 512 + 2
-"""The size of an allocation that separates two stretches of a step, and how much larger it is after a recording
-that was spoilt: by a tensor of that size, if the model has one."""
+"""The size of an allocation that separates two stretches of a step, and how much larger it is after a
+recording that was spoilt: by a tensor of that size, if the model has one."""
 
 _MOST_SPOILT = 4
 """After so many recordings in a row that were spoilt, the log warns; so many sizes of marks there are."""
@@ -152,7 +152,7 @@ class OutsideMeter:
     def paused(self) -> Generator[None]:
         """Records nothing meanwhile: what is planned is measured by sessions of its own.
 
-        Garbage is collected before and after, so that nothing is taken on one side and given back on the other.
+        Garbage is collected before and after, so that nothing is taken on one side and freed on the other.
         """
         if not self.is_recording:
             yield

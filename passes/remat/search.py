@@ -108,14 +108,20 @@ _DEMAND_OPERATIONS = 500
 """Graphs up to this size are searched from their end."""
 
 _DEMAND_STATES = 10_000
-"""The most states at one time when a graph is searched from its end."""
+_MORE_DEMAND_STATES = 40_000
+"""The most states at one time when a graph is searched from its end, and once such a search has ended."""
 
 _FAR = 3.0
 """Its limit is halfway between bound and incumbent if they are so many times the gap apart."""
 
-_DEMAND_SECONDS = 2.5
+_DEMAND_SECONDS = 4.0
 _DEMAND_PART = 0.5
-"""Such searches take this time, and more up to a part of what the whole search has taken."""
+_FAIR_DEMAND_SECONDS = 0.4
+"""Such searches take this time, and more up to a part of what the whole search has taken; less if the proof
+is not poor."""
+
+_LAST_SECONDS = 0.3
+"""The time in which the best schedule of all is looked for, once one within the gap is proved."""
 
 _WITHIN = 1 - 1e-6
 """A limit that is this part of the gap below the incumbent proves it, whatever is lost to rounding."""
@@ -326,7 +332,8 @@ class _Search:
         if len(problem.base) > _DEMAND_OPERATIONS:
             return
         began = time.thread_time()
-        allowed = max(_DEMAND_SECONDS, _DEMAND_PART * (began - self.started)) - self.demand_seconds
+        allowed = max(_DEMAND_SECONDS, _DEMAND_PART * (began - self.started))
+        allowed = (min(allowed, _FAIR_DEMAND_SECONDS) if self._is_fair else allowed) - self.demand_seconds
         deadline = began + min(allowed, self.left())
         if self.from_end is None:
             free_bytes = int(problem.keep_all.peak_bytes * _NEGLIGIBLE)
@@ -341,26 +348,31 @@ class _Search:
                 limit_seconds = (self.failed_seconds + bound_seconds) / 2 if self.has_ended else bound_seconds
             if limit_seconds - bound_seconds < gap_seconds / _FAR:
                 break
-            found = self.from_end.run(
-                limit_seconds=limit_seconds, most_states=_DEMAND_STATES, deadline=deadline
-            )
-            self.incumbent.bound_seconds = max(bound_seconds, found.bound_seconds)
-            if found.is_complete:
-                self.has_ended = True
-            else:
-                self.failed_seconds = limit_seconds
-            if found.solution is not None:
-                self._take_demanded(work, found.solution)
+            if not self._from_end(work, limit_seconds, deadline):
+                break
+        if self.has_ended and self.is_proved:
+            limit_seconds = self.incumbent.best.seconds - problem.step_seconds
+            self._from_end(work, limit_seconds, min(deadline, time.thread_time() + _LAST_SECONDS))
         self.demand_seconds += time.thread_time() - began
 
-    def _take_demanded(self, work: SolutionMerger, solution: Solution) -> None:
-        """Takes a schedule; if what counts as small takes it over the budget, it is merged."""
-        assert self.incumbent is not None
-        self.incumbent.update("ilp", solution, self.budget_bytes)
-        if self.incumbent.best is solution:
-            work.best = solution
+    def _from_end(self, work: SolutionMerger, limit_seconds: float, deadline: float) -> bool:
+        """Searches a graph from its end, below a limit; returns whether another limit may be of use."""
+        assert self.incumbent is not None and self.from_end is not None
+        most_states = _MORE_DEMAND_STATES if self.has_ended else _DEMAND_STATES
+        found = self.from_end.run(limit_seconds=limit_seconds, most_states=most_states, deadline=deadline)
+        self.incumbent.bound_seconds = max(self.incumbent.bound_seconds, found.bound_seconds)
+        if found.is_complete:
+            self.has_ended = True
         else:
-            self._merge(work, solution)
+            self.failed_seconds = min(self.failed_seconds, limit_seconds)
+        if found.solution is None:
+            return True
+        self.incumbent.update("ilp", found.solution, self.budget_bytes)
+        if self.incumbent.best is found.solution:
+            work.best = found.solution
+            return True
+        self._merge(work, found.solution)  # over the budget, by what counts as small
+        return False
 
     def _dive(self, work: SolutionMerger, resident: Mapping[int, frozenset[Storage]]) -> None:
         """Merges what a choice becomes as cuts are set where it is over the budget, and only these are open.

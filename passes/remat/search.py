@@ -111,6 +111,9 @@ _DEMAND_STATES = 10_000
 _MORE_DEMAND_STATES = 40_000
 """The most states at one time when a graph is searched from its end, and once such a search has ended."""
 
+_LAST_DEMAND_STATES = 2000
+"""The same once a schedule within the gap is proved, and the best of all is looked for."""
+
 _FAR = 3.0
 """Its limit is halfway between bound and incumbent if they are so many times the gap apart."""
 
@@ -119,9 +122,6 @@ _DEMAND_PART = 0.5
 _FAIR_DEMAND_SECONDS = 0.4
 """Such searches take this time, and more up to a part of what the whole search has taken; less if the proof
 is not poor."""
-
-_LAST_SECONDS = 0.3
-"""The time in which the best schedule of all is looked for, once one within the gap is proved."""
 
 _WITHIN = 1 - 1e-6
 """A limit that is this part of the gap below the incumbent proves it, whatever is lost to rounding."""
@@ -348,17 +348,19 @@ class _Search:
                 limit_seconds = (self.failed_seconds + bound_seconds) / 2 if self.has_ended else bound_seconds
             if limit_seconds - bound_seconds < gap_seconds / _FAR:
                 break
-            if not self._from_end(work, limit_seconds, deadline):
+            most_states = _MORE_DEMAND_STATES if self.has_ended else _DEMAND_STATES
+            if not self._from_end(work, limit_seconds, deadline, most_states):
                 break
         if self.has_ended and self.is_proved:
             limit_seconds = self.incumbent.best.seconds - problem.step_seconds
-            self._from_end(work, limit_seconds, min(deadline, time.thread_time() + _LAST_SECONDS))
+            self._from_end(work, limit_seconds, deadline, _LAST_DEMAND_STATES)
         self.demand_seconds += time.thread_time() - began
 
-    def _from_end(self, work: SolutionMerger, limit_seconds: float, deadline: float) -> bool:
+    def _from_end(
+        self, work: SolutionMerger, limit_seconds: float, deadline: float, most_states: int
+    ) -> bool:
         """Searches a graph from its end, below a limit; returns whether another limit may be of use."""
         assert self.incumbent is not None and self.from_end is not None
-        most_states = _MORE_DEMAND_STATES if self.has_ended else _DEMAND_STATES
         found = self.from_end.run(limit_seconds=limit_seconds, most_states=most_states, deadline=deadline)
         self.incumbent.bound_seconds = max(self.incumbent.bound_seconds, found.bound_seconds)
         if found.is_complete:

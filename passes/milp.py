@@ -15,6 +15,7 @@ from datetime import timedelta
 from ortools.math_opt.python import mathopt
 
 __all__ = [
+    "LinearConstraint",
     "LinearSum",
     "LinearTypes",
     "Model",
@@ -23,8 +24,10 @@ __all__ = [
     "add_memory_row",
     "add_rounded_rows",
     "solve",
+    "solve_relaxed",
 ]
 
+LinearConstraint = mathopt.LinearConstraint
 LinearSum = mathopt.LinearSum
 LinearTypes = mathopt.LinearTypes
 Model = mathopt.Model
@@ -89,6 +92,44 @@ def solve(model: Model, *, seconds: float, gap: float, node_limit: int | None = 
         False,
         reason is mathopt.TerminationReason.OPTIMAL,
     )
+
+
+def solve_relaxed(
+    model: Model, rows: Sequence[LinearConstraint], *, seconds: float
+) -> tuple[float, dict[LinearConstraint, float]] | None:
+    """The optimum of a model whose integers may be parts, and the dual prices of some of its rows.
+
+    Args:
+        model: The model.
+        rows: The rows.
+        seconds: The time limit; None if it ends the solve.
+    """
+    whole = [variable for variable in model.variables() if variable.integer]
+    for variable in whole:
+        variable.integer = False
+    parameters = mathopt.SolveParameters(
+        time_limit=timedelta(seconds=min(max(seconds, 0.1) * _load.factor, _LONGEST_SECONDS)), random_seed=1
+    )
+    with _library_output.discarded(), _load.measured():
+        result = mathopt.solve(
+            model,
+            mathopt.SolverType.HIGHS,
+            params=parameters,
+            model_params=mathopt.ModelSolveParameters(
+                variable_values_filter=mathopt.VariableFilter(filtered_items=()),
+                dual_values_filter=mathopt.LinearConstraintFilter(filtered_items=rows),
+                reduced_costs_filter=mathopt.VariableFilter(filtered_items=()),
+            ),
+        )
+    for variable in whole:
+        variable.integer = True
+    if (
+        result.termination.reason is not mathopt.TerminationReason.OPTIMAL
+        or not result.has_dual_feasible_solution()
+    ):
+        return None
+    duals = result.dual_values()
+    return result.objective_value(), {row: duals[row] for row in rows}
 
 
 class _Load(threading.local):

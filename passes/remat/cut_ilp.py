@@ -8,10 +8,19 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...ir import Node, Storage
-from ..milp import LinearSum, Model, Variable, add_memory_row, add_rounded_rows, solve
+from ..milp import (
+    LinearConstraint,
+    LinearSum,
+    Model,
+    Variable,
+    add_memory_row,
+    add_rounded_rows,
+    solve,
+    solve_relaxed,
+)
 from .problem import CheckpointProblem
 
-__all__ = ["Relaxation", "Solved"]
+__all__ = ["Relaxation", "Solved", "replaced_storages"]
 
 _ANY_GAP = 1e6
 """A gap at which the first choice will do, in units of the objective."""
@@ -68,6 +77,7 @@ class Relaxation:
         time_steps: The time steps of the cuts, in order.
         small_bytes: Storages up to this size are always kept, and free, unless they are transient.
         has_spans: Whether to add the rows of spans, which a choice does not need.
+        is_open: Whether the programme ends with the last cut, and what is demanded after it is open.
 
     Source:
         The rows between cuts are those of Checkmate (Jain et al., MLSys 2020, eq. 1), at some time steps.
@@ -78,6 +88,7 @@ class Relaxation:
     time_steps: Sequence[int]
     small_bytes: int = 0
     has_spans: bool = True
+    is_open: bool = False
     model: Model = field(init=False)
     objective: LinearSum = field(init=False)
     resident: list[dict[Storage, Variable]] = field(default_factory=list, init=False)
@@ -87,12 +98,13 @@ class Relaxation:
     def __post_init__(self) -> None:
         problem = self.problem
         self.model = Model(name="plan-memory")
+        self.demands: list[tuple[Storage, LinearConstraint]] = []
         self.large = [s for s in problem.producer if s.nbytes > self.small_bytes or s in problem.transient]
         self.is_large = set(self.large)
         self.wanted = set(problem.wanted)
         considered = self.large if self._dominates else []
-        self.replaced = _replaced(problem, considered, boundary=False)
-        self.replaced_at_loss = _replaced(problem, considered, boundary=True)
+        self.replaced = replaced_storages(problem, considered, boundary=False)
+        self.replaced_at_loss = replaced_storages(problem, considered, boundary=True)
         self.unit_seconds = max(problem.step_seconds, 1e-12) / 1000
         for cut in range(len(self.time_steps)):
             self._add_cut(cut)
@@ -184,7 +196,10 @@ class Relaxation:
         problem, model = self.problem, self.model
         time_step = self.time_steps[first]
         following = self.resident[last] if last < len(self.time_steps) else {}
-        end = self.time_steps[last] if last < len(self.time_steps) else problem.time_steps - 1
+        if last < len(self.time_steps):
+            end = self.time_steps[last]
+        else:
+            end = self.time_steps[-1] if self.is_open else problem.time_steps - 1
         made = self._made(first)
         makers = dict.fromkeys(
             problem.producer[s] for s in made if s in self.wanted or self._is_read(s, time_step)
@@ -200,6 +215,9 @@ class Relaxation:
         for storage in made:
             if problem.producer[storage] in again and self._is_read(storage, time_step, end):
                 model.add_linear_constraint(there(storage) >= 1.0)
+            elif problem.producer[storage] in again and self.is_open and last == len(self.time_steps):
+                row = model.add_linear_constraint(there(storage) >= 0.0)
+                self.demands.append((storage, row))
         for node, runs in again.items():
             for storage in problem.forward_reads[node]:
                 if problem.producer[storage] in again and storage in self.is_large:
@@ -271,6 +289,26 @@ class Relaxation:
             return math.inf
         return outcome.bound * self.unit_seconds if outcome.is_optimal else 0.0
 
+    def prices(
+        self, demanded: Mapping[Storage, float], *, seconds: float
+    ) -> tuple[float, dict[Storage, float]] | None:
+        """A lower bound by parts of storages, and what more it is for each storage that is demanded.
+
+        Args:
+            demanded: The parts to which storages must be there after the last cut.
+            seconds: The time limit; None if it ends the solve.
+        """
+        for storage, row in self.demands:
+            row.lower_bound = demanded.get(storage, 0.0)
+        rows = [row for _, row in self.demands]
+        found = solve_relaxed(self.model, rows, seconds=seconds)
+        if found is None:
+            return None
+        prices: dict[Storage, float] = {}
+        for storage, row in self.demands:
+            prices[storage] = prices.get(storage, 0.0) + found[1][row] * self.unit_seconds
+        return found[0] * self.unit_seconds, prices
+
     def solve(
         self,
         *,
@@ -327,7 +365,9 @@ class Relaxation:
         return solve(self.model, seconds=seconds, gap=_ANY_GAP, node_limit=1).is_infeasible
 
 
-def _replaced(problem: CheckpointProblem, large: Sequence[Storage], *, boundary: bool) -> set[Storage]:
+def replaced_storages(
+    problem: CheckpointProblem, large: Sequence[Storage], *, boundary: bool
+) -> set[Storage]:
     """The storages that need not be considered: it is never worse to keep what their only user makes of them.
 
     The user's result is no larger, serves every purpose that the storage itself could, and is there at the

@@ -12,6 +12,7 @@ from ...ir import Storage
 from ..progress import Progress, report
 from .candidates import Candidates
 from .cut_ilp import Relaxation, Solved
+from .demand_search import DemandSearch
 from .eviction import evict_greedily
 from .exact import best_of_class, is_small, lower_bound
 from .problem import CheckpointProblem, Solution
@@ -103,6 +104,28 @@ _LONGEST_CUT_SECONDS = 8.0
 _SOLVING = 4.0
 """The time to solve a programme over cuts, in times of what it takes to write it down."""
 
+_DEMAND_OPERATIONS = 300
+_FAIR_DEMAND_OPERATIONS = 150
+"""Graphs up to this size are searched from their end: if the proof is poor, and if it is not. Of larger ones
+the programmes over cuts close more in the time."""
+
+_DEMAND_STATES = 5000
+_MORE_DEMAND_STATES = 40_000
+"""The most states at one time when a graph is searched from its end, and once such a search has ended."""
+
+_LAST_DEMAND_STATES = 2000
+"""The same once a schedule within the gap is proved, and the best of all is looked for."""
+
+_FAR = 3.0
+"""Its limit is halfway between bound and incumbent if they are so many times the gap apart."""
+
+_DEMAND_SECONDS = 4.0
+_DEMAND_PART = 0.5
+"""Such searches take this time, and more up to a part of what the whole search has taken."""
+
+_WITHIN = 1 - 1e-6
+"""A limit that is this part of the gap below the incumbent proves it, whatever is lost to rounding."""
+
 _MERGING_GAP = 0.2
 """The part of the gap that schedules are merged to."""
 
@@ -188,6 +211,13 @@ class _Search:
     incumbent: Incumbent | None = field(default=None, init=False)
     tightest: Relaxation | None = field(default=None, init=False)
     """The programme that gave the best bound, if more time could raise it."""
+    from_end: DemandSearch | None = field(default=None, init=False)
+    demand_seconds: float = field(default=0.0, init=False)
+    """The time that searches from the end took."""
+    failed_seconds: float = field(default=math.inf, init=False)
+    """The lowest limit with which one did not end."""
+    has_ended: bool = field(default=False, init=False)
+    """Whether any has ended."""
     started: float = field(default_factory=time.thread_time, init=False)
 
     def left(self, part: float = 1.0) -> float:
@@ -264,6 +294,10 @@ class _Search:
             bound_seconds = relaxation.relaxed_bound_seconds(seconds=seconds)
             if math.isfinite(bound_seconds):
                 self.incumbent.bound_seconds = max(self.incumbent.bound_seconds, bound_seconds)
+            if len(time_steps) > 1:
+                demand_seconds = self.demand_seconds
+                self._by_demands(work, time_steps)
+                closed += self.demand_seconds - demand_seconds
             if self.is_proved:
                 return
             solved = self._solved(relaxation, seconds)
@@ -287,6 +321,59 @@ class _Search:
             if more.issubset(time_steps):
                 return
             time_steps = sorted(more.union(time_steps))
+
+    def _by_demands(self, work: SolutionMerger, time_steps: Sequence[int]) -> None:
+        """Searches a small graph from its end: for a schedule that is better by the gap, or the proof.
+
+        Limits begin halfway between the bound and the incumbent: the lower they are, the less is searched.
+        """
+        assert self.incumbent is not None
+        problem = self.problem
+        if len(problem.base) > (_FAIR_DEMAND_OPERATIONS if self._is_fair else _DEMAND_OPERATIONS):
+            return
+        began = time.thread_time()
+        allowed = max(_DEMAND_SECONDS, _DEMAND_PART * (began - self.started)) - self.demand_seconds
+        deadline = began + min(allowed, self.left())
+        if self.from_end is None:
+            free_bytes = int(problem.keep_all.peak_bytes * _NEGLIGIBLE)
+            self.from_end = DemandSearch(problem, self.budget_bytes, time_steps, free_bytes)
+        gap_seconds = self.gap * _WITHIN * problem.step_seconds
+        while not self.is_proved and time.thread_time() < deadline:
+            bound_seconds = self.incumbent.bound_seconds
+            limit_seconds = self.incumbent.best.seconds - problem.step_seconds - gap_seconds
+            if limit_seconds - bound_seconds > _FAR * gap_seconds:
+                limit_seconds = (limit_seconds + bound_seconds) / 2
+            if limit_seconds >= self.failed_seconds:
+                limit_seconds = (self.failed_seconds + bound_seconds) / 2 if self.has_ended else bound_seconds
+            if limit_seconds - bound_seconds < gap_seconds / _FAR:
+                break
+            most_states = _MORE_DEMAND_STATES if self.has_ended else _DEMAND_STATES
+            if not self._from_end(work, limit_seconds, deadline, most_states):
+                break
+        if self.has_ended and self.is_proved:
+            limit_seconds = self.incumbent.best.seconds - problem.step_seconds
+            self._from_end(work, limit_seconds, deadline, _LAST_DEMAND_STATES)
+        self.demand_seconds += time.thread_time() - began
+
+    def _from_end(
+        self, work: SolutionMerger, limit_seconds: float, deadline: float, most_states: int
+    ) -> bool:
+        """Searches a graph from its end, below a limit; returns whether another limit may be of use."""
+        assert self.incumbent is not None and self.from_end is not None
+        found = self.from_end.run(limit_seconds=limit_seconds, most_states=most_states, deadline=deadline)
+        self.incumbent.bound_seconds = max(self.incumbent.bound_seconds, found.bound_seconds)
+        if found.is_complete:
+            self.has_ended = True
+        else:
+            self.failed_seconds = min(self.failed_seconds, limit_seconds)
+        if found.solution is None:
+            return True
+        self.incumbent.update("ilp", found.solution, self.budget_bytes)
+        if self.incumbent.best is found.solution:
+            work.best = found.solution
+            return True
+        self._merge(work, found.solution)  # over the budget, by what counts as small
+        return False
 
     def _dive(self, work: SolutionMerger, resident: Mapping[int, frozenset[Storage]]) -> None:
         """Merges what a choice becomes as cuts are set where it is over the budget, and only these are open.

@@ -1,0 +1,71 @@
+"""The search from the end of the step against exhaustive search over all schedules."""
+
+import math
+import time
+
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from support.examples import examples
+from support.exhaustive import chains, cheapest_of_all, problem_of
+from support.strategies import Sample, graphs
+
+from irc.passes import CheckpointProblem
+from irc.passes.remat.demand_search import DemandSearch
+
+samples = chains() | graphs()
+
+
+def small_problem(sample: Sample) -> CheckpointProblem:
+    problem = problem_of(sample)
+    assume(problem.backward and len(problem.wanted) <= 5)
+    return problem
+
+
+def within(problem: CheckpointProblem, tenths: int) -> int:
+    """A budget between the floor and what keeping all takes."""
+    room = problem.keep_all.peak_bytes - problem.floor_bytes
+    return problem.floor_bytes + room * tenths // 10
+
+
+def search_of(problem: CheckpointProblem, budget_bytes: int, *, small_bytes: int = 0) -> DemandSearch:
+    split = len(problem.forward)
+    return DemandSearch(
+        problem, budget_bytes, sorted({split, problem.time_steps - 2, split + 1}), small_bytes
+    )
+
+
+def later() -> float:
+    return time.thread_time() + 60.0
+
+
+@given(samples, st.integers(0, 9))
+@examples(60)
+def test_the_best_schedule_is_found_and_proved(sample: Sample, tenths: int) -> None:
+    problem = small_problem(sample)
+    budget = within(problem, tenths)
+    limit_seconds = 3 * problem.step_seconds
+    search = search_of(problem, budget)
+    found = search.run(limit_seconds=limit_seconds, most_states=100_000, deadline=later())
+    assert found.is_complete
+    least_seconds = cheapest_of_all(problem, budget) - problem.step_seconds
+    tolerance = 1e-6 * problem.step_seconds
+    if found.solution is not None and found.solution.peak_bytes <= budget:
+        assert abs(found.solution.seconds - problem.step_seconds - least_seconds) <= tolerance
+    assert abs(found.bound_seconds - min(least_seconds, limit_seconds)) <= tolerance
+
+
+@given(samples, st.integers(0, 9), st.integers(0, 20), st.integers(1, 20), st.sampled_from((0, 1, 1 << 10)))
+@examples(60)
+def test_no_bound_exceeds_the_best_schedule(
+    sample: Sample, tenths: int, limit_tenths: int, most_states: int, small_bytes: int
+) -> None:
+    """With a limit, a search that gives up, and storages that count as free."""
+    problem = small_problem(sample)
+    budget = within(problem, tenths)
+    search = search_of(problem, budget, small_bytes=small_bytes)
+    limit_seconds = limit_tenths / 10 * problem.step_seconds
+    least_seconds = cheapest_of_all(problem, budget) - problem.step_seconds
+    assume(math.isfinite(least_seconds))
+    for _ in range(2):  # the second time with the prices of the first
+        found = search.run(limit_seconds=limit_seconds, most_states=most_states, deadline=later())
+        assert found.bound_seconds <= min(least_seconds, limit_seconds) + 1e-6 * problem.step_seconds

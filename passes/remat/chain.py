@@ -27,6 +27,8 @@ class Block:
     Args:
         first: Its first forward operation.
         end: The forward operation behind its last one.
+        backward_first: Its first operation of backward.
+        backward_end: The operation of backward behind its last one.
         source: The storage that it hangs on; None for the first block.
         saved: The storages that it makes and backward reads, without the source of the next block.
         forced_bytes: The bytes of `saved` that only operations make that run once.
@@ -45,6 +47,8 @@ class Block:
 
     first: int
     end: int
+    backward_first: int
+    backward_end: int
     source: Storage | None
     saved: tuple[Storage, ...]
     forced_bytes: int
@@ -90,7 +94,9 @@ def articulations(problem: CheckpointProblem) -> dict[int, Storage]:
     return found
 
 
-def blocks_of(problem: CheckpointProblem, most: int = _MOST_BLOCKS) -> list[Block]:
+def blocks_of(
+    problem: CheckpointProblem, most: int = _MOST_BLOCKS, *, only_saved: bool = False
+) -> list[Block]:
     """The blocks between articulations; one for the whole graph if it has none.
 
     Backward of a block begins with the first operation that reads something of it or of an earlier block;
@@ -99,10 +105,16 @@ def blocks_of(problem: CheckpointProblem, most: int = _MOST_BLOCKS) -> list[Bloc
     Args:
         problem: The recomputation problem.
         most: The most blocks; beyond that, those with the shortest forward are joined to their neighbours.
+        only_saved: Whether to cut once for each storage, and only where backward reads it too, if it reads
+            any: then a chain that keeps all its sources takes no more than a step that keeps all.
     """
     if not problem.forward:
         return []
     sources = articulations(problem)
+    if only_saved:
+        last = {storage: index for index, storage in sources.items()}
+        read = [storage for storage in last if storage in problem.read_positions]
+        sources = {last[storage]: storage for storage in read or last}
     marks = [0, *_thinned(problem, sorted(sources), most), len(problem.forward)]
     starts = _backward_starts(problem, marks)
     alone, kept = _alive(problem, is_kept=False), _alive(problem, is_kept=True)
@@ -187,6 +199,8 @@ def _block(
     return Block(
         first=first,
         end=end,
+        backward_first=part[0],
+        backward_end=part[1],
         source=source,
         saved=saved,
         forced_bytes=sum(s.nbytes for s in saved if not problem.producer[s].is_recomputable),

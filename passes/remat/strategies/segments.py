@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 
 from ....ir import Storage
 from ..problem import CheckpointProblem, Solution
 
-__all__ = ["Kept", "every_k", "keep_all", "keep_none", "keeping", "segments", "sqrt_n"]
+__all__ = ["Kept", "checkpoints", "every_k", "keep_all", "keep_none", "keeping", "segments", "sqrt_n"]
 
 Kept = frozenset[Storage]
 """Storages that stay from forward to backward."""
@@ -93,3 +94,18 @@ def _with_unrepeatable(problem: CheckpointProblem, kept: Kept) -> Kept:
         else:
             found.add(storage)
     return frozenset(found)
+
+
+def checkpoints(problem: CheckpointProblem, count: int) -> Solution:
+    """Cuts forward at `count` positions between which it takes equal time, and keeps what crosses them.
+
+    None keeps forward's inputs alone, as `keep_none`.
+
+    Source:
+        The ladder of checkpoints of TensorFlow's gradient checkpointing (Bulatov and Salimans, 2018), where
+        the number is the user's.
+    """
+    seconds = list(accumulate(problem.costs.seconds[node] for node in problem.forward))
+    shares = (seconds[-1] * (index + 1) / (count + 1) for index in range(count if seconds else 0))
+    cuts = dict.fromkeys(bisect_left(seconds, share) + 1 for share in shares)
+    return segments(problem, [cut for cut in cuts if cut < len(problem.forward)])

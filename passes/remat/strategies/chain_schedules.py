@@ -69,8 +69,9 @@ def schedule_of(problem: CheckpointProblem, blocks: Sequence[Block], runs: Itera
     """The schedule that makes these passes, on the true graph.
 
     The first forward pass of a block is its first run. A later one runs what is needed for what it is to
-    leave; the source of the next block is not, if its backward is over. What backward reads beside that (tensors that cross the chain beside its sources) is made again
-    before it is read, and stays until the block's backward ends.
+    leave; the source of the next block is not, if its backward is over. What backward reads beside that
+    (tensors that cross the chain beside its sources) is made again before it is read, and stays until the
+    block's backward ends.
 
     Args:
         problem: The recomputation problem.

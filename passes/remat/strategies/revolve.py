@@ -60,8 +60,8 @@ def forward_runs(blocks: int, checkpoints: int) -> int:
 
     Source:
         Griewank and Walther (2000), the recursion of section 2. Its closed form is
-        (r + 1) * l - C(s + r, r - 1) with l blocks, s = c + 1 checkpoints, the input's among them, and r the least number for which
-        C(s + r, s) >= l.
+        (r + 1) * l - C(s + r, r - 1) with l blocks, s = c + 1 checkpoints, the input's among them, and r the
+        least number for which C(s + r, s) >= l.
     """
     return blocks + _again(blocks, checkpoints)
 

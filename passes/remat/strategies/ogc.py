@@ -1,0 +1,283 @@
+"""OGC: the checkpoints of least memory on any graph, by a tree of its divisions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+from typing import TypeAlias
+
+import networkx as nx
+
+from ....ir import Storage
+from ..problem import CheckpointProblem, Solution
+from .segments import keeping
+
+__all__ = ["Checkpoints", "ogc", "optimal_checkpoints"]
+
+Vertex = Hashable
+Graph: TypeAlias = "nx.DiGraph[Vertex]"
+
+_MOST_INSIDE = 10
+"""The most vertices of a set that cannot be divided, of which every subset is tried as checkpoints."""
+
+_MOST_LEVELS = 200
+"""The most bounds of a segment's size that are tried; with more sizes of segments, every so many of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoints:
+    """The outcome for a graph.
+
+    Args:
+        kept: The vertices that are kept.
+        kept_bytes: Their bytes.
+        segment_bytes: The bytes of the largest segment between them.
+    """
+
+    kept: frozenset[Vertex]
+    kept_bytes: int
+    segment_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """The memory by the method's own model: what is kept, and one segment."""
+        return self.kept_bytes + self.segment_bytes
+
+
+def ogc(problem: CheckpointProblem) -> Solution:
+    """Keeps the tensors for which the method's model takes least: there is one schedule, whatever the budget.
+
+    The graph is that of the storages which forward makes. A checkpoint counts with its bytes; within a
+    segment counts what backward reads.
+
+    Args:
+        problem: The recomputation problem.
+
+    Source:
+        Feng and Huang, Optimal Gradient Checkpoint Search for Arbitrary Computation Graphs (CVPR 2021).
+    """
+    graph: Graph = nx.DiGraph()
+    graph.add_nodes_from(problem.producer)
+    for storage, node in problem.producer.items():
+        graph.add_edges_from((read, storage) for read in problem.forward_reads[node])
+    own: dict[Vertex, int] = {s: s.nbytes for s in problem.producer}
+    inside: dict[Vertex, int] = {s: s.nbytes if s in problem.read_positions else 0 for s in problem.producer}
+    found = optimal_checkpoints(graph, own, inside)
+    return keeping(problem, frozenset(s for s in found.kept if isinstance(s, Storage)))
+
+
+def optimal_checkpoints(
+    graph: Graph, kept_bytes: Mapping[Vertex, int], segment_bytes: Mapping[Vertex, int]
+) -> Checkpoints:
+    """The vertices of an acyclic graph to keep, so that the kept bytes and one segment's are least.
+
+    A segment is what hangs together between kept vertices. For each bound of a segment's bytes the least that
+    must be kept is found over a tree of divisions: a set of vertices between two kept ones is
+
+    - one segment, if that is within the bound;
+    - a series, if some of its vertices lie on every path: the kept ones among them by a shortest path;
+    - parallel, if it falls apart without its two ends: each part by itself;
+    - else indivisible: each subset of a small one is tried, a large one is one segment.
+
+    That is the optimum where every indivisible set is small. If segments have more than some hundred
+    different sizes, a part of them is tried as bounds.
+
+    Args:
+        graph: The graph; its sources and sinks are joined to two ends, which cost nothing.
+        kept_bytes: For each vertex the bytes that keeping it takes.
+        segment_bytes: For each vertex the bytes that it takes within a segment.
+
+    Source:
+        Feng and Huang (2021): sections 4.2 (linear graphs), 4.3 (division tree, independent segments).
+    """
+    whole = _Division.of(graph, segment_bytes)
+    levels = sorted(set(whole.sizes()))
+    step = max(1, math.ceil(len(levels) / _MOST_LEVELS))
+    best: Checkpoints | None = None
+    for most in dict.fromkeys([*levels[::step], levels[-1]]):
+        if best is not None and most >= best.nbytes:
+            break
+        found = _Search(kept_bytes, segment_bytes, most).least(whole)
+        if found is None:
+            continue
+        cost, kept = found
+        size = whole.largest(frozenset(kept))
+        if best is None or cost + size < best.nbytes:
+            best = Checkpoints(frozenset(kept), cost, size)
+    assert best is not None, "the whole as one segment is within the largest bound"
+    return best
+
+
+_START, _END = "start", "end"
+
+
+@dataclass(eq=False)
+class _Division:
+    """A set of vertices between two ends, which are kept, and how it divides.
+
+    Args:
+        graph: The vertices inside, and the edges between them.
+        nbytes: For each of them, the bytes within a segment.
+        entries: The vertices inside that the first end leads to.
+        exits: The vertices inside that lead to the other end.
+    """
+
+    graph: Graph
+    nbytes: Mapping[Vertex, int]
+    entries: frozenset[Vertex]
+    exits: frozenset[Vertex]
+
+    @staticmethod
+    def of(graph: Graph, nbytes: Mapping[Vertex, int]) -> _Division:
+        """The whole graph."""
+        entries = frozenset(v for v in graph if graph.in_degree(v) == 0)
+        exits = frozenset(v for v in graph if graph.out_degree(v) == 0)
+        return _Division(graph, nbytes, entries, exits)
+
+    @cached_property
+    def inside_bytes(self) -> int:
+        """The bytes of the set as one segment."""
+        return sum(self.nbytes[v] for v in self.graph)
+
+    @cached_property
+    def parts(self) -> tuple[_Division, ...]:
+        """The parts that it falls into without its ends."""
+        found = list(nx.weakly_connected_components(self.graph))
+        if len(found) <= 1:
+            return ()
+        return tuple(self._within(part) for part in found)
+
+    def _within(self, part: Iterable[Vertex]) -> _Division:
+        vertices = frozenset(part)
+        return _Division(
+            self.graph.subgraph(vertices).copy(), self.nbytes, self.entries & vertices, self.exits & vertices
+        )
+
+    @cached_property
+    def splits(self) -> tuple[Vertex, ...]:
+        """The vertices inside that every path from end to end goes through, in order."""
+        if not self.graph:
+            return ()
+        order = {v: k for k, v in enumerate(nx.topological_sort(self.graph))}
+        reach, found = -1, list[Vertex]()
+        pending = set(self.entries)
+        for v in order:
+            # all edges that began before v end at v or before it, and so do those of the first end
+            if pending <= {v} and reach <= order[v]:
+                found.append(v)
+            pending.discard(v)
+            reach = max(reach, *(order[w] for w in self.graph.successors(v)), -1)
+            if v in self.exits:
+                reach = max(reach, len(order))
+        return tuple(found)
+
+    @cached_property
+    def between(self) -> dict[tuple[int, int], _Division]:
+        """The sets between two of the splits, by their numbers; 0 is the first end."""
+        order = list(nx.topological_sort(self.graph))
+        place = {v: k for k, v in enumerate(order)}
+        marks = [-1, *(place[v] for v in self.splits), len(order)]
+        found: dict[tuple[int, int], _Division] = {}
+        for i, first in enumerate(marks[:-1]):
+            for j, last in enumerate(marks[i + 1 :], i + 1):
+                inside = frozenset(order[first + 1 : last])
+                graph = self.graph.subgraph(inside).copy()
+                before = set(self.graph.successors(order[first])) if first >= 0 else self.entries
+                after = set(self.graph.predecessors(order[last])) if last < len(order) else self.exits
+                found[i, j] = _Division(graph, self.nbytes, inside & before, inside & after)
+        return found
+
+    def sizes(self) -> Iterator[int]:
+        """The bytes of all segments that a search may leave whole."""
+        yield self.inside_bytes
+        if self.parts:
+            for part in self.parts:
+                yield from part.sizes()
+        elif self.splits:
+            for (i, j), division in self.between.items():
+                yield division.inside_bytes
+                if j == i + 1:
+                    yield from division.sizes()
+        elif len(self.graph) <= _MOST_INSIDE:
+            for kept in _subsets(list(self.graph)):
+                yield self.largest(frozenset(kept))
+
+    def largest(self, kept: frozenset[Vertex]) -> int:
+        """The bytes of the largest segment that is left between kept vertices."""
+        left = self.graph.subgraph(v for v in self.graph if v not in kept)
+        components = nx.weakly_connected_components(left)
+        return max((sum(self.nbytes[v] for v in part) for part in components), default=0)
+
+
+def _subsets(vertices: Sequence[Vertex]) -> Iterator[tuple[Vertex, ...]]:
+    for size in range(len(vertices) + 1):
+        yield from combinations(vertices, size)
+
+
+_Found = tuple[int, tuple[Vertex, ...]]
+"""The bytes that are kept, and the vertices."""
+
+
+@dataclass(frozen=True)
+class _Search:
+    """The least that must be kept so that no segment takes more than `most_bytes`."""
+
+    kept_bytes: Mapping[Vertex, int]
+    segment_bytes: Mapping[Vertex, int]
+    most_bytes: int
+
+    def least(self, division: _Division) -> _Found | None:
+        """The least bytes to keep within a set, with the vertices; None if some segment stays too large."""
+        if division.inside_bytes <= self.most_bytes:
+            return 0, ()
+        if division.parts:
+            return _joined(self.least(part) for part in division.parts)
+        if division.splits:
+            return self._series(division)
+        return self._indivisible(division)
+
+    def _series(self, division: _Division) -> _Found | None:
+        """A shortest path over the vertices that every path goes through."""
+        count = len(division.splits)
+        best: list[_Found | None] = [(0, ()), *[None] * (count + 1)]
+        for j in range(1, count + 2):
+            own = (division.splits[j - 1],) if j <= count else ()
+            for i in range(j):
+                before = best[i]
+                inside = self._stretch(division.between[i, j], is_next=j == i + 1)
+                if before is None or inside is None:
+                    continue
+                cost = before[0] + inside[0] + sum(self.kept_bytes[v] for v in own)
+                known = best[j]
+                if known is None or cost < known[0]:
+                    best[j] = cost, (*before[1], *inside[1], *own)
+        return best[-1]
+
+    def _stretch(self, division: _Division, *, is_next: bool) -> _Found | None:
+        """Between two kept splits: one segment, or divided further if no split is left out."""
+        if division.inside_bytes <= self.most_bytes:
+            return 0, ()
+        return self.least(division) if is_next else None
+
+    def _indivisible(self, division: _Division) -> _Found | None:
+        if len(division.graph) > _MOST_INSIDE:
+            return None
+        fitting = (
+            (sum(self.kept_bytes[v] for v in kept), kept)
+            for kept in _subsets(list(division.graph))
+            if division.largest(frozenset(kept)) <= self.most_bytes
+        )
+        return min(fitting, key=lambda found: found[0], default=None)
+
+
+def _joined(parts: Iterable[_Found | None]) -> _Found | None:
+    cost, kept = 0, list[Vertex]()
+    for part in parts:
+        if part is None:
+            return None
+        cost += part[0]
+        kept += part[1]
+    return cost, tuple(kept)

@@ -50,8 +50,9 @@ class Checkpoints:
 def ogc(problem: CheckpointProblem) -> Solution:
     """Keeps the tensors for which the method's model takes least: there is one schedule, whatever the budget.
 
-    The graph is that of the storages which forward makes. A checkpoint counts with its bytes; within a
-    segment counts what backward reads.
+    The vertices are storages that forward makes. A checkpoint counts with its bytes; within a segment counts
+    what backward reads. A storage that leads nowhere (the statistics of a normalisation) counts within the
+    segment of what its operation makes beside it.
 
     Args:
         problem: The recomputation problem.
@@ -63,8 +64,15 @@ def ogc(problem: CheckpointProblem) -> Solution:
     graph.add_nodes_from(problem.producer)
     for storage, node in problem.producer.items():
         graph.add_edges_from((read, storage) for read in problem.forward_reads[node])
-    own: dict[Vertex, int] = {s: s.nbytes for s in problem.producer}
     inside: dict[Vertex, int] = {s: s.nbytes if s in problem.read_positions else 0 for s in problem.producer}
+    for node in problem.forward:
+        made = [s for s in problem.graph.allocates(node) if s in problem.producer]
+        main = max(made, key=lambda s: (graph.out_degree(s) > 0, s.nbytes), default=None)
+        for storage in made:
+            if main is not None and storage is not main and not graph.out_degree(storage):
+                inside[main] += inside.pop(storage)
+                graph.remove_node(storage)
+    own: dict[Vertex, int] = {s: s.nbytes for s in problem.producer if s in inside}
     found = optimal_checkpoints(graph, own, inside)
     return keeping(problem, frozenset(s for s in found.kept if isinstance(s, Storage)))
 

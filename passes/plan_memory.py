@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +19,7 @@ from .remat.certificate import certify
 from .remat.choice import GAP, ChosenSchedule, Limits
 from .remat.choose_recomputation import STRATEGIES, choose_recomputation, is_all_kept
 from .remat.planner import Planner
+from .remat.strategies.published import strategy_named
 
 __all__ = ["PlanMemory", "smallest_budget"]
 
@@ -32,8 +32,8 @@ class PlanMemory:
 
     Args:
         budget: Bytes of the device, `4GiB`, `4GB`, or `60%` of the baseline peak, which is `100%`.
-        strategy: `auto` takes the best of all. For comparison, `ilp`, `eviction`, `min-cut`, `per-block`,
-            `sqrt-n`, `every-8` (any k), `keep-none` and `keep-all` recompute, and copy nothing. With tiers,
+        strategy: `auto` takes the best of all. For comparison, `ilp`, `eviction` and the published methods
+            (`remat.strategies.published`; `every-8`: any k) recompute, and copy nothing. With tiers,
             `lms` copies as Large Model Support, `ome` recomputes between checkpoints and copies some of
             these, `pofo` plans a chain of blocks, `swap` copies and computes nothing twice, and `recompute`
             is `auto` without copies.
@@ -68,7 +68,7 @@ class PlanMemory:
         parse_budget(self.budget)
         self._check_types()
         named = tuple(name for name in self.strategies if "<" not in name)
-        if self.strategy not in named and not re.fullmatch(r"every-[1-9][0-9]{0,8}", self.strategy):
+        if self.strategy not in named and strategy_named(self.strategy) is None:
             raise UsageError(
                 "IRC403",
                 f"there is no strategy {self.strategy!r}",

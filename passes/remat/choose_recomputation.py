@@ -5,27 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...ir import UsageError
-from .candidates import Candidates
 from .choice import ChosenSchedule, Limits, out_of_time, over_budget
 from .eviction import evict_greedily
 from .planner import Planner
-from .problem import CheckpointProblem, Solution
+from .problem import Solution
 from .search import Incumbent, bound_at_loss, fits_without_search, search
-from .strategies import every_k, keep_all, keep_none, min_cut_candidates, per_block, sqrt_n
+from .strategies.published import PUBLISHED, Asked, strategy_named
 
 __all__ = ["STRATEGIES", "choose_recomputation", "is_all_kept"]
 
-STRATEGIES = (
-    "auto",
-    "ilp",
-    "eviction",
-    "min-cut",
-    "per-block",
-    "sqrt-n",
-    "every-<k>",
-    "keep-none",
-    "keep-all",
-)
+_OWN = ("auto", "ilp", "eviction")
+"""The searches of this project; the others are published methods, for comparison."""
+
+STRATEGIES = (*_OWN, *(strategy.name for strategy in PUBLISHED))
 
 
 def is_all_kept(planner: Planner, strategy: str, budget_bytes: int) -> bool:
@@ -39,13 +31,13 @@ def choose_recomputation(planner: Planner, strategy: str, limits: Limits) -> Cho
 
     Args:
         planner: The planner of a program.
-        strategy: One of `STRATEGIES`, or `every-8` (any k).
+        strategy: One of `STRATEGIES`, with a number in place of `<k>` and `<n>`.
         limits: The limits of the search.
 
     Raises:
         BudgetError: IRC204 when no schedule was found within the budget.
         TimeLimitError: IRC205 when the time limit ended before any schedule was found.
-        UsageError: IRC403 if `per-block` finds no blocks.
+        UsageError: IRC403 if the strategy cannot hold the graph: one without blocks, or that is no chain.
     """
     problem = planner.problem
     if fits_without_search(problem, limits.budget_bytes):
@@ -95,10 +87,7 @@ def _searched(planner: Planner, limits: Limits) -> Incumbent:
 def _named(planner: Planner, strategy: str, limits: Limits) -> Incumbent:
     """The strategy's own schedule: if it has several, the fastest that fits."""
     problem, budget_bytes = planner.problem, limits.budget_bytes
-    candidates = planner.candidates(limits.deadline)
-    schedules = _by_name(problem, strategy, budget_bytes, candidates)
-    if not schedules and strategy == "eviction" and not candidates.is_complete:
-        raise out_of_time(limits, candidates.minimum_bytes)
+    schedules = _by_name(planner, strategy, limits)
     if not schedules and strategy == "per-block":
         raise UsageError(
             "IRC403",
@@ -114,23 +103,15 @@ def _named(planner: Planner, strategy: str, limits: Limits) -> Incumbent:
     return Incumbent(strategy, best, bound_seconds)
 
 
-def _by_name(
-    problem: CheckpointProblem, strategy: str, budget_bytes: int, candidates: Candidates
-) -> list[Solution]:
-    match strategy:
-        case "keep-all":
-            return [keep_all(problem)]
-        case "keep-none":
-            return [keep_none(problem)]
-        case "sqrt-n":
-            return [sqrt_n(problem)]
-        case "per-block":
-            return list(per_block(problem))
-        case "min-cut":
-            return list(min_cut_candidates(problem))
-        case "eviction":
-            evicted = evict_greedily(problem, budget_bytes)
-            found = [s for name, s in candidates.candidates if name == strategy]
-            return found if evicted is None else [*found, evicted]
-        case _:
-            return [every_k(problem, int(strategy.removeprefix("every-")))]
+def _by_name(planner: Planner, strategy: str, limits: Limits) -> list[Solution]:
+    problem, budget_bytes = planner.problem, limits.budget_bytes
+    named = strategy_named(strategy)
+    if named is not None:
+        published, number = named
+        return list(published.find(problem, Asked(budget_bytes, number, limits.deadline)))
+    candidates = planner.candidates(limits.deadline)
+    evicted = evict_greedily(problem, budget_bytes)
+    found = [s for name, s in candidates.candidates if name == strategy]
+    if evicted is None and not found and not candidates.is_complete:
+        raise out_of_time(limits, candidates.minimum_bytes)
+    return found if evicted is None else [*found, evicted]

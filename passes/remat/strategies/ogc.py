@@ -51,8 +51,10 @@ def ogc(problem: CheckpointProblem) -> Solution:
     """Keeps the tensors for which the method's model takes least: there is one schedule, whatever the budget.
 
     The vertices are storages that forward makes. A checkpoint counts with its bytes; within a segment counts
-    what backward reads. A storage that leads nowhere (the statistics of a normalisation) counts within the
-    segment of what its operation makes beside it.
+    what backward reads. The paper's graphs have one end each way. So a storage that leads nowhere (the
+    statistics of a normalisation) counts with what its operation makes beside it, and one that comes from
+    nowhere and meets others (a mask that is drawn) with what is made of it. What only one run makes is kept
+    in any case, and is no vertex.
 
     Args:
         problem: The recomputation problem.
@@ -60,21 +62,38 @@ def ogc(problem: CheckpointProblem) -> Solution:
     Source:
         Feng and Huang, Optimal Gradient Checkpoint Search for Arbitrary Computation Graphs (CVPR 2021).
     """
-    graph: Graph = nx.DiGraph()
-    graph.add_nodes_from(problem.producer)
-    for storage, node in problem.producer.items():
-        graph.add_edges_from((read, storage) for read in problem.forward_reads[node])
-    inside: dict[Vertex, int] = {s: s.nbytes if s in problem.read_positions else 0 for s in problem.producer}
-    for node in problem.forward:
-        made = [s for s in problem.graph.allocates(node) if s in problem.producer]
-        main = max(made, key=lambda s: (graph.out_degree(s) > 0, s.nbytes), default=None)
-        for storage in made:
-            if main is not None and storage is not main and not graph.out_degree(storage):
-                inside[main] += inside.pop(storage)
-                graph.remove_node(storage)
+    graph, inside = _graph_of(problem)
     own: dict[Vertex, int] = {s: s.nbytes for s in problem.producer if s in inside}
     found = optimal_checkpoints(graph, own, inside)
     return keeping(problem, frozenset(s for s in found.kept if isinstance(s, Storage)))
+
+
+def _graph_of(problem: CheckpointProblem) -> tuple[Graph, dict[Vertex, int]]:
+    """The graph of storages, and the bytes of each within a segment."""
+    graph: Graph = nx.DiGraph()
+    vertices = [s for s, node in problem.producer.items() if node.is_recomputable]
+    graph.add_nodes_from(vertices)
+    for storage in vertices:
+        reads = problem.forward_reads[problem.producer[storage]]
+        graph.add_edges_from((read, storage) for read in reads if read in graph)
+    inside: dict[Vertex, int] = {s: s.nbytes if s in problem.read_positions else 0 for s in vertices}
+
+    def fold(vertex: Vertex, into: Vertex) -> None:
+        inside[into] += inside.pop(vertex)
+        graph.remove_node(vertex)
+
+    for node in problem.forward:
+        made = [s for s in problem.graph.allocates(node) if s in inside]
+        main = max(made, key=lambda s: (graph.out_degree(s) > 0, s.nbytes), default=None)
+        for storage in made:
+            if main is not None and storage is not main and not graph.out_degree(storage):
+                fold(storage, main)
+    for storage in vertices:  # in the order of forward: one that is left without others meets them later
+        if storage in inside and not graph.in_degree(storage) and graph.out_degree(storage) == 1:
+            (user,) = graph.successors(storage)
+            if graph.in_degree(user) > 1:
+                fold(storage, user)
+    return graph, inside
 
 
 def optimal_checkpoints(

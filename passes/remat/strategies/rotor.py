@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
@@ -16,6 +17,9 @@ __all__ = ["Stage", "fastest", "rotor"]
 
 _PARTS = 500
 """The parts that memory above static bytes is counted in; what is needed is rounded up to them."""
+
+_MORE = (1.1, 1.25, 1.5, 2.0, 3.0)
+"""The multiples of the budget that are tried if nothing fits."""
 
 _RESERVES = (1.0, 0.97, 0.93, 0.87, 0.8, 0.7, 0.6, 0.5)
 """The parts of the budget that are planned for: the model of a chain is not exact on other graphs."""
@@ -54,6 +58,8 @@ class Stage:
 def rotor(problem: CheckpointProblem, budget_bytes: int) -> Iterator[Solution]:
     """Yields the schedules of the dynamic programme for the budget, and for somewhat less.
 
+    If there is none, one for the least of a few larger budgets shows what the chain takes.
+
     Args:
         problem: The recomputation problem.
         budget_bytes: The most that may be alive at once, static bytes included.
@@ -71,11 +77,14 @@ def rotor(problem: CheckpointProblem, budget_bytes: int) -> Iterator[Solution]:
     forced_bytes = sum(block.forced_bytes for block in blocks)
     stages = stages_of(problem, blocks)
     static_bytes = problem.graph.static_bytes
-    for reserve in _RESERVES:
-        room_bytes = int(budget_bytes * reserve) - static_bytes - forced_bytes
-        runs = fastest(stages, room_bytes)
-        if runs is not None:
-            yield schedule_of(problem, blocks, runs)
+
+    def fitting(shares: Iterable[float]) -> Iterator[Solution]:
+        for share in shares:
+            runs = fastest(stages, int(budget_bytes * share) - static_bytes - forced_bytes)
+            if runs is not None:
+                yield schedule_of(problem, blocks, runs)
+
+    yield from list(fitting(_RESERVES)) or islice(fitting(_MORE), 1)
 
 
 def stages_of(problem: CheckpointProblem, blocks: Sequence[Block]) -> list[Stage]:

@@ -1,0 +1,1 @@
+"""Published strategies beside the best plan, each at the same budgets."""

@@ -1,0 +1,181 @@
+"""Compares strategies: one capture, one measurement of costs, each strategy at each budget."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...frontends.torch import Loss, capture
+from ...ir import BudgetError, IrcError, UsageError, parse_budget, verify_schedule
+from ...passes import PlanMemory, Planner, Program
+from ...passes.remat.choice import GAP
+from ...passes.remat.strategies.published import PUBLISHED, strategy_named
+from ..request import MEASURED, Request
+from .comparison import Cell, Comparison
+
+__all__ = ["BUDGETS", "DEFAULT", "compare", "compare_program"]
+
+BUDGETS: tuple[int | str, ...] = ("90%", "75%", "60%", "50%", "40%", "min")
+"""The budgets unless others are asked for."""
+
+MINIMUM = "min"
+"""The smallest budget that the best plan fits into."""
+
+_BEST = "auto"
+_NUMBERS = {"<k>": ("8",), "<n>": ("0", "4", "16")}
+
+DEFAULT: tuple[str, ...] = (
+    _BEST,
+    "eviction",
+    *(
+        name
+        for strategy in PUBLISHED
+        for mark in [next((mark for mark in _NUMBERS if mark in strategy.name), "")]
+        for name in ([strategy.name.replace(mark, n) for n in _NUMBERS[mark]] if mark else [strategy.name])
+    ),
+)
+"""The strategies unless others are asked for: irc's own, and each published one."""
+
+
+def compare(
+    model: nn.Module,
+    example_args: tuple[Any, ...] | Tensor,
+    *,
+    budgets: Sequence[int | str] = BUDGETS,
+    strategies: Sequence[str] = DEFAULT,
+    example_kwargs: Mapping[str, Any] | None = None,
+    time_limit: float = 20.0,
+    gap: float = GAP,
+    costs: str = MEASURED,
+    loss: Loss | None = None,
+) -> Comparison:
+    """Plans a model by each strategy at each budget: peak, overhead, distance from the bound, planning time.
+
+    The model is captured and its operations are measured once. Nothing of it changes.
+
+    Args:
+        model: As for `irc.optimize`.
+        example_args: As for `irc.optimize`.
+        budgets: Bytes, `"4GiB"`, `"60%"` of the baseline's peak, or `"min"`: the smallest that the best plan
+            fits into.
+        strategies: Names as for `irc.optimize(strategy=)`.
+        example_kwargs: As for `irc.optimize`.
+        time_limit: Seconds for each plan.
+        gap: As for `irc.optimize`.
+        costs: As for `irc.optimize`.
+        loss: As for `irc.optimize`.
+
+    Returns:
+        The comparison: `.cells`, `.table()`, `.to_json()`, `.to_csv()`, `.draw(path)`.
+
+    Raises:
+        UnsupportedError: As for `irc.optimize`.
+        UsageError: IRC401 or IRC403 for a budget, a strategy, the time limit or the gap.
+    """
+    check(budgets, strategies, time_limit, gap)
+    request = Request.of("100%", costs=costs)
+    args = (example_args,) if isinstance(example_args, Tensor) else tuple(example_args)
+    captured = capture(model, args, example_kwargs, loss=loss, with_eager=True, measure=request.cost.measure)
+    program = request.costed(captured)
+    return compare_program(program, type(model).__name__, budgets, strategies, time_limit=time_limit, gap=gap)
+
+
+def check(budgets: Sequence[int | str], strategies: Sequence[str], time_limit: float, gap: float) -> None:
+    """Refuses malformed options.
+
+    Raises:
+        UsageError: IRC401 for a budget, IRC403 for a strategy, the time limit or the gap.
+    """
+    for budget in budgets:
+        if budget != MINIMUM:
+            parse_budget(budget)
+    if not strategies or not budgets:
+        raise UsageError(
+            "IRC403", "there is nothing to compare", help="name one budget and one strategy at least"
+        )
+    for strategy in strategies:
+        PlanMemory("100%", strategy, time_limit, gap=gap).check()
+
+
+def compare_program(
+    program: Program,
+    model: str,
+    budgets: Sequence[int | str],
+    strategies: Sequence[str],
+    *,
+    time_limit: float,
+    gap: float = GAP,
+    on_cell: Callable[[Cell], None] | None = None,
+) -> Comparison:
+    """Compares strategies on a program with costs.
+
+    Args:
+        program: A graph and its costs.
+        model: The model's name.
+        budgets: As for `compare`.
+        strategies: As for `compare`.
+        time_limit: Seconds for each plan.
+        gap: As for `compare`.
+        on_cell: Told of each plan or refusal.
+    """
+    check(budgets, strategies, time_limit, gap)
+    planner = Planner(program)
+    searches = {name: Planner(program) for name in {_BEST, *strategies} if strategy_named(name) is None}
+    deadline = time.thread_time() + time_limit
+    minimum_bytes = planner.minimum_bytes(deadline, is_thorough=MINIMUM in budgets)
+    asked = {
+        minimum_bytes if budget == MINIMUM else parse_budget(budget, planner.baseline_bytes)
+        for budget in budgets
+    }
+    cells: list[Cell] = []
+    for budget_bytes in sorted(asked, reverse=True):
+        best = _cell(searches[_BEST], _BEST, budget_bytes, time_limit, gap)
+        for strategy in strategies:
+            apart = searches.get(strategy, planner)  # a search goes by what its planner has found
+            cell = best if strategy == _BEST else _cell(apart, strategy, budget_bytes, time_limit, gap)
+            cells.append(cell.above(best.bound))
+            if on_cell is not None:
+                on_cell(cells[-1])
+    return Comparison(
+        model=model,
+        baseline_bytes=planner.baseline_bytes,
+        static_bytes=planner.problem.graph.static_bytes,
+        floor_bytes=planner.problem.floor_bytes,
+        minimum_bytes=minimum_bytes,
+        step_seconds=planner.problem.step_seconds,
+        costs="" if program.costs is None else program.costs.source,
+        cells=tuple(cells),
+    )
+
+
+def _cell(planner: Planner, strategy: str, budget_bytes: int, time_limit: float, gap: float) -> Cell:
+    """The plan of one strategy within one budget, or why there is none."""
+    named = strategy_named(strategy)
+    source = "this project" if named is None else named[0].source
+    started = time.thread_time()
+    try:
+        planned = PlanMemory(budget_bytes, strategy, time_limit, gap=gap).choose(planner)
+    except IrcError as error:
+        seconds = time.thread_time() - started
+        smallest_bytes = error.minimum_bytes if isinstance(error, BudgetError) else None
+        refused = Cell(strategy, source, budget_bytes, seconds, code=error.code, refusal=error.message)
+        return replace(refused, smallest_bytes=smallest_bytes)
+    seconds = time.thread_time() - started
+    schedule, plan, costs = planned.schedule, planned.plan, planned.costs
+    assert schedule is not None and plan is not None and costs is not None
+    verify_schedule(
+        schedule, costs.workspace_bytes, budget_bytes=plan.budget_bytes, peak_bytes=plan.peak_bytes
+    )
+    return Cell(
+        strategy,
+        source,
+        budget_bytes,
+        seconds,
+        peak_bytes=plan.peak_bytes,
+        overhead=plan.overhead,
+        bound=plan.lower_bound_overhead,
+    )

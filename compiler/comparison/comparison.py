@@ -1,0 +1,144 @@
+"""The outcome of a comparison, and its written forms."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from ...ir import printable
+from ...ir.units import memory_unit
+
+__all__ = ["Cell", "Comparison"]
+
+_FORMAT = "irc-comparison-1"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One strategy at one budget. All bytes include the static ones.
+
+    Args:
+        strategy: Its name.
+        source: Who published it.
+        budget_bytes: What a step may take.
+        plan_seconds: Seconds of the processor for planning, capture and measuring aside.
+        peak_bytes: Predicted peak of a step under the plan; None if there is none.
+        overhead: Its extra time, as a fraction of the baseline's.
+        bound: No schedule within the budget, with this order of backward, has a smaller overhead.
+        smallest_bytes: The least peak of its schedules, where all are over the budget.
+        code: Of the refusal; empty if there is a plan.
+        refusal: The refusal in words.
+    """
+
+    strategy: str
+    source: str
+    budget_bytes: int
+    plan_seconds: float
+    peak_bytes: int | None = None
+    overhead: float | None = None
+    bound: float = 0.0
+    smallest_bytes: int | None = None
+    code: str = ""
+    refusal: str = ""
+
+    @property
+    def gap(self) -> float | None:
+        """The time above the bound, as a fraction of the bound's time; None without a plan."""
+        return None if self.overhead is None else (self.overhead - self.bound) / (1 + self.bound)
+
+    def above(self, bound: float) -> Cell:
+        """The same with a bound that another plan proved, if that is larger."""
+        return replace(self, bound=max(self.bound, bound))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Strategies at the same budgets, the largest budget first.
+
+    Args:
+        model: The model's name.
+        baseline_bytes: Peak of a step as eager runs it.
+        static_bytes: Parameters, buffers, inputs and constants.
+        floor_bytes: No schedule with this order of backward fits into less.
+        minimum_bytes: The smallest budget that a schedule was found for.
+        step_seconds: Predicted time of the baseline's step.
+        costs: Where seconds and workspaces come from.
+        cells: The strategies at the budgets.
+    """
+
+    model: str
+    baseline_bytes: int
+    static_bytes: int
+    floor_bytes: int
+    minimum_bytes: int
+    step_seconds: float
+    costs: str
+    cells: tuple[Cell, ...]
+
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        """The budgets in bytes, the largest first."""
+        return tuple(dict.fromkeys(cell.budget_bytes for cell in self.cells))
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """The strategies, in the order in which they were asked for."""
+        return tuple(dict.fromkeys(cell.strategy for cell in self.cells))
+
+    def table(self) -> str:
+        """The comparison for a person: at each budget a row for each plan, and who needs more than that."""
+        _, unit, _ = memory_unit(self.baseline_bytes)
+        lines = [
+            f"{printable(self.model)}: baseline {self._amount(self.baseline_bytes)} {unit}, smallest "
+            f"{self._amount(self.minimum_bytes)}, a step takes {self.step_seconds * 1e3:.4g} ms (costs "
+            f"{self.costs})"
+        ]
+        for budget_bytes in self.budgets:
+            share = budget_bytes / max(self.baseline_bytes, 1)
+            lines += ["", f"budget {self._amount(budget_bytes)} {unit} ({share:.1%})"]
+            lines += self._rows([cell for cell in self.cells if cell.budget_bytes == budget_bytes], unit)
+        refusals = {cell.strategy: cell for cell in self.cells if cell.code and cell.smallest_bytes is None}
+        if refusals:
+            lines += ["", *(f"{c.strategy}: {c.code}, {printable(c.refusal)}" for c in refusals.values())]
+        return "\n".join(lines)
+
+    def _rows(self, cells: Sequence[Cell], unit: str) -> Iterator[str]:
+        rows = [("strategy", f"peak {unit}", "overhead", "from bound", "planned")]
+        for cell in cells:
+            if cell.peak_bytes is not None and cell.overhead is not None and cell.gap is not None:
+                times = (f"{cell.overhead:.2%}", f"{cell.gap:.2%}", f"{cell.plan_seconds:.1f} s")
+                rows.append((cell.strategy, self._amount(cell.peak_bytes), *times))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        for name, *rest in rows:
+            numbers = "  ".join(text.rjust(width) for text, width in zip(rest, widths[1:], strict=True))
+            yield f"  {name:{widths[0]}}  {numbers}"
+        more = [
+            f"{cell.strategy} {self._amount(cell.smallest_bytes)}"
+            for cell in cells
+            if cell.smallest_bytes is not None
+        ]
+        if more:
+            yield f"  need more: {', '.join(more)}"
+
+    def _amount(self, nbytes: int) -> str:
+        """Bytes in the table's unit."""
+        divisor, _, decimals = memory_unit(self.baseline_bytes)
+        return f"{nbytes / divisor:,.{decimals}f}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The comparison as JSON-ready data."""
+        cells = [{**asdict(cell), "gap": cell.gap} for cell in self.cells]
+        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "cells"}
+        return {"format": _FORMAT, **own, "cells": cells}
+
+    def to_csv(self) -> str:
+        """The cells as comma-separated values with a header."""
+        text = io.StringIO()
+        names = [*(field.name for field in fields(Cell)), "gap"]
+        writer = csv.DictWriter(text, names, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({**asdict(cell), "gap": cell.gap} for cell in self.cells)
+        return text.getvalue()

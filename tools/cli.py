@@ -1,4 +1,4 @@
-"""The command line: `irc optimize`, `pareto`, `inspect`, `run`, `export`, `machine` and `schedule`."""
+"""The command line: `irc optimize`, `pareto`, `compare`, `inspect`, `run`, `export`, `machine`, `schedule`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ..ir import IrcError, UsageError, printable
-from . import export, inspect, machine, optimize, pareto, run, schedule
+from . import compare, export, inspect, machine, optimize, pareto, run, schedule
 from .options import EXITS
 
 __all__ = ["main"]
 
-_COMMANDS = (optimize, pareto, inspect, run, export, machine, schedule)
+_COMMANDS = (optimize, pareto, compare, inspect, run, export, machine, schedule)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import csv
 import io
+import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
-from ...ir import printable
+from ...ir import printable, require
 from ...ir.units import memory_unit
+from ..pictures import check_picture
+from ..written import made_folder, write_whole
 
-__all__ = ["Cell", "Comparison"]
+__all__ = ["FILES", "Cell", "Comparison"]
+
+FILES = ("comparison.json", "comparison.csv", "comparison.svg", "comparison.png")
+"""The files that `Comparison.save` writes."""
 
 _FORMAT = "irc-comparison-1"
 
@@ -142,3 +150,33 @@ class Comparison:
         writer.writeheader()
         writer.writerows({**asdict(cell), "gap": cell.gap} for cell in self.cells)
         return text.getvalue()
+
+    def draw(self, path: str | os.PathLike[str]) -> None:
+        """Draws all fronts and the bound into an `.svg`, `.png` or `.pdf` file.
+
+        Raises:
+            UsageError: IRC400 for another suffix, IRC442 when the file cannot be written, IRC448 without the
+                extra `plot`.
+        """
+        target = Path(path)
+        check_picture(target, "draw")
+        from .picture import draw_comparison
+
+        write_whole(target, lambda staging: draw_comparison(self, staging, target.suffix.removeprefix(".")))
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Writes `comparison.json`, `.csv`, `.svg` and `.png`, each as a whole or not at all.
+
+        Args:
+            folder: Where to; it is made if need be, and earlier files are replaced.
+
+        Raises:
+            UsageError: IRC442 when it cannot be written, IRC448 without the extra `plot`.
+        """
+        require("plot", "drawing a comparison")
+        target = made_folder(folder)
+        text = json.dumps(self.to_json(), indent=1) + "\n"
+        write_whole(target / FILES[0], lambda staging: staging.write_text(text))
+        write_whole(target / FILES[1], lambda staging: staging.write_text(self.to_csv()))
+        for name in FILES[2:]:
+            self.draw(target / name)

@@ -7,13 +7,14 @@ import io
 import json
 import os
 import shlex
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from ...ir import UsageError, format_bytes, printable, require
 from ...ir.units import memory_unit
+from ..written import made_folder, write_whole
 from .points import Point, Refusal, Survey, find_knee, merge
 
 __all__ = ["FILES", "Front"]
@@ -203,7 +204,7 @@ class Front:
         require("plot", "drawing a front")
         from .picture import draw_front
 
-        _write_whole(target, lambda staging: draw_front(self, staging, target.suffix))
+        write_whole(target, lambda staging: draw_front(self, staging, target.suffix))
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes `front.json`, `front.csv`, `front.svg` and `front.png`, each as a whole or not at all.
@@ -215,28 +216,9 @@ class Front:
             UsageError: IRC442 when it cannot be written, IRC448 without the extra `plot`.
         """
         require("plot", "drawing a front")
-        target = Path(folder)
-        try:
-            target.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise _unwritable(target, error) from error
+        target = made_folder(folder)
         text = json.dumps(self.to_json(), indent=1) + "\n"
-        _write_whole(target / "front.json", lambda staging: staging.write_text(text))
-        _write_whole(target / "front.csv", lambda staging: staging.write_text(self.to_csv()))
+        write_whole(target / "front.json", lambda staging: staging.write_text(text))
+        write_whole(target / "front.csv", lambda staging: staging.write_text(self.to_csv()))
         self.draw(target / "front.svg")
         self.draw(target / "front.png")
-
-
-def _write_whole(target: Path, write: Callable[[Path], object]) -> None:
-    staging = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        write(staging)
-        os.replace(staging, target)
-    except OSError as error:
-        raise _unwritable(target, error) from error
-    finally:
-        staging.unlink(missing_ok=True)
-
-
-def _unwritable(target: Path, error: OSError) -> UsageError:
-    return UsageError("IRC442", f"{target} cannot be written: {error}", help="choose another folder")

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
         UsageError,
         VerificationError,
     )
+    from .compiler.comparison.compare_strategies import compare
+    from .compiler.comparison.comparison import Comparison
     from .compiler.dynamo.backend import backend
     from .compiler.onnx_export.export import export_onnx
     from .compiler.optimize import optimize
@@ -35,6 +37,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BackwardError",
     "BudgetError",
+    "Comparison",
     "Front",
     "IrcError",
     "Plan",
@@ -45,6 +48,7 @@ __all__ = [
     "UsageError",
     "VerificationError",
     "backend",
+    "compare",
     "export_onnx",
     "from_onnx",
     "keep",
@@ -56,9 +60,11 @@ __all__ = [
 ]
 
 _MODULES = {
+    "Comparison": ".compiler.comparison.comparison",
     "Front": ".compiler.pareto.front",
     "Progress": ".passes.progress",
     "backend": ".compiler.dynamo.backend",
+    "compare": ".compiler.comparison.compare_strategies",
     "export_onnx": ".compiler.onnx_export.export",
     "from_onnx": ".frontends.onnx",
     "keep": ".frontends.torch.annotations",

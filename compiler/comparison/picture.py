@@ -1,0 +1,161 @@
+"""Draws a comparison: the front of each strategy, overhead against memory, above what is proved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from ...ir.units import memory_unit
+from ..pictures import STYLE, rendered
+from .comparison import Comparison
+
+__all__ = ["draw_comparison"]
+
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+"""Okabe and Ito's colours, which people tell apart who are blind to some."""
+
+_LINES = ("-", "--", "-.", ":")
+_MARKERS = "osD^v<>PX*"
+_BAND, _GREY = "#d9d9d9", "#777777"
+_STYLE: dict[Any, Any] = {**STYLE, "font.size": 9.5}
+_CLOSE = 0.035
+"""Labels stand apart by this part of the picture's height."""
+
+_MOST_OVERHEAD = 3.0
+"""The picture's height, as a multiple of the largest overhead of the best plan, if others are far above."""
+
+_LEAST_OVERHEAD = 0.4
+"""The least height of the picture, as a fraction of a step's time."""
+
+
+class _Front(NamedTuple):
+    """The plans of one strategy: megabytes or the like, and per cent, the least memory first."""
+
+    strategy: str
+    memory: list[float]
+    overhead: list[float]
+
+
+def draw_comparison(comparison: Comparison, path: Path, kind: str) -> None:
+    """Writes the picture of a comparison.
+
+    Args:
+        comparison: What to draw; strategies without a plan are left out.
+        path: The file, of whatever name.
+        kind: `svg`, `png` or `pdf`.
+    """
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(9.5, 6), layout="constrained")
+        axes = figure.add_subplot()
+        divisor, unit, _ = memory_unit(comparison.baseline_bytes)
+        _draw_bound(axes, comparison, divisor)
+        fronts = _fronts(comparison, divisor)
+        top = _top(comparison, fronts)
+        axes.set_xlim(0.97 * comparison.floor_bytes / divisor, 1.03 * comparison.baseline_bytes / divisor)
+        axes.set_ylim(-0.02 * top, top)
+        for number, front in enumerate(fronts):
+            axes.plot(
+                front.memory,
+                front.overhead,
+                linestyle=_LINES[number // len(_COLOURS) % len(_LINES)],
+                color=_COLOURS[number % len(_COLOURS)],
+                marker=_MARKERS[number % len(_MARKERS)],
+                markersize=5,
+                linewidth=2.2 if front.strategy == "auto" else 1.2,
+                drawstyle="steps-post",
+            )
+        _label(axes, fronts, top)
+        for nbytes, text, style in (
+            (comparison.baseline_bytes, "baseline", "--"),
+            (comparison.floor_bytes, "floor: nothing fits below", ":"),
+        ):
+            axes.axvline(nbytes / divisor, color=_GREY, linewidth=1, linestyle=style)
+            axes.text(
+                nbytes / divisor, 0.985 * top, f" {text} ", color=_GREY, rotation=90, ha="right", va="top"
+            )
+        axes.set_xlabel(f"predicted peak of a step, {unit}")
+        axes.set_ylabel("time added to a step, %")
+        axes.set_title(f"{comparison.model}: strategies beside the best plan and its bound", loc="left")
+        path.write_bytes(rendered(figure, kind))
+
+
+def _fronts(comparison: Comparison, divisor: float) -> list[_Front]:
+    """The plans of each strategy that are not beaten by another of its own."""
+    found: list[_Front] = []
+    for strategy in comparison.strategies:
+        plans = {
+            (cell.peak_bytes / divisor, 100 * cell.overhead)
+            for cell in comparison.cells
+            if cell.strategy == strategy and cell.peak_bytes is not None and cell.overhead is not None
+        }
+        best: list[tuple[float, float]] = []
+        for memory, overhead in sorted(plans):
+            if not best or overhead < best[-1][1]:
+                best.append((memory, overhead))
+        if best:
+            found.append(_Front(strategy, [m for m, _ in best], [o for _, o in best]))
+    return found
+
+
+def _top(comparison: Comparison, fronts: Sequence[_Front]) -> float:
+    """The largest overhead that is shown, in per cent: far above the best plan's there is little to see."""
+    largest = max((max(front.overhead) for front in fronts), default=0.0)
+    best = max((max(front.overhead) for front in fronts if front.strategy == "auto"), default=largest)
+    return 1.08 * min(largest, max(_MOST_OVERHEAD * best, 100 * _LEAST_OVERHEAD)) or 1.0
+
+
+def _draw_bound(axes: Axes, comparison: Comparison, divisor: float) -> None:
+    """Shades what is proved to be impossible: no schedule is below the bound at each budget."""
+    bounds = {cell.budget_bytes: cell.bound for cell in comparison.cells}
+    budgets = sorted(bounds)
+    edges = [comparison.floor_bytes, *budgets]
+    heights = [100 * bounds[budget] for budget in budgets]
+    axes.fill_between(
+        [edge / divisor for edge in edges],
+        [*heights, heights[-1]],
+        step="post",
+        color=_BAND,
+        linewidth=0,
+        zorder=0,
+    )
+    axes.text(
+        0.985,
+        0.02,
+        "grey: proved impossible",
+        transform=axes.transAxes,
+        ha="right",
+        va="bottom",
+        color=_GREY,
+    )
+
+
+def _label(axes: Axes, fronts: Sequence[_Front], top: float) -> None:
+    """Writes each name at the leftmost plan that is in the picture, moved up where two would meet."""
+    places: list[tuple[float, float]] = []
+    left, right = axes.get_xlim()
+    for number, front in enumerate(fronts):
+        shown = [(m, o) for m, o in zip(front.memory, front.overhead, strict=True) if o <= top]
+        if not shown:
+            continue
+        x, y = shown[0]
+        at = y + 0.012 * top
+        while any(
+            abs(at - other) < _CLOSE * top and abs(x - m) < 0.22 * (right - left) for m, other in places
+        ):
+            at += 0.25 * _CLOSE * top
+        places.append((x, at))
+        axes.annotate(
+            front.strategy,
+            (x, y),
+            (x, at),
+            color=_COLOURS[number % len(_COLOURS)],
+            fontsize=8.5,
+            fontweight="bold" if front.strategy == "auto" else "normal",
+            ha="left",
+            va="bottom",
+        )

@@ -1,4 +1,4 @@
-"""The command line: `irc optimize`, `pareto`, `compare`, `inspect`, `run`, `export`, `machine`, `schedule`."""
+"""The command line: `irc optimize`, `pareto`, `compare`, `inspect`, `run`, `export`, `machine` and others."""
 
 from __future__ import annotations
 

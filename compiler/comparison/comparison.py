@@ -114,6 +114,9 @@ class Comparison:
         return "\n".join(lines)
 
     def _rows(self, cells: Sequence[Cell], unit: str) -> Iterator[str]:
+        if all(cell.peak_bytes is None for cell in cells):
+            yield "  no plan"
+            return
         rows = [("strategy", f"peak {unit}", "overhead", "from bound", "planned")]
         for cell in cells:
             if cell.peak_bytes is not None and cell.overhead is not None and cell.gap is not None:

@@ -67,7 +67,6 @@ def draw_comparison(comparison: Comparison, path: Path, kind: str) -> None:
                 marker=_MARKERS[number % len(_MARKERS)],
                 markersize=5,
                 linewidth=2.2 if front.strategy == "auto" else 1.2,
-                drawstyle="steps-post",
             )
         _label(axes, fronts, top)
         for nbytes, text, style in (
@@ -158,4 +157,7 @@ def _label(axes: Axes, fronts: Sequence[_Front], top: float) -> None:
             fontweight="bold" if front.strategy == "auto" else "normal",
             ha="left",
             va="bottom",
+            arrowprops={"arrowstyle": "-", "color": _GREY, "linewidth": 0.6}
+            if at - y > _CLOSE * top
+            else None,
         )

@@ -1,0 +1,56 @@
+"""The table of published methods: names, sources, and that README has all of them."""
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from support.examples import examples
+from support.exhaustive import chains, problem_of
+from support.strategies import Sample, graphs
+
+from irc.ir import UsageError, verify_schedule
+from irc.passes.remat.strategies.published import PUBLISHED, Asked, strategy_named
+
+README = Path(__file__).parents[3] / "README.md"
+
+
+def test_readme_lists_every_method_with_its_source() -> None:
+    rows = re.findall(r"^\| `([^`]+)` \| [^|]+ \| ([^|]+?) \|$", README.read_text(), re.MULTILINE)
+    listed = {name: source for name, source in rows if name in {s.name for s in PUBLISHED}}
+    assert listed.keys() == {strategy.name for strategy in PUBLISHED}
+    assert all(listed[strategy.name].startswith(strategy.source) for strategy in PUBLISHED)
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("every-8", ("every-<k>", 8)),
+        ("checkpoints-0", ("checkpoints-<n>", 0)),
+        ("rotor", ("rotor", 0)),
+        ("every-0", None),
+        ("every-08", None),
+        ("checkpoints-", None),
+        ("rotor-1", None),
+        ("every-<k>", None),
+    ],
+)
+def test_names_are_read(name: str, found: tuple[str, int] | None) -> None:
+    named = strategy_named(name)
+    assert (named and (named[0].name, named[1])) == found
+
+
+@given(chains() | graphs())
+@examples(40)
+def test_every_method_has_valid_schedules_or_says_what_it_needs(sample: Sample) -> None:
+    problem = problem_of(sample)
+    asked = Asked(int(0.7 * problem.keep_all.peak_bytes), 2, deadline=float("inf"))
+    for strategy in PUBLISHED:
+        try:
+            found = list(strategy.find(problem, asked))
+        except UsageError as error:
+            assert strategy.name in str(error) and error.help
+            continue
+        for solution in found:
+            verify_schedule(solution.schedule, problem.costs.workspace_bytes, peak_bytes=solution.peak_bytes)
+            assert solution.peak_bytes >= problem.floor_bytes

@@ -37,6 +37,9 @@ def add(commands: Commands) -> None:
     compare.add_argument(
         "--time-limit", type=float, default=20.0, metavar="SECONDS", help="for each plan (20)"
     )
+    compare.add_argument(
+        "--measure", action="store_true", help="train some steps by each plan, in turns with the original"
+    )
     add_gap(compare)
     compare.set_defaults(command=_compare)
 
@@ -48,6 +51,7 @@ def _compare(options: argparse.Namespace) -> int:
     with progress.phase(f"loading {options.model}"):
         from ..compiler.comparison.compare_strategies import DEFAULT, check, compare_program
         from ..compiler.comparison.comparison import FILES, Cell
+        from ..compiler.comparison.measure import Measurer
         from ..compiler.model_source import load, training_loss
         from ..compiler.request import Request
         from ..frontends.torch import capture
@@ -70,6 +74,9 @@ def _compare(options: argparse.Namespace) -> int:
             measure=request.cost.measure,
         )
         program = request.costed(captured)
+        measurer = None
+        if options.measure:
+            measurer = Measurer(loaded.module, captured, loaded.args, None, training_loss)
 
     def say(cell: Cell) -> None:
         if progress.verbose:
@@ -84,6 +91,7 @@ def _compare(options: argparse.Namespace) -> int:
             strategies,
             time_limit=options.time_limit,
             gap=options.gap,
+            measurer=measurer,
             on_cell=say,
         )
     if options.output is not None:

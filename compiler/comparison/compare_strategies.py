@@ -14,8 +14,10 @@ from ...ir import BudgetError, IrcError, UsageError, parse_budget, verify_schedu
 from ...passes import PlanMemory, Planner, Program
 from ...passes.remat.choice import GAP
 from ...passes.remat.strategies.published import PUBLISHED, strategy_named
+from ..model_source import training_loss
 from ..request import MEASURED, Request
 from .comparison import Cell, Comparison
+from .measure import Measurer
 
 __all__ = ["BUDGETS", "DEFAULT", "compare", "compare_program"]
 
@@ -52,6 +54,7 @@ def compare(
     gap: float = GAP,
     costs: str = MEASURED,
     loss: Loss | None = None,
+    measure: bool = False,
 ) -> Comparison:
     """Plans a model by each strategy at each budget: peak, overhead, distance from the bound, planning time.
 
@@ -68,6 +71,8 @@ def compare(
         gap: As for `irc.optimize`.
         costs: As for `irc.optimize`.
         loss: As for `irc.optimize`.
+        measure: Whether to train a copy of the model some steps by each plan, in turns with the original.
+            Without `loss` that is the loss of the command line (`training_loss`), which is planned then.
 
     Returns:
         The comparison: `.cells`, `.table()`, `.to_json()`, `.to_csv()`, `.draw(path)`.
@@ -79,9 +84,17 @@ def compare(
     check(budgets, strategies, time_limit, gap)
     request = Request.of("100%", costs=costs)
     args = (example_args,) if isinstance(example_args, Tensor) else tuple(example_args)
+    if measure and loss is None:
+        loss = training_loss
     captured = capture(model, args, example_kwargs, loss=loss, with_eager=True, measure=request.cost.measure)
     program = request.costed(captured)
-    return compare_program(program, type(model).__name__, budgets, strategies, time_limit=time_limit, gap=gap)
+    measurer = None
+    if measure and loss is not None:
+        measurer = Measurer(model, captured, args, example_kwargs, loss)
+    name = type(model).__name__
+    return compare_program(
+        program, name, budgets, strategies, time_limit=time_limit, gap=gap, measurer=measurer
+    )
 
 
 def check(budgets: Sequence[int | str], strategies: Sequence[str], time_limit: float, gap: float) -> None:
@@ -109,6 +122,7 @@ def compare_program(
     *,
     time_limit: float,
     gap: float = GAP,
+    measurer: Measurer | None = None,
     on_cell: Callable[[Cell], None] | None = None,
 ) -> Comparison:
     """Compares strategies on a program with costs.
@@ -120,6 +134,7 @@ def compare_program(
         strategies: As for `compare`.
         time_limit: Seconds for each plan.
         gap: As for `compare`.
+        measurer: Measures each plan; None if nothing runs.
         on_cell: Told of each plan or refusal.
     """
     check(budgets, strategies, time_limit, gap)
@@ -133,10 +148,11 @@ def compare_program(
     }
     cells: list[Cell] = []
     for budget_bytes in sorted(asked, reverse=True):
-        best = _cell(searches[_BEST], _BEST, budget_bytes, time_limit, gap)
+        best = _cell(searches[_BEST], PlanMemory(budget_bytes, _BEST, time_limit, gap=gap), measurer)
         for strategy in strategies:
             apart = searches.get(strategy, planner)  # a search goes by what its planner has found
-            cell = best if strategy == _BEST else _cell(apart, strategy, budget_bytes, time_limit, gap)
+            chooser = PlanMemory(budget_bytes, strategy, time_limit, gap=gap)
+            cell = best if strategy == _BEST else _cell(apart, chooser, measurer)
             cells.append(cell.above(best.bound))
             if on_cell is not None:
                 on_cell(cells[-1])
@@ -152,17 +168,18 @@ def compare_program(
     )
 
 
-def _cell(planner: Planner, strategy: str, budget_bytes: int, time_limit: float, gap: float) -> Cell:
+def _cell(planner: Planner, chooser: PlanMemory, measurer: Measurer | None) -> Cell:
     """The plan of one strategy within one budget, or why there is none."""
-    named = strategy_named(strategy)
-    source = "this project" if named is None else named[0].source
+    named = strategy_named(chooser.strategy)
+    assert isinstance(chooser.budget, int)
+    about = chooser.strategy, "this project" if named is None else named[0].source, chooser.budget
     started = time.thread_time()
     try:
-        planned = PlanMemory(budget_bytes, strategy, time_limit, gap=gap).choose(planner)
+        planned = chooser.choose(planner)
     except IrcError as error:
         seconds = time.thread_time() - started
         smallest_bytes = error.minimum_bytes if isinstance(error, BudgetError) else None
-        refused = Cell(strategy, source, budget_bytes, seconds, code=error.code, refusal=error.message)
+        refused = Cell(*about, seconds, code=error.code, refusal=error.message)
         return replace(refused, smallest_bytes=smallest_bytes)
     seconds = time.thread_time() - started
     schedule, plan, costs = planned.schedule, planned.plan, planned.costs
@@ -170,12 +187,5 @@ def _cell(planner: Planner, strategy: str, budget_bytes: int, time_limit: float,
     verify_schedule(
         schedule, costs.workspace_bytes, budget_bytes=plan.budget_bytes, peak_bytes=plan.peak_bytes
     )
-    return Cell(
-        strategy,
-        source,
-        budget_bytes,
-        seconds,
-        peak_bytes=plan.peak_bytes,
-        overhead=plan.overhead,
-        bound=plan.lower_bound_overhead,
-    )
+    cell = Cell(*about, seconds, plan.peak_bytes, plan.overhead, plan.lower_bound_overhead)
+    return cell if measurer is None else replace(cell, measured=measurer.measure(planned))

@@ -15,6 +15,7 @@ from ...ir import printable, require
 from ...ir.units import memory_unit
 from ..pictures import check_picture
 from ..written import made_folder, write_whole
+from .measured import Measured
 
 __all__ = ["FILES", "Cell", "Comparison"]
 
@@ -36,6 +37,7 @@ class Cell:
         peak_bytes: Predicted peak of a step under the plan; None if there is none.
         overhead: Its extra time, as a fraction of the baseline's.
         bound: No schedule within the budget, with this order of backward, has a smaller overhead.
+        measured: Its measurements, if there are any.
         smallest_bytes: The least peak of its schedules, where all are over the budget.
         code: Of the refusal; empty if there is a plan.
         refusal: The refusal in words.
@@ -48,6 +50,7 @@ class Cell:
     peak_bytes: int | None = None
     overhead: float | None = None
     bound: float = 0.0
+    measured: Measured | None = None
     smallest_bytes: int | None = None
     code: str = ""
     refusal: str = ""
@@ -117,11 +120,15 @@ class Comparison:
         if all(cell.peak_bytes is None for cell in cells):
             yield "  no plan"
             return
-        rows = [("strategy", f"peak {unit}", "overhead", "from bound", "planned")]
+        rows: list[tuple[str, ...]] = [("strategy", f"peak {unit}", "overhead", "from bound", "planned")]
+        if any(cell.measured is not None for cell in cells):
+            rows[0] += ("measured peak", "measured overhead")
         for cell in cells:
             if cell.peak_bytes is not None and cell.overhead is not None and cell.gap is not None:
                 times = (f"{cell.overhead:.2%}", f"{cell.gap:.2%}", f"{cell.plan_seconds:.1f} s")
                 rows.append((cell.strategy, self._amount(cell.peak_bytes), *times))
+            if cell.measured is not None:
+                rows[-1] += (self._amount(cell.measured.peak_bytes), f"{cell.measured.overhead:.1%}")
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         for name, *rest in rows:
             numbers = "  ".join(text.rjust(width) for text, width in zip(rest, widths[1:], strict=True))
@@ -141,17 +148,21 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """The comparison as JSON-ready data."""
-        cells = [{**asdict(cell), "gap": cell.gap} for cell in self.cells]
+        cells = [{**asdict(cell), "gap": cell.gap} for cell in self.cells]  # measurements are nested
         own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "cells"}
         return {"format": _FORMAT, **own, "cells": cells}
 
     def to_csv(self) -> str:
         """The cells as comma-separated values with a header."""
         text = io.StringIO()
-        names = [*(field.name for field in fields(Cell)), "gap"]
-        writer = csv.DictWriter(text, names, lineterminator="\n")
+        own = [field.name for field in fields(Cell) if field.name != "measured"]
+        names = [*own, "gap", "measured_peak_bytes", "measured_overhead"]
+        writer = csv.DictWriter(text, names, restval="", lineterminator="\n")
         writer.writeheader()
-        writer.writerows({**asdict(cell), "gap": cell.gap} for cell in self.cells)
+        for cell in self.cells:
+            measured = {} if cell.measured is None else asdict(cell.measured)
+            row = {name: getattr(cell, name) for name in (*own, "gap")}
+            writer.writerow({**row, **{f"measured_{name}": value for name, value in measured.items()}})
         return text.getvalue()
 
     def draw(self, path: str | os.PathLike[str]) -> None:

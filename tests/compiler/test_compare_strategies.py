@@ -30,7 +30,7 @@ def chain() -> tuple[nn.Module, torch.Tensor]:
 
 
 def test_no_strategy_beats_the_bound_and_each_says_what_it_takes() -> None:
-    found = irc.compare(*chain(), budgets=["95%", "85%", "min"], costs="analytic", time_limit=5.0)
+    found = irc.compare(*chain(), budgets=["95%", "85%", "min"], costs="analytic", time_limit=1.0)
     assert len(found.budgets) == 3 and found.minimum_bytes in found.budgets
     planned = [cell for cell in found.cells if cell.overhead is not None]
     assert {"auto", "rotor", "revolve", "ogc", "sqrt-n"} <= {cell.strategy for cell in planned}
@@ -48,6 +48,19 @@ def test_no_strategy_beats_the_bound_and_each_says_what_it_takes() -> None:
     assert len(rows) == len(found.cells) == len(found.to_json()["cells"])
 
 
+def test_plans_are_measured_if_asked() -> None:
+    strategies = ["auto", "revolve", "keep-all"]
+    found = irc.compare(
+        *chain(), budgets=["100%", "90%"], strategies=strategies, measure=True, time_limit=1.0
+    )
+    planned = [cell for cell in found.cells if cell.peak_bytes is not None]
+    assert len(planned) >= 4 and "measured overhead" in found.table()
+    assert "measured_peak_bytes" in found.to_csv()
+    for cell in planned:
+        assert cell.measured is not None and cell.peak_bytes is not None
+        assert 0.95 * cell.peak_bytes < cell.measured.peak_bytes <= cell.peak_bytes
+
+
 def test_a_strategy_that_cannot_hold_a_graph_says_so_once() -> None:
     budgets = ["100%", "99%"]
     model, x = nn.Linear(4, 4), torch.randn(8, 4)
@@ -59,7 +72,16 @@ def test_a_strategy_that_cannot_hold_a_graph_says_so_once() -> None:
 def test_the_command_writes_a_table_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tmp_path / "model.py"
     model.write_text(FACTORY)
-    asked = ["compare", f"{model}:factory", "--budgets", "80%,min", "--strategies", "auto,ogc,checkpoints-2"]
+    asked = [
+        "compare",
+        f"{model}:factory",
+        "--time-limit",
+        "1",
+        "--budgets",
+        "80%,min",
+        "--strategies",
+        "auto,ogc,checkpoints-2",
+    ]
     assert main([*asked, "--costs", "analytic", "-o", str(tmp_path / "out")]) == 0
     output = capsys.readouterr().out
     assert "checkpoints-2" in output and "written:" in output

@@ -1,0 +1,66 @@
+"""Measures plans of a comparison: the peak of a step, and its time beside the original's."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...backends.torch import bind_program, compile_program
+from ...frontends.torch import Captured
+from ...passes import Program
+from ..training import compare, measured_peak_bytes
+from .measured import Measured
+
+__all__ = ["Measurer"]
+
+_STEPS = 6
+"""The steps of which the median counts; one more before them warms up."""
+
+
+class Measurer:
+    """Runs plans of one captured call.
+
+    Args:
+        model: The original; a copy of it runs.
+        captured: Its captured call.
+        args: The arguments of the call.
+        kwargs: Its keyword arguments.
+        loss: The loss of its result.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        captured: Captured,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        loss: Callable[[Any], Tensor],
+    ) -> None:
+        self._original, self._copy = copy.deepcopy(model), copy.deepcopy(model)
+        self._captured, self._args, self._kwargs = captured, args, kwargs
+        self._loss = loss
+
+    def measure(self, program: Program) -> Measured:
+        """Trains some steps by a plan beside the original.
+
+        The generators' states are as before.
+        """
+        plan, schedule = program.plan, program.schedule
+        assert plan is not None and schedule is not None
+        compiled = compile_program(schedule, self._captured.constants)
+        fitted = bind_program(self._copy, compiled, self._captured.signature, plan)
+        with torch.random.fork_rng():
+            steps = compare(
+                self._original, fitted, self._args, _STEPS + 1, keywords=self._kwargs, loss=self._loss
+            )
+            peak_bytes = measured_peak_bytes(
+                fitted, self._args, plan.static_bytes, keywords=self._kwargs, loss=self._loss
+            )
+        pairs = zip(steps.fitted[1:], steps.original[1:], strict=True)
+        ratios = [ours.seconds / theirs.seconds for ours, theirs in pairs]
+        return Measured(peak_bytes, statistics.median(ratios) - 1)

@@ -71,6 +71,7 @@ def test_public_names_exist() -> None:
     wanted = {
         "BackwardError",
         "BudgetError",
+        "Comparison",
         "Front",
         "IrcError",
         "Plan",
@@ -83,6 +84,7 @@ def test_public_names_exist() -> None:
     wanted |= {
         "VerificationError",
         "backend",
+        "compare",
         "export_onnx",
         "from_onnx",
         "keep",

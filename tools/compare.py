@@ -49,8 +49,9 @@ def _compare(options: argparse.Namespace) -> int:
     budgets = [text if text == "min" else budget_of(text) for text in options.budgets.split(",")]
     progress = Progress(options)
     with progress.phase(f"loading {options.model}"):
+        from ..compiler.comparison.cells import Cell
         from ..compiler.comparison.compare_strategies import DEFAULT, check, compare_program
-        from ..compiler.comparison.comparison import FILES, Cell
+        from ..compiler.comparison.comparison import FILES
         from ..compiler.comparison.measure import Measurer
         from ..compiler.model_source import load, training_loss
         from ..compiler.request import Request

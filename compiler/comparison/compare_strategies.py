@@ -16,7 +16,8 @@ from ...passes.remat.choice import GAP
 from ...passes.remat.strategies.published import PUBLISHED, strategy_named
 from ..model_source import training_loss
 from ..request import MEASURED, Request
-from .comparison import Cell, Comparison
+from .cells import Cell
+from .comparison import Comparison
 from .measure import Measurer
 
 __all__ = ["BUDGETS", "DEFAULT", "compare", "compare_program"]

@@ -7,7 +7,7 @@ import io
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,54 +15,14 @@ from ...ir import printable, require
 from ...ir.units import memory_unit
 from ..pictures import check_picture
 from ..written import made_folder, write_whole
-from .measured import Measured
+from .cells import Cell
 
-__all__ = ["FILES", "Cell", "Comparison"]
+__all__ = ["FILES", "Comparison"]
 
 FILES = ("comparison.json", "comparison.csv", "comparison.svg", "comparison.png")
 """The files that `Comparison.save` writes."""
 
 _FORMAT = "irc-comparison-1"
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One strategy at one budget. All bytes include the static ones.
-
-    Args:
-        strategy: Its name.
-        source: Who published it.
-        budget_bytes: What a step may take.
-        plan_seconds: Seconds of the processor for planning, capture and measuring aside.
-        peak_bytes: Predicted peak of a step under the plan; None if there is none.
-        overhead: Its extra time, as a fraction of the baseline's.
-        bound: No schedule within the budget, with this order of backward, has a smaller overhead.
-        measured: Its measurements, if there are any.
-        smallest_bytes: The least peak of its schedules, where all are over the budget.
-        code: Of the refusal; empty if there is a plan.
-        refusal: The refusal in words.
-    """
-
-    strategy: str
-    source: str
-    budget_bytes: int
-    plan_seconds: float
-    peak_bytes: int | None = None
-    overhead: float | None = None
-    bound: float = 0.0
-    measured: Measured | None = None
-    smallest_bytes: int | None = None
-    code: str = ""
-    refusal: str = ""
-
-    @property
-    def gap(self) -> float | None:
-        """The time above the bound, as a fraction of the bound's time; None without a plan."""
-        return None if self.overhead is None else (self.overhead - self.bound) / (1 + self.bound)
-
-    def above(self, bound: float) -> Cell:
-        """The same with a bound that another plan proved, if that is larger."""
-        return replace(self, bound=max(self.bound, bound))
 
 
 @dataclass(frozen=True)

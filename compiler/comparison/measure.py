@@ -14,7 +14,7 @@ from ...backends.torch import bind_program, compile_program
 from ...frontends.torch import Captured
 from ...passes import Program
 from ..training import compare, measured_peak_bytes
-from .measured import Measured
+from .cells import Measured
 
 __all__ = ["Measurer"]
 

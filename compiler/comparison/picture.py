@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from ...ir.units import memory_unit
 from ..pictures import STYLE, rendered
-from .comparison import Comparison
+from .cells import Cell
 
 __all__ = ["draw_comparison"]
 
@@ -33,6 +33,35 @@ _LEAST_OVERHEAD = 0.4
 """The least height of the picture, as a fraction of a step's time."""
 
 
+class Drawn(Protocol):
+    """The parts of a comparison that its picture shows; see `Comparison`."""
+
+    @property
+    def model(self) -> str:
+        """The model's name."""
+        ...
+
+    @property
+    def baseline_bytes(self) -> int:
+        """Peak of a step as eager runs it."""
+        ...
+
+    @property
+    def floor_bytes(self) -> int:
+        """The bytes that no schedule goes below."""
+        ...
+
+    @property
+    def cells(self) -> Sequence[Cell]:
+        """The strategies at the budgets."""
+        ...
+
+    @property
+    def strategies(self) -> Sequence[str]:
+        """The names of the strategies."""
+        ...
+
+
 class _Front(NamedTuple):
     """The plans of one strategy: megabytes or the like, and per cent, the least memory first."""
 
@@ -41,7 +70,7 @@ class _Front(NamedTuple):
     overhead: list[float]
 
 
-def draw_comparison(comparison: Comparison, path: Path, kind: str) -> None:
+def draw_comparison(comparison: Drawn, path: Path, kind: str) -> None:
     """Writes the picture of a comparison.
 
     Args:
@@ -83,7 +112,7 @@ def draw_comparison(comparison: Comparison, path: Path, kind: str) -> None:
         path.write_bytes(rendered(figure, kind))
 
 
-def _fronts(comparison: Comparison, divisor: float) -> list[_Front]:
+def _fronts(comparison: Drawn, divisor: float) -> list[_Front]:
     """The plans of each strategy that are not beaten by another of its own."""
     found: list[_Front] = []
     for strategy in comparison.strategies:
@@ -101,14 +130,14 @@ def _fronts(comparison: Comparison, divisor: float) -> list[_Front]:
     return found
 
 
-def _top(comparison: Comparison, fronts: Sequence[_Front]) -> float:
+def _top(comparison: Drawn, fronts: Sequence[_Front]) -> float:
     """The largest overhead that is shown, in per cent: far above the best plan's there is little to see."""
     largest = max((max(front.overhead) for front in fronts), default=0.0)
     best = max((max(front.overhead) for front in fronts if front.strategy == "auto"), default=largest)
     return 1.08 * min(largest, max(_MOST_OVERHEAD * best, 100 * _LEAST_OVERHEAD)) or 1.0
 
 
-def _draw_bound(axes: Axes, comparison: Comparison, divisor: float) -> None:
+def _draw_bound(axes: Axes, comparison: Drawn, divisor: float) -> None:
     """Shades what is proved to be impossible: no schedule is below the bound at each budget."""
     bounds = {cell.budget_bytes: cell.bound for cell in comparison.cells}
     budgets = sorted(bounds)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...ir import Storage, Tier
+from ..remat.chain import Block, blocks_of
 from ..remat.problem import CheckpointProblem, Solution
 from ..remat.strategies import keeping
-from .chain import Block, blocks_of
 from .offload_problem import OffloadProblem
 
 __all__ = ["Segment", "pofo", "segments_within"]

@@ -10,9 +10,9 @@ from heapq import heappop, heappush
 from itertools import count
 
 from ...ir import Direction, Tier
+from ..remat.chain import articulations
 from ..remat.problem import CheckpointProblem, Solution
 from ..remat.strategies import every_k, per_block, segments, sqrt_n
-from .chain import articulations
 from .offload_problem import OffloadProblem
 from .pofo import pofo
 from .schedule_copies import Order

@@ -33,11 +33,11 @@ from irc.ir import (
     verify_schedule,
 )
 from irc.passes import CheckpointProblem, PlanMemory, Planner, Solution
-from irc.passes.offload.chain import Block, articulations, blocks_of
 from irc.passes.offload.local_search import improve
 from irc.passes.offload.offload_problem import OffloadProblem
 from irc.passes.offload.pofo import Segment, segments_within
 from irc.passes.offload.strategies import LOOK_AHEADS, OFFLOAD_STRATEGIES, known_offload_solutions, lms_all
+from irc.passes.remat.chain import Block, articulations, blocks_of
 from irc.passes.remat.search import Incumbent
 
 SMALL = examples(12)

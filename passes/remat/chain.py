@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from ...ir import Compute, Node, Storage, liveness
-from ..remat.problem import CheckpointProblem
+from .problem import CheckpointProblem
 
 __all__ = ["Block", "articulations", "blocks_of"]
 

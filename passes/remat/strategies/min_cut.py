@@ -1,200 +1,20 @@
-"""Known rules for what to keep: everything, segments, blocks of the model, minimum cuts of what is saved."""
+"""Minimum cuts of what is saved between forward and backward."""
 
 from __future__ import annotations
 
 import heapq
 import math
-import re
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from itertools import count, islice
 from typing import NamedTuple
 
-from ...ir import Location, Node, Storage
-from ..combinatorial import FlowNetwork, knapsack
-from .problem import CheckpointProblem, Solution
+from ....ir import Node, Storage
+from ...combinatorial import FlowNetwork, knapsack
+from ..problem import CheckpointProblem, Solution
+from .segments import Kept
 
-__all__ = [
-    "block_borders",
-    "every_k",
-    "keep_all",
-    "keep_none",
-    "keeping",
-    "known_strategies",
-    "min_cut",
-    "min_cut_candidates",
-    "per_block",
-    "priced_cuts",
-    "segments",
-    "sqrt_n",
-]
-
-Kept = frozenset[Storage]
-"""Storages that stay from forward to backward."""
-
-_CUTS_IN_BLOCKS = 8
-"""The number of priced cuts that keep the borders of blocks; there are fewer trade-offs than without them."""
-
-
-def known_strategies(problem: CheckpointProblem) -> Iterator[tuple[str, Solution]]:
-    """Yields every rule of this file with its name, at all its settings: none of them looks at a budget."""
-    yield "keep-all", keep_all(problem)
-    yield "sqrt-n", sqrt_n(problem)
-    for exponent in range(1, max(len(problem.forward) - 1, 0).bit_length()):
-        yield f"every-{2**exponent}", every_k(problem, 2**exponent)
-    yield from (("per-block", solution) for solution in per_block(problem))
-    yield from (("min-cut", solution) for solution in min_cut_candidates(problem))
-    yield from (("priced-cut", solution) for solution in priced_cuts(problem))
-    for borders in islice(block_borders(problem), 1):
-        inside = priced_cuts(problem, kept=borders, limit=_CUTS_IN_BLOCKS)
-        yield from (("cut-in-blocks", solution) for solution in inside)
-
-
-def keep_all(problem: CheckpointProblem) -> Solution:
-    """Computes nothing twice."""
-    return problem.keep_all
-
-
-def keep_none(problem: CheckpointProblem) -> Solution:
-    """Keeps forward's inputs, what may not be computed again (masks) and what backward reads first.
-
-    `torch.utils.checkpoint` around the whole model does the same.
-    """
-    return keeping(problem, frozenset())
-
-
-# ---------------------------------------------------------------------- segments
-
-
-def every_k(problem: CheckpointProblem, k: int) -> Solution:
-    """Cuts forward into segments of `k` operations and keeps what crosses from one to the next.
-
-    Inside a segment it keeps only what may not be computed again (masks).
-    """
-    return segments(problem, range(k, len(problem.forward), k))
-
-
-def segments(problem: CheckpointProblem, cuts: Sequence[int]) -> Solution:
-    """Cuts forward before the operations at `cuts`, in order, and keeps what crosses from one to the next."""
-    return keeping(problem, _crossing(problem, cuts))
-
-
-def sqrt_n(problem: CheckpointProblem) -> Solution:
-    """Cuts forward into about sqrt(n) segments of equal bytes and keeps what crosses from one to the next.
-
-    Source:
-        Chen et al., Training Deep Nets with Sublinear Memory Cost (2016), section 4; ours on any graph.
-    """
-    forward = problem.forward
-    sizes = [sum(s.nbytes for s in problem.graph.allocates(node)) for node in forward]
-    segment_bytes = sum(sizes) / max(math.isqrt(len(forward)), 1)
-    cuts: list[int] = []
-    filled = 0.0
-    for index, size in enumerate(sizes):
-        filled += size
-        if filled >= segment_bytes:
-            cuts.append(index + 1)
-            filled = 0.0
-    return segments(problem, cuts)
-
-
-def _crossing(problem: CheckpointProblem, cuts: Sequence[int]) -> Kept:
-    """The storages that forward reads across one of the cuts, which are in order."""
-    kept: set[Storage] = set()
-    for storage, node in problem.producer.items():
-        made = problem.index[node]
-        last = max((problem.index[user] for user in problem.users.get(storage, ())), default=made)
-        if bisect_right(cuts, made) < bisect_right(cuts, last):
-            kept.add(storage)
-    return frozenset(kept)
-
-
-def keeping(problem: CheckpointProblem, kept: Kept) -> Solution:
-    """Makes the schedule that keeps these storages, and what cannot be made from them."""
-    return problem.keeping(_with_unrepeatable(problem, kept))
-
-
-def _with_unrepeatable(problem: CheckpointProblem, kept: Kept) -> Kept:
-    """Adds what backward needs from operations that may run only once, and what its first operation reads."""
-    first = problem.forward_reads[problem.backward[0]] if problem.backward else ()
-    found = (set(kept) | set(first)) - problem.transient
-    pending = [s for s in problem.read_positions if s not in found]
-    seen: set[Storage] = set()
-    while pending:
-        storage = pending.pop()
-        if storage in found or storage in seen:
-            continue
-        seen.add(storage)
-        node = problem.producer[storage]
-        if node.is_recomputable:
-            pending.extend(problem.forward_reads[node])
-        else:
-            found.add(storage)
-    return frozenset(found)
-
-
-# ---------------------------------------------------------------------- blocks
-
-
-def per_block(problem: CheckpointProblem) -> Iterator[Solution]:
-    """Keeps what crosses the borders of the model's blocks and computes the inside of a block again.
-
-    `torch.utils.checkpoint` around each block does the same, but here operations run again one by one, when
-    their results are read. What runs outside of all blocks is kept.
-
-    Yields:
-        One schedule for each level of blocks, outermost first; see `block_borders`.
-    """
-    yield from (keeping(problem, borders) for borders in block_borders(problem))
-
-
-def block_borders(problem: CheckpointProblem) -> Iterator[Kept]:
-    """The storages that cross the borders of the model's blocks, or are made outside of all blocks.
-
-    A block is a member of something that repeats: in the path `encoder.layers.3.mlp.experts.0` the
-    components with a digit are `3` and `0`, so that there are two levels of blocks, `encoder.layers.3`
-    and `encoder.layers.3.mlp.experts.0`.
-
-    Yields:
-        One set for each level, outermost first; none if no operation has such a path.
-    """
-    paths = _block_paths(problem)
-    seen: set[Kept] = set()
-    for level in range(max(map(len, paths.values()), default=0)):
-        block = {node: path[: level + 1] for node, path in paths.items()}
-        borders = frozenset(
-            storage
-            for storage, node in problem.producer.items()
-            if not block[node] or any(block[user] != block[node] for user in problem.users.get(storage, ()))
-        )
-        if borders not in seen:
-            seen.add(borders)
-            yield borders
-
-
-def _block_paths(problem: CheckpointProblem) -> dict[Node, tuple[str, ...]]:
-    """The blocks of each forward operation, outermost first; without a location, its predecessor's."""
-    found: dict[Node, tuple[str, ...]] = {}
-    path: tuple[str, ...] = ()
-    for node in problem.forward:
-        if node.at is not None:
-            path = _blocks_at(node.at)
-        found[node] = path
-    return found
-
-
-def _blocks_at(location: Location) -> tuple[str, ...]:
-    """The prefixes of a location's path that end in a component with a digit.
-
-    A path is the module's, or the part before the last slash in the name of an ONNX node.
-    """
-    path = location.module or (location.onnx_node or "").rpartition("/")[0]
-    ends = (match.end() for match in re.finditer(r"[^./]+", path) if re.search(r"\d", match.group()))
-    return tuple(path[:end] for end in ends)
-
-
-# ---------------------------------------------------------------------- minimum cuts
+__all__ = ["min_cut", "min_cut_candidates", "priced_cuts"]
 
 
 def min_cut(problem: CheckpointProblem, fraction: float) -> Solution:

@@ -7,12 +7,13 @@ import ctypes
 import math
 import os
 import threading
-import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 from ortools.math_opt.python import mathopt
+
+from .processor_load import load
 
 __all__ = [
     "LinearSum",
@@ -31,8 +32,6 @@ Model = mathopt.Model
 Variable = mathopt.Variable
 
 _LONGEST_SECONDS = 1e6
-_LEAST_MEASURED_SECONDS = 0.05
-_MOST_LOAD = 10.0
 _LARGEST_COEFFICIENT = 1 << 16
 
 
@@ -67,13 +66,13 @@ def solve(model: Model, *, seconds: float, gap: float, node_limit: int | None = 
         node_limit: The number of branch-and-bound nodes after which to stop.
     """
     parameters = mathopt.SolveParameters(
-        time_limit=timedelta(seconds=min(max(seconds, 0.1) * _load.factor, _LONGEST_SECONDS)),
+        time_limit=timedelta(seconds=min(max(seconds, 0.1) * load.factor, _LONGEST_SECONDS)),
         relative_gap_tolerance=1e-6,
         absolute_gap_tolerance=gap,
         random_seed=1,
         node_limit=node_limit,
     )
-    with _library_output.discarded(), _load.measured():
+    with _library_output.discarded(), load.measured():
         result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters)
     reason = result.termination.reason
     if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
@@ -89,31 +88,6 @@ def solve(model: Model, *, seconds: float, gap: float, node_limit: int | None = 
         False,
         reason is mathopt.TerminationReason.OPTIMAL,
     )
-
-
-class _Load(threading.local):
-    """The machine's load, as this thread's last long solve met it.
-
-    Attributes:
-        factor: The seconds that pass for one of the processor: HiGHS counts the former.
-    """
-
-    def __init__(self) -> None:
-        self.factor = 1.0
-
-    @contextlib.contextmanager
-    def measured(self) -> Generator[None]:
-        """Measures the load by what goes on within."""
-        began, worked = time.monotonic(), time.thread_time()
-        try:
-            yield
-        finally:
-            if (seconds := time.thread_time() - worked) >= _LEAST_MEASURED_SECONDS:
-                passed = time.monotonic() - began
-                self.factor = min(max(passed / seconds, 1.0), _MOST_LOAD)
-
-
-_load = _Load()
 
 
 class _LibraryOutput:

@@ -48,7 +48,13 @@ class Outcome:
     is_optimal: bool
 
 
-def solve(model: Model, *, seconds: float, hints: Mapping[IntVariable, int] | None = None) -> Outcome:
+def solve(
+    model: Model,
+    *,
+    seconds: float,
+    hints: Mapping[IntVariable, int] | None = None,
+    is_interleaved: bool = False,
+) -> Outcome:
     """Minimises a model.
 
     The same model has the same outcome unless the time limit ends the search.
@@ -57,6 +63,8 @@ def solve(model: Model, *, seconds: float, hints: Mapping[IntVariable, int] | No
         model: The model.
         seconds: The time limit, in seconds of the processor as far as the solver can keep to it.
         hints: The values of a solution to begin with.
+        is_interleaved: Whether the worker takes turns with several searches, of neighbourhoods among them:
+            large models find solutions earlier, and small ones their proof later.
     """
     model.clear_hints()
     for variable, value in (hints or {}).items():
@@ -64,6 +72,7 @@ def solve(model: Model, *, seconds: float, hints: Mapping[IntVariable, int] | No
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = 1
+    solver.parameters.interleave_search = is_interleaved
     solver.parameters.max_time_in_seconds = min(max(seconds, 0.1) * load.factor, _LONGEST_SECONDS)
     solver.parameters.relative_gap_limit = 0.0
     with load.measured():

@@ -26,8 +26,8 @@ from .time_steps import TimeSteps, check_size
 
 __all__ = ["MOST_OPERATIONS", "moccasin"]
 
-MOST_OPERATIONS = 600
-"""The most operations of a graph: the events, about as many as their pairs, are values of the variables."""
+MOST_OPERATIONS = 400
+"""The most operations of a graph: of larger ones hardly any solution is found in minutes."""
 
 _SECONDS_UNITS = 10**9
 """The number of units that the time of a step is counted in."""
@@ -54,10 +54,10 @@ def moccasin(problem: CheckpointProblem, budget_bytes: int, *, intervals: int = 
         UsageError: IRC403 if the graph has more than `MOST_OPERATIONS` operations.
 
     Source:
-        Bartan et al., Moccasin: Efficient Tensor Rematerialization for Neural Networks (ICML 2023), sections
-        2 and 3; two phases as theirs, the first of which minimises what is over the budget. Ours retains each
-        storage of an operation for its own time, and runs backward operations once; a literal for each pair
-        of a read and an interval replaces their reservoir constraint.
+        Bartan et al., Moccasin: Efficient Tensor Rematerialization for Neural Networks (ICML 2023), section 2
+        with the events of an input topological order; two phases as theirs, the first of which minimises what
+        is over the budget. Ours retains each storage of an operation for its own time, and runs backward
+        operations once; a literal for each pair of a read and an interval replaces a reservoir constraint.
     """
     check_size(problem, "moccasin", MOST_OPERATIONS)
     if time.thread_time() > deadline:
@@ -266,13 +266,10 @@ class _Programme:
         found: list[tuple[int, int, int]] = []
         begin = 0
         for time_step, event in enumerate(self.first_at):
-            other_bytes = (
-                0 if self.in_flight else max(c.bytes_at(0) for c in self.problem.others_at(time_step))
-            )
             spans = ((begin, event, self.steps.held_again), (event, event + 1, self.steps.held_at))
             for first, last, held in spans:
                 if first < last:
-                    room_bytes = self.budget_bytes - held(time_step) - other_bytes
+                    room_bytes = self.budget_bytes - held(time_step)
                     found.append((first, last, room_bytes // self.unit_bytes))
             begin = event + 1
         return found
@@ -313,7 +310,8 @@ class _Programme:
         if not self.may_fit:
             return Outcome(None, True, False)
         self.model.minimize(self.over)
-        first = solve(self.model, seconds=deadline - time.thread_time(), hints=self._eager())
+        left = deadline - time.thread_time()
+        first = solve(self.model, seconds=left, hints=self._eager(), is_interleaved=True)
         if first.value_of is None or first.value_of(self.over):
             return Outcome(None, first.is_optimal or first.is_infeasible, False)
         hints = {variable: first.value_of(variable) for variable in self._variables()}

@@ -14,8 +14,8 @@ from .time_steps import TimeSteps, check_size
 
 __all__ = ["MOST_OPERATIONS", "checkmate"]
 
-MOST_OPERATIONS = 160
-"""The most operations of a graph: the programme has a row of variables for each pair of them."""
+MOST_OPERATIONS = 200
+"""The most operations of a graph: there is a variable for each pair of them, and more rows than those."""
 
 _MOST_UNITS = 1 << 20
 """The most units that the budget is counted in, if the common divisor of the sizes is smaller."""
@@ -37,9 +37,9 @@ def checkmate(problem: CheckpointProblem, budget_bytes: int, *, deadline: float)
 
     Source:
         Jain et al., Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization (MLSys 2020),
-        problem (9). Ours counts storages instead of tensors, runs backward operations once, and leaves out
-        what nothing can profit from; a schedule that the simulation finds over the budget is excluded by a
-        row, so what is proved does not rest on the solver's tolerance.
+        section 4, the complete programme. Ours counts storages instead of tensors, runs backward operations
+        once, and leaves out what nothing can profit from; a schedule that the simulation finds over the
+        budget is excluded by a row, so no tolerance of the solver lets one pass.
     """
     check_size(problem, "checkmate", MOST_OPERATIONS)
     programme = _Programme(problem, budget_bytes)
@@ -72,15 +72,16 @@ class _Programme:
 
     Minimise the seconds of all R, subject to, for u read by i and the operation j that precedes i at t,
 
-    - (1b) R[t, i] <= R[t, m(u)] + S[t, u];
-    - (1c) S[t + 1, s] <= S[t, s] + R[t, m(s)], and S[t, s] + R[t, m(s)] <= 1: a second copy is useless;
-    - (2) U at the start of t is the bytes of all S[t, .];
-    - (3) U[t, i] >= U[t, j] - bytes of all FREE[t, ., j] + bytes that i makes * R[t, i];
-    - (5) FREE[t, s, i] <= R[t, i], <= 1 - S[t + 1, s], and <= 1 - R[t, j] for each later reader j of s at t;
-    - U[t, i] + what i takes only while it runs * R[t, i] + what is held besides <= budget;
-    - at the loss, bytes of all S[loss + 1, .] + what is held besides <= budget.
+    - reading: R[t, i] <= R[t, m(u)] + S[t, u];
+    - staying: S[t + 1, s] <= S[t, s] + R[t, m(s)], and S[t, s] + R[t, m(s)] <= 1: a second copy is useless;
+    - memory: U at the start of t is the bytes of all S[t, .];
+    - memory: U[t, i] >= U[t, j] - bytes of all FREE[t, ., j] + bytes that i makes * R[t, i];
+    - freeing: FREE[t, s, i] <= R[t, i], <= 1 - S[t + 1, s], and <= 1 - R[t, j] for each reader j of s that
+      is later at t;
+    - budget: U[t, i] + what i takes only while it runs * R[t, i] + what is held besides <= budget;
+    - budget: at the loss, bytes of all S[loss + 1, .] + what is held besides <= budget.
 
-    The paper counts the hazards of FREE in one row (its equation 7) and asks that FREE be whole. A row for
+    The paper counts the hazards of FREE in one row (num_hazards) and asks that FREE be whole. A row for
     each hazard has the same whole solutions and a better linear relaxation, and FREE need not be whole.
     Other forwards in flight that wait hold the bytes of S[loss + 1, .] as well.
 
@@ -175,7 +176,8 @@ class _Programme:
             self.model.add_linear_constraint(used - alive - made * runs >= 0.0)
             if isinstance(runs, Variable):
                 running = self._units(self.steps.running_bytes(node))
-                self._add_budget(t, used + running * runs, self.steps.held_again(t))
+                before = t if t != self.steps.loss else t - 1  # other forwards in flight still wait
+                self._add_budget(before, used + running * runs, self.steps.held_again(t))
                 alive = used - self._freed(t, node, nodes[position + 1 :])
             else:
                 self._add_budget(t, used, self.steps.held_at(t))

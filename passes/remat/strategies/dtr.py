@@ -45,10 +45,11 @@ def dtr(
         UsageError: IRC403 for an unknown heuristic.
 
     Source:
-        Kirisame et al., Dynamic Tensor Rematerialization (ICLR 2021), sections 2 and 4.1 and appendix C.
-        Ours takes time from the costs, and evicts what the program frees; it banishes only what no run can
-        make again. It looks at all storages, without sampling. The schedule that is returned frees what was
-        made again after its last read, and not when the run would have evicted it.
+        Kirisame et al., Dynamic Tensor Rematerialization (ICLR 2021), the heuristics, the evicted
+        neighbourhood and the treatment of deallocation. Ours takes time from the costs, and evicts what the
+        program frees; it banishes only what no run can make again. It looks at all storages, without
+        sampling. The schedule that is returned frees what was made again after its last read, and not when
+        the run would have evicted it.
     """
     if heuristic not in HEURISTICS:
         raise UsageError(
@@ -110,7 +111,7 @@ class _Local(_Neighbours):
     """No neighbours.
 
     Source:
-        Kirisame et al. (2021), section 4.1: h_DTR^local.
+        Kirisame et al. (2021), the heuristic h_DTR^local.
     """
 
     def seconds(self, storage: Storage) -> float:
@@ -125,7 +126,7 @@ class _Exact(_Neighbours):
     several results counts once for each of them that is evicted.
 
     Source:
-        Kirisame et al. (2021), section 2: h_DTR.
+        Kirisame et al. (2021), the heuristic h_DTR.
     """
 
     known: dict[Storage, float] = field(init=False, default_factory=dict[Storage, float])
@@ -173,7 +174,7 @@ class _Classes(_Neighbours):
     A storage that is there again takes its seconds off its class, which is not split.
 
     Source:
-        Kirisame et al. (2021), section 4.1 and appendix C.2: h_DTR^eq.
+        Kirisame et al. (2021), the heuristic h_DTR^eq.
     """
 
     parent: dict[int, int] = field(init=False, default_factory=dict[int, int])

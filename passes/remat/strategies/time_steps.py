@@ -23,7 +23,7 @@ class TimeSteps:
         problem: The recomputation problem.
 
     Source:
-        Jain et al., Checkmate (2020), section 4.2: a time step is a stage of the frontier-advancing
+        Jain et al., Checkmate (MLSys 2020), section 4: a time step is a stage of the frontier-advancing
         partition. Ours runs backward operations once, and has a time step for the loss.
     """
 

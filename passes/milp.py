@@ -7,12 +7,13 @@ import ctypes
 import math
 import os
 import threading
-import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 from ortools.math_opt.python import mathopt
+
+from .processor_load import load
 
 __all__ = [
     "LinearConstraint",
@@ -34,8 +35,6 @@ Model = mathopt.Model
 Variable = mathopt.Variable
 
 _LONGEST_SECONDS = 1e6
-_LEAST_MEASURED_SECONDS = 0.05
-_MOST_LOAD = 10.0
 _LARGEST_COEFFICIENT = 1 << 16
 
 
@@ -70,13 +69,13 @@ def solve(model: Model, *, seconds: float, gap: float, node_limit: int | None = 
         node_limit: The number of branch-and-bound nodes after which to stop.
     """
     parameters = mathopt.SolveParameters(
-        time_limit=timedelta(seconds=min(max(seconds, 0.1) * _load.factor, _LONGEST_SECONDS)),
+        time_limit=timedelta(seconds=min(max(seconds, 0.1) * load.factor, _LONGEST_SECONDS)),
         relative_gap_tolerance=1e-6,
         absolute_gap_tolerance=gap,
         random_seed=1,
         node_limit=node_limit,
     )
-    with _library_output.discarded(), _load.measured():
+    with _library_output.discarded(), load.measured():
         result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters)
     reason = result.termination.reason
     if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
@@ -108,9 +107,9 @@ def solve_relaxed(
     for variable in whole:
         variable.integer = False
     parameters = mathopt.SolveParameters(
-        time_limit=timedelta(seconds=min(max(seconds, 0.1) * _load.factor, _LONGEST_SECONDS)), random_seed=1
+        time_limit=timedelta(seconds=min(max(seconds, 0.1) * load.factor, _LONGEST_SECONDS)), random_seed=1
     )
-    with _library_output.discarded(), _load.measured():
+    with _library_output.discarded(), load.measured():
         result = mathopt.solve(
             model,
             mathopt.SolverType.HIGHS,
@@ -130,31 +129,6 @@ def solve_relaxed(
         return None
     duals = result.dual_values()
     return result.objective_value(), {row: duals[row] for row in rows}
-
-
-class _Load(threading.local):
-    """The machine's load, as this thread's last long solve met it.
-
-    Attributes:
-        factor: The seconds that pass for one of the processor: HiGHS counts the former.
-    """
-
-    def __init__(self) -> None:
-        self.factor = 1.0
-
-    @contextlib.contextmanager
-    def measured(self) -> Generator[None]:
-        """Measures the load by what goes on within."""
-        began, worked = time.monotonic(), time.thread_time()
-        try:
-            yield
-        finally:
-            if (seconds := time.thread_time() - worked) >= _LEAST_MEASURED_SECONDS:
-                passed = time.monotonic() - began
-                self.factor = min(max(passed / seconds, 1.0), _MOST_LOAD)
-
-
-_load = _Load()
 
 
 class _LibraryOutput:

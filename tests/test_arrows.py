@@ -36,7 +36,7 @@ STILL_IMPORTED: set[tuple[str, str]] = set()
 STILL_CIRCLES: set[tuple[str, ...]] = set()
 """Files that import one another, which are to be parted: nothing is ever added here."""
 
-SOLVERS = {"passes/combinatorial.py", "passes/milp.py"}
+SOLVERS = {"passes/combinatorial.py", "passes/constraint_programming.py", "passes/milp.py"}
 """The files that import OR-Tools: the doors that others use."""
 
 

@@ -7,6 +7,7 @@ import pytest
 from ortools.math_opt.python import mathopt
 
 from irc.passes import milp
+from irc.passes.processor_load import Load
 
 
 def solved_limits(
@@ -22,7 +23,7 @@ def solved_limits(
         return solve(*args, params=params)  # pyright: ignore[reportArgumentType]
 
     monkeypatch.setattr(mathopt, "solve", noted)
-    monkeypatch.setattr(milp, "_load", milp._Load())  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(milp, "load", Load())
     monkeypatch.setattr(time, "monotonic", walls.__next__)
     monkeypatch.setattr(time, "thread_time", works.__next__)
     for _ in range(5):

@@ -3,7 +3,8 @@
 `cheapest_in_class` covers the class of `CheckpointProblem`: forward once, then before each backward operation
 but the first whatever must be computed again, in forward order; before the first too where annotations keep
 storages from staying. `cheapest_of_all` covers every schedule that
-keeps the order of first runs: it may compute anything again at any time, in forward too.
+keeps the order of first runs: it may compute anything again at any time, in forward too. `cheapest_in_order`
+covers those of them that compute again in forward order between two first runs.
 """
 
 from __future__ import annotations
@@ -43,7 +44,16 @@ from irc.passes import CheckpointProblem, Costs
 from irc.passes.remat.problem import Solution
 from support.strategies import Sample
 
-__all__ = ["Choice", "at_random", "chains", "cheapest_in_class", "cheapest_of_all", "problem_of", "subsets"]
+__all__ = [
+    "Choice",
+    "at_random",
+    "chains",
+    "cheapest_in_class",
+    "cheapest_in_order",
+    "cheapest_of_all",
+    "problem_of",
+    "subsets",
+]
 
 
 def problem_of(sample: Sample) -> CheckpointProblem:
@@ -294,17 +304,34 @@ def cheapest_of_all(problem: CheckpointProblem, budget_bytes: int) -> float:
     Dijkstra's algorithm over (first runs done, forward-made storages resident); infinite where none fits.
     With several forwards in flight, the best over all that may stay at the loss.
     """
+    return _cheapest_in_flight(problem, budget_bytes, in_order=False)
+
+
+def cheapest_in_order(problem: CheckpointProblem, budget_bytes: int) -> float:
+    """The same of schedules that compute again in forward order between two first runs, or beside the loss.
+
+    That is Checkmate's class: each operation runs at most once in a stage, and in topological order.
+    """
+    return _cheapest_in_flight(problem, budget_bytes, in_order=True)
+
+
+def _cheapest_in_flight(problem: CheckpointProblem, budget_bytes: int, *, in_order: bool) -> float:
     if problem.graph.forwards_in_flight == 1:
-        return _cheapest(problem, (budget_bytes, budget_bytes), None)
+        return _cheapest(problem, (budget_bytes, budget_bytes), None, in_order)
     found = [math.inf]
     for kept in subsets(problem.wanted):
         before, after = beside_bytes(problem, kept)
-        found.append(_cheapest(problem, (budget_bytes - before, budget_bytes - after), kept))
+        found.append(_cheapest(problem, (budget_bytes - before, budget_bytes - after), kept, in_order))
     return min(found)
 
 
-def _cheapest(problem: CheckpointProblem, budgets: tuple[int, int], kept: Kept | None) -> float:
-    """The same with budgets before the loss and from it on, where `kept` stays at the loss (None: any)."""
+def _cheapest(
+    problem: CheckpointProblem, budgets: tuple[int, int], kept: Kept | None, in_order: bool
+) -> float:
+    """The same with budgets before the loss and from it on, where `kept` stays at the loss (None: any).
+
+    A state also has the position in forward from which on something may run again; 0 if any may.
+    """
     graph, seconds, workspace = problem.graph, problem.costs.seconds, problem.costs.workspace_bytes
     if _loss_bytes(problem, kept or frozenset()) > budgets[1]:
         return math.inf
@@ -317,38 +344,39 @@ def _cheapest(problem: CheckpointProblem, budgets: tuple[int, int], kept: Kept |
     reads = {node: frozenset(problem.forward_reads[node]) for node in line}
     makes = {node: frozenset(s for s in graph.allocates(node) if s in producer) for node in line}
     order = itertools_count()
-    queue: list[tuple[float, int, int, bool, Kept]] = [(0.0, next(order), 0, False, frozenset())]
-    seen: set[tuple[int, bool, Kept]] = set()
+    queue: list[tuple[float, int, int, bool, int, Kept]] = [(0.0, next(order), 0, False, 0, frozenset())]
+    seen: set[tuple[int, bool, int, Kept]] = set()
     while queue:
-        spent, _, done, lost, there = heapq.heappop(queue)
+        spent, _, done, lost, begin, there = heapq.heappop(queue)
         if done == len(line) and (lost or not problem.backward):
             return spent
-        if (done, lost, there) in seen:
+        if (done, lost, begin, there) in seen:
             continue
-        seen.add((done, lost, there))
+        seen.add((done, lost, begin, there))
 
-        def reach(cost: float, done: int, lost: bool, there: Kept) -> None:
-            if (done, lost, there) not in seen:
-                heapq.heappush(queue, (cost, next(order), done, lost, there))
+        def reach(cost: float, done: int, lost: bool, begin: int, there: Kept) -> None:
+            if (done, lost, begin, there) not in seen:
+                heapq.heappush(queue, (cost, next(order), done, lost, begin, there))
 
         for storage in there:
-            reach(spent, done, lost, there - {storage})
+            reach(spent, done, lost, begin, there - {storage})
         budget_bytes = budgets[lost]
         crosses = done == split and not lost and problem.transient.isdisjoint(there)
         if crosses and (kept is None or there == kept) and _loss_bytes(problem, there) <= budgets[1]:
-            reach(spent, done, True, there)
+            reach(spent, done, True, 0, there)
         if done == split and lost:
             held = permanent[split] + size_of(graph.tangent_storages) + graph.loss_held_bytes
         elif done > split:
             held = problem.held_after[done - split - 1]
         else:
             held = permanent[done]
-        for node in problem.forward[:done]:
+        for index, node in enumerate(problem.forward[begin:done], begin):
             if not node.is_recomputable or not reads[node] <= there or makes[node] <= there:
                 continue
             during = held + size_of(there) + size_of(graph.allocates(node)) + workspace[node]
             if during <= budget_bytes:
-                reach(spent + seconds[node], done, lost, there | makes[node])
+                after = index + 1 if in_order else 0
+                reach(spent + seconds[node], done, lost, after, there | makes[node])
         if done == len(line) or (done == split and not lost):
             continue
         node = line[done]
@@ -359,7 +387,7 @@ def _cheapest(problem: CheckpointProblem, budgets: tuple[int, int], kept: Kept |
         else:
             during = held + size_of(there) + size_of(graph.allocates(node)) + workspace[node]
         if during <= budget_bytes:
-            reach(spent + seconds[node], done + 1, lost, there | makes[node])
+            reach(spent + seconds[node], done + 1, lost, 0, there | makes[node])
     return math.inf
 
 

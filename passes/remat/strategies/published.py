@@ -8,8 +8,11 @@ from dataclasses import dataclass
 
 from ..problem import CheckpointProblem, Solution
 from .blocks import per_block
+from .checkmate import checkmate
+from .dtr import HEURISTICS, dtr
 from .gradient_checkpointing import collection, memory, speed
 from .min_cut import min_cut_candidates
+from .moccasin import moccasin
 from .ogc import ogc
 from .revolve import revolve
 from .rotor import rotor
@@ -48,10 +51,34 @@ class Strategy:
     find: Callable[[CheckpointProblem, Asked], Iterable[Solution]]
 
 
+def _found(best: Solution | None) -> list[Solution]:
+    return [] if best is None else [best]
+
+
 PUBLISHED = (
+    Strategy(
+        "checkmate",
+        "Jain et al. 2020",
+        lambda problem, asked: _found(checkmate(problem, asked.budget_bytes, deadline=asked.deadline).best),
+    ),
+    Strategy(
+        "moccasin",
+        "Bartan et al. 2023",
+        lambda problem, asked: _found(moccasin(problem, asked.budget_bytes, deadline=asked.deadline).best),
+    ),
     Strategy("rotor", "Beaumont et al. 2019", lambda problem, asked: rotor(problem, asked.budget_bytes)),
     Strategy("revolve", "Griewank and Walther 2000", lambda problem, _: revolve(problem)),
     Strategy("ogc", "Feng and Huang 2021", lambda problem, _: [ogc(problem)]),
+    *(
+        Strategy(
+            heuristic,
+            "Kirisame et al. 2021",
+            lambda problem, asked, heuristic=heuristic: _found(
+                dtr(problem, asked.budget_bytes, heuristic, deadline=asked.deadline)
+            ),
+        )
+        for heuristic in HEURISTICS
+    ),
     Strategy("min-cut", "PyTorch 2022", lambda problem, _: min_cut_candidates(problem)),
     Strategy(
         "gradient-checkpointing-speed", "Bulatov and Salimans 2018", lambda problem, _: [speed(problem)]

@@ -1,6 +1,7 @@
 """The table of published methods: names, sources, and that README has all of them."""
 
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,9 @@ README = Path(__file__).parents[3] / "README.md"
 
 
 def test_readme_lists_every_method_with_its_source() -> None:
-    rows = re.findall(r"^\| `([^`]+)` \| [^|]+ \| ([^|]+?) \|$", README.read_text(), re.MULTILINE)
-    listed = {name: source for name, source in rows if name in {s.name for s in PUBLISHED}}
+    rows = re.findall(r"^\| (`[^|]+`) \| [^|]+ \| ([^|]+?) \|$", README.read_text(), re.MULTILINE)
+    known = {strategy.name for strategy in PUBLISHED}
+    listed = {n: source for names, source in rows for n in re.findall("`([^`]+)`", names) if n in known}
     assert listed.keys() == {strategy.name for strategy in PUBLISHED}
     assert all(listed[strategy.name].startswith(strategy.source) for strategy in PUBLISHED)
 
@@ -44,8 +46,8 @@ def test_names_are_read(name: str, found: tuple[str, int] | None) -> None:
 @examples(40)
 def test_every_method_has_valid_schedules_or_says_what_it_needs(sample: Sample) -> None:
     problem = problem_of(sample)
-    asked = Asked(int(0.7 * problem.keep_all.peak_bytes), 2, deadline=float("inf"))
     for strategy in PUBLISHED:
+        asked = Asked(int(0.7 * problem.keep_all.peak_bytes), 2, deadline=time.thread_time() + 0.2)
         try:
             found = list(strategy.find(problem, asked))
         except UsageError as error:

@@ -121,11 +121,24 @@ class CheckpointProblem:
         at = bisect.bisect_left(time_steps, first)
         return at < len(time_steps) and (last is None or time_steps[at] <= last)
 
+    @cached_property
+    def last_needed(self) -> dict[Storage, int]:
+        """The last time step that can profit from a storage, directly or by what is made again of it.
+
+        Forward counts too: what it reads late may have been dropped, and be made again of the storage.
+        """
+        found = dict.fromkeys(self.producer, -1)
+        for time_step in range(self.time_steps):
+            for storage in self.read_at(time_step):
+                found[storage] = time_step
+        for storage, node in reversed(self.producer.items()):
+            for read in self.forward_reads[node] if node.is_recomputable else ():
+                found[read] = max(found[read], found[storage])
+        return found
+
     def is_useful(self, storage: Storage, time_step: int) -> bool:
         """Whether a storage is of use at a time step or later: read, or needed to make what is read."""
-        return self.is_read(storage, time_step) or self.last_useful[storage] + len(self.forward) + 1 >= max(
-            time_step, len(self.forward) + 1
-        )
+        return self.last_needed[storage] >= time_step
 
     @cached_property
     def index(self) -> dict[Node, int]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import product
 from random import Random
 
+import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.examples import examples
@@ -161,6 +162,45 @@ def test_the_bound_is_below_every_schedule(sample: Sample) -> None:
         assert chosen is None or best <= chosen.seconds
         evicted = evict_greedily(problem, budget)
         assert evicted is None or best <= evicted.seconds
+
+
+READ_LATE = """
+graph loss_bytes=0 {
+  storage @s_x 1 cpu
+  storage @s_w 1 cpu
+  storage @s_t 1 cpu
+  storage @s_s 5 cpu
+  storage @s_u 1 cpu
+  storage @s_p 6 cpu
+  storage @s_h1 8 cpu
+  storage @s_h2 1 cpu
+  storage @s_y 1 cpu
+  storage @s_g 1 cpu
+  input %x: float8_e5m2[1]{1} @s_x input "0"
+  input %w: float8_e5m2[1]{1} @s_w parameter "w" requires_grad
+  input %t: float8_e5m2[1]{1} @s_t tangent "0"
+forward:
+  f0 = test.op(%x) -> (%s: float8_e5m2[5]{1} @s_s, %u: float8_e5m2[1]{1} @s_u)
+  f1 = test.op(%s) -> %p: float8_e5m2[6]{1} @s_p
+  f2 = test.op(%u) -> %h1: float8_e5m2[8]{1} @s_h1
+  f3 = test.op(%h1) -> %h2: float8_e5m2[1]{1} @s_h2
+  f4 = test.op(%p, %h2) -> %y: float8_e5m2[1]{1} @s_y
+backward:
+  b0 = test.grad(%t, %u) -> %g: float8_e5m2[1]{1} @s_g
+  output %y "0"
+  gradient %g "parameter:w"
+}
+"""
+
+
+def test_what_forward_alone_makes_again_may_stay_for_it() -> None:
+    """In 17 bytes `p` goes after it was made, and is made again of `s`, of which backward reads nothing."""
+    graph = parse_graph(READ_LATE)
+    seconds = {node: 9.0 if node.name == "f0" else 1.0 for node in graph.nodes}
+    problem = CheckpointProblem(graph, Costs(seconds, dict.fromkeys(graph.nodes, 0), "analytic:test"))
+    for budget_bytes, again in ((18, 0.0), (17, 1.0), (16, 10.0)):
+        assert cheapest_of_all(problem, budget_bytes) - problem.step_seconds == again
+        assert lower_bound(problem, budget_bytes, deadline=later()) == pytest.approx(again)
 
 
 @given(chains(), st.integers(0, 1 << 32))

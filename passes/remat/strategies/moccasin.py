@@ -178,7 +178,7 @@ class _Programme:
 
     def _end(self, storage: Storage, first: int, last: int) -> IntVariable:
         """Adds the end of an interval that begins between two events."""
-        needed = self.steps.last_needed[storage]
+        needed = self.problem.last_needed[storage]
         after = last if needed < 0 else max(last, self.first_at[needed])
         return self.model.new_int_var(first + 1, after + 1, "")
 

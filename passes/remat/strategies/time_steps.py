@@ -39,25 +39,12 @@ class TimeSteps:
         return self.problem.index[node]
 
     @cached_property
-    def last_needed(self) -> Mapping[Storage, int]:
-        """For each storage that comes and goes, the last time step that can profit from it; -1 for none."""
-        problem = self.problem
-        found = dict.fromkeys(problem.producer, -1)
-        for time_step in range(problem.time_steps):
-            for storage in problem.read_at(time_step):
-                found[storage] = time_step
-        for storage, node in reversed(problem.producer.items()):
-            if node.is_recomputable:
-                for read in problem.forward_reads[node]:
-                    found[read] = max(found[read], found[storage])
-        return found
-
-    @cached_property
     def again(self) -> tuple[tuple[Node, ...], ...]:
         """For each time step, the operations that may usefully run again before it, in forward order."""
         problem = self.problem
         last = {
-            node: max((self.last_needed[s] for s in self.makes[node]), default=-1) for node in problem.forward
+            node: max((self.problem.last_needed[s] for s in self.makes[node]), default=-1)
+            for node in problem.forward
         }
         return tuple(
             tuple(n for n in problem.forward[:time_step] if n.is_recomputable and last[n] >= time_step)
@@ -78,7 +65,7 @@ class TimeSteps:
         made = self.first(self.problem.producer[storage])
         if time_step == self.loss + 1 and storage in self.problem.transient:
             return False
-        return made < time_step <= self.last_needed[storage]
+        return made < time_step <= self.problem.last_needed[storage]
 
     def running_bytes(self, node: Node) -> int:
         """Bytes that an operation takes only while it runs again: workspace, and copies of its outputs."""

@@ -37,10 +37,10 @@ def test_architectures_of_every_kind_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of transformers, one with checks of data, one that writes buffers."""
-    monkeypatch.setitem(ARCHITECTURES, "hopeless", lambda: Instance(_Choosing(), (torch.randn(3, 4),)))
+    monkeypatch.setitem(ARCHITECTURES, "choosing", lambda: Instance(_Choosing(), (torch.randn(3, 4),)))
     out, page = tmp_path / "rows.json", tmp_path / "page.md"
     page.write_text("# Page\n\n<!-- begin architectures -->\nold\n<!-- end architectures -->\nafter\n")
-    chosen = ["--only", ",".join((*NAMES, "hopeless")), "--time-limit", "0.5"]
+    chosen = ["--only", ",".join((*NAMES, "choosing")), "--time-limit", "0.5"]
     files = ["--journal", str(tmp_path / "rows.jsonl"), "--json", str(out), "--markdown", str(page)]
     arguments = [*chosen, *files]
     assert main(arguments) == 0
@@ -54,14 +54,18 @@ def test_architectures_of_every_kind_work(
         assert all(numbers["bit_equal"] and numbers["same_generator"] for numbers in row["numbers"]), name
         assert max(numbers["gradient_scale"] for numbers in row["numbers"]) > 0
     assert rows["normalizing-flow"]["specialize_branches"] and not rows["gpt2"]["specialize_branches"]
-    assert "IRC332" in rows["hopeless"]["refusal"] and "nonzero" in rows["hopeless"]["refusal"]
+    assert "IRC332" in rows["choosing"]["refusal"] and "nonzero" in rows["choosing"]["refusal"]
     printed, text = capsys.readouterr().out, page.read_text()
     with monkeypatch.context() as patch:  # what is in the file is not measured again
         patch.setattr(architectures, "measure", None)
         assert main(arguments) == 0 and capsys.readouterr().out == printed
-    assert "3 of 4 architectures work, 1 are refused, 0 fail." in printed
+    assert "4 of 4 architectures work, 1 are refused, 0 fail." in printed
     assert text.startswith("# Page") and text.endswith("after\n") and "old" not in text
-    assert "| gpt2 " in text and "works with specialize_branches" in text and "refused: IRC332" in text
+    assert (
+        "| gpt2 " in text
+        and "works with specialize_branches" in text
+        and "irc.optimize refuses it: IRC332" in text
+    )
 
 
 class _Choosing(nn.Module):

@@ -37,7 +37,8 @@ def test_architectures_of_every_kind_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of transformers, one with checks of data, one that writes buffers."""
-    monkeypatch.setitem(ARCHITECTURES, "choosing", lambda: Instance(_Choosing(), (torch.randn(3, 4),)))
+    rows_of_both = torch.arange(-3.0, 9.0).view(3, 4)  # one is dropped, two stay
+    monkeypatch.setitem(ARCHITECTURES, "choosing", lambda: Instance(_Choosing(), (rows_of_both,)))
     out, page = tmp_path / "rows.json", tmp_path / "page.md"
     page.write_text("# Page\n\n<!-- begin architectures -->\nold\n<!-- end architectures -->\nafter\n")
     chosen = ["--only", ",".join((*NAMES, "choosing")), "--time-limit", "0.5"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import time
 from collections import OrderedDict
@@ -155,6 +156,9 @@ class StepBudget:
         subgraph = run.subgraph
         is_new = subgraph.choice is None
         now, has_grown = self._look(run)
+        if subgraph.choice is None or (has_grown and not self._fits(now, subgraph.choice.footprint)):
+            gc.collect()  # outputs of earlier steps may wait in cycles of references
+            now, _ = self._look(run)
         if subgraph.choice is None:
             subgraph.choice = self._first(subgraph, now)
             _report(subgraph)

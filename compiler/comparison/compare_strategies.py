@@ -29,6 +29,9 @@ MINIMUM = "min"
 """The smallest budget that the best plan fits into."""
 
 _BEST = "auto"
+_OVER = "IRC204"
+"""The code of a budget that is below what a strategy's schedules take."""
+
 _NUMBERS = {"<k>": ("8",), "<n>": ("0", "4", "16")}
 
 DEFAULT: tuple[str, ...] = (
@@ -179,7 +182,9 @@ def _cell(planner: Planner, chooser: PlanMemory, measurer: Measurer | None) -> C
         planned = chooser.choose(planner)
     except IrcError as error:
         seconds = time.thread_time() - started
-        smallest_bytes = error.minimum_bytes if isinstance(error, BudgetError) else None
+        smallest_bytes = (
+            error.minimum_bytes if isinstance(error, BudgetError) and error.code == _OVER else None
+        )
         refused = Cell(*about, seconds, code=error.code, refusal=error.message)
         return replace(refused, smallest_bytes=smallest_bytes)
     seconds = time.thread_time() - started

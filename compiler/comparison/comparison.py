@@ -71,7 +71,7 @@ class Comparison:
             share = budget_bytes / max(self.baseline_bytes, 1)
             lines += ["", f"budget {self._amount(budget_bytes)} {unit} ({share:.1%})"]
             lines += self._rows([cell for cell in self.cells if cell.budget_bytes == budget_bytes], unit)
-        refusals = {cell.strategy: cell for cell in self.cells if cell.code and cell.smallest_bytes is None}
+        refusals = {cell.strategy: cell for cell in self.cells if cell.code.startswith("IRC4")}
         if refusals:
             lines += ["", *(f"{c.strategy}: {c.code}, {printable(c.refusal)}" for c in refusals.values())]
         return "\n".join(lines)
@@ -100,6 +100,9 @@ class Comparison:
         ]
         if more:
             yield f"  need more: {', '.join(more)}"
+        none = [cell.strategy for cell in cells if cell.code in ("IRC205", "IRC206")]
+        if none:
+            yield f"  found none: {', '.join(none)}"
 
     def _amount(self, nbytes: int) -> str:
         """Bytes in the table's unit."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
-from ...ir import UsageError
+from ...ir import BudgetError, UsageError, format_bytes
 from .choice import ChosenSchedule, Limits, out_of_time, over_budget
 from .eviction import evict_greedily
 from .planner import Planner
@@ -35,7 +36,7 @@ def choose_recomputation(planner: Planner, strategy: str, limits: Limits) -> Cho
         limits: The limits of the search.
 
     Raises:
-        BudgetError: IRC204 when no schedule was found within the budget.
+        BudgetError: IRC204 when no schedule was found within the budget, IRC206 when the strategy has none.
         TimeLimitError: IRC205 when the time limit ended before any schedule was found.
         UsageError: IRC403 if the strategy cannot hold the graph: one without blocks, or that is no chain.
     """
@@ -94,9 +95,19 @@ def _named(planner: Planner, strategy: str, limits: Limits) -> Incumbent:
             "strategy per-block finds no blocks in the names of this model's modules",
             help="use strategy auto, or put the blocks into a Sequential or ModuleList",
         )
+    if not schedules:
+        if time.thread_time() >= limits.deadline:
+            raise out_of_time(limits, problem.keep_all.peak_bytes)
+        raise BudgetError(
+            "IRC206",
+            f"strategy {strategy} finds no schedule within {format_bytes(budget_bytes)} "
+            f"({budget_bytes} bytes)",
+            minimum_bytes=problem.keep_all.peak_bytes,
+            help="raise the budget, or use strategy auto",
+        )
     fitting = [s for s in schedules if s.peak_bytes <= budget_bytes]
     if not fitting:
-        reached = min((s.peak_bytes for s in schedules), default=problem.keep_all.peak_bytes)
+        reached = min(s.peak_bytes for s in schedules)
         raise over_budget(planner, budget_bytes, reached, strategy=strategy)
     best = min(fitting, key=lambda s: (s.seconds, s.peak_bytes))
     bound_seconds = 0.0 if problem.is_fastest(best) else bound_at_loss(problem, budget_bytes)

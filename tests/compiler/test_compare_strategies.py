@@ -36,8 +36,9 @@ def test_no_strategy_beats_the_bound_and_each_says_what_it_takes() -> None:
     assert {"auto", "rotor", "revolve", "ogc", "sqrt-n"} <= {cell.strategy for cell in planned}
     for cell in found.cells:
         if cell.overhead is None or cell.peak_bytes is None or cell.gap is None:
-            assert cell.code == "IRC204" and cell.smallest_bytes is not None
-            assert cell.smallest_bytes > cell.budget_bytes
+            assert cell.code in ("IRC204", "IRC205", "IRC206")
+            assert (cell.code == "IRC204") == (cell.smallest_bytes is not None)
+            assert cell.smallest_bytes is None or cell.smallest_bytes > cell.budget_bytes
         else:
             assert cell.peak_bytes <= cell.budget_bytes and cell.gap >= -1e-9
     best = {c.budget_bytes: c.overhead for c in planned if c.strategy == "auto" and c.overhead is not None}

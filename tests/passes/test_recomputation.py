@@ -368,3 +368,11 @@ def test_blocks_that_are_not_there_are_refused() -> None:
     with pytest.raises(UsageError, match="finds no blocks") as caught:
         PlanMemory("100%", "per-block").run(chain())
     assert caught.value.code == "IRC403" and caught.value.help is not None
+
+
+def test_a_strategy_that_finds_nothing_says_so() -> None:
+    with pytest.raises(BudgetError, match=r"IRC206.*strategy h-dtr finds no schedule within 1 B") as caught:
+        PlanMemory(1, "h-dtr").run(chain())
+    assert caught.value.minimum_bytes is not None and caught.value.minimum_bytes > 1
+    with pytest.raises(TimeLimitError, match="IRC205"):
+        PlanMemory(1, "h-dtr", time_limit=0.0).run(chain())

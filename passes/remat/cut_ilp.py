@@ -103,7 +103,9 @@ class Relaxation:
         self.is_large = set(self.large)
         self.wanted = set(problem.wanted)
         considered = self.large if self._dominates else []
-        self.replaced = replaced_storages(problem, considered, boundary=False)
+        # A search that is bounded by an open programme has exact memory: there the user may not fit earlier.
+        later = [] if self.is_open else considered
+        self.replaced = replaced_storages(problem, later, boundary=False)
         self.replaced_at_loss = replaced_storages(problem, considered, boundary=True)
         self.unit_seconds = max(problem.step_seconds, 1e-12) / 1000
         for cut in range(len(self.time_steps)):
@@ -371,8 +373,8 @@ def replaced_storages(
     """The storages that need not be considered: it is never worse to keep what their only user makes of them.
 
     The user's result is no larger, serves every purpose that the storage itself could, and is there at the
-    boundary. At later cuts that holds only if the user reads nothing else. A transient result replaces
-    nothing: it is not there at the loss.
+    boundary. At later cuts that holds only if the user reads nothing else, and runs earlier in whatever
+    memory there is between cuts. A transient result replaces nothing: it is not there at the loss.
     """
     found: set[Storage] = set()
     considered = set(large)

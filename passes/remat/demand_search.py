@@ -50,8 +50,8 @@ class Demanded:
     """The outcome of a search.
 
     Args:
-        solution: The best schedule, or None if none below the limit was found. What counts as small may take
-            it over the budget.
+        solution: The best schedule, or None if none below the limit was found. What counts as small, and
+            what other forwards in flight keep, may take it over the budget.
         bound_seconds: A lower bound of the time that every schedule computes again; at most the limit.
         is_complete: Whether the search ended: there is nothing better below the limit then.
     """
@@ -196,7 +196,6 @@ class DemandSearch:
         makes = [problem.graph.allocates(node) for node in self.nodes]
         self.reads, self.makes = self._table(reads), self._table(makes)
         self.read_words, self.made_words = self._rows(reads), self._rows(makes)
-        self.replaced = self._words(replaced_storages(problem, self.storages, boundary=False))
         self.replaced_at_loss = self._words(replaced_storages(problem, self.storages, boundary=True))
         self.transient = self._words(problem.transient)
         self.prices: dict[int, _Prices] = {}
@@ -252,16 +251,16 @@ class DemandSearch:
             if not len(states):
                 return Demanded(best, self.limit_seconds, True)
         index = int(states.seconds.argmin())  # runs something again in forward
-        return Demanded(self._schedule(int(states.way[index])), float(states.seconds[index]), True)
+        found = self._schedule(int(states.way[index]))
+        if best is None or found.peak_bytes <= self.budget_bytes:
+            best = found
+        return Demanded(best, float(states.seconds[index]), True)
 
     def _before(self, states: _States, time_step: int) -> _States:
         """The states right before a time step: with what it reads, and without what it makes."""
         problem, split = self.problem, len(self.problem.forward)
-        if time_step >= split:
-            excluded = self.replaced
-            if time_step == split:
-                excluded = excluded | self.transient | self.replaced_at_loss
-            is_excluded = (states.words & excluded).any(axis=1)
+        if time_step == split:
+            is_excluded = (states.words & (self.transient | self.replaced_at_loss)).any(axis=1)
             states = states.take(np.nonzero(~is_excluded)[0])
         words, mixed = states.words, states.mixed
         node = problem.base_of(time_step)

@@ -46,7 +46,8 @@ def add(commands: Commands) -> None:
 
 def _compare(options: argparse.Namespace) -> int:
     source = source_of(options)
-    budgets = [text if text == "min" else budget_of(text) for text in options.budgets.split(",")]
+    texts = [text.strip() for text in options.budgets.split(",")]
+    budgets = [text if text == "min" else budget_of(text) for text in texts]
     progress = Progress(options)
     with progress.phase(f"loading {options.model}"):
         from ..compiler.comparison.cells import Cell
@@ -55,13 +56,19 @@ def _compare(options: argparse.Namespace) -> int:
         from ..compiler.comparison.measure import Measurer
         from ..compiler.model_source import load, training_loss
         from ..compiler.request import Request
+        from ..compiler.written import made_folder
         from ..frontends.torch import capture
         from ..ir import require
 
-        strategies = DEFAULT if options.strategies is None else options.strategies.split(",")
+        strategies = (
+            DEFAULT
+            if options.strategies is None
+            else [name.strip() for name in options.strategies.split(",")]
+        )
         check(budgets, strategies, options.time_limit, options.gap)
         if options.output is not None:
             require("plot", "irc compare -o")
+            made_folder(options.output)
         loaded = load(source)
         mark(loaded.module, options)
     with progress.phase("capturing and measuring"):
@@ -95,12 +102,12 @@ def _compare(options: argparse.Namespace) -> int:
             measurer=measurer,
             on_cell=say,
         )
-    if options.output is not None:
-        comparison.save(options.output)
     if options.json:
         print(json.dumps(comparison.to_json(), indent=1))
     elif not options.quiet:
         print(comparison.table())
-        if options.output is not None:
+    if options.output is not None:
+        comparison.save(options.output)
+        if not options.json and not options.quiet:
             print(f"written: {', '.join(str(options.output / name) for name in FILES)}")
     return 0

@@ -16,6 +16,7 @@ from ...passes.remat.choice import GAP
 from ...passes.remat.strategies.published import PUBLISHED, strategy_named
 from ..model_source import training_loss
 from ..request import MEASURED, Request
+from ..time_steps import has_kernels
 from .cells import Cell
 from .comparison import Comparison
 from .measure import Measurer
@@ -51,8 +52,8 @@ def compare(
     model: nn.Module,
     example_args: tuple[Any, ...] | Tensor,
     *,
-    budgets: Sequence[int | str] = BUDGETS,
-    strategies: Sequence[str] = DEFAULT,
+    budgets: Sequence[int | str] | str = BUDGETS,
+    strategies: Sequence[str] | str = DEFAULT,
     example_kwargs: Mapping[str, Any] | None = None,
     time_limit: float = 20.0,
     gap: float = GAP,
@@ -68,8 +69,8 @@ def compare(
         model: As for `irc.optimize`.
         example_args: As for `irc.optimize`.
         budgets: Bytes, `"4GiB"`, `"60%"` of the baseline's peak, or `"min"`: the smallest that the best plan
-            fits into.
-        strategies: Names as for `irc.optimize(strategy=)`.
+            fits into. A text has commas between them, here and for strategies.
+        strategies: Names as for `irc.optimize(strategy=)`; none that copies to a tier.
         example_kwargs: As for `irc.optimize`.
         time_limit: Seconds for each plan.
         gap: As for `irc.optimize`.
@@ -85,6 +86,7 @@ def compare(
         UnsupportedError: As for `irc.optimize`.
         UsageError: IRC401 or IRC403 for a budget, a strategy, the time limit or the gap.
     """
+    budgets, strategies = _listed(budgets), tuple(map(str, _listed(strategies)))
     check(budgets, strategies, time_limit, gap)
     request = Request.of("100%", costs=costs)
     args = (example_args,) if isinstance(example_args, Tensor) else tuple(example_args)
@@ -101,6 +103,17 @@ def compare(
     )
 
 
+def _listed(given: Sequence[int | str] | str) -> tuple[int | str, ...]:
+    """The names or amounts of a sequence, or of a text with commas between."""
+    return tuple(text.strip() for text in given.split(",")) if isinstance(given, str) else tuple(given)
+
+
+_KERNELS = (
+    "LSTM layers are compared as the kernels that eager runs; irc.optimize fits smaller budgets by their "
+    "time steps"
+)
+
+
 def check(budgets: Sequence[int | str], strategies: Sequence[str], time_limit: float, gap: float) -> None:
     """Refuses malformed options.
 
@@ -115,7 +128,9 @@ def check(budgets: Sequence[int | str], strategies: Sequence[str], time_limit: f
             "IRC403", "there is nothing to compare", help="name one budget and one strategy at least"
         )
     for strategy in strategies:
-        PlanMemory("100%", strategy, time_limit, gap=gap).check()
+        chooser = PlanMemory("100%", strategy, time_limit, gap=gap)
+        chooser.check()
+        chooser.check_tiers(has_tiers=False)
 
 
 def compare_program(
@@ -168,6 +183,7 @@ def compare_program(
         minimum_bytes=minimum_bytes,
         step_seconds=planner.problem.step_seconds,
         costs="" if program.costs is None else program.costs.source,
+        remark=_KERNELS if has_kernels(program.graph) else "",
         cells=tuple(cells),
     )
 

@@ -37,6 +37,7 @@ class Comparison:
         minimum_bytes: The smallest budget that a schedule was found for.
         step_seconds: Predicted time of the baseline's step.
         costs: Where seconds and workspaces come from.
+        remark: A remark on all of it; empty if there is none.
         cells: The strategies at the budgets.
     """
 
@@ -47,6 +48,7 @@ class Comparison:
     minimum_bytes: int
     step_seconds: float
     costs: str
+    remark: str
     cells: tuple[Cell, ...]
 
     @property
@@ -67,6 +69,8 @@ class Comparison:
             f"{self._amount(self.minimum_bytes)}, a step takes {self.step_seconds * 1e3:.4g} ms (costs "
             f"{self.costs})"
         ]
+        if self.remark:
+            lines.append(self.remark)
         for budget_bytes in self.budgets:
             share = budget_bytes / max(self.baseline_bytes, 1)
             lines += ["", f"budget {self._amount(budget_bytes)} {unit} ({share:.1%})"]
@@ -77,9 +81,6 @@ class Comparison:
         return "\n".join(lines)
 
     def _rows(self, cells: Sequence[Cell], unit: str) -> Iterator[str]:
-        if all(cell.peak_bytes is None for cell in cells):
-            yield "  no plan"
-            return
         rows: list[tuple[str, ...]] = [("strategy", f"peak {unit}", "overhead", "from bound", "planned")]
         if any(cell.measured is not None for cell in cells):
             rows[0] += ("measured peak", "measured overhead")
@@ -89,8 +90,10 @@ class Comparison:
                 rows.append((cell.strategy, self._amount(cell.peak_bytes), *times))
             if cell.measured is not None:
                 rows[-1] += (self._amount(cell.measured.peak_bytes), f"{cell.measured.overhead:.1%}")
+        if len(rows) == 1:
+            yield "  none of these fits"
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        for name, *rest in rows:
+        for name, *rest in rows if len(rows) > 1 else ():
             numbers = "  ".join(text.rjust(width) for text, width in zip(rest, widths[1:], strict=True))
             yield f"  {name:{widths[0]}}  {numbers}"
         more = [

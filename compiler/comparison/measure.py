@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ...backends.torch import bind_program, compile_program
 from ...frontends.torch import Captured
+from ...ir import UsageError, first_line
 from ...passes import Program
 from ..training import compare, measured_peak_bytes
 from .cells import Measured
@@ -31,6 +32,9 @@ class Measurer:
         args: The arguments of the call.
         kwargs: Its keyword arguments.
         loss: The loss of its result.
+
+    Raises:
+        UsageError: IRC403 for a model without data, or one that cannot be copied.
     """
 
     def __init__(
@@ -41,8 +45,21 @@ class Measurer:
         kwargs: Mapping[str, Any] | None,
         loss: Callable[[Any], Tensor],
     ) -> None:
-        self._original, self._copy = copy.deepcopy(model), copy.deepcopy(model)
-        self._captured, self._args, self._kwargs = captured, args, kwargs
+        tensors = (*model.parameters(), *model.buffers())
+        if any(type(tensor.data) is not Tensor or tensor.is_meta for tensor in tensors):
+            raise UsageError(
+                "IRC403", "a model without data cannot be measured", help="leave out measure (--measure)"
+            )
+        try:
+            self._original, self._copy = copy.deepcopy(model), copy.deepcopy(model)
+            self._args, self._kwargs = copy.deepcopy((tuple(args), dict(kwargs or {})))
+        except Exception as error:
+            raise UsageError(
+                "IRC403",
+                f"the model or its arguments cannot be copied to be measured: {first_line(error)}",
+                help="leave out measure (--measure)",
+            ) from error
+        self._captured, self._start = captured, copy.deepcopy(model.state_dict())
         self._loss = loss
 
     def measure(self, program: Program) -> Measured:
@@ -52,6 +69,8 @@ class Measurer:
         """
         plan, schedule = program.plan, program.schedule
         assert plan is not None and schedule is not None
+        for module in (self._original, self._copy):
+            module.load_state_dict(self._start)
         compiled = compile_program(schedule, self._captured.constants)
         fitted = bind_program(self._copy, compiled, self._captured.signature, plan)
         with torch.random.fork_rng():

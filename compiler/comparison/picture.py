@@ -108,7 +108,8 @@ def draw_comparison(comparison: Drawn, path: Path, kind: str) -> None:
             )
         axes.set_xlabel(f"predicted peak of a step, {unit}")
         axes.set_ylabel("time added to a step, %")
-        axes.set_title(f"{comparison.model}: strategies beside the best plan and its bound", loc="left")
+        title = f"{comparison.model}: strategies beside the best plan and its bound"
+        axes.set_title(title, loc="left", parse_math=False)
         path.write_bytes(rendered(figure, kind))
 
 

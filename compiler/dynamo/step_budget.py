@@ -155,10 +155,14 @@ class StepBudget:
         run = Run(self._part(variant), variant, (*gradients, *outside), upstream)
         subgraph = run.subgraph
         is_new = subgraph.choice is None
+        parts = [subgraph, *(pending_run.subgraph for pending_run in self.pending_runs)]
+        ambients = [part.ambient for part in parts]
         now, has_grown = self._look(run)
         if subgraph.choice is None or (has_grown and not self._fits(now, subgraph.choice.footprint)):
             gc.collect()  # outputs of earlier steps may wait in cycles of references
-            now, _ = self._look(run)
+            for part, ambient in zip(parts, ambients, strict=True):
+                part.ambient = ambient
+            now, has_grown = self._look(run)
         if subgraph.choice is None:
             subgraph.choice = self._first(subgraph, now)
             _report(subgraph)

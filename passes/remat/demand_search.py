@@ -353,7 +353,7 @@ class DemandSearch:
         return there, np.where(is_none, 0, self.sizes[at]), np.where(is_none, np.uint64(0), self.mixing[at])
 
     def _distinct(self, states: _States) -> _States:
-        """Of equal states the cheapest; in the order of `mixed`."""
+        """The cheapest of equal states each, in the order of `mixed`."""
         if len(states) < 2:
             return states
         states = states.take(np.lexsort((states.way, states.seconds, states.mixed)))

@@ -320,7 +320,7 @@ class _Programme:
         self.model.add(self.over == 0)
         self.model.minimize(self._objective())
         best = solve(self.model, seconds=left, hints=hints)
-        return first if best.value_of is None else best
+        return Outcome(first.value_of, False, False) if best.value_of is None else best
 
     def _objective(self) -> Expression:
         problem = self.problem

@@ -6,7 +6,7 @@ import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations
+from itertools import accumulate, combinations, pairwise
 from typing import TypeAlias
 
 import networkx as nx
@@ -138,9 +138,6 @@ def optimal_checkpoints(
     return best
 
 
-_START, _END = "start", "end"
-
-
 @dataclass(eq=False)
 class _Division:
     """A set of vertices between two ends, which are kept, and how it divides.
@@ -202,32 +199,49 @@ class _Division:
         return tuple(found)
 
     @cached_property
-    def between(self) -> dict[tuple[int, int], _Division]:
-        """The sets between two of the splits, by their numbers; 0 is the first end."""
-        order = list(nx.topological_sort(self.graph))
-        place = {v: k for k, v in enumerate(order)}
-        marks = [-1, *(place[v] for v in self.splits), len(order)]
-        found: dict[tuple[int, int], _Division] = {}
-        for i, first in enumerate(marks[:-1]):
-            for j, last in enumerate(marks[i + 1 :], i + 1):
-                inside = frozenset(order[first + 1 : last])
-                graph = self.graph.subgraph(inside).copy()
-                before = set(self.graph.successors(order[first])) if first >= 0 else self.entries
-                after = set(self.graph.predecessors(order[last])) if last < len(order) else self.exits
-                found[i, j] = _Division(graph, self.nbytes, inside & before, inside & after)
+    def _order(self) -> list[Vertex]:
+        return list(nx.topological_sort(self.graph))
+
+    @cached_property
+    def _marks(self) -> list[int]:
+        """The places of the ends and of the splits between them."""
+        place = {v: k for k, v in enumerate(self._order)}
+        return [-1, *(place[v] for v in self.splits), len(self._order)]
+
+    @cached_property
+    def _before(self) -> list[int]:
+        """The bytes of all vertices before each place."""
+        return [0, *accumulate(self.nbytes[v] for v in self._order)]
+
+    def stretch_bytes(self, i: int, j: int) -> int:
+        """The bytes between two of the ends and splits, by their numbers; 0 is the first end."""
+        return self._before[self._marks[j]] - self._before[self._marks[i] + 1]
+
+    @cached_property
+    def stretches(self) -> list[_Division]:
+        """The sets between each end or split and the next."""
+        order = self._order
+        found: list[_Division] = []
+        for first, last in pairwise(self._marks):
+            inside = frozenset(order[first + 1 : last])
+            before = set(self.graph.successors(order[first])) if first >= 0 else self.entries
+            after = set(self.graph.predecessors(order[last])) if last < len(order) else self.exits
+            graph = self.graph.subgraph(inside).copy()
+            found.append(_Division(graph, self.nbytes, inside & before, inside & after))
         return found
 
     def sizes(self) -> Iterator[int]:
-        """The bytes of all segments that a search may leave whole."""
+        """The bytes of segments that a search may leave whole."""
         yield self.inside_bytes
         if self.parts:
             for part in self.parts:
                 yield from part.sizes()
         elif self.splits:
-            for (i, j), division in self.between.items():
-                yield division.inside_bytes
-                if j == i + 1:
-                    yield from division.sizes()
+            count = len(self._marks)
+            step = max(1, count // _MOST_LEVELS)
+            yield from (self.stretch_bytes(i, j) for j in range(1, count) for i in range(0, j, step))
+            for division in self.stretches:
+                yield from division.sizes()
         elif len(self.graph) <= _MOST_INSIDE:
             for kept in _subsets(list(self.graph)):
                 yield self.largest(frozenset(kept))
@@ -272,22 +286,21 @@ class _Search:
         best: list[_Found | None] = [(0, ()), *[None] * (count + 1)]
         for j in range(1, count + 2):
             own = (division.splits[j - 1],) if j <= count else ()
-            for i in range(j):
+            own_bytes = sum(self.kept_bytes[v] for v in own)
+            for i in reversed(range(j)):
+                inside: _Found | None = (0, ())
+                if division.stretch_bytes(i, j) > self.most_bytes:
+                    if i < j - 1:
+                        break  # all longer ones are too large as well
+                    inside = self.least(division.stretches[i])
                 before = best[i]
-                inside = self._stretch(division.between[i, j], is_next=j == i + 1)
                 if before is None or inside is None:
                     continue
-                cost = before[0] + inside[0] + sum(self.kept_bytes[v] for v in own)
+                cost = before[0] + inside[0] + own_bytes
                 known = best[j]
                 if known is None or cost < known[0]:
                     best[j] = cost, (*before[1], *inside[1], *own)
         return best[-1]
-
-    def _stretch(self, division: _Division, *, is_next: bool) -> _Found | None:
-        """Between two kept splits: one segment, or divided further if no split is left out."""
-        if division.inside_bytes <= self.most_bytes:
-            return 0, ()
-        return self.least(division) if is_next else None
 
     def _indivisible(self, division: _Division) -> _Found | None:
         if len(division.graph) > _MOST_INSIDE:

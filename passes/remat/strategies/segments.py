@@ -106,6 +106,7 @@ def checkpoints(problem: CheckpointProblem, count: int) -> Solution:
         the number is the user's.
     """
     seconds = list(accumulate(problem.costs.seconds[node] for node in problem.forward))
-    shares = (seconds[-1] * (index + 1) / (count + 1) for index in range(count if seconds else 0))
+    count = min(count, len(seconds))
+    shares = (seconds[-1] * (index + 1) / (count + 1) for index in range(count))
     cuts = dict.fromkeys(bisect_left(seconds, share) + 1 for share in shares)
     return segments(problem, [cut for cut in cuts if cut < len(problem.forward)])

@@ -25,7 +25,7 @@ _Words = NDArray[np.uint64]
 
 _WORD = 64
 _TRIED = 4
-"""Of so many of the cheapest states at the loss a schedule is made, which runs nothing again in forward."""
+"""The number of cheapest states at the loss of which a schedule is made that runs nothing again in forward."""
 
 _TOLERANCE = 1e-6
 """Each bound is lowered by this fraction of the step's time: what the solver may be off by."""
@@ -36,7 +36,7 @@ _CROWD = 2000
 
 _SHARPENINGS = 6
 _WORTH = 0.7
-"""So many bounds at most, as long as each leaves less than this part of the states."""
+"""The most bounds for a crowd of states, as long as each leaves less than this part of them."""
 
 _BOUNDS = 12
 """The most bounds of one programme, the latest of them."""

@@ -114,10 +114,10 @@ _MORE_DEMAND_STATES = 40_000
 """The most states at one time when a graph is searched from its end, and once such a search has ended."""
 
 _LAST_DEMAND_STATES = 2000
-"""The same once a schedule within the gap is proved, and the best of all is looked for."""
+"""The most states of the search that looks for the best once a schedule within the gap is proved."""
 
 _FAR = 3.0
-"""Its limit is halfway between bound and incumbent if they are so many times the gap apart."""
+"""A limit is halfway between bound and incumbent if they are this many times the gap apart."""
 
 _DEMAND_SECONDS = 4.0
 _DEMAND_PART = 0.5

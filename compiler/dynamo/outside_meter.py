@@ -33,7 +33,7 @@ _OTHER_MARK_BYTES = 7 * 512 + 2
 recording that was spoilt: by a tensor of that size, if the model has one."""
 
 _MOST_SPOILT = 4
-"""The number of spoilt recordings in a row after which the log warns, and of sizes that marks take in turn."""
+"""The number of spoilt recordings in a row after which the log warns, and of sizes that marks take."""
 
 _MOST_MARKS = 20_000
 _IDLE_SECONDS = 60

@@ -25,7 +25,7 @@ _Words = NDArray[np.uint64]
 
 _WORD = 64
 _TRIED = 4
-"""The number of cheapest states at the loss of which a schedule is made that runs nothing again in forward."""
+"""The number of cheapest states at the loss of which a schedule is made; it runs nothing again in forward."""
 
 _TOLERANCE = 1e-6
 """Each bound is lowered by this fraction of the step's time: what the solver may be off by."""

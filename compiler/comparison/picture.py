@@ -110,6 +110,7 @@ def draw_comparison(comparison: Drawn, path: Path, kind: str) -> None:
         axes.set_ylabel("time added to a step, %")
         title = f"{comparison.model}: strategies beside the best plan and its bound"
         axes.set_title(title, loc="left", parse_math=False)
+        axes.set_title("grey: proved impossible", loc="right", color=_GREY, fontsize=9)
         path.write_bytes(rendered(figure, kind))
 
 
@@ -151,15 +152,6 @@ def _draw_bound(axes: Axes, comparison: Drawn, divisor: float) -> None:
         color=_BAND,
         linewidth=0,
         zorder=0,
-    )
-    axes.text(
-        0.985,
-        0.02,
-        "grey: proved impossible",
-        transform=axes.transAxes,
-        ha="right",
-        va="bottom",
-        color=_GREY,
     )
 
 

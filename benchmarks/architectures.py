@@ -287,7 +287,7 @@ def _state(module: nn.Module) -> list[torch.Tensor]:
 
 
 def _outcomes(module: nn.Module, instance: Instance) -> list[Outcome]:
-    """What some steps of plain gradient descent leave, one by one."""
+    """The outcomes of some steps of plain gradient descent."""
 
     def copied(tensors: Iterable[tuple[str, torch.Tensor | None]]) -> dict[str, torch.Tensor]:
         named = {name.replace("_orig_mod.", ""): t for name, t in tensors if t is not None}

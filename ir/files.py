@@ -54,20 +54,23 @@ def _no_number(text: str) -> NoReturn:
     raise ValueError(f"{text} is not a finite number")
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
+def write_whole(path: Path, content: str | bytes, code: str = "IRC435") -> None:
     """Writes a file as a whole or not at all.
 
+    Args:
+        path: Its place.
+        content: What it holds.
+        code: The code of the refusal.
+
     Raises:
-        UsageError: IRC435 when it cannot be written.
+        UsageError: With that code when it cannot be written.
     """
     staging = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         staging.write_bytes(content if isinstance(content, bytes) else content.encode())
         os.replace(staging, path)
     except OSError as error:
-        raise UsageError(
-            "IRC435", f"{path} cannot be written: {error}", help="choose another file"
-        ) from error
+        raise UsageError(code, f"{path} cannot be written: {error}", help="choose another file") from error
     finally:
         with contextlib.suppress(OSError):  # if there is no such folder
             staging.unlink(missing_ok=True)

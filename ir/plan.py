@@ -11,7 +11,7 @@ from typing import Any
 
 from .annotation import Annotation, Policy, named_annotations
 from .errors import UsageError
-from .files import read_json
+from .files import read_json, write_whole
 from .graph import Gradients
 from .printable import printable
 from .units import format_bytes
@@ -339,17 +339,7 @@ class Plan:
         Raises:
             UsageError: IRC402 when it cannot be written.
         """
-        target = Path(path)
-        staging = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-        try:
-            staging.write_text(json.dumps(self.to_json(), indent=1))
-            os.replace(staging, target)
-        except OSError as error:
-            raise UsageError(
-                "IRC402", f"{target} cannot be written: {error}", help="choose another file"
-            ) from error
-        finally:
-            staging.unlink(missing_ok=True)
+        write_whole(Path(path), json.dumps(self.to_json(), indent=1), "IRC402")
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:

@@ -13,8 +13,6 @@ from .progress import Progress
 
 __all__ = ["add"]
 
-_BUDGETS = "90%,75%,60%,50%,40%,min"
-
 
 def add(commands: Commands) -> None:
     """Adds `irc compare` to the command line."""
@@ -24,9 +22,8 @@ def add(commands: Commands) -> None:
     add_model(compare)
     compare.add_argument(
         "--budgets",
-        default=_BUDGETS,
         metavar="A,B",
-        help=f"as 90%%,4GiB; min is the smallest that fits ({_BUDGETS.replace('%', '%%')})",
+        help="as 90%%,4GiB,min, where min is the smallest that fits; six of them if left out",
     )
     compare.add_argument(
         "--strategies", metavar="A,B", help="names as for irc optimize --strategy; all of them if left out"
@@ -46,61 +43,41 @@ def add(commands: Commands) -> None:
 
 def _compare(options: argparse.Namespace) -> int:
     source = source_of(options)
-    texts = [text.strip() for text in options.budgets.split(",")]
+    texts = [] if options.budgets is None else [text.strip() for text in options.budgets.split(",")]
     budgets = [text if text == "min" else budget_of(text) for text in texts]
     progress = Progress(options)
     with progress.phase(f"loading {options.model}"):
         from ..compiler.comparison.cells import Cell
-        from ..compiler.comparison.compare_strategies import DEFAULT, check, compare_program
+        from ..compiler.comparison.compare_strategies import BUDGETS, DEFAULT, Compared, compare_call
         from ..compiler.comparison.comparison import FILES
-        from ..compiler.comparison.measure import Measurer
         from ..compiler.model_source import load, training_loss
+        from ..compiler.reports import make_folder
         from ..compiler.request import Request
-        from ..compiler.written import made_folder
-        from ..frontends.torch import capture
         from ..ir import require
 
-        strategies = (
-            DEFAULT
-            if options.strategies is None
-            else [name.strip() for name in options.strategies.split(",")]
+        compared = Compared.of(
+            budgets or BUDGETS,
+            DEFAULT if options.strategies is None else options.strategies,
+            options.time_limit,
+            options.gap,
+            options.measure,
         )
-        check(budgets, strategies, options.time_limit, options.gap)
         if options.output is not None:
             require("plot", "irc compare -o")
-            made_folder(options.output)
+            make_folder(options.output)
         loaded = load(source)
         mark(loaded.module, options)
-    with progress.phase("capturing and measuring"):
-        request = Request.of("100%", costs=options.costs, observers=[progress])
-        captured = capture(
-            loaded.module,
-            loaded.args,
-            None,
-            loss=training_loss,
-            with_eager=True,
-            measure=request.cost.measure,
-        )
-        program = request.costed(captured)
-        measurer = None
-        if options.measure:
-            measurer = Measurer(loaded.module, captured, loaded.args, None, training_loss)
 
     def say(cell: Cell) -> None:
         if progress.verbose:
             outcome = cell.code or f"{cell.overhead:.2%}"
             print(f"{format_bytes(cell.budget_bytes)}  {cell.strategy}  {outcome}", file=sys.stderr)
 
-    with progress.phase("planning"):
-        comparison = compare_program(
-            program,
-            model_name(options.model),
-            budgets,
-            strategies,
-            time_limit=options.time_limit,
-            gap=options.gap,
-            measurer=measurer,
-            on_cell=say,
+    with progress.phase("capturing, measuring and planning"):
+        request = Request.of("100%", costs=options.costs, observers=[progress])
+        name = model_name(options.model)
+        comparison = compare_call(
+            loaded.module, loaded.args, None, training_loss, request, name, compared, say
         )
     if options.json:
         print(json.dumps(comparison.to_json(), indent=1))

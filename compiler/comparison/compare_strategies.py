@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from ...frontends.torch import Loss, capture
 from ...ir import BudgetError, IrcError, UsageError, parse_budget, verify_schedule
-from ...passes import PlanMemory, Planner, Program
+from ...passes import PlanMemory, Planner
 from ...passes.remat.choice import GAP
 from ...passes.remat.strategies.published import PUBLISHED, strategy_named
 from ..model_source import training_loss
@@ -21,7 +21,7 @@ from .cells import Cell
 from .comparison import Comparison
 from .measure import Measurer
 
-__all__ = ["BUDGETS", "DEFAULT", "compare", "compare_program"]
+__all__ = ["BUDGETS", "DEFAULT", "Compared", "compare", "compare_call"]
 
 BUDGETS: tuple[int | str, ...] = ("90%", "75%", "60%", "50%", "40%", "min")
 """The budgets unless others are asked for."""
@@ -33,19 +33,83 @@ _BEST = "auto"
 _OVER = "IRC204"
 """The code of a budget that is below what a strategy's schedules take."""
 
-_NUMBERS = {"<k>": ("8",), "<n>": ("0", "4", "16")}
-
 DEFAULT: tuple[str, ...] = (
     _BEST,
     "eviction",
-    *(
-        name
-        for strategy in PUBLISHED
-        for mark in [next((mark for mark in _NUMBERS if mark in strategy.name), "")]
-        for name in ([strategy.name.replace(mark, n) for n in _NUMBERS[mark]] if mark else [strategy.name])
-    ),
+    *(name for strategy in PUBLISHED for name in strategy.examples),
 )
 """The strategies unless others are asked for: irc's own, and each published one."""
+
+_KERNELS = (
+    "LSTM layers are compared as the kernels that eager runs; irc.optimize fits smaller budgets by their "
+    "time steps"
+)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The options of a comparison.
+
+    Args:
+        budgets: As for `compare`.
+        strategies: As for `compare`.
+        time_limit: Seconds for each plan.
+        gap: As for `compare`.
+        measure: As for `compare`.
+    """
+
+    budgets: tuple[int | str, ...] = BUDGETS
+    strategies: tuple[str, ...] = DEFAULT
+    time_limit: float = 20.0
+    gap: float = GAP
+    measure: bool = False
+
+    @staticmethod
+    def of(
+        budgets: Sequence[int | str] | str,
+        strategies: Sequence[str] | str,
+        time_limit: float,
+        gap: float,
+        measure: bool,
+    ) -> Compared:
+        """The options as a user gives them, a text with commas for a sequence; refuses malformed ones.
+
+        Raises:
+            UsageError: IRC401 for a budget, IRC403 for a strategy, the time limit or the gap.
+        """
+        found = Compared(_listed(budgets), tuple(map(str, _listed(strategies))), time_limit, gap, measure)
+        if not found.strategies or not found.budgets:
+            raise UsageError(
+                "IRC403", "there is nothing to compare", help="name one budget and one strategy at least"
+            )
+        for budget in found.budgets:
+            if budget != MINIMUM:
+                parse_budget(budget)
+        for strategy in found.strategies:
+            chooser = found.chooser("100%", strategy)
+            chooser.check()
+            chooser.check_tiers(has_tiers=False)
+        return found
+
+    def chooser(self, budget: int | str, strategy: str) -> PlanMemory:
+        """The pass that plans by a strategy within a budget."""
+        return PlanMemory(budget, strategy, self.time_limit, gap=self.gap)
+
+    def budget_bytes(self, planner: Planner) -> list[int]:
+        """The budgets in bytes, the largest first.
+
+        Raises:
+            UsageError: IRC401 for one of no bytes.
+        """
+        deadline = time.thread_time() + self.time_limit
+        minimum_bytes = planner.minimum_bytes(deadline, is_thorough=MINIMUM in self.budgets)
+        whole = planner.baseline_bytes
+        asked = {minimum_bytes if b == MINIMUM else parse_budget(b, whole) for b in self.budgets}
+        return sorted(map(parse_budget, asked), reverse=True)
+
+
+def _listed(given: Sequence[int | str] | str) -> tuple[int | str, ...]:
+    return tuple(text.strip() for text in given.split(",")) if isinstance(given, str) else tuple(given)
 
 
 def compare(
@@ -86,101 +150,64 @@ def compare(
         UnsupportedError: As for `irc.optimize`.
         UsageError: IRC401 or IRC403 for a budget, a strategy, the time limit or the gap.
     """
-    budgets, strategies = _listed(budgets), tuple(map(str, _listed(strategies)))
-    check(budgets, strategies, time_limit, gap)
-    request = Request.of("100%", costs=costs)
+    options = Compared.of(budgets, strategies, time_limit, gap, measure)
     args = (example_args,) if isinstance(example_args, Tensor) else tuple(example_args)
     if measure and loss is None:
         loss = training_loss
-    captured = capture(model, args, example_kwargs, loss=loss, with_eager=True, measure=request.cost.measure)
-    program = request.costed(captured)
-    measurer = None
-    if measure and loss is not None:
-        measurer = Measurer(model, captured, args, example_kwargs, loss)
-    name = type(model).__name__
-    return compare_program(
-        program, name, budgets, strategies, time_limit=time_limit, gap=gap, measurer=measurer
-    )
+    request = Request.of("100%", costs=costs)
+    return compare_call(model, args, example_kwargs, loss, request, type(model).__name__, options)
 
 
-def _listed(given: Sequence[int | str] | str) -> tuple[int | str, ...]:
-    """The names or amounts of a sequence, or of a text with commas between."""
-    return tuple(text.strip() for text in given.split(",")) if isinstance(given, str) else tuple(given)
-
-
-_KERNELS = (
-    "LSTM layers are compared as the kernels that eager runs; irc.optimize fits smaller budgets by their "
-    "time steps"
-)
-
-
-def check(budgets: Sequence[int | str], strategies: Sequence[str], time_limit: float, gap: float) -> None:
-    """Refuses malformed options.
-
-    Raises:
-        UsageError: IRC401 for a budget, IRC403 for a strategy, the time limit or the gap.
-    """
-    for budget in budgets:
-        if budget != MINIMUM:
-            parse_budget(budget)
-    if not strategies or not budgets:
-        raise UsageError(
-            "IRC403", "there is nothing to compare", help="name one budget and one strategy at least"
-        )
-    for strategy in strategies:
-        chooser = PlanMemory("100%", strategy, time_limit, gap=gap)
-        chooser.check()
-        chooser.check_tiers(has_tiers=False)
-
-
-def compare_program(
-    program: Program,
-    model: str,
-    budgets: Sequence[int | str],
-    strategies: Sequence[str],
-    *,
-    time_limit: float,
-    gap: float = GAP,
-    measurer: Measurer | None = None,
-    on_cell: Callable[[Cell], None] | None = None,
+def compare_call(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    loss: Loss | None,
+    request: Request,
+    name: str,
+    options: Compared,
+    on_cell: Callable[[Cell], None] = lambda _: None,
 ) -> Comparison:
-    """Compares strategies on a program with costs.
+    """Captures a call of a model, and plans it by each strategy at each budget.
 
     Args:
-        program: A graph and its costs.
-        model: The model's name.
-        budgets: As for `compare`.
-        strategies: As for `compare`.
-        time_limit: Seconds for each plan.
-        gap: As for `compare`.
-        measurer: Measures each plan; None if nothing runs.
+        model: As for `compare`.
+        args: The arguments.
+        kwargs: The keyword arguments.
+        loss: As for `compare`; there is one if plans are measured.
+        request: Where costs come from.
+        name: The model's name.
+        options: What is compared.
         on_cell: Told of each plan or refusal.
+
+    Raises:
+        IrcError: As for `compare`.
     """
-    check(budgets, strategies, time_limit, gap)
+    captured = capture(model, args, kwargs, loss=loss, with_eager=True, measure=request.cost.measure)
+    program = request.costed(captured)
     planner = Planner(program)
-    searches = {name: Planner(program) for name in {_BEST, *strategies} if strategy_named(name) is None}
-    deadline = time.thread_time() + time_limit
-    minimum_bytes = planner.minimum_bytes(deadline, is_thorough=MINIMUM in budgets)
-    asked = {
-        minimum_bytes if budget == MINIMUM else parse_budget(budget, planner.baseline_bytes)
-        for budget in budgets
-    }
+    searches = {n: Planner(program) for n in {_BEST, *options.strategies} if strategy_named(n) is None}
+    budgets = options.budget_bytes(planner)
+    measurer = None
+    if options.measure:
+        assert loss is not None
+        measurer = Measurer(model, captured, args, kwargs, loss)
     cells: list[Cell] = []
-    for budget_bytes in sorted(asked, reverse=True):
-        best = _cell(searches[_BEST], PlanMemory(budget_bytes, _BEST, time_limit, gap=gap), measurer)
-        for strategy in strategies:
+    for budget_bytes in budgets:
+        shown = measurer if _BEST in options.strategies else None
+        best = _cell(searches[_BEST], options.chooser(budget_bytes, _BEST), shown)
+        for strategy in options.strategies:
             apart = searches.get(strategy, planner)  # a search goes by what its planner has found
-            chooser = PlanMemory(budget_bytes, strategy, time_limit, gap=gap)
+            chooser = options.chooser(budget_bytes, strategy)
             cell = best if strategy == _BEST else _cell(apart, chooser, measurer)
             cells.append(cell.above(best.bound))
-            if on_cell is not None:
-                on_cell(cells[-1])
+            on_cell(cells[-1])
     return Comparison(
-        model=model,
+        model=name,
         baseline_bytes=planner.baseline_bytes,
         static_bytes=planner.problem.graph.static_bytes,
         floor_bytes=planner.problem.floor_bytes,
-        minimum_bytes=minimum_bytes,
+        minimum_bytes=planner.minimum_bytes(),
         step_seconds=planner.problem.step_seconds,
         costs="" if program.costs is None else program.costs.source,
         remark=_KERNELS if has_kernels(program.graph) else "",

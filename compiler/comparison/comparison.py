@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
 
-from ...ir import printable, require
+from ...ir import printable
 from ...ir.units import memory_unit
-from ..pictures import check_picture
-from ..written import made_folder, write_whole
+from .. import reports
 from .cells import Cell
 
 __all__ = ["FILES", "Comparison"]
 
-FILES = ("comparison.json", "comparison.csv", "comparison.svg", "comparison.png")
+_STEM = "comparison"
+FILES = reports.files_of(_STEM)
 """The files that `Comparison.save` writes."""
 
 _FORMAT = "irc-comparison-1"
@@ -67,7 +65,7 @@ class Comparison:
         lines = [
             f"{printable(self.model)}: baseline {self._amount(self.baseline_bytes)} {unit}, smallest "
             f"{self._amount(self.minimum_bytes)}, a step takes {self.step_seconds * 1e3:.4g} ms (costs "
-            f"{self.costs})"
+            f"{printable(self.costs)})"
         ]
         if self.remark:
             lines.append(self.remark)
@@ -131,32 +129,24 @@ class Comparison:
             writer.writerow({**row, **{f"measured_{name}": value for name, value in measured.items()}})
         return text.getvalue()
 
-    def draw(self, path: str | os.PathLike[str]) -> None:
-        """Draws all fronts and the bound into an `.svg`, `.png` or `.pdf` file.
-
-        Raises:
-            UsageError: IRC400 for another suffix, IRC442 when the file cannot be written, IRC448 without the
-                extra `plot`.
-        """
-        target = Path(path)
-        check_picture(target, "draw")
+    def picture(self, kind: str) -> bytes:
+        """Its picture as the content of a file, `svg` or `png`: all fronts, and the bound."""
         from .picture import draw_comparison
 
-        write_whole(target, lambda staging: draw_comparison(self, staging, target.suffix.removeprefix(".")))
+        return draw_comparison(self, kind)
+
+    def draw(self, path: str | os.PathLike[str]) -> None:
+        """Draws all fronts and the bound into an `.svg` or `.png` file.
+
+        Raises:
+            UsageError: As `reports.draw`.
+        """
+        reports.draw(self, path)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes `comparison.json`, `.csv`, `.svg` and `.png`, each as a whole or not at all.
 
-        Args:
-            folder: Where to; it is made if need be, and earlier files are replaced.
-
         Raises:
-            UsageError: IRC442 when it cannot be written, IRC448 without the extra `plot`.
+            UsageError: As `reports.save`.
         """
-        require("plot", "drawing a comparison")
-        target = made_folder(folder)
-        text = json.dumps(self.to_json(), indent=1) + "\n"
-        write_whole(target / FILES[0], lambda staging: staging.write_text(text))
-        write_whole(target / FILES[1], lambda staging: staging.write_text(self.to_csv()))
-        for name in FILES[2:]:
-            self.draw(target / name)
+        reports.save(self, folder, _STEM)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import matplotlib
@@ -70,13 +69,15 @@ class _Front(NamedTuple):
     overhead: list[float]
 
 
-def draw_comparison(comparison: Drawn, path: Path, kind: str) -> None:
-    """Writes the picture of a comparison.
+def draw_comparison(comparison: Drawn, kind: str) -> bytes:
+    """Draws the picture of a comparison.
 
     Args:
         comparison: What to draw; strategies without a plan are left out.
-        path: The file, of whatever name.
-        kind: `svg`, `png` or `pdf`.
+        kind: `svg` or `png`.
+
+    Returns:
+        The content of the file.
     """
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(9.5, 6), layout="constrained")
@@ -111,7 +112,7 @@ def draw_comparison(comparison: Drawn, path: Path, kind: str) -> None:
         title = f"{comparison.model}: strategies beside the best plan and its bound"
         axes.set_title(title, loc="left", parse_math=False)
         axes.set_title("grey: proved impossible", loc="right", color=_GREY, fontsize=9)
-        path.write_bytes(rendered(figure, kind))
+        return rendered(figure, kind)
 
 
 def _fronts(comparison: Drawn, divisor: float) -> list[_Front]:

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import os
 import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
 
-from ...ir import UsageError, format_bytes, printable, require
+from ...ir import format_bytes, printable
 from ...ir.units import memory_unit
-from ..written import made_folder, write_whole
+from .. import reports
 from .points import Point, Refusal, Survey, find_knee, merge
 
 __all__ = ["FILES", "Front"]
 
-FILES = ("front.json", "front.csv", "front.svg", "front.png")
+_STEM = "front"
+FILES = reports.files_of(_STEM)
 """The files that `Front.save` writes."""
 
 _FORMAT = "irc-front-1"
@@ -189,36 +188,24 @@ class Front:
             writer.writerow({**row, "knee": False, "refused": refusal.code})
         return text.getvalue()
 
+    def picture(self, kind: str) -> bytes:
+        """Its picture as the content of a file, `svg` or `png`."""
+        from .picture import draw_front
+
+        return draw_front(self, kind)
+
     def draw(self, path: str | os.PathLike[str]) -> None:
         """Draws the front into an `.svg` or `.png` file.
 
         Raises:
-            UsageError: IRC442 when the file cannot be written, IRC445 for another suffix, IRC448 without the
-                extra `plot`.
+            UsageError: As `reports.draw`.
         """
-        target = Path(path)
-        if target.suffix not in (".svg", ".png"):
-            raise UsageError(
-                "IRC445", f"{target} is neither an .svg nor a .png file", help="choose one of the two"
-            )
-        require("plot", "drawing a front")
-        from .picture import draw_front
-
-        write_whole(target, lambda staging: draw_front(self, staging, target.suffix))
+        reports.draw(self, path)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes `front.json`, `front.csv`, `front.svg` and `front.png`, each as a whole or not at all.
 
-        Args:
-            folder: Where to; it is made if need be, and earlier files are replaced.
-
         Raises:
-            UsageError: IRC442 when it cannot be written, IRC448 without the extra `plot`.
+            UsageError: As `reports.save`.
         """
-        require("plot", "drawing a front")
-        target = made_folder(folder)
-        text = json.dumps(self.to_json(), indent=1) + "\n"
-        write_whole(target / "front.json", lambda staging: staging.write_text(text))
-        write_whole(target / "front.csv", lambda staging: staging.write_text(self.to_csv()))
-        self.draw(target / "front.svg")
-        self.draw(target / "front.png")
+        reports.save(self, folder, _STEM)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import matplotlib
@@ -53,13 +52,15 @@ class Drawn(Protocol):
         ...
 
 
-def draw_front(front: Drawn, path: Path, suffix: str) -> None:
-    """Writes the picture of a front that has points.
+def draw_front(front: Drawn, kind: str) -> bytes:
+    """Draws the picture of a front that has points.
 
     Args:
         front: What to draw.
-        path: The file, of whatever name.
-        suffix: `.svg` or `.png`.
+        kind: `svg` or `png`.
+
+    Returns:
+        The content of the file.
     """
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(8, 6.8 if front.survey.tiers else 5.4), layout="constrained")
@@ -71,7 +72,7 @@ def draw_front(front: Drawn, path: Path, suffix: str) -> None:
         for panel in copies:
             _draw_copies(panel, front)
         _describe(figure, axes, front)
-        path.write_bytes(rendered(figure, suffix.removeprefix(".")))
+        return rendered(figure, kind)
 
 
 def _panels(figure: Figure, front: Drawn) -> list[Axes]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from ...ir import BudgetError, UsageError, format_bytes
+from ...ir import BudgetError, format_bytes
 from .choice import ChosenSchedule, Limits, out_of_time, over_budget
 from .eviction import evict_greedily
 from .planner import Planner
@@ -89,12 +89,6 @@ def _named(planner: Planner, strategy: str, limits: Limits) -> Incumbent:
     """The strategy's own schedule: if it has several, the fastest that fits."""
     problem, budget_bytes = planner.problem, limits.budget_bytes
     schedules = _by_name(planner, strategy, limits)
-    if not schedules and strategy == "per-block":
-        raise UsageError(
-            "IRC403",
-            "strategy per-block finds no blocks in the names of this model's modules",
-            help="use strategy auto, or put the blocks into a Sequential or ModuleList",
-        )
     if not schedules:
         if time.thread_time() >= limits.deadline:
             raise out_of_time(limits, problem.keep_all.peak_bytes)

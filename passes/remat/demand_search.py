@@ -311,13 +311,9 @@ class DemandSearch:
 
     def _held_between(self, time_step: int) -> int:
         """Bytes of all but what comes and goes, while something runs again right before a time step."""
-        problem, split = self.problem, len(self.problem.forward)
-        if time_step == split:
-            tangents = sum(s.nbytes for s in problem.graph.tangent_storages)
-            held = problem.held_before[split] - tangents - problem.graph.loss_held_bytes
-            return held + problem.least_others_bytes(max(split - 1, 0))
-        base = time_step if time_step < split else time_step - 1
-        return problem.held_before[base] + problem.least_others_bytes(time_step)
+        problem = self.problem
+        others_at = max(time_step - 1, 0) if time_step == len(problem.forward) else time_step
+        return problem.held_between(time_step) + problem.least_others_bytes(others_at)
 
     def _one_made_again(self, states: _States, room_bytes: int) -> tuple[_States, _Ints]:
         """The states before one more operation, and the operation of each."""

@@ -58,10 +58,6 @@ _SLACK = 200
 class _Run(OnlineRun):
     distance_weight: float
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.order = self.problem.base
-
     def _next_use(self, storage: Storage) -> int | None:
         times = self.reads.get(storage, [])
         index = bisect.bisect_left(times, self.now)
@@ -124,7 +120,7 @@ class _Run(OnlineRun):
 
     def _distance(self, storage: Storage) -> int:
         next_use = self._next_use(storage)
-        return len(self.order) if next_use is None else next_use - self.now + 1
+        return len(self.problem.base) if next_use is None else next_use - self.now + 1
 
     def _seconds(self, storage: Storage) -> float:
         problem = self.problem

@@ -260,7 +260,7 @@ class CheckpointProblem:
         )
         return (*forward, *self.held_during)
 
-    def held_in(self, time_step: int, small_bytes: int) -> int:
+    def held_in(self, time_step: int, small_bytes: float = math.inf) -> int:
         """The same at a time step, with the storages larger than `small_bytes` that it makes itself."""
         split = len(self.forward)
         if time_step == split:
@@ -283,6 +283,14 @@ class CheckpointProblem:
             for cases in (others_before(graph), others_after(graph))
         )
         return before, after
+
+    def held_between(self, time_step: int) -> int:
+        """The same while something runs again right before a time step."""
+        split = len(self.forward)
+        if time_step != split:
+            return self.held_before[time_step if time_step < split else time_step - 1]
+        tangents = sum(s.nbytes for s in self.graph.tangent_storages)
+        return self.held_before[split] - tangents - self.graph.loss_held_bytes
 
     def others_at(self, time_step: int) -> tuple[Others, ...]:
         """The cases of what other forwards in flight hold at a time step or base step: each may be the worst.

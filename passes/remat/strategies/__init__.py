@@ -1,4 +1,4 @@
-"""The published rules for what to keep, each in a file of its own; those without a budget are candidates."""
+"""Published methods, each family in a file of its own, and those of them that every search begins with."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _CUTS_IN_BLOCKS = 8
 
 
 def known_strategies(problem: CheckpointProblem) -> Iterator[tuple[str, Solution]]:
-    """Yields every rule of this file with its name, at all its settings: none of them looks at a budget."""
+    """Yields schedules that searches begin with, with their names: of rules that look at no budget."""
     yield "keep-all", keep_all(problem)
     yield "sqrt-n", sqrt_n(problem)
     for exponent in range(1, max(len(problem.forward) - 1, 0).bit_length()):

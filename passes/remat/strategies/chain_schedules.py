@@ -15,7 +15,7 @@ __all__ = ["Pass", "Run", "chain_of", "schedule_of"]
 
 
 class Pass(Enum):
-    """What a block does."""
+    """The passes of a block."""
 
     ADVANCE = "advance"
     """Its forward runs; the source of the next block is there then, its own is not."""
@@ -124,7 +124,7 @@ class _Carried:
             self._drop(() if block.source is None else (block.source,))
 
     def _left(self, run: Run) -> set[Storage]:
-        """What a pass leaves, beside the block's own source."""
+        """The storages that a pass leaves, beside the block's own source."""
         following = self.blocks[run.block + 1 : run.block + 2]
         sources = {block.source for block in following if block.source is not None}
         return sources.union(self.blocks[run.block].saved) if run.what is Pass.SAVE else sources

@@ -134,7 +134,7 @@ class _Programme:
         return nbytes / self.unit_bytes
 
     def _nodes(self, t: int) -> tuple[Node, ...]:
-        """What may run at a time step, in order: the first run is the last."""
+        """The operations that may run at a time step, in order; the first run is the last of them."""
         node = self.problem.base_of(t)
         return self.steps.again[t] if node is None else (*self.steps.again[t], node)
 
@@ -177,12 +177,12 @@ class _Programme:
             if isinstance(runs, Variable):
                 running = self._units(self.steps.running_bytes(node))
                 before = t if t != self.steps.loss else t - 1  # other forwards in flight still wait
-                self._add_budget(before, used + running * runs, self.steps.held_again(t))
+                self._add_budget(before, used + running * runs, self.problem.held_between(t))
                 alive = used - self._freed(t, node, nodes[position + 1 :])
             else:
-                self._add_budget(t, used, self.steps.held_at(t))
+                self._add_budget(t, used, self.problem.held_in(t))
         if t == self.steps.loss:
-            self._add_budget(t, self.kept, self.steps.held_at(t))
+            self._add_budget(t, self.kept, self.problem.held_in(t))
 
     def _freed(self, t: int, node: Node, later: tuple[Node, ...]) -> LinearSum:
         """The units that are freed after an operation has run again."""

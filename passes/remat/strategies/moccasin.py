@@ -263,10 +263,10 @@ class _Programme:
 
     def _rooms(self) -> list[tuple[int, int, int]]:
         """The events from one to another and the units that are left there for what comes and goes."""
-        found: list[tuple[int, int, int]] = []
+        problem, found = self.problem, list[tuple[int, int, int]]()
         begin = 0
         for time_step, event in enumerate(self.first_at):
-            spans = ((begin, event, self.steps.held_again), (event, event + 1, self.steps.held_at))
+            spans = ((begin, event, problem.held_between), (event, event + 1, problem.held_in))
             for first, last, held in spans:
                 if first < last:
                     room_bytes = self.budget_bytes - held(time_step)

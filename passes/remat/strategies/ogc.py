@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, combinations, pairwise
-from typing import TypeAlias
+from itertools import accumulate, pairwise
+from typing import NamedTuple, TypeAlias
 
 import networkx as nx
 
@@ -47,7 +48,7 @@ class Checkpoints:
         return self.kept_bytes + self.segment_bytes
 
 
-def ogc(problem: CheckpointProblem) -> Solution:
+def ogc(problem: CheckpointProblem, deadline: float = math.inf) -> Solution:
     """Keeps the tensors for which the method's model takes least: there is one schedule, whatever the budget.
 
     The vertices are storages that forward makes. A checkpoint counts with its bytes; within a segment counts
@@ -58,13 +59,14 @@ def ogc(problem: CheckpointProblem) -> Solution:
 
     Args:
         problem: The recomputation problem.
+        deadline: `time.thread_time()` after which the best found so far is taken.
 
     Source:
         Feng and Huang, Optimal Gradient Checkpoint Search for Arbitrary Computation Graphs (CVPR 2021).
     """
     graph, inside = _graph_of(problem)
     own: dict[Vertex, int] = {s: s.nbytes for s in problem.producer if s in inside}
-    found = optimal_checkpoints(graph, own, inside)
+    found = optimal_checkpoints(graph, own, inside, deadline)
     return keeping(problem, frozenset(s for s in found.kept if isinstance(s, Storage)))
 
 
@@ -97,7 +99,10 @@ def _graph_of(problem: CheckpointProblem) -> tuple[Graph, dict[Vertex, int]]:
 
 
 def optimal_checkpoints(
-    graph: Graph, kept_bytes: Mapping[Vertex, int], segment_bytes: Mapping[Vertex, int]
+    graph: Graph,
+    kept_bytes: Mapping[Vertex, int],
+    segment_bytes: Mapping[Vertex, int],
+    deadline: float = math.inf,
 ) -> Checkpoints:
     """The vertices of an acyclic graph to keep, so that the kept bytes and one segment's are least.
 
@@ -116,18 +121,19 @@ def optimal_checkpoints(
         graph: The graph; its sources and sinks are joined to two ends, which cost nothing.
         kept_bytes: For each vertex the bytes that keeping it takes.
         segment_bytes: For each vertex the bytes that it takes within a segment.
+        deadline: As for `ogc`.
 
     Source:
         Feng and Huang (2021): sections 4.2 (linear graphs), 4.3 (division tree, independent segments).
     """
-    whole = _Division.of(graph, segment_bytes)
+    whole = _Division.of(graph, kept_bytes, segment_bytes)
     levels = sorted(set(whole.sizes()))
     step = max(1, math.ceil(len(levels) / _MOST_LEVELS))
     best: Checkpoints | None = None
     for most in dict.fromkeys([*levels[::step], levels[-1]]):
-        if best is not None and most >= best.nbytes:
+        if best is not None and (most >= best.nbytes or time.thread_time() > deadline):
             break
-        found = _Search(kept_bytes, segment_bytes, most).least(whole)
+        found = _least(whole, most)
         if found is None:
             continue
         cost, kept = found
@@ -138,28 +144,44 @@ def optimal_checkpoints(
     return best
 
 
+class _Choice(NamedTuple):
+    """Some vertices that are kept of a set that cannot be divided.
+
+    Args:
+        largest_bytes: The bytes of the largest segment that is left.
+        cost: The bytes that are kept.
+        kept: The vertices.
+    """
+
+    largest_bytes: int
+    cost: int
+    kept: tuple[Vertex, ...]
+
+
 @dataclass(eq=False)
 class _Division:
     """A set of vertices between two ends, which are kept, and how it divides.
 
     Args:
         graph: The vertices inside, and the edges between them.
+        kept_bytes: For each of them, the bytes that keeping it takes.
         nbytes: For each of them, the bytes within a segment.
         entries: The vertices inside that the first end leads to.
         exits: The vertices inside that lead to the other end.
     """
 
     graph: Graph
+    kept_bytes: Mapping[Vertex, int]
     nbytes: Mapping[Vertex, int]
     entries: frozenset[Vertex]
     exits: frozenset[Vertex]
 
     @staticmethod
-    def of(graph: Graph, nbytes: Mapping[Vertex, int]) -> _Division:
+    def of(graph: Graph, kept_bytes: Mapping[Vertex, int], nbytes: Mapping[Vertex, int]) -> _Division:
         """The whole graph."""
         entries = frozenset(v for v in graph if graph.in_degree(v) == 0)
         exits = frozenset(v for v in graph if graph.out_degree(v) == 0)
-        return _Division(graph, nbytes, entries, exits)
+        return _Division(graph, kept_bytes, nbytes, entries, exits)
 
     @cached_property
     def inside_bytes(self) -> int:
@@ -174,11 +196,15 @@ class _Division:
             return ()
         return tuple(self._within(part) for part in found)
 
-    def _within(self, part: Iterable[Vertex]) -> _Division:
-        vertices = frozenset(part)
-        return _Division(
-            self.graph.subgraph(vertices).copy(), self.nbytes, self.entries & vertices, self.exits & vertices
-        )
+    def _within(
+        self, part: Iterable[Vertex], before: Set[Vertex] | None = None, after: Set[Vertex] | None = None
+    ) -> _Division:
+        """A set inside, between what leads to it and what it leads to: the ends of this one, if left out."""
+        inside = frozenset(part)
+        graph = self.graph.subgraph(inside).copy()
+        entries = inside & (self.entries if before is None else before)
+        exits = inside & (self.exits if after is None else after)
+        return _Division(graph, self.kept_bytes, self.nbytes, entries, exits)
 
     @cached_property
     def splits(self) -> tuple[Vertex, ...]:
@@ -223,12 +249,45 @@ class _Division:
         order = self._order
         found: list[_Division] = []
         for first, last in pairwise(self._marks):
-            inside = frozenset(order[first + 1 : last])
-            before = set(self.graph.successors(order[first])) if first >= 0 else self.entries
-            after = set(self.graph.predecessors(order[last])) if last < len(order) else self.exits
-            graph = self.graph.subgraph(inside).copy()
-            found.append(_Division(graph, self.nbytes, inside & before, inside & after))
+            before = set(self.graph.successors(order[first])) if first >= 0 else None
+            after = set(self.graph.predecessors(order[last])) if last < len(order) else None
+            found.append(self._within(order[first + 1 : last], before, after))
         return found
+
+    @cached_property
+    def choices(self) -> list[_Choice]:
+        """The best choices of a small set that cannot be divided, those that keep most first."""
+        order = self._order
+        if len(order) > _MOST_INSIDE:
+            return []
+        place = {v: k for k, v in enumerate(order)}
+        beside = [0] * len(order)
+        for u, v in self.graph.edges:
+            beside[place[u]] |= 1 << place[v]
+            beside[place[v]] |= 1 << place[u]
+        found: dict[int, _Choice] = {}
+        for kept in range(1 << len(order)):
+            largest = max(self._segments(order, beside, ~kept & ((1 << len(order)) - 1)), default=0)
+            vertices = tuple(v for k, v in enumerate(order) if kept >> k & 1)
+            cost = sum(self.kept_bytes[v] for v in vertices)
+            if largest not in found or cost < found[largest].cost:
+                found[largest] = _Choice(largest, cost, vertices)
+        best: list[_Choice] = []
+        for largest in sorted(found):
+            if not best or found[largest].cost < best[-1].cost:
+                best.append(found[largest])
+        return best
+
+    def _segments(self, order: Sequence[Vertex], beside: Sequence[int], left: int) -> Iterator[int]:
+        """The bytes of what hangs together among vertices, all given by their places as bits."""
+        while left:
+            part = pending = left & -left
+            while pending:
+                place = pending.bit_length() - 1
+                more = beside[place] & left & ~part
+                part, pending = part | more, pending & ~(1 << place) | more
+            left &= ~part
+            yield sum(self.nbytes[v] for k, v in enumerate(order) if part >> k & 1)
 
     def sizes(self) -> Iterator[int]:
         """The bytes of segments that a search may leave whole."""
@@ -242,9 +301,8 @@ class _Division:
             yield from (self.stretch_bytes(i, j) for j in range(1, count) for i in range(0, j, step))
             for division in self.stretches:
                 yield from division.sizes()
-        elif len(self.graph) <= _MOST_INSIDE:
-            for kept in _subsets(list(self.graph)):
-                yield self.largest(frozenset(kept))
+        else:
+            yield from (choice.largest_bytes for choice in self.choices)
 
     def largest(self, kept: frozenset[Vertex]) -> int:
         """The bytes of the largest segment that is left between kept vertices."""
@@ -253,64 +311,43 @@ class _Division:
         return max((sum(self.nbytes[v] for v in part) for part in components), default=0)
 
 
-def _subsets(vertices: Sequence[Vertex]) -> Iterator[tuple[Vertex, ...]]:
-    for size in range(len(vertices) + 1):
-        yield from combinations(vertices, size)
-
-
 _Found = tuple[int, tuple[Vertex, ...]]
 """The bytes that are kept, and the vertices."""
 
 
-@dataclass(frozen=True)
-class _Search:
-    """The least that must be kept so that no segment takes more than `most_bytes`."""
+def _least(division: _Division, most_bytes: int) -> _Found | None:
+    """The least to keep within a set so that no segment takes more than `most_bytes`; None if one does."""
+    if division.inside_bytes <= most_bytes:
+        return 0, ()
+    if division.parts:
+        return _joined(_least(part, most_bytes) for part in division.parts)
+    if division.splits:
+        return _series(division, most_bytes)
+    fitting = [choice for choice in division.choices if choice.largest_bytes <= most_bytes]
+    return (fitting[-1].cost, fitting[-1].kept) if fitting else None
 
-    kept_bytes: Mapping[Vertex, int]
-    segment_bytes: Mapping[Vertex, int]
-    most_bytes: int
 
-    def least(self, division: _Division) -> _Found | None:
-        """The least bytes to keep within a set, with the vertices; None if some segment stays too large."""
-        if division.inside_bytes <= self.most_bytes:
-            return 0, ()
-        if division.parts:
-            return _joined(self.least(part) for part in division.parts)
-        if division.splits:
-            return self._series(division)
-        return self._indivisible(division)
-
-    def _series(self, division: _Division) -> _Found | None:
-        """A shortest path over the vertices that every path goes through."""
-        count = len(division.splits)
-        best: list[_Found | None] = [(0, ()), *[None] * (count + 1)]
-        for j in range(1, count + 2):
-            own = (division.splits[j - 1],) if j <= count else ()
-            own_bytes = sum(self.kept_bytes[v] for v in own)
-            for i in reversed(range(j)):
-                inside: _Found | None = (0, ())
-                if division.stretch_bytes(i, j) > self.most_bytes:
-                    if i < j - 1:
-                        break  # all longer ones are too large as well
-                    inside = self.least(division.stretches[i])
-                before = best[i]
-                if before is None or inside is None:
-                    continue
-                cost = before[0] + inside[0] + own_bytes
-                known = best[j]
-                if known is None or cost < known[0]:
-                    best[j] = cost, (*before[1], *inside[1], *own)
-        return best[-1]
-
-    def _indivisible(self, division: _Division) -> _Found | None:
-        if len(division.graph) > _MOST_INSIDE:
-            return None
-        fitting = (
-            (sum(self.kept_bytes[v] for v in kept), kept)
-            for kept in _subsets(list(division.graph))
-            if division.largest(frozenset(kept)) <= self.most_bytes
-        )
-        return min(fitting, key=lambda found: found[0], default=None)
+def _series(division: _Division, most_bytes: int) -> _Found | None:
+    """A shortest path over the vertices that every path goes through."""
+    count = len(division.splits)
+    best: list[_Found | None] = [(0, ()), *[None] * (count + 1)]
+    for j in range(1, count + 2):
+        own = (division.splits[j - 1],) if j <= count else ()
+        own_bytes = sum(division.kept_bytes[v] for v in own)
+        for i in reversed(range(j)):
+            inside: _Found | None = (0, ())
+            if division.stretch_bytes(i, j) > most_bytes:
+                if i < j - 1:
+                    break  # all longer ones are too large as well
+                inside = _least(division.stretches[i], most_bytes)
+            before = best[i]
+            if before is None or inside is None:
+                continue
+            cost = before[0] + inside[0] + own_bytes
+            known = best[j]
+            if known is None or cost < known[0]:
+                best[j] = cost, (*before[1], *inside[1], *own)
+    return best[-1]
 
 
 def _joined(parts: Iterable[_Found | None]) -> _Found | None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from ....ir import UsageError
 from ..problem import CheckpointProblem, Solution
 from .blocks import per_block
 from .checkmate import checkmate
@@ -44,15 +45,33 @@ class Strategy:
         name: Its name; `<k>` stands for a number of one or more, `<n>` for one of none or more.
         source: Who published it, and when.
         find: Its schedules for a request, in no order; those over the budget are not asked for.
+        numbers: The numbers to try, if there is one in the name.
     """
 
     name: str
     source: str
     find: Callable[[CheckpointProblem, Asked], Iterable[Solution]]
+    numbers: tuple[int, ...] = ()
+
+    @property
+    def examples(self) -> tuple[str, ...]:
+        """Its name, with each of these numbers in it."""
+        return tuple(re.sub("<[kn]>", str(number), self.name) for number in self.numbers) or (self.name,)
 
 
 def _found(best: Solution | None) -> list[Solution]:
     return [] if best is None else [best]
+
+
+def _per_block(problem: CheckpointProblem) -> list[Solution]:
+    found = list(per_block(problem))
+    if not found:
+        raise UsageError(
+            "IRC403",
+            "strategy per-block finds no blocks in the names of this model's modules",
+            help="use strategy auto, or put the blocks into a Sequential or ModuleList",
+        )
+    return found
 
 
 PUBLISHED = (
@@ -68,7 +87,7 @@ PUBLISHED = (
     ),
     Strategy("rotor", "Beaumont et al. 2019", lambda problem, asked: rotor(problem, asked.budget_bytes)),
     Strategy("revolve", "Griewank and Walther 2000", lambda problem, _: revolve(problem)),
-    Strategy("ogc", "Feng and Huang 2021", lambda problem, _: [ogc(problem)]),
+    Strategy("ogc", "Feng and Huang 2021", lambda problem, asked: [ogc(problem, asked.deadline)]),
     *(
         Strategy(
             heuristic,
@@ -95,10 +114,16 @@ PUBLISHED = (
         "checkpoints-<n>",
         "Bulatov and Salimans 2018",
         lambda problem, asked: [checkpoints(problem, asked.number)],
+        numbers=(0, 4, 16),
     ),
-    Strategy("per-block", "torch.utils.checkpoint", lambda problem, _: per_block(problem)),
+    Strategy("per-block", "torch.utils.checkpoint", lambda problem, _: _per_block(problem)),
     Strategy("sqrt-n", "Chen et al. 2016", lambda problem, _: [sqrt_n(problem)]),
-    Strategy("every-<k>", "Chen et al. 2016", lambda problem, asked: [every_k(problem, asked.number)]),
+    Strategy(
+        "every-<k>",
+        "Chen et al. 2016",
+        lambda problem, asked: [every_k(problem, asked.number)],
+        numbers=(8,),
+    ),
     Strategy("keep-none", "torch.utils.checkpoint", lambda problem, _: [keep_none(problem)]),
     Strategy("keep-all", "eager", lambda problem, _: [keep_all(problem)]),
 )

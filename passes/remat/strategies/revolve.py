@@ -8,7 +8,7 @@ from functools import cache
 from ..problem import CheckpointProblem, Solution
 from .chain_schedules import Pass, Run, chain_of, schedule_of
 
-__all__ = ["forward_runs", "revolve", "runs_of"]
+__all__ = ["revolve", "runs_of"]
 
 
 def revolve(problem: CheckpointProblem) -> Iterator[Solution]:
@@ -51,24 +51,15 @@ def _between(first: int, end: int, checkpoints: int) -> Iterator[Run]:
     yield from _between(first, split, checkpoints)
 
 
-def forward_runs(blocks: int, checkpoints: int) -> int:
-    """The fewest forward passes of blocks that a chain takes, the first ones included.
-
-    Args:
-        blocks: The length of the chain, one or more.
-        checkpoints: The number of sources that may be kept at once, beside the first block's.
-
-    Source:
-        Griewank and Walther (2000), the recursion of section 2. Its closed form is
-        (r + 1) * l - C(s + r, r - 1) with l blocks, s = c + 1 checkpoints, the input's among them, and r the
-        least number for which C(s + r, s) >= l.
-    """
-    return blocks + _again(blocks, checkpoints)
-
-
 @cache
 def _again(blocks: int, checkpoints: int) -> int:
-    """The passes of a chain that do not save: each block's own, right before its backward, is not counted."""
+    """The fewest forward passes of blocks that do not save: each saves once, right before its backward.
+
+    Source:
+        Griewank and Walther (2000), the recursion of section 2. Its closed form is r * l - C(s + r, r - 1)
+        with l blocks, s checkpoints, the input's among them, and r the least number for which
+        C(s + r, s) >= l.
+    """
     if blocks == 1:
         return 0
     if checkpoints == 0:

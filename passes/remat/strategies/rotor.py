@@ -75,7 +75,7 @@ def rotor(problem: CheckpointProblem, budget_bytes: int) -> Iterator[Solution]:
     """
     problem, blocks = chain_of(problem, "rotor")
     forced_bytes = sum(block.forced_bytes for block in blocks)
-    stages = stages_of(problem, blocks)
+    stages = _stages_of(problem, blocks)
     static_bytes = problem.graph.static_bytes
 
     def fitting(shares: Iterable[float]) -> Iterator[Solution]:
@@ -87,7 +87,7 @@ def rotor(problem: CheckpointProblem, budget_bytes: int) -> Iterator[Solution]:
     yield from list(fitting(_RESERVES)) or islice(fitting(_MORE), 1)
 
 
-def stages_of(problem: CheckpointProblem, blocks: Sequence[Block]) -> list[Stage]:
+def _stages_of(problem: CheckpointProblem, blocks: Sequence[Block]) -> list[Stage]:
     """The stages of a chain of blocks.
 
     The loss counts for the last stage: it takes its bytes when that has run forward.
@@ -95,28 +95,31 @@ def stages_of(problem: CheckpointProblem, blocks: Sequence[Block]) -> list[Stage
     static_bytes = problem.graph.static_bytes
     loss_bytes = problem.held_in(len(problem.forward), 0) - static_bytes
     found: list[Stage] = []
-    for block, following in zip(blocks, [*blocks[1:], None], strict=True):
-        kept_bytes = sum(s.nbytes for s in block.saved) - block.forced_bytes
-        part = problem.backward[block.backward_first : block.backward_end]
-        next_bytes = 0 if following is None else following.source_bytes
-        is_read = following is not None and any(following.source in problem.forward_reads[n] for n in part)
+    for number, block in enumerate(blocks):
+        saved_bytes = kept_bytes = sum(s.nbytes for s in block.saved) - block.forced_bytes
         backward_bytes = block.backward_bytes - static_bytes
+        if number + 1 == len(blocks):
+            backward_bytes = max(backward_bytes, loss_bytes)
+            last_seconds = block.forward_seconds
+        else:
+            following = blocks[number + 1]
+            part = problem.backward[block.backward_first : block.backward_end]
+            is_read = any(following.source in problem.forward_reads[node] for node in part)
+            saved_bytes += following.source_bytes
+            kept_bytes += following.source_bytes if is_read else 0
+            last_seconds = block.again_seconds if is_read else block.again_last_seconds
         found.append(
             Stage(
                 forward_seconds=block.forward_seconds,
-                last_seconds=block.forward_seconds
-                if following is None
-                else block.again_seconds
-                if is_read
-                else block.again_last_seconds,
+                last_seconds=last_seconds,
                 backward_seconds=block.backward_seconds,
                 source_bytes=block.source_bytes,
-                saved_bytes=kept_bytes + next_bytes,
-                kept_bytes=kept_bytes + (next_bytes if is_read else 0),
+                saved_bytes=saved_bytes,
+                kept_bytes=kept_bytes,
                 advancing_bytes=block.forward_bytes - block.base_bytes,
                 saving_bytes=block.keeping_bytes - block.base_bytes,
                 entry_bytes=block.entry_bytes - static_bytes,
-                backward_bytes=backward_bytes if following is not None else max(backward_bytes, loss_bytes),
+                backward_bytes=backward_bytes,
             )
         )
     return found

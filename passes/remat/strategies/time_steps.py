@@ -1,4 +1,4 @@
-"""What may run again at each time step in forward order: the class of Checkmate and of MOCCASIN."""
+"""Schedules that run again in forward order at each time step: the class of Checkmate and of MOCCASIN."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TimeSteps:
         """For each time step, the operations that may usefully run again before it, in forward order."""
         problem = self.problem
         last = {
-            node: max((self.problem.last_needed[s] for s in self.makes[node]), default=-1)
+            node: max((problem.last_needed[s] for s in self.makes[node]), default=-1)
             for node in problem.forward
         }
         return tuple(
@@ -72,21 +72,6 @@ class TimeSteps:
         problem = self.problem
         kept = sum(s.nbytes for s in self.makes[node])
         return problem.graph.allocated_bytes(node) - kept + problem.costs.workspace_bytes[node]
-
-    def held_again(self, time_step: int) -> int:
-        """Bytes of all but what comes and goes while something runs again before a time step."""
-        problem, graph = self.problem, self.problem.graph
-        if time_step != self.loss:
-            return problem.held_before[time_step - (time_step > self.loss)]
-        tangents = sum(s.nbytes for s in graph.tangent_storages)
-        return problem.held_before[self.loss] - tangents - graph.loss_held_bytes
-
-    def held_at(self, time_step: int) -> int:
-        """Bytes of all but what comes and goes at the first run of a time step, or at the loss."""
-        problem, graph = self.problem, self.problem.graph
-        if time_step != self.loss:
-            return problem.held_at[time_step - (time_step > self.loss)]
-        return problem.held_before[self.loss] - graph.loss_held_bytes + graph.loss_bytes
 
     def simulate(self, again: Sequence[Sequence[Node]]) -> Solution:
         """Simulates the schedule that runs these operations again before each time step."""

@@ -12,6 +12,7 @@ from support.exhaustive import chains, cheapest_in_class, cheapest_in_order, che
 from support.strategies import Sample, graphs, with_annotations
 
 from irc.ir import UsageError, verify_schedule
+from irc.passes import CheckpointProblem
 from irc.passes.remat.strategies import checkmate as module
 from irc.passes.remat.strategies.checkmate import checkmate
 
@@ -105,8 +106,8 @@ def test_a_choice_over_the_budget_is_excluded_alone(sample: Sample) -> None:
     budget = budget_of(sample, 30)
     expected = checkmate(problem, budget, deadline=later())
     with pytest.MonkeyPatch.context() as patch:
-        rows = module.TimeSteps.held_again
-        patch.setattr(module.TimeSteps, "held_again", lambda steps, t: rows(steps, t) - budget // 50)
+        rows = CheckpointProblem.held_between
+        patch.setattr(CheckpointProblem, "held_between", lambda p, t: rows(p, t) - budget // 50)
         found = checkmate(problem, budget, deadline=later())
     assert found.is_proved
     assert (found.best and found.best.seconds) == (expected.best and expected.best.seconds)

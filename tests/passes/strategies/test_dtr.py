@@ -139,7 +139,7 @@ def chain(seconds: tuple[float, ...], *, once: int | None = None) -> CheckpointP
 
 
 def words(solution: Solution | None) -> str:
-    """What runs, with `|` for the loss."""
+    """The names of the operations that run, with `|` for the loss."""
     assert solution is not None
     names = (i.node.name if isinstance(i, Compute) else "|" for i in solution.schedule.instructions)
     kept = (isinstance(i, Compute | Loss) for i in solution.schedule.instructions)

@@ -220,8 +220,9 @@ def _states(problem: CheckpointProblem) -> Iterator[tuple[Storage, int]]:
         if node.is_recomputable or storage in problem.transient:
             continue
         made = [s.nbytes for user in problem.users.get(storage, ()) for s in problem.graph.allocates(user)]
-        if problem.last_useful[storage] >= 0 and storage.nbytes < min(made, default=0):
-            yield storage, len(problem.forward) + problem.last_useful[storage]
+        last = problem.last_needed[storage]
+        if last > len(problem.forward) and storage.nbytes < min(made, default=0):
+            yield storage, last - 1  # a step of the base order: the loss is none
 
 
 def _unrepeatable(problem: CheckpointProblem, node: Node) -> list[Storage]:

@@ -193,20 +193,6 @@ class CheckpointProblem:
         return tuple(storage for storage in self.producer if storage in found)
 
     @cached_property
-    def last_useful(self) -> dict[Storage, int]:
-        """The last backward position that can profit from a storage, directly or through what it makes."""
-        found: dict[Storage, int] = {}
-        for storage in reversed(self.producer):
-            through = (
-                found[made]
-                for user in self.users.get(storage, ())
-                for made in self.graph.allocates(user)
-                if made in self.producer
-            )
-            found[storage] = max([self.read_positions.get(storage, [-1])[-1], *through])
-        return found
-
-    @cached_property
     def _held(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Bytes during and after each backward operation of everything but forward-made storages."""
         graph = self.graph

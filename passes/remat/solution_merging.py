@@ -105,12 +105,12 @@ def with_neighbours(
 def complete(problem: CheckpointProblem) -> list[list[Node]]:
     """All that may usefully run again before the backward operations of the class, in forward order."""
     found: list[list[Node]] = [[] for _ in problem.base]
+    split = len(problem.forward)
     makers = {problem.producer[s]: 0 for s in problem.wanted if problem.producer[s].is_recomputable}
     for storage in problem.wanted:
         node = problem.producer[storage]
         if node in makers:
-            makers[node] = max(makers[node], problem.last_useful[storage])
-    split = len(problem.forward)
+            makers[node] = max(makers[node], problem.last_needed[storage] - split - 1)
     for position in range(0 if problem.transient else 1, len(problem.backward)):
         found[split + position] = [n for n in problem.forward if makers.get(n, -1) >= position]
     return found

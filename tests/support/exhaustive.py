@@ -212,7 +212,8 @@ class _Class:
 
     def advance(self, states: dict[Kept, list[Choice]], position: int) -> dict[Kept, list[Choice]]:
         problem = self.problem
-        useful = [s for s in problem.wanted if problem.last_useful[s] > position]
+        at = position + len(problem.forward) + 1
+        useful = [s for s in problem.wanted if problem.last_needed[s] > at]
         following: dict[Kept, list[Choice]] = {}
         before_loss = problem.held_before[len(problem.forward)]
         held = problem.held_after[position - 1] if position else before_loss

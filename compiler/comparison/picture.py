@@ -9,6 +9,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from ...ir import printable
 from ...ir.units import memory_unit
 from ..pictures import STYLE, rendered
 from .cells import Cell
@@ -109,7 +110,7 @@ def draw_comparison(comparison: Drawn, kind: str) -> bytes:
             )
         axes.set_xlabel(f"predicted peak of a step, {unit}")
         axes.set_ylabel("time added to a step, %")
-        title = f"{comparison.model}: strategies beside the best plan and its bound"
+        title = f"{printable(comparison.model)}: strategies beside the best plan and its bound"
         axes.set_title(title, loc="left", parse_math=False)
         axes.set_title("grey: proved impossible", loc="right", color=_GREY, fontsize=9)
         return rendered(figure, kind)

@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
+from ...ir import printable
 from ...ir.units import memory_unit
 from ..pictures import STYLE, rendered
 from .points import Known, Point, Survey
@@ -248,5 +249,5 @@ def _describe(figure: Figure, axes: Axes, front: Drawn) -> None:
     upper.set_xlabel("% of the baseline's peak", fontsize=8, color=_GREY)
     upper.tick_params(labelsize=8, colors=_GREY)
     copies = f", with copies to {tiers}" if tiers else ""
-    figure.suptitle(f"{front.model}: overhead against memory{copies}")
+    figure.suptitle(f"{printable(front.model)}: overhead against memory{copies}", parse_math=False)
     figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8)

@@ -4,12 +4,15 @@ import csv
 import io
 import json
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
 from torch import nn
 
 import irc
+from irc.compiler.comparison import compare_strategies
+from irc.compiler.comparison.cells import Cell
 from irc.compiler.comparison.comparison import FILES
 from irc.tools.cli import main
 
@@ -96,10 +99,74 @@ def test_the_command_writes_a_table_and_pictures(tmp_path: Path, capsys: pytest.
     [
         ({"strategies": ["checkpoints-x"]}, "IRC403"),
         ({"strategies": []}, "IRC403"),
+        ({"strategies": ["swap"]}, "IRC403"),
         ({"budgets": ["lots"]}, "IRC401"),
+        ({"budgets": "0.0000001%", "costs": "analytic"}, "IRC401"),
         ({"time_limit": -1.0}, "IRC403"),
     ],
 )
 def test_malformed_options_are_refused(options: dict[str, object], code: str) -> None:
     with pytest.raises(irc.UsageError, match=code):
         irc.compare(*chain(), **options)  # pyright: ignore[reportArgumentType]
+
+
+def test_nothing_from_outside_reaches_the_terminal_or_the_picture_as_it_is(tmp_path: Path) -> None:
+    strange = "a$^$b<i>&\x1b[31m\n"
+    planned = Cell("auto", "this project", 90, 0.1, 80, 0.1, 0.05)
+    refused = Cell("rotor", "someone", 90, 0.1, code="IRC403", refusal=f"no chain {strange}")
+    found = irc.Comparison(strange, 100, 10, 20, 30, 1.0, f"analytic:{strange}", "", (planned, refused))
+    assert all(line.isprintable() for line in found.table().splitlines())
+    assert "\x1b" not in found.table() and found.table().count("\n") == 6
+    found.draw(tmp_path / "picture.svg")
+    ElementTree.fromstring((tmp_path / "picture.svg").read_text())
+    rows = list(csv.reader(io.StringIO(found.to_csv())))
+    assert len({len(row) for row in rows}) == 1 and len(rows) == 3
+    with pytest.raises(irc.UsageError, match="IRC445"):
+        found.draw(tmp_path / "picture.pdf")
+
+
+def test_measuring_leaves_the_users_model_and_tensors_alone() -> None:
+    model, x = chain()
+    x.requires_grad_()
+    x.grad = torch.ones_like(x)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = [
+        t.clone()
+        for t in (*model.parameters(), *(p.grad for p in model.parameters()), x, x.grad)
+        if t is not None
+    ]
+    state = torch.get_rng_state()
+    irc.compare(model, x, budgets="100%", strategies="keep-all", measure=True)
+    after = [
+        t for t in (*model.parameters(), *(p.grad for p in model.parameters()), x, x.grad) if t is not None
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_model_without_data_is_refused_before_anything_is_planned() -> None:
+    model, x = chain()
+    with pytest.raises(irc.UsageError, match=r"IRC403.*without data"):
+        irc.compare(model.to("meta"), x.to("meta"), costs="cpu", measure=True)
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, file = tmp_path / "model.py", tmp_path / "file"
+    model.write_text(FACTORY)
+    file.write_text("")
+    monkeypatch.setattr(compare_strategies, "compare_call", None)  # a call would fail
+    assert (
+        main(["compare", f"{model}:factory", "-o", str(file / "out")]) == irc.UsageError("", "").exit_status
+    )
+    assert main(["compare", f"{model}:factory", "--budgets", ""]) != 0
+    assert main(["compare", f"{model}:factory", "--strategies", ""]) != 0
+
+
+def test_kernels_of_lstm_layers_are_remarked_on() -> None:
+    found = irc.compare(
+        nn.LSTM(8, 8), torch.randn(4, 2, 8), budgets=["100%"], strategies="keep-all", costs="analytic"
+    )
+    assert "by their time steps" in found.table() and len(found.cells) == 1

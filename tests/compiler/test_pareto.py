@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -715,6 +716,11 @@ def refused(code: str, act: Callable[[], object], kind: type[irc.IrcError] = irc
         act()
     assert caught.value.code == code and caught.value.help
     return caught.value
+
+
+def test_a_model_of_any_name_is_drawn(tmp_path: Path) -> None:
+    replace(bent(), model="a$^$b<i>&\x1b[31m\n").draw(tmp_path / "front.svg")
+    ElementTree.fromstring((tmp_path / "front.svg").read_text())
 
 
 def test_folders_that_are_refused(program: Program, tmp_path: Path) -> None:

@@ -5,9 +5,10 @@ import time
 
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from support.calls import several
 from support.examples import examples
 from support.exhaustive import chains, cheapest_of_all, problem_of
-from support.strategies import Sample, graphs
+from support.strategies import Sample, graphs, with_annotations
 
 from irc.ir import parse_graph
 from irc.passes import CheckpointProblem, Costs
@@ -55,8 +56,14 @@ def test_the_best_schedule_is_found_and_proved(sample: Sample, tenths: int) -> N
     assert abs(found.bound_seconds - min(least_seconds, limit_seconds)) <= tolerance
 
 
-@given(samples, st.integers(0, 9), st.integers(0, 20), st.integers(1, 20), st.sampled_from((0, 1, 1 << 10)))
-@examples(60)
+@given(
+    samples | with_annotations(samples) | several(chains(max_forward=5, max_kept=5)),
+    st.integers(0, 9),
+    st.integers(0, 20),
+    st.integers(1, 20),
+    st.sampled_from((0, 1, 1 << 10)),
+)
+@examples(120)
 def test_no_bound_exceeds_the_best_schedule(
     sample: Sample, tenths: int, limit_tenths: int, most_states: int, small_bytes: int
 ) -> None:

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given
+from support.calls import several
 from support.examples import examples
 from support.exhaustive import chains, problem_of
-from support.strategies import Sample, graphs
+from support.strategies import Sample, graphs, with_annotations
 
 from irc.ir import UsageError, verify_schedule
 from irc.passes.remat.strategies.published import PUBLISHED, Asked, strategy_named
 
+samples = chains() | graphs()
 README = Path(__file__).parents[3] / "README.md"
 
 
@@ -42,8 +44,8 @@ def test_names_are_read(name: str, found: tuple[str, int] | None) -> None:
     assert (named and (named[0].name, named[1])) == found
 
 
-@given(chains() | graphs())
-@examples(40)
+@given(samples | with_annotations(samples) | several(samples))
+@examples(60)
 def test_every_method_has_valid_schedules_or_says_what_it_needs(sample: Sample) -> None:
     problem = problem_of(sample)
     for strategy in PUBLISHED:

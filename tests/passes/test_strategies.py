@@ -9,9 +9,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.examples import examples
 from support.exhaustive import chains, problem_of, subsets
+from support.solutions import verify
 from support.strategies import Sample, graphs
 
-from irc.ir import Compute, Free, Location, Loss, Schedule, Storage, parse_graph, verify_schedule
+from irc.ir import Compute, Free, Location, Loss, Schedule, Storage, parse_graph
 from irc.passes import CheckpointProblem, Costs
 from irc.passes.remat.problem import Solution
 from irc.passes.remat.strategies import (
@@ -30,22 +31,12 @@ SOME = examples(80)
 samples = chains() | graphs()
 
 
-def check(problem: CheckpointProblem, solution: Solution) -> None:
-    """The schedule is valid, and takes the time and the memory that are claimed."""
-    verify_schedule(solution.schedule, problem.costs.workspace_bytes, peak_bytes=solution.peak_bytes)
-    assert solution.schedule.computed == solution.order
-    assert solution.seconds == pytest.approx(sum(problem.costs.seconds[n] for n in solution.order))
-    assert max(solution.during_bytes, default=0) <= solution.peak_bytes
-    assert len(solution.during_bytes) == len(solution.order)
-    assert solution.peak_bytes >= problem.floor_bytes
-
-
 @given(samples)
 @SOME
 def test_keeping_all_computes_nothing_twice(sample: Sample) -> None:
     problem = problem_of(sample)
     solution = keep_all(problem)
-    check(problem, solution)
+    verify(problem, solution)
     assert solution.order == sample.graph.operations
     assert solution.seconds == problem.step_seconds
 
@@ -55,7 +46,7 @@ def test_keeping_all_computes_nothing_twice(sample: Sample) -> None:
 def test_every_k_is_valid_and_computes_nothing_more_than_twice(sample: Sample, k: int) -> None:
     problem = problem_of(sample)
     solution = every_k(problem, k)
-    check(problem, solution)
+    verify(problem, solution)
     assert all(solution.order.count(node) <= 2 for node in problem.forward)
     assert all(solution.order.count(node) == 1 for node in problem.backward)
 
@@ -64,7 +55,7 @@ def test_every_k_is_valid_and_computes_nothing_more_than_twice(sample: Sample, k
 @SOME
 def test_sqrt_n_is_valid(sample: Sample) -> None:
     problem = problem_of(sample)
-    check(problem, sqrt_n(problem))
+    verify(problem, sqrt_n(problem))
 
 
 @given(samples)
@@ -114,11 +105,11 @@ def test_blocks_are_valid_and_compute_nothing_more_than_twice(sample: Sample, da
         if node in problem.forward
     )
     for solution in found:
-        check(problem, solution)
+        verify(problem, solution)
         assert all(solution.order.count(node) <= 2 for node in problem.forward)
     for borders in block_borders(problem):
         for solution in priced_cuts(problem, kept=borders, limit=4):
-            check(problem, solution)
+            verify(problem, solution)
 
 
 @given(samples, st.floats(0, 1))
@@ -128,11 +119,11 @@ def test_known_strategies_are_valid_and_compute_nothing_more_than_twice(
 ) -> None:
     count = len(sample.graph.nodes)
     problem = placed(problem_of(sample), [PLACES[3 + 3 * i // count] for i in range(count)])
-    check(problem, min_cut(problem, fraction))
+    verify(problem, min_cut(problem, fraction))
     names: set[str] = set()
     for name, solution in known_strategies(problem):
         names.add(re.sub(r"-\d+", "-k", name))
-        check(problem, solution)
+        verify(problem, solution)
         assert all(solution.order.count(node) <= 2 for node in problem.forward)
     always = {"keep-all", "sqrt-n", "per-block", "min-cut", "priced-cut", "cut-in-blocks"}
     assert "keep-all" in names and names - {"every-k"} <= always

@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 from support.exhaustive import chains, cheapest_of_all, problem_of
+from support.solutions import verify
 from support.strategies import Sample, graphs
 
-from irc.ir import UsageError, verify_schedule
-from irc.passes import CheckpointProblem
-from irc.passes.remat.problem import Solution
+from irc.ir import UsageError
 from irc.passes.remat.strategies.chain_schedules import Pass, Run
 from irc.passes.remat.strategies.revolve import revolve, runs_of
 from irc.passes.remat.strategies.rotor import Stage, fastest, rotor
@@ -163,11 +162,6 @@ def test_rotor_does_as_well_as_revolve_on_alike_stages(blocks: int, checkpoints:
 # ---------------------------------------------------------------------- on graphs
 
 
-def check(problem: CheckpointProblem, solution: Solution) -> None:
-    verify_schedule(solution.schedule, problem.costs.workspace_bytes, peak_bytes=solution.peak_bytes)
-    assert all(solution.order.count(node) == 1 for node in problem.backward)
-
-
 @given(chains() | graphs(), st.floats(0.4, 1.0))
 @SOME
 def test_schedules_of_chains_are_valid_on_any_graph(sample: Sample, share: float) -> None:
@@ -179,7 +173,7 @@ def test_schedules_of_chains_are_valid_on_any_graph(sample: Sample, share: float
         assert error.code == "IRC403" and "this graph is none" in str(error)
         return
     for solution in found:
-        check(problem, solution)
+        verify(problem, solution)
     fitting = [solution.seconds for solution in found if solution.peak_bytes <= budget_bytes]
     if fitting:
         assert min(fitting) >= cheapest_of_all(problem, budget_bytes) * (1 - 1e-9)

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from support.calls import several
 from support.examples import examples
 from support.exhaustive import chains, cheapest_in_class, cheapest_in_order, cheapest_of_all, problem_of
+from support.solutions import budget_between, verify
 from support.strategies import Sample, graphs, with_annotations
 
-from irc.ir import UsageError, verify_schedule
+from irc.ir import UsageError
 from irc.passes import CheckpointProblem
 from irc.passes.remat.strategies import checkmate as module
 from irc.passes.remat.strategies.checkmate import checkmate
@@ -25,17 +26,11 @@ def later() -> float:
     return time.thread_time() + MANY_SECONDS
 
 
-def budget_of(sample: Sample, percent: int) -> int:
-    """A budget between the floor and the peak of what keeps all."""
-    problem = problem_of(sample)
-    floor, top = problem.floor_bytes, problem.keep_all.peak_bytes
-    return floor + (top - floor) * percent // 100
-
-
-def check(sample: Sample, budget_bytes: int) -> None:
+def check(sample: Sample, percent: int) -> None:
     """The programme finds the best of its class, and a schedule that does what is claimed."""
     problem = problem_of(sample)
     assume(len(problem.producer) <= 7)
+    budget_bytes = budget_between(problem, percent)
     exact = checkmate(problem, budget_bytes, deadline=later())
     assert exact.is_proved
     expected = cheapest_in_order(problem, budget_bytes)
@@ -43,31 +38,25 @@ def check(sample: Sample, budget_bytes: int) -> None:
         assert expected == math.inf
         return
     assert exact.best.seconds == pytest.approx(expected)
-    assert exact.best.schedule.computed == exact.best.order
-    verify_schedule(
-        exact.best.schedule,
-        sample.workspace_bytes,
-        budget_bytes=budget_bytes,
-        peak_bytes=exact.best.peak_bytes,
-    )
+    verify(problem, exact.best, budget_bytes)
 
 
 @given(samples, st.integers(0, 100))
 @SMALL
 def test_it_is_as_good_as_exhaustive_search(sample: Sample, percent: int) -> None:
-    check(sample, budget_of(sample, percent))
+    check(sample, percent)
 
 
 @given(with_annotations(samples), st.integers(0, 100))
 @SMALL
 def test_it_is_so_with_annotations(sample: Sample, percent: int) -> None:
-    check(sample, budget_of(sample, percent))
+    check(sample, percent)
 
 
 @given(several(chains(max_forward=5, max_kept=5)), st.integers(0, 100))
 @examples(15)
 def test_it_is_so_with_several_forwards_in_flight(sample: Sample, percent: int) -> None:
-    check(sample, budget_of(sample, percent))
+    check(sample, percent)
 
 
 @given(samples, st.integers(0, 100))
@@ -75,7 +64,7 @@ def test_it_is_so_with_several_forwards_in_flight(sample: Sample, percent: int) 
 def test_its_class_lies_between_the_two_others(sample: Sample, percent: int) -> None:
     problem = problem_of(sample)
     assume(len(problem.producer) <= 6)
-    budget = budget_of(sample, percent)
+    budget = budget_between(problem, percent)
     front = cheapest_in_class(problem)
     once = min((choice.seconds for choice in front if choice.peak_bytes <= budget), default=math.inf)
     assert cheapest_of_all(problem, budget) <= cheapest_in_order(problem, budget) <= once
@@ -103,7 +92,7 @@ def test_a_choice_over_the_budget_is_excluded_alone(sample: Sample) -> None:
     """Rows of memory a little too wide, as a solver's tolerance may make them, change no outcome."""
     problem = problem_of(sample)
     assume(len(problem.producer) <= 5)
-    budget = budget_of(sample, 30)
+    budget = budget_between(problem, 30)
     expected = checkmate(problem, budget, deadline=later())
     with pytest.MonkeyPatch.context() as patch:
         rows = CheckpointProblem.held_between

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from support.calls import several
 from support.examples import examples
 from support.exhaustive import chains, cheapest_of_all, problem_of
+from support.solutions import budget_between, verify
 from support.strategies import Sample, graphs, with_annotations
 
-from irc.ir import Compute, Loss, Storage, UsageError, parse_graph, verify_schedule
+from irc.ir import Compute, Loss, Storage, UsageError, parse_graph
 from irc.passes import CheckpointProblem, Costs
 from irc.passes.remat import online_run
 from irc.passes.remat.problem import Solution
@@ -23,20 +24,12 @@ samples = chains() | graphs()
 heuristics = st.sampled_from(tuple(HEURISTICS))
 
 
-def budget_of(problem: CheckpointProblem, percent: int) -> int:
-    """A budget between the floor and the peak of what keeps all."""
-    floor, top = problem.floor_bytes, problem.keep_all.peak_bytes
-    return floor + (top - floor) * percent // 100
-
-
 def check(problem: CheckpointProblem, solution: Solution | None, budget_bytes: int) -> None:
     """It is valid and within the budget, or there is none below what keeps all."""
     if solution is None:
         assert budget_bytes < problem.keep_all.peak_bytes
         return
-    workspace_bytes, peak_bytes = problem.costs.workspace_bytes, solution.peak_bytes
-    verify_schedule(solution.schedule, workspace_bytes, budget_bytes=budget_bytes, peak_bytes=peak_bytes)
-    assert solution.seconds == pytest.approx(sum(problem.costs.seconds[n] for n in solution.order))
+    verify(problem, solution, budget_bytes)
     assert solution.seconds >= problem.step_seconds
 
 
@@ -44,7 +37,7 @@ def check(problem: CheckpointProblem, solution: Solution | None, budget_bytes: i
 @examples(120)
 def test_what_it_returns_is_valid_and_within_the_budget(sample: Sample, heuristic: str, percent: int) -> None:
     problem = problem_of(sample)
-    budget = budget_of(problem, percent)
+    budget = budget_between(problem, percent)
     check(problem, dtr(problem, budget, heuristic), budget)
 
 
@@ -61,7 +54,7 @@ def test_nothing_is_evicted_if_all_fits(sample: Sample, heuristic: str) -> None:
 @examples(30)
 def test_it_is_never_better_than_the_best(sample: Sample, heuristic: str, percent: int) -> None:
     problem = problem_of(sample)
-    budget = budget_of(problem, percent)
+    budget = budget_between(problem, percent)
     solution = dtr(problem, budget, heuristic)
     best = cheapest_of_all(problem, budget)
     assert (math.inf if solution is None else solution.seconds) >= best * (1 - 1e-9)
@@ -70,7 +63,7 @@ def test_it_is_never_better_than_the_best(sample: Sample, heuristic: str, percen
 @given(samples, heuristics, st.integers(0, 100))
 @SOME
 def test_the_same_question_has_the_same_answer(sample: Sample, heuristic: str, percent: int) -> None:
-    budget = budget_of(problem_of(sample), percent)
+    budget = budget_between(problem_of(sample), percent)
     first, second = (dtr(problem_of(sample), budget, heuristic) for _ in range(2))
     assert (first and first.order) == (second and second.order)
 

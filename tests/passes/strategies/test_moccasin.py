@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from support.calls import several
 from support.examples import examples
 from support.exhaustive import chains, cheapest_in_order, problem_of
+from support.solutions import budget_between, verify
 from support.strategies import Sample, graphs, with_annotations
 
-from irc.ir import UsageError, verify_schedule
+from irc.ir import UsageError
 from irc.passes import CheckpointProblem
 from irc.passes.remat.exact import Exact
 from irc.passes.remat.strategies import moccasin as module
@@ -26,19 +27,11 @@ def later() -> float:
     return time.thread_time() + MANY_SECONDS
 
 
-def budget_of(problem: CheckpointProblem, percent: int) -> int:
-    """A budget between the floor and the peak of what keeps all."""
-    floor, top = problem.floor_bytes, problem.keep_all.peak_bytes
-    return floor + (top - floor) * percent // 100
-
-
 def check(problem: CheckpointProblem, exact: Exact, budget_bytes: int) -> float:
     """The schedule does what is claimed; returns its seconds."""
     if exact.best is None:
         return math.inf
-    assert exact.best.schedule.computed == exact.best.order
-    workspace_bytes, peak_bytes = problem.costs.workspace_bytes, exact.best.peak_bytes
-    verify_schedule(exact.best.schedule, workspace_bytes, budget_bytes=budget_bytes, peak_bytes=peak_bytes)
+    verify(problem, exact.best, budget_bytes)
     return exact.best.seconds
 
 
@@ -46,7 +39,7 @@ def check_against_all(sample: Sample, percent: int) -> None:
     """With enough intervals it finds the best of all, and with two none better."""
     problem = problem_of(sample)
     assume(len(problem.producer) <= 6)
-    budget = budget_of(problem, percent)
+    budget = budget_between(problem, percent)
     expected = cheapest_in_order(problem, budget)
     many = moccasin(problem, budget, intervals=problem.time_steps, deadline=later())
     assert many.is_proved
@@ -80,7 +73,7 @@ def test_it_is_so_with_several_forwards_in_flight(sample: Sample, percent: int) 
 @SMALL
 def test_one_interval_computes_nothing_twice(sample: Sample, percent: int) -> None:
     problem = problem_of(sample)
-    budget = budget_of(problem, percent)
+    budget = budget_between(problem, percent)
     exact = moccasin(problem, budget, intervals=1, deadline=later())
     fits = problem.eager.peak_bytes <= budget
     assert check(problem, exact, budget) == (problem.step_seconds if fits else math.inf)
@@ -90,7 +83,7 @@ def test_one_interval_computes_nothing_twice(sample: Sample, percent: int) -> No
 @examples(15)
 def test_sizes_that_are_rounded_up_keep_to_the_budget(sample: Sample, percent: int) -> None:
     problem = problem_of(sample)
-    budget = budget_of(problem, percent)
+    budget = budget_between(problem, percent)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_MOST_UNITS", 50)
         rounded = moccasin(problem, budget, deadline=later())

@@ -11,11 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 from support.exhaustive import chains, problem_of
+from support.solutions import verify
 from support.strategies import Sample, graphs
 
-from irc.ir import verify_schedule
-from irc.passes import CheckpointProblem
-from irc.passes.remat.problem import Solution
 from irc.passes.remat.strategies.ogc import ogc, optimal_checkpoints
 
 Vertex = Hashable
@@ -120,9 +118,5 @@ def test_a_chain_of_alike_tensors_keeps_about_its_square_root() -> None:
 def test_its_schedule_is_valid_after_the_deadline_too(sample: Sample) -> None:
     problem = problem_of(sample)
     for solution in (ogc(problem), ogc(problem, deadline=0.0)):
-        check(problem, solution)
-
-
-def check(problem: CheckpointProblem, solution: Solution) -> None:
-    verify_schedule(solution.schedule, problem.costs.workspace_bytes, peak_bytes=solution.peak_bytes)
-    assert all(solution.order.count(node) <= 2 for node in problem.forward)
+        verify(problem, solution)
+        assert all(solution.order.count(node) <= 2 for node in problem.forward)

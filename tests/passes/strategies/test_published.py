@@ -9,9 +9,10 @@ from hypothesis import given
 from support.calls import several
 from support.examples import examples
 from support.exhaustive import chains, problem_of
+from support.solutions import verify
 from support.strategies import Sample, graphs, with_annotations
 
-from irc.ir import UsageError, verify_schedule
+from irc.ir import UsageError
 from irc.passes.remat.strategies.published import PUBLISHED, Asked, strategy_named
 
 samples = chains() | graphs()
@@ -56,5 +57,4 @@ def test_every_method_has_valid_schedules_or_says_what_it_needs(sample: Sample) 
             assert strategy.name in str(error) and error.help
             continue
         for solution in found:
-            verify_schedule(solution.schedule, problem.costs.workspace_bytes, peak_bytes=solution.peak_bytes)
-            assert solution.peak_bytes >= problem.floor_bytes
+            verify(problem, solution)

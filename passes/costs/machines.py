@@ -210,6 +210,9 @@ def _pcie(capacity_bytes: int, bytes_per_second: float) -> Tier:
 _DESCRIBED: Sequence[Machine] = (
     Machine("cpu", 60e9, 8e9, 5e-6, 0, (_nvme(200 << 30, 1.0e9, 2.0e9),)),
     Machine("gtx1080", 7.1e12, 256e9, 5e-6, 8 << 30, (_pcie(64 << 30, 12e9), _nvme(500 << 30, 1.5e9, 2.8e9))),
+    Machine(
+        "gtx1080ti", 9.1e12, 387e9, 5e-6, 11 << 30, (_pcie(64 << 30, 12e9), _nvme(500 << 30, 1.5e9, 2.8e9))
+    ),
     Machine("p40", 9.4e12, 277e9, 5e-6, 24 << 30, (_pcie(64 << 30, 12e9), _nvme(500 << 30, 1.5e9, 2.8e9))),
     Machine("v100", 12.5e12, 720e9, 5e-6, 16 << 30, (_pcie(64 << 30, 12e9), _nvme(1 << 40, 1.5e9, 2.8e9))),
     Machine("a100", 15e12, 1.3e12, 5e-6, 40 << 30, (_pcie(128 << 30, 24e9), _nvme(2 << 40, 3.0e9, 5.5e9))),
@@ -220,8 +223,8 @@ MACHINES = {machine.name: machine for machine in _DESCRIBED}
 """Described machines, with sustained float32 figures.
 
 Operations and bytes a second are about 0.8 of the data sheets of the accelerators: 8.87 TFLOP/s and 320 GB/s
-(GTX 1080), 11.76 and 346 (Tesla P40), 15.7 and 900 (V100), 19.5 and 1555 (A100 with 40 GB), 51 and 3350
-(H100). The device's capacity is the data sheet's; what the driver keeps comes off it.
+(GTX 1080), 11.34 and 484 (GTX 1080 Ti), 11.76 and 346 (Tesla P40), 15.7 and 900 (V100), 19.5 and 1555 (A100
+with 40 GB), 51 and 3350 (H100). The device's capacity is the data sheet's; what the driver keeps comes off.
 
 `host` is pinned memory behind PCIe with 16 lanes: 15.8, 31.5 and 63 GB/s each way in generations 3, 4 and 5,
 of which about 0.78 arrive (bandwidthTest of the CUDA samples shows 12 to 13 GB/s in generation 3). The two

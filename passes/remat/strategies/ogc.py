@@ -112,7 +112,8 @@ def optimal_checkpoints(
     - one segment, if that is within the bound;
     - a series, if some of its vertices lie on every path: the kept ones among them by a shortest path;
     - parallel, if it falls apart without its two ends: each part by itself;
-    - else indivisible: each subset of a small one is tried, a large one is one segment.
+    - else indivisible: each subset of a small one is tried; of a large one all vertices are kept where closed
+      sets meet, those that a reduction of its series and parallels leaves, and each closed set by itself.
 
     That is the optimum where every indivisible set is small. If segments have more than some hundred
     different sizes, a part of them is tried as bounds.
@@ -256,7 +257,7 @@ class _Division:
 
     @cached_property
     def choices(self) -> list[_Choice]:
-        """The best choices of a small set that cannot be divided, those that keep most first."""
+        """The best choices of a small set that cannot be divided, those that keep most first; else none."""
         order = self._order
         if len(order) > _MOST_INSIDE:
             return []
@@ -277,6 +278,28 @@ class _Division:
             if not best or found[largest].cost < best[-1].cost:
                 best.append(found[largest])
         return best
+
+    @cached_property
+    def core(self) -> tuple[tuple[Vertex, ...], tuple[_Division, ...]]:
+        """The vertices where closed sets meet, and these sets, each between two of them or the ends."""
+        first, last = object(), object()
+        reduced: Graph = nx.DiGraph(self.graph)
+        reduced.add_edges_from((first, v) for v in self.entries)
+        reduced.add_edges_from((v, last) for v in self.exits)
+        pending = list(self.graph)
+        while pending:
+            vertex = pending.pop()
+            if vertex in reduced and reduced.in_degree(vertex) == 1 == reduced.out_degree(vertex):
+                (before,), (after,) = reduced.predecessors(vertex), reduced.successors(vertex)
+                reduced.remove_node(vertex)
+                reduced.add_edge(before, after)
+                pending += [v for v in (before, after) if v is not first and v is not last]
+        meeting = tuple(v for v in self._order if v in reduced)
+        before = self.entries.union(*(self.graph.successors(v) for v in meeting))
+        after = self.exits.union(*(self.graph.predecessors(v) for v in meeting))
+        rest = self.graph.subgraph(v for v in self.graph if v not in reduced)
+        parts = nx.weakly_connected_components(rest)
+        return meeting, tuple(self._within(part, before, after) for part in parts)
 
     def _segments(self, order: Sequence[Vertex], beside: Sequence[int], left: int) -> Iterator[int]:
         """The bytes of what hangs together among vertices, all given by their places as bits."""
@@ -301,8 +324,11 @@ class _Division:
             yield from (self.stretch_bytes(i, j) for j in range(1, count) for i in range(0, j, step))
             for division in self.stretches:
                 yield from division.sizes()
-        else:
+        elif self.choices:
             yield from (choice.largest_bytes for choice in self.choices)
+        else:
+            for part in self.core[1]:
+                yield from part.sizes()
 
     def largest(self, kept: frozenset[Vertex]) -> int:
         """The bytes of the largest segment that is left between kept vertices."""
@@ -323,6 +349,10 @@ def _least(division: _Division, most_bytes: int) -> _Found | None:
         return _joined(_least(part, most_bytes) for part in division.parts)
     if division.splits:
         return _series(division, most_bytes)
+    if not division.choices:
+        meeting, parts = division.core
+        own = sum(division.kept_bytes[v] for v in meeting), meeting
+        return _joined((own, *(_least(part, most_bytes) for part in parts)))
     fitting = [choice for choice in division.choices if choice.largest_bytes <= most_bytes]
     return (fitting[-1].cost, fitting[-1].kept) if fitting else None
 

@@ -7,7 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
-from ....ir import Storage
+from ....ir import Node, Storage
 from ..problem import CheckpointProblem, Solution
 
 __all__ = ["Kept", "checkpoints", "every_k", "keep_all", "keep_none", "keeping", "segments", "sqrt_n"]
@@ -99,7 +99,9 @@ def _with_unrepeatable(problem: CheckpointProblem, kept: Kept) -> Kept:
 def checkpoints(problem: CheckpointProblem, count: int) -> Solution:
     """Cuts forward at `count` positions between which it takes equal time, and keeps what crosses them.
 
-    None keeps forward's inputs alone, as `keep_none`.
+    Nothing else is held: each operation of backward has what it reads made again from the last checkpoint
+    before it; of what was made, what the next one reads stays. So with more checkpoints memory grows and time
+    falls, and none takes the least memory.
 
     Source:
         The ladder of checkpoints of TensorFlow's gradient checkpointing (Bulatov and Salimans, 2018), where
@@ -109,4 +111,16 @@ def checkpoints(problem: CheckpointProblem, count: int) -> Solution:
     count = min(count, len(seconds))
     shares = (seconds[-1] * (index + 1) / (count + 1) for index in range(count))
     cuts = dict.fromkeys(bisect_left(seconds, share) + 1 for share in shares)
-    return segments(problem, [cut for cut in cuts if cut < len(problem.forward)])
+    inner = [cut for cut in cuts if cut < len(problem.forward)]
+    there = set(_with_unrepeatable(problem, _crossing(problem, inner)))
+    reading = [problem.forward_reads[node] for node in problem.backward if problem.forward_reads[node]]
+    following = iter((*reading[1:], ()))
+    order: list[Node] = []
+    made: set[Storage] = set()
+    for node in problem.backward:
+        again = problem.closure(problem.forward_reads[node], there | made)
+        order += (*again, node)
+        if problem.forward_reads[node]:
+            made |= {storage for other in again for storage in problem.graph.allocates(other)}
+            made &= set(next(following))
+    return problem.simulate_order(problem.forward, order)

@@ -113,6 +113,20 @@ def test_a_chain_of_alike_tensors_keeps_about_its_square_root() -> None:
     assert optimal_checkpoints(graph, ones, ones).nbytes == 19  # 9 kept, 10 segments of 9 or 10: 9 + 10
 
 
+def test_a_large_set_that_cannot_be_divided_keeps_where_its_closed_sets_meet() -> None:
+    # A row of cells, of which each reads the two before it by way of a chain of five tensors.
+    graph: Graph = nx.DiGraph()
+    cells = 9
+    for cell in range(2, cells):
+        for source in (cell - 2, cell - 1):
+            way = [source, *((source, cell, place) for place in range(5)), cell]
+            nx.add_path(graph, way)
+    ones: dict[Vertex, int] = dict.fromkeys(graph, 1)
+    found = optimal_checkpoints(graph, ones, ones)
+    assert set(range(1, cells - 1)) <= found.kept
+    assert found.nbytes <= cells + 5 < len(graph) // 5
+
+
 @given(chains() | graphs())
 @examples(60)
 def test_its_schedule_is_valid_after_the_deadline_too(sample: Sample) -> None:

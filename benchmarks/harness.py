@@ -335,17 +335,18 @@ class Fitter:
         """The smallest budget that a schedule was found for."""
         return self.planner.minimum_bytes(is_thorough=True)
 
-    def fit(self, budget: int | str) -> tuple[nn.Module, Plan]:
+    def fit(self, budget: int | str, strategy: str = "auto") -> tuple[nn.Module, Plan]:
         """The copy fitted to a budget, and the plan. Modules fitted earlier stay usable.
 
         Args:
             budget: As in `irc.optimize`, or `min`, the smallest.
+            strategy: As in `irc.optimize`.
 
         Raises:
             IrcError: What planning raises.
         """
         asked = self.smallest_bytes if budget == "min" else budget
-        select = PlanMemory(budget=asked, time_limit=self.settings.time_limit)
+        select = PlanMemory(budget=asked, strategy=strategy, time_limit=self.settings.time_limit)
         program = select.choose(self.planner)
         plan = program.plan
         assert program.schedule is not None and plan is not None

@@ -1,8 +1,9 @@
-"""Image models: ResNet, DenseNet, VGG and U-Net."""
+"""Image models: AlexNet, ResNet, DenseNet, VGG and U-Net."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import ClassVar
 
 import torch
@@ -13,8 +14,13 @@ from .registry import Example, benchmark
 
 __all__ = [
     "Classifier",
+    "alexnet",
     "classified",
     "densenet121",
+    "densenet161",
+    "densenet169",
+    "densenet201",
+    "plain_cnn",
     "resnet18",
     "resnet34",
     "resnet50",
@@ -22,7 +28,10 @@ __all__ = [
     "resnet152",
     "resnet200",
     "unet",
+    "vgg11",
+    "vgg13",
     "vgg16",
+    "vgg19",
 ]
 
 
@@ -209,40 +218,91 @@ def _densenet(depths: Sequence[int], growth: int, classes: int) -> list[nn.Modul
     return [*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes)]
 
 
+def _densenet_of(name: str, depths: Sequence[int], growth: int = 32) -> Callable[..., Example]:
+    """The factory of a DenseNet, for images [batch, 3, size, size]."""
+
+    def make(
+        *,
+        batch: int = 4,
+        size: int = 224,
+        classes: int = 1000,
+        growth: int = growth,
+        depths: Sequence[int] = depths,
+    ) -> Example:
+        return classified(_densenet(depths, growth, classes), batch, size, classes)
+
+    make.__name__ = name
+    return benchmark(make)
+
+
+densenet121 = _densenet_of("densenet121", (6, 12, 24, 16))
+densenet161 = _densenet_of("densenet161", (6, 12, 36, 24), growth=48)
+densenet169 = _densenet_of("densenet169", (6, 12, 32, 32))
+densenet201 = _densenet_of("densenet201", (6, 12, 48, 32))
+
+
+# ---------------------------------------------------------------------- VGG and AlexNet
+
+
+def _vgg_of(name: str, depths: Sequence[int]) -> Callable[..., Example]:
+    """The factory of a VGG without BatchNorm (Simonyan and Zisserman 2015)."""
+
+    def make(
+        *, batch: int = 4, size: int = 224, classes: int = 1000, width: int = 64, hidden: int = 4096
+    ) -> Example:
+        parts: list[nn.Module] = []
+        channels = 3
+        for factor, depth in zip((1, 2, 4, 8, 8), depths, strict=True):
+            for _ in range(depth):
+                parts += [nn.Conv2d(channels, factor * width, 3, padding=1), nn.ReLU(inplace=True)]
+                channels = factor * width
+            parts.append(nn.MaxPool2d(2))
+        parts += [nn.AdaptiveAvgPool2d(7), nn.Flatten()]
+        features = 7 * 7 * channels
+        for _ in range(2):
+            parts += [nn.Linear(features, hidden), nn.ReLU(inplace=True), nn.Dropout(0.5)]
+            features = hidden
+        return classified([*parts, nn.Linear(features, classes)], batch, size, classes)
+
+    make.__name__ = name
+    return benchmark(make)
+
+
+vgg11 = _vgg_of("vgg11", (1, 1, 2, 2, 2))
+vgg13 = _vgg_of("vgg13", (2, 2, 2, 2, 2))
+vgg16 = _vgg_of("vgg16", (2, 2, 3, 3, 3))
+vgg19 = _vgg_of("vgg19", (2, 2, 4, 4, 4))
+
+
 @benchmark
-def densenet121(
-    *,
-    batch: int = 4,
-    size: int = 224,
-    classes: int = 1000,
-    growth: int = 32,
-    depths: Sequence[int] = (6, 12, 24, 16),
+def alexnet(
+    *, batch: int = 4, size: int = 224, classes: int = 1000, thin: int = 1, hidden: int = 4096
 ) -> Example:
-    """DenseNet-121 for images [batch, 3, size, size]."""
-    return classified(_densenet(depths, growth, classes), batch, size, classes)
-
-
-# ---------------------------------------------------------------------- VGG
-
-
-@benchmark
-def vgg16(
-    *, batch: int = 4, size: int = 224, classes: int = 1000, width: int = 64, hidden: int = 4096
-) -> Example:
-    """VGG-16 without BatchNorm (configuration D of Simonyan and Zisserman 2015)."""
-    parts: list[nn.Module] = []
-    channels = 3
-    for factor, depth in ((1, 2), (2, 2), (4, 3), (8, 3), (8, 3)):
-        for _ in range(depth):
-            parts += [nn.Conv2d(channels, factor * width, 3, padding=1), nn.ReLU(inplace=True)]
-            channels = factor * width
-        parts.append(nn.MaxPool2d(2))
-    parts += [nn.AdaptiveAvgPool2d(7), nn.Flatten()]
-    features = 7 * 7 * channels
+    """AlexNet in one column (Krizhevsky 2014), for images [batch, 3, size, size]; `thin` divides channels."""
+    widths = [width // thin for width in (64, 192, 384, 256, 256)]
+    parts: list[nn.Module] = [nn.Conv2d(3, widths[0], 11, 4, padding=2), nn.ReLU(inplace=True)]
+    parts += [nn.MaxPool2d(3, 2), nn.Conv2d(widths[0], widths[1], 5, padding=2), nn.ReLU(inplace=True)]
+    parts.append(nn.MaxPool2d(3, 2))
+    for source, width in pairwise(widths[1:]):
+        parts += [nn.Conv2d(source, width, 3, padding=1), nn.ReLU(inplace=True)]
+    parts += [nn.MaxPool2d(3, 2), nn.AdaptiveAvgPool2d(6), nn.Flatten()]
+    features = 6 * 6 * widths[-1]
     for _ in range(2):
-        parts += [nn.Linear(features, hidden), nn.ReLU(inplace=True), nn.Dropout(0.5)]
+        parts += [nn.Dropout(0.5), nn.Linear(features, hidden), nn.ReLU(inplace=True)]
         features = hidden
     return classified([*parts, nn.Linear(features, classes)], batch, size, classes)
+
+
+@benchmark
+def plain_cnn(
+    *, batch: int = 64, size: int = 96, classes: int = 10, width: int = 64, depth: int = 20
+) -> Example:
+    """Equal 3x3 convolutions in a row, each with a ReLU."""
+    parts: list[nn.Module] = []
+    for source in (3, *(width,) * (depth - 1)):
+        parts += [nn.Conv2d(source, width, 3, padding=1), nn.ReLU()]
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, classes)]
+    return classified([*parts, *head], batch, size, classes)
 
 
 # ---------------------------------------------------------------------- U-Net

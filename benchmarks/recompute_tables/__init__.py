@@ -1,0 +1,1 @@
+"""Published tables of recomputation beside what the strategies and irc do on the same networks."""

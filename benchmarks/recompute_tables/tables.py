@@ -1,0 +1,88 @@
+"""The rows of the three tables: the questions to each network."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from irc.ir import Graph
+from irc.passes import Machine
+
+from .planned import Maker, Outcome, Planning, captured
+from .published import Resnet, Searched, ladder
+
+__all__ = ["LADDER_MODEL", "RESNET_STRATEGIES", "Networks", "ladder_row", "resnet_row", "searched_row"]
+
+LADDER_MODEL = "plain_cnn"
+LADDER_INPUT = 64, 96
+"""Batch, and height and width of an image."""
+
+RESNET_STRATEGIES = ("sqrt-n", "gradient-checkpointing-memory", "gradient-checkpointing-speed", "ogc")
+
+
+class Networks:
+    """The training steps of networks; the last one is kept.
+
+    Args:
+        make: Makes them; the benchmark models if None.
+    """
+
+    def __init__(self, make: Maker | None = None) -> None:
+        self._captured = partial(captured, make=make)
+        self._last: tuple[tuple[str, int, int], tuple[Graph, Graph]] | None = None
+
+    def steps(self, model: str, batch: int, size: int = 224) -> tuple[Graph, Graph]:
+        """Both steps of `captured`."""
+        key = model, batch, size
+        if self._last is None or self._last[0] != key:
+            self._last = None
+            self._last = key, self._captured(model, batch=batch, size=size)
+        return self._last[1]
+
+
+def searched_row(networks: Networks, row: Searched, machine: Machine, seconds: float) -> list[Outcome]:
+    """A network of optimal gradient checkpoint search.
+
+    Returns:
+        The outcome above parameters and gradients, as the publication counts, and that of everything.
+    """
+    graph, released = networks.steps(row.model, row.batch, row.size)
+    theirs, whole = Planning(released, machine, seconds), Planning(graph, machine, seconds)
+    return [
+        theirs.outcome(
+            theirs.by("ogc"),
+            theirs.at("their cut", theirs.cut_to(row.cut)),
+            theirs.within("their time", row.overhead),
+            theirs.deepest("deepest"),
+        ),
+        whole.outcome(whole.at("their cut", int((1 - row.cut) * whole.baseline_bytes))),
+    ]
+
+
+def ladder_row(networks: Networks, machine: Machine, seconds: float) -> list[Outcome]:
+    """The rungs of the ladder of checkpoints."""
+    planning = Planning(networks.steps(LADDER_MODEL, *LADDER_INPUT)[0], machine, seconds)
+    found: list[Outcome] = []
+    for rung in ladder()[1]:
+        own = planning.by(f"checkpoints-{rung.checkpoints}")
+        found.append(
+            planning.outcome(
+                own,
+                planning.at("its memory", own.peak_bytes),
+                planning.at("their memory", int(rung.share * planning.baseline_bytes)),
+                planning.within("their time", rung.overhead),
+            )
+        )
+    return found
+
+
+def resnet_row(networks: Networks, row: Resnet, machine: Machine, seconds: float) -> list[Outcome]:
+    """A ResNet of OME's table."""
+    planning = Planning(networks.steps(row.model, row.batch)[0], machine, seconds)
+    points = [planning.by(strategy) for strategy in RESNET_STRATEGIES]
+    points.append(planning.at("their memory", row.device_bytes))
+    if row.original_bytes is not None:
+        part = row.device_bytes / row.original_bytes
+        points.append(planning.at("their part", int(part * planning.baseline_bytes)))
+    if row.overhead is not None and row.overhead > 0:
+        points.append(planning.within("their time", row.overhead))
+    return [planning.outcome(*points)]

@@ -19,11 +19,11 @@ from datetime import UTC, datetime
 from torch import nn
 
 from irc.compiler.compare import Numbers
+from irc.compiler.comparison.torch_methods import Method, NotApplicableError, compiler, methods
 from irc.compiler.model_source import Loaded
 from irc.ir import BudgetError, IrcError, Plan, Region, first_line
 
 from .harness import Fitter, Original, Settings, TimeRatio, broken_promises
-from .torch_methods import Method, NotApplicableError, compiler, methods
 
 __all__ = ["EAGER", "IRC", "TORCH", "ModelResult", "Planned", "Point", "Scope", "Times", "measure_model"]
 

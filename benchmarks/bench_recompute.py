@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from irc import __version__
+from irc.compiler.comparison.torch_methods import FAMILIES
 from irc.compiler.model_source import load
 from irc.compiler.pictures import check_picture
 from irc.ir import UsageError
@@ -36,7 +37,6 @@ from .command import chosen, parser_of, run_command, write_json, write_page
 from .harness import Settings, hardware, model_source
 from .journal import Journal
 from .pages import replace_section
-from .torch_methods import FAMILIES
 
 __all__ = ["main"]
 

@@ -35,7 +35,9 @@ def add(commands: Commands) -> None:
         "--time-limit", type=float, default=20.0, metavar="SECONDS", help="for each plan (20)"
     )
     compare.add_argument(
-        "--measure", action="store_true", help="train some steps by each plan, in turns with the original"
+        "--measure",
+        action="store_true",
+        help="train some steps by each plan and by PyTorch's own methods, in turns with the original",
     )
     add_gap(compare)
     compare.set_defaults(command=_compare)
@@ -70,7 +72,7 @@ def _compare(options: argparse.Namespace) -> int:
 
     def say(cell: Cell) -> None:
         if progress.verbose:
-            outcome = cell.code or f"{cell.overhead:.2%}"
+            outcome = cell.code if cell.shown is None else f"{cell.shown[1]:.2%}"
             print(f"{format_bytes(cell.budget_bytes)}  {cell.strategy}  {outcome}", file=sys.stderr)
 
     with progress.phase("capturing, measuring and planning"):

@@ -26,13 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from irc.compiler.comparison.torch_methods import NotApplicableError, methods
 from irc.ir import IrcError, first_line
 from irc.passes.costs.profiling import allocation_levels
 
 from ..command import chosen, parser_of, run_command, run_row_alone, write_json, write_page
 from ..harness import hardware
 from ..pages import to_markdown
-from ..torch_methods import NotApplicableError, methods
 
 __all__ = ["Row", "main", "measure", "ways"]
 

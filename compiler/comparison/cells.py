@@ -14,22 +14,26 @@ class Measured:
     Args:
         peak_bytes: The peak of a step, from allocator events, static bytes included.
         overhead: The median over steps in turns of its time over the original's, less one.
+        is_equal: Whether outputs, gradients, buffers and generators were the original's in all steps.
     """
 
     peak_bytes: int
     overhead: float
+    is_equal: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
     """One strategy at one budget. All bytes include the static ones.
 
+    PyTorch's own methods have no prediction: they are measured.
+
     Args:
         strategy: Its name.
         source: Who published it.
         budget_bytes: What a step may take.
         plan_seconds: Seconds of the processor for planning, capture and measuring aside.
-        peak_bytes: Predicted peak of a step under the plan; None if there is none.
+        peak_bytes: Predicted peak of a step under the plan; None if there is no plan.
         overhead: Its extra time, as a fraction of the baseline's.
         bound: No schedule within the budget, with this order of backward, has a smaller overhead.
         measured: Its measurements, if there are any.
@@ -49,6 +53,13 @@ class Cell:
     smallest_bytes: int | None = None
     code: str = ""
     refusal: str = ""
+
+    @property
+    def shown(self) -> tuple[int, float] | None:
+        """Peak and overhead: predicted, measured where nothing is predicted, None where nothing fits."""
+        if self.peak_bytes is not None and self.overhead is not None:
+            return self.peak_bytes, self.overhead
+        return None if self.measured is None else (self.measured.peak_bytes, self.measured.overhead)
 
     @property
     def gap(self) -> float | None:

@@ -10,16 +10,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...frontends.torch import Loss, capture
-from ...ir import BudgetError, IrcError, UsageError, parse_budget, verify_schedule
+from ...ir import BudgetError, IrcError, UsageError, format_bytes, parse_budget, verify_schedule
 from ...passes import PlanMemory, Planner
 from ...passes.remat.choice import GAP
 from ...passes.remat.strategies.published import PUBLISHED, strategy_named
 from ..model_source import training_loss
 from ..request import MEASURED, Request
 from ..time_steps import has_kernels
-from .cells import Cell
+from .cells import Cell, Measured
 from .comparison import Comparison
-from .measure import Measurer
+from .measure import MOST_OVERHEAD, Measurer
 
 __all__ = ["BUDGETS", "DEFAULT", "Compared", "compare", "compare_call"]
 
@@ -140,7 +140,10 @@ def compare(
         gap: As for `irc.optimize`.
         costs: As for `irc.optimize`.
         loss: As for `irc.optimize`.
-        measure: Whether to train a copy of the model some steps by each plan, in turns with the original.
+        measure: Whether to train a copy of the model some steps by each plan, in turns with the original, and
+            by PyTorch's own methods: checkpoints of chains and of blocks, selective ones, and
+            `activation_memory_budget`. Plans that add more than four steps' time are not run. torch's
+            compiler forgets then what it has compiled before.
             Without `loss` that is the loss of the command line (`training_loss`), which is planned then.
 
     Returns:
@@ -193,6 +196,7 @@ def compare_call(
         assert loss is not None
         measurer = Measurer(model, captured, args, kwargs, loss)
     cells: list[Cell] = []
+    own = [] if measurer is None else list(measurer.methods())
     for budget_bytes in budgets:
         shown = measurer if _BEST in options.strategies else None
         best = _cell(searches[_BEST], options.chooser(budget_bytes, _BEST), shown)
@@ -201,6 +205,9 @@ def compare_call(
             chooser = options.chooser(budget_bytes, strategy)
             cell = best if strategy == _BEST else _cell(apart, chooser, measurer)
             cells.append(cell.above(best.bound))
+            on_cell(cells[-1])
+        for method in own:
+            cells.append(_measured_cell(budget_bytes, *method).above(best.bound))
             on_cell(cells[-1])
     return Comparison(
         model=name,
@@ -237,4 +244,17 @@ def _cell(planner: Planner, chooser: PlanMemory, measurer: Measurer | None) -> C
         schedule, costs.workspace_bytes, budget_bytes=plan.budget_bytes, peak_bytes=plan.peak_bytes
     )
     cell = Cell(*about, seconds, plan.peak_bytes, plan.overhead, plan.lower_bound_overhead)
-    return cell if measurer is None else replace(cell, measured=measurer.measure(planned))
+    if measurer is None or plan.overhead > MOST_OVERHEAD:
+        return cell
+    return replace(cell, measured=measurer.measure(planned))
+
+
+def _measured_cell(budget_bytes: int, name: str, seconds: float, outcome: Measured | str) -> Cell:
+    """One of PyTorch's own methods beside one budget, which it knows nothing of."""
+    cell = Cell(name, "PyTorch", budget_bytes, seconds)
+    if isinstance(outcome, str):
+        return replace(cell, code="IRC403", refusal=outcome)
+    if outcome.peak_bytes > budget_bytes:
+        refusal = f"a step takes {format_bytes(outcome.peak_bytes)}"
+        return replace(cell, code=_OVER, refusal=refusal, smallest_bytes=outcome.peak_bytes)
+    return replace(cell, measured=outcome)

@@ -12,7 +12,7 @@ from typing import Any
 from ...ir import printable
 from ...ir.units import memory_unit
 from .. import reports
-from .cells import Cell
+from .cells import Cell, Measured
 
 __all__ = ["FILES", "Comparison"]
 
@@ -60,7 +60,7 @@ class Comparison:
         return tuple(dict.fromkeys(cell.strategy for cell in self.cells))
 
     def table(self) -> str:
-        """The comparison for a person: at each budget a row for each plan, and who needs more than that."""
+        """The comparison for a person: at each budget a row for each that fits, and who needs more."""
         _, unit, _ = memory_unit(self.baseline_bytes)
         lines = [
             f"{printable(self.model)}: baseline {self._amount(self.baseline_bytes)} {unit}, smallest "
@@ -73,6 +73,8 @@ class Comparison:
             share = budget_bytes / max(self.baseline_bytes, 1)
             lines += ["", f"budget {self._amount(budget_bytes)} {unit} ({share:.1%})"]
             lines += self._rows([cell for cell in self.cells if cell.budget_bytes == budget_bytes], unit)
+        if any(cell.measured is not None and not cell.measured.is_equal for cell in self.cells):
+            lines += ["", "*: other numbers than the original's"]
         refusals = {cell.strategy: cell for cell in self.cells if cell.code.startswith("IRC4")}
         if refusals:
             lines += ["", *(f"{c.strategy}: {c.code}, {printable(c.refusal)}" for c in refusals.values())]
@@ -83,11 +85,18 @@ class Comparison:
         if any(cell.measured is not None for cell in cells):
             rows[0] += ("measured peak", "measured overhead")
         for cell in cells:
+            if cell.shown is None:
+                continue
+            predicted = ("", "", "")
             if cell.peak_bytes is not None and cell.overhead is not None and cell.gap is not None:
-                times = (f"{cell.overhead:.2%}", f"{cell.gap:.2%}", f"{cell.plan_seconds:.1f} s")
-                rows.append((cell.strategy, self._amount(cell.peak_bytes), *times))
+                predicted = (self._amount(cell.peak_bytes), f"{cell.overhead:.2%}", f"{cell.gap:.2%}")
+            row = (cell.strategy, *predicted, f"{cell.plan_seconds:.1f} s")
             if cell.measured is not None:
-                rows[-1] += (self._amount(cell.measured.peak_bytes), f"{cell.measured.overhead:.1%}")
+                mark = "" if cell.measured.is_equal else "*"
+                row += (self._amount(cell.measured.peak_bytes), f"{cell.measured.overhead:.1%}{mark}")
+            elif len(rows[0]) > len(row):
+                row += ("", "not run")
+            rows.append(row)
         if len(rows) == 1:
             yield "  none of these fits"
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -120,7 +129,7 @@ class Comparison:
         """The cells as comma-separated values with a header."""
         text = io.StringIO()
         own = [field.name for field in fields(Cell) if field.name != "measured"]
-        names = [*own, "gap", "measured_peak_bytes", "measured_overhead"]
+        names = [*own, "gap", *(f"measured_{field.name}" for field in fields(Measured))]
         writer = csv.DictWriter(text, names, restval="", lineterminator="\n")
         writer.writeheader()
         for cell in self.cells:

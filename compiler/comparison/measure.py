@@ -1,10 +1,12 @@
-"""Measures plans of a comparison: the peak of a step, and its time beside the original's."""
+"""Measures plans and PyTorch's own methods: the peak of a step, and its time beside the original's."""
 
 from __future__ import annotations
 
 import copy
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,15 +18,22 @@ from ...ir import UsageError, first_line
 from ...passes import Program
 from ..training import compare, measured_peak_bytes
 from .cells import Measured
+from .torch_methods import FAMILIES, NotApplicableError, compiler, methods
 
-__all__ = ["Measurer"]
+__all__ = ["MOST_OVERHEAD", "Measurer"]
+
+MOST_OVERHEAD = 4.0
+"""Plans that are predicted to add more than so many steps' time are not run."""
+
+SETTINGS = (0.8, 0.5, 0.2)
+"""The values of PyTorch's `activation_memory_budget`."""
 
 _STEPS = 6
 """The steps of which the median counts; one more before them warms up."""
 
 
 class Measurer:
-    """Runs plans of one captured call.
+    """Runs plans of one captured call, and PyTorch's own methods.
 
     Args:
         model: The original; a copy of it runs.
@@ -69,17 +78,47 @@ class Measurer:
         """
         plan, schedule = program.plan, program.schedule
         assert plan is not None and schedule is not None
-        for module in (self._original, self._copy):
-            module.load_state_dict(self._start)
         compiled = compile_program(schedule, self._captured.constants)
+        self._copy.load_state_dict(self._start)
         fitted = bind_program(self._copy, compiled, self._captured.signature, plan)
+        return self._beside_original(fitted, plan.static_bytes)
+
+    def methods(self) -> Iterator[tuple[str, float, Measured | str]]:
+        """Trains some steps by each of PyTorch's own methods beside the original.
+
+        Yields:
+            Its name, seconds of the processor until its first step is over, its measurements or a refusal.
+        """
+        static_bytes = self._captured.graph.static_bytes
+        with warnings.catch_warnings(), compiler():
+            warnings.simplefilter("ignore")
+            for method in methods(self._copy, self._args, FAMILIES[:-1], SETTINGS, self._kwargs):
+                module = copy.deepcopy(self._original)
+                module.load_state_dict(self._start)
+                started = time.thread_time()
+                try:
+                    method.apply(module)
+                    with torch.random.fork_rng():
+                        self._loss(module(*self._args, **self._kwargs)).backward()
+                    seconds = time.thread_time() - started
+                    module.load_state_dict(self._start)
+                    yield method.name, seconds, self._beside_original(module, static_bytes)
+                except NotApplicableError as error:
+                    yield method.name, 0.0, str(error)
+                except Exception as error:
+                    yield method.name, time.thread_time() - started, first_line(error)
+
+    def _beside_original(self, fitted: nn.Module, static_bytes: int) -> Measured:
+        """Measures a module with the weights of the start."""
+        self._original.load_state_dict(self._start)
         with torch.random.fork_rng():
             steps = compare(
                 self._original, fitted, self._args, _STEPS + 1, keywords=self._kwargs, loss=self._loss
             )
             peak_bytes = measured_peak_bytes(
-                fitted, self._args, plan.static_bytes, keywords=self._kwargs, loss=self._loss
+                fitted, self._args, static_bytes, keywords=self._kwargs, loss=self._loss
             )
         pairs = zip(steps.fitted[1:], steps.original[1:], strict=True)
         ratios = [ours.seconds / theirs.seconds for ours, theirs in pairs]
-        return Measured(peak_bytes, statistics.median(ratios) - 1)
+        is_equal = all(numbers.agrees for numbers in steps.numbers)
+        return Measured(peak_bytes, statistics.median(ratios) - 1, is_equal)

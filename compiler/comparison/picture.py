@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -63,7 +64,10 @@ class Drawn(Protocol):
 
 
 class _Front(NamedTuple):
-    """The plans of one strategy: megabytes or the like, and per cent, the least memory first."""
+    """The plans of one strategy: megabytes or the like, and per cent, the least memory first.
+
+    The settings of one of PyTorch's methods are one front.
+    """
 
     strategy: str
     memory: list[float]
@@ -119,11 +123,11 @@ def draw_comparison(comparison: Drawn, kind: str) -> bytes:
 def _fronts(comparison: Drawn, divisor: float) -> list[_Front]:
     """The plans of each strategy that are not beaten by another of its own."""
     found: list[_Front] = []
-    for strategy in comparison.strategies:
+    for strategy in dict.fromkeys(map(_family, comparison.strategies)):
         plans = {
-            (cell.peak_bytes / divisor, 100 * cell.overhead)
+            (cell.shown[0] / divisor, 100 * cell.shown[1])
             for cell in comparison.cells
-            if cell.strategy == strategy and cell.peak_bytes is not None and cell.overhead is not None
+            if _family(cell.strategy) == strategy and cell.shown is not None
         }
         best: list[tuple[float, float]] = []
         for memory, overhead in sorted(plans):
@@ -132,6 +136,11 @@ def _fronts(comparison: Drawn, divisor: float) -> list[_Front]:
         if best:
             found.append(_Front(strategy, [m for m, _ in best], [o for _, o in best]))
     return found
+
+
+def _family(strategy: str) -> str:
+    """A strategy's name without the setting of one of PyTorch's methods."""
+    return re.sub(r" [0-9.]+$", "", strategy)
 
 
 def _top(comparison: Drawn, fronts: Sequence[_Front]) -> float:

@@ -1,5 +1,6 @@
 """`irc.compare`: each strategy at each budget, above one bound, and who needs more."""
 
+import copy
 import csv
 import io
 import json
@@ -58,11 +59,49 @@ def test_plans_are_measured_if_asked() -> None:
         *chain(), budgets=["100%", "90%"], strategies=strategies, measure=True, time_limit=1.0
     )
     planned = [cell for cell in found.cells if cell.peak_bytes is not None]
-    assert len(planned) >= 4 and "measured overhead" in found.table()
+    assert len(planned) >= 4 and "other numbers" not in found.table() and "measured overhead" in found.table()
     assert "measured_peak_bytes" in found.to_csv()
     for cell in planned:
         assert cell.measured is not None and cell.peak_bytes is not None
         assert 0.95 * cell.peak_bytes < cell.measured.peak_bytes <= cell.peak_bytes
+
+
+def test_pytorchs_own_methods_are_measured_beside_the_plans() -> None:
+    dropped = nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.5), nn.GELU(), nn.Linear(64, 16))
+    blocks = nn.Sequential(*(copy.deepcopy(dropped) for _ in range(4)))
+    found = irc.compare(
+        blocks,
+        torch.randn(1024, 16),
+        budgets=["100%", "60%"],
+        strategies="auto",
+        measure=True,
+        time_limit=1.0,
+    )
+    own = [cell for cell in found.cells if cell.source == "PyTorch"]
+    assert {c.strategy for c in own} >= {"checkpoint per block", "activation_memory_budget 0.5"}
+    assert len(own) == 2 * len({c.strategy for c in own})
+    for cell in own:
+        assert cell.peak_bytes is None and cell.overhead is None
+        if cell.measured is not None:
+            assert cell.shown == (cell.measured.peak_bytes, cell.measured.overhead)
+            assert cell.measured.peak_bytes <= cell.budget_bytes < 2 * found.baseline_bytes
+        else:
+            assert cell.smallest_bytes is not None and cell.smallest_bytes > cell.budget_bytes
+    by_name = {c.strategy: c.measured for c in own if c.measured is not None}
+    blocked, compiled = by_name["checkpoint per block"], by_name["activation_memory_budget 0.5"]
+    assert blocked.is_equal and blocked.peak_bytes < 0.9 * found.baseline_bytes
+    assert not compiled.is_equal and "*: other numbers" in found.table()  # it draws dropout otherwise
+    svg = found.picture("svg").decode()
+    assert "activation_memory_budget" in svg and "activation_memory_budget 0" not in svg
+
+
+def test_a_method_of_pytorch_that_does_not_apply_is_a_refusal() -> None:
+    found = irc.compare(
+        nn.Linear(4, 4), torch.randn(8, 4), budgets="100%", strategies="keep-all", measure=True
+    )
+    refused = [cell for cell in found.cells if cell.code == "IRC403"]
+    assert {cell.strategy for cell in refused} >= {"checkpoint per block", "checkpoint_sequential 2"}
+    assert found.table().count("\ncheckpoint per block: IRC403, the model has no blocks") == 1
 
 
 def test_a_strategy_that_cannot_hold_a_graph_says_so_once() -> None:

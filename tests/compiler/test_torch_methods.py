@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.harness import Original
-from benchmarks.torch_methods import FAMILIES, Method, NotApplicableError, compiler, methods, segment_counts
+from irc.compiler.comparison.torch_methods import (
+    FAMILIES,
+    Method,
+    NotApplicableError,
+    compiler,
+    methods,
+    segment_counts,
+)
 
 
 @pytest.fixture(autouse=True)

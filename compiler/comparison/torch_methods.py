@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +30,9 @@ __all__ = ["FAMILIES", "Method", "NotApplicableError", "compiler", "methods", "s
 FAMILIES = ("sequential", "blocks", "selective", "budget", "save_on_cpu")
 """checkpoint_sequential, checkpoint per block, selective checkpoint per block, activation_memory_budget, and
 copies of what backward needs to the host's memory, which save nothing on a CPU."""
+
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments of a step, by position and by name."""
 
 _RECOMPILATIONS = 1000
 _POOLING = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
@@ -68,21 +71,27 @@ class Method:
 
 
 def methods(
-    module: nn.Module, args: Sequence[Any], families: Sequence[str], settings: Sequence[float]
+    module: nn.Module,
+    args: Sequence[Any],
+    families: Sequence[str],
+    settings: Sequence[float],
+    keywords: Mapping[str, Any] | None = None,
 ) -> list[Method]:
-    """What to measure for a model.
+    """The methods to measure for a model.
 
     Args:
         module: The model; it is not changed.
         args: Arguments of a step.
         families: Some of `FAMILIES`.
         settings: Values of `activation_memory_budget`.
+        keywords: Keyword arguments of a step.
     """
+    call = tuple(args), dict(keywords or {})
     found: list[Method] = []
     if "sequential" in families:
         longest = max((len(_units(members)) for members in _lists(module)), default=0)
         for count in segment_counts(longest) or [2]:
-            apply = functools.partial(_checkpoint_sequentially, args=args, segments=count)
+            apply = functools.partial(_checkpoint_sequentially, call=call, segments=count)
             found.append(Method(f"checkpoint_sequential {count}", apply))
     if "blocks" in families:
         found.append(Method("checkpoint per block", _checkpoint_blocks))
@@ -222,19 +231,19 @@ def _units(members: Sequence[nn.Module]) -> list[list[nn.Module]]:
     return units
 
 
-def _checkpoint_sequentially(module: nn.Module, *, args: Sequence[Any], segments: int) -> None:
+def _checkpoint_sequentially(module: nn.Module, *, call: _Call, segments: int) -> None:
     """Runs each outermost list that is a chain by `checkpoint_sequential`.
 
     Args:
         module: Changed in place; it runs forward once, to see which of its lists are chains.
-        args: Arguments of a step.
+        call: Arguments of a step.
         segments: Into how many the chain is cut; as torch has it, the last of them is not checkpointed.
 
     Raises:
         NotApplicableError: No list is a chain of as many units.
     """
     lists = [members for members in _lists(module) if len(_units(members)) >= segments]
-    found = _chains(module, lists, args)
+    found = _chains(module, lists, call)
     chains = [members for members, is_chain in zip(lists, found, strict=True) if is_chain]
     if not chains:
         raise NotApplicableError(f"no Sequential or ModuleList is a chain of {segments} members or more")
@@ -261,7 +270,7 @@ def _bound(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
     return lambda x: function(x, *args, **kwargs)
 
 
-def _chains(module: nn.Module, lists: Sequence[Sequence[nn.Module]], args: Sequence[Any]) -> list[bool]:
+def _chains(module: nn.Module, lists: Sequence[Sequence[nn.Module]], call: _Call) -> list[bool]:
     """For each list, whether each member is called once, in order, with the result of the one before.
 
     What else the members are given must be the same for all of them.
@@ -275,7 +284,7 @@ def _chains(module: nn.Module, lists: Sequence[Sequence[nn.Module]], args: Seque
     hooks = [child.register_forward_hook(note, with_kwargs=True) for members in lists for child in members]
     try:
         with torch.no_grad(), torch.random.fork_rng():
-            module(*args)
+            module(*call[0], **call[1])
     finally:
         for hook in hooks:
             hook.remove()
@@ -379,4 +388,10 @@ def _compile(module: nn.Module, *, setting: float) -> None:
         with config.patch(enable_autograd_cache=False):
             return backend(graph, examples)
 
-    module.compile(backend=uncached, dynamic=False, fullgraph=True)
+    forward = module.forward
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        """A frame that Dynamo compiles: it leaves the forward of torch's own modules to Python."""
+        return forward(*args, **kwargs)
+
+    module.forward = torch.compile(called, backend=uncached, dynamic=False, fullgraph=True)

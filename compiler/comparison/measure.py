@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...backends.torch import bind_program, compile_program
 from ...frontends.torch import Captured
-from ...ir import UsageError, first_line
+from ...ir import Instruction, UsageError, first_line
 from ...passes import Program
 from ..training import compare, measured_peak_bytes
 from .cells import Measured
@@ -70,18 +70,23 @@ class Measurer:
             ) from error
         self._captured, self._start = captured, copy.deepcopy(model.state_dict())
         self._loss = loss
+        self._known: dict[tuple[Instruction, ...], Measured] = {}
 
     def measure(self, program: Program) -> Measured:
-        """Trains some steps by a plan beside the original.
+        """Trains some steps by a plan beside the original; the same schedule is measured once.
 
         The generators' states are as before.
         """
         plan, schedule = program.plan, program.schedule
         assert plan is not None and schedule is not None
+        known = self._known.get(schedule.instructions)
+        if known is not None:
+            return known
         compiled = compile_program(schedule, self._captured.constants)
         self._copy.load_state_dict(self._start)
         fitted = bind_program(self._copy, compiled, self._captured.signature, plan)
-        return self._beside_original(fitted, plan.static_bytes)
+        self._known[schedule.instructions] = found = self._beside_original(fitted, plan.static_bytes)
+        return found
 
     def methods(self) -> Iterator[tuple[str, float, Measured | str]]:
         """Trains some steps by each of PyTorch's own methods beside the original.

@@ -61,6 +61,8 @@ def test_plans_are_measured_if_asked() -> None:
     planned = [cell for cell in found.cells if cell.peak_bytes is not None]
     assert len(planned) >= 4 and "other numbers" not in found.table() and "measured overhead" in found.table()
     assert "measured_peak_bytes" in found.to_csv()
+    whole = [cell.measured for cell in planned if cell.overhead == 0.0]
+    assert len(whole) >= 2 and all(found is whole[0] for found in whole)  # one schedule, measured once
     for cell in planned:
         assert cell.measured is not None and cell.peak_bytes is not None
         assert 0.95 * cell.peak_bytes < cell.measured.peak_bytes <= cell.peak_bytes

@@ -84,7 +84,7 @@ def _searched(options: argparse.Namespace, make: Maker | None) -> Table:
     machine, networks, rows = machine_named("gtx1080ti"), Networks(make), _picked(options)
     fit = next(row for row in searched() if row.model == _FITTED)
     step = networks.steps(fit.model, fit.batch, fit.size)[0]
-    machines = (machine, fitted(machine, step, fit.seconds))
+    machines = (machine, fitted(machine, step.graph, fit.seconds))
     tasks = (
         (f"{each.name} {row.model}", partial(searched_row, networks, row, each, options.seconds))
         for row in rows
@@ -113,7 +113,7 @@ def _resnets(options: argparse.Namespace, make: Maker | None) -> Table:
     rows = [row for row in resnets() if row.model in names]
     fit = next(case for case in cases() if case.model == _FITTED)
     step = networks.steps(fit.model, fit.batch)[0]
-    machines = (machine, fitted(machine, step, fit.published["original"].seconds))
+    machines = (machine, fitted(machine, step.graph, fit.published["original"].seconds))
     tasks = (
         (f"{each.name} {row.model}-{row.batch}", partial(resnet_row, networks, row, each, options.seconds))
         for row in rows

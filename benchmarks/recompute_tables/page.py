@@ -26,7 +26,7 @@ def searched_section(machines: Sequence[Machine], rows: Sequence[Searched], foun
         if not known:
             continue
         lines = [_searched(row, *found[f"{machine.name} {row.model}"]) for row in known]
-        points = [(row.overhead, found[f"{machine.name} {row.model}"][0].point("their cut")) for row in known]
+        outcomes = [(row.overhead, found[f"{machine.name} {row.model}"][0]) for row in known]
         header = (
             *("network", "batch", "step MiB, theirs", "here", "s, theirs", "here"),
             *("cut, theirs", "ogc here", "added, theirs", "ogc here"),
@@ -39,7 +39,12 @@ def searched_section(machines: Sequence[Machine], rows: Sequence[Searched], foun
                 "deepest cut",
             ),
         )
-        parts += [f"## {machine.name}", _rates(machine), _goal(points), to_markdown(header, lines)]
+        parts += [
+            f"## {machine.name}",
+            _rates(machine),
+            _goal("their cut", outcomes),
+            to_markdown(header, lines),
+        ]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -63,30 +68,32 @@ def _searched(row: Searched, theirs: Outcome, whole: Outcome) -> list[str]:
         _added(ogc),
         _added(point),
         _percent(point.bound),
-        _verdict(row.overhead, point),
+        _verdict(row.overhead, point, theirs),
         _added(everything),
         _percent(theirs.cut(within.peak_bytes), 0),
         _percent(theirs.cut(deepest.peak_bytes), 0),
     ]
 
 
-def _verdict(overhead: float, point: Point) -> str:
+def _verdict(overhead: float, point: Point, outcome: Outcome) -> str:
     """Whether a plan adds at most a third of a published overhead, and if not, whether any plan can."""
     if point.overhead is not None and point.overhead <= _THIRD * overhead:
         return "met"
-    if point.overhead is None or point.bound > _THIRD * overhead:
+    if point.budget_bytes < outcome.floor_bytes or point.bound > _THIRD * overhead:
         return "impossible"
     return "**not met**"
 
 
-def _goal(points: Sequence[tuple[float, Point]]) -> str:
+def _goal(question: str, outcomes: Sequence[tuple[float, Outcome]]) -> str:
     """The rows that reach a third of the published overhead, counted, and the mean."""
-    verdicts = [_verdict(overhead, point) for overhead, point in points]
+    points = [(overhead, outcome.point(question)) for overhead, outcome in outcomes]
+    verdicts = [_verdict(overhead, outcome.point(question), outcome) for overhead, outcome in outcomes]
     fits = [(overhead, p.overhead) for overhead, p in points if p.overhead is not None]
     text = "At most a third of the published time, at the published memory: "
     text += f"{verdicts.count('met')} of {len(points)}"
     if verdicts.count("impossible"):
-        text += f"; {verdicts.count('impossible')} are proved impossible on this machine"
+        count = verdicts.count("impossible")
+        text += f"; {count} are proved impossible on this machine, in this order of backward"
     if fits:
         ours, theirs = (sum(values) / len(fits) for values in zip(*((o, t) for t, o in fits), strict=True))
         text += f". Mean of what is added where it fits: {_percent(ours)}; published {_percent(theirs)}"
@@ -116,7 +123,7 @@ def ladder_section(machine: Machine, found: Found) -> str:
                 _mb(point.peak_bytes),
                 _added(point),
                 _percent(point.bound),
-                _verdict(rung.overhead, point),
+                _verdict(rung.overhead, point, outcome),
                 _mb(within.peak_bytes),
                 "met" if within.peak_bytes < point.budget_bytes else "**not met**",
             ]
@@ -133,8 +140,8 @@ def ladder_section(machine: Machine, found: Found) -> str:
             "less?",
         ),
     )
-    points = [(r.overhead, o.point("their memory")) for r, o in zip(rungs, outcomes, strict=True)]
-    return "\n\n".join((f"## {machine.name}", _rates(machine), _goal(points), to_markdown(header, rows)))
+    goal = _goal("their memory", [(r.overhead, o) for r, o in zip(rungs, outcomes, strict=True)])
+    return "\n\n".join((f"## {machine.name}", _rates(machine), goal, to_markdown(header, rows)))
 
 
 def resnet_section(machines: Sequence[Machine], rows: Sequence[Resnet], found: Found) -> str:
@@ -164,7 +171,7 @@ def _resnet(row: Resnet, outcome: Outcome) -> list[str]:
     cells += [_mb(point.peak_bytes), _added(point), _percent(point.bound)]
     if row.overhead is None:
         return [*cells, "", "", "", ""]
-    cells += [_verdict(max(row.overhead, 0.0), point), _added(outcome.point("their part"))]
+    cells += [_verdict(max(row.overhead, 0.0), point, outcome), _added(outcome.point("their part"))]
     if row.overhead <= 0:
         return [*cells, "", ""]
     within = outcome.point("their time")

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from irc.frontends.torch import capture
-from irc.ir import Graph, InputRole
-from irc.passes import Costs, Machine, Planner, Program, analytic_costs
-from irc.passes.rewrites.release_gradients import release_gradients
+from irc.ir import InputRole
+from irc.passes import (
+    Costs,
+    Machine,
+    Planner,
+    Program,
+    ReleaseGradients,
+    ReplayDraws,
+    SplitConvolutions,
+    analytic_costs,
+)
 
 from ..models import MODELS
 from ..models.registry import Example
@@ -33,7 +41,7 @@ class Point:
     Args:
         question: The question that it answers.
         budget_bytes: The most that a step might take.
-        peak_bytes: What it takes; the smallest that was found, where nothing fits.
+        peak_bytes: Its peak; the smallest that was found, where nothing fits, 0 where time was out.
         overhead: The time that it adds, as a part of the original's; None where nothing fits.
         bound: No plan within the budget adds less; 0 where nothing was proved.
         plan_seconds: How long planning took.
@@ -53,6 +61,7 @@ class Outcome:
 
     Args:
         baseline_bytes: The peak of the original step.
+        floor_bytes: No plan goes below it.
         parameter_bytes: Parameters and buffers, and the gradients that are there before the step.
         step_seconds: Time of the original step.
         operations: How many it has.
@@ -60,6 +69,7 @@ class Outcome:
     """
 
     baseline_bytes: int
+    floor_bytes: int
     parameter_bytes: int
     step_seconds: float
     operations: int
@@ -74,8 +84,8 @@ class Outcome:
         return 1 - (nbytes - self.parameter_bytes) / (self.baseline_bytes - self.parameter_bytes)
 
 
-def captured(model: str, make: Maker | None = None, **keywords: Any) -> tuple[Graph, Graph]:
-    """The training step of a network on tensors without data.
+def captured(model: str, make: Maker | None = None, **keywords: Any) -> tuple[Program, Program]:
+    """The training step of a network on tensors without data, with the rewrites of `irc.optimize`.
 
     Args:
         model: The name of a benchmark model.
@@ -87,23 +97,27 @@ def captured(model: str, make: Maker | None = None, **keywords: Any) -> tuple[Gr
     """
     with FakeTensorMode():
         module, args = MODELS[model](**keywords) if make is None else make(model, **keywords)
-    graph = capture(module, args).graph
-    return graph, release_gradients(graph, None)
+    program = Program(capture(module, args).graph)
+    for rewrite in (ReplayDraws(), SplitConvolutions(transpose=False)):
+        program = rewrite.run(program)
+    return program, ReleaseGradients().run(program)
 
 
 class Planning:
     """The planner of one training step on a described machine, without workspaces and without tiers.
 
     Args:
-        graph: The step.
-        machine: What it runs on.
+        program: The step.
+        machine: The machine that it runs on.
         seconds: For each search.
     """
 
-    def __init__(self, graph: Graph, machine: Machine, seconds: float) -> None:
-        costs = analytic_costs(graph, machine)
+    def __init__(self, program: Program, machine: Machine, seconds: float) -> None:
+        graph = program.original or program.graph
+        costs = Costs.united([analytic_costs(each, machine) for each in {graph, program.graph}])
         costs = Costs(costs.seconds, dict.fromkeys(costs.workspace_bytes, 0), costs.source)
-        self.planner = Planner(Program(graph, costs))
+        self._program = replace(program, costs=costs)
+        self.planner = Planner(self._program)
         self.graph, self.seconds = graph, seconds
         held = (InputRole.PARAMETER, InputRole.BUFFER)
         storages = {entry.value.storage for entry in graph.inputs if entry.role in held}
@@ -122,30 +136,40 @@ class Planning:
 
     def outcome(self, *points: Point) -> Outcome:
         """The plans with what they are held against."""
-        operations = len(self.graph.operations)
-        return Outcome(self.baseline_bytes, self.parameter_bytes, self.step_seconds, operations, points)
+        return Outcome(
+            baseline_bytes=self.baseline_bytes,
+            floor_bytes=self.planner.problem.floor_bytes,
+            parameter_bytes=self.parameter_bytes,
+            step_seconds=self.step_seconds,
+            operations=len(self.graph.operations),
+            points=points,
+        )
 
-    def at(self, question: str, budget_bytes: int, strategy: str = "auto") -> Point:
+    def at(self, question: str, budget_bytes: int) -> Point:
         """The fastest plan within a budget."""
-        found = reached(self.planner, strategy, budget_bytes, self.seconds)
-        return self._point(question, found, found.plan_seconds)
+        return self._point(question, reached(self.planner, "auto", budget_bytes, self.seconds))
 
     def by(self, strategy: str) -> Point:
-        """The fastest plan of a strategy, whatever it takes up to the original's peak."""
-        return self.at(strategy, self.baseline_bytes, strategy)
+        """The fastest plan of a strategy, whatever it takes up to the original's peak.
+
+        No later plan begins with it.
+        """
+        apart = Planner(self._program)
+        return self._point(strategy, reached(apart, strategy, self.baseline_bytes, self.seconds))
 
     def deepest(self, question: str) -> Point:
         """The plan within the smallest budget that a schedule is found for."""
         return self.at(question, self.planner.minimum_bytes(is_thorough=True))
 
     def within(self, question: str, overhead: float) -> Point:
-        """The plan of least memory that adds no more time than this."""
+        """The plan of least memory that halving the budgets finds and that adds no more time than this."""
         best = self.deepest(question)
         plan_seconds = best.plan_seconds
         if best.overhead is not None and best.overhead <= overhead:
             return best
         low, high = best.budget_bytes, self.baseline_bytes
         best = self.at(question, high)
+        plan_seconds += best.plan_seconds
         for _ in range(_STEPS):
             middle = (low + high) // 2
             found = self.at(question, middle)
@@ -154,9 +178,9 @@ class Planning:
                 low = middle
             else:
                 best, high = found, min(middle, found.peak_bytes)
-        return Point(question, best.budget_bytes, best.peak_bytes, best.overhead, best.bound, plan_seconds)
+        return replace(best, plan_seconds=plan_seconds)
 
-    def _point(self, question: str, entry: Entry, plan_seconds: float) -> Point:
+    def _point(self, question: str, entry: Entry) -> Point:
         overhead = None if entry.seconds is None else entry.seconds / self.step_seconds - 1
         bound = max(entry.bound_seconds / self.step_seconds - 1, 0.0)
-        return Point(question, entry.budget_bytes, entry.peak_bytes, overhead, bound, plan_seconds)
+        return Point(question, entry.budget_bytes, entry.peak_bytes, overhead, bound, entry.plan_seconds)

@@ -38,8 +38,7 @@ class Searched:
     """One row of Feng and Huang, Optimal Gradient Checkpoint Search (CVPR 2021), table 2.
 
     Megabytes are taken as 2**20 bytes, as the authors' program prints them. They are above what is there
-    between two steps: parameters and their gradients. The input counts, and its gradient, which theirs
-    computes.
+    between two steps: parameters and their gradients. The input counts too.
 
     Args:
         model: The name of the benchmark model.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from irc.ir import BudgetError
+from irc.ir import BudgetError, TimeLimitError
 
 from ..harness import Fitter, Original, Settings, broken_promises
 from ..models import MODELS
@@ -21,7 +21,7 @@ class Run:
     """One plan that was run. Bytes are above parameters, buffers and inputs.
 
     Args:
-        question: The question that it answers: `ogc`, `their cut`, or `smallest` where that cut does not fit.
+        question: `ogc`, `their cut`, or `smallest` where nothing is found for that cut.
         predicted_bytes: The predicted peak of a step.
         measured_bytes: The measured one, by the allocator's events.
         overhead: The predicted time that it adds, as a part of the original's.
@@ -71,12 +71,12 @@ def trained_row(row: Searched, seconds: float, repeats: int, make: Maker | None 
     module, args = MODELS[row.model](**keywords) if make is None else make(row.model, **keywords)
     original = Original(module, args)
     fitter = Fitter(original, Settings(time_limit=seconds, costs="measured"))
-    plans = [("ogc", *fitter.fit(fitter.planner.baseline_bytes, "ogc"))]
+    budget_bytes = fitter.static_bytes + int((1 - row.cut) * original.step_bytes)
     try:
-        budget_bytes = fitter.static_bytes + int((1 - row.cut) * original.step_bytes)
-        plans.append(("their cut", *fitter.fit(budget_bytes)))
-    except BudgetError:
-        plans.append(("smallest", *fitter.fit("min")))
+        plans = [("their cut", *fitter.fit(budget_bytes))]
+    except (BudgetError, TimeLimitError):
+        plans = [("smallest", *fitter.fit("min"))]
+    plans.insert(0, ("ogc", *fitter.fit(fitter.planner.baseline_bytes, "ogc")))
     modules = [module for _, module, _ in plans]
     for fitted in modules:
         original.warm_up(fitted)

@@ -1,11 +1,10 @@
-"""The rows of the three tables: the questions to each network."""
+"""The rows of the tables of plans: the questions to each network."""
 
 from __future__ import annotations
 
 from functools import partial
 
-from irc.ir import Graph
-from irc.passes import Machine
+from irc.passes import Machine, Program
 
 from .planned import Maker, Outcome, Planning, captured
 from .published import Resnet, Searched, ladder
@@ -28,9 +27,9 @@ class Networks:
 
     def __init__(self, make: Maker | None = None) -> None:
         self._captured = partial(captured, make=make)
-        self._last: tuple[tuple[str, int, int], tuple[Graph, Graph]] | None = None
+        self._last: tuple[tuple[str, int, int], tuple[Program, Program]] | None = None
 
-    def steps(self, model: str, batch: int, size: int = 224) -> tuple[Graph, Graph]:
+    def steps(self, model: str, batch: int, size: int = 224) -> tuple[Program, Program]:
         """Both steps of `captured`."""
         key = model, batch, size
         if self._last is None or self._last[0] != key:
@@ -45,8 +44,8 @@ def searched_row(networks: Networks, row: Searched, machine: Machine, seconds: f
     Returns:
         The outcome above parameters and gradients, as the publication counts, and that of everything.
     """
-    graph, released = networks.steps(row.model, row.batch, row.size)
-    theirs, whole = Planning(released, machine, seconds), Planning(graph, machine, seconds)
+    whole_step, released = networks.steps(row.model, row.batch, row.size)
+    theirs, whole = Planning(released, machine, seconds), Planning(whole_step, machine, seconds)
     return [
         theirs.outcome(
             theirs.by("ogc"),

@@ -9,17 +9,17 @@ __all__ = ["Cell", "Measured"]
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The measurements of one plan.
+    """The measurements of one plan, or of one of PyTorch's own methods.
 
     Args:
         peak_bytes: The peak of a step, from allocator events, static bytes included.
         overhead: The median over steps in turns of its time over the original's, less one.
-        is_equal: Whether outputs, gradients, buffers and generators were the original's in all steps.
+        agrees: Whether outputs, gradients, buffers and generators were the original's, up to rounding.
     """
 
     peak_bytes: int
     overhead: float
-    is_equal: bool
+    agrees: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,9 +142,9 @@ def compare(
         loss: As for `irc.optimize`.
         measure: Whether to train a copy of the model some steps by each plan, in turns with the original, and
             by PyTorch's own methods: checkpoints of chains and of blocks, selective ones, and
-            `activation_memory_budget`. Plans that add more than four steps' time are not run. torch's
-            compiler forgets then what it has compiled before.
-            Without `loss` that is the loss of the command line (`training_loss`), which is planned then.
+            `activation_memory_budget`. Plans that add more than four steps' time are not run. Afterwards
+            torch's compiler has forgotten what it had compiled before.
+            If `loss` is left out, it is that of the command line then (`training_loss`).
 
     Returns:
         The comparison: `.cells`, `.table()`, `.to_json()`, `.to_csv()`, `.draw(path)`.
@@ -190,7 +190,7 @@ def compare_call(
     program = request.costed(captured)
     planner = Planner(program)
     searches = {n: Planner(program) for n in {_BEST, *options.strategies} if strategy_named(n) is None}
-    budgets = options.budget_bytes(planner)
+    budgets = options.budget_bytes(searches[_BEST])
     measurer = None
     if options.measure:
         assert loss is not None
@@ -214,7 +214,7 @@ def compare_call(
         baseline_bytes=planner.baseline_bytes,
         static_bytes=planner.problem.graph.static_bytes,
         floor_bytes=planner.problem.floor_bytes,
-        minimum_bytes=planner.minimum_bytes(),
+        minimum_bytes=searches[_BEST].minimum_bytes(),
         step_seconds=planner.problem.step_seconds,
         costs="" if program.costs is None else program.costs.source,
         remark=_KERNELS if has_kernels(program.graph) else "",
@@ -249,9 +249,9 @@ def _cell(planner: Planner, chooser: PlanMemory, measurer: Measurer | None) -> C
     return replace(cell, measured=measurer.measure(planned))
 
 
-def _measured_cell(budget_bytes: int, name: str, seconds: float, outcome: Measured | str) -> Cell:
+def _measured_cell(budget_bytes: int, name: str, outcome: Measured | str) -> Cell:
     """One of PyTorch's own methods beside one budget, which it knows nothing of."""
-    cell = Cell(name, "PyTorch", budget_bytes, seconds)
+    cell = Cell(name, "PyTorch", budget_bytes, 0.0)
     if isinstance(outcome, str):
         return replace(cell, code="IRC403", refusal=outcome)
     if outcome.peak_bytes > budget_bytes:

@@ -73,7 +73,7 @@ class Comparison:
             share = budget_bytes / max(self.baseline_bytes, 1)
             lines += ["", f"budget {self._amount(budget_bytes)} {unit} ({share:.1%})"]
             lines += self._rows([cell for cell in self.cells if cell.budget_bytes == budget_bytes], unit)
-        if any(cell.measured is not None and not cell.measured.is_equal for cell in self.cells):
+        if any(cell.measured is not None and not cell.measured.agrees for cell in self.cells):
             lines += ["", "*: other numbers than the original's"]
         refusals = {cell.strategy: cell for cell in self.cells if cell.code.startswith("IRC4")}
         if refusals:
@@ -87,12 +87,13 @@ class Comparison:
         for cell in cells:
             if cell.shown is None:
                 continue
-            predicted = ("", "", "")
+            predicted = ("", "", "", "")
             if cell.peak_bytes is not None and cell.overhead is not None and cell.gap is not None:
-                predicted = (self._amount(cell.peak_bytes), f"{cell.overhead:.2%}", f"{cell.gap:.2%}")
-            row = (cell.strategy, *predicted, f"{cell.plan_seconds:.1f} s")
+                times = (f"{cell.overhead:.2%}", f"{cell.gap:.2%}", f"{cell.plan_seconds:.1f} s")
+                predicted = (self._amount(cell.peak_bytes), *times)
+            row = (cell.strategy, *predicted)
             if cell.measured is not None:
-                mark = "" if cell.measured.is_equal else "*"
+                mark = "" if cell.measured.agrees else "*"
                 row += (self._amount(cell.measured.peak_bytes), f"{cell.measured.overhead:.1%}{mark}")
             elif len(rows[0]) > len(row):
                 row += ("", "not run")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import statistics
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,14 +17,15 @@ from ...ir import Instruction, UsageError, first_line
 from ...passes import Program
 from ..training import compare, measured_peak_bytes
 from .cells import Measured
-from .torch_methods import FAMILIES, NotApplicableError, compiler, methods
+from .torch_methods import Method, NotApplicableError, compiler, methods
 
 __all__ = ["MOST_OVERHEAD", "Measurer"]
 
 MOST_OVERHEAD = 4.0
 """Plans that are predicted to add more than so many steps' time are not run."""
 
-SETTINGS = (0.8, 0.5, 0.2)
+_FAMILIES = ("sequential", "blocks", "selective", "budget")
+_SETTINGS = (0.8, 0.5, 0.2)
 """The values of PyTorch's `activation_memory_budget`."""
 
 _STEPS = 6
@@ -36,7 +36,7 @@ class Measurer:
     """Runs plans of one captured call, and PyTorch's own methods.
 
     Args:
-        model: The original; a copy of it runs.
+        model: The original; copies of it run.
         captured: Its captured call.
         args: The arguments of the call.
         kwargs: Its keyword arguments.
@@ -60,7 +60,7 @@ class Measurer:
                 "IRC403", "a model without data cannot be measured", help="leave out measure (--measure)"
             )
         try:
-            self._original, self._copy = copy.deepcopy(model), copy.deepcopy(model)
+            self._pristine = copy.deepcopy(model)
             self._args, self._kwargs = copy.deepcopy((tuple(args), dict(kwargs or {})))
         except Exception as error:
             raise UsageError(
@@ -68,8 +68,7 @@ class Measurer:
                 f"the model or its arguments cannot be copied to be measured: {first_line(error)}",
                 help="leave out measure (--measure)",
             ) from error
-        self._captured, self._start = captured, copy.deepcopy(model.state_dict())
-        self._loss = loss
+        self._captured, self._loss = captured, loss
         self._known: dict[tuple[Instruction, ...], Measured] = {}
 
     def measure(self, program: Program) -> Measured:
@@ -83,47 +82,44 @@ class Measurer:
         if known is not None:
             return known
         compiled = compile_program(schedule, self._captured.constants)
-        self._copy.load_state_dict(self._start)
-        fitted = bind_program(self._copy, compiled, self._captured.signature, plan)
+        fitted = bind_program(self._copied(), compiled, self._captured.signature, plan)
         self._known[schedule.instructions] = found = self._beside_original(fitted, plan.static_bytes)
         return found
 
-    def methods(self) -> Iterator[tuple[str, float, Measured | str]]:
+    def methods(self) -> Iterator[tuple[str, Measured | str]]:
         """Trains some steps by each of PyTorch's own methods beside the original.
 
         Yields:
-            Its name, seconds of the processor until its first step is over, its measurements or a refusal.
+            Its name, and its measurements or a refusal.
         """
-        static_bytes = self._captured.graph.static_bytes
         with warnings.catch_warnings(), compiler():
             warnings.simplefilter("ignore")
-            for method in methods(self._copy, self._args, FAMILIES[:-1], SETTINGS, self._kwargs):
-                module = copy.deepcopy(self._original)
-                module.load_state_dict(self._start)
-                started = time.thread_time()
-                try:
-                    method.apply(module)
-                    with torch.random.fork_rng():
-                        self._loss(module(*self._args, **self._kwargs)).backward()
-                    seconds = time.thread_time() - started
-                    module.load_state_dict(self._start)
-                    yield method.name, seconds, self._beside_original(module, static_bytes)
-                except NotApplicableError as error:
-                    yield method.name, 0.0, str(error)
-                except Exception as error:
-                    yield method.name, time.thread_time() - started, first_line(error)
+            for method in methods(self._copied(), self._args, _FAMILIES, _SETTINGS, self._kwargs):
+                yield method.name, self._measured_method(method)
+
+    def _measured_method(self, method: Method) -> Measured | str:
+        module = self._copied()
+        try:
+            method.apply(module)
+            return self._beside_original(module, self._captured.graph.static_bytes)
+        except NotApplicableError as error:
+            return str(error)
+        except Exception as error:  # the compiler's, or the model's under a method that it does not allow
+            return first_line(error)
+
+    def _copied(self) -> nn.Module:
+        """A copy that nothing has run on."""
+        return copy.deepcopy(self._pristine)
 
     def _beside_original(self, fitted: nn.Module, static_bytes: int) -> Measured:
-        """Measures a module with the weights of the start."""
-        self._original.load_state_dict(self._start)
+        """Measures a module that nothing has run on."""
+        original = self._copied()
         with torch.random.fork_rng():
-            steps = compare(
-                self._original, fitted, self._args, _STEPS + 1, keywords=self._kwargs, loss=self._loss
-            )
+            steps = compare(original, fitted, self._args, _STEPS + 1, keywords=self._kwargs, loss=self._loss)
             peak_bytes = measured_peak_bytes(
                 fitted, self._args, static_bytes, keywords=self._kwargs, loss=self._loss
             )
         pairs = zip(steps.fitted[1:], steps.original[1:], strict=True)
         ratios = [ours.seconds / theirs.seconds for ours, theirs in pairs]
-        is_equal = all(numbers.agrees for numbers in steps.numbers)
-        return Measured(peak_bytes, statistics.median(ratios) - 1, is_equal)
+        agrees = all(numbers.agrees for numbers in steps.numbers)
+        return Measured(peak_bytes, statistics.median(ratios) - 1, agrees)

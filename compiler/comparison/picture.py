@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -78,7 +79,8 @@ def draw_comparison(comparison: Drawn, kind: str) -> bytes:
     """Draws the picture of a comparison.
 
     Args:
-        comparison: What to draw; strategies without a plan are left out.
+        comparison: The comparison. If there are measurements, they are drawn, and what was not run is left
+            out; else predictions are.
         kind: `svg` or `png`.
 
     Returns:
@@ -89,10 +91,13 @@ def draw_comparison(comparison: Drawn, kind: str) -> bytes:
         axes = figure.add_subplot()
         divisor, unit, _ = memory_unit(comparison.baseline_bytes)
         _draw_bound(axes, comparison, divisor)
-        fronts = _fronts(comparison, divisor)
+        is_measured = any(cell.measured is not None for cell in comparison.cells)
+        fronts = _fronts(comparison, divisor, is_measured=is_measured)
         top = _top(comparison, fronts)
-        axes.set_xlim(0.97 * comparison.floor_bytes / divisor, 1.03 * comparison.baseline_bytes / divisor)
-        axes.set_ylim(-0.02 * top, top)
+        leftmost = min(comparison.floor_bytes / divisor, *(front.memory[0] for front in fronts), math.inf)
+        axes.set_xlim(0.97 * leftmost, 1.03 * comparison.baseline_bytes / divisor)
+        lowest = min(0.0, *(min(front.overhead) for front in fronts), 0.0)
+        axes.set_ylim(lowest - 0.02 * top, top)
         for number, front in enumerate(fronts):
             axes.plot(
                 front.memory,
@@ -106,28 +111,30 @@ def draw_comparison(comparison: Drawn, kind: str) -> bytes:
         _label(axes, fronts, top)
         for nbytes, text, style in (
             (comparison.baseline_bytes, "baseline", "--"),
-            (comparison.floor_bytes, "floor: nothing fits below", ":"),
+            (comparison.floor_bytes, "floor: no plan fits below", ":"),
         ):
             axes.axvline(nbytes / divisor, color=_GREY, linewidth=1, linestyle=style)
             axes.text(
                 nbytes / divisor, 0.985 * top, f" {text} ", color=_GREY, rotation=90, ha="right", va="top"
             )
-        axes.set_xlabel(f"predicted peak of a step, {unit}")
+        axes.set_xlabel(f"{'measured' if is_measured else 'predicted'} peak of a step, {unit}")
         axes.set_ylabel("time added to a step, %")
         title = f"{printable(comparison.model)}: strategies beside the best plan and its bound"
         axes.set_title(title, loc="left", parse_math=False)
-        axes.set_title("grey: proved impossible", loc="right", color=_GREY, fontsize=9)
+        axes.set_title("grey: no plan, by predicted times", loc="right", color=_GREY, fontsize=9)
         return rendered(figure, kind)
 
 
-def _fronts(comparison: Drawn, divisor: float) -> list[_Front]:
+def _fronts(comparison: Drawn, divisor: float, *, is_measured: bool) -> list[_Front]:
     """The plans of each strategy that are not beaten by another of its own."""
     found: list[_Front] = []
     for strategy in dict.fromkeys(map(_family, comparison.strategies)):
+        own = [cell for cell in comparison.cells if _family(cell.strategy) == strategy]
+        points = [cell.measured if is_measured else cell for cell in own]
         plans = {
-            (cell.shown[0] / divisor, 100 * cell.shown[1])
-            for cell in comparison.cells
-            if _family(cell.strategy) == strategy and cell.shown is not None
+            (point.peak_bytes / divisor, 100 * point.overhead)
+            for point in points
+            if point is not None and point.peak_bytes is not None and point.overhead is not None
         }
         best: list[tuple[float, float]] = []
         for memory, overhead in sorted(plans):

@@ -137,6 +137,9 @@ def _checkpoint_blocks(module: nn.Module, **options: Any) -> None:
     groups = list(_blocks(module))
     if not groups:
         raise NotApplicableError("the model has no blocks: no Sequential or ModuleList")
+    members = [member for group in groups for member in group]
+    if len(set(members)) < len(members):
+        raise NotApplicableError("a module of the model is in two blocks")
 
     def run(functions: Sequence[Callable[..., Any]], *args: Any, **kwargs: Any) -> Any:
         given = {"use_reentrant": False, **options}
@@ -273,7 +276,7 @@ def _bound(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
 def _chains(module: nn.Module, lists: Sequence[Sequence[nn.Module]], call: _Call) -> list[bool]:
     """For each list, whether each member is called once, in order, with the result of the one before.
 
-    What else the members are given must be the same for all of them.
+    What else the members are given must be the same for all of them. Buffers are as before afterwards.
     """
     calls: dict[nn.Module, list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]]] = {}
 
@@ -281,6 +284,7 @@ def _chains(module: nn.Module, lists: Sequence[Sequence[nn.Module]], call: _Call
         first = given[0] if given else None
         calls.setdefault(called, []).append((first, given[1:], named, result))
 
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     hooks = [child.register_forward_hook(note, with_kwargs=True) for members in lists for child in members]
     try:
         with torch.no_grad(), torch.random.fork_rng():
@@ -288,6 +292,9 @@ def _chains(module: nn.Module, lists: Sequence[Sequence[nn.Module]], call: _Call
     finally:
         for hook in hooks:
             hook.remove()
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
     return [_is_chain([calls.get(child, []) for child in members]) for members in lists]
 
 
@@ -346,7 +353,10 @@ def compiler() -> Generator[None]:
 
     torch.compiler.reset()
     try:
-        with config.patch(recompile_limit=_RECOMPILATIONS, accumulated_recompile_limit=_RECOMPILATIONS * 4):
+        limits = config.patch(
+            recompile_limit=_RECOMPILATIONS, accumulated_recompile_limit=_RECOMPILATIONS * 4
+        )
+        with limits, torch.compiler.set_stance("default"):
             yield
     finally:
         torch.compiler.reset()

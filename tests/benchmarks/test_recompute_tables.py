@@ -134,24 +134,28 @@ def test_wrong_commands_are_refused(
 
 
 def outcome(*points: Point) -> Outcome:
-    return Outcome(11_000, 1_000, 1.0, 100, points)
+    return Outcome(11_000, 2_500, 1_000, 1.0, 100, points)
 
 
 def test_the_page_tells_what_is_met_and_what_is_impossible() -> None:
-    rows = [row for row in searched() if row.model in ("resnet18", "resnet34", "resnet50", "vgg16")]
+    rows = [
+        row for row in searched() if row.model in ("resnet18", "resnet34", "resnet50", "resnet101", "vgg16")
+    ]
     ogc = Point("ogc", 11_000, 7_000, 0.33, 0.0, 0.1)
     cuts = {
         "vgg16": Point("their cut", 8_000, 8_000, 0.01, 0.01, 1.0),
         "resnet18": Point("their cut", 8_000, 8_000, 0.2, 0.05, 1.0),
         "resnet34": Point("their cut", 8_000, 8_000, 0.2, 0.15, 1.0),
-        "resnet50": Point("their cut", 8_000, 9_000, None, 0.0, 1.0),
+        "resnet50": Point("their cut", 2_000, 9_000, None, 0.0, 1.0),
+        "resnet101": Point("their cut", 8_000, 9_000, None, 0.0, 1.0),
     }
     others = (Point("their time", 4_000, 4_000, 0.3, 0.1, 1.0), Point("deepest", 3_000, 3_000, 0.5, 0.1, 1.0))
     found = {f"gtx1080ti {name}": [outcome(ogc, cut, *others), outcome(cut)] for name, cut in cuts.items()}
     text = searched_section([GPU], rows, found)
-    assert "1 of 4; 2 are proved impossible on this machine" in text
+    assert "1 of 5; 2 are proved impossible on this machine" in text
     verdicts = {row.split("|")[1].strip(): row for row in text.splitlines() if row.startswith("| ")}
     assert "| met " in verdicts["vgg16"] and "| **not met**" in verdicts["resnet18"]
+    assert "| **not met**" in verdicts["resnet101"]  # nothing was found, and nothing is proved
     assert "impossible" in verdicts["resnet34"] and "does not fit" in verdicts["resnet50"]
     assert re.search(r"\| 70% .*\| 80% *\|$", verdicts["vgg16"])
     missing = searched_section([GPU, replace(GPU, name="other")], rows, found)

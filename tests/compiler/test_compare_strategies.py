@@ -91,10 +91,37 @@ def test_pytorchs_own_methods_are_measured_beside_the_plans() -> None:
             assert cell.smallest_bytes is not None and cell.smallest_bytes > cell.budget_bytes
     by_name = {c.strategy: c.measured for c in own if c.measured is not None}
     blocked, compiled = by_name["checkpoint per block"], by_name["activation_memory_budget 0.5"]
-    assert blocked.is_equal and blocked.peak_bytes < 0.9 * found.baseline_bytes
-    assert not compiled.is_equal and "*: other numbers" in found.table()  # it draws dropout otherwise
+    assert blocked.agrees and blocked.peak_bytes < 0.9 * found.baseline_bytes
+    assert not compiled.agrees and "*: other numbers" in found.table()  # it draws dropout otherwise
     svg = found.picture("svg").decode()
     assert "activation_memory_budget" in svg and "activation_memory_budget 0" not in svg
+
+
+class Counting(nn.Module):
+    """Counts its forwards in a buffer that is not saved, and keeps its last result."""
+
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(4))
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+        self.last: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.add_(1)
+        for block in self.blocks:
+            x = block(x)
+        self.last = x
+        return x
+
+
+def test_what_a_model_keeps_between_steps_disturbs_no_measurement() -> None:
+    found = irc.compare(
+        Counting(), torch.randn(512, 16), budgets="100%", strategies="auto,sqrt-n", measure=True
+    )
+    measured = [cell.measured for cell in found.cells if cell.measured is not None]
+    assert len(measured) >= 5 and all(one.agrees for one in measured)
 
 
 def test_a_method_of_pytorch_that_does_not_apply_is_a_refusal() -> None:

@@ -190,6 +190,13 @@ def test_a_model_without_blocks_is_not_applicable(family: str) -> None:
             applied(original, method)
 
 
+def test_a_module_in_two_blocks_is_not_applicable() -> None:
+    block = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+    (method,) = methods(nn.Sequential(block, block), (torch.randn(2, 4),), ("blocks",), ())
+    with pytest.raises(NotApplicableError, match="in two blocks"):
+        method.apply(nn.Sequential(block, block))
+
+
 def test_segments_need_a_chain() -> None:
     original = Original(Loop(skip=True), vectors())
     assert original.numbers(applied(original, by_name(original, "blocks")["checkpoint per block"])).bit_equal

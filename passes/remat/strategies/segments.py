@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
@@ -96,12 +97,20 @@ def _with_unrepeatable(problem: CheckpointProblem, kept: Kept) -> Kept:
     return frozenset(found)
 
 
-def checkpoints(problem: CheckpointProblem, count: int) -> Solution:
+def checkpoints(problem: CheckpointProblem, count: int, deadline: float = math.inf) -> Solution | None:
     """Cuts forward at `count` positions between which it takes equal time, and keeps what crosses them.
 
-    Nothing else is held: each operation of backward has what it reads made again from the last checkpoint
-    before it; of what was made, what the next one reads stays. So with more checkpoints memory grows and time
-    falls, and none takes the least memory.
+    Each operation of backward has what it reads made again from the last checkpoint before it; of what was
+    made, what the next one reads stays, and nothing else. On a chain of equal tensors, memory grows and time
+    falls with the number of checkpoints.
+
+    Args:
+        problem: The recomputation problem.
+        count: The number of checkpoints; at most as many as there are operations.
+        deadline: `time.thread_time()` after which it is given up; time grows with the graph's square.
+
+    Returns:
+        The schedule; None if the deadline came first.
 
     Source:
         The ladder of checkpoints of TensorFlow's gradient checkpointing (Bulatov and Salimans, 2018), where
@@ -118,6 +127,8 @@ def checkpoints(problem: CheckpointProblem, count: int) -> Solution:
     order: list[Node] = []
     made: set[Storage] = set()
     for node in problem.backward:
+        if time.thread_time() > deadline:
+            return None
         again = problem.closure(problem.forward_reads[node], there | made)
         order += (*again, node)
         if problem.forward_reads[node]:

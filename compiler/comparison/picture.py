@@ -121,7 +121,8 @@ def draw_comparison(comparison: Drawn, kind: str) -> bytes:
         axes.set_ylabel("time added to a step, %")
         title = f"{printable(comparison.model)}: strategies beside the best plan and its bound"
         axes.set_title(title, loc="left", parse_math=False)
-        axes.set_title("grey: no plan, by predicted times", loc="right", color=_GREY, fontsize=9)
+        bound = "no plan, by predicted times" if is_measured else "proved impossible"
+        axes.set_title(f"grey: {bound}", loc="right", color=_GREY, fontsize=9)
         return rendered(figure, kind)
 
 

@@ -93,7 +93,8 @@ def _goal(question: str, outcomes: Sequence[tuple[float, Outcome]]) -> str:
     text += f"{verdicts.count('met')} of {len(points)}"
     if verdicts.count("impossible"):
         count = verdicts.count("impossible")
-        text += f"; {count} are proved impossible on this machine, in this order of backward"
+        verb = "is" if count == 1 else "are"
+        text += f"; {count} {verb} proved impossible for the graph that irc plans on this machine"
     if fits:
         ours, theirs = (sum(values) / len(fits) for values in zip(*((o, t) for t, o in fits), strict=True))
         text += f". Mean of what is added where it fits: {_percent(ours)}; published {_percent(theirs)}"

@@ -152,7 +152,7 @@ def test_the_page_tells_what_is_met_and_what_is_impossible() -> None:
     others = (Point("their time", 4_000, 4_000, 0.3, 0.1, 1.0), Point("deepest", 3_000, 3_000, 0.5, 0.1, 1.0))
     found = {f"gtx1080ti {name}": [outcome(ogc, cut, *others), outcome(cut)] for name, cut in cuts.items()}
     text = searched_section([GPU], rows, found)
-    assert "1 of 5; 2 are proved impossible on this machine" in text
+    assert "1 of 5; 2 are proved impossible for the graph that irc plans" in text
     verdicts = {row.split("|")[1].strip(): row for row in text.splitlines() if row.startswith("| ")}
     assert "| met " in verdicts["vgg16"] and "| **not met**" in verdicts["resnet18"]
     assert "| **not met**" in verdicts["resnet101"]  # nothing was found, and nothing is proved

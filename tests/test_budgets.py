@@ -53,7 +53,7 @@ def test_over_thirty_budgets_nothing_is_above_its_promise_and_more_memory_is_nev
             measured = measured_peak_bytes(fitted, args, plan.static_bytes)
             assert plan.peak_bytes * 0.995 <= measured <= plan.peak_bytes <= budget
         if before is not None:
-            assert plan.overhead <= before.overhead * (1 + 1e-9) and plan.peak_bytes >= before.peak_bytes
+            assert plan.overhead <= before.overhead * (1 + 1e-9)
         before = plan
     assert before is not None and before.overhead == 0
     with pytest.raises(BudgetError):

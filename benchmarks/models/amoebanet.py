@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 from torch import Tensor, nn
 
 from .images import Classifier
 from .registry import Example, benchmark
 
-__all__ = ["AmoebaNet", "amoebanet_d"]
+__all__ = ["AmoebaNet", "CellNetwork", "Halved", "Sum", "amoebanet_d", "joined_sums"]
 
-_Sum = tuple[tuple[int, str], tuple[int, str]]
+Sum = tuple[tuple[int, str], tuple[int, str]]
 """Two operations whose results are added, each with the number of the state that it reads."""
 
-_NORMAL: tuple[_Sum, ...] = (
+_NORMAL: tuple[Sum, ...] = (
     ((1, "1x1"), (1, "largest of 3x3")),
     ((1, "as it is"), (0, "1x7 and 7x1")),
     ((0, "1x1"), (0, "1x7 and 7x1")),
@@ -21,7 +23,7 @@ _NORMAL: tuple[_Sum, ...] = (
     ((1, "mean of 3x3"), (5, "1x1")),
 )
 _NORMAL_RESULT = (0, 3, 4, 6)
-_REDUCTION: tuple[_Sum, ...] = (
+_REDUCTION: tuple[Sum, ...] = (
     ((0, "largest of 2x2"), (0, "largest of 3x3")),
     ((2, "as it is"), (1, "3x3")),
     ((2, "1x7 and 7x1"), (2, "largest of 3x3")),
@@ -92,6 +94,44 @@ class Halved(nn.Module):
         return self.norm(torch.cat([self.even(x), self.odd(self.shift(x[:, :, 1:, 1:]))], 1))
 
 
+class CellNetwork(nn.Module):
+    """A network of cells, of which each reads the results of the two before it.
+
+    Attributes:
+        stem: Makes the first result of the images.
+        cells: The cells, in order.
+        head: Makes scores of the last result.
+    """
+
+    stem: nn.Module
+    cells: nn.ModuleList
+    head: nn.Module
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Maps [batch, 3, size, size] to scores [batch, classes]; all reductions divide the size."""
+        before = last = self.stem(images)
+        for cell in self.cells:
+            before, last = last, cell(before, last)
+        return self.head(last)
+
+
+def joined_sums(
+    states: list[Tensor], steps: Sequence[Sum], operations: Iterable[nn.Module], result: Sequence[int]
+) -> Tensor:
+    """Adds the results of two operations at each step, and joins some of the states along the channels.
+
+    Args:
+        states: The first two; the steps' sums follow them.
+        steps: For each sum the states that it reads.
+        operations: Those of the steps, two for each.
+        result: The states to join.
+    """
+    following = iter(operations)
+    for (one, _), (other, _) in steps:
+        states.append(next(following)(states[one]) + next(following)(states[other]))
+    return torch.cat([states[place] for place in result], 1)
+
+
 class Cell(nn.Module):
     """Five sums of two operations each, on the results of the two cells before.
 
@@ -125,13 +165,10 @@ class Cell(nn.Module):
     def forward(self, before: Tensor, last: Tensor) -> Tensor:
         """Maps [batch, before, h, w] (or 2h, 2w) and [batch, last, h, w] to [batch, channels, h, w]."""
         states = [self.from_last(last), self.from_before(before)]
-        operations = iter(self.operations)
-        for (one, _), (other, _) in self.sums:
-            states.append(next(operations)(states[one]) + next(operations)(states[other]))
-        return torch.cat([states[place] for place in self.result], 1)
+        return joined_sums(states, self.sums, self.operations, self.result)
 
 
-class AmoebaNet(nn.Module):
+class AmoebaNet(CellNetwork):
     """AmoebaNet-D: a stem and three rows of normal cells, with reductions between them.
 
     The cells are those of Real et al. (Regularized Evolution for Image Classifier Architecture Search, 2019)
@@ -158,13 +195,6 @@ class AmoebaNet(nn.Module):
             self.cells.append(cell)
             before, last, was_reduction = last, cell.channels, is_reduction
         self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(last, classes))
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Maps [batch, 3, size, size] to scores [batch, classes]; 32 divides the size."""
-        before = last = self.stem(images)
-        for cell in self.cells:
-            before, last = last, cell(before, last)
-        return self.head(last)
 
 
 @benchmark

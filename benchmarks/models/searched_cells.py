@@ -12,14 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .amoebanet import Halved
+from .amoebanet import CellNetwork, Halved, Sum, joined_sums
 from .images import Classifier
 from .registry import Example, benchmark
 
 __all__ = ["amoebanet_cifar", "darts_cifar", "nasnet_cifar"]
-
-_Step = tuple[tuple[int, str], tuple[int, str]]
-"""Two operations whose results are added, each with the number of the state that it reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +28,7 @@ class Plan:
         result: The states that are joined along the channels.
     """
 
-    steps: tuple[_Step, ...]
+    steps: tuple[Sum, ...]
     result: tuple[int, ...]
 
 
@@ -170,13 +167,10 @@ class SearchedCell(nn.Module):
     def forward(self, before: Tensor, last: Tensor) -> Tensor:
         """Maps [batch, before, h, w] (or 2h, 2w) and [batch, last, h, w] to [batch, channels, h, w]."""
         states = [self.from_before(before), self.from_last(last)]
-        operations = iter(self.operations)
-        for (one, _), (other, _) in self.plan.steps:
-            states.append(next(operations)(states[one]) + next(operations)(states[other]))
-        return torch.cat([states[place] for place in self.plan.result], 1)
+        return joined_sums(states, self.plan.steps, self.operations, self.plan.result)
 
 
-class SearchedNetwork(nn.Module):
+class SearchedNetwork(CellNetwork):
     """A stem, cells of two kinds, and a head.
 
     Args:
@@ -206,13 +200,6 @@ class SearchedNetwork(nn.Module):
             self.cells.append(cell)
             before, last, was_reduction = last, cell.channels, is_reduction
         self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(last, classes))
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Maps [batch, 3, size, size] to scores [batch, classes]; 4 divides the size."""
-        before = last = self.stem(images)
-        for cell in self.cells:
-            before, last = last, cell(before, last)
-        return self.head(last)
 
 
 def _searched(name: str, plans: tuple[Plan, Plan]) -> Callable[..., Example]:

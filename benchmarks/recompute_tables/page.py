@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 
 from irc.passes import Machine
@@ -25,27 +26,41 @@ def searched_section(machines: Sequence[Machine], rows: Sequence[Searched], foun
         known = [row for row in rows if f"{machine.name} {row.model}" in found]
         if not known:
             continue
-        lines = [_searched(row, *found[f"{machine.name} {row.model}"]) for row in known]
-        outcomes = [(row.overhead, found[f"{machine.name} {row.model}"][0]) for row in known]
+        outcomes = [(row, found[f"{machine.name} {row.model}"]) for row in known]
+        theirs = [(row, both[0]) for row, both in outcomes]
         header = (
-            *("network", "batch", "step MiB, theirs", "here", "s, theirs", "here"),
-            *("cut, theirs", "ogc here", "added, theirs", "ogc here"),
+            *("network", "batch", "operations", "step MiB, theirs", "here", "s, theirs", "here"),
             *(
+                "cut, theirs",
+                "ogc here",
+                "added, theirs",
+                "ogc here",
                 "irc at their cut",
                 "bound",
                 "a third?",
-                "of everything",
-                "irc's cut in their time",
-                "deepest cut",
             ),
+            *("of everything", "irc's cut in their time", "deepest cut", "ogc planned in s", "irc"),
         )
-        parts += [
-            f"## {machine.name}",
-            _rates(machine),
-            _goal("their cut", outcomes),
-            to_markdown(header, lines),
-        ]
+        lines = [_searched(row, *both) for row, both in outcomes]
+        goal = _goal("their cut", [(row.overhead, outcome) for row, outcome in theirs])
+        parts += [f"## {machine.name}", _rates(machine), _agreement(theirs), goal, to_markdown(header, lines)]
     return "\n\n".join(part for part in parts if part)
+
+
+def _agreement(outcomes: Sequence[tuple[Searched, Outcome]]) -> str:
+    """The networks whose original peak and whose cut by `ogc` are near the published ones, counted."""
+    peaks = [abs(_above(outcome) / row.regular_bytes - 1) for row, outcome in outcomes]
+    cuts = [abs(outcome.cut(outcome.point("ogc").peak_bytes) - row.cut) for row, outcome in outcomes]
+    return (
+        f"Peaks of the original are within 4% of the published ones on {sum(p <= 0.04 for p in peaks)} of "
+        f"{len(peaks)} networks, within 12% on {sum(p <= 0.12 for p in peaks)}; cuts by ogc are within 3 "
+        f"points on {sum(c <= 0.03 for c in cuts)}, within 8 on {sum(c <= 0.08 for c in cuts)}."
+    )
+
+
+def _above(outcome: Outcome) -> int:
+    """The original's peak above parameters and what is there before the step."""
+    return outcome.baseline_bytes - outcome.parameter_bytes
 
 
 def _searched(row: Searched, theirs: Outcome, whole: Outcome) -> list[str]:
@@ -58,8 +73,9 @@ def _searched(row: Searched, theirs: Outcome, whole: Outcome) -> list[str]:
     return [
         row.model,
         str(row.batch),
+        str(theirs.operations),
         f"{row.regular_bytes / 2**20:,.0f}",
-        f"{(theirs.baseline_bytes - theirs.parameter_bytes) / 2**20:,.0f}",
+        f"{_above(theirs) / 2**20:,.0f}",
         f"{row.seconds:.3f}",
         f"{theirs.step_seconds:.3f}",
         _percent(row.cut, 0),
@@ -72,6 +88,8 @@ def _searched(row: Searched, theirs: Outcome, whole: Outcome) -> list[str]:
         _added(everything),
         _percent(theirs.cut(within.peak_bytes), 0),
         _percent(theirs.cut(deepest.peak_bytes), 0),
+        f"{ogc.plan_seconds:.1f}",
+        f"{point.plan_seconds:.1f}",
     ]
 
 
@@ -96,8 +114,10 @@ def _goal(question: str, outcomes: Sequence[tuple[float, Outcome]]) -> str:
         verb = "is" if count == 1 else "are"
         text += f"; {count} {verb} proved impossible for the graph that irc plans on this machine"
     if fits:
-        ours, theirs = (sum(values) / len(fits) for values in zip(*((o, t) for t, o in fits), strict=True))
-        text += f". Mean of what is added where it fits: {_percent(ours)}; published {_percent(theirs)}"
+        theirs, ours = (statistics.fmean(values) for values in zip(*fits, strict=True))
+        bounds = statistics.fmean(point.bound for _, point in points if point.overhead is not None)
+        text += f". Mean of what is added where it fits: {_percent(ours)}, of the bounds {_percent(bounds)}; "
+        text += f"published {_percent(theirs)}"
     return f"{text}."
 
 

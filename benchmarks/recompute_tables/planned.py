@@ -8,27 +8,35 @@ from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from irc.compiler.request import cost_passes
 from irc.frontends.torch import capture
 from irc.ir import InputRole
 from irc.passes import (
     Costs,
     Machine,
+    PassManager,
     Planner,
     Program,
     ReleaseGradients,
-    ReplayDraws,
-    SplitConvolutions,
-    analytic_costs,
 )
 
 from ..models import MODELS
 from ..models.registry import Example
-from ..swap_tables.simulated import Entry, reached
+from ..swap_tables.simulated import Entry, reached, roofline
 
-__all__ = ["Maker", "Outcome", "Planning", "Point", "captured"]
+__all__ = ["Maker", "Outcome", "Planning", "Point", "benchmark_model", "captured"]
 
 Maker = Callable[..., Example]
 """A network and its batch, from the name of a benchmark model and its arguments."""
+
+
+def benchmark_model(model: str, **keywords: Any) -> Example:
+    """The benchmark model of that name."""
+    return MODELS[model](**keywords)
+
+
+_REWRITTEN_FOR = "gtx1080ti"
+"""Rewrites are the same for every described GPU."""
 
 _STEPS = 6
 """Halvings of the budgets between the smallest and the baseline."""
@@ -84,22 +92,21 @@ class Outcome:
         return 1 - (nbytes - self.parameter_bytes) / (self.baseline_bytes - self.parameter_bytes)
 
 
-def captured(model: str, make: Maker | None = None, **keywords: Any) -> tuple[Program, Program]:
+def captured(model: str, make: Maker = benchmark_model, **keywords: Any) -> tuple[Program, Program]:
     """The training step of a network on tensors without data, with the rewrites of `irc.optimize`.
 
     Args:
         model: The name of a benchmark model.
-        make: Makes it from its name and its arguments; a benchmark model if None.
+        make: Makes it from its name and its arguments.
         keywords: Its arguments.
 
     Returns:
         The step that delivers its gradients at its end, and the one that adds each to the one that is there.
     """
     with FakeTensorMode():
-        module, args = MODELS[model](**keywords) if make is None else make(model, **keywords)
-    program = Program(capture(module, args).graph)
-    for rewrite in (ReplayDraws(), SplitConvolutions(transpose=False)):
-        program = rewrite.run(program)
+        module, args = make(model, **keywords)
+    *rewrites, _ = cost_passes(_REWRITTEN_FOR)
+    program = PassManager(rewrites).run(Program(capture(module, args).graph))
     return program, ReleaseGradients().run(program)
 
 
@@ -114,8 +121,7 @@ class Planning:
 
     def __init__(self, program: Program, machine: Machine, seconds: float) -> None:
         graph = program.original or program.graph
-        costs = Costs.united([analytic_costs(each, machine) for each in {graph, program.graph}])
-        costs = Costs(costs.seconds, dict.fromkeys(costs.workspace_bytes, 0), costs.source)
+        costs = Costs.united([roofline(each, machine) for each in dict.fromkeys((graph, program.graph))])
         self._program = replace(program, costs=costs)
         self.planner = Planner(self._program)
         self.graph, self.seconds = graph, seconds

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from ..swap_tables.published import cases
 
-__all__ = ["Ladder", "Searched", "ladder", "resnets", "searched"]
+__all__ = ["Ladder", "Resnet", "Searched", "ladder", "resnets", "searched"]
 
 _MIB = 1 << 20
 _MB = 1_000_000
@@ -59,13 +58,14 @@ class Searched:
     overhead: float
 
     @property
+    def name(self) -> str:
+        """The row in one word."""
+        return self.model
+
+    @property
     def run_batch(self) -> int:
         """A batch at which a CPU takes seconds for a step."""
         return next((batch for part, batch in _RUN_BATCHES.items() if part in self.model), _RUN_BATCH)
-
-    def keywords(self, batch: int) -> Mapping[str, Any]:
-        """The arguments of the model's factory."""
-        return {"batch": batch, "size": self.size}
 
 
 @cache
@@ -133,8 +133,13 @@ class Resnet:
     model: str
     batch: int
     device_bytes: int
-    original_bytes: int | None = field(default=None)
-    overhead: float | None = field(default=None)
+    original_bytes: int | None = None
+    overhead: float | None = None
+
+    @property
+    def name(self) -> str:
+        """The row in one word."""
+        return f"{self.model}-{self.batch}"
 
 
 @cache

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from irc.ir import BudgetError, TimeLimitError
 
 from ..harness import Fitter, Original, Settings, broken_promises
-from ..models import MODELS
 from ..pages import to_markdown
-from .planned import Maker
+from .planned import Maker, benchmark_model
 from .published import Searched
 
 __all__ = ["Run", "Trained", "runs_section", "trained_row"]
+
+_PLANS = {"ogc": "ogc", "their cut": "irc", "smallest": "irc, smallest"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +60,16 @@ class Trained:
     runs: tuple[Run, ...]
 
 
-def trained_row(row: Searched, seconds: float, repeats: int, make: Maker | None = None) -> list[Trained]:
+def trained_row(row: Searched, seconds: float, repeats: int, make: Maker = benchmark_model) -> list[Trained]:
     """Runs both plans of one network beside the original.
 
     Args:
         row: The published row.
         seconds: For the search.
         repeats: Timed steps of each plan, in turns with the original.
-        make: Makes the network; a benchmark model if None.
+        make: Makes the network.
     """
-    keywords = {"batch": row.run_batch, "size": row.size}
-    module, args = MODELS[row.model](**keywords) if make is None else make(row.model, **keywords)
+    module, args = make(row.model, batch=row.run_batch, size=row.size)
     original = Original(module, args)
     fitter = Fitter(original, Settings(time_limit=seconds, costs="measured"))
     budget_bytes = fitter.static_bytes + int((1 - row.cut) * original.step_bytes)
@@ -100,8 +101,8 @@ def trained_row(row: Searched, seconds: float, repeats: int, make: Maker | None 
                 tuple(faults),
             )
         )
-    beside = sorted(step.cpu for step in timed[0].beside)
-    return [Trained(row.run_batch, original.step_bytes, beside[len(beside) // 2], tuple(runs))]
+    step_seconds = statistics.median(step.cpu for step in timed[0].beside)
+    return [Trained(row.run_batch, original.step_bytes, step_seconds, tuple(runs))]
 
 
 def runs_section(rows: Sequence[Searched], found: Mapping[str, Sequence[Trained]]) -> str:
@@ -116,20 +117,13 @@ def runs_section(rows: Sequence[Searched], found: Mapping[str, Sequence[Trained]
         for fault in run.faults
     ]
     header = (
-        *(
-            "network",
-            "batch",
-            "step MiB",
-            "s",
-            "published cut",
-            "added",
-            "plan",
-            "cut",
-            "peak MiB, predicted",
-        ),
-        *("measured", "added, predicted", "measured", "from", "to"),
+        *("network", "batch", "step MiB", "s", "published cut", "added", "plan", "cut"),
+        *("peak MiB, predicted", "measured", "added, predicted", "measured", "from", "to"),
     )
     parts = [f"Not run yet: {', '.join(missing)}." if missing else "", to_markdown(header, lines)]
+    runs = [run for row in rows for trained in found.get(row.model, ()) for run in trained.runs]
+    equal = sum(run.measured_bytes == run.predicted_bytes for run in runs)
+    parts.append(f"The measured peak is the predicted one, to the byte, in {equal} of {len(runs)} runs.")
     parts.append("Broken promises: " + ("; ".join(faults) if faults else "none") + ".")
     return "\n\n".join(part for part in parts if part)
 
@@ -143,7 +137,7 @@ def _lines(row: Searched, trained: Trained) -> Iterator[list[str]]:
             f"{trained.step_seconds:.2f}",
             f"{row.cut:.0%}",
             f"{row.overhead:.0%}",
-            "irc, smallest" if run.question == "smallest" else "ogc" if run.question == "ogc" else "irc",
+            _PLANS[run.question],
             f"{1 - run.measured_bytes / trained.original_bytes:.0%}",
             f"{run.predicted_bytes / 2**20:,.1f}",
             f"{run.measured_bytes / 2**20:,.1f}",

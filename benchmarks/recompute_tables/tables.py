@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 
 from irc.passes import Machine, Program
 
@@ -12,9 +12,6 @@ from .published import Resnet, Searched, ladder
 __all__ = ["LADDER_MODEL", "RESNET_STRATEGIES", "Networks", "ladder_row", "resnet_row", "searched_row"]
 
 LADDER_MODEL = "plain_cnn"
-LADDER_INPUT = 64, 96
-"""Batch, and height and width of an image."""
-
 RESNET_STRATEGIES = ("sqrt-n", "gradient-checkpointing-memory", "gradient-checkpointing-speed", "ogc")
 
 
@@ -22,20 +19,15 @@ class Networks:
     """The training steps of networks; the last one is kept.
 
     Args:
-        make: Makes them; the benchmark models if None.
+        make: Makes them.
     """
 
-    def __init__(self, make: Maker | None = None) -> None:
-        self._captured = partial(captured, make=make)
-        self._last: tuple[tuple[str, int, int], tuple[Program, Program]] | None = None
+    def __init__(self, make: Maker) -> None:
+        self._captured = lru_cache(maxsize=1)(partial(captured, make=make))
 
-    def steps(self, model: str, batch: int, size: int = 224) -> tuple[Program, Program]:
+    def steps(self, model: str, **keywords: int) -> tuple[Program, Program]:
         """Both steps of `captured`."""
-        key = model, batch, size
-        if self._last is None or self._last[0] != key:
-            self._last = None
-            self._last = key, self._captured(model, batch=batch, size=size)
-        return self._last[1]
+        return self._captured(model, **keywords)
 
 
 def searched_row(networks: Networks, row: Searched, machine: Machine, seconds: float) -> list[Outcome]:
@@ -44,7 +36,7 @@ def searched_row(networks: Networks, row: Searched, machine: Machine, seconds: f
     Returns:
         The outcome above parameters and gradients, as the publication counts, and that of everything.
     """
-    whole_step, released = networks.steps(row.model, row.batch, row.size)
+    whole_step, released = networks.steps(row.model, batch=row.batch, size=row.size)
     theirs, whole = Planning(released, machine, seconds), Planning(whole_step, machine, seconds)
     return [
         theirs.outcome(
@@ -59,7 +51,7 @@ def searched_row(networks: Networks, row: Searched, machine: Machine, seconds: f
 
 def ladder_row(networks: Networks, machine: Machine, seconds: float) -> list[Outcome]:
     """The rungs of the ladder of checkpoints."""
-    planning = Planning(networks.steps(LADDER_MODEL, *LADDER_INPUT)[0], machine, seconds)
+    planning = Planning(networks.steps(LADDER_MODEL)[0], machine, seconds)
     found: list[Outcome] = []
     for rung in ladder()[1]:
         own = planning.by(f"checkpoints-{rung.checkpoints}")
@@ -76,7 +68,7 @@ def ladder_row(networks: Networks, machine: Machine, seconds: float) -> list[Out
 
 def resnet_row(networks: Networks, row: Resnet, machine: Machine, seconds: float) -> list[Outcome]:
     """A ResNet of OME's table."""
-    planning = Planning(networks.steps(row.model, row.batch)[0], machine, seconds)
+    planning = Planning(networks.steps(row.model, batch=row.batch)[0], machine, seconds)
     points = [planning.by(strategy) for strategy in RESNET_STRATEGIES]
     points.append(planning.at("their memory", row.device_bytes))
     if row.original_bytes is not None:

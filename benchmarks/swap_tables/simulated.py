@@ -26,6 +26,7 @@ __all__ = [
     "largest_original",
     "program_on",
     "reached",
+    "roofline",
 ]
 
 Maker = Callable[[str, int], Example]
@@ -67,6 +68,12 @@ def captured(model: str, batch: int, make: Maker | None = None) -> Graph:
     return capture(module, args).graph
 
 
+def roofline(graph: Graph, machine: Machine) -> Costs:
+    """The times of a machine's roofline, and no workspaces."""
+    costs = analytic_costs(graph, machine)
+    return Costs(costs.seconds, dict.fromkeys(costs.workspace_bytes, 0), costs.source)
+
+
 def program_on(graph: Graph, machine: Machine) -> Program:
     """The graph with the times of a machine's roofline, no workspaces, and its host memory as a tier.
 
@@ -74,9 +81,9 @@ def program_on(graph: Graph, machine: Machine) -> Program:
         graph: A training step.
         machine: What it runs on.
     """
-    costs = analytic_costs(graph, machine)
-    costs = Costs(costs.seconds, dict.fromkeys(costs.workspace_bytes, 0), costs.source)
-    return Program(graph, costs, tiers=tuple(tier for tier in machine.tiers if tier.name == "host"))
+    return Program(
+        graph, roofline(graph, machine), tiers=tuple(tier for tier in machine.tiers if tier.name == "host")
+    )
 
 
 def fitted(machine: Machine, graph: Graph, seconds: float) -> Machine:

@@ -32,7 +32,8 @@ class Cell:
         strategy: Its name.
         source: Who published it.
         budget_bytes: What a step may take.
-        plan_seconds: Seconds of the processor for planning, capture and measuring aside.
+        plan_seconds: Seconds of the processor for planning, capture and measuring aside; None without a plan
+            to look for.
         peak_bytes: Predicted peak of a step under the plan; None if there is no plan.
         overhead: Its extra time, as a fraction of the baseline's.
         bound: No schedule within the budget, with this order of backward, has a smaller overhead.
@@ -45,7 +46,7 @@ class Cell:
     strategy: str
     source: str
     budget_bytes: int
-    plan_seconds: float
+    plan_seconds: float | None
     peak_bytes: int | None = None
     overhead: float | None = None
     bound: float = 0.0

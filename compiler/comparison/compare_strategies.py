@@ -251,7 +251,7 @@ def _cell(planner: Planner, chooser: PlanMemory, measurer: Measurer | None) -> C
 
 def _measured_cell(budget_bytes: int, name: str, outcome: Measured | str) -> Cell:
     """One of PyTorch's own methods beside one budget, which it knows nothing of."""
-    cell = Cell(name, "PyTorch", budget_bytes, 0.0)
+    cell = Cell(name, "PyTorch", budget_bytes, plan_seconds=None)
     if isinstance(outcome, str):
         return replace(cell, code="IRC403", refusal=outcome)
     if outcome.peak_bytes > budget_bytes:

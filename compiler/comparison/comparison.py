@@ -89,7 +89,7 @@ class Comparison:
                 continue
             predicted = ("", "", "", "")
             if cell.peak_bytes is not None and cell.overhead is not None and cell.gap is not None:
-                times = (f"{cell.overhead:.2%}", f"{cell.gap:.2%}", f"{cell.plan_seconds:.1f} s")
+                times = (f"{cell.overhead:.2%}", f"{cell.gap:.2%}", f"{cell.plan_seconds or 0.0:.1f} s")
                 predicted = (self._amount(cell.peak_bytes), *times)
             row = (cell.strategy, *predicted)
             if cell.measured is not None:

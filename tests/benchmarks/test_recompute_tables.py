@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ import torch
 
 from benchmarks.models import MODELS
 from benchmarks.models.registry import Example
+from benchmarks.recompute_tables import published
 from benchmarks.recompute_tables.__main__ import main
 from benchmarks.recompute_tables.page import ladder_section, resnet_section, searched_section
 from benchmarks.recompute_tables.planned import Outcome, Planning, Point, captured
@@ -23,7 +25,7 @@ from irc.passes import machine_named
 GPU = machine_named("gtx1080ti")
 
 
-def tiny(model: str, *, batch: int, size: int) -> Example:
+def tiny(model: str, *, batch: int = 64, size: int = 96) -> Example:
     """A small network under any name."""
     if model == "plain_cnn":
         return MODELS[model](batch=batch // 8, size=size // 3, width=16, depth=6)
@@ -40,6 +42,10 @@ def test_the_published_rows_are_read() -> None:
     assert (alexnet.batch, alexnet.size, alexnet.regular_bytes) == (1024, 224, 4955 << 20)
     assert (alexnet.cut, alexnet.overhead) == pytest.approx((1 - 3287 / 4955, 0.519 / 0.388 - 1))
     assert (cells.batch, cells.size, cells.run_batch) == (64, 32, 8)
+    path = Path(published.__file__).with_name("ogc.csv")
+    for row, line in zip(searched(), csv.DictReader(path.read_text().splitlines()), strict=True):
+        assert abs(100 * row.cut - float(line["memory_cut_pct"])) < 1
+        assert abs(100 * row.overhead - float(line["time_overhead_pct"])) < 1
     none_bytes, rungs = ladder()
     assert none_bytes == 3_300_000_000 and [rung.checkpoints for rung in rungs] == [0, 2, 4, 8, 16]
     assert (rungs[1].share, rungs[1].overhead) == pytest.approx((578 / 3300, 97 / 38 - 1))
@@ -152,12 +158,13 @@ def test_the_page_tells_what_is_met_and_what_is_impossible() -> None:
     others = (Point("their time", 4_000, 4_000, 0.3, 0.1, 1.0), Point("deepest", 3_000, 3_000, 0.5, 0.1, 1.0))
     found = {f"gtx1080ti {name}": [outcome(ogc, cut, *others), outcome(cut)] for name, cut in cuts.items()}
     text = searched_section([GPU], rows, found)
+    assert "within 4% of the published ones on 0 of 5" in text and "of the bounds 7.0%" in text
     assert "1 of 5; 2 are proved impossible for the graph that irc plans" in text
     verdicts = {row.split("|")[1].strip(): row for row in text.splitlines() if row.startswith("| ")}
     assert "| met " in verdicts["vgg16"] and "| **not met**" in verdicts["resnet18"]
     assert "| **not met**" in verdicts["resnet101"]  # nothing was found, and nothing is proved
     assert "impossible" in verdicts["resnet34"] and "does not fit" in verdicts["resnet50"]
-    assert re.search(r"\| 70% .*\| 80% *\|$", verdicts["vgg16"])
+    assert re.search(r"\| 70% +\| 80% +\| 0\.1 +\| 1\.0 +\|$", verdicts["vgg16"])
     missing = searched_section([GPU, replace(GPU, name="other")], rows, found)
     assert "Not planned yet: other vgg16" in missing
 
@@ -194,5 +201,6 @@ def test_a_broken_promise_stands_below_the_runs() -> None:
     row = next(row for row in searched() if row.model == "vgg16")
     run = Run("smallest", 10 << 20, 11 << 20, 0.1, 1.2, 1.1, 1.3, ("measured 11 > predicted 10 bytes",))
     text = runs_section([row], {"vgg16": [Trained(8, 20 << 20, 2.0, (run,))]})
+    assert "to the byte, in 0 of 1 runs" in text
     assert "irc, smallest" in text and "vgg16: measured 11 > predicted 10 bytes" in text
     assert "Not run yet: vgg16." in runs_section([row], {})

@@ -13,8 +13,10 @@ from torch import nn
 
 import irc
 from irc.compiler.comparison import compare_strategies
+from irc.compiler.comparison import measure as measuring
 from irc.compiler.comparison.cells import Cell
 from irc.compiler.comparison.comparison import FILES
+from irc.compiler.comparison.torch_methods import Method
 from irc.tools.cli import main
 
 FACTORY = """
@@ -122,6 +124,32 @@ def test_what_a_model_keeps_between_steps_disturbs_no_measurement() -> None:
     )
     measured = [cell.measured for cell in found.cells if cell.measured is not None]
     assert len(measured) >= 5 and all(one.agrees for one in measured)
+
+
+def test_a_plan_that_takes_too_long_is_not_run() -> None:
+    layers = [layer for _ in range(36) for layer in (nn.Linear(16, 16), nn.Tanh())]
+    model, x = nn.Sequential(*layers), torch.randn(64, 16)
+    found = irc.compare(model, x, budgets="100%", strategies="auto,checkpoints-0", costs="cpu", measure=True)
+    auto, slow = found.cells[:2]
+    assert slow.overhead is not None and slow.overhead > 4 and slow.measured is None
+    assert auto.measured is not None and "not run" in found.table()
+    assert "checkpoints-0" not in found.picture("svg").decode()
+    assert "measured peak of a step" in found.picture("svg").decode()
+
+
+def test_no_error_of_a_method_reaches_the_terminal_or_a_file_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(module: nn.Module) -> None:
+        raise RuntimeError('bad \x1b[31m,"\r\nsecond line')
+
+    monkeypatch.setattr(measuring, "methods", lambda *_: [Method("strange", fail)])
+    found = irc.compare(*chain(), budgets="100%", strategies="keep-all", costs="cpu", measure=True)
+    (cell,) = (cell for cell in found.cells if cell.strategy == "strange")
+    assert cell.code == "IRC403" and cell.plan_seconds is None
+    assert all(line.isprintable() for line in found.table().splitlines())
+    rows = list(csv.DictReader(io.StringIO(found.to_csv())))
+    assert len(rows) == len(found.cells) and "second line" not in found.to_csv()
 
 
 def test_a_method_of_pytorch_that_does_not_apply_is_a_refusal() -> None:

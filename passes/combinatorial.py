@@ -32,6 +32,11 @@ class FlowNetwork:
         assert status == self._flow.OPTIMAL, status
         return set(self._flow.get_sink_side_min_cut())
 
+    @property
+    def width(self) -> int:
+        """The width of the minimum cut that was found last: the capacities of its arcs together."""
+        return self._flow.optimal_flow()
+
 
 def knapsack(values: Sequence[int], sizes: Sequence[int], capacity: int) -> list[int]:
     """The positions of the items of the largest total value whose sizes fit into the capacity."""

@@ -8,9 +8,10 @@ from dataclasses import replace
 from ...ir import BudgetError, format_bytes
 from .choice import ChosenSchedule, Limits, out_of_time, over_budget
 from .eviction import evict_greedily
+from .parametric_cut import bound_by_cuts, search_cuts
 from .planner import Planner
 from .problem import Solution
-from .search import Incumbent, bound_at_loss, fits_without_search, search
+from .search import Incumbent, fits_without_search, proved_by_cuts, search
 from .strategies.published import PUBLISHED, Asked, strategy_named
 
 __all__ = ["STRATEGIES", "choose_recomputation", "is_all_kept"]
@@ -52,14 +53,17 @@ def choose_recomputation(planner: Planner, strategy: str, limits: Limits) -> Cho
         is_search = strategy in ("auto", "ilp")
         incumbent = _searched(planner, limits) if is_search else _named(planner, strategy, limits)
         planner.add_solution(limits.budget_bytes, incumbent)
-    return ChosenSchedule(problem, incumbent, planner.minimum_bytes(limits.deadline), problem.floor_bytes)
+    now = time.thread_time()
+    latest = now + max(now - limits.started, _SMALLEST_SECONDS)
+    minimum_bytes = planner.minimum_bytes(min(latest, limits.deadline))
+    return ChosenSchedule(problem, incumbent, minimum_bytes, problem.floor_bytes)
 
 
 _KEEPING = ("auto", "ilp", "keep-all")
 """Strategies that keep all if it fits."""
 
 _SMALLEST_SECONDS = 1.0
-"""Time for the smallest budget that a plan names if its own needs no search."""
+"""Time for the smallest budget that a plan names if its own needs no search; else as much as that took."""
 
 _REFUSAL_SECONDS = 3.0
 """Time for the smallest budget that the refusal of an impossible one names."""
@@ -71,11 +75,15 @@ def _searched(planner: Planner, limits: Limits) -> Incumbent:
     if budget_bytes < min(problem.floor_bytes, planner.original.keep_all.peak_bytes):
         candidates = planner.candidates(min(deadline, limits.started + _REFUSAL_SECONDS))
         raise over_budget(planner, budget_bytes, candidates.minimum_bytes, is_known=candidates.is_complete)
+    cuts = search_cuts(problem, budget_bytes, deadline=deadline)
+    incumbent = proved_by_cuts(problem, cuts, limits.gap)
+    if incumbent is not None:
+        return incumbent
     candidates = planner.candidates(deadline)
-    incumbent = search(problem, budget_bytes, candidates, deadline=deadline, gap=limits.gap)
+    incumbent = search(problem, budget_bytes, candidates, deadline=deadline, gap=limits.gap, cuts=cuts)
     if incumbent is None:
         candidates = planner.candidates(deadline, is_thorough=True)
-        incumbent = search(problem, budget_bytes, candidates, deadline=deadline, gap=limits.gap)
+        incumbent = search(problem, budget_bytes, candidates, deadline=deadline, gap=limits.gap, cuts=cuts)
     if incumbent is not None:
         incumbent.bound_seconds = max(incumbent.bound_seconds, planner.bound_seconds(budget_bytes))
         return incumbent
@@ -104,7 +112,7 @@ def _named(planner: Planner, strategy: str, limits: Limits) -> Incumbent:
         reached = min(s.peak_bytes for s in schedules)
         raise over_budget(planner, budget_bytes, reached, strategy=strategy)
     best = min(fitting, key=lambda s: (s.seconds, s.peak_bytes))
-    bound_seconds = 0.0 if problem.is_fastest(best) else bound_at_loss(problem, budget_bytes)
+    bound_seconds = 0.0 if problem.is_fastest(best) else bound_by_cuts(problem, budget_bytes)
     return Incumbent(strategy, best, bound_seconds)
 
 

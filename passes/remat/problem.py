@@ -132,7 +132,7 @@ class CheckpointProblem:
             for storage in self.read_at(time_step):
                 found[storage] = time_step
         for storage, node in reversed(self.producer.items()):
-            for read in self.forward_reads[node] if node.is_recomputable else ():
+            for read in self.forward_reads[node] if node in self.recomputable else ():
                 found[read] = max(found[read], found[storage])
         return found
 
@@ -144,6 +144,11 @@ class CheckpointProblem:
     def index(self) -> dict[Node, int]:
         """The position of each forward operation."""
         return {node: i for i, node in enumerate(self.forward)}
+
+    @cached_property
+    def recomputable(self) -> frozenset[Node]:
+        """The forward operations that may run again."""
+        return frozenset(node for node in self.forward if node.is_recomputable)
 
     @cached_property
     def producer(self) -> dict[Storage, Node]:
@@ -188,7 +193,7 @@ class CheckpointProblem:
         """The storages that backward reads, and those that it could make them from; in forward order."""
         found = set(self.read_positions)
         for storage, node in reversed(self.producer.items()):
-            if storage in found and node.is_recomputable:
+            if storage in found and node in self.recomputable:
                 found.update(self.forward_reads[node])
         return tuple(storage for storage in self.producer if storage in found)
 
@@ -354,7 +359,7 @@ class CheckpointProblem:
             node = self.producer[pending.pop()]
             if node in found:
                 continue
-            if not node.is_recomputable:
+            if node not in self.recomputable:
                 raise ValueError(f"{node.name} may run only once")
             found.add(node)
             pending.extend(s for s in self.forward_reads[node] if s not in have)
@@ -416,7 +421,7 @@ class CheckpointProblem:
         for storage, node in self.producer.items():
             if storage in have:
                 continue
-            if not node.is_recomputable or not found.isdisjoint(self.forward_reads[node]):
+            if node not in self.recomputable or not found.isdisjoint(self.forward_reads[node]):
                 found.add(storage)
         return found
 

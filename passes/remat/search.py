@@ -15,11 +15,12 @@ from .cut_ilp import Relaxation, Solved
 from .demand_search import DemandSearch
 from .eviction import evict_greedily
 from .exact import best_of_class, is_small, lower_bound
+from .parametric_cut import CutsFound, search_cuts, tightest_time_steps
 from .problem import CheckpointProblem, Solution
 from .retention_ilp import RetentionProgramme
 from .solution_merging import SolutionMerger
 
-__all__ = ["Incumbent", "bound_at_loss", "fits_without_search", "search"]
+__all__ = ["Incumbent", "fits_without_search", "proved_by_cuts", "search"]
 
 _WEIGHTS = (1.0, 0.5, 0.25, 0.0)
 """The weights that the distance to the next use has in eviction."""
@@ -54,13 +55,6 @@ class Incumbent:
         return self.best.seconds - problem.step_seconds - self.bound_seconds <= gap * problem.step_seconds
 
 
-def bound_at_loss(problem: CheckpointProblem, budget_bytes: int) -> float:
-    """A lower bound of the recomputation, in seconds, by a small programme: what can stay at the loss."""
-    relaxation = _relaxation(problem, budget_bytes, [len(problem.forward)])
-    bound_seconds = relaxation.relaxed_bound_seconds(seconds=_LOSS_SECONDS)
-    return bound_seconds if math.isfinite(bound_seconds) else 0.0
-
-
 def _relaxation(
     problem: CheckpointProblem, budget_bytes: int, time_steps: Sequence[int], *, has_spans: bool = True
 ) -> Relaxation:
@@ -78,9 +72,6 @@ _PROOF_GAP = 1e-4
 
 _NEGLIGIBLE = 2e-5
 """Storages up to this fraction of the peak that keeps all are free in the programme over cuts."""
-
-_LOSS_SECONDS = 3.0
-"""The time limit for the bound at the loss, whatever time is left; a tenth of it is usual."""
 
 _STRETCHES = 6
 """Beside the loss, cuts are first set at the tightest time step of each of so many stretches of backward."""
@@ -126,6 +117,9 @@ _DEMAND_PART = 0.5
 _WITHIN = 1 - 1e-6
 """A limit that is this part of the gap below the incumbent proves it, whatever is lost to rounding."""
 
+_LARGE_OPERATIONS = 1000
+"""For graphs beyond this size, a schedule of parametric cuts within the gap is the last."""
+
 _MERGING_GAP = 0.2
 """The part of the gap that schedules are merged to."""
 
@@ -163,12 +157,14 @@ def search(
     *,
     deadline: float,
     gap: float = 0.0,
+    cuts: CutsFound | None = None,
 ) -> Incumbent | None:
     """Searches for the fastest schedule within the budget, with a bound for all; None if none was found.
 
-    Candidates and evictions at this budget are merged. Then, in rounds, the programme over cuts gives a bound
-    and a first choice with ever more cuts, and that choice is merged with the best so far. If the gap is not
-    closed by then, one programme holds all that a small graph can do.
+    Parametric cuts give a bound, and a schedule often. Candidates and evictions at this budget are merged.
+    Then, in rounds, the programme over cuts gives a bound and a first choice with ever more cuts, and that
+    choice is merged with the best so far. If the gap is not closed by then, one programme holds all that a
+    small graph can do.
 
     Args:
         problem: The recomputation problem.
@@ -176,11 +172,25 @@ def search(
         candidates: Schedules that are known.
         deadline: `time.thread_time()` at which to stop.
         gap: The distance from the best at which to stop, as a fraction of the step's time.
+        cuts: The outcome of `search_cuts`, if it is known.
     """
-    incumbent = _Search(problem, budget_bytes, candidates, deadline, max(gap, _PROOF_GAP)).run()
+    cuts = search_cuts(problem, budget_bytes, deadline=deadline) if cuts is None else cuts
+    incumbent = _Search(problem, budget_bytes, candidates, cuts, deadline, max(gap, _PROOF_GAP)).run()
     if (incumbent is not None and incumbent.is_proved(problem, gap)) or not problem.backward:
         return incumbent
     return _exactly(problem, budget_bytes, incumbent, deadline) if is_small(problem) else incumbent
+
+
+def proved_by_cuts(problem: CheckpointProblem, cuts: CutsFound, gap: float) -> Incumbent | None:
+    """The schedule of parametric cuts if no other search is worth it; None if one is.
+
+    On a small graph, where searches take little, it is to be closer to the bound than was asked for.
+    """
+    if cuts.best is None:
+        return None
+    is_large = len(problem.base) > _LARGE_OPERATIONS
+    incumbent = Incumbent("cut", cuts.best, cuts.bound_seconds)
+    return incumbent if incumbent.is_proved(problem, gap if is_large else _MERGING_GAP * gap) else None
 
 
 def _exactly(
@@ -206,6 +216,7 @@ class _Search:
     problem: CheckpointProblem
     budget_bytes: int
     candidates: Candidates
+    cuts: CutsFound
     deadline: float
     gap: float
     incumbent: Incumbent | None = field(default=None, init=False)
@@ -237,7 +248,9 @@ class _Search:
         work = SolutionMerger(self.problem, self.budget_bytes, incumbent.best, self.deadline, gap)
         if self.problem.is_fastest(incumbent.best):
             return incumbent
-        incumbent.bound_seconds = bound_at_loss(self.problem, self.budget_bytes)
+        incumbent.bound_seconds = self.cuts.bound_seconds
+        if self.cuts.idea is not None:
+            self._merge(work, self.cuts.idea)
         self._by_cuts(work)
         self._by_windows(work)
         self._lower(work)
@@ -264,6 +277,8 @@ class _Search:
 
     def _seeds(self) -> list[tuple[str, Solution]]:
         found = self.candidates.fitting(self.budget_bytes)
+        if self.cuts.best is not None:
+            found.append(("cut", self.cuts.best))
         for weight in () if fits_without_search(self.problem, self.budget_bytes) else _WEIGHTS:
             latest = min(self.deadline, time.thread_time() + _RUN_SECONDS)
             evicted = evict_greedily(self.problem, self.budget_bytes, distance_weight=weight, deadline=latest)
@@ -316,7 +331,7 @@ class _Search:
             if len(time_steps) > 1 and ideas:
                 more.update(_violated(self.problem, self.budget_bytes, ideas[0], time_steps))
             if not more:
-                more.update(_tightest(self.problem, stretches))
+                more.update(tightest_time_steps(self.problem, stretches))
                 stretches *= 2
             if more.issubset(time_steps):
                 return
@@ -533,16 +548,3 @@ def _apart(problem: CheckpointProblem, time_steps: Iterable[int]) -> list[int]:
         if all(abs(time_step - other) > spacing for other in found):
             found.append(time_step)
     return found
-
-
-def _tightest(problem: CheckpointProblem, stretches: int) -> list[int]:
-    """The time step of each stretch of backward that leaves least for what stays."""
-    needed = {
-        time_step: problem.held_in(time_step, 0) + sum(s.nbytes for s in problem.read_at(time_step))
-        for time_step in range(len(problem.forward) + 1, problem.time_steps)
-    }
-    length = max(math.ceil(len(needed) / stretches), 1)
-    steps = list(needed)
-    return [
-        max(steps[start : start + length], key=needed.__getitem__) for start in range(0, len(steps), length)
-    ]

@@ -15,6 +15,7 @@ from irc.passes import CheckpointProblem, Costs
 from irc.passes.remat import cut_ilp, search
 from irc.passes.remat.candidates import find_candidates
 from irc.passes.remat.cut_ilp import Solved
+from irc.passes.remat.parametric_cut import bound_by_cuts
 
 samples = chains() | graphs()
 
@@ -145,8 +146,8 @@ def test_what_is_found_fits_and_is_not_below_its_bound(sample: Sample, tenths: i
     assert found.best.peak_bytes <= budget
     assert all(found.best.seconds <= known.seconds for _, known in candidates.fitting(budget))
     assert problem.step_seconds + found.bound_seconds <= cheapest_of_all(problem, budget) * (1 + 1e-6)
-    at_loss = search.bound_at_loss(problem, budget)
-    assert found.bound_seconds >= min(at_loss, found.best.seconds - problem.step_seconds) - 1e-6
+    by_cuts = bound_by_cuts(problem, budget)
+    assert found.bound_seconds >= min(by_cuts, found.best.seconds - problem.step_seconds) - 1e-6
 
 
 def test_a_deep_chain_is_planned_to_the_optimum() -> None:

@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterator
 
 from ....ir import Location, Node
+from ..cut_network import Kept
 from ..problem import CheckpointProblem, Solution
-from .segments import Kept, keeping
+from .segments import keeping
 
 __all__ = ["block_borders", "per_block"]
 

@@ -10,9 +10,9 @@ from itertools import count, islice
 from typing import NamedTuple
 
 from ....ir import Node, Storage
-from ...combinatorial import FlowNetwork, knapsack
+from ...combinatorial import knapsack
+from ..cut_network import CutNetwork, Kept
 from ..problem import CheckpointProblem, Solution
-from .segments import Kept
 
 __all__ = ["min_cut", "min_cut_candidates", "priced_cuts"]
 
@@ -58,8 +58,8 @@ def priced_cuts(
         limit: The most schedules.
 
     Source:
-        The cut is a project selection (Picard, Maximal Closure of a Graph, 1976); prices as in Eisner and
-        Severance, Mathematical Techniques for Efficient Record Segmentation in Large Shared Databases (1976).
+        Prices as in Eisner and Severance, Mathematical Techniques for Efficient Record Segmentation in Large
+        Shared Databases (1976).
     """
     saved = _Network(problem, kept).hull()
     yield from (_saving(problem, more | kept) for more in islice(saved, limit))
@@ -72,9 +72,6 @@ def _saving(problem: CheckpointProblem, kept: Kept) -> Solution:
 _KNAPSACK_UNITS = 10_000
 """The number of units that the capacity of a knapsack is divided into; sizes are rounded up to them."""
 
-_PARTS_OF_BYTE = 64
-"""The parts of a byte that widths of arcs count, so that prices are nearly exact on small graphs too."""
-
 
 class _Trade(NamedTuple):
     """Bytes saved, for the seconds that then run again."""
@@ -84,61 +81,17 @@ class _Trade(NamedTuple):
     kept: Kept
 
 
-class _Network:
-    """Forward as a flow network in which a cut is the set of storages to save.
-
-    A storage is an arc as wide as its bytes from `made` to `held`; an operation is a vertex between what it
-    reads and what it makes. The source feeds each operation, as widely as running it again costs; the sink
-    draws what backward reads. Storages that are kept anyway cost nothing: the first operation of backward
-    reads them. Storages that annotations keep from staying are never cut, and their operations may run again
-    at any price.
+class _Network(CutNetwork):
+    """The cuts between forward and backward; the first operation of backward reads what it reads for nothing.
 
     Args:
         problem: The recomputation problem.
-        kept: More storages that are kept anyway.
+        kept: Storages that are kept anyway.
     """
 
     def __init__(self, problem: CheckpointProblem, kept: Kept = frozenset()) -> None:
-        self.problem = problem
         free = kept.union(*(problem.forward_reads[node] for node in problem.backward[:1]))
-        self.bytes = {storage: 0 if storage in free else storage.nbytes for storage in problem.wanted}
-        makers = dict.fromkeys(problem.producer[storage] for storage in self.bytes)
-        self.wide = _PARTS_OF_BYTE * (sum(self.bytes.values()) + 1)
-        """Wider than saving everything: cut only if there is no other way."""
-        self.closed = self.wide * (1 + sum(node.is_transient for node in makers))
-        """Wider than all of that together: such an arc is never cut."""
-        self.flow = FlowNetwork()
-        vertices = count(2)
-        self.made = {storage: next(vertices) for storage in self.bytes}
-        self.held = {storage: next(vertices) for storage in self.bytes}
-        self.feeds = {node: self._connect(node, next(vertices)) for node in makers}
-        for storage, nbytes in self.bytes.items():
-            width = self.closed if storage in problem.transient else nbytes * _PARTS_OF_BYTE
-            self.flow.add_arc(self.made[storage], self.held[storage], width)
-            if storage in problem.read_positions:
-                self.flow.add_arc(self.held[storage], 1, self.closed)
-
-    def _connect(self, node: Node, vertex: int) -> int:
-        """Adds an operation; returns the arc that feeds it."""
-        problem = self.problem
-        for storage in self._results(node):
-            self.flow.add_arc(vertex, self.made[storage], self.closed)
-        for storage in problem.forward_reads[node] if node.is_recomputable else ():
-            self.flow.add_arc(self.held[storage], vertex, self.closed)
-        return self.flow.add_arc(0, vertex, self.closed)
-
-    def cut(self, price: Callable[[Node], float]) -> Kept:
-        """The storages of a minimum cut; among several, that with the fewest operations to run again.
-
-        Args:
-            price: The bytes that running an operation again is worth; infinite if it must not run again.
-        """
-        for node, arc in self.feeds.items():
-            width = price(node) * _PARTS_OF_BYTE if node.is_recomputable else math.inf
-            most = self.wide if node.is_transient else self.closed
-            self.flow.set_capacity(arc, round(min(width, most)))
-        again = self.flow.sink_side()
-        return frozenset(s for s in self.bytes if self.held[s] in again and self.made[s] not in again)
+        super().__init__(problem, len(problem.forward), kept=free)
 
     # A fraction of what the slow operations make.
 
@@ -147,12 +100,9 @@ class _Network:
         """The operations that take more seconds a byte of results than all of them together."""
         seconds = self.problem.costs.seconds
         makers = [node for node in self.feeds if node.is_recomputable and not node.is_transient]
-        made = {node: sum(s.nbytes for s in self._results(node)) for node in makers}
+        made = {node: sum(s.nbytes for s in self.results(node)) for node in makers}
         average = math.fsum(seconds[node] for node in makers) / max(sum(made.values()), 1)
         return frozenset(node for node in makers if seconds[node] > average * made[node])
-
-    def _results(self, node: Node) -> list[Storage]:
-        return [storage for storage in self.problem.graph.allocates(node) if storage in self.bytes]
 
     @cached_property
     def ends(self) -> tuple[Kept, Kept]:
@@ -170,7 +120,7 @@ class _Network:
 
     def _knapsack(self, capacity_bytes: float) -> frozenset[Node]:
         """The slow operations that take the most seconds, with at most these bytes of results."""
-        nbytes = {node: self._size(self._results(node)) for node in self.feeds if node in self.slow}
+        nbytes = {node: self._size(self.results(node)) for node in self.feeds if node in self.slow}
         items = [node for node in nbytes if nbytes[node] <= capacity_bytes]
         if not items:
             return frozenset()

@@ -9,12 +9,10 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from ....ir import Node, Storage
+from ..cut_network import Kept
 from ..problem import CheckpointProblem, Solution
 
-__all__ = ["Kept", "checkpoints", "every_k", "keep_all", "keep_none", "keeping", "segments", "sqrt_n"]
-
-Kept = frozenset[Storage]
-"""Storages that stay from forward to backward."""
+__all__ = ["checkpoints", "every_k", "keep_all", "keep_none", "keeping", "segments", "sqrt_n"]
 
 
 def keep_all(problem: CheckpointProblem) -> Solution:

@@ -45,7 +45,7 @@ from .number_slots import number_slots
 from .request import Example, Request
 from .time_steps import kernels_or_time_steps, seconds_to_capture
 
-__all__ = ["CompiledCall", "compile_call"]
+__all__ = ["CompiledCall", "capture_call", "compile_call", "plan_captured"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,9 @@ class CompiledCall(Compilation):
 
     captured: Captured
     program: Program
+
+
+_NOTHING = ReservedMemory({}, 0)
 
 
 @frozen_heap()
@@ -94,6 +97,42 @@ def compile_call(
         UnsupportedError: The model uses what is not supported.
         UsageError: IRC522 if the loss does not run on a result that is larger than the example's.
     """
+    planned, read, program = _plan(module, args, kwargs, request, reserved)
+    slots = None
+    if varied is not None:
+        slots = _number_slots(module, planned, program, request, varied, stepwise=program.kernels is not None)
+    free = NO_NUMBERS if slots is None or varied is None else FreeNumbers(expressions=varied.expressions)
+    return _emitted(module, planned, read, program, request, reserved, slots or {}, free)
+
+
+def capture_call(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], request: Request
+) -> Captured:
+    """Captures a call of a module, which may be without data, as `compile_call` does.
+
+    Raises:
+        IrcError: As `compile_call`.
+    """
+    return _captured(module, args, kwargs, request)[0]
+
+
+def plan_captured(captured: Captured, request: Request) -> Program:
+    """Plans a captured call, and compiles nothing; LSTM layers stay the kernels that they are.
+
+    Raises:
+        IrcError: As `compile_call`.
+    """
+    return _planned(captured, _prepared(captured, request), request, _NOTHING)
+
+
+def _plan(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    request: Request,
+    reserved: ReservedMemory,
+) -> tuple[Captured, Names, Program]:
+    """The call as a graph, what was read of each submodule on the way, and its program with a plan."""
     captured, names = _captured(module, args, kwargs, request)
     prepared = _prepared(captured, request)
 
@@ -105,12 +144,7 @@ def compile_call(
         program = replace(_prepared(steps, request), kernels=_costed(prepared, request))
         return steps, names_of_steps, _planned(steps, program, request, reserved)
 
-    planned, read, program = kernels_or_time_steps(captured.graph, by_kernels, by_time_steps)
-    slots = None
-    if varied is not None:
-        slots = _number_slots(module, planned, program, request, varied, stepwise=planned is not captured)
-    free = NO_NUMBERS if slots is None or varied is None else FreeNumbers(expressions=varied.expressions)
-    return _emitted(module, planned, read, program, request, reserved, slots or {}, free)
+    return kernels_or_time_steps(captured.graph, by_kernels, by_time_steps)
 
 
 def _number_slots(

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 __all__ = [
     "EXITS",
     "Commands",
+    "add_costs",
     "add_model",
+    "add_source",
     "add_swap",
     "add_verbosity",
     "budget_of",
@@ -48,9 +50,14 @@ def add_swap(command: argparse.ArgumentParser, more: str = "") -> None:
     )
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """Adds MODEL, and the options that say how it is loaded, costed and annotated."""
-    parser.add_argument("model", metavar="MODEL", help="file.onnx, package.module:factory or file.py:factory")
+def add_source(parser: argparse.ArgumentParser, *, is_optional: bool = False) -> None:
+    """Adds MODEL, and the options that say how it is loaded."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?" if is_optional else None,
+        help="file.onnx, package.module:factory or file.py:factory",
+    )
     parser.add_argument("--batch", type=int, metavar="N", help="batch size of an ONNX model")
     parser.add_argument(
         "--input",
@@ -79,6 +86,22 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         metavar="SEED",
         help="draw the weight matrices anew (He et al. 2015), for files whose weights are placeholders",
     )
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Adds MODEL, and the options that say how it is loaded, costed and annotated."""
+    add_source(parser)
+    add_costs(parser)
+    for annotation, help in (
+        ("keep", "never compute the results of this submodule, or of these ONNX nodes, twice"),
+        ("recompute", "do not keep the intermediate results of this submodule, or of these ONNX nodes"),
+    ):
+        parser.add_argument(f"--{annotation}", action="append", default=[], metavar="PATH", help=help)
+    add_verbosity(parser)
+
+
+def add_costs(parser: argparse.ArgumentParser) -> None:
+    """Adds --costs."""
     parser.add_argument(
         "--costs",
         default="measured",
@@ -91,12 +114,6 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     for name, const in (("--profile", "thorough"), ("--no-profile", "analytic")):
         nargs = "?" if name == "--profile" else 0
         parser.add_argument(name, action=_Renamed, nargs=nargs, const=const, help=argparse.SUPPRESS)
-    for annotation, help in (
-        ("keep", "never compute the results of this submodule, or of these ONNX nodes, twice"),
-        ("recompute", "do not keep the intermediate results of this submodule, or of these ONNX nodes"),
-    ):
-        parser.add_argument(f"--{annotation}", action="append", default=[], metavar="PATH", help=help)
-    add_verbosity(parser)
 
 
 def _costs(text: str) -> str:

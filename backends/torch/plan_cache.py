@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from ...ir import BudgetError, IrcError, Plan, UnsupportedError, UsageError, format_bytes
 from ...torch_support.autocast import autocast_state
 from ...torch_support.pytree import flatten_arguments
+from ...torch_support.without_data import lacks_data, refuse_without_data
 from .cache_entry import CacheEntry, Explain
 from .compiled_plan import Compilation, CompiledPlan, ReservedMemory, VariedCall
 from .constants import constants_of, fits_beside, sharing, storage_bytes
@@ -83,6 +84,8 @@ class PlanCache:
         """The entry that was planned last."""
         self._deciding_numbers: list[tuple[Any, frozenset[int]]] = []
         """The numbers among the arguments that may decide something, by the arguments' nesting."""
+        self._lacks_data = any(map(lacks_data, (*root.parameters(), *root.buffers())))
+        """Whether it was planned without weights: no step runs before they are there."""
         self._changing, self._plans_in_a_row, self._has_warned = "", 0, False
         """The argument or attribute that asked for it, for how many plans in a row, and if that was said."""
         with parameters_lock:
@@ -157,8 +160,8 @@ class PlanCache:
         Raises:
             IrcError: IRC501, IRC502, IRC503 or IRC507 for another call than planned, if that one is refused.
             BudgetError: IRC520 when no schedule for this call fits into the budget.
-            UsageError: IRC521 when what the call is made of changes while it is planned; IRC530 if the
-                class of the module was changed.
+            UsageError: IRC521 when what the call is made of changes while it is planned; IRC527 if the
+                weights are still missing; IRC530 if the class of the module was changed.
             UnsupportedError: IRC505, IRC532 and IRC534 for hooks and wrappers of submodules; IRC538 within
                 `parametrize.cached()`; IRC523 within a dispatch mode; IRC531 for tensors of
                 other classes; IRC533 within a transform.
@@ -168,6 +171,9 @@ class PlanCache:
             kwargs = dict(sorted(kwargs.items()))  # as at capture: their order makes no difference
         leaves, tree = flatten_arguments((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if self._lacks_data:
+            refuse_without_data(root, tensors)
+            self._lacks_data = False
         for index, tensor in enumerate(tensors):
             refuse_subclass(tensor, "input", str(index))
         refuse_transforms(chain(tensors, root.parameters()))

@@ -58,6 +58,7 @@ from .fixups.autocast_cache import share_casts
 from .fixups.batch_norm import batch_norm_of_eager
 from .fixups.composite_ops import composite_operations
 from .fixups.fake_kernels import fake_kernels_of_eager
+from .fixups.meta_kernels import composites_on_meta
 from .fixups.recurrent import RecurrentLayers
 from .fixups.tensor_hooks import tensor_hooks
 from .fixups.tied_parameters import TiedParameters
@@ -528,6 +529,7 @@ def _trace(
     stack.enter_context(tensor_hooks())
     stack.enter_context(fake_kernels_of_eager())
     stack.enter_context(composite_operations())
+    stack.enter_context(composites_on_meta((*module.parameters(), *module.buffers(), *tensors)))
     stack.enter_context(batch_norm_of_eager())
     stack.enter_context(flat.state.restored())
     stack.enter_context(quiet_tracer())

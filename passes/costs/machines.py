@@ -23,11 +23,12 @@ class Machine:
 
     Args:
         name: The name on the command line.
-        flops: The sustained floating-point operations a second.
+        flops: The sustained floating-point operations a second, in 32 bits.
         bandwidth_bytes: The sustained bytes a second between the device and its memory.
         launch_seconds: The fixed time of an operation.
         capacity_bytes: The memory of the device; 0 if it is unknown.
         tiers: The tiers that storages can be copied to, each under another name.
+        half_flops: The same in 16 bits, by matrix units; 0 if it has none: then they are those in 32 bits.
     """
 
     name: str
@@ -36,10 +37,12 @@ class Machine:
     launch_seconds: float
     capacity_bytes: int = 0
     tiers: tuple[Tier, ...] = ()
+    half_flops: float = 0.0
 
-    def seconds(self, flops: float, nbytes: int) -> float:
-        """The time of an operation that computes `flops` and moves `nbytes`."""
-        return self.launch_seconds + max(flops / self.flops, nbytes / self.bandwidth_bytes)
+    def seconds(self, flops: float, nbytes: int, *, is_half: bool = False) -> float:
+        """The time of an operation that computes `flops`, in 16 bits if it `is_half`, and moves `nbytes`."""
+        rate = self.half_flops if is_half and self.half_flops else self.flops
+        return self.launch_seconds + max(flops / rate, nbytes / self.bandwidth_bytes)
 
     def tier(self, name: str) -> Tier | None:
         """The tier of that name; None if the machine has none."""
@@ -51,6 +54,7 @@ class Machine:
             "format": FORMAT,
             "name": self.name,
             "flops_per_second": self.flops,
+            **({"half_flops_per_second": self.half_flops} if self.half_flops else {}),
             "memory_bytes_per_second": self.bandwidth_bytes,
             "launch_seconds": self.launch_seconds,
             "capacity_bytes": self.capacity_bytes,
@@ -77,6 +81,8 @@ class Machine:
             )
         entries = cast("dict[str, Any]", data)
         rows = {key: entry for key, entry in entries.items() if key not in ("format", "measured")}
+        half_flops = rows.pop(_HALF_FLOPS, 0.0)
+        _check({_HALF_FLOPS: half_flops}, {_HALF_FLOPS: _Entry(float)}, source)
         _check(rows, _MACHINE, source)
         tiers: list[Tier] = []
         for index, row in enumerate(cast("list[object]", rows["tiers"])):
@@ -103,6 +109,7 @@ class Machine:
             launch_seconds=float(rows["launch_seconds"]),
             capacity_bytes=rows["capacity_bytes"],
             tiers=tuple(tiers),
+            half_flops=float(half_flops),
         )
 
 
@@ -142,6 +149,9 @@ class _Entry:
     def read(self, entry: Any) -> Any:
         return float(entry) if self.kind is float else entry
 
+
+_HALF_FLOPS = "half_flops_per_second"
+"""The entry that may be missing."""
 
 _RATE = _Entry(float, is_above=True)
 _MACHINE: Mapping[str, _Entry] = {
@@ -214,17 +224,24 @@ _DESCRIBED: Sequence[Machine] = (
         "gtx1080ti", 9.1e12, 387e9, 5e-6, 11 << 30, (_pcie(64 << 30, 12e9), _nvme(500 << 30, 1.5e9, 2.8e9))
     ),
     Machine("p40", 9.4e12, 277e9, 5e-6, 24 << 30, (_pcie(64 << 30, 12e9), _nvme(500 << 30, 1.5e9, 2.8e9))),
-    Machine("v100", 12.5e12, 720e9, 5e-6, 16 << 30, (_pcie(64 << 30, 12e9), _nvme(1 << 40, 1.5e9, 2.8e9))),
-    Machine("a100", 15e12, 1.3e12, 5e-6, 40 << 30, (_pcie(128 << 30, 24e9), _nvme(2 << 40, 3.0e9, 5.5e9))),
-    Machine("h100", 40e12, 2.6e12, 4e-6, 80 << 30, (_pcie(256 << 30, 50e9), _nvme(4 << 40, 3.0e9, 5.5e9))),
+    Machine(
+        "v100", 12.5e12, 720e9, 5e-6, 16 << 30, (_pcie(64 << 30, 12e9), _nvme(1 << 40, 1.5e9, 2.8e9)), 100e12
+    ),
+    Machine(
+        "a100", 15e12, 1.3e12, 5e-6, 40 << 30, (_pcie(128 << 30, 24e9), _nvme(2 << 40, 3.0e9, 5.5e9)), 250e12
+    ),
+    Machine(
+        "h100", 40e12, 2.6e12, 4e-6, 80 << 30, (_pcie(256 << 30, 50e9), _nvme(4 << 40, 3.0e9, 5.5e9)), 600e12
+    ),
 )
 
 MACHINES = {machine.name: machine for machine in _DESCRIBED}
-"""Described machines, with sustained float32 figures.
+"""Described machines, with sustained figures.
 
 Operations and bytes a second are about 0.8 of the data sheets of the accelerators: 8.87 TFLOP/s and 320 GB/s
 (GTX 1080), 11.34 and 484 (GTX 1080 Ti), 11.76 and 346 (Tesla P40), 15.7 and 900 (V100), 19.5 and 1555 (A100
-with 40 GB), 51 and 3350 (H100). The device's capacity is the data sheet's; what the driver keeps comes off.
+with 40 GB), 51 and 3350 (H100); in 16 bits, with matrix units, 125 (V100), 312 (A100) and 756 (H100). The
+device's capacity is the data sheet's; what the driver keeps comes off.
 
 `host` is pinned memory behind PCIe with 16 lanes: 15.8, 31.5 and 63 GB/s each way in generations 3, 4 and 5,
 of which about 0.78 arrive (bandwidthTest of the CUDA samples shows 12 to 13 GB/s in generation 3). The two

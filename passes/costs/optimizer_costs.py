@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, islice
@@ -11,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...ir import IrcError, TensorType, UnsupportedError, UsageError, Value, allocation_bytes
+from ...ir import IrcError, Storage, TensorType, UnsupportedError, UsageError, Value, allocation_bytes
 from ...torch_support.optimizer_state import moving_state
 from .profiling import allocation_levels, made_up, one_thread, run_seconds
 from .table import StepCost
 
-__all__ = ["OptimizerFactory", "optimizer_of", "step_costs"]
+__all__ = ["OptimizerFactory", "extrapolated_step_costs", "optimizer_of", "step_costs"]
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 """Makes the optimizer of a list of parameters, such as `lambda params: torch.optim.SGD(params, lr=0.1)`."""
@@ -75,6 +76,53 @@ def step_costs(factory: OptimizerFactory, parameters: Sequence[Value]) -> dict[V
         _check_separable(factory, types)
         measured = dict(zip(types, _measured(factory, types), strict=True))
     return {parameter: measured[parameter.type] for parameter in parameters}
+
+
+_LARGE_BYTES = 1 << 24
+"""Parameters beyond this size are not made up where costs may be extrapolated."""
+
+
+def extrapolated_step_costs(
+    factory: OptimizerFactory, types: Iterable[TensorType]
+) -> dict[TensorType, StepCost]:
+    """Estimates the costs of steps for parameters that may be too large to be made up.
+
+    A large one is measured with two numbers of rows of its own size. Its state, workspace and time are
+    extrapolated: they are linear in its rows, for factored states too.
+
+    Raises:
+        IrcError: As `step_costs`.
+    """
+    found: dict[TensorType, StepCost] = {}
+    for type in dict.fromkeys(types):
+        rows = type.shape[0] if type.shape else 1
+        few = max(_LARGE_BYTES // 2 // max(type.nbytes // max(rows, 1), 1), 1)
+        sizes = (rows,) if type.nbytes <= _LARGE_BYTES or 2 * few >= rows else (few, 2 * few)
+        smaller = [TensorType.contiguous((size, *type.shape[1:]), type.dtype, type.device) for size in sizes]
+        if not type.shape:
+            smaller = [type]
+        values = [
+            Value("parameter", each, Storage("parameter", each.nbytes, each.device)) for each in smaller
+        ]
+        measured = list(step_costs(factory, values).values())
+        found[type] = _at(rows, sizes, measured)
+    return found
+
+
+def _at(rows: int, sizes: Sequence[int], costs: Sequence[StepCost]) -> StepCost:
+    """The cost for a number of rows on the line through the costs for one or two others."""
+    low, high = costs[0], costs[-1]
+    part = (rows - sizes[0]) / (sizes[-1] - sizes[0]) if len(sizes) > 1 else 0.0
+
+    def on_line(first: float, last: float) -> float:
+        return first + (last - first) * part
+
+    return StepCost(
+        math.ceil(on_line(low.state_bytes, high.state_bytes)),
+        math.ceil(on_line(low.workspace_bytes, high.workspace_bytes)),
+        on_line(low.seconds, high.seconds),
+        math.ceil(on_line(low.moving_bytes, high.moving_bytes)),
+    )
 
 
 def _check_separable(factory: OptimizerFactory, types: Sequence[TensorType]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
-from ...ir import GENERATOR_STATE, Argument, Graph, Node, TensorType, Trait, Value
+from ...ir import GENERATOR_STATE, Argument, DType, Graph, Node, TensorType, Trait, Value
 from .machines import Machine
 
 __all__ = ["Costs", "StepCost", "analytic_costs", "signature"]
@@ -102,7 +102,8 @@ def analytic_costs(graph: Graph, machine: Machine) -> Costs:
             key = signature(node), *(value.type.shape for value in node.values)
             if key not in flops:
                 flops[key] = _flops(node)
-            seconds[node] = machine.seconds(flops[key], moved)
+            is_half = any(value.type.dtype in _HALF for value in node.values)
+            seconds[node] = machine.seconds(flops[key], moved, is_half=is_half)
             workspace[node] = _workspace_bound(node, moved)
         else:
             step = StepCost.of(node)
@@ -112,6 +113,7 @@ def analytic_costs(graph: Graph, machine: Machine) -> Costs:
     return Costs(seconds, workspace, f"analytic:{machine.name}")
 
 
+_HALF = frozenset({DType.FLOAT16, DType.BFLOAT16})
 _REORDERING = (
     "convolution",
     "mkldnn",

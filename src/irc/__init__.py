@@ -9,6 +9,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .compiler.comparison.compare_strategies import compare
+    from .compiler.comparison.comparison import Comparison
+    from .compiler.dynamo.backend import backend
+    from .compiler.estimate.estimate import Estimate, estimate
+    from .compiler.estimate.largest_batch import LargestBatch, max_batch
+    from .compiler.onnx_export.export import export_onnx
+    from .compiler.optimize import optimize
+    from .compiler.pareto.front import Front
+    from .compiler.pareto.sweep import pareto
+    from .compiler.pipeline.api import pipeline
     from .frontends.onnx import from_onnx
     from .frontends.torch.annotations import keep, recompute, unmark
     from .ir import (
@@ -22,14 +32,6 @@ if TYPE_CHECKING:
         UsageError,
         VerificationError,
     )
-    from .compiler.comparison.compare_strategies import compare
-    from .compiler.comparison.comparison import Comparison
-    from .compiler.dynamo.backend import backend
-    from .compiler.onnx_export.export import export_onnx
-    from .compiler.optimize import optimize
-    from .compiler.pareto.sweep import pareto
-    from .compiler.pareto.front import Front
-    from .compiler.pipeline.api import pipeline
     from .passes.progress import Progress
 
 __version__ = "0.1.0"
@@ -38,8 +40,10 @@ __all__ = [
     "BackwardError",
     "BudgetError",
     "Comparison",
+    "Estimate",
     "Front",
     "IrcError",
+    "LargestBatch",
     "Plan",
     "Progress",
     "TierError",
@@ -49,9 +53,11 @@ __all__ = [
     "VerificationError",
     "backend",
     "compare",
+    "estimate",
     "export_onnx",
     "from_onnx",
     "keep",
+    "max_batch",
     "optimize",
     "pareto",
     "pipeline",
@@ -61,13 +67,17 @@ __all__ = [
 
 _MODULES = {
     "Comparison": ".compiler.comparison.comparison",
+    "Estimate": ".compiler.estimate.estimate",
     "Front": ".compiler.pareto.front",
+    "LargestBatch": ".compiler.estimate.largest_batch",
     "Progress": ".passes.progress",
     "backend": ".compiler.dynamo.backend",
     "compare": ".compiler.comparison.compare_strategies",
+    "estimate": ".compiler.estimate.estimate",
     "export_onnx": ".compiler.onnx_export.export",
     "from_onnx": ".frontends.onnx",
     "keep": ".frontends.torch.annotations",
+    "max_batch": ".compiler.estimate.largest_batch",
     "optimize": ".compiler.optimize",
     "pareto": ".compiler.pareto.sweep",
     "pipeline": ".compiler.pipeline.api",

@@ -21,7 +21,7 @@ LAYER_BYTES = 1024
 
 
 def layered(layers: int) -> CheckpointProblem:
-    """Equal layers: each keeps a small result of the one before and may make a large one again for backward."""
+    """Equal layers: each keeps a small result, and may make a large one again for backward."""
     names = [f"{kind}{i}" for i in range(layers) for kind in ("x", "a")]
     sizes = {name: 16 if name[0] == "x" else LAYER_BYTES for name in names} | {"in": 16, "t": 16}
     sizes |= {f"g{i}": 16 for i in range(layers)}

@@ -13,6 +13,8 @@ from irc.tools import cli
     ("main", "arguments"),
     [
         (cli.main, ["optimize"]),
+        (cli.main, ["estimate"]),
+        (cli.main, ["max-batch"]),
         (cli.main, ["pareto"]),
         (cli.main, ["inspect"]),
         (cli.main, ["run"]),

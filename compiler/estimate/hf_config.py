@@ -1,0 +1,289 @@
+"""A training step from a `config.json` of Hugging Face: the model without weights, and a batch for it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ...ir import UsageError, first_line, printable
+
+__all__ = ["DTYPES", "Lora", "parse_train", "step_of_config"]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_HELP = "give the config.json of a model, or the factory of your own: package.module:factory"
+_TOKENS = 2048
+_MOST_BYTES = 1 << 20
+"""The largest file that is read as a configuration."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """Low-rank adapters on all linear layers but the last: their weights alone are trained.
+
+    Args:
+        rank: The rank of each.
+
+    Source:
+        Hu et al., LoRA: Low-Rank Adaptation of Large Language Models (2021).
+    """
+
+    rank: int
+
+
+def parse_train(text: str) -> Lora | None:
+    """What is trained: `full`, or adapters as `lora:r=16`.
+
+    Raises:
+        UsageError: IRC440 when it is written in another way.
+    """
+    if text == "full":
+        return None
+    kind, _, rank = text.partition(":r=")
+    if kind == "lora" and rank.isascii() and rank.isdecimal() and 0 < int(rank[:9]) < 1 << 20:
+        return Lora(int(rank))
+    raise UsageError("IRC440", f"--train {text!r} is not known", help="give full, or lora:r=16")
+
+
+def step_of_config(
+    path: Path,
+    *,
+    batch: int,
+    sequence: int | None = None,
+    dtype: str | None = None,
+    lora: Lora | None = None,
+    has_data: bool = False,
+) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Makes a training step of the model that a file describes.
+
+    The class is the file's first of `architectures` if transformers has it; code that comes with a model is
+    never run. Attention is torch's scaled dot product, nothing is cached, and the loss alone is returned.
+
+    Args:
+        path: The file.
+        batch: The rows of a batch.
+        sequence: The tokens of a row, 2,048 or as many as the model has positions; images have the size that
+            the file says.
+        dtype: One of `DTYPES`; None for the file's, or float32.
+        lora: The adapters that are trained; None trains all parameters.
+        has_data: Whether weights are drawn; else the tensors have no data, and take no memory.
+
+    Returns:
+        The module and its keyword arguments.
+
+    Raises:
+        UsageError: IRC441 if the file cannot be read or describes no model that transformers knows; IRC442
+            for a kind of model without a known batch; IRC443 if transformers is missing; IRC444 if the model
+            cannot be made; IRC446 for rows that are longer than its positions.
+    """
+    transformers = _transformers()
+    data = _read(path)
+    config = _config(transformers, data, path)
+    kind, make_batch = _kind(transformers, data, path)
+    named = dtype or str(data.get("dtype") or data.get("torch_dtype") or "float32")
+    if named not in DTYPES:
+        raise UsageError(
+            "IRC441", f"{path} asks for {printable(named)}", help=f"give --dtype {' or '.join(DTYPES)}"
+        )
+    config.use_cache = False
+    tokens = sequence or min(_TOKENS, getattr(config, "max_position_embeddings", None) or _TOKENS)
+    before = torch.get_default_dtype()
+    verbosity = transformers.logging.get_verbosity()
+    torch.set_default_dtype(DTYPES[named])
+    transformers.logging.set_verbosity_error()
+    try:
+        with contextlib.nullcontext() if has_data else torch.device("meta"):
+            model = kind._from_config(config, attn_implementation=_attention(kind), dtype=DTYPES[named])
+        _check_positions(model, tokens, path)
+        # without data on the CPU, whose kernels of attention keep no scores, as those of GPUs
+        with contextlib.nullcontext() if has_data else FakeTensorMode(allow_non_fake_inputs=True):
+            if not has_data:
+                model.to_empty(device="cpu")
+                model.tie_weights()
+            if lora is not None:
+                _add_adapters(model, lora, transformers)
+            example = make_batch(config, batch, tokens)
+    except UsageError:
+        raise
+    except Exception as error:  # of the library, for a file that describes no possible model
+        raise UsageError(
+            "IRC444",
+            f"{path} describes a {kind.__name__} that cannot be made: {type(error).__name__}: "
+            f"{printable(first_line(error), 500)}",
+            help="check the file's numbers against each other, --batch and --sequence",
+        ) from error
+    finally:
+        torch.set_default_dtype(before)
+        transformers.logging.set_verbosity(verbosity)
+    return _LossOf(model.train()), example
+
+
+def _check_positions(model: nn.Module, sequence: int, path: Path) -> None:
+    """Refuses rows that are longer than the learned positions of a model.
+
+    Raises:
+        UsageError: IRC446.
+    """
+    for name, module in model.named_modules():
+        is_position = "position" in name or name.endswith("wpe")
+        if is_position and isinstance(module, nn.Embedding) and sequence > module.num_embeddings:
+            raise UsageError(
+                "IRC446",
+                f"the model of {path} has {module.num_embeddings} positions, and a row has {sequence} tokens",
+                help=f"give --sequence {module.num_embeddings}, or less",
+            )
+
+
+class _LossOf(nn.Module):
+    """A model of transformers that returns its loss alone, as a training loop uses it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **batch: Tensor) -> Tensor:
+        return self.model(**batch).loss
+
+
+def _transformers() -> ModuleType:
+    try:
+        import transformers
+    except ImportError as error:
+        raise UsageError(
+            "IRC443", "--config needs the package transformers", help="pip install transformers"
+        ) from error
+    return transformers
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The entries of the file."""
+    try:
+        if not path.is_file() or path.stat().st_size > _MOST_BYTES:
+            raise UsageError("IRC441", f"{path} is not a file of a model's configuration", help=_HELP)
+        data = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError("IRC441", f"{path} cannot be read: {first_line(error)}", help=_HELP) from error
+    if not isinstance(data, dict) or not isinstance(cast("dict[str, Any]", data).get("model_type"), str):
+        raise UsageError("IRC441", f"{path} names no model_type", help=_HELP)
+    return cast("dict[str, Any]", data)
+
+
+def _config(transformers: Any, data: Mapping[str, Any], path: Path) -> Any:
+    """The configuration as transformers knows it; whatever code the file refers to is not loaded."""
+    given = {key: value for key, value in data.items() if key not in ("auto_map", "quantization_config")}
+    try:
+        return transformers.AutoConfig.for_model(**given)
+    except Exception as error:
+        known = f"transformers {transformers.__version__}"
+        raise UsageError(
+            "IRC441",
+            f"{path} describes no model that {known} knows: {printable(first_line(error), 300)}",
+            help=_HELP,
+        ) from error
+
+
+# ---------------------------------------------------------------------- kinds of models
+
+
+def _kind(transformers: Any, data: Mapping[str, Any], path: Path) -> tuple[Any, _MakeBatch]:
+    """The class of the model, and what makes a batch for it."""
+    named = data.get("architectures")
+    names = (
+        [name for name in cast("list[Any]", named) if isinstance(name, str)]
+        if isinstance(named, list)
+        else []
+    )
+    if not names:
+        mapping = transformers.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        names = [name for key, name in mapping.items() if key == data["model_type"]]
+    for name in names:
+        found = getattr(transformers, name, None) if name.isidentifier() else None
+        ending = next((end for end in _BATCHES if name.endswith(end)), None)
+        if ending is not None and isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+            return found, _BATCHES[ending]
+    raise UsageError(
+        "IRC442",
+        f"{path} names {printable(', '.join(names)) or 'no architecture'}, for which no batch is known",
+        help=f"architectures that end in {', '.join(_BATCHES)} are; for others give a factory: "
+        "package.module:factory",
+    )
+
+
+_MakeBatch = Callable[[Any, int, int], dict[str, Tensor]]
+
+
+def _tokens(config: Any, batch: int, sequence: int) -> dict[str, Tensor]:
+    ids = torch.zeros(batch, sequence, dtype=torch.long)
+    return {"input_ids": ids, "labels": torch.zeros(batch, sequence, dtype=torch.long)}
+
+
+def _labelled_tokens(config: Any, batch: int, sequence: int) -> dict[str, Tensor]:
+    ids = torch.zeros(batch, sequence, dtype=torch.long)
+    return {"input_ids": ids, "labels": torch.zeros(batch, dtype=torch.long)}
+
+
+def _images(config: Any, batch: int, sequence: int) -> dict[str, Tensor]:
+    size = getattr(config, "image_size", None) or 224
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    channels = getattr(config, "num_channels", 3)
+    labels = torch.zeros(batch, dtype=torch.long)
+    return {"pixel_values": torch.zeros(batch, channels, height, width), "labels": labels}
+
+
+_BATCHES: Mapping[str, _MakeBatch] = {
+    "ForCausalLM": _tokens,
+    "LMHeadModel": _tokens,
+    "ForMaskedLM": _tokens,
+    "ForConditionalGeneration": _tokens,
+    "ForSequenceClassification": _labelled_tokens,
+    "ForImageClassification": _images,
+}
+"""The endings of the names of classes, with what makes a batch for them."""
+
+
+def _attention(kind: Any) -> str:
+    return "sdpa" if getattr(kind, "_supports_sdpa", False) else "eager"
+
+
+# ---------------------------------------------------------------------- adapters
+
+
+class _Adapted(nn.Module):
+    """A frozen linear layer, and a trained one of low rank beside it."""
+
+    def __init__(self, base: nn.Module, features: tuple[int, int], rank: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(features[0], rank, bias=False, dtype=dtype)
+        self.up = nn.Linear(rank, features[1], bias=False, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x)) * 2.0
+
+
+def _add_adapters(model: Any, lora: Lora, transformers: Any) -> None:
+    """Freezes the model, and puts an adapter beside each of its linear layers but the last."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    transposed = getattr(transformers.pytorch_utils, "Conv1D", ())
+    last = model.get_output_embeddings()
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if module is not last and isinstance(module, (nn.Linear, transposed))
+    ]
+    for name, module in found:
+        weight = module.weight
+        features = weight.shape[::-1] if isinstance(module, nn.Linear) else weight.shape
+        path, _, last_name = name.rpartition(".")
+        adapted = _Adapted(module, (features[0], features[1]), lora.rank, weight.dtype)
+        setattr(model.get_submodule(path), last_name, adapted)

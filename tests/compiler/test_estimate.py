@@ -1,0 +1,237 @@
+"""Estimates: never under what a run takes, taken apart by kind, and made without weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+
+import irc
+from irc.compiler.compile import capture_call
+from irc.compiler.estimate.hf_config import Lora, parse_train, step_of_config
+from irc.compiler.model_source import training_loss
+from irc.compiler.optimizers import parse_optimizer
+from irc.compiler.request import Request
+from irc.compiler.training import measured_peak_bytes
+from irc.ir import DType, Storage, TensorType, UsageError, Value
+from irc.passes.costs.optimizer_costs import extrapolated_step_costs, step_costs
+
+WORDS = 60
+
+
+class Language(nn.Module):
+    """Tokens to logits to a loss."""
+
+    def __init__(self, width: int = 16, depth: int = 3) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.head = nn.Linear(width, WORDS)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = x + functional.gelu(layer(x))
+        return functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def tokens() -> Tensor:
+    return torch.zeros(8, 32, dtype=torch.long)
+
+
+def config(folder: Path, **more: Any) -> Path:
+    data = {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        **{"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 100, "n_positions": 64},
+        **{"bos_token_id": 0, "eos_token_id": 0},
+    }
+    path = folder / "config.json"
+    path.write_text(json.dumps(data | more))
+    return path
+
+
+# ---------------------------------------------------------------------- against runs
+
+
+@pytest.mark.parametrize("has_optimizer", [False, True])
+def test_a_step_as_written_is_predicted(has_optimizer: bool) -> None:
+    model, ids = Language(), tokens()
+    found = irc.estimate(model, ids, machine="measured", optimizer=adamw if has_optimizer else None)
+    optimizer = adamw(list(model.parameters())) if has_optimizer else None
+    model(ids).backward()
+    state_bytes = 0
+    if optimizer is not None:
+        optimizer.step()
+        state_bytes = sum(t.nbytes for state in optimizer.state.values() for t in state.values())
+    static_bytes = sum(parameter.nbytes for parameter in model.parameters()) + ids.nbytes
+    measured = measured_peak_bytes(model, (ids,), static_bytes + state_bytes, optimizer=optimizer)
+    assert measured <= found.written.peak_bytes <= measured * 1.02 + 4096
+
+
+def test_the_plan_holds_when_it_runs() -> None:
+    model, ids = Language(), tokens()
+    whole = irc.estimate(model, ids, machine="measured", budget="100%")
+    assert whole.plan is not None
+    budget = (whole.minimum_bytes + whole.plan.peak_bytes) // 2
+    found = irc.estimate(model, ids, machine="measured", budget=budget)
+    fitted = irc.optimize(model, ids, budget)
+    assert found.plan is not None and found.plan.peak_bytes == fitted.plan.peak_bytes
+    assert measured_peak_bytes(fitted, (ids,), fitted.plan.static_bytes) <= found.plan.peak_bytes
+
+
+# ---------------------------------------------------------------------- what it says
+
+
+def test_kinds_add_up_and_logits_are_told_apart() -> None:
+    found = irc.estimate(Language(), tokens(), machine="cpu", optimizer=adamw)
+    assert found.planned is not None and found.plan is not None
+    for use in (found.written, found.planned):
+        assert sum(use.kinds.values()) == use.peak_bytes
+        assert use.kinds["parameters"] == found.parameters * 4
+    assert found.planned.peak_bytes == found.plan.peak_bytes
+    assert found.planned.kinds["optimizer state"] >= 2 * 4 * found.parameters
+    assert found.planned.kinds["logits"] >= 8 * 32 * WORDS * 4
+    assert (found.items, found.unit) == (8 * 32, "tokens") and found.items_per_second > 0
+
+
+def test_what_a_machine_has_is_the_budget_unless_one_is_given() -> None:
+    found = irc.estimate(Language(), tokens(), machine="h100")
+    assert found.budget_bytes == int((80 << 30) * 0.95) and found.fits
+    refused = irc.estimate(Language(), tokens(), machine="h100", budget=1000)
+    assert not refused.fits and refused.why_not.startswith("a training step needs")
+    assert refused.minimum_bytes > refused.budget_bytes == 1000 and refused.items_per_second == 0
+    data = refused.to_json()
+    assert data["fits"] is False and data["planned"] is None and "none: " in refused.summary()
+    assert json.loads(json.dumps(found.to_json()))["planned"]["overhead"] == 0
+
+
+def test_a_percentage_is_of_the_baseline_also_where_nothing_fits() -> None:
+    whole = irc.estimate(Language(), tokens(), machine="cpu", budget="100%")
+    refused = irc.estimate(Language(), tokens(), machine="cpu", budget="1%")
+    assert whole.plan is not None and not refused.fits
+    assert refused.budget_bytes == whole.plan.baseline_peak_bytes // 100
+
+
+def test_half_precision_computes_by_matrix_units() -> None:
+    model, x = nn.Linear(512, 512), torch.randn(4096, 512, requires_grad=True)
+    full = irc.estimate(model, x, machine="h100").step_seconds
+    half = irc.estimate(model.bfloat16(), x.detach().bfloat16(), machine="h100").step_seconds
+    assert half < full / 2
+
+
+# ---------------------------------------------------------------------- optimizers
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "sgd:lr=0.1,momentum=0.9"])
+def test_steps_of_large_parameters_are_extrapolated(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    factory = parse_optimizer(name)
+    kinds = [TensorType.contiguous(shape, DType.FLOAT32) for shape in ((96, 32), (64,), (8, 4, 4))]
+    exact = step_costs(factory, [Value("p", kind, Storage("p", kind.nbytes)) for kind in kinds]).values()
+    monkeypatch.setattr("irc.passes.costs.optimizer_costs._LARGE_BYTES", 2048)
+    found = extrapolated_step_costs(factory, kinds).values()
+    for known, guessed in zip(exact, found, strict=True):
+        assert known.state_bytes <= guessed.state_bytes <= known.state_bytes + 512
+        assert guessed.workspace_bytes == pytest.approx(known.workspace_bytes, abs=1024)
+
+
+# ---------------------------------------------------------------------- without data
+
+
+def test_a_model_on_meta_is_captured_as_on_the_cpu() -> None:
+    graphs = []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            model, ids = Language(), tokens()
+        graphs.append(capture_call(model, (ids,), {}, Request.of("100%", costs="cpu")).graph)
+    real, meta = graphs
+    assert [node.op for node in real.nodes] == [node.op for node in meta.nodes]
+    assert [o.target for o in real.outputs if o.value] == [o.target for o in meta.outputs if o.value]
+
+
+@pytest.mark.parametrize("is_meta", [True, False])
+def test_a_plan_without_weights_can_be_saved_and_asks_for_them(is_meta: bool) -> None:
+    with torch.device("meta") if is_meta else FakeTensorMode():
+        model, ids = Language(), tokens()
+    fitted = irc.optimize(model, ids, "100%", costs="cpu")
+    assert irc.Plan.from_json(json.loads(json.dumps(fitted.plan.to_json()))) == fitted.plan
+    for given in (ids, tokens()):
+        with pytest.raises(UsageError, match=r"IRC527.*without weights.*embedding\.weight"):
+            fitted(given)
+    if not is_meta:
+        return
+    fitted.to_empty(device="cpu")
+    fitted.load_state_dict(Language().state_dict())
+    assert torch.isfinite(fitted(tokens()))
+
+
+# ---------------------------------------------------------------------- configurations
+
+
+@pytest.mark.parametrize("lora", [None, Lora(4)])
+def test_a_configuration_is_estimated_as_its_model(tmp_path: Path, lora: Lora | None) -> None:
+    path = config(tmp_path)
+    module, batch = step_of_config(path, batch=2, sequence=16, lora=lora)
+    real, example = step_of_config(path, batch=2, sequence=16, lora=lora, has_data=True)
+    found = irc.estimate(module, (), example_kwargs=batch, machine="cpu", budget="100%")
+    same = irc.estimate(real, (), example_kwargs=example, machine="cpu", budget="100%")
+    assert found.plan is not None and same.plan is not None
+    assert found.written == same.written and found.planned == same.planned
+    assert (found.trained < found.parameters) == (lora is not None)
+    assert training_loss(real(**example)).isfinite()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"model_type": "no-such-model"}, "IRC441.*describes no model"),
+        ({"model_type": 3}, "IRC441.*names no model_type"),
+        ({"architectures": ["os"]}, "IRC442"),
+        ({"architectures": ["__class__ForCausalLM"]}, "IRC442"),
+        ({"architectures": ["GPT2Model"]}, "IRC442.*no batch is known"),
+        ({"n_head": 5}, "IRC444.*cannot be made"),
+        ({"n_positions": 8}, "IRC446.*8 positions"),
+        ({"dtype": "int4"}, "IRC441.*int4"),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_refused(
+    tmp_path: Path, more: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        step_of_config(config(tmp_path, **more), batch=1, sequence=16)
+
+
+def test_code_that_a_configuration_names_is_not_run(tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+    (tmp_path / "modeling.py").write_text(f"open({str(mark)!r}, 'w')")
+    path = config(tmp_path, auto_map={"AutoModelForCausalLM": "modeling.Model", "AutoConfig": "modeling.C"})
+    step_of_config(path, batch=1, sequence=16)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"model_type": null}', "[" * 100_000])
+def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    for place in (path, tmp_path, tmp_path / "none"):
+        with pytest.raises(UsageError, match="IRC441"):
+            step_of_config(place, batch=1, sequence=16)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "lora", "lora:r=", "lora:r=0", "lora:r=x", "lora:r=-1", "lora:r=²", "qlora"]
+)
+def test_what_is_trained_is_full_or_adapters(text: str) -> None:
+    assert parse_train("full") is None and parse_train("lora:r=16") == Lora(16)
+    with pytest.raises(UsageError, match="IRC440"):
+        parse_train(text)

@@ -185,7 +185,7 @@ def _results(name: str, machine: str) -> list[Result]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(model.config))
-        sizes = {"batch": model.batch, "sequence": model.sequence, "lora": model.lora}
+        sizes: dict[str, Any] = {"batch": model.batch, "sequence": model.sequence, "lora": model.lora}
         module, batch = step_of_config(path, **sizes)
         whole = estimate(
             module, (), example_kwargs=batch, machine="measured", budget="100%", optimizer=_adamw

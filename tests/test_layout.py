@@ -82,12 +82,16 @@ def test_public_names_exist() -> None:
         "UsageError",
     }
     wanted |= {
+        "Estimate",
+        "LargestBatch",
         "VerificationError",
         "backend",
         "compare",
+        "estimate",
         "export_onnx",
         "from_onnx",
         "keep",
+        "max_batch",
         "optimize",
         "pareto",
         "pipeline",

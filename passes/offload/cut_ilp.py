@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...ir import Direction, Storage, Tier
-from ..milp import LinearSum, LinearTypes, Variable
+from ..milp import Term, Variable
 from ..remat.cut_ilp import Relaxation
 
 __all__ = ["OffloadRelaxation"]
@@ -58,20 +58,20 @@ class OffloadRelaxation(Relaxation):
         copyable = self.problem.graph.copyable_storages
         time_step = self.time_steps[cut]
         useful = (s for s in made if s in copyable and self.problem.is_useful(s, time_step + 1))
-        return {s: self.model.add_variable(lb=0.0, ub=1.0) for s in useful}
+        return {s: self.model.add_variable(lower=0.0, upper=1.0) for s in useful}
 
     def _add_copies(self) -> Sequence[Variable]:
         problem, model = self.problem, self.model
         cuts = range(len(self.time_steps))
         swapped = list(dict.fromkeys(s for arrived in self.arrived for s in arrived))
-        self.waits = [model.add_variable(lb=0.0) for _ in range(len(self.time_steps) + 1)]
+        self.waits = [model.add_variable(lower=0.0) for _ in range(len(self.time_steps) + 1)]
         self.out = [self._copies(swapped, window) for window in range(len(self.time_steps) + 1)]
         self.back = [self._copies(swapped, window) for window in range(len(self.time_steps) + 1)]
         for cut in cuts:
             time_step = self.time_steps[cut]
             made = [s for s in swapped if problem.index[problem.producer[s]] < time_step]
-            self.going.append({s: model.add_variable(lb=0.0, ub=1.0) for s in made})
-            self.coming.append({s: model.add_variable(lb=0.0, ub=1.0) for s in made})
+            self.going.append({s: model.add_variable(lower=0.0, upper=1.0) for s in made})
+            self.coming.append({s: model.add_variable(lower=0.0, upper=1.0) for s in made})
         for storage in swapped:
             self._add_copies_of(storage)
         self._add_channels()
@@ -81,7 +81,7 @@ class OffloadRelaxation(Relaxation):
         """For each tier, the part of each storage that is copied in a window; it was made before its end."""
         end = self.time_steps[window] if window < len(self.time_steps) else self.problem.time_steps
         return {
-            s: [self.model.add_variable(lb=0.0, ub=1.0) for _ in self.tiers]
+            s: [self.model.add_variable(lower=0.0, upper=1.0) for _ in self.tiers]
             for s in swapped
             if self.problem.index[self.problem.producer[s]] < end
         }
@@ -90,28 +90,32 @@ class OffloadRelaxation(Relaxation):
         problem, model = self.problem, self.model
         maker = problem.producer[storage]
         parts = [window.get(storage, []) for window in self.out]
-        model.add_linear_constraint(LinearSum(v for part in parts for v in part) <= 1.0)
+        model.add_row(_sum(parts), upper=1.0)
         for cut, time_step in enumerate(self.time_steps):
             if problem.index[maker] >= time_step:
                 continue
-            here = self.resident[cut].get(storage, 0.0) + self.going[cut][storage]
-            later = LinearSum(v for part in parts[cut + 1 :] for v in part)
-            again = LinearSum(x[maker] for x in self.again[cut:] if maker in x)
-            model.add_linear_constraint(later - here - again <= 0.0)
+            again = [x[maker] for x in self.again[cut:] if maker in x]
+            there = _sum([self._here(cut, storage), again], -1.0)
+            model.add_row([*_sum(parts[cut + 1 :]), *there], upper=0.0)
+            going, coming = self.going[cut][storage], self.coming[cut][storage]
             if cut and problem.index[maker] < self.time_steps[cut - 1]:
-                before = self.resident[cut - 1].get(storage, 0.0) + self.going[cut - 1][storage]
-                between = self.again[cut - 1].get(maker, 0.0)
-                model.add_linear_constraint(self.going[cut][storage] - before - between <= 0.0)
-            arrives = self.arrived[cut].get(storage, 0.0)
-            if storage in self.arrived[cut]:
-                stored = LinearSum(v for part in parts[: cut + 2] for v in part)
-                model.add_linear_constraint(arrives - stored <= 0.0)
-            coming = self.coming[cut][storage] + LinearSum(self.back[cut + 1].get(storage, []))
-            following = self.coming[cut + 1][storage] if cut + 1 < len(self.time_steps) else 0.0
-            model.add_linear_constraint(following - coming + arrives == 0.0)
+                between = [x[maker] for x in self.again[cut - 1 : cut] if maker in x]
+                before = _sum([self._here(cut - 1, storage), between], -1.0)
+                model.add_row([(1.0, going), *before], upper=0.0)
+            arrives = [(1.0, self.arrived[cut][storage])] if storage in self.arrived[cut] else []
+            if arrives:
+                model.add_row([*arrives, *_sum(parts[: cut + 2], -1.0)], upper=0.0)
+            back = [window.get(storage, []) for window in self.back[cut : cut + 2]]
+            following = [(1.0, c[storage]) for c in self.coming[cut + 1 : cut + 2]]
+            change = [*following, (-1.0, coming), *_sum(back[1:], -1.0), *arrives]
+            model.add_row(change, lower=0.0, upper=0.0)
             if not cut or problem.index[maker] >= self.time_steps[cut - 1]:
-                first = LinearSum(self.back[cut].get(storage, []))
-                model.add_linear_constraint(self.coming[cut][storage] - first <= 0.0)
+                model.add_row([(1.0, coming), *_sum(back[:1], -1.0)], upper=0.0)
+
+    def _here(self, cut: int, storage: Storage) -> list[Variable]:
+        """That a storage stays at a cut, or is there for its copy out."""
+        stays = self.resident[cut].get(storage)
+        return [variable for variable in (stays, self.going[cut][storage]) if variable is not None]
 
     def _add_channels(self) -> None:
         problem = self.problem
@@ -119,18 +123,17 @@ class OffloadRelaxation(Relaxation):
         for window, (start, end) in enumerate(itertools.pairwise(marks)):
             nodes = (problem.base_of(time_step) for time_step in range(start, end))
             base = sum(problem.costs.seconds[node] for node in nodes if node is not None)
-            elapsed = base / self.unit_seconds + self.waits[window]
-            if window:
-                elapsed += self._seconds_again(window - 1)
-            loads: dict[object, list[LinearTypes]] = {}
+            again = self._seconds_again(window - 1) if window else []
+            elapsed = [(-1.0, self.waits[window]), *((-seconds, x) for seconds, x in again)]
+            loads: dict[object, list[Term]] = {}
             for direction, copies in ((Direction.OUT, self.out), (Direction.IN, self.back)):
                 for storage, parts in copies[window].items():
                     for tier, part in zip(self.tiers, parts, strict=True):
                         seconds = tier.copy_seconds(storage.nbytes, direction) / self.unit_seconds
                         seconds = min(seconds, _MOST_UNITS)
-                        loads.setdefault(tier.channel(direction), []).append(seconds * part)
+                        loads.setdefault(tier.channel(direction), []).append((seconds, part))
             for load in loads.values():
-                self.model.add_linear_constraint(LinearSum(load) - elapsed <= 0.0)
+                self.model.add_row([*load, *elapsed], upper=base / self.unit_seconds)
 
     @property
     def _forced_bytes(self) -> int:
@@ -153,3 +156,8 @@ class OffloadRelaxation(Relaxation):
         inputs = set(self.problem.read_at(self.time_steps[cut]))
         parts = (*self.going[cut].items(), *self.coming[cut].items())
         return [(s.nbytes, part) for s, part in parts if s not in inputs]
+
+
+def _sum(parts: Iterable[Iterable[Variable]], sign: float = 1.0) -> list[Term]:
+    """The terms of all variables in some parts."""
+    return [(sign, variable) for part in parts for variable in part]

@@ -54,7 +54,7 @@ def choose_recomputation(planner: Planner, strategy: str, limits: Limits) -> Cho
         incumbent = _searched(planner, limits) if is_search else _named(planner, strategy, limits)
         planner.add_solution(limits.budget_bytes, incumbent)
     now = time.thread_time()
-    latest = now + max(now - limits.started, _SMALLEST_SECONDS)
+    latest = now + max(now - limits.started, _NAMED_SECONDS)
     minimum_bytes = planner.minimum_bytes(min(latest, limits.deadline))
     return ChosenSchedule(problem, incumbent, minimum_bytes, problem.floor_bytes)
 
@@ -63,7 +63,10 @@ _KEEPING = ("auto", "ilp", "keep-all")
 """Strategies that keep all if it fits."""
 
 _SMALLEST_SECONDS = 1.0
-"""Time for the smallest budget that a plan names if its own needs no search; else as much as that took."""
+"""Time for the smallest budget that a plan names if its own needs no search."""
+
+_NAMED_SECONDS = 3.0
+"""Time for it if its own does; as much as that took, if that is more."""
 
 _REFUSAL_SECONDS = 3.0
 """Time for the smallest budget that the refusal of an impossible one names."""

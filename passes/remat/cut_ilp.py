@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...ir import Node, Storage
-from ..milp import (
-    LinearConstraint,
-    LinearSum,
-    Model,
-    Variable,
-    add_memory_row,
-    add_rounded_rows,
-    solve,
-    solve_relaxed,
-)
+from ..milp import Model, Row, Term, Variable, add_memory_row, add_rounded_rows, solve, solve_relaxed
 from .problem import CheckpointProblem
 
 __all__ = ["Relaxation", "Solved", "replaced_storages"]
@@ -90,15 +81,15 @@ class Relaxation:
     has_spans: bool = True
     is_open: bool = False
     model: Model = field(init=False)
-    objective: LinearSum = field(init=False)
+    objective: list[Term] = field(init=False)
     resident: list[dict[Storage, Variable]] = field(default_factory=list, init=False)
     again: list[dict[Node, Variable]] = field(default_factory=list, init=False)
     arrived: list[dict[Storage, Variable]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         problem = self.problem
-        self.model = Model(name="plan-memory")
-        self.demands: list[tuple[Storage, LinearConstraint]] = []
+        self.model = Model()
+        self.demands: list[tuple[Storage, Row]] = []
         self.large = [s for s in problem.producer if s.nbytes > self.small_bytes or s in problem.transient]
         self.is_large = set(self.large)
         self.wanted = set(problem.wanted)
@@ -116,14 +107,14 @@ class Relaxation:
         waited = self._add_copies()
         for cut in range(len(self.time_steps)):
             self._add_memory(cut)
-        again = (self._seconds_again(cut) for cut in range(len(self.time_steps)))
-        self.objective = LinearSum((*again, *waited))
+        self.objective = [term for cut in range(len(self.time_steps)) for term in self._seconds_again(cut)]
+        self.objective += ((1.0, wait) for wait in waited)
         self.model.minimize(self.objective)
 
-    def _seconds_again(self, cut: int) -> LinearSum:
+    def _seconds_again(self, cut: int) -> list[Term]:
         """The time of what runs again between a cut and the next, in units."""
         seconds = self.problem.costs.seconds
-        return LinearSum(seconds[o] / self.unit_seconds * x for o, x in self.again[cut].items())
+        return [(seconds[o] / self.unit_seconds, x) for o, x in self.again[cut].items()]
 
     # ------------------------------------------------------------------ for what adds copies
 
@@ -161,7 +152,7 @@ class Relaxation:
         time_step = self.time_steps[cut]
         inputs = dict.fromkeys(s for s in problem.read_at(time_step) if s in self.is_large)
         resident = {
-            s: model.add_variable(lb=1.0 if s in inputs else 0.0, ub=1.0, is_integer=True)
+            s: model.add_variable(lower=1.0 if s in inputs else 0.0, upper=1.0, is_integer=True)
             for s in self.large
             if s in inputs or self._may_stay(cut, s)
         }
@@ -190,8 +181,8 @@ class Relaxation:
                 spans[first, last] = self._add_span(first, last)
             parts = spans[first, inside], spans[inside, last]
             for node, runs in spans[first, last].items():
-                often = LinearSum(part[node] for part in parts if node in part)
-                self.model.add_linear_constraint(runs - often <= 0.0)
+                often = [(-1.0, part[node]) for part in parts if node in part]
+                self.model.add_row([(1.0, runs), *often], upper=0.0)
 
     def _add_span(self, first: int, last: int) -> dict[Node, Variable]:
         """Adds what runs again between two cuts, or from one to the end of the step."""
@@ -206,27 +197,27 @@ class Relaxation:
         makers = dict.fromkeys(
             problem.producer[s] for s in made if s in self.wanted or self._is_read(s, time_step)
         )
-        again = {o: model.add_variable(lb=0.0, ub=1.0 if o.is_recomputable else 0.0) for o in makers}
+        again = {o: model.add_variable(lower=0.0, upper=1.0 if o.is_recomputable else 0.0) for o in makers}
 
-        def there(storage: Storage) -> LinearSum:
-            """That a storage stays from the first cut on, is copied back, or is made again."""
-            back = (arrived.get(storage, 0.0) for arrived in self.arrived[first:last])
-            maker = problem.producer[storage]
-            return LinearSum((self.resident[first].get(storage, 0.0), *back, again.get(maker, 0.0)))
+        def there(storage: Storage, sign: float = 1.0) -> list[Term]:
+            """The terms that a storage stays from the first cut on, is copied back, or is made again."""
+            stays = self.resident[first].get(storage)
+            back = (arrived.get(storage) for arrived in self.arrived[first:last])
+            made_again = again.get(problem.producer[storage])
+            return [(sign, variable) for variable in (stays, *back, made_again) if variable is not None]
 
         for storage in made:
             if problem.producer[storage] in again and self._is_read(storage, time_step, end):
-                model.add_linear_constraint(there(storage) >= 1.0)
+                model.add_row(there(storage), lower=1.0)
             elif problem.producer[storage] in again and self.is_open and last == len(self.time_steps):
-                row = model.add_linear_constraint(there(storage) >= 0.0)
-                self.demands.append((storage, row))
+                self.demands.append((storage, model.add_row(there(storage), lower=0.0)))
         for node, runs in again.items():
             for storage in problem.forward_reads[node]:
                 if problem.producer[storage] in again and storage in self.is_large:
-                    model.add_linear_constraint(there(storage) - runs >= 0.0)
+                    model.add_row([*there(storage), (-1.0, runs)], lower=0.0)
         for storage, variable in following.items():
             if problem.index[problem.producer[storage]] < time_step:
-                model.add_linear_constraint(variable - there(storage) <= 0.0)
+                model.add_row([(1.0, variable), *there(storage, -1.0)], upper=0.0)
         return again
 
     def _add_memory(self, cut: int) -> None:
@@ -272,8 +263,8 @@ class Relaxation:
         for time_step, variables in zip(self.time_steps, self.resident, strict=True):
             if time_step in resident:
                 for storage, variable in variables.items():
-                    if variable.lower_bound < 1.0:
-                        variable.lower_bound = variable.upper_bound = float(storage in resident[time_step])
+                    if variable.lower < 1.0:
+                        variable.lower = variable.upper = float(storage in resident[time_step])
 
     def relaxed_bound_seconds(self, *, seconds: float) -> float:
         """A lower bound by parts of storages: below that of `solve`, in a part of its time.
@@ -281,12 +272,8 @@ class Relaxation:
         Args:
             seconds: The time limit; a linear programme that it ends proves nothing.
         """
-        whole = [variable for variable in self.model.variables() if variable.integer]
-        for variable in whole:
-            variable.integer = False
-        outcome = solve(self.model, seconds=seconds, gap=0.0)
-        for variable in whole:
-            variable.integer = True
+        with self.model.relaxed():
+            outcome = solve(self.model, seconds=seconds, gap=0.0)
         if outcome.is_infeasible:
             return math.inf
         return outcome.bound * self.unit_seconds if outcome.is_optimal else 0.0
@@ -301,7 +288,7 @@ class Relaxation:
             seconds: The time limit; None if it ends the solve.
         """
         for storage, row in self.demands:
-            row.lower_bound = demanded.get(storage, 0.0)
+            row.lower = demanded.get(storage, 0.0)
         rows = [row for _, row in self.demands]
         found = solve_relaxed(self.model, rows, seconds=seconds)
         if found is None:
@@ -350,17 +337,11 @@ class Relaxation:
             resident, bound_seconds, False, outcome.is_optimal, frozenset().union(*swapped.values())
         )
 
-    @contextlib.contextmanager
-    def _below(self, seconds: float) -> Generator[None]:
-        """Adds a row that limits the objective, for the time of a solve."""
+    def _below(self, seconds: float) -> contextlib.AbstractContextManager[None]:
+        """Limits the objective, for the time of a solve."""
         if not math.isfinite(seconds):
-            yield
-            return
-        row = self.model.add_linear_constraint(self.objective <= seconds / self.unit_seconds)
-        try:
-            yield
-        finally:
-            self.model.delete_linear_constraint(row)
+            return contextlib.nullcontext()
+        return self.model.extra_row(self.objective, upper=seconds / self.unit_seconds)
 
     def _is_infeasible(self, seconds: float) -> bool:
         """Whether the solver finds no choice at all, by its tolerance perhaps, as far as the root tells."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import bisect
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from ...ir import Node, Storage
 from .online_run import OnlineRun, OverBudgetError, fastest_run
@@ -53,15 +54,147 @@ _MANY = 300
 _SLACK = 200
 """The part of the budget, one in this many, that it then frees beyond what it needs."""
 
+_MARGIN = 2.0
+"""A walk goes on until its storage is this many times as bad a victim as the best one known."""
+
+_ROUNDING = 1 - 1e-9
+"""A sum of seconds times this is a bound on their sum in any other order."""
+
+
+@dataclass
+class _Walks:
+    """The seconds to make storages again, each with all that it lacks: an operation counts once.
+
+    They are remembered. A drop lengthens the walks that ended at the storage, so that what they found is only
+    a bound from below; a making shortens those that went through it, so that they are forgotten.
+
+    Args:
+        problem: The recomputation problem.
+        resident: The storages that are there; the run changes them.
+    """
+
+    problem: CheckpointProblem
+    resident: Mapping[Storage, None]
+    seconds: dict[Storage, float] = field(init=False, default_factory=dict[Storage, float])
+    """The seconds of a storage; a bound from below unless it is in `exact`."""
+    exact: set[Storage] = field(init=False, default_factory=set[Storage])
+    """The storages whose seconds are known."""
+    walked: set[Node] = field(init=False, default_factory=set[Node])
+    """The operations that count in `seconds`, and perhaps more."""
+    walked_exactly: set[Node] = field(init=False, default_factory=set[Node])
+    """Those that count in seconds that are exact, and perhaps more."""
+
+    def least_seconds(self, storage: Storage) -> float:
+        """A bound on the seconds of a storage from below, without a walk."""
+        return self.seconds.get(storage, 0.0) * _ROUNDING
+
+    def walk(self, storage: Storage, most_seconds: float) -> float:
+        """Counts the seconds of a storage; stops once they are more than `most_seconds`."""
+        producer, recomputable, costs = self.problem.producer, self.problem.recomputable, self.problem.costs
+        reads, resident = self.problem.forward_reads, self.resident
+        pending = [producer[storage]]
+        found: set[Node] = set()
+        seconds = 0.0
+        while pending and seconds <= most_seconds:
+            node = pending.pop()
+            if node in found:
+                continue
+            found.add(node)
+            if node in recomputable:
+                seconds += costs.seconds[node]
+                pending += [producer[s] for s in reads[node] if s not in resident]
+            else:
+                seconds = math.inf
+                pending.clear()
+        self.seconds[storage] = seconds
+        self.walked |= found
+        if not pending:
+            self.exact.add(storage)
+            self.walked_exactly |= found
+        return seconds
+
+    def hold(self, storage: Storage) -> None:
+        """Is told that a storage is there from now on."""
+        for node in self._take_readers(storage, self.walked):
+            self.walked_exactly.discard(node)
+            for made in self.problem.graph.allocates(node):
+                self.seconds.pop(made, None)
+                self.exact.discard(made)
+
+    def drop(self, storage: Storage) -> None:
+        """Is told that a storage is missing from now on."""
+        for node in self._take_readers(storage, self.walked_exactly):
+            self.exact.difference_update(self.problem.graph.allocates(node))
+
+    def _take_readers(self, storage: Storage, nodes: set[Node]) -> Iterator[Node]:
+        """Takes out those of some nodes that read a storage, or what was made of it and is missing."""
+        problem, resident = self.problem, self.resident
+        pending = [*problem.users.get(storage, ())]
+        while pending:
+            node = pending.pop()
+            if node in nodes:
+                nodes.remove(node)
+                yield node
+                for made in problem.graph.allocates(node):
+                    if made not in resident:
+                        pending += problem.users.get(made, ())
+
+
+@dataclass
+class _Trees:
+    """The same, but a missing storage counts for each that needs it; at most the seconds of a step.
+
+    Args:
+        problem: The recomputation problem.
+        resident: The storages that are there; the run changes them.
+    """
+
+    problem: CheckpointProblem
+    resident: Mapping[Storage, None]
+    seconds: dict[Node, float] = field(init=False, default_factory=dict[Node, float])
+    """The seconds to make what an operation makes."""
+    stale: set[Node] = field(init=False, default_factory=set[Node])
+    """The operations that read a storage which came or went since the last update."""
+
+    def __post_init__(self) -> None:
+        self.stale.update(self.problem.forward)
+
+    def change(self, storage: Storage) -> None:
+        """Is told that a storage is there or missing from now on."""
+        self.stale.update(self.problem.users.get(storage, ()))
+
+    def update(self) -> None:
+        """Counts the seconds again that have changed, in forward order."""
+        problem, resident, found, stale = self.problem, self.resident, self.seconds, self.stale
+        costs, producer, limit = problem.costs.seconds, problem.producer, problem.step_seconds
+        for node in problem.forward if stale else ():
+            if node in stale:
+                missing = [found[producer[s]] for s in problem.forward_reads[node] if s not in resident]
+                seconds = min(costs[node] + sum(missing), limit)
+                if found.get(node) != seconds:
+                    found[node] = seconds
+                    for made in problem.graph.allocates(node):
+                        if made not in resident:
+                            stale.update(problem.users.get(made, ()))
+        stale.clear()
+
 
 @dataclass
 class _Run(OnlineRun):
-    distance_weight: float
+    """A run that evicts the storage with the least seconds for its worth.
 
-    def _next_use(self, storage: Storage) -> int | None:
-        times = self.reads.get(storage, [])
-        index = bisect.bisect_left(times, self.now)
-        return times[index] if index < len(times) else None
+    Args:
+        distance_weight: The weight of the distance to the next use; 0 ignores it.
+    """
+
+    distance_weight: float
+    evictable: dict[Storage, None] = field(init=False, default_factory=dict[Storage, None])
+    """The resident storages that can be made again, in the order of `resident`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.walks = _Walks(self.problem, self.resident)
+        self.trees = _Trees(self.problem, self.resident)
 
     def _make_room(self, nbytes: int) -> None:
         """Evicts until `nbytes` fit; a little more if very many are resident, to look at fewer."""
@@ -70,71 +203,71 @@ class _Run(OnlineRun):
             return
         if time.thread_time() > self.deadline:
             raise OverBudgetError
-        victims = [s for s in self.resident if self.pinned[s] <= 0 and self._is_evictable(s)]
-        many = len(victims) > _MANY
+        pinned = self.pinned
+        worths = {s: self._worth(s) for s in self.evictable if pinned.get(s, 0) <= 0}
+        many = len(worths) > _MANY
         while excess > 0:
-            if not victims:
+            if not worths:
                 raise OverBudgetError
             if many:
-                self._drop_apart(victims, excess + self.budget_bytes // _SLACK)
-                victims = [s for s in victims if s in self.resident]
+                self._drop_apart(worths, excess + self.budget_bytes // _SLACK)
+                worths = {s: worth for s, worth in worths.items() if s in self.resident}
             else:
-                worst = min(victims, key=self._score)
-                victims.remove(worst)
+                worst = self._worst(worths)
+                del worths[worst]
                 self._drop(worst)
             excess = self.alive_bytes + nbytes - self.budget_bytes
 
-    def _drop_apart(self, victims: list[Storage], wanted_bytes: int) -> None:
+    def _worth(self, storage: Storage) -> float:
+        """Bytes that a victim frees, times the operations until its next use."""
+        times = self.reads.get(storage, ())
+        index = bisect.bisect_left(times, self.now)
+        distance = times[index] - self.now + 1 if index < len(times) else len(self.problem.base)
+        return storage.nbytes * distance**self.distance_weight
+
+    def _worst(self, worths: Mapping[Storage, float]) -> Storage:
+        """Finds the storage with the fewest seconds for its worth, the first among equals."""
+        walks = self.walks
+        known = (walks.seconds[s] / worth for s, worth in worths.items() if s in walks.exact)
+        least = min(known, default=math.inf)
+        worst: Storage | None = None
+        for storage, worth in worths.items():
+            if storage in walks.exact:
+                score = walks.seconds[storage] / worth
+            elif walks.least_seconds(storage) / worth > least:
+                continue
+            else:
+                score = walks.walk(storage, _MARGIN * least * worth) / worth
+            if score < least or (score == least and worst is None):
+                least, worst = score, storage
+        assert worst is not None, "there is a victim"
+        return worst
+
+    def _drop_apart(self, worths: Mapping[Storage, float], wanted_bytes: int) -> None:
         """Evicts about `wanted_bytes`, and of storages that are made from each other only one at a time."""
-        problem = self.problem
-        seconds = self._seconds_of_all()
-        score = {s: seconds[s] / (s.nbytes * self._distance(s) ** self.distance_weight) for s in victims}
+        problem, producer = self.problem, self.problem.producer
+        self.trees.update()
+        score = {s: self.trees.seconds[producer[s]] / worth for s, worth in worths.items()}
         beside: set[Storage] = set()
-        for storage in sorted(victims, key=score.__getitem__):
+        for storage in sorted(score, key=score.__getitem__):
             if wanted_bytes <= 0:
                 break
             if storage not in beside:
                 self._drop(storage)
                 wanted_bytes -= storage.nbytes
-                beside.update(problem.forward_reads[problem.producer[storage]])
+                beside.update(problem.forward_reads[producer[storage]])
                 for user in problem.users.get(storage, ()):
                     beside.update(problem.graph.allocates(user))
 
-    def _seconds_of_all(self) -> dict[Storage, float]:
-        """Seconds to make each storage again; a missing storage that several need counts for each of them."""
-        problem = self.problem
-        limit = problem.step_seconds
-        found: dict[Storage, float] = {}
-        for storage, node in problem.producer.items():
-            missing = (found[s] for s in problem.forward_reads[node] if s not in self.resident)
-            found[storage] = min(problem.costs.seconds[node] + sum(missing), limit)
-        return found
+    def _hold(self, storage: Storage) -> None:
+        super()._hold(storage)
+        if self.problem.producer.get(storage) in self.problem.recomputable and storage.nbytes > 0:
+            self.evictable[storage] = None
+        self.walks.hold(storage)
+        self.trees.change(storage)
 
-    def _is_evictable(self, storage: Storage) -> bool:
-        maker = self.problem.producer.get(storage)
-        return maker is not None and maker.is_recomputable and storage.nbytes > 0
-
-    def _score(self, storage: Storage) -> float:
-        """Seconds to make a storage again with all that it lacks, by byte and operation of distance."""
-        return self._seconds(storage) / (storage.nbytes * self._distance(storage) ** self.distance_weight)
-
-    def _distance(self, storage: Storage) -> int:
-        next_use = self._next_use(storage)
-        return len(self.problem.base) if next_use is None else next_use - self.now + 1
-
-    def _seconds(self, storage: Storage) -> float:
-        problem = self.problem
-        pending = [problem.producer[storage]]
-        found: set[Node] = set()
-        seconds = 0.0
-        while pending:
-            node = pending.pop()
-            if node in found:
-                continue
-            found.add(node)
-            seconds += problem.costs.seconds[node]
-            if not node.is_recomputable:
-                return float("inf")
-            missing = (s for s in problem.forward_reads[node] if s not in self.resident)
-            pending.extend(problem.producer[s] for s in missing)
-        return seconds
+    def _drop(self, storage: Storage) -> None:
+        super()._drop(storage)
+        self.evictable.pop(storage, None)
+        self.walks.drop(storage)
+        self.trees.change(storage)

@@ -149,7 +149,7 @@ class OnlineRun(ABC):
                 continue
             waiting.pop()
             made = graph.allocates(node)
-            self._make_room(sum(s.nbytes for s in made) + problem.costs.workspace_bytes[node])
+            self._make_room(graph.allocated_bytes(node) + problem.costs.workspace_bytes[node])
             self.trace.append(node)
             self.spent_seconds += problem.costs.seconds[node]
             self._add_results(node)
@@ -162,8 +162,7 @@ class OnlineRun(ABC):
         """Adds what a run has made, before what nothing reads any more is released."""
         for storage in self.problem.graph.allocates(node):
             if storage not in self.resident:
-                self.resident[storage] = None
-                self.alive_bytes += storage.nbytes
+                self._hold(storage)
 
     @abstractmethod
     def _make_room(self, nbytes: int) -> None:
@@ -185,7 +184,13 @@ class OnlineRun(ABC):
         """Gives up a storage that no operation of the step reads any more."""
         self._drop(storage)
 
+    def _hold(self, storage: Storage) -> None:
+        """Adds a storage that was not there."""
+        self.resident[storage] = None
+        self.alive_bytes += storage.nbytes
+
     def _drop(self, storage: Storage) -> None:
+        """Takes away a storage, evicted or read for the last time."""
         del self.resident[storage]
         self.alive_bytes -= storage.nbytes
 

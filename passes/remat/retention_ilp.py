@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ...ir import Node, Others, Storage
-from ..milp import LinearSum, Model, Variable, add_memory_row, solve
+from ..milp import Model, Variable, add_memory_row, solve
 from .problem import CheckpointProblem, Recomputations, Solution
 
 __all__ = ["Chosen", "RetentionProgramme", "Step"]
@@ -91,7 +91,7 @@ class RetentionProgramme:
 
     def __post_init__(self) -> None:
         problem = self.problem
-        self.model = Model(name="recombine")
+        self.model = Model()
         self.steps = tuple(_master(problem, self.recomputations))
         self.loss = next(
             (t for t, step in enumerate(self.steps) if step.base >= len(problem.forward)), len(self.steps)
@@ -99,7 +99,7 @@ class RetentionProgramme:
         self.runs = {
             t: self.model.add_binary_variable() for t, step in enumerate(self.steps) if step.is_repeat
         }
-        self.cap = self.model.add_variable(lb=0.0) if self.budget_bytes is None else None
+        self.cap = self.model.add_variable(lower=0.0) if self.budget_bytes is None else None
         self.touched: dict[Storage, list[int]] = {}
         self.resident: dict[Storage, list[_Residency]] = {}
         self._add_storages()
@@ -138,7 +138,7 @@ class RetentionProgramme:
             if is_transient and following is not None and t < self.loss <= following[0]:
                 after = 0.0
             elif following is not None and not must_stay:
-                after = self.model.add_variable(lb=0.0, ub=1.0)
+                after = self.model.add_variable(lower=0.0, upper=1.0)
             if makes:
                 self._add_making(t, before, after)
             else:
@@ -150,40 +150,45 @@ class RetentionProgramme:
     def _add_making(self, t: int, before: _Residency, after: _Residency) -> None:
         if t not in self.runs:
             return  # the first run
-        runs = self.runs[t]
-        self._at_most(after, LinearSum((before, runs)))
+        there = [before, self.runs[t]]
+        terms = [(1.0, variable) for variable in there if isinstance(variable, Variable)]
+        known = 0.0 if isinstance(before, Variable) else before
+        if isinstance(after, Variable):
+            self.model.add_row([(1.0, after), *((-1.0, variable) for _, variable in terms)], upper=known)
+        elif after > 0.0:
+            self.model.add_row(terms, lower=after - known)
         if isinstance(before, Variable):
-            self.model.add_linear_constraint(before + runs <= 1.0)
+            self.model.add_row(terms, upper=1.0)
 
     def _add_reading(self, t: int, before: _Residency, after: _Residency) -> None:
         self._at_most(self.runs.get(t, 1.0), before)
         self._at_most(after, before)
 
-    def _at_most(self, low: _Residency, high: _Residency | LinearSum) -> None:
+    def _at_most(self, low: _Residency, high: _Residency) -> None:
         """Adds `low <= high`, as a bound of a variable if one side is a number."""
         if isinstance(low, Variable):
-            if isinstance(high, float):
-                low.upper_bound = min(low.upper_bound, high)
+            if isinstance(high, Variable):
+                self.model.add_row([(1.0, low), (-1.0, high)], upper=0.0)
             else:
-                self.model.add_linear_constraint(low - high <= 0.0)
+                low.upper = min(low.upper, high)
         elif low > 0.0:
             if isinstance(high, Variable):
-                high.lower_bound = low
-            elif isinstance(high, float):
-                assert low <= high, "a base step reads what is not there"
+                high.lower = low
             else:
-                self.model.add_linear_constraint(high >= low)
+                assert low <= high, "a base step reads what is not there"
 
     def _add_objective(self) -> None:
         problem = self.problem
         self.unit_seconds = max(problem.step_seconds, 1e-12) / 1000
-        seconds = LinearSum(
-            max(problem.costs.seconds[self.steps[t].node] / self.unit_seconds, 1e-7) * runs
+        seconds = [
+            (max(problem.costs.seconds[self.steps[t].node] / self.unit_seconds, 1e-7), runs)
             for t, runs in self.runs.items()
-        )
+        ]
         if self.below_seconds is not None:
-            self.model.add_linear_constraint(seconds <= self.below_seconds / self.unit_seconds)
-        self.model.minimize(seconds if self.cap is None else self.cap + 1e-4 * seconds)
+            self.model.add_row(seconds, upper=self.below_seconds / self.unit_seconds)
+        if self.cap is not None:
+            seconds = [(1.0, self.cap), *((1e-4 * each, runs) for each, runs in seconds)]
+        self.model.minimize(seconds)
 
     def _add_loss_row(self) -> None:
         forward = len(self.problem.forward)
@@ -244,8 +249,8 @@ class RetentionProgramme:
             add_memory_row(self.model, terms, self.budget_bytes - fixed_bytes)
             return
         assert self.cap is not None
-        total = LinearSum(nbytes / _CAP_UNIT_BYTES * variable for nbytes, variable in terms)
-        self.model.add_linear_constraint(total - self.cap <= -fixed_bytes / _CAP_UNIT_BYTES)
+        units = ((nbytes / _CAP_UNIT_BYTES, variable) for nbytes, variable in terms)
+        self.model.add_row([*units, (-1.0, self.cap)], upper=-fixed_bytes / _CAP_UNIT_BYTES)
 
     # ------------------------------------------------------------------ solving
 

@@ -92,7 +92,7 @@ _FAIR_IDLE_SECONDS = 1.0
 _CUT_NODES = 100
 _LEAST_CUT_SECONDS = 0.6
 _LONGEST_CUT_SECONDS = 8.0
-_SOLVING = 4.0
+_SOLVING = 24.0
 """The time to solve a programme over cuts, in times of what it takes to write it down."""
 
 _DEMAND_OPERATIONS = 300
@@ -175,7 +175,8 @@ def search(
         cuts: The outcome of `search_cuts`, if it is known.
     """
     cuts = search_cuts(problem, budget_bytes, deadline=deadline) if cuts is None else cuts
-    incumbent = _Search(problem, budget_bytes, candidates, cuts, deadline, max(gap, _PROOF_GAP)).run()
+    closer = gap if len(problem.base) > _DEMAND_OPERATIONS else _MERGING_GAP * gap
+    incumbent = _Search(problem, budget_bytes, candidates, cuts, deadline, max(closer, _PROOF_GAP)).run()
     if (incumbent is not None and incumbent.is_proved(problem, gap)) or not problem.backward:
         return incumbent
     return _exactly(problem, budget_bytes, incumbent, deadline) if is_small(problem) else incumbent
@@ -233,7 +234,8 @@ class _Search:
 
     def left(self, part: float = 1.0) -> float:
         """Seconds that are left of a part of the time, the more the poorer the proof."""
-        allowed = _SECONDS * max(len(self.problem.base) / _OPERATIONS, 1.0) * max(_GAP / self.gap, 1.0)
+        size = len(self.problem.base) / _OPERATIONS
+        allowed = _SECONDS * max(size, 1.0) * max(_MERGING_GAP * _GAP / self.gap, 1.0)
         fair_seconds = _POOR * self.gap * self.problem.step_seconds
         poverty = self._gap_seconds / fair_seconds if fair_seconds else 1.0
         allowed *= min(max(poverty, 1.0), _PATIENCE)

@@ -17,7 +17,7 @@ _GAP = 2e-4
 _NODE_LIMIT = 80
 _LEAST_SECONDS = 1.0
 _LONGEST_SECONDS = 8.0
-_SOLVING = 10.0
+_SOLVING = 50.0
 """The time to solve a programme, in times of what it takes to write it down."""
 
 _CHAIN = 10

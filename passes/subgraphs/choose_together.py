@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from ...ir import BudgetError, TimeLimitError
-from ..milp import LinearSum, Model, add_memory_row, solve
+from ..milp import Model, add_memory_row, solve
 from ..remat.choice import GAP
 from .plan_subgraph import certified, plan_subgraph
 from .subgraph import Choice, KnownSchedule, Subgraph, SubgraphSolutions
@@ -107,7 +107,7 @@ def _solve(
     }
     for subgraph in subgraphs:
         assert subgraph.ambient is not None
-        model.add_linear_constraint(LinearSum(takes[subgraph]) == 1)
+        model.add_row([(1.0, variable) for variable in takes[subgraph]], lower=1.0, upper=1.0)
         below = [(t.saved_bytes, v) for other in subgraph.below for t, v in pairs[other]]
         own = pairs[subgraph]
         for ambient_bytes, terms in (
@@ -116,12 +116,11 @@ def _solve(
             (subgraph.ambient.backward_bytes, [(t.backward_bytes, v) for t, v in own]),
         ):
             add_memory_row(model, [*below, *terms], room_bytes - ambient_bytes)
-    seconds = [
-        known.solution.seconds * variable
+    model.minimize(
+        (known.solution.seconds, variable)
         for subgraph in subgraphs
         for known, variable in zip(schedules[subgraph.solutions], takes[subgraph], strict=True)
-    ]
-    model.minimize(LinearSum(seconds))
+    )
     least = math.fsum(
         min(known.solution.seconds for known in schedules[subgraph.solutions]) for subgraph in subgraphs
     )

@@ -1,6 +1,9 @@
 """Greedy eviction: valid, within the budget, and as good as can be where little is to be chosen."""
 
 import math
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,9 +15,10 @@ from support.strategies import Sample, graphs
 from torch import nn
 
 from irc.frontends.torch import capture
-from irc.ir import parse_graph, verify_schedule
+from irc.ir import Node, Storage, parse_graph, verify_schedule
 from irc.passes import CheckpointProblem, Cost, Costs, PassManager, Program, ReplayDraws
-from irc.passes.remat.eviction import evict_greedily
+from irc.passes.remat.eviction import _Run, evict_greedily  # pyright: ignore[reportPrivateUsage]
+from irc.passes.remat.online_run import OverBudgetError
 
 SOME = examples(80)
 samples = chains() | graphs()
@@ -91,6 +95,61 @@ def test_the_same_question_has_the_same_answer(sample: Sample, percent: int) -> 
     budget = floor + (top - floor) * percent // 100
     first, second = (evict_greedily(problem_of(sample), budget) for _ in range(2))
     assert (first and first.order) == (second and second.order)
+
+
+class _Checked(_Run):
+    """A run that compares what it remembers with what it counts anew."""
+
+    def _worst(self, worths: Mapping[Storage, float]) -> Storage:
+        worst = super()._worst(worths)
+        assert worst is min(worths, key=lambda s: self._seconds(s) / worths[s]), "the first of the best"
+        for storage, seconds in self.walks.seconds.items():
+            anew = self._seconds(storage)
+            assert seconds == anew if storage in self.walks.exact else seconds <= anew * (1 + 1e-12)
+        return worst
+
+    def _drop_apart(self, worths: Mapping[Storage, float], wanted_bytes: int) -> None:
+        self.trees.update()
+        anew: dict[Node, float] = {}
+        for node in self.problem.forward:
+            missing = (s for s in self.problem.forward_reads[node] if s not in self.resident)
+            seconds = self.problem.costs.seconds[node] + sum(anew[self.problem.producer[s]] for s in missing)
+            anew[node] = min(seconds, self.problem.step_seconds)
+        assert self.trees.seconds == anew
+        super()._drop_apart(worths, wanted_bytes)
+
+    def _seconds(self, storage: Storage) -> float:
+        pending, found = [self.problem.producer[storage]], set[Node]()
+        seconds = 0.0
+        while pending:
+            node = pending.pop()
+            if node not in found:
+                found.add(node)
+                seconds += self.problem.costs.seconds[node]
+                missing = (s for s in self.problem.forward_reads[node] if s not in self.resident)
+                pending.extend(self.problem.producer[s] for s in missing)
+        return seconds if found <= self.problem.recomputable else math.inf
+
+
+@pytest.mark.parametrize("many", [2, 300])
+@given(
+    chains(max_forward=20, max_kept=20) | graphs(max_forward=20),
+    st.sampled_from((0.0, 1 / 7)),
+    weights,
+    st.integers(0, 100),
+)
+@SOME
+def test_seconds_that_are_remembered_are_those_that_are_counted_anew(
+    many: int, sample: Sample, factor: float, weight: float, percent: int
+) -> None:
+    seconds = {node: seconds * factor for node, seconds in sample.seconds.items()}
+    problem = problem_of(replace(sample, seconds=seconds))
+    floor, top = problem.floor_bytes, problem.keep_all.peak_bytes
+    budget = floor + (top - floor) * percent // 100
+    run = _Checked(problem, budget, math.inf, budget, weight)
+    with pytest.MonkeyPatch.context() as patch, suppress(OverBudgetError):
+        patch.setattr("irc.passes.remat.eviction._MANY", many)
+        run.step()
 
 
 def _least_extra_bytes(rate: float) -> int:

@@ -58,7 +58,7 @@ def test_what_a_solver_prints_is_discarded_and_what_threads_print_is_not(
 
     monkeypatch.setattr(milp.mathopt, "solve", talkative)
     model = Model()
-    model.minimize(model.add_variable(lb=3.0))
+    model.minimize([(1.0, model.add_variable(lower=3.0))])
     threads = [threading.Thread(target=solve, args=(model,), kwargs={"seconds": 1, "gap": 0}) for _ in "ab"]
     for thread in threads:
         thread.start()

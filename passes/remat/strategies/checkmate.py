@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 
 from ....ir import Node, Storage
-from ...milp import LinearSum, LinearTypes, Model, Variable, solve
+from ...milp import Model, Term, Variable, solve
 from ..exact import Exact
 from ..problem import CheckpointProblem, Solution
 from .time_steps import TimeSteps, check_size
@@ -97,7 +97,7 @@ class _Programme:
     stays: dict[tuple[int, Storage], Variable] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.model = Model(name="checkmate")
+        self.model = Model()
         self.steps = TimeSteps(self.problem)
         self.runs, self.stays = {}, {}
         sizes = [s.nbytes for s in self.problem.producer]
@@ -113,9 +113,9 @@ class _Programme:
             self.stays.update(
                 ((t, s), model.add_binary_variable()) for s in problem.producer if self.steps.may_stay(s, t)
             )
-        self.kept = LinearSum(
-            self._units(s.nbytes) * stays for (t, s), stays in self.stays.items() if t == self.steps.loss + 1
-        )
+        self.kept = [
+            (self._units(s.nbytes), stays) for (t, s), stays in self.stays.items() if t == self.steps.loss + 1
+        ]
         for t in range(problem.time_steps):
             if time.thread_time() > deadline:
                 return False
@@ -123,11 +123,10 @@ class _Programme:
             self._add_staying(t)
             self._add_memory(t)
         unit_seconds = max(problem.step_seconds, 1e-12) / 1000
-        seconds = (
-            max(problem.costs.seconds[node] / unit_seconds, 1e-7) * runs
+        model.minimize(
+            (max(problem.costs.seconds[node] / unit_seconds, 1e-7), runs)
             for (_, node), runs in self.runs.items()
         )
-        model.minimize(LinearSum(seconds))
         return True
 
     def _units(self, nbytes: int) -> float:
@@ -150,8 +149,8 @@ class _Programme:
         problem = self.problem
         for node in self._nodes(t):
             for storage in problem.forward_reads[node]:
-                there = LinearSum((self._stays(t, storage), self._runs(t, problem.producer[storage])))
-                self.model.add_linear_constraint(self._runs(t, node) - there <= 0.0)
+                here, made = self._stays(t, storage), self._runs(t, problem.producer[storage])
+                self._add_at_most((1.0, self._runs(t, node)), (-1.0, here), (-1.0, made))
 
     def _add_staying(self, t: int) -> None:
         """Adds that what stays was there, or ran; and that nothing that is there is made again."""
@@ -159,53 +158,60 @@ class _Programme:
             here, runs = self._stays(t, storage), self._runs(t, node)
             following = self._stays(t + 1, storage)
             if isinstance(following, Variable) and node is not self.problem.base_of(t):
-                self.model.add_linear_constraint(following - LinearSum((here, runs)) <= 0.0)
+                self._add_at_most((1.0, following), (-1.0, here), (-1.0, runs))
             if isinstance(here, Variable) and isinstance(runs, Variable):
-                self.model.add_linear_constraint(here + runs <= 1.0)
+                self.model.add_row([(1.0, here), (1.0, runs)], upper=1.0)
+
+    def _add_at_most(self, *terms: tuple[float, Variable | float]) -> None:
+        """Adds that these terms, some of which may be of numbers, have a sum of at most 0."""
+        known = sum(coefficient * each for coefficient, each in terms if isinstance(each, float))
+        self.model.add_row(((c, each) for c, each in terms if isinstance(each, Variable)), upper=0.0 - known)
 
     def _add_memory(self, t: int) -> None:
         """Adds the bytes of each run at a time step, or of the loss."""
-        alive: LinearTypes = LinearSum(
-            self._units(s.nbytes) * self._stays(t, s) for s in self.problem.producer if (t, s) in self.stays
-        )
+        stays = ((s, self.stays.get((t, s))) for s in self.problem.producer)
+        alive = [(self._units(s.nbytes), there) for s, there in stays if there is not None]
         nodes = self._nodes(t)
         for position, node in enumerate(nodes):
             runs = self._runs(t, node)
             made = self._units(sum(s.nbytes for s in self.steps.makes[node]))
-            used = self.model.add_variable(lb=0.0)
-            self.model.add_linear_constraint(used - alive - made * runs >= 0.0)
+            used = self.model.add_variable(lower=0.0)
+            grown = [(1.0, used), *((-units, variable) for units, variable in alive)]
             if isinstance(runs, Variable):
+                self.model.add_row([*grown, (-made, runs)], lower=0.0)
                 running = self._units(self.steps.running_bytes(node))
                 before = t if t != self.steps.loss else t - 1  # other forwards in flight still wait
-                self._add_budget(before, used + running * runs, self.problem.held_between(t))
-                alive = used - self._freed(t, node, nodes[position + 1 :])
+                self._add_budget(before, [(1.0, used), (running, runs)], self.problem.held_between(t))
+                freed = self._freed(t, node, nodes[position + 1 :])
+                alive = [(1.0, used), *((-units, variable) for units, variable in freed)]
             else:
-                self._add_budget(t, used, self.problem.held_in(t))
+                self.model.add_row(grown, lower=made)
+                self._add_budget(t, [(1.0, used)], self.problem.held_in(t))
         if t == self.steps.loss:
             self._add_budget(t, self.kept, self.problem.held_in(t))
 
-    def _freed(self, t: int, node: Node, later: tuple[Node, ...]) -> LinearSum:
+    def _freed(self, t: int, node: Node, later: tuple[Node, ...]) -> list[Term]:
         """The units that are freed after an operation has run again."""
         problem = self.problem
-        found: list[LinearTypes] = []
+        found: list[Term] = []
         for storage in (*problem.forward_reads[node], *self.steps.makes[node]):
             readers = [n for n in later if storage in problem.forward_reads[n]]
             if not storage.nbytes or problem.base_of(t) in readers:
                 continue
-            freed = self.model.add_variable(lb=0.0, ub=1.0)
-            found.append(self._units(storage.nbytes) * freed)
-            self.model.add_linear_constraint(freed - self._runs(t, node) <= 0.0)
+            freed = self.model.add_variable(lower=0.0, upper=1.0)
+            found.append((self._units(storage.nbytes), freed))
+            self._add_at_most((1.0, freed), (-1.0, self._runs(t, node)))
             for hazard in (self._stays(t + 1, storage), *(self._runs(t, reader) for reader in readers)):
                 if isinstance(hazard, Variable):
-                    self.model.add_linear_constraint(freed + hazard <= 1.0)
-        return LinearSum(found)
+                    self.model.add_row([(1.0, freed), (1.0, hazard)], upper=1.0)
+        return found
 
-    def _add_budget(self, t: int, used: LinearTypes, held_bytes: int) -> None:
+    def _add_budget(self, t: int, used: list[Term], held_bytes: int) -> None:
         for case in self.problem.others_at(t):
             room_bytes = self.budget_bytes - held_bytes - case.bytes_at(0)
-            total = LinearSum((used, case.waiting * self.kept)) if case.waiting else LinearSum((used,))
+            waiting = [(case.waiting * units, stays) for units, stays in self.kept] if case.waiting else []
             whole_bytes = room_bytes // self.divisor * self.divisor
-            self.model.add_linear_constraint(total <= self._units(whole_bytes))
+            self.model.add_row([*used, *waiting], upper=self._units(whole_bytes))
 
     # ------------------------------------------------------------------ from a choice to a schedule
 
@@ -219,6 +225,5 @@ class _Programme:
 
     def exclude(self, chosen: set[Variable]) -> None:
         """Excludes a choice of what runs again, and no other one."""
-        runs = self.runs.values()
-        differs = LinearSum(1.0 - variable if variable in chosen else variable for variable in runs)
-        self.model.add_linear_constraint(differs >= 1.0)
+        differs = [(-1.0 if runs in chosen else 1.0, runs) for runs in self.runs.values()]
+        self.model.add_row(differs, lower=1.0 - len(chosen))

@@ -97,7 +97,7 @@ def _growing(options: argparse.Namespace) -> Callable[[int], Step] | None:
     """Makes the step of a size, for what is made anew for each; None for a factory, whose arguments grow.
 
     Raises:
-        UsageError: IRC445 for an ONNX file along another axis than the batch.
+        UsageError: IRC585 for an ONNX file along another axis than the batch.
     """
     if options.config is not None:
         if options.axis == "batch":
@@ -107,7 +107,7 @@ def _growing(options: argparse.Namespace) -> Callable[[int], Step] | None:
         return None
     if options.axis != "batch":
         raise UsageError(
-            "IRC445",
+            "IRC585",
             f"an ONNX file grows along its batch, not its {options.axis}",
             help="give --input NAME=SHAPE to irc optimize for another length",
         )

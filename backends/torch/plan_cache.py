@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from ...ir import BudgetError, IrcError, Plan, UnsupportedError, UsageError, format_bytes
 from ...torch_support.autocast import autocast_state
 from ...torch_support.pytree import flatten_arguments
-from ...torch_support.without_data import lacks_data, refuse_without_data
+from ...torch_support.without_data import lacks_data
 from .cache_entry import CacheEntry, Explain
 from .compiled_plan import Compilation, CompiledPlan, ReservedMemory, VariedCall
 from .constants import constants_of, fits_beside, sharing, storage_bytes
@@ -40,7 +40,12 @@ from .original import Original, unfitted
 from .plan_cache_state import PlanCacheState
 from .planning_locks import is_tracing, parameters_lock, planning
 from .refuse_transforms import refuse_transforms
-from .refuse_wrappers import refuse_cached_parametrizations, refuse_subclass, refuse_subclasses
+from .refuse_wrappers import (
+    refuse_cached_parametrizations,
+    refuse_subclass,
+    refuse_subclasses,
+    refuse_without_data,
+)
 from .varied_call import varied_call
 
 __all__ = ["PlanCache", "PlannedCall"]

@@ -1,4 +1,4 @@
-"""Refuses modules and tensors that do more than the planned forward: wrappers, sharded tensors."""
+"""Refuses modules and tensors that do more than the planned forward (wrappers, shards), or have no data."""
 
 # pyright: reportPrivateUsage=false
 
@@ -14,7 +14,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from ...ir import UnsupportedError
+from ...ir import UnsupportedError, UsageError
+from ...torch_support.without_data import lacks_data
 
 __all__ = [
     "refuse_cached_parametrizations",
@@ -22,6 +23,7 @@ __all__ = [
     "refuse_subclass",
     "refuse_subclasses",
     "refuse_unplannable",
+    "refuse_without_data",
     "refuse_wrapped_parts",
     "wrapper_of",
 ]
@@ -127,6 +129,29 @@ def refuse_subclasses(root: nn.Module, arguments: Iterable[Any]) -> None:
         refuse_subclass(buffer, "buffer", name)
     for index, tensor in enumerate(leaf for leaf in arguments if isinstance(leaf, Tensor)):
         refuse_subclass(tensor, "input", str(index))
+
+
+def refuse_without_data(root: nn.Module, tensors: Iterable[Tensor]) -> None:
+    """Refuses a step of a model that was planned without weights, as long as they are not there.
+
+    Args:
+        root: The module.
+        tensors: The inputs of the step.
+
+    Raises:
+        UsageError: IRC527.
+    """
+    named = (*root.named_parameters(), *root.named_buffers())
+    lacking = [name for name, tensor in named if lacks_data(tensor)]
+    if not lacking and not any(map(lacks_data, tensors)):
+        return
+    what = f"{len(lacking)} of {len(named)} tensors have no data, first {lacking[0]}" if lacking else ""
+    raise UsageError(
+        "IRC527",
+        f"the model was planned without weights: {what or 'an input has no data'}",
+        help="load them: model.to_empty(device=...), then model.load_state_dict(...) or assign=True; or save "
+        "the plan (model.plan.to_json()) and plan the model again where its weights are",
+    )
 
 
 def refuse_wrapped_parts(root: nn.Module, names: Sequence[str], submodules: Sequence[nn.Module]) -> None:

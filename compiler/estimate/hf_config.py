@@ -44,14 +44,14 @@ def parse_train(text: str) -> Lora | None:
     """What is trained: `full`, or adapters as `lora:r=16`.
 
     Raises:
-        UsageError: IRC440 when it is written in another way.
+        UsageError: IRC580 when it is written in another way.
     """
     if text == "full":
         return None
     kind, _, rank = text.partition(":r=")
     if kind == "lora" and rank.isascii() and rank.isdecimal() and 0 < int(rank[:9]) < 1 << 20:
         return Lora(int(rank))
-    raise UsageError("IRC440", f"--train {text!r} is not known", help="give full, or lora:r=16")
+    raise UsageError("IRC580", f"--train {text!r} is not known", help="give full, or lora:r=16")
 
 
 def step_of_config(
@@ -81,9 +81,9 @@ def step_of_config(
         The module and its keyword arguments.
 
     Raises:
-        UsageError: IRC441 if the file cannot be read or describes no model that transformers knows; IRC442
-            for a kind of model without a known batch; IRC443 if transformers is missing; IRC444 if the model
-            cannot be made; IRC446 for rows that are longer than its positions.
+        UsageError: IRC581 if the file cannot be read or describes no model that transformers knows; IRC582
+            for a kind of model without a known batch; IRC583 if transformers is missing; IRC584 if the model
+            cannot be made; IRC586 for rows that are longer than its positions.
     """
     transformers = _transformers()
     data = _read(path)
@@ -92,7 +92,7 @@ def step_of_config(
     named = dtype or str(data.get("dtype") or data.get("torch_dtype") or "float32")
     if named not in DTYPES:
         raise UsageError(
-            "IRC441", f"{path} asks for {printable(named)}", help=f"give --dtype {' or '.join(DTYPES)}"
+            "IRC581", f"{path} asks for {printable(named)}", help=f"give --dtype {' or '.join(DTYPES)}"
         )
     config.use_cache = False
     tokens = sequence or min(_TOKENS, getattr(config, "max_position_embeddings", None) or _TOKENS)
@@ -116,7 +116,7 @@ def step_of_config(
         raise
     except Exception as error:  # of the library, for a file that describes no possible model
         raise UsageError(
-            "IRC444",
+            "IRC584",
             f"{path} describes a {kind.__name__} that cannot be made: {type(error).__name__}: "
             f"{printable(first_line(error), 500)}",
             help="check the file's numbers against each other, --batch and --sequence",
@@ -131,13 +131,13 @@ def _check_positions(model: nn.Module, sequence: int, path: Path) -> None:
     """Refuses rows that are longer than the learned positions of a model.
 
     Raises:
-        UsageError: IRC446.
+        UsageError: IRC586.
     """
     for name, module in model.named_modules():
         is_position = "position" in name or name.endswith("wpe")
         if is_position and isinstance(module, nn.Embedding) and sequence > module.num_embeddings:
             raise UsageError(
-                "IRC446",
+                "IRC586",
                 f"the model of {path} has {module.num_embeddings} positions, and a row has {sequence} tokens",
                 help=f"give --sequence {module.num_embeddings}, or less",
             )
@@ -159,7 +159,7 @@ def _transformers() -> ModuleType:
         import transformers
     except ImportError as error:
         raise UsageError(
-            "IRC443", "--config needs the package transformers", help="pip install transformers"
+            "IRC583", "--config needs the package transformers", help="pip install transformers"
         ) from error
     return transformers
 
@@ -168,12 +168,12 @@ def _read(path: Path) -> dict[str, Any]:
     """The entries of the file."""
     try:
         if not path.is_file() or path.stat().st_size > _MOST_BYTES:
-            raise UsageError("IRC441", f"{path} is not a file of a model's configuration", help=_HELP)
+            raise UsageError("IRC581", f"{path} is not a file of a model's configuration", help=_HELP)
         data = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise UsageError("IRC441", f"{path} cannot be read: {first_line(error)}", help=_HELP) from error
+        raise UsageError("IRC581", f"{path} cannot be read: {first_line(error)}", help=_HELP) from error
     if not isinstance(data, dict) or not isinstance(cast("dict[str, Any]", data).get("model_type"), str):
-        raise UsageError("IRC441", f"{path} names no model_type", help=_HELP)
+        raise UsageError("IRC581", f"{path} names no model_type", help=_HELP)
     return cast("dict[str, Any]", data)
 
 
@@ -185,7 +185,7 @@ def _config(transformers: Any, data: Mapping[str, Any], path: Path) -> Any:
     except Exception as error:
         known = f"transformers {transformers.__version__}"
         raise UsageError(
-            "IRC441",
+            "IRC581",
             f"{path} describes no model that {known} knows: {printable(first_line(error), 300)}",
             help=_HELP,
         ) from error
@@ -211,7 +211,7 @@ def _kind(transformers: Any, data: Mapping[str, Any], path: Path) -> tuple[Any, 
         if ending is not None and isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
             return found, _BATCHES[ending]
     raise UsageError(
-        "IRC442",
+        "IRC582",
         f"{path} names {printable(', '.join(names)) or 'no architecture'}, for which no batch is known",
         help=f"architectures that end in {', '.join(_BATCHES)} are; for others give a factory: "
         "package.module:factory",

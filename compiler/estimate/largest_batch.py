@@ -35,7 +35,7 @@ AXES = {"batch": 0, "sequence": 1}
 _MOST = 1 << 20
 """The largest size that is tried."""
 
-_TOO_LONG = "IRC446"
+_TOO_LONG = "IRC586"
 """The code of the error for rows that are longer than a model has positions."""
 
 _STEPS = 5
@@ -187,7 +187,7 @@ def max_batch(
 
     Raises:
         UnsupportedError: The model uses what irc does not support.
-        UsageError: IRC445 for an axis that the arguments do not have; IRC401 for a budget in per cent; others
+        UsageError: IRC585 for an axis that the arguments do not have; IRC401 for a budget in per cent; others
             for malformed arguments.
     """
     args = (example_args,) if isinstance(example_args, Tensor) else tuple(example_args)
@@ -195,7 +195,7 @@ def max_batch(
     base = _base_size(leaves, axis) if axis in AXES else 0
     if not base:
         raise UsageError(
-            "IRC445",
+            "IRC585",
             f"the example arguments have no axis {axis!r}",
             help="give axis='batch', the first dimension of tensors, or 'sequence', their second one",
         )

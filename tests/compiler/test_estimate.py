@@ -194,14 +194,14 @@ def test_a_configuration_is_estimated_as_its_model(tmp_path: Path, lora: Lora | 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"model_type": "no-such-model"}, "IRC441.*describes no model"),
-        ({"model_type": 3}, "IRC441.*names no model_type"),
-        ({"architectures": ["os"]}, "IRC442"),
-        ({"architectures": ["__class__ForCausalLM"]}, "IRC442"),
-        ({"architectures": ["GPT2Model"]}, "IRC442.*no batch is known"),
-        ({"n_head": 5}, "IRC444.*cannot be made"),
-        ({"n_positions": 8}, "IRC446.*8 positions"),
-        ({"dtype": "int4"}, "IRC441.*int4"),
+        ({"model_type": "no-such-model"}, "IRC581.*describes no model"),
+        ({"model_type": 3}, "IRC581.*names no model_type"),
+        ({"architectures": ["os"]}, "IRC582"),
+        ({"architectures": ["__class__ForCausalLM"]}, "IRC582"),
+        ({"architectures": ["GPT2Model"]}, "IRC582.*no batch is known"),
+        ({"n_head": 5}, "IRC584.*cannot be made"),
+        ({"n_positions": 8}, "IRC586.*8 positions"),
+        ({"dtype": "int4"}, "IRC581.*int4"),
     ],
 )
 def test_a_configuration_that_cannot_be_is_refused(
@@ -224,7 +224,7 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str) -
     path = tmp_path / "config.json"
     path.write_text(text)
     for place in (path, tmp_path, tmp_path / "none"):
-        with pytest.raises(UsageError, match="IRC441"):
+        with pytest.raises(UsageError, match="IRC581"):
             step_of_config(place, batch=1, sequence=16)
 
 
@@ -233,5 +233,5 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str) -
 )
 def test_what_is_trained_is_full_or_adapters(text: str) -> None:
     assert parse_train("full") is None and parse_train("lora:r=16") == Lora(16)
-    with pytest.raises(UsageError, match="IRC440"):
+    with pytest.raises(UsageError, match="IRC580"):
         parse_train(text)

@@ -88,9 +88,9 @@ def test_a_model_without_data_is_planned_but_not_measured() -> None:
 def test_wrong_use_is_refused() -> None:
     with pytest.raises(UsageError, match=r"IRC401.*grows with the batch"):
         irc.max_batch(Stack(), torch.randn(4, 32), "60%", costs="cpu")
-    with pytest.raises(UsageError, match="IRC445"):
+    with pytest.raises(UsageError, match="IRC585"):
         irc.max_batch(Stack(), torch.randn(4, 32), "1MiB", axis="depth", costs="cpu")
-    with pytest.raises(UsageError, match="IRC445"):
+    with pytest.raises(UsageError, match="IRC585"):
         irc.max_batch(Stack(), (torch.tensor(1.0),), "1MiB", axis="sequence", costs="cpu")
 
 

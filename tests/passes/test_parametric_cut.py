@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import time
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import assume, given
@@ -13,18 +15,37 @@ from support.strategies import Sample, graphs
 from irc.ir import parse_graph
 from irc.ir.verify import verify_schedule
 from irc.passes import CheckpointProblem, Costs
-from irc.passes.remat.parametric_cut import ParametricCut, bound_by_cuts, search_cuts
+from irc.passes.remat import search
+from irc.passes.remat.candidates import find_candidates
+from irc.passes.remat.parametric_cut import CutsFound, ParametricCut, bound_by_cuts, search_cuts
 
 samples = chains() | graphs()
 LAYERS = 6
 LAYER_BYTES = 1024
 
 
-def layered(layers: int) -> CheckpointProblem:
-    """Equal layers: each keeps a small result, and may make a large one again for backward."""
-    names = [f"{kind}{i}" for i in range(layers) for kind in ("x", "a")]
-    sizes = {name: 16 if name[0] == "x" else LAYER_BYTES for name in names} | {"in": 16, "t": 16}
-    sizes |= {f"g{i}": 16 for i in range(layers)}
+@dataclass(frozen=True)
+class Block:
+    """A layer of a chain: operations, each read by the next one and perhaps by backward.
+
+    Args:
+        nbytes: The bytes of each operation's result.
+        seconds: The time of each operation.
+        is_read: Whether backward reads each result.
+    """
+
+    nbytes: tuple[int, ...]
+    seconds: tuple[float, ...]
+    is_read: tuple[bool, ...]
+
+
+def repeated(block: Block, layers: int) -> CheckpointProblem:
+    """A chain of equal layers; the last result of each is what the next one reads."""
+    count = len(block.nbytes)
+    names = [f"a{layer}_{i}" for layer in range(layers) for i in range(count)]
+    sizes = {name: block.nbytes[k % count] for k, name in enumerate(names)}
+    grads = {f"g{layer}": 16 for layer in range(layers)}
+    sizes |= {"in": 16, "t": 16, **grads}
     lines = [f"  storage @{name} {nbytes} cpu" for name, nbytes in sizes.items()]
 
     def value(name: str) -> str:
@@ -35,17 +56,64 @@ def layered(layers: int) -> CheckpointProblem:
         f'  input {value("t")} tangent "0"',
         "forward:",
     ]
-    for i in range(layers):
-        read = "in" if not i else f"x{i - 1}"
-        lines += [f"  a{i} = op(%{read}) -> {value(f'a{i}')}", f"  x{i} = op(%a{i}) -> {value(f'x{i}')}"]
+    for k, name in enumerate(names):
+        lines.append(f"  {name} = op(%{names[k - 1] if k else 'in'}) -> {value(name)}")
     lines.append("backward:")
-    for i in reversed(range(layers)):
-        read = "t" if i == layers - 1 else f"g{i + 1}"
-        lines.append(f"  g{i} = op(%{read}, %a{i}) -> {value(f'g{i}')}")
-    lines += [f'  output %x{layers - 1} "0"', '  gradient %g0 "input:0"']
+    for layer in reversed(range(layers)):
+        made = names[layer * count : (layer + 1) * count]
+        reads = [f"%{name}" for name, is_read in zip(made, block.is_read, strict=True) if is_read]
+        above = "t" if layer == layers - 1 else f"g{layer + 1}"
+        lines.append(f"  g{layer} = op({', '.join([f'%{above}', *reads])}) -> {value(f'g{layer}')}")
+    lines += [f'  output %{names[-1]} "0"', '  gradient %g0 "input:0"']
     graph = parse_graph("\n".join(["graph loss_bytes=0 {", *lines, "}", ""]))
-    seconds = {node: 2.0 if node.name[0] == "a" else 1.0 for node in graph.nodes}
+    times = {name: block.seconds[k % count] for k, name in enumerate(names)}
+    seconds = {node: times.get(node.name, 1.0) for node in graph.nodes}
     return CheckpointProblem(graph, Costs(seconds, dict.fromkeys(graph.nodes, 0), "analytic:test"))
+
+
+def layered(layers: int) -> CheckpointProblem:
+    """Equal layers: each keeps a small result, and may make a large one again for backward."""
+    return repeated(Block((LAYER_BYTES, 16), (2.0, 1.0), (True, False)), layers)
+
+
+@st.composite
+def blocks(draw: st.DrawFn) -> Block:
+    count = draw(st.integers(1, 3))
+    nbytes = [16 * draw(st.integers(1, 64)) for _ in range(count)]
+    seconds = [float(draw(st.integers(0, 8))) for _ in range(count)]
+    is_read = [draw(st.booleans()) for _ in range(count - 1)]
+    return Block(tuple(nbytes), tuple(seconds), (*is_read, True))
+
+
+def within(problem: CheckpointProblem, tenths: int) -> int:
+    top, floor = problem.keep_all.peak_bytes, problem.floor_bytes
+    return floor + (top - floor) * tenths // 10
+
+
+@given(blocks(), st.integers(2, 3), st.integers(0, 9))
+@examples(40)
+def test_the_bound_of_equal_layers_is_below_every_schedule(block: Block, layers: int, tenths: int) -> None:
+    problem = repeated(block, layers)
+    assume(len(problem.wanted) <= 6)
+    budget = within(problem, tenths)
+    best_seconds = cheapest_of_all(problem, budget)
+    assert problem.step_seconds + bound_by_cuts(problem, budget) <= best_seconds * (1 + 1e-6)
+
+
+@given(blocks(), st.integers(2, 8), st.integers(1, 9))
+@examples(15)
+def test_plans_of_equal_layers_are_no_slower_for_being_found_by_cuts(
+    block: Block, layers: int, tenths: int
+) -> None:
+    problem = repeated(block, layers)
+    budget, candidates = within(problem, tenths), find_candidates(problem)
+    deadline = time.thread_time() + 60.0
+    with_cuts = search.search(problem, budget, candidates, deadline=deadline, gap=0.005)
+    without = search.search(problem, budget, candidates, deadline=deadline, gap=0.005, cuts=CutsFound())
+    assert (with_cuts is None) == (without is None)
+    if with_cuts is not None and without is not None:
+        assert with_cuts.best.seconds <= without.best.seconds + 0.002 * problem.step_seconds
+        assert with_cuts.bound_seconds <= without.best.seconds - problem.step_seconds + 1e-6
 
 
 @given(samples, st.data())
@@ -105,7 +173,7 @@ def test_of_equal_layers_as_many_are_kept_as_fit(kept: int) -> None:
     assert choice is not None
     assert choice.seconds == 2.0 * (LAYERS - kept)
     names = {storage.name for storage in choice.kept if storage.nbytes == LAYER_BYTES}
-    assert names == {f"a{i}" for i in range(LAYERS - kept, LAYERS)}, "the first layers live longest"
+    assert names == {f"a{i}_0" for i in range(LAYERS - kept, LAYERS)}, "the first layers live longest"
     exact = cut.bound_seconds(small_bytes + kept * LAYER_BYTES)
     assert exact == pytest.approx(choice.seconds, abs=2.0 * (LAYERS - kept) * 0.2)
 

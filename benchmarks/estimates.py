@@ -28,10 +28,12 @@ from torch import Tensor, nn
 
 from irc.compiler.estimate.estimate import estimate
 from irc.compiler.estimate.hf_config import Lora, step_of_config
+from irc.compiler.estimate.largest_batch import Step, search_largest
 from irc.compiler.model_source import training_loss
 from irc.compiler.optimize import optimize
+from irc.compiler.request import Request
 from irc.compiler.training import measured_peak_bytes
-from irc.ir import format_bytes
+from irc.ir import UsageError, format_bytes
 from irc.passes.costs.optimizer_costs import optimizer_of
 from irc.passes.costs.this_machine import measure_machine, store
 
@@ -46,6 +48,7 @@ _PARTS = 3
 """The plan is made for the smallest budget and this part of what keeping all takes beyond it."""
 
 _STEPS = 5
+_SEARCH_SECONDS = 5.0
 _FORM = "irc-bench-estimates-1"
 
 
@@ -117,12 +120,12 @@ class Result:
 
     Args:
         model: The model's name.
-        way: `written` or `planned`.
+        way: `written`, `planned`, or the largest batch within twice what one row takes.
         predicted_bytes: The peak, by operations measured on this machine.
         described_bytes: The peak by the roofline, whose workspaces are upper bounds; 0 for a plan, which is
             another one by the roofline.
         measured_bytes: The peak of a run.
-        roofline_seconds: The time of the step by the roofline of this machine.
+        roofline_seconds: The time of the step by the roofline of this machine; 0 for the largest batch.
         measured_seconds: The median time of a run's steps.
     """
 
@@ -158,7 +161,7 @@ class Result:
             f"{self.over:+.3%}",
             f"{self.described_bytes / self.measured_bytes - 1:+.1%}" if self.described_bytes else "",
             f"{1e3 * self.measured_seconds:.0f} ms",
-            f"{self.slowness:.2f}",
+            f"{self.slowness:.2f}" if self.roofline_seconds else "",
             "failed" if self.has_failed else "holds",
         )
 
@@ -237,7 +240,45 @@ def _results(name: str, machine: str) -> list[Result]:
             _median_seconds(fitted, example, None),
         )
     )
-    return rows
+    return [*rows, _largest(name)]
+
+
+def _largest(name: str) -> Result:
+    """Finds the largest batch of a model within a budget, and runs it; one more is refused.
+
+    Raises:
+        UsageError: IRC452 if the next size was not refused.
+    """
+    model = CONFIGS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(model.config))
+
+        def step(size: int) -> Step:
+            torch.manual_seed(0)
+            module, example = step_of_config(
+                path, batch=size, sequence=model.sequence, lora=model.lora, has_data=True
+            )
+            return module, (), example
+
+        module, _, example = step(1)
+        written = estimate(module, (), example_kwargs=example, machine="cpu", budget="100%").written
+        request = Request.of(2 * written.peak_bytes, loss=training_loss, time_limit=_SEARCH_SECONDS)
+        found = search_largest(step, request, axis="batch", measure=True)
+    assert found.plan is not None and found.measured_peak_bytes is not None
+    assert found.measured_per_second is not None
+    after = next((trial for trial in found.trials if trial.size == found.size + 1), None)
+    if after is None or after.overhead is not None:
+        raise UsageError("IRC452", f"{name}: a batch of {found.size + 1} was not refused")
+    return Result(
+        name,
+        f"largest batch, {found.size}",
+        found.plan.peak_bytes,
+        0,
+        found.measured_peak_bytes,
+        0.0,
+        found.size * (1 if found.unit == "samples" else model.sequence) / found.measured_per_second,
+    )
 
 
 def _drawn(tensor: Tensor, model: _Model) -> Tensor:
@@ -285,7 +326,8 @@ def _page(found: Mapping[str, Sequence[Result]]) -> str:
         "planned one is irc's, with AdamW within backward: its budget is the smallest and a third of what "
         "keeping all takes beyond it. Predicted peaks are compared with measured ones: by operations that "
         "were measured one by one here, and by the roofline of `irc machine`, whose workspaces are "
-        "upper bounds.",
+        "upper bounds. The largest batch is that of `irc max-batch` within twice the peak of one row as "
+        "it is written; it was run, and one row more was refused.",
         "",
         to_markdown(_HEADER, [row.cells() for row in rows]),
         "",

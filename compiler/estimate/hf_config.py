@@ -21,6 +21,9 @@ __all__ = ["DTYPES", "Lora", "parse_train", "step_of_config"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _HELP = "give the config.json of a model, or the factory of your own: package.module:factory"
+_LEFT_OUT = frozenset({"auto_map", "quantization_config", "attn_implementation", "experts_implementation"})
+"""The entries that name code or kernels, or say how weights are packed."""
+
 _TOKENS = 2048
 _MOST_BYTES = 1 << 20
 """The largest file that is read as a configuration."""
@@ -89,7 +92,7 @@ def step_of_config(
     data = _read(path)
     config = _config(transformers, data, path)
     kind, make_batch = _kind(transformers, data, path)
-    named = dtype or str(data.get("dtype") or data.get("torch_dtype") or "float32")
+    named = dtype or str(data.get("dtype") or data.get("torch_dtype") or "float32").removeprefix("torch.")
     if named not in DTYPES:
         raise UsageError(
             "IRC581", f"{path} asks for {printable(named)}", help=f"give --dtype {' or '.join(DTYPES)}"
@@ -179,7 +182,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _config(transformers: Any, data: Mapping[str, Any], path: Path) -> Any:
     """The configuration as transformers knows it; whatever code the file refers to is not loaded."""
-    given = {key: value for key, value in data.items() if key not in ("auto_map", "quantization_config")}
+    given = {key: value for key, value in data.items() if key not in _LEFT_OUT and not key.startswith("_")}
     try:
         return transformers.AutoConfig.for_model(**given)
     except Exception as error:

@@ -89,7 +89,8 @@ class PlanCache:
         """The entry that was planned last."""
         self._deciding_numbers: list[tuple[Any, frozenset[int]]] = []
         """The numbers among the arguments that may decide something, by the arguments' nesting."""
-        self._lacks_data = any(map(lacks_data, (*root.parameters(), *root.buffers())))
+        parameters = tuple(root.parameters())
+        self._lacks_data = bool(parameters) and all(map(lacks_data, parameters))
         """Whether it was planned without weights: no step runs before they are there."""
         self._changing, self._plans_in_a_row, self._has_warned = "", 0, False
         """The argument or attribute that asked for it, for how many plans in a row, and if that was said."""

@@ -30,7 +30,7 @@ from ..pipeline.micro_batches import batch_of
 from ..request import Request
 from .memory_use import MemoryUse, memory_use, use_after_backward
 
-__all__ = ["Estimate", "estimate", "items_of"]
+__all__ = ["Estimate", "estimate", "items_of", "without_large_steps"]
 
 DRIVER_PART = 0.05
 """The part of a described device that is left to its driver, its context and the allocator's gaps."""
@@ -211,7 +211,7 @@ def estimate(
     request = Request.of(asked, costs=machine, optimizer=optimizer, loss=loss, time_limit=time_limit)
     with frozen_heap():
         captured = capture_call(model, args, kwargs, request)
-        request = _without_large_steps(request, captured)
+        request = without_large_steps(request, captured)
         return _estimate(captured, request, described, items_of(args, kwargs))
 
 
@@ -276,7 +276,7 @@ def _as_written(captured: Captured, costed: Program, prepared: Graph) -> MemoryU
     )
 
 
-def _without_large_steps(request: Request, captured: Captured) -> Request:
+def without_large_steps(request: Request, captured: Captured) -> Request:
     """The request, with the costs of an optimizer's steps known for large parameters: none is made up."""
     if request.release is None or request.optimizer is None:
         return request
@@ -296,9 +296,10 @@ def items_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, str
     """
     leaves = flatten((args, dict(kwargs)))[0]
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    first = next((tensor for tensor in tensors if tensor.dim()), None)
-    if first is not None and first.dim() == 2 and first.dtype in (torch.int64, torch.int32):
-        return first.numel(), "tokens"
+    whole = (t for t in tensors if t.dim() == 2 and t.dtype in (torch.int64, torch.int32))
+    tokens = next(whole, None)
+    if tokens is not None:
+        return tokens.numel(), "tokens"
     return batch_of((*args, *kwargs.values())), "samples"
 
 

@@ -25,7 +25,7 @@ from ..model_source import training_loss
 from ..optimize import optimize_module
 from ..request import MEASURED, Request
 from ..training import measured_peak_bytes
-from .estimate import items_of
+from .estimate import items_of, without_large_steps
 
 __all__ = ["AXES", "LargestBatch", "Step", "Trial", "max_batch", "next_size", "search_largest"]
 
@@ -279,7 +279,8 @@ def _planned(step: Callable[[int], Step], size: int, request: Request) -> tuple[
         return Trial(size, 0, None, 0.0), None
     try:
         with frozen_heap():
-            plan = plan_captured(capture_call(module, args, kwargs, request), request).plan
+            captured = capture_call(module, args, kwargs, request)
+            plan = plan_captured(captured, without_large_steps(request, captured)).plan
     except BudgetError as error:
         return Trial(size, error.minimum_bytes, None, 0.0), None
     except TimeLimitError:

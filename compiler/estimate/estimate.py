@@ -19,6 +19,7 @@ from ...ir import (
     TimeLimitError,
     format_bytes,
     parse_budget,
+    printable,
 )
 from ...passes import CheckpointProblem, Machine, PassManager, Planner, Program, machine_named
 from ...passes.costs.optimizer_costs import OptimizerFactory, extrapolated_step_costs
@@ -207,7 +208,8 @@ def estimate(
     args = (example_args,) if isinstance(example_args, Tensor) else tuple(example_args)
     kwargs = dict(example_kwargs or {})
     capacity_bytes = 0 if described is None else described.capacity_bytes
-    asked = budget if budget is not None else int(capacity_bytes * (1 - DRIVER_PART)) or "100%"
+    whole = max(int(capacity_bytes * (1 - DRIVER_PART)), 1) if capacity_bytes else "100%"
+    asked = whole if budget is None else budget
     request = Request.of(asked, costs=machine, optimizer=optimizer, loss=loss, time_limit=time_limit)
     with frozen_heap():
         captured = capture_call(model, args, kwargs, request)
@@ -238,7 +240,7 @@ def _estimate(
     return Estimate(
         parameters=sum(entry.value.type.numel for entry in parameters),
         trained=sum(entry.value.type.numel for entry in parameters if entry.requires_grad),
-        machine="measured" if described is None else described.name,
+        machine="measured" if described is None else printable(described.name, 64),
         capacity_bytes=0 if described is None else described.capacity_bytes,
         budget_bytes=budget_bytes,
         written=_as_written(captured, costed, prepared.graph),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import Any, cast
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +22,32 @@ __all__ = ["DTYPES", "Lora", "parse_train", "step_of_config"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _HELP = "give the config.json of a model, or the factory of your own: package.module:factory"
-_LEFT_OUT = frozenset({"auto_map", "quantization_config", "attn_implementation", "experts_implementation"})
-"""The entries that name code or kernels, or say how weights are packed."""
+_LEFT_OUT = frozenset(
+    {
+        *(
+            "attribute_map",
+            "auto_map",
+            "name_or_path",
+            "trust_remote_code",
+            "model_args",
+            "task_specific_params",
+        ),
+        *("attn_implementation", "experts_implementation", "quantization_config", "generation_config"),
+        *("backbone", "backbone_config", "backbone_kwargs", "timm_kwargs"),
+        *("use_timm_backbone", "use_pretrained_backbone"),
+    }
+)
+"""The entries that name code, kernels or other models, or say how weights are packed."""
+
+_TABLES = frozenset({"rope_scaling", "rope_parameters", "id2label", "label2id"})
+"""The entries that are tables of numbers and names. Any other table may be a model in the model: these may
+name code in many ways, and are refused."""
+
+_MOST_PARTS = 1 << 16
+"""The most layers and labels."""
+
+_LOCK = threading.RLock()
+"""Held as long as settings of torch and of its libraries are others than the user's."""
 
 _TOKENS = 2048
 _MOST_BYTES = 1 << 20
@@ -90,7 +115,8 @@ def step_of_config(
     """
     transformers = _transformers()
     data = _read(path)
-    config = _config(transformers, data, path)
+    with _settings(transformers):
+        config = _config(transformers, data, path)
     kind, make_batch = _kind(transformers, data, path)
     named = dtype or str(data.get("dtype") or data.get("torch_dtype") or "float32").removeprefix("torch.")
     if named not in DTYPES:
@@ -99,22 +125,19 @@ def step_of_config(
         )
     config.use_cache = False
     tokens = sequence or min(_TOKENS, getattr(config, "max_position_embeddings", None) or _TOKENS)
-    before = torch.get_default_dtype()
-    verbosity = transformers.logging.get_verbosity()
-    torch.set_default_dtype(DTYPES[named])
-    transformers.logging.set_verbosity_error()
     try:
-        with contextlib.nullcontext() if has_data else torch.device("meta"):
-            model = kind._from_config(config, attn_implementation=_attention(kind), dtype=DTYPES[named])
-        _check_positions(model, tokens, path)
-        # without data on the CPU, whose kernels of attention keep no scores, as those of GPUs
-        with contextlib.nullcontext() if has_data else FakeTensorMode(allow_non_fake_inputs=True):
-            if not has_data:
-                model.to_empty(device="cpu")
-                model.tie_weights()
-            if lora is not None:
-                _add_adapters(model, lora, transformers)
-            example = make_batch(config, batch, tokens)
+        with _settings(transformers, DTYPES[named]):
+            with contextlib.nullcontext() if has_data else torch.device("meta"):
+                model = kind._from_config(config, attn_implementation=_attention(kind), dtype=DTYPES[named])
+            _check_positions(model, tokens, path)
+            # without data on the CPU, whose kernels of attention keep no scores, as those of GPUs
+            with contextlib.nullcontext() if has_data else FakeTensorMode(allow_non_fake_inputs=True):
+                if not has_data:
+                    model.to_empty(device="cpu")
+                    model.tie_weights()
+                if lora is not None:
+                    _add_adapters(model, lora, transformers)
+                example = make_batch(config, batch, tokens)
     except UsageError:
         raise
     except Exception as error:  # of the library, for a file that describes no possible model
@@ -124,9 +147,6 @@ def step_of_config(
             f"{printable(first_line(error), 500)}",
             help="check the file's numbers against each other, --batch and --sequence",
         ) from error
-    finally:
-        torch.set_default_dtype(before)
-        transformers.logging.set_verbosity(verbosity)
     return _LossOf(model.train()), example
 
 
@@ -181,17 +201,95 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _config(transformers: Any, data: Mapping[str, Any], path: Path) -> Any:
-    """The configuration as transformers knows it; whatever code the file refers to is not loaded."""
+    """The configuration as transformers knows it; nothing that the file refers to is loaded."""
     given = {key: value for key, value in data.items() if key not in _LEFT_OUT and not key.startswith("_")}
+    _check_entries(transformers, given, path)
     try:
         return transformers.AutoConfig.for_model(**given)
     except Exception as error:
         known = f"transformers {transformers.__version__}"
+        reason = " ".join(str(error).split())
         raise UsageError(
             "IRC581",
-            f"{path} describes no model that {known} knows: {printable(first_line(error), 300)}",
+            f"{path} describes no model that {known} knows: {printable(reason, 300)}",
             help=_HELP,
         ) from error
+
+
+def _check_entries(transformers: Any, given: Mapping[str, Any], path: Path) -> None:
+    """Refuses a model of several models, and entries that stand for more than numbers and names.
+
+    Raises:
+        UsageError: IRC582 for models within the model; IRC581 for other entries.
+    """
+    kind = given["model_type"]
+    nested = [key for key, value in given.items() if key not in _TABLES and _has_table(value)]
+    if nested or kind.startswith("timm"):
+        raise UsageError(
+            "IRC582",
+            f"{path} describes a model of several models or of another library: "
+            f"{printable(', '.join(nested) or kind, 200)}",
+            help="give a factory, package.module:factory, or the configuration of its text model alone",
+        )
+    methods = [
+        key
+        for key in given
+        if key != "num_labels"
+        and isinstance(
+            getattr(transformers.PreTrainedConfig, key, None), (property, FunctionType, MethodType)
+        )
+    ]
+    counts = {key: value for key, value in given.items() if key.startswith(("num_", "n_"))}
+    many = [key for key, value in counts.items() if "layer" in key or key == "num_labels" if _is_over(value)]
+    if methods or many:
+        raise UsageError(
+            "IRC581",
+            f"{path} has an entry that cannot be: {printable(', '.join((*methods, *many)), 200)}",
+            help=_HELP,
+        )
+
+
+def _is_over(value: object) -> bool:
+    return isinstance(value, int | float) and value > _MOST_PARTS
+
+
+def _has_table(value: object) -> bool:
+    if isinstance(value, list):
+        return any(_has_table(item) for item in cast("list[object]", value))
+    return isinstance(value, dict)
+
+
+@contextlib.contextmanager
+def _settings(transformers: Any, dtype: torch.dtype | None = None) -> Generator[None]:
+    """Lets transformers run no code of a model's and ask no hub, say nothing, and make weights of a type."""
+    from huggingface_hub import constants
+    from transformers import dynamic_module_utils
+    from transformers.models.auto import auto_factory, configuration_auto
+
+    def refuse(*args: object, **options: object) -> NoReturn:
+        raise ValueError("it refers to code, which is not run")
+
+    name = "get_class_from_dynamic_module"
+    modules: list[Any] = [
+        module for module in (dynamic_module_utils, auto_factory, configuration_auto) if hasattr(module, name)
+    ]
+    with _LOCK:
+        before = torch.get_default_dtype(), transformers.logging.get_verbosity(), constants.HF_HUB_OFFLINE
+        loaders = [getattr(module, name) for module in modules]
+        try:
+            transformers.logging.set_verbosity_error()
+            constants.HF_HUB_OFFLINE = True
+            for module in modules:
+                setattr(module, name, refuse)
+            if dtype is not None:
+                torch.set_default_dtype(dtype)
+            yield
+        finally:
+            torch.set_default_dtype(before[0])
+            transformers.logging.set_verbosity(before[1])
+            constants.HF_HUB_OFFLINE = before[2]
+            for module, loader in zip(modules, loaders, strict=True):
+                setattr(module, name, loader)
 
 
 # ---------------------------------------------------------------------- kinds of models
@@ -206,7 +304,8 @@ def _kind(transformers: Any, data: Mapping[str, Any], path: Path) -> tuple[Any, 
         else []
     )
     if not names:
-        mapping = transformers.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as mapping
+
         names = [name for key, name in mapping.items() if key == data["model_type"]]
     for name in names:
         found = getattr(transformers, name, None) if name.isidentifier() else None

@@ -84,6 +84,12 @@ class Machine:
         half_flops = rows.pop(_HALF_FLOPS, 0.0)
         _check({_HALF_FLOPS: half_flops}, {_HALF_FLOPS: _Entry(float)}, source)
         _check(rows, _MACHINE, source)
+        if not rows["name"].isprintable() or len(rows["name"]) > _LONGEST_NAME:
+            raise UsageError(
+                "IRC417",
+                f"name of {source} is {rows['name']!r:.60}",
+                help=f"give a text of up to {_LONGEST_NAME} characters that can be printed",
+            )
         tiers: list[Tier] = []
         for index, row in enumerate(cast("list[object]", rows["tiers"])):
             place = f"tier {index + 1} of {source}"
@@ -150,6 +156,7 @@ class _Entry:
         return float(entry) if self.kind is float else entry
 
 
+_LONGEST_NAME = 64
 _HALF_FLOPS = "half_flops_per_second"
 """The entry that may be missing."""
 

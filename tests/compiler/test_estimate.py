@@ -219,6 +219,56 @@ def test_code_that_a_configuration_names_is_not_run(tmp_path: Path) -> None:
     assert not mark.exists()
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"text_config": {"model_type": "trocr", "auto_map": {"AutoModel": "modeling.Model"}}},
+        {"extra": [{"model_type": "swin", "auto_map": {"AutoBackbone": "modeling.Model"}}]},
+        {
+            "timm_kwargs": {"trust_remote_code": True},
+            "sub": {"attribute_map": {"timm_kwargs": "attribute_map"}},
+        },
+        {"model_type": "timm_wrapper"},
+    ],
+)
+def test_models_within_a_model_are_refused(tmp_path: Path, more: dict[str, Any]) -> None:
+    """Their configurations can name code in ways that transformers follows without a word."""
+    with pytest.raises(UsageError, match=r"IRC582.*several models"):
+        step_of_config(config(tmp_path, **more), batch=1, sequence=16)
+
+
+def test_no_code_is_loaded_and_no_hub_is_asked_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+    from transformers import GPT2LMHeadModel, dynamic_module_utils
+
+    seen: list[bool] = []
+
+    def made_with_code(*args: Any, **options: Any) -> Any:
+        seen.append(bool(constants.HF_HUB_OFFLINE))
+        dynamic_module_utils.get_class_from_dynamic_module("modeling.Model", str(tmp_path))
+
+    before = torch.get_default_dtype(), constants.HF_HUB_OFFLINE
+    monkeypatch.setattr(GPT2LMHeadModel, "_from_config", made_with_code)
+    with pytest.raises(UsageError, match=r"IRC584.*it refers to code, which is not run"):
+        step_of_config(config(tmp_path), batch=1, sequence=16, dtype="bfloat16")
+    assert seen == [True] and before == (torch.get_default_dtype(), constants.HF_HUB_OFFLINE)
+
+
+@pytest.mark.parametrize(
+    "more", [{"num_labels": 50_000_000}, {"num_hidden_layers": 10_000_000}, {"to_dict": 1}]
+)
+def test_entries_that_cannot_be_are_refused(tmp_path: Path, more: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=r"IRC581.*cannot be"):
+        step_of_config(config(tmp_path, **more), batch=1, sequence=16)
+
+
+def test_a_configuration_without_architectures_is_a_language_model(tmp_path: Path) -> None:
+    module, _ = step_of_config(config(tmp_path, architectures=None), batch=1, sequence=16)
+    assert "GPT2LMHeadModel" in str(module)
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"model_type": null}', "[" * 100_000])
 def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "config.json"

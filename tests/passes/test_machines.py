@@ -25,7 +25,7 @@ def machines() -> st.SearchStrategy[Machine]:
     several = st.lists(TIERS, max_size=3).map(
         lambda tiers: tuple(replace(tier, name=f"tier {k}") for k, tier in enumerate(tiers))
     )
-    names = st.text(min_size=1)
+    names = st.text(min_size=1, max_size=64).filter(str.isprintable)
     return st.builds(Machine, names, RATES, RATES, st.floats(0, 1), st.integers(0, 1 << 50), several)
 
 
@@ -125,6 +125,8 @@ def test_entries_that_are_missing_or_unknown_are_refused(tmp_path: Path) -> None
     ("data", "wanted"),
     [
         (described(flops_per_second=0), "a number above 0"),
+        (described(half_flops_per_second=-1), "a number not below 0"),
+        (described(name="\x1b[31mred"), "that can be printed"),
         (described(memory_bytes_per_second="8e9"), "a number above 0"),
         (described(flops_per_second=float("inf")), "a number above 0"),
         (described(flops_per_second=10**400), "a number above 0"),
